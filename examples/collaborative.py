@@ -12,10 +12,12 @@ from qkattn.attention.spec import whole
 class Collaborative(Score):
     """A[n] = W_Q diag(m[n]) W_K^T: all heads share W_Q and W_K, and each has its own mixing m[n].
 
-    The cache holds one key of width R for all heads (`size`, by default N H); the mixing acts on
-    the queries. With R = N H and m[n] the indicator of the n-th block of H columns this is `qk`,
-    with the scale (R / N)^-1/2; QK-norm, after the mixing, has R^-1/2. m starts as random signs
-    times N^-1/2, with the norm of an indicator; the authors' library draws normal(0, 0.2^2).
+    The mixing acts on the queries. So the cache holds one key of width R for all heads. `size` is
+    R, by default N H.
+
+    If R = N H and m[n] is 1 in the n-th block of H columns and 0 elsewhere, this is `qk`. Here m
+    starts as random signs times N^-1/2, which gives m[n] the same norm. (The authors' library draws
+    m from normal(0, 0.2^2).) The scale is (R / N)^-1/2, and R^-1/2 with QK-norm.
     """
 
     equation = 'W_Q diag(m[n]) W_K^T'
@@ -31,7 +33,7 @@ class Collaborative(Score):
         self.w_k_DR, self.b_k_R = affine(spec, key, 'w_k_DR', R=R)
         signs_NR = jnp.sign(weight(key, 'w_mixing_NR', (N, R), 1.0)[...])
         self.w_mixing_NR = nnx.Param(N**-0.5 * signs_NR)
-        # QK-norm acts after the mixing and so undoes its factor N^-1/2.
+        # QK-norm acts after the mixing, so it undoes the factor N^-1/2.
         mixing_gain = 1 if spec.qk_norm else N
         self.scale = (mixing_gain / R) ** 0.5
 

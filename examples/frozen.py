@@ -8,7 +8,10 @@ from qkattn.attention.parameters import affine
 
 
 class Frozen(TwoMaps):
-    """A[n] = W_Q[n] W_K[n]^T, fixed at the initial values of `qk` (same seed); biases do train."""
+    """A[n] = W_Q[n] W_K[n]^T, fixed at the initial values of `qk` under the same seed.
+
+    Only biases train.
+    """
 
     equation = 'W_Q[n] W_K[n]^T, fixed'
     parameter_count = 'D*N*H + D*K*H'

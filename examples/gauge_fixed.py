@@ -1,6 +1,6 @@
 """Factors without redundant parameters: a block of W_K or of W_O is the identity.
 
-The variants are examples.gauge_fixed:GaugeFixedQK/vo and qk/examples.gauge_fixed:GaugeFixedVO;
+The variants are examples.gauge_fixed:GaugeFixedQK/vo and qk/examples.gauge_fixed:GaugeFixedVO.
 `gauge_fixing.py` converts trained models to them.
 """
 
@@ -27,14 +27,15 @@ from qkattn.attention.scores.qk import QK
 from qkattn.attention.spec import Check, one_of
 from qkattn.attention.values.vo import VO
 
-Channels = tuple[tuple[int, ...], ...]  # the fixed ones of each head
+# The fixed rows of W_K, or columns of W_O, of each head: ((0, 1), (2, 3)) for two heads of size 2.
+Channels = tuple[tuple[int, ...], ...]
 
 
 def fixed_channels(heads: str) -> Check:
-    """The check of an option that is None or lists the fixed channels of every head.
+    """Returns a check that an option is None, or `Channels` that fit the spec.
 
-    They are H different indices below D for each head; `heads` is the field of the spec with the
-    number of heads, as in ((0, 1), (2, 3)) of two heads of size 2.
+    Each head must have H different indices below D. `heads` is the field of the spec that holds the
+    number of heads.
     """
 
     def check(spec: AttentionSpec, name: str, option: str, fixed: Any) -> None:
@@ -43,10 +44,11 @@ def fixed_channels(heads: str) -> Check:
         D = spec.d_model
         H = spec.head_size
         if H > D:
-            return  # `check` of the class refuses such a head, with or without the option
+            return  # The `check` of the class refuses such a head, whatever the option is.
         num_heads = getattr(spec, heads)
 
         def fits(channels: Any) -> bool:
+            """Whether these are the fixed channels of a head."""
             if not isinstance(channels, list | tuple) or len(channels) != H:
                 return False
             if any(type(channel) is not int for channel in channels):
@@ -66,10 +68,14 @@ def fixed_channels(heads: str) -> Check:
 class GaugeFixedQK(TwoMaps):
     """A[n] = W_Q[n] [I; F[n]]^T: an H x H block of W_K[n] is the identity and is not stored.
 
-    For any invertible M, W_Q M^T and W_K M^-1 have the same product, so H^2 parameters of each key
-    head of `qk` are redundant (but with rotary positions, which do not commute with M). Keys have
-    variance 2 - H / D at initialization, so W_Q has std D^-1/2 (2 - H / D)^-1/2. `rows` are the H
-    fixed rows of each key head; None is `fixed_slices`, so that heads copy different coordinates.
+    For any invertible M, W_Q M^T and W_K M^-1 have the same product. So H^2 parameters of each key
+    head of `qk` are redundant. (With rotary positions they are not, because a rotation does not
+    commute with M.)
+
+    Keys have variance 2 - H / D at initialization, so W_Q has std D^-1/2 (2 - H / D)^-1/2.
+
+    `rows` are the H rows of each key head that form the identity. By default they are
+    `fixed_slices`, so that heads copy different coordinates.
     """
 
     equation = 'W_Q[n] [I; F[n]]^T'
@@ -104,20 +110,25 @@ class GaugeFixedQK(TwoMaps):
 
     @property
     def w_k_DKH(self) -> jax.Array:
-        """W_K with its identity blocks; the free rows of a head follow them, modulo D."""
+        """W_K, assembled from the identity blocks and the free rows."""
         K = self.spec.num_kv_heads
         H = self.spec.head_size
+
+        # First the identity of every head, then its free rows.
         identity_HH = jnp.eye(H, dtype=self.w_q_DNH.dtype)
         w_DKH = jnp.broadcast_to(identity_HH[:, None], (H, K, H))
         if self.w_k_free_CKH is not None:
             w_DKH = jnp.concatenate([w_DKH, self.w_k_free_CKH[...]])
-        # The argsort of an order is its inverse: where row d of W_K lies in w_DKH.
-        row_KD = np.argsort(fixed_first(self.rows, len(w_DKH)), axis=-1)
-        return jnp.take_along_axis(w_DKH, row_KD.T[:, :, None], axis=0)
+
+        # Then every row goes to its place. The argsort of an order is its inverse, so place_KD says
+        # where row d of W_K lies in w_DKH.
+        order_KD = fixed_first(self.rows, len(w_DKH))
+        place_KD = np.argsort(order_KD, axis=-1)
+        return jnp.take_along_axis(w_DKH, place_KD.T[:, :, None], axis=0)
 
 
 def fixed_slices(spec: AttentionSpec, num_heads: int) -> Channels:
-    """The default fixed channels: for head n the H that start at n H, modulo D.
+    """Returns the default fixed channels: for head n the H channels from n H on, modulo D.
 
     D = 6, H = 2 and 3 heads -> ((0, 1), (2, 3), (4, 5)).
     """
@@ -130,7 +141,11 @@ def fixed_slices(spec: AttentionSpec, num_heads: int) -> Channels:
 
 
 def fixed_first(rows: Channels, d_model: int) -> np.ndarray:
-    """order_KD: the fixed rows of a head, then the free ones that follow the first, modulo D."""
+    """Returns an order of all D rows for each head: the fixed ones, then the free ones.
+
+    The free rows are in cyclic order from the first fixed row on. For D = 4, the fixed rows (2, 0)
+    give (2, 0, 3, 1).
+    """
     orders = []
     for fixed in rows:
         cyclic_D = np.roll(np.arange(d_model), -fixed[0])  # from the first fixed row on
@@ -142,13 +157,15 @@ def fixed_first(rows: Channels, d_model: int) -> np.ndarray:
 class GaugeFixedVO(Factored):
     """B[n] = W_V[n] [I, W_O[n]]: H of the D columns of each W_O[n] are the identity.
 
-    W_V[n] M and M^-1 W_O[n] have the same product for every invertible M, so H^2 parameters of each
-    head of `vo` are redundant, with any positions. M is free per head only where the head has its
-    own W_V, so there are always N value heads. `columns` are fixed, by default `fixed_slices`.
+    W_V[n] M and M^-1 W_O[n] have the same product for every invertible M. So H^2 parameters of each
+    head of `vo` are redundant, with any positions. Each head can have its own M only if it has its
+    own W_V, so there are always N value heads.
 
-    init='dense' draws the free columns with std H^-1/2, which gives them the norm of the fixed
-    ones, 1, and W_V with std residual_gain (D N)^-1/2; 'product' starts from the parameters of
-    `vo` under the same seed (the same function; the inverse of a random block can be large).
+    Args:
+      init: 'dense' draws the free columns with std H^-1/2, which gives them norm 1 like the fixed
+        ones, and W_V with std residual_gain (D N)^-1/2. 'product' starts as the same function as
+        `vo` under the same seed. (The inverse of a random block, which it takes, can be large.)
+      columns: the H columns of each W_O[n] that form the identity; by default `fixed_slices`.
     """
 
     equation = 'W_V[n] [I, W_O[n]]'
@@ -184,10 +201,10 @@ class GaugeFixedVO(Factored):
             self.w_v_DNH = weight(key, 'w_v_DNH', (D, N, H), (D * N) ** -0.5, spec.residual_gain)
             self.w_o_NHC = weight(key, 'w_o_NHC', (N, H, D - H), H**-0.5)
         else:
+            # W_V W_O = (W_V M) (M^-1 W_O), where M is the block of W_O in the fixed columns.
             vo = VO(spec, score, key=key)
             order_ND = fixed_columns_first(self.columns, D)
             w_o_NHD = jnp.take_along_axis(vo.w_o_NHD[...], order_ND[:, None, :], axis=-1)
-            # W_V W_O = (W_V M) (M^-1 W_O), where M is the block of W_O in the fixed columns.
             block_NHH = w_o_NHD[..., :H]
             free_NHC = w_o_NHD[..., H:]
             v_DNH = grouped(vo.w_v_DKH[...], N)
@@ -201,12 +218,18 @@ class GaugeFixedVO(Factored):
         N, H, _ = free_NHC.shape
         identity_NHH = jnp.broadcast_to(jnp.eye(H, dtype=free_NHC.dtype), (N, H, H))
         w_o_NHD = jnp.concatenate([identity_NHH, free_NHC], axis=-1)
-        # The argsort of an order is its inverse: where column d of W_O lies in w_o_NHD.
-        column_ND = np.argsort(fixed_columns_first(self.columns, w_o_NHD.shape[-1]), axis=-1)
-        return jnp.take_along_axis(w_o_NHD, column_ND[:, None, :], axis=-1)
+
+        # The argsort of an order is its inverse, so place_ND says where column d of W_O lies in
+        # w_o_NHD, which has the fixed columns first.
+        order_ND = fixed_columns_first(self.columns, w_o_NHD.shape[-1])
+        place_ND = np.argsort(order_ND, axis=-1)
+        return jnp.take_along_axis(w_o_NHD, place_ND[:, None, :], axis=-1)
 
 
 def fixed_columns_first(columns: Channels, d_model: int) -> np.ndarray:
-    """order_ND: the fixed columns of a head as given, then the free ones in ascending order."""
+    """Returns an order of all D columns for each head: the fixed ones, then the free ones.
+
+    The free columns are in ascending order. For D = 4, the fixed columns (2, 0) give (2, 0, 1, 3).
+    """
     free = [np.setdiff1d(np.arange(d_model), fixed) for fixed in columns]
     return np.concatenate([columns, free], axis=1)

@@ -1,10 +1,12 @@
 """Conversions to the variants of `gauge_fixed.py`: examples.gauge_fixing:GAUGE_FIX_QK.
 
-Gauge fixing removes the H^2 redundant parameters of each head: W_Q M^T and W_K M^-1 have the same
-product for every invertible M, as do W_V M and M^-1 W_O. M is a block of H rows of W_K, or of H
-columns of W_O, which becomes the identity and is not stored. With W_K = Q R, W_K M^-1 is
-Q Q_block^-1; rounding both factors by eps changes A[n] by at most about eps |W_K M^-1| of its norm,
-and |W_K M^-1| = 1 / (smallest singular value of Q_block).
+Gauge fixing removes the H^2 redundant parameters of each head. W_Q M^T and W_K M^-1 have the same
+product for every invertible M, and so do W_V M and M^-1 W_O. Here M is a block of H rows of W_K, or
+of H columns of W_O. The block becomes the identity and is not stored.
+
+Let W_K = Q R with orthonormal Q, and let Q_block be the block of Q. Then W_K M^-1 = Q Q_block^-1,
+and its norm is 1 / (smallest singular value of Q_block). Rounding both factors by eps changes A[n]
+by at most about eps |W_K M^-1| of its norm.
 """
 
 from collections.abc import Sequence
@@ -28,9 +30,12 @@ from qkattn.convert.factors import (
 def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
     """`qk` -> `GaugeFixedQK`: W_Q M^T and W_K M^-1, which holds an identity block. Exact.
 
-    The rows of the block, an option of the variant, keep W_K M^-1 small in all layers of a model.
-    b_K, which softmax ignores, becomes 0. ConversionError as `qk_factors`, for another Score, or if
-    the block is so close to singular that half of the digits of the dtype would be lost.
+    The rows of the block are the same in all layers, because they are an option of the variant.
+    They are chosen to keep W_K M^-1 small in every layer. b_K becomes 0, because softmax ignores
+    it.
+
+    Raises ConversionError as `qk_factors` does, for a Score other than `qk`, or if a block is so
+    close to singular that half of the digits of the dtype would be lost.
     """
     factors = [qk_factors(layer) for layer in layers]
     variant = layers[0].spec.score
@@ -38,6 +43,7 @@ def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
     D, _, H = factors[0].w_k_DKH.shape
     rows = _best_rows(np.stack([of_layer.w_k_DKH for of_layer in factors]))
     orders_KD = fixed_first(rows, D)
+
     converted = []
     for index, (layer, of_layer) in enumerate(zip(layers, factors, strict=True)):
         w_q_DNH, b_q_NH, w_k_free_CKH = _in_gauge(
@@ -63,16 +69,19 @@ def gauge_fix_qk(layers: Sequence[Attention]) -> list[Attention]:
 def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
     """`vo` -> `GaugeFixedVO`: W_V M and M^-1 W_O, which holds an identity block. Exact.
 
-    As `gauge_fix_qk`, with the columns of each head of W_O in place of the rows of W_K.
+    It works as `gauge_fix_qk` does, with columns of W_O in place of rows of W_K.
     """
     spec = layers[0].spec
     require(spec.value == 'vo', f'it starts from the value vo, not {spec.value}')
-    factors = [
-        extract_factors(layer, of_qk=False).with_kv_heads(spec.num_heads) for layer in layers
-    ]
+    factors = []
+    for layer in layers:
+        of_layer = extract_factors(layer, of_qk=False)
+        factors.append(of_layer.with_kv_heads(spec.num_heads))
+    # The columns of W_O are the rows of its transpose.
     w_o_LDNH = np.stack([np.moveaxis(of_layer.w_o_NHD, 2, 0) for of_layer in factors])
     columns = _best_rows(w_o_LDNH)
     orders_ND = fixed_columns_first(columns, spec.d_model)
+
     converted = []
     for index, (layer, of_layer) in enumerate(zip(layers, factors, strict=True)):
         w_v_DNH, b_v_NH, w_o_free_CNH = _in_gauge(
@@ -95,21 +104,26 @@ def gauge_fix_vo(layers: Sequence[Attention]) -> list[Attention]:
 
 
 def _best_rows(w_LDNH: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """H rows of each head at which all L matrices, made orthonormal, have blocks far from singular.
+    """Chooses H rows for each head, so that the blocks of all L matrices are far from singular.
 
-    Greedy: the next row has the largest product, over the matrices, of its distances from the span
-    of the rows before. For L = 1 this is QR with column pivoting (Businger & Golub 1965).
+    The matrices are made orthonormal first. The choice is greedy: each next row has the largest
+    product, over the L matrices, of its distances from the span of the rows chosen so far. For
+    L = 1 this is QR with column pivoting (Businger & Golub 1965).
     """
     orthonormal_NLDH, _ = np.linalg.qr(np.moveaxis(w_LDNH, 2, 0))
     rows_of_heads = []
-    for remainder_LDH in orthonormal_NLDH:  # without the span of the rows that are chosen
+    for remainder_LDH in orthonormal_NLDH:
+        # `remainder` is the part of each row that is orthogonal to the rows chosen so far.
         rows: list[int] = []
         for _ in range(remainder_LDH.shape[2]):
             distance_LD = np.linalg.norm(remainder_LDH, axis=-1)
             distance_LD[:, rows] = 0
             with np.errstate(divide='ignore'):
-                row = int(np.log(distance_LD).sum(0).argmax())
+                log_product_D = np.log(distance_LD).sum(0)
+            row = int(log_product_D.argmax())
             rows.append(row)
+
+            # Removes the direction of the chosen row from all rows.
             unit_LH = remainder_LDH[:, row] / distance_LD[:, row, None]
             remainder_LDH -= np.einsum(
                 'LDH,LH,LG->LDG', remainder_LDH, unit_LH, unit_LH, optimize=True
@@ -127,20 +141,25 @@ def _in_gauge(
     dtype: np.dtype,
     matrix: str,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The factors of a product in the gauge in which a block of one of them is the identity.
+    """Rewrites two factors so that a block of one of them becomes the identity.
 
     Args:
-      w_DKH: the factor W that gets the identity. Of head k, the block M[k] is made of the first H
+      w_DKH: the factor W that gets the identity. The block M[k] of head k consists of the first H
         rows in the order orders_KD[k].
       other_DNH: the other factor, which becomes other M^T.
       b_NH: the bias of the other factor, which becomes b M^T.
       orders_KD: an order of the rows of W for each head.
-      dtype: that of the parameters, whose rounding a block close to singular multiplies.
+      dtype: the dtype of the parameters. A block close to singular multiplies its rounding errors.
       matrix: the name of W, for errors.
 
-    Returns other M^T, b M^T, and the rows of W M^-1 outside of the block, CKH with C = D - H.
+    Returns:
+      other M^T, b M^T, and the C = D - H rows of W M^-1 outside of the block, [C, K, H].
+
+    Raises:
+      ConversionError: if a block is too close to singular.
     """
     H = w_DKH.shape[2]
+    # A factor of eps^-1/2 on rounding errors loses half of the digits.
     largest_factor = float(jnp.finfo(dtype).eps) ** -0.5
     blocks = []
     free = []
@@ -156,6 +175,8 @@ def _in_gauge(
         )
         blocks.append(w_DKH[order_D[:H], head])
         free.append(q_DH[H:] @ np.linalg.inv(q_DH[:H]))
+
+    # The query heads that share a key head have the same M.
     num_query_heads = other_DNH.shape[1]
     M_NHH = np.repeat(np.stack(blocks), num_query_heads // len(blocks), axis=0)
     return (

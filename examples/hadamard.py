@@ -16,8 +16,8 @@ from qkattn.attention.values.vo import VO
 class Hadamard(Factored):
     """B[n] = W_V[n] T[n] diag(g): W_O is a fixed orthogonal transform T and a learned diagonal g.
 
-    T is the normalized Walsh-Hadamard matrix of the concatenated heads, applied as two factors; D
-    is a power of two. g starts at residual_gain.
+    T is the normalized Walsh-Hadamard matrix, which acts on the concatenated heads. It is applied
+    as two factors. D must be a power of two. g starts at residual_gain.
     """
 
     equation = 'W_V[n] T[n] diag(g)'
@@ -29,7 +29,7 @@ class Hadamard(Factored):
 
     @classmethod
     def check(cls, spec: AttentionSpec) -> None:
-        power = 1 << (spec.d_model.bit_length() - 1)  # the greatest one up to d_model
+        power = 1 << (spec.d_model.bit_length() - 1)  # the greatest power of two up to d_model
         if power != spec.d_model:
             raise SpecError(
                 f'Hadamard needs a d_model that is a power of two, not {spec.d_model}; the nearest '
@@ -43,13 +43,19 @@ class Hadamard(Factored):
         self.num_heads = spec.num_heads
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
-        # The concatenated heads are a matrix: T mixes its rows (c to a) and its columns (d to b).
+        # The concatenated heads are laid out as a matrix. One factor of the transform mixes its
+        # rows (c to a), the other its columns (d to b).
         B, T, _, _ = o_BTNH.shape
-        left, right = (jnp.asarray(factor, o_BTNH.dtype) for factor in factors(self.g_o_D.shape[0]))
+        first, second = factors(self.g_o_D.shape[0])
+        left = jnp.asarray(first, o_BTNH.dtype)
+        right = jnp.asarray(second, o_BTNH.dtype)
         grid = o_BTNH.reshape(B, T, len(left), len(right))
         mixed = jnp.einsum('BTcd,ca,db->BTab', grid, left, right)
+
         out_BTD = mixed.reshape(B, T, -1) * self.g_o_D[...]
-        return out_BTD if self.b_o_D is None else out_BTD + self.b_o_D[...]
+        if self.b_o_D is None:
+            return out_BTD
+        return out_BTD + self.b_o_D[...]
 
     def output_matrix(self, score: Score) -> jax.Array:
         left, right = factors(self.g_o_D.shape[0])
@@ -60,9 +66,9 @@ class Hadamard(Factored):
 
 @functools.cache
 def factors(d_model: int) -> tuple[np.ndarray, np.ndarray]:
-    """T as a Kronecker product of two orthogonal matrices of about equal size, in float64.
+    """Returns two orthogonal matrices in float64 whose Kronecker product is T.
 
-    D = 2^5 -> matrices of 4 x 4 and 8 x 8.
+    They are of about equal size: for D = 2^5 they are 4 x 4 and 8 x 8.
     """
     exponent = d_model.bit_length() - 1
     first = round(exponent / 2)

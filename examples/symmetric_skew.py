@@ -14,13 +14,14 @@ from qkattn.attention.spec import whole
 class SymmetricSkew(Score):
     """A[n] = W L W^T + (U V^T - V U^T): a symmetric part, rank <= R, and a skew one, rank <= 2 C.
 
-    Every A[n] has this form at R = D and C = D / 2; a `qk` head of size H has it at R = 2 H and
-    C = H. L starts as in `symmetric`. Rotary positions mix the two parts.
+    Every A[n] has this form with R = D and C = D / 2. A `qk` head of size H has it with R = 2 H and
+    C = H. L is a diagonal that starts as +1, -1, +1, ... There is no rotary form, because rotary
+    positions would mix the two parts.
 
     Args:
-      symmetric_rank: R, 0 to D; None is min(H, D).
-      skew_rank: C, 0 to D // 2; None is min(H, D) // 2, which gives the parameter count of `qk`
-        with K = N (H even, at most D) but for the N R signs.
+      symmetric_rank: R, from 0 to D; by default min(H, D).
+      skew_rank: C, from 0 to D // 2; by default min(H, D) // 2. With both defaults, and H even and
+        at most D, the parameter count is that of `qk` with K = N, plus N R signs.
     """
 
     equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'  # each part only where it has rank
@@ -41,7 +42,7 @@ class SymmetricSkew(Score):
     def _ranks(
         spec: AttentionSpec, symmetric_rank: int | None, skew_rank: int | None
     ) -> tuple[int, int]:
-        """R and C, with their defaults in place of None."""
+        """Returns R and C; a rank of None gets its default."""
         most = min(spec.head_size, spec.d_model)
         R = most if symmetric_rank is None else symmetric_rank
         C = most // 2 if skew_rank is None else skew_rank
@@ -74,7 +75,7 @@ class SymmetricSkew(Score):
         self.scale = (R + 2 * C) ** -0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        """[x W L, x U, -x V], whose products with the keys [y W, y V, y U] are the logits."""
+        """Returns [x W L, x U, -x V]; the logits are the products with the keys [y W, y V, y U]."""
         projections = self.cached(x_BTD)
         parts = []
         if self.w_symmetric_DNR is not None:

@@ -2,10 +2,12 @@
 
 python -m experiments.convert runs/small --apply='truncate(rank=8)'
 python -m experiments.convert runs/small --apply=merge --out=runs/merged
+python -m experiments.convert runs/small --layout=transformers --out=runs/gpt2
 
 The source is a run directory, a directory of exported parameters, a directory or .safetensors file
 of a GPT-2 in the Hugging Face layout, or a nanoGPT .pt file. --out is a directory of exported
-parameters, from which training continues with --config.train.init_from=DIR.
+parameters, from which training continues with --config.train.init_from=DIR. With
+--layout=transformers it is a GPT-2 or a Llama that transformers reads, where the model is one.
 """
 
 import json
@@ -14,12 +16,13 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from qkattn.convert import loading
+from qkattn.config import ModelConfig
+from qkattn.convert import loading, transformers_layout
 from qkattn.convert.conversions import CONVERSIONS, convert_model, logit_error, parse_conversion
 from qkattn.errors import ConfigError, ConversionError
 from qkattn.jobs import cli
 from qkattn.report.prose import counted
-from qkattn.storage.files import check_directory
+from qkattn.storage.files import absolute, check_directory
 from qkattn.train import exported
 from qkattn.train.program_cache import keep_programs
 
@@ -44,6 +47,13 @@ APPLY = flags.DEFINE_multi_string(
 EXACT = 1e-3
 
 OUT = cli.define_path('out', None, 'Directory to write to.')
+LAYOUT = flags.DEFINE_enum(
+    'layout',
+    'qkattn',
+    ['qkattn', 'transformers'],
+    "Files of --out: exported parameters ('qkattn'), or model.safetensors, config.json and "
+    "tokenizer.json of a GPT-2 or Llama ('transformers'), with the same logits.",
+)
 
 
 def main() -> None:
@@ -55,6 +65,8 @@ def main() -> None:
         out = check_directory(cli.required(OUT), name='--out')
         if out.exists() and any(out.iterdir()):
             raise ConfigError(f'--out={OUT.value} is not empty; give another directory')
+    elif LAYOUT.value != LAYOUT.default:
+        raise ConfigError(f'--layout={LAYOUT.value} needs --out=DIRECTORY to write to')
     source = loading.load(path, num_heads=NUM_HEADS.value, imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
     config = source.model_config
@@ -87,11 +99,32 @@ def main() -> None:
         print(f'{text}: {config.variant}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
+    if LAYOUT.value == 'transformers':
+        write_for_transformers(source, config, params)
+        return
     origin = {'source': Path(path).name, 'trial': trial, 'applied': APPLY.value}
     exported.save(OUT.value, config, params, origin=origin)
     variant = json.dumps({'score': config.score, 'value': config.value})
     without = 'without optimizer state: its moments do not transform with the parameters'
     print(f'wrote {OUT.value} ({variant})' + (f'; {without}' if source.config else ''))
+
+
+def write_for_transformers(source: loading.Loaded, config: ModelConfig, params: dict) -> None:
+    """Writes --out in the layout of transformers, and prints what it is."""
+    layout = transformers_layout.layout_of(config)
+    tokenizer = None
+    problem = 'the source is not a run, whose data have a tokenizer'
+    if source.config is not None:
+        try:
+            tokenizer = loading.tokenizer_for(source, source.config.data.name, 'token ids')
+        except ConfigError as error:  # the data may be on another machine
+            problem = str(error)
+    transformers_layout.save(OUT.value, config, params, tokenizer)
+    print(f'wrote {OUT.value}, a {layout.name} in the layout of transformers')
+    if tokenizer is None:
+        print(f'without tokenizer.json: {problem}')
+    elif not (absolute(OUT.value) / 'tokenizer.json').exists():
+        print(f'without tokenizer.json: {tokenizer.name} is a class of your own')
 
 
 if __name__ == '__main__':

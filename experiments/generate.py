@@ -64,7 +64,7 @@ def main() -> None:
     if num_tokens is None:  # the last token needs no position
         num_tokens = max(1, min(256, model.config.context - len(ids) + 1))
     if source.config is not None:
-        log_trial(source, trial)
+        log.info('%s', source.state(trial))
     tokens_BT = generate(
         model,
         np.array([ids]),
@@ -97,14 +97,6 @@ def prompt_of_flags(source: loading.Loaded) -> tuple[list[int], Tokenizer | None
     except ValueError as error:
         raise ConfigError(f'the prompt cannot be encoded: {error}') from error
     return ids or [tokenizer.separator], tokenizer
-
-
-def log_trial(source: loading.Loaded, trial: int) -> None:
-    """Logs which trial of a run is used, at which step, and whether it diverged."""
-    settings = ' '.join(f'{name}={value}' for name, value in source.trials[trial].items())
-    step = f'step {source.step:,}, trial {trial} of {len(source.models)} ({settings})'
-    state = '' if source.alive[trial] else ', which diverged'
-    log.info('%s: %s, %s%s', source.path, source.model_config.variant, step, state)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,8 @@
-"""Prints the results of a study and writes its tables, figures and report.html.
+"""Prints the results of a study and writes its tables and report.html, which has the figures.
 
 python -m experiments.report --study=runs/fair_small
 python -m experiments.report --study=runs/fair_small --export=kept/fair_small
+python -m experiments.report --study=runs/fair_small --plots=png,pdf
 python -m experiments.report --study=runs/fair_small --yardsticks
 python -m experiments.report --study=runs/fair_small --accept=commits --why=WHY
 """
@@ -14,6 +15,7 @@ from qkattn import report
 from qkattn.errors import ConfigError, ReportError
 from qkattn.jobs import cli
 from qkattn.jobs.display import waiting
+from qkattn.report.figures.drawing import FORMATS
 from qkattn.storage import ledger
 from qkattn.storage.files import as_path
 
@@ -28,6 +30,11 @@ ACCEPT = flags.DEFINE_list(
     '(that differ between runs). Needs --why.',
 )
 WHY = flags.DEFINE_string('why', '', 'Why --accept is right, for whoever reads the report.')
+PLOTS = flags.DEFINE_list(
+    'plots',
+    [],
+    f'Formats of figures for files in plots/, beside those on the page: {", ".join(FORMATS)}.',
+)
 YARDSTICKS = flags.DEFINE_bool(
     'yardsticks', False, 'Record what the models of the study have to beat, if it is not recorded.'
 )
@@ -49,7 +56,7 @@ def main() -> None:
         with waiting(study.name, 'recording yardsticks'):
             problems = recorder.record(study, IMPORTS.value)
     with waiting(study.name, 'writing the report'):
-        text = report.show_report(study)
+        text = report.show_report(study, PLOTS.value)
     print(text)
     if EXPORT.value is not None:
         print(f'exported to {report.export(study, EXPORT.value)}')

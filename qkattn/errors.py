@@ -1,8 +1,8 @@
-"""The errors that qkattn raises on purpose; a message is the field, the value, what is valid."""
+"""The errors of qkattn. A message names the field, its value and what is valid."""
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work."""
+    """A setting is not valid."""
 
 
 class UnknownFieldError(ConfigError):
@@ -10,15 +10,15 @@ class UnknownFieldError(ConfigError):
 
 
 class SpecError(ValueError):
-    """An attention layer that cannot be built."""
+    """An attention layer cannot be built from its settings."""
 
 
 class ConversionError(ValueError):
-    """An attention layer or model that cannot be rewritten as asked."""
+    """An attention layer or model cannot be rewritten in the requested form."""
 
 
 class MatchError(ConfigError):
-    """No model of a variant costs what the baseline does."""
+    """No model of a variant has the same cost as the baseline."""
 
 
 class RunDirectoryError(ConfigError):
@@ -26,15 +26,15 @@ class RunDirectoryError(ConfigError):
 
 
 class DiskError(RunDirectoryError):
-    """A file could not be written: the disk is full, over its quota, or fails."""
+    """A file cannot be written: the disk is full, over its quota, or fails."""
 
 
 class ReadError(Exception):
-    """The system failed to read a file, which may be sound; nothing was changed."""
+    """The system has failed to read a file. The file may be intact, and nothing was changed."""
 
 
 class UnsuitableFileError(OSError):
-    """A path where a file is read holds no regular file, or one that is too large."""
+    """The file to read is not a regular file, or is too large."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -45,20 +45,20 @@ class InUseError(RunDirectoryError):
 
 
 class ReportError(ConfigError):
-    """A directory that is no study, or a file in it that cannot be read."""
+    """A directory is not a study, or a file of a study cannot be used."""
 
 
 class CheckpointError(RuntimeError):
-    """Checkpoints that are damaged, or belong to other data."""
+    """Checkpoints are damaged, or belong to other data."""
 
 
 class Stopped(Exception):
-    """Training stopped on request and saved what it trained; the same command resumes it."""
+    """Training stopped on request and has saved its state; the same command resumes it."""
 
 
 class Lost(Exception):
-    """The run belongs to another process; nothing was saved since the last checkpoint."""
+    """Another process has taken the run over; nothing was saved since the last checkpoint."""
 
 
 class ProcessError(RuntimeError):
-    """Another process of the job failed, died or did not arrive."""
+    """Another process of the job has failed, died or not arrived."""

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from qkattn.metrics import TIMES
+from qkattn.metrics import SPEEDS, TIMES
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.train import program
@@ -49,19 +49,23 @@ def results_of(run: Path) -> list[dict]:
     return read_json(run / 'result.json', [{}])
 
 
-def without_times(results: list[dict]) -> list[dict]:
-    return [{k: v for k, v in result.items() if k not in TIMES} for result in results]
+def without_times(records: list[dict]) -> list[dict]:
+    times = TIMES | SPEEDS
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
     """Two finished runs are one to the last bit, and the first left nothing else behind."""
-    for name in ('metrics.jsonl', 'documents.json'):
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert (one / 'documents.json').read_bytes() == (other / 'documents.json').read_bytes()
+    log = read_metrics(one / 'metrics.jsonl')
+    other_log = read_metrics(other / 'metrics.jsonl')
+    assert [list(record) for record in log] == [list(record) for record in other_log]
+    assert without_times(log) == without_times(other_log)
     assert without_times(results_of(one)) == without_times(results_of(other))
     (config, step, state), (_, other_step, other_state) = map(load_stack, (one, other))
     assert step == other_step == config.train.num_steps
     jax.tree.map(np.testing.assert_array_equal, state, other_state)
-    steps = [r['step'] for r in read_metrics(one / 'metrics.jsonl') if r['kind'] == 'train']
+    steps = [r['step'] for r in log if r['kind'] == 'train']
     assert steps == list(range(config.train.log_every, step + 1, config.train.log_every))
     left = [path.name for folder in (one, one / 'checkpoints') for path in folder.iterdir()]
     assert not [name for name in left if name.endswith(('tmp', '.damaged', 'trash'))]

@@ -47,9 +47,7 @@ def test_tables_are_generated_and_the_readme_is_short():
     made = variant_tables.markdown(stored).strip()
     begin = '<!-- catalogue: python -m experiments.variants --markdown -->'
     assert between(VARIANTS, begin, '<!-- end -->') == made
-    counted = re.search(r'There are (\d+) scores and values', README)
-    assert int(counted[1]) == len(SCORES) + len(VALUES)
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 120
 
 
 @pytest.fixture

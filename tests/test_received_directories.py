@@ -21,7 +21,7 @@ from qkattn.data.corpora.downloads import CAPTIONS, fetched
 from qkattn.data.corpora.own_files import text
 from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.errors import ConfigError, RunDirectoryError, UnsuitableFileError
-from qkattn.report.figures.style import write_plots
+from qkattn.report.figures.drawing import write_plots
 from qkattn.report.printed_numbers import check_numbers
 from qkattn.report.verify import check_page
 from qkattn.storage import leases, ledger, records
@@ -80,7 +80,7 @@ def train_planned(path):
 
 
 def draw(path):
-    write_plots(path / 'plots', [])
+    write_plots(path / 'plots', [], ['png'])
 
 
 def prepare(path):

@@ -152,6 +152,14 @@ print(score.matrix().shape)
     assert done.stdout == '(2, 8, 8)\n'
 
 
+def test_the_library_example_of_the_readme_runs_without_extras():
+    page = (ROOT / 'README.md').read_text('utf-8')
+    example = page.split('## Use a layer')[1].split('```python\n')[1].split('```')[0]
+    done = run_without_extras(example)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == '254528 parameters\n'
+
+
 def test_the_command_without_extras_names_the_one_that_it_needs():
     done = run_without_extras("runpy.run_module('qkattn', run_name='__main__')")
     sentence = "commands need the packages of the laboratory: pip install 'qkattn[lab]'\n"

@@ -1,4 +1,4 @@
-"""A claim as declared, its rows of evidence, and the claim as decided."""
+"""Declared claims, rows of evidence, and decided claims."""
 
 import dataclasses
 import enum
@@ -10,21 +10,22 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
-# One-sided findings on an undecided arm: its difference in loss is shown to lie above minus the
-# margin, or below the margin.
+# A one-sided finding on an undecided arm: its difference in loss lies above minus the margin.
 NOT_BETTER = 'not better by the margin'
+# A one-sided finding on an undecided arm: its difference in loss lies below the margin.
 NOT_WORSE = 'not worse by the margin'
-# The verdicts and findings that imply NOT_BETTER, and those that imply NOT_WORSE.
+# The verdicts and findings that imply NOT_BETTER.
 _AT_LEAST_AS_HIGH = (Decision.EQUIVALENT, *ABOVE_ZERO, NOT_BETTER)
+# The verdicts and findings that imply NOT_WORSE.
 _AT_MOST_AS_HIGH = (Decision.EQUIVALENT, *BELOW_ZERO, NOT_WORSE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """A relation of an arm to another, by what makes it true or false; all else leaves it open."""
+    """A relation between two arms. Verdicts and findings that are not listed leave it open."""
 
-    true: tuple[Decision | str, ...]  # verdicts and one-sided findings
-    false: tuple[Decision | str, ...]
+    true: tuple[Decision | str, ...]  # the verdicts and one-sided findings that make it true
+    false: tuple[Decision | str, ...]  # the verdicts and one-sided findings that make it false
 
 
 RELATIONS = {
@@ -35,7 +36,7 @@ RELATIONS = {
     'not_better': Relation(true=_AT_LEAST_AS_HIGH, false=(Decision.BETTER,)),
     'not_worse': Relation(true=_AT_MOST_AS_HIGH, false=(Decision.WORSE,)),
 }
-# The relation that the 95 % interval of a difference lies within the range that a source reports.
+# A further relation: the 95 % interval of a difference lies within the range that a source reports.
 AS_REPORTED = 'as_reported'
 UNIT = 'nats/token'
 
@@ -66,23 +67,23 @@ class Kind(enum.StrEnum):
 
 
 class Speaks(enum.StrEnum):
-    """Whether a row supports its claim; a row BESIDE is shown and decides nothing."""
+    """Whether a row supports its claim."""
 
     FOR = 'for'
     AGAINST = 'against'
     OPEN = 'open'
-    BESIDE = 'beside'
+    BESIDE = 'beside'  # the row is shown, but takes no part in the decision
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One comparison or measurement, as a claim or an answer stores it."""
+    """A row of evidence: one comparison or measurement of a claim or an answer."""
 
-    quantity: str  # what is compared, as the variant, or a phrase for what is measured
-    kind: str  # of `Kind`
-    context: Mapping[str, str]  # by name: model, size, corpus, steps, destination
+    quantity: str  # the variant that is compared, or a phrase for what is measured
+    kind: str  # a value of `Kind`
+    context: Mapping[str, str]  # by factor: model, size, corpus, steps, destination
     value: float
-    speaks: str  # of `Speaks`
+    speaks: str  # a value of `Speaks`
     unit: str = ''  # '' for a pure number
     low: float | None = None  # the lower end of the 95 % interval
     high: float | None = None  # its upper end
@@ -98,7 +99,7 @@ class Row:
     length: str | None = None  # whether the difference is settled, or holds at this length
 
     def __post_init__(self) -> None:
-        # A stored row holds text: ValueError for one that no member has.
+        # A stored row holds text. These lines raise ValueError if the text is not valid.
         Kind(self.kind)
         Speaks(self.speaks)
 
@@ -106,9 +107,10 @@ class Row:
 def exact(
     quantity: str, value: float, expected: float, tolerance: float = 0.0, **context: Any
 ) -> Row:
-    """The row of an exact check: FOR the claim if |value - expected| <= tolerance, else AGAINST.
+    """Returns the row of an exact check.
 
-    The `context` is stored as text: `head_size=8` becomes {'head_size': '8'}.
+    It is FOR the claim if |value - expected| <= tolerance, and otherwise AGAINST it. The `context`
+    is stored as text: `head_size=8` becomes {'head_size': '8'}.
     """
     return Row(
         quantity,
@@ -130,9 +132,9 @@ def difference_row(
     speaks: Speaks = Speaks.BESIDE,
     **fields: Any,
 ) -> Row:
-    """The row of a difference in loss with its 95 % interval, nats/token.
+    """Returns the row of a difference in loss with its 95 % interval, in nats/token.
 
-    It decides nothing unless `speaks` is given. `fields` are others of `Row`.
+    It decides nothing unless `speaks` is given. `fields` are further fields of `Row`.
     """
     return Row(
         quantity,
@@ -151,19 +153,22 @@ def difference_row(
 class Expectation:
     """What a claim expects of an arm of a study, at each size and on each corpus of the study.
 
-    `Expectation('lm_dropped', 'qk/no_v', 'not_worse')` expects that without W_V the loss at equal
-    parameter count is not higher than the baseline's by more than the margin. ConfigError for an
-    unknown `relation` or `at`, and for 'as_reported' without `reported`.
+    `Expectation('lm_dropped', 'qk/no_v', 'not_worse')` expects of the arm without W_V at equal
+    parameter count: its loss is not higher than the baseline's loss by more than the margin.
+
+    Raises ConfigError for an unknown `relation` or `at`, and for 'as_reported' without `reported`.
     """
 
-    # The name of a file in configs/claims. Where a repeat of the study has the arm, it decides.
+    # The name of a file in configs/claims. If a repeat of the study has the arm, it decides.
     study: str
-    variant: str  # as written in the study; with several destinations, the arms of all
-    relation: str  # to the baseline: of RELATIONS, or AS_REPORTED
-    # MATCHED: at the baseline's parameter count; SAME_SHAPE: at its shape, with fewer parameters.
+    # As written in the study. If the study has several destinations, all arms of the variant.
+    variant: str
+    relation: str  # to the baseline: a key of RELATIONS, or AS_REPORTED
+    # MATCHED: at the baseline's parameter count. SAME_SHAPE: at the baseline's shape, with fewer
+    # parameters.
     at: str = Kind.MATCHED
-    versus: str | None = None  # another variant, in place of the baseline
-    # What tells it apart from other expectations of the claim, factor by factor.
+    versus: str | None = None  # the variant to compare with, instead of the baseline
+    # Further factors of the context that distinguish it from other expectations of the claim.
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reported: tuple[float, float] | None = None  # lowest and highest difference, nats/token
     label: str | None = None  # what is compared, in place of the variants
@@ -187,19 +192,21 @@ class Expectation:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Its variant, and the one that it is compared with in place of the baseline, if any."""
-        return (self.variant,) if self.versus is None else (self.variant, self.versus)
+        """The variant, and the variant that it is compared with instead of the baseline, if any."""
+        if self.versus is None:
+            return (self.variant,)
+        return (self.variant, self.versus)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Rows that are not the verdicts of arms, computed from the logs of a study."""
+    """Evidence other than verdicts on arms, computed from the logs of a study."""
 
     study: str  # the name of a file in configs/claims
     read: Callable[[Any], list[Row]]  # takes the findings of the study
 
 
-# An exact check in float64. It takes seconds, since `experiments.verify` runs it again.
+# An exact check in float64. It should take seconds, because `experiments.verify` repeats it.
 Check = Callable[[], Iterable[Row]]
 
 
@@ -222,17 +229,18 @@ class Claim(Statement):
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
-    # What stands after 'holds only if', by the text of `verdicts.condition_of` that it replaces.
+    # Texts to show after 'holds only if'. The keys are the texts of `verdicts.condition_of` that are
+    # replaced.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def studies(self) -> tuple[str, ...]:
-        """The names of its studies, in the order of declaration, each once."""
+        """The names of the claim's studies, in the order of declaration, each once."""
         parts: tuple[Expectation | Measure, ...] = (*self.expectations, *self.measures)
         return tuple(dict.fromkeys(part.study for part in parts))
 
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
-        """The expectations that a scale has arms for."""
+        """Returns the expectations whose arms are trained at a scale."""
         return tuple(
             expectation
             for expectation in self.expectations
@@ -261,7 +269,7 @@ class ClaimResult(Statement):
 
     @property
     def decisive(self) -> Row | None:
-        """The first row that speaks as the verdict does, whose number stands for the claim."""
+        """The row whose number stands for the claim: the first one that agrees with the verdict."""
         if self.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
             speaks = Speaks.AGAINST
         elif self.verdict == ClaimVerdict.UNDECIDED:

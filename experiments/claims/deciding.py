@@ -1,13 +1,16 @@
 """Decides a claim from its checks and from the studies of a directory.
 
-The checks and studies give rows of evidence; from these follow the truth of the claim in each
+Checks and studies give rows of evidence. From the rows follow the truth of the claim in each
 context and its verdict (`verdicts`), and what an undecided claim needs (`needs`).
 
-A claim is one family. "True in every context" and "false in every context" are shown if every row
-rejects at the error rate, without correction: the null hypothesis is a union, that of some context,
-so the test of their intersection errs at most at that rate (Berger 1982, Technometrics 24:295).
-Rows of one context, any of which makes it false, share the rate for "false".
-"True here, false there" selects rows, so each is tested at the error rate over their number.
+Error rates. All rows of a claim together err with probability at most ALPHA:
+
+- "True in every context" is shown if every row rejects at ALPHA, without a correction. The null
+  hypothesis is that the claim is false in some context, so requiring all rejections errs with
+  probability ALPHA at most (intersection-union test, Berger 1982, Technometrics 24:295).
+- "False in every context" is shown in the same way. Any row of a context can make it false, so the
+  rows of one context share ALPHA.
+- "True here, false there" selects rows, so all rows share ALPHA.
 """
 
 import time
@@ -44,29 +47,30 @@ from qkattn.verdict.codes import Comparison, Remark
 from qkattn.verdict.comparing import compare
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.rules import baselines
+from qkattn.verdict.runs import Trial
 from qkattn.verdict.settling import Length
 from qkattn.verdict.trained_arm import TrainedArm
 
 
 class Case(NamedTuple):
-    """An arm that an expectation is about, and its reference; None without results."""
+    """An arm that an expectation is about, and the arm that it is compared with."""
 
     expected: Expectation
-    loaded: Findings
+    loaded: Findings  # the study of both arms
     key: ArmKey
-    arm: TrainedArm | None  # its comparison is that with `other`
-    other: TrainedArm | None
-    blocks: tuple[Remark, ...]  # that withhold the verdict
+    arm: TrainedArm | None  # with its comparison with `other`; None without results
+    other: TrainedArm | None  # None without results
+    blocks: tuple[Remark, ...]  # the remarks that withhold the verdict
 
     @property
     def name(self) -> str:
-        """The name of its study."""
+        """The name of the study."""
         return self.loaded.study.directory.name
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What the evidence of a claim gives where each arm is tested as one of so many."""
+    """The rows and the verdict of a claim, with each arm tested in a family of a certain size."""
 
     rows: list[Row]  # all rows of the claim
     arms: list[tuple[Row, TrainedArm]]  # the rows about arms, each with its arm and verdict
@@ -74,13 +78,13 @@ class _Outcome:
 
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
-    """Decides a claim from the results in a directory and names the missing ones.
+    """Decides a claim from the results in a directory, and names missing results.
 
-    The rows of a claim are those of its exact checks, those of the arms that it expects something
-    of, other parts of the differences of these arms, and those of its measures.
+    The rows of a claim come from its exact checks, from the arms of its expectations, from the
+    other parts of these arms' differences, and from its measures.
 
-    ConfigError if the claim expects an arm that its study does not declare, and if a check or a
-    measure of the claim raises.
+    Raises ConfigError if the claim expects an arm that its study does not declare, or if a check or
+    a measure of the claim raises.
     """
     started = time.perf_counter()
     checked = called('claim', claim.name, lambda: _rows_of_checks(claim))
@@ -133,7 +137,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
 
 
 def _rows_of_checks(claim: Claim) -> list[Row]:
-    """The rows of the exact checks of a claim, computed in float64."""
+    """Computes the rows of a claim's exact checks, in float64."""
     rows: list[Row] = []
     with jax.enable_x64(True):
         for check in claim.checks:
@@ -142,7 +146,7 @@ def _rows_of_checks(claim: Claim) -> list[Row]:
 
 
 def _rows_of_measures(claim: Claim, scale: str, results: Results) -> list[Row]:
-    """The rows that a claim measures on its studies; at scale smoke they decide nothing."""
+    """Computes the rows of a claim's measures. At scale smoke they decide nothing."""
     rows: list[Row] = []
     for measure in claim.measures:
         rows.extend(results.rows(measure, decisive=scale != 'smoke'))
@@ -150,7 +154,7 @@ def _rows_of_measures(claim: Claim, scale: str, results: Results) -> list[Row]:
 
 
 def _trained(claim: Claim, scale: str, results: Results) -> list[tuple[Expectation, Findings]]:
-    """The expectations of a claim whose study has results, with the study."""
+    """Returns the expectations of a claim whose study has results, each with the study."""
     trained = []
     for expected in claim.expected_at(scale):
         loaded = results.study(expected.study)
@@ -160,9 +164,9 @@ def _trained(claim: Claim, scale: str, results: Results) -> list[tuple[Expectati
 
 
 def _studies(claim: Claim, every_case: Iterable[Case], results: Results) -> dict[str, Findings]:
-    """The studies with results that decide a claim, by their names.
+    """Returns the studies with results that decide a claim, by name.
 
-    First those that the claim names, then the repeats that decide in place of them.
+    The studies that the claim names come first, then the repeats that decide in their place.
     """
     studies: dict[str, Findings] = {}
     for name in claim.studies:
@@ -180,9 +184,9 @@ def _missing(
     trained: Iterable[tuple[Expectation, Findings]],
     scale: str,
 ) -> list[str]:
-    """What a claim lacks, a sentence each: results of studies, of arms, and controls.
+    """Returns what a claim lacks, in sentences: results of studies, results of arms, and controls.
 
-    `problems` are what studies lack, by their names.
+    `problems` says what each study lacks, by the name of the study.
     """
     missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
     for case in every_case:
@@ -209,31 +213,35 @@ def _tested(
     others: Sequence[Row],
     complete: bool,
 ) -> _Outcome:
-    """The rows of a claim and its verdict, each arm tested at the error rate of that verdict.
+    """Tests the arms of a claim; returns its rows and its verdict.
+
+    The level of the tests depends on the verdict (see the module), so they are repeated at another
+    level if the verdict asks for one.
 
     Args:
-      every_case: the arms that have a row each.
+      every_case: the arms, with a row each.
       num_untrained: the number of expectations whose study has no results.
-      checked: the rows of exact checks, which stand before those of arms.
-      others: the rows that stand behind those of arms.
+      checked: the rows of exact checks, which come before the rows of arms.
+      others: the rows that come after the rows of arms.
       complete: whether no results are missing.
     """
 
     def outcome_in(family: int) -> _Outcome:
-        """The outcome where each arm is tested at the error rate divided by `family`."""
+        """Tests each arm at the error rate divided by `family`."""
         arms = list(evidence(every_case, family))
-        rows = [*checked, *(row for row, _ in arms), *others]
+        rows_of_arms = [row for row, _ in arms]
+        rows = [*checked, *rows_of_arms, *others]
         return _Outcome(rows, arms, verdict_on(rows, complete))
 
-    # "True (false) in every context" is one test at the error rate, all rows together.
+    # "True in every context" needs no correction.
     outcome = outcome_in(1)
     if outcome.arms and outcome.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
-        # Any row of a context makes it false, so that the rows of a context share the rate.
+        # Any row of a context can make it false, so the rows of a context share the error rate.
         num_rows = Counter(tuple(row.context.items()) for row, _ in outcome.arms)
         outcome = outcome_in(max(num_rows.values()))
     if outcome.verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-        # Single rows are told apart, so that all of them share the rate; an expectation without
-        # results counts as one.
+        # The verdict tells single rows apart, so all rows share the error rate. An expectation
+        # without results counts as one row.
         outcome = outcome_in(max(1, len(every_case) + num_untrained))
     return outcome
 
@@ -241,7 +249,7 @@ def _tested(
 def _needs(
     claim: Claim, scale: str, problems: Iterable[str], arms: Iterable[tuple[Row, TrainedArm]]
 ) -> str:
-    """What an undecided claim needs: missing results, else what its open arms need at most.
+    """Returns what an undecided claim needs: missing results, or the largest need of its open arms.
 
     `problems` are the names of studies that lack results.
     """
@@ -256,27 +264,29 @@ def _needs(
 
 
 def cases(expected: Expectation, loaded: Findings, results: Results) -> Iterator[Case]:
-    """One for each size and corpus that decide an expectation once its study is finished.
+    """Yields the cases that decide an expectation: one for each size and corpus of its study.
 
-    Each is of the last study of `results` that repeats the question of its arm, else of `loaded`.
-    What a baseline lacks, such as its yardstick, also withholds the verdicts on pairs of the arms
-    beside it. ConfigError if the study does not declare the arm.
+    `loaded` is the study that the expectation names. If studies in `results` repeat the question of
+    an arm, the case comes from the last of them. Raises ConfigError if the study does not declare
+    the arm.
     """
     study = loaded.study
     if expected.at == Kind.SAME_SHAPE and not study.tuned:
-        return  # a study without tuning has no controls
+        # A study without tuning has no controls.
+        return
     # Without a match, the primary arms themselves are at the baseline's shape.
     is_control = expected.at == Kind.SAME_SHAPE and study.match is not None
     control = SAME_SHAPE if is_control else None
     keys = [key for key in study.arms if key.control == control]
     for variant in expected.variants:
-        if not any(loaded.study.is_variant(key.variant, variant) for key in keys):
+        if not any(study.is_variant(key.variant, variant) for key in keys):
             declared = ', '.join(dict.fromkeys(key.variant for key in keys))
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
                 f'{declared or "none"}'
             )
-    keys = [key for key in keys if loaded.study.is_variant(key.variant, expected.variant)]
+
+    keys = [key for key in keys if study.is_variant(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     for key in keys:
         deciding, key_there = _last_repeat(key, loaded, expected, results)
@@ -286,10 +296,10 @@ def cases(expected: Expectation, loaded: Findings, results: Results) -> Iterator
 def _last_repeat(
     key: ArmKey, loaded: Findings, expected: Expectation, results: Results
 ) -> tuple[Findings, ArmKey]:
-    """The last repeat of a study that has an arm of it, and the key of the arm there.
+    """Finds the last repeat of a study that has a certain arm, and the key of the arm there.
 
-    The repeat has to have the variant that the arm is compared with, too. Without such a repeat,
-    the study itself and the key as it is.
+    The repeat also needs the variant that the arm is compared with. If there is no such repeat,
+    returns the study itself and the key in it.
     """
     question = loaded.study.question_of(key)
     for name in results.newest_first(expected.study):
@@ -297,16 +307,22 @@ def _last_repeat(
         if name == expected.study or repeat is None:
             continue
         keys_by_question = {repeat.study.question_of(other): other for other in repeat.study.arms}
-        has_reference = expected.versus is None or any(
-            repeat.study.is_variant(other.variant, expected.versus) for other in repeat.study.arms
-        )
+        has_reference = True
+        if expected.versus is not None:
+            has_reference = any(
+                repeat.study.is_variant(other.variant, expected.versus)
+                for other in repeat.study.arms
+            )
         if question in keys_by_question and has_reference:
             return repeat, keys_by_question[question]
     return loaded, key
 
 
 def _case(expected: Expectation, loaded: Findings, key: ArmKey) -> Case:
-    """The case of an arm in a study: compared with its baseline, or with `expected.versus`."""
+    """Builds the case of an arm in a study. The arm is compared with its baseline or `versus`.
+
+    If two variants are compared, remarks that block the baseline of both block the case, too.
+    """
     study = loaded.study
     arms = {arm.key: arm for arm in loaded.every_arm}
     arm = arms.get(key)
@@ -328,7 +344,10 @@ def _case(expected: Expectation, loaded: Findings, key: ArmKey) -> Case:
 
 
 def evidence(every_case: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, TrainedArm]]:
-    """A row for each case that has results, and its arm with the verdict among `family` ones."""
+    """Yields a row for each case with results, and the arm with its verdict.
+
+    `family` is the number of comparisons that share the error rate.
+    """
     for case in every_case:
         arm = case.arm
         if arm is None or arm.comparison is None:
@@ -346,10 +365,9 @@ def evidence(every_case: Iterable[Case], family: int = 1) -> Iterator[tuple[Row,
 
 
 def _rows_beside(every_case: Iterable[Case]) -> list[Row]:
-    """The rows that decide nothing: the other parts of each difference, each row once.
+    """Returns the rows that decide nothing: the other parts of each difference, each row once.
 
-    A row says what its study found, pooled or not. So where a repeat decides a part of the cases of
-    an expectation, the parts of a difference are all of the same study.
+    All parts of a difference come from the study of its case.
     """
     rows: list[Row] = []
     sources: set[tuple[int, str]] = set()
@@ -365,13 +383,14 @@ def _rows_beside(every_case: Iterable[Case]) -> list[Row]:
 
 
 def _other_parts(expected: Expectation, loaded: Findings) -> Iterator[Row]:
-    """The parts of the difference of an arm from the baseline, but for the one that is expected.
+    """Yields the parts of an arm's difference from the baseline that the expectation is not about.
 
-    The parts are removed, reinvested and matched. Of a pair of variants, all parts of both.
+    The parts are: removed (at the same shape), reinvested, and matched (their sum). If the
+    expectation compares two variants, yields all parts of both.
     """
     study = loaded.study
     for arm in loaded.arms:
-        if not any(loaded.study.is_variant(arm.variant, variant) for variant in expected.variants):
+        if not any(study.is_variant(arm.variant, variant) for variant in expected.variants):
             continue
         shown = expected
         if expected.versus:
@@ -389,7 +408,7 @@ def _other_parts(expected: Expectation, loaded: Findings) -> Iterator[Row]:
 def _row(
     arm: TrainedArm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Findings
 ) -> Row:
-    """The row of a difference of an arm: itself, or a part of it."""
+    """Builds the row of an arm's difference (`arm.comparison`) or of a part of the difference."""
     fields_of_row: dict[str, Any] = {
         'study': loaded.study.directory.name,
         'tokens': arm.example.num_tokens,
@@ -400,7 +419,7 @@ def _row(
         fields_of_row['expected'] = (low + high) / 2
         fields_of_row['tolerance'] = (high - low) / 2
     if comparison is arm.comparison:
-        # Of the arm itself: how well its models are trained, and whether its difference is settled.
+        # Only the whole difference says how well the models are trained and whether it is settled.
         fields_of_row['loss'] = arm.loss.mean if arm.loss else None
         fields_of_row['is_short'] = bool(arm.shortfalls)
         fields_of_row['yardstick'] = yardstick_text(loaded, arm)
@@ -416,7 +435,7 @@ def _row(
 
 
 def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
-    """What the baseline of an arm has to beat: '5-gram 1.457', 'IBM model 1: BLEU 16.5'."""
+    """Returns what an arm's baseline has to beat: '5-gram 1.457' or 'IBM model 1: BLEU 16.5'."""
     yardstick = (loaded.study.yardsticks or {}).get(arm.group)
     if yardstick is None:
         return None
@@ -431,7 +450,7 @@ def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
 
 
 def _models(study_name: str, loaded: Findings) -> Iterator[str]:
-    """A text for each baseline of a study: its size, training and loss, and what it has to beat.
+    """Yields a text for each baseline: its size, training and loss, and what it has to beat.
 
     'lm, d_model=96 on stdlib: 297,632 parameters, 2,000 steps, 4,096,000 tokens, test loss 1.272
     (5-gram 1.457)'
@@ -454,14 +473,23 @@ def _models(study_name: str, loaded: Findings) -> Iterator[str]:
 
 
 def _provenance(studies: Iterable[Findings]) -> tuple[str, str, float]:
-    """Commits and hardware of what was trained, else of this process; seconds of training."""
-    trials = [run.trials[0] for loaded in studies for run in loaded.study.runs if run.trials]
-    starts = [trial.provenance for trial in trials] or [describe_start()]
+    """Returns the commits and the hardware of all runs, and the seconds of their training.
+
+    Without runs, the commit and the hardware are those of this process.
+    """
+    # All trials of a run share its start and its seconds, so the first one stands for the run.
+    first_trials: list[Trial] = []
+    for loaded in studies:
+        first_trials += [run.trials[0] for run in loaded.study.runs if run.trials]
+    starts = [trial.provenance for trial in first_trials]
+    if not starts:
+        starts = [describe_start()]
+
     commits = set()
     devices = set()
     for start in starts:
         commit = dict(flat(start)).get('git.commit') or NOT_RECORDED
         commits.add(commit[:12])
         devices.add(device(start))
-    seconds = sum(trial.train_seconds or 0.0 for trial in trials)
+    seconds = sum(trial.train_seconds or 0.0 for trial in first_trials)
     return ', '.join(sorted(commits)), ', '.join(sorted(devices)), seconds

@@ -1,7 +1,7 @@
-"""Exports claims and answers with their evidence, and decides them again.
+"""Exports decided claims and answers with their evidence, and decides them again to check them.
 
-claims.json holds the claims as decided. answers.json says what each matrix is worth: for each
-change of attention, the difference between an arm and its baseline in one study of each model.
+claims.json holds the decided claims. answers.json says what each matrix is worth: for each change
+of attention and each kind of model, the difference between an arm and its baseline in one study.
 """
 
 import dataclasses
@@ -30,8 +30,9 @@ from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 CLAIMS = 'claims.json'
 ANSWERS = 'answers.json'
 WITHHELD = Decision.NO_VERDICT.value
-SCALING = 'lm_scaling'  # a study of no claim, which is exported beside them
-# The fields of a claim that another machine or commit changes.
+# This study belongs to no claim, but is exported with the claims.
+SCALING = 'lm_scaling'
+# The fields of a claim that depend on the machine or the commit.
 _OF_MACHINE = ('commit', 'hardware', 'seconds')
 # Each change of attention by its name in the table of answers, with the variant that makes it.
 CHANGES = {
@@ -56,8 +57,10 @@ CHANGES = {
 class _Model:
     """A kind of model in which changes of attention are compared."""
 
-    template: str  # the variant of the model, '{}' for that of its attention
-    studies: tuple[str, ...]  # that compare the variants, the best first; each with its repeats
+    # The name of an arm, with '{}' for the variant of its attention.
+    template: str
+    # The studies that compare the variants, the best one first. Their repeats are used, too.
+    studies: tuple[str, ...]
 
 
 MODELS = {
@@ -73,14 +76,14 @@ class Answer:
 
     name: str  # a key of CHANGES
     variant: str
-    # Added to attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
+    # The change in attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
     attention: float | None
-    # At most one of each model and kind, `Kind.SAME_SHAPE` at the same shape and `Kind.MATCHED` at
-    # equal parameter count; without a verdict, the decision is 'no verdict'.
+    # At most one row for each model and kind. The kind is SAME_SHAPE or MATCHED (equal parameter
+    # count). The decision of a row without a verdict is 'no verdict'.
     rows: tuple[Row, ...] = ()
 
     def row(self, model: str, kind: Kind) -> Row | None:
-        """The row of a kind of model at a shape; None without results."""
+        """Returns the row of a model and kind; None without results."""
         for row in self.rows:
             if row.context['model'] == model and row.kind == kind:
                 return row
@@ -91,33 +94,34 @@ Record = TypeVar('Record', ClaimResult, Answer)
 
 
 class _Difference(NamedTuple):
-    """The difference of a variant from a baseline as a row, and the baseline."""
+    """The row of a variant's difference from its baseline, and the baseline."""
 
     row: Row
     baseline: TrainedArm
 
 
 def answers(results: Results) -> tuple[Answer, ...]:
-    """One answer for each change that a study of the directory has trained.
+    """Returns one answer for each change of attention that a study of the directory has trained.
 
-    It has a row for each kind of model and shape: the first row with a verdict in the order of
-    studies and their sizes; without any, the first.
+    An answer has a row for each model and kind. It is the first row with a verdict, in the order of
+    the model's studies and their sizes, or the first row if none has a verdict.
     """
     changes = []
     for change, variant in CHANGES.items():
-        chosen: dict[tuple[str, str], _Difference] = {}  # by kind of model, and of row
+        chosen: dict[tuple[str, str], _Difference] = {}  # by model and kind
         for model_name, model in MODELS.items():
             differences: list[_Difference] = []
             for study in model.studies:
                 for repeat in results.newest_first(study):
                     arm_variant = model.template.format(variant)
                     differences.extend(_differences_in(results, repeat, model_name, arm_variant))
-            # A stable sort: rows with a verdict come first, each in its order.
+            # The sort is stable: rows with a verdict come first, and each group keeps its order.
             differences.sort(key=lambda difference: difference.row.decision == WITHHELD)
             for difference in differences:
                 chosen.setdefault((model_name, difference.row.kind), difference)
         if not chosen:
             continue
+
         share = None
         for (model_name, _), difference in chosen.items():
             if model_name == 'decoder':
@@ -129,10 +133,10 @@ def answers(results: Results) -> tuple[Answer, ...]:
 
 
 def _differences_in(results: Results, name: str, model: str, variant: str) -> Iterator[_Difference]:
-    """The differences of a variant in a study, the largest size first.
+    """Yields the differences of a variant in a study, the largest size first.
 
-    For each size and corpus the difference at the baseline's shape, if it is trained, then that at
-    equal parameter count.
+    Each size and corpus has the difference at the baseline's shape, if that is trained, and then
+    the difference at equal parameter count.
     """
     loaded = results.study(name)
     if loaded is None:
@@ -151,9 +155,11 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
         decision = arm.verdict.decision.value if arm.verdict else WITHHELD
         at_same_shape = arm.parts.same_shape
         if at_same_shape:
-            # A part of the difference has no verdict of its own, but is withheld with the arm's.
-            control = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
-            is_short = any(o.shortfalls for o in loaded.controls if o.key == control)
+            # A part of a difference has no verdict. It is withheld if the arm's verdict is.
+            control_key = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
+            is_short = any(
+                control.shortfalls for control in loaded.controls if control.key == control_key
+            )
             row = difference_row(
                 variant,
                 Kind.SAME_SHAPE,
@@ -179,19 +185,20 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
 
 
 def _added_to_attention(baseline: TrainedArm, variant: str) -> float:
-    """What a variant adds to attention's parameters at the baseline's shape, as a fraction."""
+    """Returns the change in attention's parameters at the baseline's shape, as a fraction."""
     config = from_json(ModelConfig, baseline.example.config)
-    # Those follow from num_heads, which a variant may set.
+    # A variant may set num_heads. None lets these two fields follow from it.
     fields = {'num_kv_heads': None, 'head_size': None} | parse_variant(variant)
-    changed = dataclasses.replace(config, **fields)
-    return cost.count(changed)['attention'] / cost.count(config)['attention'] - 1
+    changed_config = dataclasses.replace(config, **fields)
+    parameters = cost.count(config)['attention']
+    return cost.count(changed_config)['attention'] / parameters - 1
 
 
 def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
     """Writes claims or answers into the file `name`, CLAIMS or ANSWERS; returns its path.
 
-    Each record is a JSON object of its fields, without those that have their default, and with a
-    checksum. Numbers of rows are `rounded`.
+    Each record becomes a JSON object with a checksum. Fields that have their default are left out.
+    Numbers of rows are `rounded`.
     """
     objects = []
     for record in records:
@@ -205,7 +212,7 @@ def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
 
 
 def _set_fields(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass instance that do not have their default."""
+    """Returns the fields of a dataclass instance that do not have their default."""
     values = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -215,20 +222,21 @@ def _set_fields(record: Any) -> dict[str, Any]:
 
 
 def read_claims(directory: str | Path) -> tuple[ClaimResult, ...]:
-    """The claims of a directory; raises as `_read`."""
+    """Reads the claims of a directory; raises like `_read`."""
     return _read(Path(directory) / CLAIMS, ClaimResult)
 
 
 def read_answers(directory: str | Path) -> tuple[Answer, ...]:
-    """The answers of a directory, () without a file; raises as `_read`."""
+    """Reads the answers of a directory; () if the file does not exist. Raises like `_read`."""
     path = Path(directory) / ANSWERS
     return _read(path, Answer) if path.is_file() else ()
 
 
 def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
-    """The records of a file of `write`.
+    """Reads the records of a file that `write` wrote.
 
-    ReportError without a file, RunDirectoryError if it was edited or is not what `write` writes.
+    Raises ReportError if the file does not exist. Raises RunDirectoryError if it was edited or is
+    not a file of `write`.
     """
     again = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
     if not path.is_file():
@@ -248,7 +256,7 @@ def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> None:
     """Writes claims.json, answers.json and their studies into a directory.
 
-    ReportError if the destination holds something else.
+    Raises ReportError if the destination holds something else.
     """
     decided = list(decided)
     destination = as_path(destination)
@@ -256,7 +264,8 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         loaded = results.study(name)
         if loaded is None:
             continue
-        for earlier in loaded.study.earlier:  # without which it cannot be read
+        # A study cannot be read without the studies that it repeats.
+        for earlier in loaded.study.earlier:
             if earlier.path is not None:
                 export_study(earlier.path, below(destination, earlier.name))
         export_study(results.directory / name, below(destination, name))
@@ -267,9 +276,10 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
 
 
 def check(directory: str | Path) -> int:
-    """Makes the claims and answers of an exported directory again; returns how many rows agree.
+    """Decides the claims and answers of an exported directory again and compares them.
 
-    ReportError if claims.json or answers.json hold undeclared claims or other results.
+    Returns the number of rows, which all agree. Raises ReportError if claims.json or answers.json
+    has undeclared claims or other results.
     """
     results = Results(directory)
     directory = Path(directory)
@@ -284,7 +294,7 @@ def check(directory: str | Path) -> int:
 
 
 def _check_equal(file: Path, stored: Sequence[Record], again: Sequence[Record]) -> None:
-    """Raises ReportError unless the stored records of a file are those made again."""
+    """Raises ReportError unless the stored records of a file equal the recomputed ones."""
     names = [record.name for record in stored]
     names_again = [record.name for record in again]
     if names != names_again:
@@ -297,10 +307,10 @@ def _check_equal(file: Path, stored: Sequence[Record], again: Sequence[Record]) 
 
 
 def mismatch(stored: Record, again: Record) -> str | None:
-    """The first difference between a stored claim or answer and the same one made again.
+    """Describes the first difference between a stored record and the recomputed one, if any.
 
-    Numbers of rows agree as `report.verify` says, those of exact checks within their tolerance;
-    counts of what a claim needs may be one apart.
+    Numbers of rows may differ as far as `report.verify` allows, and those of exact checks by their
+    tolerance. The counts in what a claim needs may differ by one.
     """
     old = _values(stored)
     new = _values(again)
@@ -327,13 +337,13 @@ def mismatch(stored: Record, again: Record) -> str | None:
 
 
 def _values(record: ClaimResult | Answer) -> dict[str, Any]:
-    """The values of a claim or answer by name: 'verdict', 'rows.0.value'."""
+    """Returns the values of a claim or answer by name, such as 'verdict' or 'rows.0.value'."""
     rows = {number: vars(row) for number, row in enumerate(record.rows)}
     return dict(flat(vars(record) | {'rows': rows}))
 
 
 def _counts_agree(old: str, new: str) -> bool:
-    """Whether two prints of a number are `close`, or counts at most one apart."""
+    """Returns whether two printed numbers are `close`, or are counts that differ by at most one."""
     if close(old, new):
         return True
     are_counts = old.isdigit() and new.isdigit()

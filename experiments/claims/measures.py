@@ -1,6 +1,7 @@
 """What claims measure: early losses, growth, untuned differences.
 
-Rows that are not differences between the arms of a study, read from its logs.
+Each function reads the logs of a study and returns rows of evidence that are not simply differences
+between tuned arms.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,37 +17,47 @@ from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 
 
 def early(loaded: Findings) -> list[Row]:
-    """How many differences change after they are read early: a row for each fraction of training.
+    """Counts the differences that change between an early evaluation and the end of training.
 
-    Differences of primary arms on the validation split, paired by seed. An early difference that
-    is more than the margin away from the annealed one supports the claim; if all are equivalent,
-    they refute it. The tests are those of a verdict, without the errors of documents and tuning;
-    all fractions share the error rate. Where a trial diverged, or a rule withholds the verdict,
-    that of a change is withheld, too.
+    Returns a row for each fraction of training. The differences are those of primary arms on the
+    validation split, paired by seed. A row supports the claim if a difference changes by more than
+    the margin. A row refutes the claim if all early differences are equivalent to the final ones.
+
+    A change is tested like the difference of a verdict, but without the errors of documents and
+    tuning. All fractions share the error rate. If a trial diverged, or a rule withholds the verdict
+    of an arm, the arm's change stays undecided.
     """
     margin = loaded.study.margin
     curves: dict[ArmKey, list[dict[int, float]]] = {}
     looks: dict[ArmKey, int] = {}
-    # `decision.judge` takes how many trials of an arm and of its baseline diverged.
-    withheld: dict[ArmKey, tuple[int, int]] = {}
+    # `decision.judge` leaves an arm undecided if trials of both it and its baseline diverged. So a
+    # change that must stay undecided is passed with one diverged trial of each.
+    diverged: dict[ArmKey, tuple[int, int]] = {}
     for arm, baseline in _compared(loaded):
         if arm.key.control is None:
             curves[arm.key] = _differences_by_step(arm, baseline)
             looks[arm.key] = loaded.study.look(arm.key, baseline.key)
-            is_withheld = _is_withheld(arm, baseline)
-            withheld[arm.key] = (int(is_withheld), int(is_withheld))
-    steps = {step for of_seeds in curves.values() for of_seed in of_seeds for step in of_seed}
+            diverged[arm.key] = (1, 1) if _is_withheld(arm, baseline) else (0, 0)
+
+    steps: set[int] = set()
+    for curves_of_arm in curves.values():
+        for curve in curves_of_arm:
+            steps.update(curve)
     last = max(steps, default=0)
     early_steps = sorted(steps - {last})
     rows = []
     for step in early_steps:
+        changes = {
+            key: _change(curves_of_arm, step, last, margin) for key, curves_of_arm in curves.items()
+        }
         judged = decision.judge(
-            {key: _change(of_seeds, step, last, margin) for key, of_seeds in curves.items()},
-            diverged=withheld,
+            changes,
+            diverged=diverged,
             planned=loaded.num_comparisons * len(early_steps),
             looks=looks,
         )
         decisions = [judgement.decision for judgement in judged.values()]
+        # 'better' and 'worse' mean a change by more than the margin.
         num_changed = decisions.count(Decision.BETTER) + decisions.count(Decision.WORSE)
         if num_changed:
             speaks = Speaks.FOR
@@ -61,11 +72,11 @@ def early(loaded: Findings) -> list[Row]:
 
 
 def growth(loaded: Findings, variant: str) -> list[Row]:
-    """By how much the loss of a same-shape control grows away from that of its baseline.
+    """Measures how far the losses of a same-shape control and its baseline drift apart in training.
 
-    A row for each size and corpus: the difference at the last step minus that at the first
-    evaluation, paired by seed, on the validation split. An interval below the margin speaks for a
-    difference that does not grow; one above zero speaks against it.
+    Returns a row for each size and corpus: the difference at the last step minus the difference at
+    the first evaluation, paired by seed, on the validation split. The claim is that the difference
+    does not grow. An interval below the margin supports it; an interval above zero refutes it.
     """
     margin = loaded.study.margin
     rows = []
@@ -77,7 +88,8 @@ def growth(loaded: Findings, variant: str) -> list[Row]:
             continue
         first = min(curves[0])
         last = max(curves[0])
-        grown = inference.paired([of_seed[last] - of_seed[first] for of_seed in curves], margin)
+        growth_by_seed = [curve[last] - curve[first] for curve in curves]
+        grown = inference.paired(growth_by_seed, margin)
         quantity = f'growth of the difference from {first / last:.0%} of the steps on'
         speaks = _speaks(arm, baseline, grown, below=margin, above=0.0)
         context = context_of(loaded, arm)
@@ -86,10 +98,11 @@ def growth(loaded: Findings, variant: str) -> list[Row]:
 
 
 def at_one_rate(loaded: Findings, variant: str) -> list[Row]:
-    """The difference of a variant in a study without tuning, whose arms share one learning rate.
+    """Reads the difference of a variant in an untuned study, whose arms share a learning rate.
 
-    A row for each size and corpus. An interval below minus the margin speaks for a variant that is
-    better, one above it against that.
+    Returns a row for each size and corpus. The claim is that the variant is better by more than the
+    margin. An interval below minus the margin supports it; an interval above minus the margin
+    refutes it.
     """
     bound = -loaded.study.margin
     rows = []
@@ -105,7 +118,7 @@ def at_one_rate(loaded: Findings, variant: str) -> list[Row]:
 
 
 def _is_withheld(arm: TrainedArm, baseline: TrainedArm) -> bool:
-    """Whether a diverged trial or a broken rule keeps a difference from deciding."""
+    """Returns whether a difference must not decide: a trial diverged or a rule is broken."""
     has_diverged = arm.num_diverged > 0 or baseline.num_diverged > 0
     return has_diverged or bool(arm.blocks) or bool(baseline.blocks)
 
@@ -113,7 +126,10 @@ def _is_withheld(arm: TrainedArm, baseline: TrainedArm) -> bool:
 def _speaks(
     arm: TrainedArm, baseline: TrainedArm, difference: Difference, below: float, above: float
 ) -> Speaks:
-    """FOR if the interval lies below the bound `below`; AGAINST if it lies above `above`."""
+    """Returns FOR if the whole interval lies below `below`, and AGAINST if it lies above `above`.
+
+    Otherwise, and if the difference must not decide, returns OPEN.
+    """
     if _is_withheld(arm, baseline) or difference.low is None or difference.high is None:
         return Speaks.OPEN
     if difference.high < below:
@@ -124,7 +140,7 @@ def _speaks(
 
 
 def _compared(loaded: Findings) -> Iterator[tuple[TrainedArm, TrainedArm]]:
-    """All arms and controls but the baselines, each with its baseline, if that has results."""
+    """Yields each arm or control with its baseline, if the baseline has results."""
     for arm, baseline in with_baselines((*loaded.arms, *loaded.controls)):
         if baseline is not None and not arm.is_baseline:
             yield arm, baseline
@@ -133,16 +149,21 @@ def _compared(loaded: Findings) -> Iterator[tuple[TrainedArm, TrainedArm]]:
 def _change(
     curves: Iterable[Mapping[int, float]], step: int, last: int, margin: float
 ) -> Difference | None:
-    """The difference at a step minus that at the last one, paired by seed; None without seeds.
+    """Returns the difference at a step minus the difference at the last step, paired by seed.
 
-    `curves` are the differences of each seed by step.
+    `curves` are the differences of each seed by step. Returns None if no seed has both steps.
     """
     changes = [curve[step] - curve[last] for curve in curves if step in curve and last in curve]
-    return inference.paired(changes, margin) if changes else None
+    if not changes:
+        return None
+    return inference.paired(changes, margin)
 
 
 def _differences_by_step(arm: TrainedArm, baseline: TrainedArm) -> list[dict[int, float]]:
-    """For each seed that both arms finished, the differences in validation loss by step."""
+    """Returns the differences in validation loss by step, one dict for each seed.
+
+    The seeds are those that both arms finished.
+    """
     trials = arm.by_seed
     baseline_trials = baseline.by_seed
     curves = []

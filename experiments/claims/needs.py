@@ -1,4 +1,4 @@
-"""What would decide an arm whose row leaves a claim open."""
+"""Says what would decide an arm whose row leaves a claim open."""
 
 import math
 from typing import NamedTuple
@@ -10,25 +10,27 @@ from qkattn.stats.inference import LEVEL, Difference, to_find
 from qkattn.verdict.codes import ReasonCode
 from qkattn.verdict.trained_arm import TrainedArm
 
-# What stands for the seeds where the error of tuning alone may reach the bound: more than any
-# number of seeds that decides, less than where no further training decides.
+# Needs are sorted by their number of seeds. This number stands for a finer sweep of the settings.
+# It is larger than any number of seeds that may decide, and smaller than infinity, which stands for
+# needs that no further training meets.
 _FINER_SWEEP = 1e9
-# By relation, the side of zero of the margin on which it turns. The others turn on both margins.
+# These relations depend on whether the difference lies above one margin: minus the margin (-1) or
+# plus the margin (1). The other relations depend on both.
 _SIDES = {'better': -1, 'not_better': -1, 'worse': 1, 'not_worse': 1}
 
 
 class Need(NamedTuple):
-    """What would decide an arm; of several needs, the largest is that of the claim."""
+    """What would decide an arm. The largest need of a claim's arms is the need of the claim."""
 
-    seeds: float  # infinity where no number of seeds decides
-    text: str  # in short before the first comma
+    seeds: float  # infinity if no number of seeds decides
+    text: str  # the part before the first comma is a short form
 
 
 def needed(row: Row, arm: TrainedArm) -> Need:
-    """What would decide an arm, of which `row` is the evidence and `arm.verdict` the verdict.
+    """Returns what would decide an arm. `row` is its evidence and `arm.verdict` its verdict.
 
-    Mostly this is a number of seeds. They tell the measured difference, at the errors measured,
-    with probability 0.8 from the bound on which the relation of the row turns.
+    This is usually a number of seeds. If the measured difference and errors are the true ones, that
+    many seeds distinguish the difference from the bound of the relation with probability 0.8.
     """
     trial = arm.example
     verdict = arm.verdict
@@ -37,7 +39,7 @@ def needed(row: Row, arm: TrainedArm) -> Need:
         f'{row.quantity} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
-    # More seeds do not make up for these.
+    # Further seeds do not help in these cases.
     if verdict.decision is Decision.NO_VERDICT:
         why = reasons(arm) or 'not tuned'
         return Need(math.inf, f'runs that qualify for a verdict, of {where}: {why}')
@@ -53,9 +55,11 @@ def needed(row: Row, arm: TrainedArm) -> Need:
     if difference.sd is None:
         return Need(math.inf, f'more seeds than {difference.n}, {task}')
     if row.relation == AS_REPORTED:
-        alpha = 1 - LEVEL  # what was reported is compared with an interval
+        # The reported range is compared with the 95 % interval.
+        alpha = 1 - LEVEL
     else:
-        # Tests at a bound are one-sided. Further seeds are those of a repeat, another look.
+        # The test at a bound is one-sided. Further seeds are trained by a repeat of the study, so
+        # the level is that of the next look.
         alpha = 2 * level(verdict.look + 1) / max(1, verdict.num_comparisons)
     error_of_tuning = difference.tuning_high if distance > 0 else difference.tuning_low
     finer_sweep = f'a finer sweep (this one may miss {error_of_tuning:.2g} nats/token)'
@@ -66,20 +70,22 @@ def needed(row: Row, arm: TrainedArm) -> Need:
     text = f'{seeds:,} seeds in place of {difference.n}'
     if times_documents > 1:
         text += f' and {times_documents:.2g} times as many held-out documents'
-    # Where tuning takes most of the distance, a sweep is the cheaper way.
+    # If tuning takes up most of the distance, a finer sweep may be cheaper.
     if error_of_tuning > abs(distance) / 2:
         text += f', or fewer after {finer_sweep}'
     return Need(seeds, f'{text}, {task}')
 
 
 def _bound(row: Row, difference: Difference) -> float:
-    """The difference in loss, nats/token, on which the relation of a row turns.
+    """Returns the bound of a row's relation: the relation is true on one side of it only.
 
-    This is the margin below or above zero, on the nearer side where both count; for AS_REPORTED the
-    nearer end of the reported range.
+    The bound is a difference in loss, in nats/token: the margin or minus the margin. If the
+    relation depends on both, it is the one nearer to the measured difference. For AS_REPORTED, it
+    is the nearer end of the reported range.
     """
     if row.relation == AS_REPORTED:
         ends = (row.expected - row.tolerance, row.expected + row.tolerance)
         return min(ends, key=lambda end: abs(end - difference.mean))
     nearer_side = math.copysign(1, difference.mean)
-    return _SIDES.get(row.relation or '', nearer_side) * difference.margin
+    side = _SIDES.get(row.relation or '', nearer_side)
+    return side * difference.margin

@@ -1,4 +1,4 @@
-"""The claims of a directory as Markdown, from claims.json and the scaling study alone."""
+"""Writes the claims of a directory as Markdown, from claims.json and the scaling study alone."""
 
 import dataclasses
 import datetime
@@ -12,14 +12,16 @@ from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from experiments.claims import export
 from experiments.claims.claim import UNIT, ClaimResult, ClaimVerdict, Kind, Row, Speaks
 from qkattn.jobs.output import short
 from qkattn.report import described
 from qkattn.report.figures import figures
+from qkattn.report.figures.drawing import Drawing, write_plots
 from qkattn.report.figures.forest import Line, Panels, forest
-from qkattn.report.figures.style import Drawing, style_sheet, styles, write_plots
+from qkattn.report.figures.style import styles
 from qkattn.report.prose import NONE, environment, lasting, si, words
 from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Blocks
@@ -93,11 +95,12 @@ _QUANTITY = 22
 
 
 def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
-    """The rows that are parts of one difference, by their kind: removed, reinvested, matched.
+    """Groups the rows that are parts of one difference.
 
-    Parts belong together if their `quantity` and context agree. The kind tells the shape, which
-    leaves the context. Of two rows of one kind, the one that decides is shown. The differences are
-    in the order of their first rows.
+    Returns a dict for each difference, in the order of their first rows. Its keys are kinds:
+    removed, reinvested, matched. Rows belong together if their `quantity` and their context agree;
+    the factor 'shape' is dropped from the context, because the kind says the same. Of two rows of
+    one kind, the one that decides is kept.
     """
     differences: dict[tuple, dict[str, Row]] = {}
     for row in rows:
@@ -111,7 +114,7 @@ def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """The factors whose values differ between rows, and do not only repeat `quantity`."""
+    """Returns the factors whose values differ between rows and do not just repeat `quantity`."""
     factors = []
     for factor in dict.fromkeys(factor for row in rows for factor in row.context):
         values = {row.context.get(factor) for row in rows}
@@ -122,9 +125,9 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def located(row: Row, factors: Iterable[str]) -> list[str]:
-    """'d_model=64', 'steps 500', 'part: symmetry': these factors of a row's context as text.
+    """Returns factors of a row's context as texts: 'd_model=64', 'steps 500', 'part: symmetry'.
 
-    The factor is named where the value does not tell it: of numbers, and in exact checks.
+    The text names the factor if the value is a number or the row is an exact check.
     """
     texts = []
     for factor in factors:
@@ -145,8 +148,8 @@ def located(row: Row, factors: Iterable[str]) -> list[str]:
 def write_page(directory: str | Path) -> Path:
     """Writes plots/ and claims.md beside a claims.json; returns the path of the page.
 
-    ReportError if claims.json or the scaling study cannot be read; RunDirectoryError if claims.json
-    was edited.
+    Raises ReportError if claims.json or the scaling study cannot be read, and RunDirectoryError if
+    claims.json was edited.
     """
     directory = Path(directory)
     drawn = [claim_figure(claim) for claim in export.read_claims(directory) if has_figure(claim)]
@@ -156,8 +159,8 @@ def write_page(directory: str | Path) -> Path:
     scaling = _scaling(directory)
     if scaling:
         _, laws = scaling
-        drawn += [Drawing(law.figure, f'scaling_{law.stem}') for law in laws]
-    write_plots(directory / 'plots', drawn, kinds=('png',))
+        drawn += [dataclasses.replace(law, stem=f'scaling_{law.stem}') for law in laws]
+    write_plots(directory / 'plots', drawn, formats=['png'])
     blocks = [verdicts_markdown(directory, '.', page='')]
     blocks += [group_markdown(directory, '.', letter) for letter in GROUPS]
     blocks.append(laws_markdown(directory, '.'))
@@ -165,10 +168,10 @@ def write_page(directory: str | Path) -> Path:
 
 
 def verdicts_markdown(directory: Path, base: str, page: str = 'claims_{}.md') -> str:
-    """How many claims of a directory have each verdict, and a table of all claims.
+    """Returns how many claims of a directory have each verdict, and a table of all claims.
 
-    Links to files of the directory begin with `base`. Those to a claim lead to the `page` of its
-    group, whose letter takes the place of '{}'.
+    Links to files of the directory begin with `base`. A link to a claim leads to `page`, with the
+    letter of the claim's group in place of '{}'.
     """
     claims = export.read_claims(directory)
     numbers = Counter(claim.verdict for claim in claims)
@@ -181,7 +184,10 @@ def verdicts_markdown(directory: Path, base: str, page: str = 'claims_{}.md') ->
 
 
 def group_markdown(directory: Path, base: str, letter: str) -> str:
-    """The claims of a group, a section each; links to files of the directory begin with `base`."""
+    """Returns a section for each claim of a group.
+
+    `letter` is a key of GROUPS. Links to files of the directory begin with `base`.
+    """
     claims = export.read_claims(directory)
     return _template('group.md.j2').render(
         base=base,
@@ -192,7 +198,7 @@ def group_markdown(directory: Path, base: str, letter: str) -> str:
 
 
 def laws_markdown(directory: Path, base: str) -> str:
-    """The figure and table of scaling laws; nothing without a scaling study in the directory.
+    """Returns the figure and table of scaling laws; '' if the directory has no scaling study.
 
     Links to files of the directory begin with `base`.
     """
@@ -208,9 +214,9 @@ def laws_markdown(directory: Path, base: str) -> str:
 
 
 def answers_markdown(directory: Path, base: str) -> str:
-    """The table of what each matrix is worth, with its sources and figure.
+    """Returns the table of what each matrix is worth, with its sources and figure.
 
-    Only differences with a verdict, or parts of one, are in it; a model without any has no columns.
+    It shows differences with a verdict, and their parts. A model without any has no columns.
     """
     answers = [_judged(answer) for answer in export.read_answers(directory)]
     answers = [answer for answer in answers if answer.rows]
@@ -232,17 +238,49 @@ def answers_markdown(directory: Path, base: str) -> str:
     )
 
 
+# The answers that drop, merge or share a matrix.
+SHORT_TABLE = (
+    'drop W_Q',
+    'drop W_K',
+    'Q = K',
+    'merge W_Q and W_K',
+    'K = V',
+    'Q = K = V',
+    'drop W_V',
+    'drop W_O',
+)
+
+
+def short_answers_markdown(directory: Path, _: str = '') -> str:
+    """The answers on single matrices: the size of attention, the difference and its verdict.
+
+    The difference is that of DECIDED_IN.
+    """
+    model, kind = DECIDED_IN
+    rows = []
+    for answer in map(_judged, export.read_answers(directory)):
+        if answer.name in SHORT_TABLE and answer.row(model, kind):
+            name, size, difference, verdict = _cells_of_answer(answer, [DECIDED_IN])
+            rows.append([name, size, difference.replace('<br>', ' '), verdict])
+    titles: list[Heading] = [
+        ('', True),
+        ('size of attention', False),
+        ('difference in loss [95 % interval]', False),
+        ('verdict', True),
+    ]
+    return markdown_table(titles, rows) + '\n'
+
+
 def _judged(answer: export.Answer) -> export.Answer:
-    """An answer without the differences whose verdict is withheld."""
+    """Drops the rows of an answer whose verdict is withheld."""
     rows = tuple(row for row in answer.rows if row.decision != Decision.NO_VERDICT.value)
     return dataclasses.replace(answer, rows=rows)
 
 
 def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]]) -> list[str]:
-    """The cells of an answer: its name, the size of attention, and a difference in each column.
+    """Returns the cells of an answer: its name, the size of attention, and a difference per column.
 
-    `columns` are pairs of a kind of model and of row. The verdict follows behind that of
-    DECIDED_IN.
+    `columns` are pairs of a model and a kind of row. The verdict follows the column DECIDED_IN.
     """
     share = NONE
     if answer.attention is not None:
@@ -258,9 +296,9 @@ def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]])
 
 
 def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, dict[str | None, None]]]:
-    """The studies behind answers, by kind of model and setting: size, corpus and tokens of a run.
+    """Returns the studies behind answers, by model and by setting (size, corpus, tokens of a run).
 
-    Studies are the keys of the innermost dict, each once, in the order of the rows.
+    The keys of the innermost dict are the studies, each once, in the order of the rows.
     """
     sources: dict[str, dict[tuple, dict[str | None, None]]] = {}
     for answer in answers:
@@ -272,7 +310,7 @@ def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, dict[str
 
 
 def _cell_of_difference(row: Row | None) -> str:
-    """A difference and its 95 % interval; a dagger where the arm falls short of its yardstick."""
+    """Returns a difference with its 95 % interval. A dagger marks an arm below its yardstick."""
     if row is None:
         return NONE
     value = f'{row.value:+.3f}'
@@ -286,6 +324,7 @@ def _cell_of_difference(row: Row | None) -> str:
 # The blocks of `report.verify.check_page`.
 BLOCKS: Blocks = {
     'answers': answers_markdown,
+    'answers_short': short_answers_markdown,
     'claims_verdicts': verdicts_markdown,
     **{f'claims_{letter}': functools.partial(group_markdown, letter=letter) for letter in GROUPS},
     'claims_laws': laws_markdown,
@@ -293,7 +332,7 @@ BLOCKS: Blocks = {
 
 
 def _scaling(directory: Path) -> tuple[Findings, list[Drawing]] | None:
-    """The scaling study with the figure of its laws; None if there is none."""
+    """Returns the scaling study with the figure of its laws; None if there is no such study."""
     if not (directory / export.SCALING / 'study.json').is_file():
         return None
     findings = load_findings(directory / export.SCALING)
@@ -321,7 +360,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
-    """A row for each claim: title, verdict and number, with links to `page`."""
+    """Returns a table of all claims with title, verdict and number, and with links to `page`."""
     titles: list[Heading] = [
         ('', True),
         ('claim', True),
@@ -344,7 +383,7 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
 
 
 def decisive(claim: ClaimResult) -> str:
-    """The number that stands for a claim with its unit, quantity and context; '' without one."""
+    """Returns the number that stands for a claim, with its quantity and context; '' without one."""
     row = claim.decisive
     if row is None:
         return ''
@@ -353,7 +392,7 @@ def decisive(claim: ClaimResult) -> str:
 
 
 def amount(row: Row, with_unit: bool = True) -> str:
-    """'+0.0102 [+0.0062, +0.0154] nats/token', '16', '3.1e-16': the value, with its interval."""
+    """Returns the value of a row with its interval: '+0.0102 [+0.0062, +0.0154] nats/token'."""
     text = _number(row.value, row.unit)
     if row.low is not None and row.high is not None:
         text += f' [{_number(row.low, row.unit)}, {_number(row.high, row.unit)}]'
@@ -363,7 +402,7 @@ def amount(row: Row, with_unit: bool = True) -> str:
 
 
 def _number(value: float, unit: str) -> str:
-    """'+0.0102' of a difference in loss; else '3,072' of a whole number, '3.1e-16' of another."""
+    """Formats a number: a difference in loss as '+0.0102', others as '3,072' or '3.1e-16'."""
     if unit == UNIT:
         return f'{value:+.4f}'
     if value == round(value) and abs(value) < 1e12:
@@ -372,7 +411,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def _expected(row: Row) -> str:
-    """'16', '0 ± 1e-12', '-' where nothing is expected."""
+    """Returns the expected value of a row, such as '0 ± 1e-12'; '-' if nothing is expected."""
     if row.expected is None:
         return NONE
     text = _number(row.expected, row.unit)
@@ -382,7 +421,7 @@ def _expected(row: Row) -> str:
 
 
 def _shared(claim: ClaimResult) -> str:
-    """'model decoder, steps 500': the factors that the contexts of all rows share."""
+    """Returns the factors that all rows' contexts share, such as 'model decoder, steps 500'."""
     if not claim.rows:
         return ''
     texts = []
@@ -393,10 +432,10 @@ def _shared(claim: ClaimResult) -> str:
 
 
 def _tables(claim: ClaimResult) -> list[str]:
-    """A table of differences with their parts, and one of the other values; only those with rows.
+    """Returns a table of differences with their parts, and a table of the other values.
 
-    A line has what is compared and where, numbers and verdict, the training of the models, and how
-    the rows speak.
+    A table without rows is left out. A line says what is compared, the numbers and the verdict, how
+    the models are trained, and whether the line supports the claim.
     """
     tables = []
     differences = compared(claim.rows)
@@ -427,7 +466,7 @@ def _tables(claim: ClaimResult) -> list[str]:
 
 
 def _training(rows: Sequence[Row]) -> list[str]:
-    """The cells under _TRAINING: length, tokens, loss and yardstick of the arm that decides."""
+    """Returns the cells under _TRAINING: length, tokens, loss and yardstick of the deciding arm."""
     deciding = [row for row in rows if row.speaks != Speaks.BESIDE] or list(rows)
     with_loss = [row for row in deciding if row.loss is not None]
     row = with_loss[0] if with_loss else deciding[-1]
@@ -442,10 +481,11 @@ def _training(rows: Sequence[Row]) -> list[str]:
 def _table(
     first: str, titles: Sequence[Heading], rows: Sequence[Row], cells: Sequence[Sequence[str]]
 ) -> str:
-    """What is compared, the contexts that differ, and the cells; without columns of NONE alone.
+    """Returns a table of what is compared, the factors that differ between rows, and the cells.
 
-    `first` is the title of what is compared. `titles` are those of the cells of each row but the
-    last, which says how the row speaks.
+    Columns that contain only NONE are left out. `first` is the title of the first column. `titles`
+    are the titles of the cells of a row, except the last cell. That cell says whether the row
+    supports the claim.
     """
     factors = varying(rows)
     lines = []
@@ -461,7 +501,7 @@ def _table(
 
 
 def _spoken(rows: Iterable[Row]) -> str:
-    """'for'; 'for "worse", open "not better"' of several that decide."""
+    """Returns how the deciding rows speak: 'for' or 'for "worse", open "not better"'."""
     texts: dict[str, None] = {}
     for row in rows:
         if row.speaks == Speaks.BESIDE:
@@ -472,16 +512,16 @@ def _spoken(rows: Iterable[Row]) -> str:
 
 
 def has_figure(claim: ClaimResult) -> bool:
-    """Whether it has differences; other rows have tables alone."""
+    """Returns whether a claim has differences to draw. Other rows are shown in tables only."""
     return any(row.kind in SHAPES for row in claim.rows)
 
 
 def claim_figure(claim: ClaimResult) -> Drawing:
-    """A panel at the baseline's shape and one at equal parameter count, with the decisions."""
+    """Draws a claim's differences, in one panel at the same shape and one at equal count."""
     differences = compared(claim.rows)
     firsts = [list(parts.values())[0] for parts in differences]
     quantities = {row.quantity for row in firsts}
-    # Contexts tell lines apart, unless what is compared does.
+    # If the quantities do not distinguish the lines, their contexts do.
     factors = [] if len(quantities) == len(differences) else varying(firsts)
     panels: dict[str, list[Line]] = {}
     for kind, shape in SHAPES.items():
@@ -506,16 +546,22 @@ def claim_figure(claim: ClaimResult) -> Drawing:
 
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
-    """The difference of each change in a decoder at equal parameter count; None without any."""
+    """Draws the differences of all changes in a decoder at equal count; None without any."""
     decided = [decision.value for decision in DECIDED]
     lines = []
     for answer in answers:
         row = _judged(answer).row(*DECIDED_IN)
         if row is None:
             continue
-        name = f'{answer.name}: {row.decision}'
-        is_decided = row.decision in decided
-        lines.append(_line(row, style_of=row.decision or '', is_decided=is_decided, name=name))
+        verdict = row.decision or ''
+        line = _line(
+            row,
+            style_of=verdict,
+            is_decided=verdict in decided,
+            name=f'{answer.name}: {verdict}',
+        )
+        # A marker is that of a verdict, which the legend says.
+        lines.append(line._replace(meaning=verdict))
     if not lines:
         return None
     panels = {SHAPES[Kind.MATCHED].panel: lines}
@@ -523,10 +569,10 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
 
 
 def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '') -> Line:
-    """The line of a difference in a figure; lines of equal `style_of` have one style.
+    """Returns the line of a difference in a figure. Lines with equal `style_of` share a style.
 
-    `name` stands on the axis, and `right` below it. What is reported is drawn where the row
-    decides: it is of one shape, and the rows beside are of others.
+    `name` stands on the axis, and `right` below it. The reported range is drawn only if the row
+    decides, because rows that do not decide are about another shape.
     """
     reported = None
     if row.speaks != Speaks.BESIDE and row.expected is not None and row.tolerance is not None:
@@ -544,9 +590,12 @@ def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '')
 
 
 def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:
-    """A forest whose lines of the arm `black` are black."""
+    """Draws a forest plot. The lines of the arm `black` are black; `options` go to `forest`."""
     arms = dict.fromkeys(line.arm for lines in panels.values() for line in lines)
     styles_of_arms = styles(list(arms), black)
-    with style_sheet():
-        figure = forest(panels, f'difference ({UNIT})', styles_of_arms, longest=_LONGEST, **options)
-    return Drawing(figure, stem)
+
+    def draw(width: float) -> Figure:
+        xlabel = f'difference ({UNIT})'
+        return forest(panels, xlabel, styles_of_arms, longest=_LONGEST, width=width, **options)
+
+    return Drawing(stem, draw)

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
-    """The context of an arm by factor: model kind, size, corpus, steps, and a destination.
+    """Returns the context of an arm by factor: model, size, corpus, steps and perhaps destination.
 
-    The destination of saved parameters is there if the study names arms by it.
+    The destination of saved parameters is included if the labels of the study's arms contain it.
     """
     study = findings.study
     context = {
@@ -49,14 +49,14 @@ def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
 
 
 class Results:
-    """The studies of a directory, WORKDIR/STUDY or an exported copy, each read once."""
+    """The studies of a directory, which is the workdir or an exported copy. Each is read once."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self._read: dict[str, Findings | ReportError] = {}
 
     def study(self, name: str) -> Findings | None:
-        """A study with its findings; None if it has no results, or none that can be read."""
+        """Returns the findings of a study; None if it has no results that can be read."""
         if name not in self._read:
             try:
                 self._read[name] = load_findings(self.directory / name)
@@ -66,9 +66,13 @@ class Results:
         return None if isinstance(loaded, ReportError) else loaded
 
     def newest_first(self, name: str) -> list[str]:
-        """The study and those of the directory that repeat it or a repeat of it, the last first."""
+        """Returns the names of a study and of all studies that repeat it, the newest first.
+
+        Repeats of repeats are included.
+        """
         names = [name]
-        for earlier in names:  # which grows by the repeats of each study in it
+        # The list grows during the loop by the repeats of each study in it.
+        for earlier in names:
             for repeat in self._repeats.get(earlier, ()):
                 if repeat not in names:
                     names.append(repeat)
@@ -76,7 +80,10 @@ class Results:
         return names
 
     def with_repeats(self, claims: Iterable[Claim | ClaimResult]) -> list[str]:
-        """The names of the studies of claims, each behind it those that repeat it, each once."""
+        """Returns the names of the studies of claims, each followed by the studies that repeat it.
+
+        Each name occurs once.
+        """
         names: dict[str, None] = {}
         for claim in claims:
             for study in claim.studies:
@@ -85,12 +92,14 @@ class Results:
 
     @functools.cached_property
     def _repeats(self) -> dict[str, list[str]]:
-        """By the name of a study those that repeat it, in the order in which they began."""
-        studies: list[tuple[str, str, list[str]]] = []  # start, name, and the names of the repeated
+        """The names of the studies that repeat a study, by its name, the first to begin first."""
+        # For each study of the directory: its start, its name, and the studies that it repeats.
+        studies: list[tuple[str, str, list[str]]] = []
         for path in self.directory.glob(f'*/{ledger.NAME}'):
             try:
                 kept = ledger.read(path)
-            except ReportError:  # `problem` tells the reason
+            except ReportError:
+                # `problem` returns the reason.
                 continue
             repeated = [repeat.study for repeat in kept.repeats if not repeat.is_lost]
             studies.append((kept.entries[0]['time'], path.parent.name, repeated))
@@ -101,7 +110,7 @@ class Results:
         return repeats
 
     def problem(self, name: str) -> str | None:
-        """What a study lacks, as a predicate; None if it is whole and has all planned results."""
+        """Returns what is wrong with a study, such as 'has no results'; None if it is complete."""
         loaded = self.study(name)
         if loaded is None:
             if (self.directory / name / 'study.json').exists():
@@ -114,10 +123,10 @@ class Results:
         return None
 
     def rows(self, measure: Measure, decisive: bool) -> Iterator[Row]:
-        """The rows of a measure; none before its study has results.
+        """Yields the rows of a measure; none if its study has no results.
 
-        Unless `decisive`, they leave the claim open. So they do where a rule withholds every
-        verdict of the study, and where a baseline has not learned enough or breaks a rule.
+        The rows leave the claim open in three cases: if `decisive` is False, if a rule withholds
+        every verdict of the study, or if a baseline has not learned enough or breaks a rule.
         """
         loaded = self.study(measure.study)
         if loaded is None:
@@ -135,21 +144,22 @@ class Results:
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
-    """The studies of claims, by name, that configs/claims/NAME.py give at a scale.
+    """Returns the studies of claims, by name, from configs/claims/NAME.py.
 
-    Studies that repeat them are among them, each behind the study that it repeats.
+    Studies that repeat them are included. Each comes after the study that it repeats.
     """
     configs: dict[str, Study] = {}
     for name, file in cli.shipped(CONFIGS).items():
         get_config = runpy.run_path(str(file))['get_config']
         configs[name] = get_config(scale)
     names = [name for claim in claims for name in claim.studies]
-    for name in names:  # which grows by the repeats of each study in it
+    # The list grows during the loop by the repeats of each study in it.
+    for name in names:
         names += [other for other, study in configs.items() if study.repeats == name]
     ordered: dict[str, Study] = {}
 
     def add(name: str) -> None:
-        """Adds a study behind the one that it repeats."""
+        """Adds a study after the study that it repeats."""
         if name not in configs or name in ordered:
             return
         if configs[name].repeats is not None:
@@ -162,7 +172,7 @@ def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
 
 
 def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> None:
-    """Raises ConfigError for the directory of a study or run, and for studies of another scale."""
+    """Raises ConfigError if `directory` is a study or run, or has studies of another scale."""
     if any((directory / file).exists() for file in ('study.json', 'config.json')):
         raise ConfigError(
             f'workdir={directory} is the directory of a study or run; claims need a directory '
@@ -184,15 +194,15 @@ def train(studies: Mapping[str, Study], scale: str, directory: Path, workers: in
     """Trains each study in a directory of its name; the same call resumes.
 
     Then records the yardsticks of all studies, except at scale smoke, which decides nothing.
-    `workers` are processes on this machine, as in `local_workers.run`; 1 is this process. Raises
-    as `local_workers.run`; DiskError if nothing can be written; Stopped on SIGTERM or Ctrl-C, with
-    the state saved.
+    `workers` is the number of processes on this machine, as in `local_workers.run`; 1 is this
+    process. Raises like `local_workers.run`. Raises DiskError if nothing can be written, and
+    Stopped on SIGTERM or Ctrl-C, with the state saved.
     """
     path = check_directory(directory)
     for number, (name, study) in enumerate(studies.items(), start=1):
         log.info('study %s, %d of %d', name, number, len(studies))
         local_workers.run(study, path / name, build_arms(study), workers)
-    # After all training: this process takes memory of a GPU as soon as it computes.
+    # This process takes memory of a GPU as soon as it computes, so it does this after all training.
     if scale != 'smoke':
         for name in studies:
             yardsticks.record_finished(path / name)
@@ -210,12 +220,13 @@ def report(claims: Iterable[Claim], directory: Path) -> None:
         try:
             with waiting(name, 'writing the report'):
                 write_report(directory / name)
-        except ReportError as error:  # other claims can be decided all the same
+        except ReportError as error:
+            # Claims on other studies can still be decided.
             log.warning('no report of study %s: %s', name, error)
 
 
 def costs(studies: Mapping[str, Study]) -> str:
-    """A table of the plans of studies: a row for each, and one for their sum."""
+    """Returns a table of what the plans of studies cost: a row for each study, and their sum."""
     planned: dict[str, list[PlannedRun]] = {}
     for name, study in studies.items():
         with waiting(name, 'planning'):

@@ -1,9 +1,9 @@
-"""From the verdicts of arms to the truth of a claim in each context, and from these to its verdict.
+"""Derives the truth of a claim in each context from the verdicts of arms, and then its verdict.
 
-`RELATIONS` is the table of docs/claims.md: the decisions (of `qkattn.stats`) and one-sided findings
-for which a relation is true or false; all others leave it open. "Better" and "worse" mean by more
-than the margin. Below the margin the side of zero is known, but not that of the margin: with more
-seeds such an arm may turn out either better or equivalent.
+`RELATIONS`, the table in docs/claims.md, says which decisions of `qkattn.stats` and which one-sided
+findings make a relation true or false. All others leave it open. "Better" and "worse" mean by more
+than the margin. "Better (below margin)" leaves both "better" and "equivalent" open: the sign of the
+difference is known, but with more seeds the arm may turn out to be either.
 """
 
 from collections.abc import Iterable
@@ -21,28 +21,34 @@ from experiments.claims.claim import (
 from qkattn.stats.decision import Decision, level
 from qkattn.verdict.codes import Comparison, ReasonCode, Verdict
 
-# The factors of a row with their values, in the order of the row.
+# Pairs of a factor and its value, in the order of the row.
 Context = tuple[tuple[str, str], ...]
-# The context of checks that name none.
+# The context of rows that have none, such as checks.
 CHECKS: Context = (('part', 'checks'),)
-# The factors whose values make another setting.
+# Contexts with other values of these factors are different settings.
 SETTING = ('size', 'corpus', 'steps')
 
 
 def finding(
     row: Row, relation: str, verdict: Verdict, comparison: Comparison
 ) -> tuple[str, Speaks]:
-    """The decision or one-sided finding on the arm of a row, and whether it supports the claim.
+    """Returns the decision or one-sided finding on an arm, and whether it supports the claim.
 
-    `relation` is what the claim expects of the arm, `verdict` is the arm's, and `comparison` its
-    difference from what it is compared with. A one-sided finding decides the relation of an
-    undecided arm, unless trials diverged.
+    If the arm is undecided, a one-sided finding may still decide the relation, unless trials
+    diverged.
+
+    Args:
+        row: The row of the arm.
+        relation: What the claim expects of the arm, such as 'not_better'.
+        verdict: The verdict on the arm.
+        comparison: The difference behind the verdict.
     """
     decision = verdict.decision
     has_diverged = any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
     if relation == AS_REPORTED:
-        is_withheld = has_diverged or decision is Decision.NO_VERDICT
-        return decision.value, Speaks.OPEN if is_withheld else _as_reported(row, comparison)
+        if has_diverged or decision is Decision.NO_VERDICT:
+            return decision.value, Speaks.OPEN
+        return decision.value, _as_reported(row, comparison)
     if decision is Decision.UNDECIDED and not has_diverged:
         for one_sided in _one_sided_findings(verdict, comparison):
             speaks = _truth(relation, one_sided)
@@ -52,7 +58,7 @@ def finding(
 
 
 def _truth(relation: str, found: Decision | str) -> Speaks:
-    """Whether a decision or one-sided finding makes a relation true, false or leaves it open."""
+    """Returns FOR if a finding makes a relation true, AGAINST if it makes it false, else OPEN."""
     if found in RELATIONS[relation].true:
         return Speaks.FOR
     if found in RELATIONS[relation].false:
@@ -61,12 +67,14 @@ def _truth(relation: str, found: Decision | str) -> Speaks:
 
 
 def _one_sided_findings(verdict: Verdict, comparison: Comparison) -> list[str]:
-    """Which of NOT_BETTER and NOT_WORSE one of the two tests of equivalence shows by itself.
+    """Returns which of NOT_BETTER and NOT_WORSE a single test of equivalence shows.
 
-    A test is at the arm's share of the error rate, that of its look over the comparisons
-    (Bonferroni), and the mean of the validation split has to lie on the same side of the margin.
-    A finding errs only where the difference truly lies beyond the margin, where equivalence would
-    err too: its error rate is that of the verdicts.
+    Equivalence takes two one-sided tests; each of them is used alone here. Its level is that of the
+    arm's look divided by the number of comparisons (Bonferroni). The mean on the validation split
+    has to lie on the same side of the margin.
+
+    A finding is false only if the true difference lies beyond the margin, and then 'equivalent'
+    would be false as well. So the error rate of the verdicts holds for findings, too.
     """
     difference = comparison.difference
     margin = difference.margin
@@ -82,10 +90,10 @@ def _one_sided_findings(verdict: Verdict, comparison: Comparison) -> list[str]:
 
 
 def _as_reported(row: Row, comparison: Comparison) -> Speaks:
-    """FOR where the interval of a row lies within the reported range, AGAINST where outside of it.
+    """Compares the interval of a row with the range that a source reports.
 
-    OPEN where the interval crosses an end of the range, and where the mean of the validation split
-    lies on another side of an end than the interval.
+    Returns FOR if the interval lies within the range and AGAINST if it lies outside, provided that
+    the mean on the validation split does the same. Otherwise returns OPEN.
     """
     if None in (row.low, row.high, row.expected, row.tolerance):
         return Speaks.OPEN
@@ -96,24 +104,28 @@ def _as_reported(row: Row, comparison: Comparison) -> Speaks:
         return Speaks.FOR
     is_below = all(difference < reported_low for difference in differences)
     is_above = all(difference > reported_high for difference in differences)
-    return Speaks.AGAINST if is_below or is_above else Speaks.OPEN
+    if is_below or is_above:
+        return Speaks.AGAINST
+    return Speaks.OPEN
 
 
 def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
-    """Truth of a claim by context: false if any row is against it, else open if any is open.
+    """Returns whether a claim is true in each context.
 
-    Rows that stand BESIDE others have no part in it.
+    AGAINST means that a row of the context is against the claim. OPEN means that no row is against
+    it, but a row is open. FOR means that all rows support it. Rows that are BESIDE do not count.
     """
-    spoken: dict[Context, set[str]] = {}
+    speaks_by_context: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
             context = tuple(row.context.items()) or CHECKS
-            spoken.setdefault(context, set()).add(row.speaks)
+            speaks_by_context.setdefault(context, set()).add(row.speaks)
+
     truth_by_context = {}
-    for context, of_rows in spoken.items():
-        if Speaks.AGAINST in of_rows:
+    for context, speaks_of_rows in speaks_by_context.items():
+        if Speaks.AGAINST in speaks_of_rows:
             truth_by_context[context] = Speaks.AGAINST
-        elif Speaks.OPEN in of_rows:
+        elif Speaks.OPEN in speaks_of_rows:
             truth_by_context[context] = Speaks.OPEN
         else:
             truth_by_context[context] = Speaks.FOR
@@ -121,11 +133,14 @@ def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
 
 
 def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
-    """Holds if true in all contexts, fails if false in all; holds only if, if both occur.
+    """Returns the verdict on a claim from its rows.
 
-    A claim that training decides needs two settings (sizes, corpora, lengths of training) to hold
-    or fail; with one, it holds or fails in this setting. Unless all contexts have results
-    (`complete`), a claim neither holds nor fails.
+    A claim holds if it is true in all contexts, and fails if it is false in all. If it is true in
+    some and false in others, it 'holds only if'. Unless all contexts have results (`complete`), it
+    neither holds nor fails.
+
+    A claim that training decides has to be tested in two settings (size, corpus, length of
+    training). With one setting, the verdict is 'holds in this setting' or 'fails in this setting'.
     """
     deciding = [row for row in rows if row.speaks != Speaks.BESIDE]
     truth_values = set(truths(deciding).values())
@@ -135,7 +150,8 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     if not is_decided or not complete:
         return ClaimVerdict.UNDECIDED
     settings = {tuple(row.context.get(factor) for factor in SETTING) for row in deciding}
-    settings.discard((None,) * len(SETTING))  # of checks, which have none of these factors
+    # Checks have none of these factors, so they are not a setting.
+    settings.discard((None,) * len(SETTING))
     is_exact = all(row.kind == Kind.EXACT for row in deciding)
     has_enough_settings = is_exact or len(settings) > 1
     if truth_values == {Speaks.FOR}:
@@ -144,24 +160,28 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
 
 
 def condition_of(rows: Iterable[Row]) -> str:
-    """Where a claim that is true in some contexts is true, 'size: d_model=64; d_model=128'.
+    """Describes the contexts in which a claim is true, for a claim that is true in some of them.
 
-    Named by one factor whose values tell these contexts from the others, if there is one. Else all
-    of these contexts are written out, without what every context shares:
-    'size: 8, corpus: a; size: 1, corpus: b'.
+    If the values of one factor tell these contexts from the others, it is named alone:
+    'size: d_model=64; d_model=128'. Otherwise the contexts are listed, without the factors that all
+    contexts share: 'size: 8, corpus: a; size: 1, corpus: b'.
     """
     truth_by_context = truths(rows)
     true_contexts: list[dict[str, str]] = []
     other_contexts: list[dict[str, str]] = []
     for context, truth in truth_by_context.items():
-        contexts = true_contexts if truth == Speaks.FOR else other_contexts
-        contexts.append(dict(context))
+        if truth == Speaks.FOR:
+            true_contexts.append(dict(context))
+        else:
+            other_contexts.append(dict(context))
+
     for factor in true_contexts[0]:
         true_values = [factors.get(factor) for factors in true_contexts]
         other_values = [factors.get(factor) for factors in other_contexts]
         if None not in true_values and set(true_values).isdisjoint(other_values):
             distinct = dict.fromkeys(str(value) for value in true_values)
             return f'{factor}: {"; ".join(distinct)}'
+
     shared = set.intersection(*(set(context) for context in truth_by_context))
     descriptions = []
     for factors in true_contexts:

@@ -1,4 +1,4 @@
-"""What is measured of one model: of its matrices and its attention."""
+"""The analysis of one model: quantities of its matrices A[n] and B[n] and of its patterns."""
 
 import dataclasses
 import functools
@@ -15,39 +15,45 @@ from qkattn.errors import ConfigError
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer, inputs_of
 
-# (site, layer, 'A' or 'B'), the QK or the OV circuit of one attention layer. A site is a place of
-# attention layers in a model: 'attention', 'cross_attention' or 'encoder/attention'.
+# (site, layer, matrix). The matrix 'A' is the QK circuit of that layer, and 'B' its OV circuit. A
+# site is a place of attention layers in a model: 'attention', 'cross_attention' or
+# 'encoder/attention'.
 Circuit = tuple[str, int, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One number, of a quantity in docs/analysis.md."""
+    """The value of one quantity for one head; docs/analysis.md explains the quantities."""
 
     site: str  # see `Circuit`
-    layer: int  # from 0, as `head`
-    head: int
-    subject: str  # 'A' or 'B', the matrices of a head, or its 'pattern'
+    layer: int  # from 0
+    head: int  # from 0
+    subject: str  # 'A' or 'B' for a matrix of the head, or 'pattern'
     quantity: str
-    value: float  # NaN where it is not defined, as the effective rank of a zero matrix
+    value: float  # NaN if it is not defined, e.g. the effective rank of a zero matrix
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What was measured."""
+    """The results of `analyze`."""
 
     rows: list[Row]
-    spectra: dict[Circuit, np.ndarray]  # singular values [N, D] where there is one matrix a head
-    missing: list[Circuit]  # the others: scores that are not bilinear, values that are not linear
+    spectra: dict[Circuit, np.ndarray]  # the singular values [N, D] of circuits that are matrices
+    missing: list[Circuit]  # the other circuits: scores not bilinear, values not linear
 
     def values(
         self, quantity: str, subject: str | None = None, site: str = 'attention'
     ) -> np.ndarray:
-        """[L, N] of a quantity, NaN in layers without it; KeyError if it was not measured there."""
+        """Returns the values [L, N] of a quantity at a site, NaN in layers that do not have it.
+
+        Raises KeyError if the quantity was not measured at the site, or if it was measured of
+        several subjects and `subject` does not say which one.
+        """
         site_rows = [row for row in self.rows if row.site == site]
         rows = [row for row in site_rows if row.quantity == quantity]
         if subject is not None:
             rows = [row for row in rows if row.subject == subject]
+
         if not rows:
             name = quantity if subject is None else f'{quantity} of {subject}'
             raise KeyError(f'no {name} was measured at {site}')
@@ -56,6 +62,7 @@ class Analysis:
             listed = ' and of '.join(sorted(subjects))
             raise KeyError(f'{quantity} is of {listed}; give the subject')
 
+        # Layers without this quantity count too, as long as anything is known of them.
         layers = [row.layer for row in site_rows]
         layers += [layer for missing_site, layer, _ in self.missing if missing_site == site]
         num_layers = max(layers) + 1
@@ -73,30 +80,39 @@ def analyze(
     reference: Transformer | None = None,
     induction: bool = True,
 ) -> Analysis:
-    """Measures a model, all layers and heads.
+    """Measures all layers and heads of a model.
 
-    A and B are in stream coordinates, A with the scale on the logits; what acts between the
-    projections (QK-norm, RoPE) is left out of A, as are biases of both. `batch`, inputs of the
-    model (tokens_BT; source_BS, segments, ...), adds patterns; `reference`, a model, adds the drift
-    of A and B from it (ConfigError as `drifts`); `induction` shows random tokens twice to a decoder
-    or encoder.
+    A and B are matrices of the stream's size, and A includes the scale of the logits. A leaves out
+    what acts between the projections (QK-norm, RoPE), and both leave out biases.
+
+    Args:
+      model: the model.
+      batch: inputs of the model (tokens_BT; source_BS, segments, ...). With a batch, the attention
+        patterns of the model are measured too.
+      reference: another model. With it, the drift of A and B from the reference is measured.
+      induction: whether to measure induction scores, on random tokens that occur twice. An
+        encoder-decoder has none.
+
+    Raises:
+      ConfigError: if `reference` differs from the model in layers, heads or d_model.
     """
     rows: list[Row] = []
     if reference is not None:
         for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
             rows += _by_head(circuit, {'drift': drift_N})
 
+    # All matrices are stacked into one array; see `matrices` for the reason.
     matrices = jax.jit(circuit_matrices)(model)
     present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
     missing = [circuit for circuit, a_NDD in matrices.items() if a_NDD is None]
     spectra: dict[Circuit, np.ndarray] = {}
     if present:
-        a_PNDD = jnp.stack([*present.values()])
-        numbers = jax.device_get(of_matrices(a_PNDD))
-        spectra_PND = numbers.pop('singular_values')
+        a_PNDD = jnp.stack(list(present.values()))
+        quantities_of_all = jax.device_get(of_matrices(a_PNDD))
+        spectra_PND = quantities_of_all.pop('singular_values')
         for index, circuit in enumerate(present):
             spectra[circuit] = spectra_PND[index]
-            values = {name: values_PN[index] for name, values_PN in numbers.items()}
+            values = {name: values_PN[index] for name, values_PN in quantities_of_all.items()}
             rows += _by_head(circuit, values)
 
     inputs = inputs_of(batch or {})
@@ -104,19 +120,21 @@ def analyze(
         patterns = jax.device_get(_of_patterns(model, inputs))
         for (site, layer), values in patterns.items():
             rows += _by_head((site, layer, 'pattern'), values)
+
     repeated = repeated_tokens(model) if induction else None
     if repeated is not None:
         period = repeated['tokens_BT'].shape[1] // 2
-        scores = jax.device_get(_of_patterns(model, repeated, period))
-        for (site, layer), values in scores.items():
-            rows += _by_head((site, layer, 'pattern'), values)
+        scores = jax.device_get(_induction_scores(model, repeated, period))
+        for (site, layer), score_N in scores.items():
+            rows += _by_head((site, layer, 'pattern'), {'induction_score': score_N})
     return Analysis(rows, spectra, missing)
 
 
 def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
-    """A[n] and B[n], [N, D, D], of every attention layer, in float32 or wider.
+    """Returns A[n] and B[n], [N, D, D], of every attention layer, in float32 or wider.
 
-    A has the scale of the logits. None where the circuit is not one matrix a head.
+    A includes the scale of the logits. A circuit that is not a matrix (a score that is not
+    bilinear, a value that is not linear) has None.
     """
     D = model.config.d_model
     matrices: dict[Circuit, jax.Array | None] = {}
@@ -125,12 +143,14 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
             attention = jax.tree.map(_in_float32, attention)
             score = attention.score
             value = attention.value
-            # Rows and columns from D on are those of biases.
+
+            # Slicing to D drops the rows and columns of biases.
             matrices[site, layer, 'A'] = None
             if score.bilinear:
                 scale = score.scale * attention.spec.score_scale
                 a_NDE = scale * score.matrix()
                 matrices[site, layer, 'A'] = a_NDE[:, :D, :D]
+
             matrices[site, layer, 'B'] = None
             if value.linear:
                 b_NDE = value.matrix(score)
@@ -139,15 +159,16 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
 
 
 def _in_float32(array: jax.Array) -> jax.Array:
-    """The array in float32, or in its own dtype if that is wider."""
+    """Returns the array in float32, or in its own dtype if that is wider."""
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
 @jax.jit
 def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Array]:
-    """`drift` [N] from the reference's A[n] and B[n] to the other's, of circuits that have both.
+    """Returns the `drift` [N] of each circuit from the reference to the other model.
 
-    ConfigError if the models differ in layers, heads or d_model.
+    Circuits that are not matrices in both models are left out. Raises ConfigError if the models
+    differ in layers, heads or d_model.
     """
     before = circuit_matrices(reference)
     after = circuit_matrices(other)
@@ -156,6 +177,7 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
     if unpaired:
         site, layer, _ = unpaired[0]
         raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
+
     changes = {}
     for circuit, before_NDD in before.items():
         after_NDD = after[circuit]
@@ -172,12 +194,16 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
 
 
 def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
-    """tokens_BT of uniform random tokens r_1 .. r_H r_1 .. r_H; None of an encoder-decoder.
+    """Returns tokens_BT in which every row repeats its first half, for `induction_score`.
 
-    H <= window, so that a query sees the token after its previous occurrence; None where H < 2.
+    The tokens are uniform and random. The half is not longer than the window, so that a query sees
+    the token after its previous occurrence. Returns None if the half would have fewer than two
+    tokens, or for an encoder-decoder.
     """
     config = model.config
-    half = min(config.context // 2, config.window or config.context)
+    half = config.context // 2
+    if config.window is not None:
+        half = min(half, config.window)
     if half < 2 or isinstance(model, EncoderDecoder):
         return None
     r_BH = np.random.default_rng(0).integers(0, config.vocab_size, (8, half))
@@ -186,28 +212,40 @@ def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
 
 @jax.jit
 def of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
-    """Quantities of P circuits by name, each [P, N], and singular values [P, N, D]."""
-    quantities = (*MATRIX_QUANTITIES.values(), singular_values)
-    return {quantity.__name__: quantity(a_PNDD) for quantity in quantities}
-
-
-@functools.partial(jax.jit, static_argnames='period')
-def _of_patterns(
-    model: Transformer, inputs: Mapping[str, Any], period: int | None = None
-) -> dict[tuple[str, int], dict[str, jax.Array]]:
-    """Quantities [N] by site and layer; of tokens with a period the induction score alone."""
-    results = {}
-    for (site, layer), pattern in attention_patterns(model, inputs).items():
-        if period is None:
-            quantities = pattern_quantities(site)
-            results[site, layer] = {name: measure(pattern) for name, measure in quantities.items()}
-        else:
-            results[site, layer] = {'induction_score': induction_score(pattern, period)}
+    """Returns each quantity [P, N] of P circuits by name, and 'singular_values' [P, N, D]."""
+    results = {name: quantity(a_PNDD) for name, quantity in MATRIX_QUANTITIES.items()}
+    results['singular_values'] = singular_values(a_PNDD)
     return results
 
 
+@jax.jit
+def _of_patterns(
+    model: Transformer, inputs: Mapping[str, Any]
+) -> dict[tuple[str, int], dict[str, jax.Array]]:
+    """Measures the attention patterns: quantities [N] by name, of each (site, layer)."""
+    results = {}
+    for (site, layer), pattern in attention_patterns(model, inputs).items():
+        quantities = pattern_quantities(site)
+        results[site, layer] = {name: quantity(pattern) for name, quantity in quantities.items()}
+    return results
+
+
+@functools.partial(jax.jit, static_argnames='period')
+def _induction_scores(
+    model: Transformer, inputs: Mapping[str, Any], period: int
+) -> dict[tuple[str, int], jax.Array]:
+    """Returns the induction scores [N] of each (site, layer), for tokens with this period."""
+    scores = {}
+    for (site, layer), pattern in attention_patterns(model, inputs).items():
+        scores[site, layer] = induction_score(pattern, period)
+    return scores
+
+
 def _by_head(source: tuple[str, int, str], quantities: Mapping[str, np.ndarray]) -> list[Row]:
-    """A row per head and quantity, of values [N] by name; `source` is (site, layer, subject)."""
+    """Returns a row per quantity and head, from values [N] by name.
+
+    `source` is (site, layer, subject).
+    """
     site, layer, subject = source
     rows = []
     for quantity, values_N in quantities.items():

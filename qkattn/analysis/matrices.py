@@ -1,10 +1,10 @@
 """Quantities of A[n] and B[n]: functions from square matrices [..., D, D] to one number each.
 
-They say the same of every factorization of a matrix: Elhage et al. 2021, 'A mathematical framework
-for transformer circuits'. A zero matrix gives NaN, except for its norm. No number has a unit.
+They depend on the matrix only, not on how it is factored (Elhage et al. 2021, 'A mathematical
+framework for transformer circuits'). They have no unit. A zero matrix has NaN, except for its norm.
 
-A program decomposes one array at most, of all matrices: on CPUs, programs of jaxlib 0.10.2 with two
-calls of LAPACK that do not depend on each other may wait for ever.
+No program may decompose more than one array, so all matrices are stacked into one. On CPUs, a
+program of jaxlib 0.10.2 with two independent LAPACK calls may wait for ever.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,18 @@ Array = TypeVar('Array', jax.Array, np.ndarray)
 
 
 def singular_values(a_NDD: jax.Array) -> jax.Array:
-    """s_ND, the largest first."""
+    """Returns the singular values s_ND, the largest first."""
     return jnp.linalg.svd(a_NDD, compute_uv=False)
 
 
 def effective_rank(a_NDD: jax.Array) -> jax.Array:
-    """exp(H(p)), p = s / sum(s), from 1 to D (equal singular values). Roy & Vetterli 2007."""
+    """exp(H(p)) with the entropy H of p = s / sum(s), s the singular values. Roy & Vetterli 2007.
+
+    It ranges from 1 (rank 1) to D (equal singular values).
+    """
     s_ND = singular_values(a_NDD)
-    return jnp.exp(entr(s_ND / s_ND.sum(-1, keepdims=True)).sum(-1))
+    p_ND = s_ND / s_ND.sum(-1, keepdims=True)
+    return jnp.exp(entr(p_ND).sum(-1))
 
 
 def norm(a_NDD: jax.Array) -> jax.Array:
@@ -35,10 +39,10 @@ def norm(a_NDD: jax.Array) -> jax.Array:
 
 
 def symmetric_share(a_NDD: jax.Array) -> jax.Array:
-    """|(A + A^T) / 2|_F^2 / |A|_F^2: 1 where A is symmetric, 0 where it is skew.
+    """|(A + A^T) / 2|_F^2 / |A|_F^2, which is 1 if A is symmetric and 0 if it is skew.
 
-    Of independent entries or factors about 1/2. Saponati et al. 2025, arXiv 2502.10927, publish
-    2 share - 1 of the sum of A[n] over the heads.
+    It is about 1/2 if the entries of A, or of its factors, are independent. Saponati et al. 2025,
+    arXiv 2502.10927, report 2 * share - 1 for the sum of A[n] over the heads.
     """
     symmetric_NDD = (a_NDD + jnp.swapaxes(a_NDD, -1, -2)) / 2
     return _energy(symmetric_NDD) / _energy(a_NDD)
@@ -48,20 +52,23 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
     """(c - r) / (c + r), from -1 (rows dominate) to 1 (columns dominate).
 
     r = sum_i max(0, |row i| - bound), where the bound is two standard deviations above the mean
-    norm of all rows; c is the same of the columns. The value is 0 where no norm exceeds its bound,
-    and NaN where A is zero. Rows of A act on queries, columns on keys: a large column is a
-    direction of the key that all queries look for. Saponati et al. 2025, arXiv 2502.10927, who find
-    it above 0 in autoregressive models.
+    norm of all rows. c is the same for the columns. The result is 0 if no norm exceeds its bound,
+    and NaN if A is zero.
+
+    Rows of A act on queries, columns on keys. A large column is a direction of the keys that all
+    queries look for. Saponati et al. 2025, arXiv 2502.10927, find values above 0 in autoregressive
+    models.
     """
 
     def excess(norms_ND: jax.Array) -> jax.Array:
-        """r or c of each head."""
+        """Returns r or c of each head, from the norms of its rows or columns."""
         bound_N = norms_ND.mean(-1) + 2 * norms_ND.std(-1, ddof=1)
         return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
 
     r_N = excess(jnp.sqrt((a_NDD**2).sum(-1)))
     c_N = excess(jnp.sqrt((a_NDD**2).sum(-2)))
-    share_N = (c_N - r_N) / jnp.where(c_N + r_N > 0, c_N + r_N, 1)
+    total_N = c_N + r_N
+    share_N = (c_N - r_N) / jnp.where(total_N > 0, total_N, 1)
     return jnp.where(_energy(a_NDD) > 0, share_N, jnp.nan)
 
 
@@ -75,7 +82,7 @@ def _energy(a_NDD: jax.Array) -> jax.Array:
     return (a_NDD**2).sum((-2, -1))
 
 
-# What an analysis measures of every A[n] and B[n].
+# The quantities of every A[n] and B[n] in an analysis.
 MATRIX_QUANTITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
     function.__name__: function
     for function in (norm, effective_rank, symmetric_share, directionality)

@@ -1,7 +1,7 @@
-"""Attention patterns: what the layers of a model compute for a batch, and quantities of it.
+"""Attention patterns: the logits and probabilities of a model for a batch, and what they measure.
 
-A quantity is a function from a `Pattern` to one number a head [N]. Means are over the queries of
-all rows that may attend to the key in question, or to any key; NaN where there is no such query.
+A quantity is a function from a `Pattern` to one number per head, [N]. Means are over the queries of
+all rows that may attend to the key in question, or to any key. The mean of no queries is NaN.
 """
 
 import dataclasses
@@ -21,89 +21,94 @@ from qkattn.attention.values.value import Value
 from qkattn.model.stack import layer_of
 from qkattn.model.transformer import EncoderDecoder, Stream, Transformer
 
-# (site, layer, attention, x_BTD, mask, y_BSD or None in self-attention), called at every layer.
+# A Visit is called at every attention layer with (site, layer, attention, x_BTD, mask, y_BSD). A
+# site is a place of attention layers in a model, e.g. 'encoder/attention'. y_BSD is None in
+# self-attention.
 Visit = Callable[[str, int, Attention, jax.Array, Mask, jax.Array | None], None]
 
 
 class Pattern(NamedTuple):
-    """What an attention layer computes for one batch."""
+    """The logits and probabilities of an attention layer for one batch."""
 
     logits_BNTS: jax.Array  # after scale, cap and position biases; 0 at masked keys
-    probabilities_BNTS: jax.Array  # of the normalizer, before a Value mixes heads; 0 at masked keys
+    probabilities_BNTS: jax.Array  # the result of the normalizer; 0 at masked keys
     mask_BTS: jax.Array  # True where a query may attend to a key; B may be 1
 
 
 def entropy(pattern: Pattern) -> jax.Array:
-    """-sum_s p log p of p / sum_s p, nats: 0 where one key has all, log S where all S are equal."""
+    """Mean entropy -sum_s p log p in nats, of probabilities divided by their sum.
+
+    It is 0 if one key has all the probability, and log S if S keys have the same.
+    """
     total_BNT1 = pattern.probabilities_BNTS.sum(-1, keepdims=True)
     p_BNTS = pattern.probabilities_BNTS / jnp.where(total_BNT1 > 0, total_BNT1, 1)
     return _mean(entr(p_BNTS).sum(-1), pattern.mask_BTS.any(-1))
 
 
 def diagonal_mass(pattern: Pattern) -> jax.Array:
-    """Mean of p[t, t], the probability with which a token attends to itself; 0 where it may not."""
+    """Mean of p[t, t], the probability with which a token attends to itself (0 if masked)."""
     p_BNT = jnp.diagonal(pattern.probabilities_BNTS, axis1=-2, axis2=-1)
     return _mean(p_BNT, pattern.mask_BTS.any(-1))
 
 
 def previous_token_mass(pattern: Pattern) -> jax.Array:
-    """Mean of p[t, t - 1]; in a previous-token head it is near 1 (Olsson et al. 2022)."""
-    return _shifted_mass(pattern, 1)
+    """Mean of p[t, t - 1], which is near 1 in a previous-token head (Olsson et al. 2022)."""
+    return _mass_at_distance(pattern, 1)
 
 
 def logit_deviation(pattern: Pattern) -> jax.Array:
-    """Standard deviation of the logits of a query over its visible keys, nats.
+    """Standard deviation of a query's logits over its visible keys, in nats.
 
-    The root of the mean variance. What is added to all logits of a query, softmax ignores.
+    It is the square root of the mean variance over all queries. Subtracting the mean of each query
+    loses nothing, because softmax ignores it.
     """
     mask_B1TS = pattern.mask_BTS[:, None]
     count_B1T1 = jnp.maximum(mask_B1TS.sum(-1, keepdims=True), 1)
     s_BNTS = jnp.where(mask_B1TS, pattern.logits_BNTS, 0)
-    s_BNTS = s_BNTS - s_BNTS.sum(-1, keepdims=True) / count_B1T1
-    variance_BNT = (jnp.where(mask_B1TS, s_BNTS, 0) ** 2).sum(-1) / count_B1T1[..., 0]
+    mean_BNT1 = s_BNTS.sum(-1, keepdims=True) / count_B1T1
+    deviation_BNTS = jnp.where(mask_B1TS, s_BNTS - mean_BNT1, 0)
+    variance_BNT = (deviation_BNTS**2).sum(-1) / count_B1T1[..., 0]
     return jnp.sqrt(_mean(variance_BNT, pattern.mask_BTS.any(-1)))
 
 
 def largest_logit(pattern: Pattern) -> jax.Array:
-    """max |logit| over visible keys, nats."""
+    """The largest |logit| of any query and visible key, in nats."""
     s_BNTS = jnp.where(pattern.mask_BTS[:, None], jnp.abs(pattern.logits_BNTS), 0)
     return s_BNTS.max((0, 2, 3))
 
 
 def induction_score(pattern: Pattern, period: int) -> jax.Array:
-    """Mean of p[t, t - period + 1] over t >= period, of tokens that repeat after `period`.
+    """Mean of p[t, t - period + 1] over t >= period, for tokens that repeat with this period.
 
-    The key is the token that followed the previous occurrence of token t, which an induction head
-    attends to (Olsson et al. 2022: prefix matching). Attention that is equal over S keys has 1 / S.
+    Token t also occurred at t - period, and the token after that occurrence is the key here. An
+    induction head attends to it, so its score is near 1 (Olsson et al. 2022, "prefix matching"). A
+    head that attends to S keys equally has the score 1 / S.
     """
-    later = Pattern(
-        logits_BNTS=pattern.logits_BNTS[..., period:, :],
-        probabilities_BNTS=pattern.probabilities_BNTS[..., period:, :],
-        mask_BTS=pattern.mask_BTS[..., period:, :],
-    )
-    # Row t of `later` is query t + period, so the key t + 1 is at distance -1 from its row.
-    return _shifted_mass(later, -1)
+    return _mass_at_distance(pattern, period - 1, first_query=period)
 
 
-def _shifted_mass(pattern: Pattern, distance: int) -> jax.Array:
-    """Mean of p[t, t - distance] over the rows of the pattern."""
-    T, S = pattern.probabilities_BNTS.shape[-2:]
-    t_T = jnp.arange(T)
+def _mass_at_distance(pattern: Pattern, distance: int, first_query: int = 0) -> jax.Array:
+    """Mean of p[t, t - distance] over the queries t >= first_query that have such a key."""
+    T = pattern.probabilities_BNTS.shape[-2]
+    t_T = jnp.arange(first_query, T)
     s_T = t_T - distance
-    exists_T = (s_T >= 0) & (s_T < S)
-    s_T = jnp.clip(s_T, 0, S - 1)
+    exists_T = s_T >= 0
+    s_T = jnp.maximum(s_T, 0)
     visible_BT = pattern.mask_BTS[:, t_T, s_T] & exists_T
     return _mean(pattern.probabilities_BNTS[..., t_T, s_T], visible_BT)
 
 
-def _mean(value_BNT: jax.Array, visible_BT: jax.Array) -> jax.Array:
-    """Mean over rows and those queries that are visible; NaN without any."""
-    weight_B1T = jnp.broadcast_to(visible_BT[:, None], value_BNT[:, :1].shape)
+def _mean(value_BNT: jax.Array, counted_BT: jax.Array) -> jax.Array:
+    """Mean [N] over the rows and queries at which counted_BT is True; NaN if there are none."""
+    weight_B1T = jnp.broadcast_to(counted_BT[:, None], value_BNT[:, :1].shape)
     return (value_BNT * weight_B1T).sum((0, 2)) / weight_B1T.sum()
 
 
 def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
-    """What is measured of every head at a site; some where t and s count one sequence alone."""
+    """Returns the quantities that are measured at a site, by name.
+
+    Cross-attention lacks two of them, because its t and s count positions of two sequences.
+    """
     functions = [entropy, logit_deviation, largest_logit]
     if not site.endswith('cross_attention'):
         functions += [diagonal_mass, previous_token_mass]
@@ -111,7 +116,11 @@ def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
 
 
 def sites(model: Transformer) -> dict[str, list[Attention]]:
-    """All attention layers, first to last: 'attention', 'cross_attention', 'encoder/attention'."""
+    """Returns the attention layers at every site of a model, first to last.
+
+    The sites are 'attention', and in an encoder-decoder also 'cross_attention' and
+    'encoder/attention'.
+    """
     layers = {}
     for prefix, stream in streams(model).items():
         for name, part in vars(layer_of(stream.blocks, 0)).items():
@@ -123,7 +132,7 @@ def sites(model: Transformer) -> dict[str, list[Attention]]:
 def attention_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], Pattern]:
-    """The pattern of every attention layer by site and layer, in the order of computation."""
+    """Returns the pattern of every attention layer, by (site, layer), in order of computation."""
     patterns: dict[tuple[str, int], Pattern] = {}
 
     def measure(
@@ -141,8 +150,8 @@ def attention_patterns(
 
 
 def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Array:
-    """`model.stream(**inputs)`, layer by layer, with a call of `visit` at every attention layer."""
-    # A copy of the modules, whose streams run their layers one by one in place of a scan.
+    """Computes `model.stream(**inputs)`, and calls `visit` at every attention layer."""
+    # In a copy of the model, a loop over the layers replaces the scan.
     copy = jax.tree.map(lambda leaf: leaf, model)
     for prefix, stream in streams(copy).items():
         stream.run = functools.partial(_run, stream, prefix, visit)  # type: ignore[method-assign]
@@ -152,10 +161,11 @@ def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Arr
 def pattern_of(
     attention: Attention, x_BTD: jax.Array, mask: Mask, y_BSD: jax.Array | None = None
 ) -> Pattern:
-    """The pattern of one layer for x, or for x and y in cross-attention.
+    """Returns the pattern of one layer for x, or for x and y in cross-attention.
 
-    The layer's own code computes the logits: in a copy of the layer with `Logits` as normalizer and
-    unit vectors as values, the average of the values is the logits.
+    The layer's own code computes the logits. The trick is a copy of the layer with two changes: its
+    normalizer is `Logits`, which returns the logits, and the value of key s is unit vector s. The
+    sum of the values, weighted by the logits, is then the vector of the logits.
     """
     T = x_BTD.shape[1]
     S = T if y_BSD is None else y_BSD.shape[1]
@@ -163,21 +173,26 @@ def pattern_of(
         mask = dataclasses.replace(mask, hides_self=True)
     mask_BTS = mask.dense(T, S)
     mask_B1TS = mask_BTS[:, None]
+
     copy = jax.tree.map(lambda leaf: leaf, attention)
     logits_name = f'{__name__}:{Logits.__name__}'
     copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=logits_name)
     copy.value = _UnitValues(S)
-    s_BNTS = jnp.swapaxes(copy(x_BTD, mask, y_BSD=y_BSD), 1, 2)
+    s_BTNS = copy(x_BTD, mask, y_BSD=y_BSD)
+    s_BNTS = jnp.swapaxes(s_BTNS, 1, 2)
+
+    # The probabilities follow from the logits, as in the kernel `einsum`.
     masked_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(s_BNTS.dtype).min / 2)
     normalizer = find_normalizer(attention.spec.normalizer)
     p_BNTS = normalizer(masked_BNTS, mask_B1TS)
-    return Pattern(s_BNTS, jnp.where(mask_B1TS, p_BNTS, 0), mask_BTS)
+    p_BNTS = jnp.where(mask_B1TS, p_BNTS, 0)
+    return Pattern(s_BNTS, p_BNTS, mask_BTS)
 
 
 class Logits(Normalizer):
-    """The logits in place of probabilities, 0 at masked keys."""
+    """Returns the logits in place of probabilities, and 0 at masked keys."""
 
-    source = 'none: what a normalizer is given'
+    source = 'none: the logits themselves'
     simplex = False
 
     def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
@@ -185,7 +200,7 @@ class Logits(Normalizer):
 
 
 class _UnitValues(Value):
-    """The value of key s is unit vector s: the average of a query is its row of probabilities."""
+    """The value of key s is unit vector s, so a query's average is its row of probabilities."""
 
     def __init__(self, num_keys: int):
         self.num_keys = num_keys
@@ -203,7 +218,7 @@ class _UnitValues(Value):
 
 
 def streams(model: Transformer) -> dict[str, Stream]:
-    """The stacks of layers of a model by the beginning of their sites' names: '' or 'encoder/'."""
+    """Returns the streams of a model by the prefix of their sites' names: '' or 'encoder/'."""
     if isinstance(model, EncoderDecoder):
         return {'': model, 'encoder/': model.encoder}
     return {'': model}
@@ -218,9 +233,10 @@ def _run(
     dropout_key: None = None,
     **shared: Any,
 ) -> jax.Array:
-    """`Stream.run` without dropout, with a call of `visit` before every attention layer."""
+    """Does what `Stream.run` does without dropout, and calls `visit` at every attention layer."""
     for index in range(stream.config.num_layers):
         block = layer_of(stream.blocks, index)
+        # Replaces the attention layers of the block, which is a copy, by functions that visit them.
         for name, part in list(vars(block).items()):
             if isinstance(part, Attention):
                 setattr(block, name, _visited(part, prefix + name, index, visit))
@@ -229,7 +245,7 @@ def _run(
 
 
 def _visited(attention: Attention, site: str, layer: int, visit: Visit) -> Callable[..., jax.Array]:
-    """The attention as a function that calls `visit` with what it reads."""
+    """Wraps an attention in a function that calls `visit` with its inputs before it computes it."""
 
     def attend(
         x_BTD: jax.Array, mask: Mask, *, y_BSD: jax.Array | None = None, **dropout: Any

@@ -23,9 +23,11 @@ QK_NORM_EPSILON = 1e-6
 class Attention(nnx.Module):
     """out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T + b[n, t - s]) y_s B[n].
 
-    Between the projections and softmax, or `spec.normalizer`, act in this order: QK-norm, rotary
-    positions, the scale, the logit cap, position biases, the mask. The parameters are drawn with a
-    `key`, or with the stream 'params' of `rngs`; SpecError where `spec` cannot be built.
+    Several steps act between the projections and the softmax (or `spec.normalizer`), in this order:
+    QK-norm, rotary positions, the scale, the logit cap, position biases, the mask.
+
+    The parameters are drawn with `key`, or with the stream 'params' of `rngs`. Raises SpecError if
+    `spec` cannot be built.
     """
 
     def __init__(
@@ -44,11 +46,17 @@ class Attention(nnx.Module):
             self.g_k_H = None
 
     def matrix(self) -> tuple[jax.Array, jax.Array]:
-        """A_NDE and B_NDE; NotImplementedError without a bilinear Score and a linear Value."""
+        """Returns A_NDE and B_NDE.
+
+        Raises NotImplementedError unless the Score is bilinear and the Value is linear.
+        """
         return self.score.matrix(), self.value.matrix(self.score)
 
     def at(self, layer: int | jax.Array) -> 'Attention':
-        """The same attention as layer number `layer`, from 0, of a model."""
+        """Returns a copy that computes as layer number `layer` of a model, counted from 0.
+
+        The copy holds the same arrays. Only circuits with `uses_layer` depend on the number.
+        """
         copy = jax.tree.map(lambda leaf: leaf, self)
         for circuit in (copy.score, copy.value):
             if circuit.uses_layer:
@@ -56,27 +64,33 @@ class Attention(nnx.Module):
         return copy
 
     def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
-        """The arrays [B, S, ...] from which keys and values are computed, for a decoding cache.
+        """Returns the arrays [B, S, ...] that decoding caches for the tokens y.
 
-        An array that serves as the keys alone is stored with QK-norm and rotation applied, so that
-        a step of decoding need not repeat them; y begins at position `first`.
+        `attend_to` computes keys and values from these arrays. If one of them is the keys
+        themselves, it is stored after QK-norm and rotation, so that later steps need not repeat
+        them. `first` is the position of the first token of y.
         """
-        cache = self.score.cached(y_BSD) | self.value.cached(y_BSD, self.score)
-        name = self._stored_keys(cache)
-        if name is not None:
-            cache[name] = self._norm_and_rotate(cache[name], self.g_k_H, first)
+        cache_of_score = self.score.cached(y_BSD)
+        cache_of_value = self.value.cached(y_BSD, self.score)
+        cache = cache_of_score | cache_of_value
+
+        keys_name = self._stored_keys(cache)
+        if keys_name is not None:
+            cache[keys_name] = self._norm_and_rotate(cache[keys_name], self.g_k_H, first)
         return cache
 
     def _stored_keys(self, cache: Cache) -> str | None:
-        """The name of the cached array that is normed and rotated when it is stored, or None.
+        """Returns the name of the cached array that is stored after QK-norm and rotation.
 
-        None where there is neither norm nor rotation, where the Value reads the same array, and
-        where the cache holds something else than the keys, such as the stream or a latent.
+        There is no such array, and the result is None, in three cases: the layer has neither
+        QK-norm nor rotary positions; the Value also uses the keys, which it needs unchanged; or the
+        cache holds something from which keys are computed, such as the stream or a latent.
         """
         if not self.spec.qk_norm and self.spec.positions != 'rope':
             return None
         if 'key' in self.value.shares:
             return None
+        # A Score that caches its keys returns the cached array itself.
         k_BSKH = self.score.keys(cache)
         for name, array in cache.items():
             if array is k_BSKH:
@@ -86,9 +100,9 @@ class Attention(nnx.Module):
     def _norm_and_rotate(
         self, heads_BTNH: jax.Array, gain_H: nnx.Param | None, first: int | jax.Array
     ) -> jax.Array:
-        """Queries or keys with QK-norm and rotary positions, where the spec has them.
+        """Applies QK-norm and rotary positions to queries or keys, if the spec asks for them.
 
-        The positions of their T tokens are `first`, `first` + 1, ...
+        The T tokens are at positions `first`, `first` + 1, ...
         """
         if self.spec.qk_norm:
             heads_BTNH = rms_norm(heads_BTNH, epsilon=QK_NORM_EPSILON) * gain_H[...]
@@ -107,10 +121,15 @@ class Attention(nnx.Module):
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """out_BTD of queries from x and cached keys and values; a mask_BTS is True at visible keys.
+        """Attends from x to cached keys and values, and returns out_BTD.
 
-        With `cross`, the cache is of another stream: no position in it is the query's own.
-        `dropout` is the rate at which attention probabilities are dropped; off without a key.
+        Args:
+          x_BTD: the stream of the queries.
+          cache: what `cached` returned for the attended tokens.
+          mask: a Mask, or a mask_BTS that is True at visible keys.
+          cross: True if the cache comes from another stream, which has no position of the query.
+          dropout: the rate at which attention probabilities are dropped.
+          dropout_key: the key of the dropout; without it nothing is dropped.
         """
         spec = self.spec
         mask = Mask.from_array(mask)
@@ -123,18 +142,20 @@ class Attention(nnx.Module):
         if self._stored_keys(cache) is None:
             k_BSKH = self._norm_and_rotate(k_BSKH, self.g_k_H, 0)
 
-        # Fewer query heads than N: the Score gives one, because the logits of all heads are equal.
         bias = self.bias(cross)
         drops = dropout_key is not None and dropout != 0
+        # A Score whose heads all have the same logits returns one query head in place of N.
         one_pattern = q_BTNH.shape[2] < spec.num_heads
         if one_pattern and (bias is not None or drops):
-            # Biases and dropout differ between heads, so every head needs logits of its own.
+            # Biases and dropout differ between heads, so every head needs its own logits.
             q_BTNH = jnp.repeat(q_BTNH, spec.num_heads, axis=2)
             one_pattern = False
+
         B, S, K, H = v_BSKH.shape
         if one_pattern:
-            # The values of all heads, side by side, are averaged with the one pattern.
+            # One wide head holds the values of all heads side by side.
             v_BSKH = v_BSKH.reshape(B, S, 1, K * H)
+
         o_BTNH = attend(
             q_BTNH,
             k_BSKH,
@@ -148,21 +169,33 @@ class Attention(nnx.Module):
             dropout_key=dropout_key,
             kernel=spec.kernel,
         )
+
         if one_pattern:
+            # Separates the values of the heads again.
             o_BTKH = o_BTNH.reshape(B, -1, K, H)
             o_BTNH = jnp.repeat(o_BTKH, spec.num_heads // K, axis=2)
         return output(o_BTNH, self.score, x_BTD)
 
     def bias(self, cross: bool) -> Bias | None:
-        """b_NTS of the distances t - s, from ALiBi and from the Score; None without."""
+        """Returns the function from distances t - s to the biases b_NTS of the logits.
+
+        The biases are those of ALiBi, those of the Score, or their sum; None if there are neither.
+        The Score has none in cross-attention, where t and s count different sequences.
+        """
         alibi: Bias | None = None
         if self.spec.positions == 'alibi':
             alibi = functools.partial(linear_bias, self.spec.num_heads)
+
         relative: Bias | None = None
-        if not cross and self.score.relative_bias(jnp.zeros((1, 1), int)) is not None:
-            relative = self.score.relative_bias
-        if alibi is None or relative is None:
-            return alibi or relative
+        if not cross:
+            example_NTS = self.score.relative_bias(jnp.zeros((1, 1), int))
+            if example_NTS is not None:
+                relative = self.score.relative_bias
+
+        if relative is None:
+            return alibi
+        if alibi is None:
+            return relative
 
         def sum_of_both(distance_TS: jax.Array) -> jax.Array:
             return alibi(distance_TS) + relative(distance_TS)
@@ -178,10 +211,11 @@ class Attention(nnx.Module):
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Self-attention, or cross-attention to y where it is given; dropout as in `attend_to`.
+        """Returns out_BTD of self-attention, or of cross-attention if y is given.
 
-        Without a mask, self-attention is causal and within spec.window, and all of y is visible; a
-        mask replaces both causality and spec.window.
+        Without a mask, self-attention is causal and stays within spec.window, and cross-attention
+        sees all of y. A mask replaces both causality and spec.window. `dropout` is as in
+        `attend_to`.
         """
         cross = y_BSD is not None
         if mask is None:

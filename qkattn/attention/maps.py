@@ -11,30 +11,35 @@ Cache = dict[str, jax.Array]
 
 
 class Map:
-    """x -> x M[n]. Unless a subclass caches its heads, the cache holds the stream itself."""
+    """A linear map x -> x M[n] from the stream to heads.
+
+    By default the cache holds the stream, and `heads` applies the map to it. A subclass may cache
+    the heads in place of the stream.
+    """
 
     def __call__(self, owner: Any, x_BTD: jax.Array) -> jax.Array:
         """x_BTKH, the heads."""
         raise NotImplementedError
 
     def cached(self, owner: Any, y_BSD: jax.Array) -> Cache:
-        """The arrays by name from which `heads` are computed."""
+        """Returns the arrays, by name, from which `heads` computes the heads of y."""
         return {'x_BSD': y_BSD}
 
     def heads(self, owner: Any, cache: Cache) -> jax.Array:
-        """The heads of cached positions."""
+        """Returns the heads of the cached tokens."""
         return self(owner, cache['x_BSD'])
 
     def matrix(self, owner: Any) -> jax.Array:
-        """M_DKH; (D+1) rows with biases."""
+        """Returns M_DKH, which has D + 1 rows if the owner has biases."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Projection(Map):
-    """x W[n] + b[n], with the parameters of these names; the heads are cached under `cached_as`.
+    """x W[n] + b[n]; with `inner`, inner(x) W[n] + b[n].
 
-    With `inner`, x is first projected to a latent that all heads share: inner(x) W[n] + b[n].
+    `matrix_name` and `bias_name` are the owner's attributes with W and b. The cache holds the heads
+    under the name `cached_as`. `inner` projects x to a latent that all heads share.
     """
 
     matrix_name: str

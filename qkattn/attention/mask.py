@@ -29,15 +29,18 @@ class Mask:
     segments_BT: jax.Array | None = None
     segments_BS: jax.Array | None = None
     mask_BTS: jax.Array | None = None  # any other, True where a query may attend; B may be 1
-    hides_self: bool = False  # a query attends to its own position only where it may to no other
+    hides_self: bool = False  # a query attends to itself only if it may attend to nothing else
 
     @classmethod
     def from_array(cls, mask: 'Mask | jax.Array') -> 'Mask':
-        """The mask itself, or a mask_BTS as a Mask."""
+        """Returns a Mask as it is, and wraps an array mask_BTS in one."""
         return mask if isinstance(mask, Mask) else cls(mask_BTS=mask)
 
     def check(self, num_rows: int, num_queries: int, num_keys: int) -> None:
-        """Raises SpecError unless the arrays fit the attention; slices would crop or shift them."""
+        """Raises SpecError if the shape or dtype of an array does not fit the attention.
+
+        Slicing would crop or shift such an array without an error.
+        """
         if (self.segments_BT is None) != (self.segments_BS is None):
             raise SpecError('a mask must have both segments_BT and segments_BS, or neither')
         sizes = {'B': num_rows, 'T': num_queries, 'S': num_keys}
@@ -67,20 +70,22 @@ class Mask:
         return self.start + jnp.arange(num_queries)
 
     def dense(self, num_queries: int, num_keys: int) -> jax.Array:
-        """mask_BTS, True where a query may attend to a key; B is 1 where no field has rows."""
+        """Returns mask_BTS, True where a query may attend to a key; B is 1 if no field has rows."""
         mask_BTS = self.block(0, num_queries, 0, num_keys)
         if not self.hides_self:
             return mask_BTS
-        others_BTS = mask_BTS & (self.queries(num_queries)[:, None] != jnp.arange(num_keys))
+        is_other_TS = self.queries(num_queries)[:, None] != jnp.arange(num_keys)
+        others_BTS = mask_BTS & is_other_TS
         sees_others_BT1 = others_BTS.any(-1, keepdims=True)
         return jnp.where(sees_others_BT1, others_BTS, mask_BTS)
 
     def block(
         self, first: int | jax.Array, num_queries: int, begin: int | jax.Array, num_keys: int
     ) -> jax.Array:
-        """The part of mask_BTS for `num_queries` queries and `num_keys` keys, without hides_self.
+        """Returns a block of mask_BTS: `num_queries` queries and `num_keys` keys.
 
-        The queries begin with number `first`, the keys with number `begin`, both counted from 0.
+        The block begins at query number `first` and key number `begin`, both counted from 0. It
+        ignores hides_self, which depends on all keys of a query.
         """
         cut = jax.lax.dynamic_slice_in_dim  # (array, start, size, axis)
 
@@ -103,10 +108,10 @@ class Mask:
         return mask_BTS
 
     def padded(self, num_keys: int, *, more_queries: int, more_keys: int) -> 'Mask':
-        """The mask with more queries and keys at the end, where all added keys are hidden."""
+        """Returns the mask with queries and keys added at the end; the added keys are hidden."""
 
         def pad(array: jax.Array | None, *lengths: int) -> jax.Array | None:
-            """Adds zeros at the end of the axes after the first, `lengths` of them."""
+            """Appends zeros to the axes after the first; `lengths` says how many to each."""
             if array is None:
                 return None
             widths = [(0, 0)]

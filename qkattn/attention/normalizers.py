@@ -6,33 +6,38 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy  # whose submodules are imported on first use
+import scipy  # It imports submodules such as scipy.special on first use.
 
 from qkattn.errors import SpecError
 
 
 class Normalizer:
-    """p[s] from the logits s of one query; options are keyword-only arguments of `__init__`."""
+    """Turns the logits s of a query into probabilities p[s].
 
-    source: ClassVar[str]  # where the form comes from
-    # Whether the probabilities of a query sum to 1 and ignore a constant on all of its logits:
-    # conversions that move biases through attention rely on both.
+    The options of a subclass are keyword-only arguments of its `__init__`.
+    """
+
+    source: ClassVar[str]  # the publication of the form
+    # True if the probabilities of a query sum to 1, and stay the same when a constant is added to
+    # all of its logits. Conversions that move biases through attention rely on both.
     simplex: ClassVar[bool] = True
 
     def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
-        """p_BNTS, 0 at masked keys of a query that has visible ones.
+        """Returns p_BNTS, which is 0 at the masked keys of every query that has a visible key.
 
-        Logits are in float32 or wider, -1e38 or lower where the mask is False; its B may be 1.
+        Args:
+          s_BNTS: logits in float32 or wider; -1e38 or lower at masked keys.
+          mask_B1TS: False at masked keys; B may be 1.
         """
         raise NotImplementedError
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
-        """p_S of the visible keys of one query in float64 numpy, computed independently."""
+        """Computes p_S of the visible keys of one query again, in float64 and only with numpy."""
         raise NotImplementedError
 
 
 class Softmax(Normalizer):
-    """exp(s) / sum exp(s). A query without visible keys has equal probabilities for all keys."""
+    """exp(s) / sum exp(s). A query without visible keys attends to all keys equally."""
 
     source = 'Vaswani et al. 2017'
 
@@ -45,7 +50,10 @@ class Softmax(Normalizer):
 
 
 class SoftmaxOffByOne(Normalizer):
-    """exp(s) / (1 + sum exp(s)): a query may attend to nothing, as to a key with logit 0."""
+    """exp(s) / (1 + sum exp(s)), as if there were one more key with logit 0 and value 0.
+
+    So a query may attend to nothing.
+    """
 
     source = 'Miller 2023, "Attention is off by one"'
     simplex = False
@@ -60,9 +68,10 @@ class SoftmaxOffByOne(Normalizer):
 
 
 class Sigmoid(Normalizer):
-    """sigmoid(s + b), each key by itself; b = -log S makes the sum about 1 at initialization.
+    """sigmoid(s + b), independently for each key. `bias` is b.
 
-    bias=None counts in S the keys that a query sees, not padding or free slots of a cache.
+    With bias=None, b is -log S, where S is the number of keys that the query sees, without padding
+    and free cache slots. The probabilities then sum to about 1 at initialization.
     """
 
     source = 'Ramapuram et al. 2024, arXiv 2409.04431'
@@ -86,9 +95,10 @@ class Sigmoid(Normalizer):
 
 
 class Entmax15(Normalizer):
-    """max(s / 2 - tau, 0)^2 with the tau at which the sum is 1: exact zeros, by sorting.
+    """max(s / 2 - tau, 0)^2, where tau makes the sum 1. Keys with low logits get exactly 0.
 
-    Algorithm 2 of the source. A query without visible keys has equal probabilities for all keys.
+    tau is found by sorting, algorithm 2 of the source. A query without visible keys attends to all
+    keys equally.
     """
 
     source = 'Peters et al. 2019, arXiv 1905.05702'
@@ -109,7 +119,10 @@ class Entmax15(Normalizer):
 
 
 class Sparsemax(Entmax15):
-    """max(s - tau, 0) with the tau at which the sum is 1: exact zeros, by sorting (algorithm 1)."""
+    """max(s - tau, 0), where tau makes the sum 1. Keys with low logits get exactly 0.
+
+    tau is found by sorting, algorithm 1 of the source.
+    """
 
     source = 'Martins & Astudillo 2016, arXiv 1602.02068'
     alpha = 2.0
@@ -117,19 +130,27 @@ class Sparsemax(Entmax15):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
-    """max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) over the last axis, alpha 1.5 or 2."""
+    """Returns max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) over the last axis.
+
+    `alpha` is 1.5 or 2, the cases in which tau has a closed form once the support is known. The
+    support is the set of keys with probability above 0: the largest logits.
+    """
     z_BNTS = (alpha - 1) * (s_BNTS - s_BNTS.max(-1, keepdims=True))
-    # tau lies in [-1, 0], so all z below have probability 0; z = -1 may round into the support.
+    # tau lies in [-1, 0], so every z below -1 has probability 0. The bound is -2, because a z at
+    # exactly -1 could enter the support by rounding.
     z_BNTS = jnp.maximum(z_BNTS, -2)
+
+    # tau_BNTS[..., i] is what tau would be if the support were the i + 1 largest logits.
     down_BNTS = -jnp.sort(-z_BNTS, axis=-1)
     size_S = jnp.arange(1, z_BNTS.shape[-1] + 1, dtype=z_BNTS.dtype)
     mean_BNTS = jnp.cumsum(down_BNTS, -1) / size_S
-    # tau if the support were the first 1, 2, ..., S of the sorted logits.
     if alpha == 2:
         tau_BNTS = mean_BNTS - 1 / size_S
     else:
         variance_BNTS = jnp.cumsum(down_BNTS**2, -1) / size_S - mean_BNTS**2
         tau_BNTS = mean_BNTS - jnp.sqrt(jnp.maximum(1 / size_S - variance_BNTS, 0))
+
+    # A sorted logit is in the support if it is not below its own tau.
     support_BNT1 = (tau_BNTS <= down_BNTS).sum(-1, keepdims=True)
     tau_BNT1 = jnp.take_along_axis(tau_BNTS, support_BNT1 - 1, axis=-1)
     return jnp.maximum(z_BNTS - tau_BNT1, 0) ** (1 / (alpha - 1))
@@ -139,7 +160,7 @@ def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
 def _entmax_jvp(
     alpha: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """dp = g (ds - <g, ds> / sum(g)) with g = p^(2 - alpha) on the support.
+    """The derivative dp = g (ds - <g, ds> / sum(g)), where g = p^(2 - alpha) on the support.
 
     Peters et al. 2019, proposition 2.
     """

@@ -1,6 +1,7 @@
 """The slow reference in float64 numpy: attention from its two equations, head by head.
 
-It shares no code with the fast path: it reads A[n], B[n], the scale and slow normalizers only.
+It shares no code with the fast path. Its inputs are A[n], B[n], the scale, and the `reference` of a
+normalizer.
 """
 
 import numpy as np
@@ -11,7 +12,8 @@ from qkattn.attention.normalizers import Normalizer, Softmax
 def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: float) -> np.ndarray:
     """s_BNTS = scale * x_t A[n] y_s^T. Matrices with D + 1 rows act on (x, 1) and (y, 1)."""
     A_NDE = np.asarray(A_NDE, np.float64)
-    x_BTE, y_BSE = (with_ones(z, A_NDE.shape[1]) for z in (x_BTD, y_BSD))
+    x_BTE = with_ones(x_BTD, A_NDE.shape[1])
+    y_BSE = with_ones(y_BSD, A_NDE.shape[1])
     s_BNTS = np.zeros((len(x_BTE), len(A_NDE), x_BTE.shape[1], y_BSE.shape[1]))
     for b, n, t, s in np.ndindex(*s_BNTS.shape):
         s_BNTS[b, n, t, s] = scale * x_BTE[b, t] @ A_NDE[n] @ y_BSE[b, s]
@@ -21,21 +23,30 @@ def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: fl
 def probabilities(
     s_BNTS: np.ndarray, mask_BTS: np.ndarray, normalizer: Normalizer | None = None
 ) -> np.ndarray:
-    """p_BNTS = normalizer_s(s[n, t, s]) over visible s, 0 at the others; None is softmax."""
+    """Normalizes the logits of every query over its visible keys; p_BNTS is 0 at the others.
+
+    `normalizer` None is softmax.
+    """
+    if normalizer is None:
+        normalizer = Softmax()
     s_BNTS = np.asarray(s_BNTS, np.float64)
     B, N, T, S = s_BNTS.shape
     mask_BTS = np.broadcast_to(mask_BTS, (B, T, S))
     p_BNTS = np.zeros_like(s_BNTS)
     for b, n, t in np.ndindex(B, N, T):
-        read = mask_BTS[b, t]
-        p_BNTS[b, n, t, read] = (normalizer or Softmax()).reference(s_BNTS[b, n, t, read])
+        visible_S = mask_BTS[b, t]
+        p_BNTS[b, n, t, visible_S] = normalizer.reference(s_BNTS[b, n, t, visible_S])
     return p_BNTS
 
 
 def mix(
     p_BNTS: np.ndarray, B_NDE: np.ndarray, y_BSD: np.ndarray, b_o_D: np.ndarray | None = None
 ) -> np.ndarray:
-    """out_BTD = sum_n sum_s p[n, t, s] y_s B[n]; b_o_D, part of B[0], counts once for any p."""
+    """Returns out_BTD = sum_n sum_s p[n, t, s] y_s B[n].
+
+    The last row of B[0] holds the output bias, which the sum multiplies by sum_s p[0, t, s]. Pass
+    the bias as b_o_D too if those sums are not 1, so that it counts exactly once.
+    """
     p_BNTS = np.asarray(p_BNTS, np.float64)
     B_NDE = np.asarray(B_NDE, np.float64)
     y_BSE = with_ones(y_BSD, B_NDE.shape[1])
@@ -44,7 +55,8 @@ def mix(
     for b, n, t in np.ndindex(B, N, T):
         out_BTD[b, t] += p_BNTS[b, n, t] @ y_BSE[b] @ B_NDE[n]
     if b_o_D is not None:
-        out_BTD += (1 - p_BNTS[:, 0].sum(-1))[..., None] * np.asarray(b_o_D, np.float64)
+        missing_BT = 1 - p_BNTS[:, 0].sum(-1)
+        out_BTD += missing_BT[..., None] * np.asarray(b_o_D, np.float64)
     return out_BTD
 
 
@@ -63,8 +75,9 @@ def attention(
 
 
 def with_ones(z_BTD: np.ndarray, width: int) -> np.ndarray:
-    """(z, 1) in float64 where a matrix of `width` rows acts on it, z itself where it has D rows."""
+    """Returns what a matrix with `width` rows acts on: z if width is D, (z, 1) if it is D + 1."""
     z_BTD = np.asarray(z_BTD, np.float64)
     if z_BTD.shape[-1] == width:
         return z_BTD
-    return np.concatenate([z_BTD, np.ones((*z_BTD.shape[:-1], 1))], -1)
+    ones_BT1 = np.ones((*z_BTD.shape[:-1], 1))
+    return np.concatenate([z_BTD, ones_BT1], -1)

@@ -17,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from qkattn.attention.spec import AttentionSpec
 from qkattn.errors import SpecError
 
-# The initialization in force, and its factor for the group of parameters that is built.
+# (init, factor) of `initialization`, for the parameters that are being built.
 _initialization = contextvars.ContextVar('initialization', default=('fan_in', 1.0))
 _shapes_only = contextvars.ContextVar('shapes_only', default=False)
 
@@ -30,7 +30,7 @@ class _Product(NamedTuple):
     out_BTNH: jax.Array
 
 
-# The products inside `products_once`; None outside of it.
+# The products computed so far inside `products_once`; None outside of it.
 _products: contextvars.ContextVar[list[_Product] | None] = contextvars.ContextVar(
     'products', default=None
 )
@@ -41,7 +41,7 @@ NANOGPT_STD = 0.02
 
 @contextlib.contextmanager
 def inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
-    """The variable has the value inside, and its former one after."""
+    """Sets a context variable inside the block, and restores its former value afterwards."""
     token = variable.set(value)
     try:
         yield
@@ -50,33 +50,40 @@ def inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
 
 
 def initialization(init: str, factor: float) -> AbstractContextManager[None]:
-    """Inside, `weight` draws with this initialization and with `factor` times its std.
+    """Makes `weight` draw with this initialization inside the block, its std times `factor`.
 
-    'fan_in' is the std that a matrix asks for, 'nanogpt' 0.02 (Radford et al. 2019).
+    With 'fan_in' every matrix has the std that its caller asks for; with 'nanogpt' every matrix has
+    std 0.02 (Radford et al. 2019).
     """
     return inside(_initialization, (init, factor))
 
 
 def std_of(init: str, std: float) -> float:
-    """The std of a matrix that asks for `std`, by initialization, before any factor."""
+    """Returns the std of a matrix whose caller asks for `std`, before any factor."""
     return NANOGPT_STD if init == 'nanogpt' else std
 
 
 def shapes_only() -> AbstractContextManager[None]:
-    """Matrices are zeros inside, which `eval_shape` traces six times as fast as draws."""
+    """Makes `weight` return zeros inside the block.
+
+    `eval_shape` needs shapes only, and traces zeros six times as fast as random draws.
+    """
     return inside(_shapes_only, True)
 
 
 def products_once() -> AbstractContextManager[None]:
-    """Inside, `project` computes the product of one stream and one parameter once.
+    """Makes `project` compute each product of a stream and a parameter once inside the block.
 
-    The compiler merges equal products, but not the two further products of each one's gradients.
+    The compiler would merge equal products, but not the products of their gradients.
     """
     return inside(_products, [])
 
 
 def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
-    """`key`, or the next key of the stream 'params' of `rngs`; SpecError unless one is given."""
+    """Returns `key`, or the next key of the stream 'params' of `rngs`.
+
+    Raises SpecError unless exactly one of them is given.
+    """
     if (key is None) == (rngs is None):
         raise SpecError('give either key=jax.random.key(0) or rngs=nnx.Rngs(0)')
     return rngs.params() if key is None else key
@@ -85,12 +92,14 @@ def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
 def weight(
     key: jax.Array, name: str, shape: tuple[int, ...], std: float, gain: float = 1.0
 ) -> nnx.Param:
-    """A matrix with entries from normal(0, (gain std)^2), in float32.
+    """Draws a matrix with entries from normal(0, (gain std)^2), in float32.
 
-    The `initialization` in force may replace std, and multiplies it by its factor; `gain` is that
-    of the last matrix of a residual branch. Entry (i, j, k) over its std depends on the key, the
-    name and (i, j, k) alone, not on the shape: models of other widths, depths or head counts, and
-    factorizations that share a tensor, begin alike where they overlap.
+    Inside `initialization`, its init may replace std, and its factor multiplies it. `gain` is for
+    the last matrix of a residual branch.
+
+    Entry (i, j, k) over its std depends only on the key, the name and (i, j, k), not on the shape.
+    So models of different width, depth or head count start with the same entries where their
+    tensors overlap, and so do factorizations that share a tensor.
     """
     if _shapes_only.get():
         return nnx.Param(jnp.zeros(shape, jnp.float32))
@@ -102,16 +111,17 @@ def weight(
 
 @functools.partial(jax.jit, static_argnames='shape')
 def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A corner of a draw that is unbounded along every axis."""
+    """Draws standard normal numbers; entry (i, j, k) does not depend on the shape."""
     if len(shape) == 1:
-        # Counter-based bits (jax_threefry_partitionable): n + 1 numbers begin with the same n.
+        # With counter-based bits (jax_threefry_partitionable), a longer draw begins with the
+        # numbers of a shorter one.
         return jax.random.normal(key, shape, jnp.float32)
     rows = jnp.arange(shape[0], dtype=jnp.uint32)
     return jax.vmap(lambda row: _normal(jax.random.fold_in(key, row), shape[1:]))(rows)
 
 
 def bias(spec: AttentionSpec, shape: tuple[int, ...]) -> nnx.Param | None:
-    """A zero vector where the spec has biases, else None."""
+    """Returns a vector of zeros if the spec has biases, else None."""
     return nnx.Param(jnp.zeros(shape, jnp.float32)) if spec.biases else None
 
 
@@ -123,11 +133,11 @@ def affine(
     gain: float = 1.0,
     **sizes: int,
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """W and b of x W + b, drawn as in `weight` and `bias`.
+    """Returns W and b of x W + b, drawn with `weight` and `bias`.
 
-    The name of W says its axes: 'w_q_DNH' has the shape [D, N, H], and b then has [N, H]. `sizes`
-    are those of letters that the spec lacks, as in affine(spec, key, 'w_down_DR', R=8). `std` None
-    is D^-1/2, where D is the first axis.
+    The letters at the end of `name` are the axes of W: 'w_q_DNH' has shape [D, N, H], and its bias
+    has [N, H]. `sizes` gives the letters that the spec does not have, as in
+    affine(spec, key, 'w_down_DR', R=8). By default, std is D^-1/2 for a first axis of size D.
     """
     shape = _shape_of(name, spec, **sizes)
     if std is None:
@@ -140,7 +150,10 @@ def affine(
 def output_projection(
     spec: AttentionSpec, key: jax.Array, name: str = 'w_o_NHD', **sizes: int
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """W_O and b_O of a Value: W_O, which adds up N H channels, has std residual_gain (N H)^-1/2."""
+    """Returns W_O and b_O of a Value.
+
+    W_O adds up N H channels, so its std is residual_gain (N H)^-1/2.
+    """
     N, H, D = _shape_of(name, spec, **sizes)
     w_o_NHD = weight(key, name, (N, H, D), (N * H) ** -0.5, spec.residual_gain)
     b_o_D = bias(spec, (D,))
@@ -148,23 +161,29 @@ def output_projection(
 
 
 def _shape_of(name: str, spec: AttentionSpec, **sizes: int) -> tuple[int, ...]:
-    """The sizes of the letters at the end of a parameter's name: 'w_q_DNH' -> (D, N, H)."""
-    letters = spec.letters | sizes
-    return tuple(letters[letter] for letter in name.rpartition('_')[2])
+    """Returns the sizes of the axes in a parameter's name: 'w_q_DNH' -> (D, N, H)."""
+    size_of_letter = spec.letters | sizes
+    letters = name.rpartition('_')[2]
+    return tuple(size_of_letter[letter] for letter in letters)
 
 
 def project(
     x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None = None, *, axes: int = 1
 ) -> jax.Array:
-    """x W + b; see `product`. Inside `products_once`, an equal product is not computed again."""
+    """Returns x W + b; see `product` for `axes`.
+
+    Inside `products_once`, a second call with the same arrays returns the first result.
+    """
     factors = (x_BTD, w_DNH, b_NH)
-    # A product belongs to one trace: that of an inner trace cannot be used in an outer one.
     trace = get_opaque_trace_state()
     products = _products.get()
-    for earlier in products or ():
-        same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
-        if same_factors and earlier.trace == trace:
-            return earlier.out_BTNH
+    if products is not None:
+        for earlier in products:
+            same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
+            # An array made inside an inner trace of JAX cannot be used outside of it.
+            if same_factors and earlier.trace == trace:
+                return earlier.out_BTNH
+
     out_BTNH = product(x_BTD, w_DNH[...], axes=axes)
     if b_NH is not None:
         out_BTNH = out_BTNH + b_NH[...]
@@ -176,43 +195,51 @@ def project(
 def product(
     x_BTD: jax.Array, w_DNH: jax.Array, *, axes: int = 1, dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """x W: contracts the last `axes` axes of x with the first ones of W; `dtype` is of the sums.
+    """Returns x W, where the last `axes` axes of x meet the first `axes` axes of W.
 
-    The other axes of x are flattened: with more than one of them, XLA's CPU backend transposes what
-    it multiplies for the gradient of W, at the price of another product.
+    The sums are computed in `dtype`. Two details make this faster on CPUs than one tensordot; both
+    concern the gradient of W.
     """
-    rows = x_BTD.shape[:-axes]
-    inner = w_DNH.shape[:axes]
-    outer = w_DNH.shape[axes:]
+    rows = x_BTD.shape[:-axes]  # the sizes of the axes of x that stay
+    inner = w_DNH.shape[:axes]  # those that are summed over
+    outer = w_DNH.shape[axes:]  # the axes of W that stay
     first_axes = tuple(range(axes))
     last_axes = tuple(range(-axes, 0))
-    contracted = first_axes  # of W
+
+    contracted_axes_of_w = first_axes
     if math.prod(inner) > math.prod(outer):
         # With W transposed its gradient is a product [outer, rows] [rows, inner], on a CPU up to
-        # twice as fast as [inner, rows] [rows, outer]; the barrier keeps XLA from undoing it.
+        # twice as fast as [inner, rows] [rows, outer]. The barrier keeps XLA from undoing it.
         w_DNH = jax.lax.optimization_barrier(jnp.moveaxis(w_DNH, first_axes, last_axes))
-        contracted = last_axes
+        contracted_axes_of_w = last_axes
+
+    # With several row axes, XLA's CPU backend would transpose the operands of the gradient of W,
+    # which takes as long as another product. So the rows become one axis.
     x_RD = x_BTD.reshape(-1, *inner)
-    out_RNH = jnp.tensordot(x_RD, w_DNH, axes=(last_axes, contracted), preferred_element_type=dtype)
+    contracted_axes = (last_axes, contracted_axes_of_w)
+    out_RNH = jnp.tensordot(x_RD, w_DNH, axes=contracted_axes, preferred_element_type=dtype)
     return out_RNH.reshape(*rows, *outer)
 
 
 def rms_norm(x_BTD: jax.Array, *, epsilon: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) over the last axis, float32 or wider. Zhang & Sennrich 2019."""
+    """Returns x / sqrt(mean(x^2) + epsilon) over the last axis. Zhang & Sennrich 2019.
+
+    The computation is in float32 or wider, and the result in the dtype of x.
+    """
     wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
     scale_BT1 = jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + epsilon)
     return (wide_BTD * scale_BT1).astype(x_BTD.dtype)
 
 
 def homogeneous(w_DNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
-    """[W; b], the matrix of x W + b in homogeneous coordinates (x, 1); W itself without a bias."""
+    """Returns the matrix of x W + b: W if b is None, else [W; b], which acts on (x, 1)."""
     if b_NH is None:
         return w_DNH[...]
     return jnp.concatenate([w_DNH[...], b_NH[...][None]])
 
 
 def composed(inner_DR: jax.Array, w_RNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
-    """The homogeneous matrix of (x inner) W + b, where `inner_DR` is homogeneous itself."""
+    """Returns the matrix of inner(x) W + b, where `inner_DR` is the `homogeneous` one of inner."""
     product_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
     if b_NH is None:
         return product_DNH
@@ -230,7 +257,7 @@ def heads_of(x_BTD: jax.Array, num_heads: int) -> jax.Array:
 
 
 def slices_DNH(spec: AttentionSpec) -> jax.Array:
-    """The constant selectors P with heads_of(x) = x P; with biases one more row of zeros."""
+    """Returns the constant P_DNH with heads_of(x) = x P; with biases it has one more row, zeros."""
     identity_DNH = jnp.eye(spec.d_model).reshape(spec.d_model, spec.num_heads, -1)
     if not spec.biases:
         return identity_DNH

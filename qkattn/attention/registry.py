@@ -60,26 +60,29 @@ VALUES: dict[str, type[Value]] = {
 
 
 def find_score(text: str) -> tuple[type[Score], dict[str, Any]]:
-    """The class and the options that `text` names: 'low_rank(rank=8)' -> (LowRank, {'rank': 8}).
+    """Returns the Score and the options in `text`: 'low_rank(rank=8)' -> (LowRank, {'rank': 8}).
 
-    SpecError, with the registered names, for an unknown name or option.
+    Raises SpecError for an unknown name or option; the message lists the registered ones.
     """
     return _find(text, SCORES, Score)
 
 
 def find_value(text: str) -> tuple[type[Value], dict[str, Any]]:
-    """As `find_score`, for Values."""
+    """Does for Values what `find_score` does for Scores."""
     return _find(text, VALUES, Value)
 
 
 def find_normalizer(text: str) -> Normalizer:
-    """The Normalizer that `text` names, e.g. 'sigmoid(bias=-6.0)'; SpecError as in `find_score`."""
+    """Returns the Normalizer of e.g. 'sigmoid(bias=-6.0)'; raises SpecError like `find_score`."""
     cls, options = _find(text, NORMALIZERS, Normalizer)
     return cls(**options)
 
 
 def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
-    """The class that `text` names, by registered name or by import path, and its options."""
+    """Returns the class that `text` names, and its options.
+
+    The class is one of `registered`, or a subclass of `base` if `text` is an import path.
+    """
 
     def fits(member: Any) -> bool:
         return inspect.isclass(member) and issubclass(member, base)
@@ -95,7 +98,7 @@ def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dic
 
 
 def parse_variant(text: str) -> Variant:
-    """The variant of 'score/value'; SpecError where one of them is unknown."""
+    """Parses 'score/value'; raises SpecError if the Score or the Value is unknown."""
     variant = Variant.parse(text)
     find_score(variant.score)
     find_value(variant.value)
@@ -103,7 +106,10 @@ def parse_variant(text: str) -> Variant:
 
 
 def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
-    """The checked and initialized circuits of one layer; SpecError as in `check`."""
+    """Checks the spec of one layer, and returns its Score and Value at initialization.
+
+    Raises SpecError as `check` does.
+    """
     check(spec)
     score_class, score_options = find_score(spec.score)
     value_class, value_options = find_value(spec.value)
@@ -118,23 +124,28 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
 
 
 def check(spec: AttentionSpec) -> None:
-    """Raises SpecError, in one sentence, where the variant of `spec` cannot be built.
+    """Raises SpecError, with one sentence, if the variant of `spec` cannot be built.
 
-    A specification that has passed before is not checked again.
+    A spec that passes is marked, and not checked again.
     """
     if PASSED in vars(spec):
         return
     score, score_options = find_score(spec.score)
     value, value_options = find_value(spec.value)
     find_normalizer(spec.normalizer)
+
     _check_circuit(spec, spec.score, score, score_options)
     _check_sharing(spec, score, score_options, value)
     _check_circuit(spec, spec.value, value, value_options)
-    if spec.num_kv_heads < spec.num_heads and not (score.uses_kv_heads or value.uses_kv_heads):
+
+    shares_heads = spec.num_kv_heads < spec.num_heads
+    has_kv_heads = score.uses_kv_heads or value.uses_kv_heads
+    if shares_heads and not has_kv_heads:
         raise SpecError(
             f'num_kv_heads={spec.num_kv_heads} changes nothing in {spec.variant}, '
             f'which has no key or value heads to share; leave it at num_heads={spec.num_heads}'
         )
+
     if spec.positions == 'rope':
         _check_rotation(spec, score, score_options)
     vars(spec)[PASSED] = True
@@ -143,7 +154,10 @@ def check(spec: AttentionSpec) -> None:
 def _check_circuit(
     spec: AttentionSpec, text: str, circuit: type[Circuit], options: dict[str, Any]
 ) -> None:
-    """Raises SpecError where a Score or Value does not fit the sizes, or an option is not valid."""
+    """Raises SpecError if a Score or Value does not fit the sizes, or an option is not valid.
+
+    `text` is the name as in the spec, e.g. 'low_rank(rank=8)'.
+    """
     name = text.partition('(')[0]
     if circuit.uses_slices and spec.num_heads * spec.head_size != spec.d_model:
         raise SpecError(
@@ -160,9 +174,13 @@ def _check_circuit(
 def _check_sharing(
     spec: AttentionSpec, score: type[Score], options: dict[str, Any], value: type[Value]
 ) -> None:
-    """Raises SpecError where the Value shares a projection that the Score does not have."""
+    """Raises SpecError if the Value uses a projection of the Score that it cannot share.
+
+    For example, `k_is_v` uses W_K of its Score as W_V, and `key_free` has no W_K.
+    """
     if not value.shares:
         return
+
     for projection in value.shares:
         if projection in score.shareable:
             continue
@@ -171,13 +189,16 @@ def _check_sharing(
             f'the value {spec.value} uses the {projection} projection of its score, and '
             f'{spec.score} has none to share; scores that have one are {", ".join(names)}'
         )
+
+    # A Score with one matrix for queries and keys makes q_is_v and k_is_v the same variant.
     if value.shares == ('query',) and score.shareable['query'] == score.shareable.get('key'):
         same_value = spec.value.replace('q', 'k', 1)  # 'q_is_v' -> 'k_is_v'
         raise SpecError(
             f'in {spec.score} the query matrix is the key matrix: write '
             f'{same_value} in place of {spec.value}'
         )
-    # Whether it is bilinear may depend on its options.
+
+    # The options may decide whether a Score is bilinear, so it has to be built to know.
     abstract_score = jax.eval_shape(lambda: score(spec, key=jax.random.key(0), **options))
     if not abstract_score.bilinear:
         raise SpecError(
@@ -187,7 +208,7 @@ def _check_sharing(
 
 
 def _check_rotation(spec: AttentionSpec, score: type[Score], options: dict[str, Any]) -> None:
-    """Raises SpecError where a Score cannot be rotated, or not in pairs of channels."""
+    """Raises SpecError if a Score has no rotary form, or rotates an odd number of channels."""
     if not score.supports_rope:
         raise SpecError(
             f'{spec.score} has no rotary form, so positions=rope cannot be used with it; '
@@ -195,6 +216,7 @@ def _check_rotation(spec: AttentionSpec, score: type[Score], options: dict[str, 
         )
 
     def rotated_channels() -> jax.Array:
+        """The part of the queries that is rotated; only its shape is used."""
         initialized = score(spec, key=jax.random.key(0), **options)
         q_BTNH = initialized.queries(jnp.zeros((1, 1, spec.d_model)))
         if initialized.rope_size is None:

@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BASE = 10_000.0  # of the frequencies of rotations and of sinusoids
+# The frequencies of rotations and of sinusoids are BASE^0 down to almost BASE^-1.
+BASE = 10_000.0
 
 
 def rotate(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
-    """Rotates channel pairs (h, h + H/2) of position t by the angle t / BASE^(2 h / H).
+    """Rotates the channels h and h + H/2 of position t by the angle t / BASE^(2 h / H).
 
-    Inner products of rotated queries and keys depend on the distance t - s only.
-    Su et al. 2021 (RoFormer), section 3.2, in the half-split layout.
+    The inner product of a rotated query and a rotated key depends on their positions only through
+    the distance t - s. Su et al. 2021 (RoFormer), section 3.2, in the half-split layout.
     """
     half = x_BTNH.shape[-1] // 2
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
@@ -29,7 +30,7 @@ def rotate(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
 
 
 def rotate_last(x_BTNH: jax.Array, positions_T: jax.Array, size: int | None) -> jax.Array:
-    """Applies `rotate` to the last `size` channels only; None is all."""
+    """Applies `rotate` to the last `size` channels of each head, or to all if `size` is None."""
     if size is None or size == x_BTNH.shape[-1]:
         return rotate(x_BTNH, positions_T)
     rotated = rotate(x_BTNH[..., -size:], positions_T)
@@ -37,18 +38,20 @@ def rotate_last(x_BTNH: jax.Array, positions_T: jax.Array, size: int | None) -> 
 
 
 def linear_bias(num_heads: int, distance_TS: jax.Array) -> jax.Array:
-    """ALiBi, b_NTS = -slope[n] |t - s| of distances t - s with slopes 2^(-8 (n + 1) / N).
+    """Returns the biases of ALiBi, b_NTS = -slope[n] |t - s| with slope[n] = 2^(-8 (n + 1) / N).
 
-    Press et al. 2022, section 3; their slopes for a power of two, used for every N.
+    `distance_TS` is t - s. Press et al. 2022, section 3, define these slopes for N a power of two;
+    here every N has them.
     """
     slope_N = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)
     return -jnp.asarray(slope_N, jnp.float32)[:, None, None] * jnp.abs(distance_TS)
 
 
 def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
-    """Fixed absolute positions_TD of unit variance: sqrt(2) times sin and cos, side by side.
+    """Returns fixed position embeddings [T, D]: sqrt(2) times sines, then cosines.
 
-    T may be any number of axes. Vaswani et al. 2017, section 3.5.
+    The factor sqrt(2) gives them unit variance. `positions_T` may have several axes, which the
+    result has before D. Vaswani et al. 2017, section 3.5.
     """
     half = (d_model + 1) // 2
     frequency_D = BASE ** (-np.arange(half) / half)

@@ -29,7 +29,8 @@ class AttentionSpec:
     init: Literal['fan_in', 'nanogpt'] = 'fan_in'
     init_qk: float = 1.0
     init_vo: float = 1.0
-    positions: Literal['none', 'rope', 'alibi'] = 'none'  # others are added to the stream
+    # Learned and sinusoidal positions are added to the stream, outside of attention.
+    positions: Literal['none', 'rope', 'alibi'] = 'none'
     qk_norm: bool = False
     score_scale: float = 1.0
     logit_cap: float | None = None
@@ -40,9 +41,11 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         self._set_size('d_model')
         self._set_size('num_heads')
+
         if self.num_kv_heads is None:
             object.__setattr__(self, 'num_kv_heads', self.num_heads)
         self._set_size('num_kv_heads')
+
         if self.head_size is None:
             if self.d_model % self.num_heads:
                 raise SpecError(
@@ -51,8 +54,10 @@ class AttentionSpec:
                 )
             object.__setattr__(self, 'head_size', self.d_model // self.num_heads)
         self._set_size('head_size')
+
         if self.window is not None:
             self._set_size('window', 'a whole number of at least 1, or None')
+
         if self.num_heads % self.num_kv_heads:
             raise SpecError(
                 f'num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}'
@@ -61,6 +66,7 @@ class AttentionSpec:
             raise SpecError(f'positions={self.positions!r} must be none, rope or alibi')
         if self.init not in ('fan_in', 'nanogpt'):
             raise SpecError(f'init={self.init!r} must be fan_in or nanogpt')
+
         for field in ('score_scale', 'init_qk', 'init_vo'):
             number = getattr(self, field)
             if not _is_finite(number) or number <= 0:
@@ -74,7 +80,10 @@ class AttentionSpec:
             raise SpecError(f'logit_cap={cap!r} must be a finite number above 0, or None')
 
     def _set_size(self, field: str, valid: str = 'a whole number of at least 1') -> None:
-        """Makes a size an int, e.g. of numpy.int64(8); SpecError where it is not `valid`."""
+        """Replaces a whole number such as numpy.int64(8) by an int.
+
+        Raises SpecError for anything below 1 or not whole; `valid` is the end of its message.
+        """
         number = getattr(self, field)
         if not _is_whole(number) or number < 1:
             raise SpecError(f'{field}={number!r} must be {valid}')
@@ -86,7 +95,7 @@ class AttentionSpec:
 
     @property
     def letters(self) -> dict[str, int]:
-        """The sizes by the letters in array names; E is a second D."""
+        """The size of each axis letter in array names. E is a second axis of size D."""
         return {
             'D': self.d_model,
             'E': self.d_model,
@@ -105,24 +114,28 @@ def _is_finite(number: Any) -> bool:
     return is_number and -math.inf < number < math.inf
 
 
-# Raises SpecError unless an option's value fits. The arguments are the spec, the name of the Score
-# or Value, the name of the option, and its value: for 'low_rank(rank=8)', 'low_rank', 'rank' and 8.
+# A Check raises SpecError if the value of an option is not valid. Its arguments are the spec, the
+# name of the Score or Value, the name of the option, and the value. For 'low_rank(rank=8)' the last
+# three are 'low_rank', 'rank' and 8.
 Check = Callable[[AttentionSpec, str, str, Any], None]
 
 
 def whole(low: int, top: str | None = None) -> Check:
-    """The check of an option that is None or an int from `low` to `top`.
+    """Returns a check that an option is None or a whole number from `low` to `top`.
 
-    `top` is 'd_model' or 'd_model // 2'; None is the greatest width of a model.
+    `top` is 'd_model' or 'd_model // 2'; None is the largest d_model that a model may have.
     """
 
     def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
         if number is None:
             return
-        widths = {None: WIDTH['most'], 'd_model': spec.d_model, 'd_model // 2': spec.d_model // 2}
-        high = widths[top]
+        if top is None:
+            high = WIDTH['most']
+            limit = f'{high}'
+        else:
+            high = {'d_model': spec.d_model, 'd_model // 2': spec.d_model // 2}[top]
+            limit = f'{top}={high}'
         if not _is_whole(number) or not low <= number <= high:
-            limit = high if top is None else f'{top}={high}'
             raise SpecError(
                 f'{name}({option}={number!r}) must be a whole number from {low} to {limit}'
             )
@@ -131,10 +144,11 @@ def whole(low: int, top: str | None = None) -> Check:
 
 
 def one_of(*valid: Any) -> Check:
-    """The check of an option with one of these values; 1 does not count as True."""
+    """Returns a check that an option has one of these values."""
 
     def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
         for choice in valid:
+            # The types are compared too, because 1 == True.
             if value == choice and type(value) is type(choice):
                 return
         listed = ', '.join(repr(choice) for choice in valid)

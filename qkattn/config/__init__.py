@@ -21,7 +21,8 @@ from qkattn.config.study_config import ControlsConfig as ControlsConfig
 from qkattn.config.study_config import Study as Study
 from qkattn.config.study_config import TuningConfig as TuningConfig
 
-# Of `serialize`, imported on first use: it needs ml_collections, which attention layers do not.
+# Names of `serialize`, which is imported on first use. It needs ml_collections, unlike attention
+# layers.
 _SERIALIZE = (
     'differences',
     'fingerprint',
@@ -38,4 +39,5 @@ def __getattr__(name: str) -> Any:
     if name not in _SERIALIZE:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     serialize = importlib.import_module('qkattn.config.serialize')
-    return globals().setdefault(name, getattr(serialize, name))
+    value = getattr(serialize, name)
+    return globals().setdefault(name, value)

@@ -22,22 +22,22 @@ def resolve(
     call: Callable[[Any], Callable[..., Any]] = lambda target: target,
     error: type[ValueError] = ConfigError,
 ) -> tuple[Any, dict[str, Any]]:
-    """The object that a setting names, and the options behind the name.
+    """Returns the object that a setting names, and the options that follow the name.
 
     `resolve('low_rank(rank=8)', SCORES, 'score')` returns (LowRank, {'rank': 8}).
 
     Args:
-      text: a key of `known` or an import path, either perhaps with options.
+      text: a key of `known` or an import path; options may follow in parentheses.
       known: the registered objects by name.
       field: the setting that holds `text`, for errors.
-      needs: what an imported object has to be, in words.
-      fits: whether an imported object is that.
-      call: the callable whose keyword-only parameters are the options of an object; by default the
-        object itself.
-      error: the exception to raise.
+      needs: what an imported object must be, in words for an error.
+      fits: tells whether an imported object is that.
+      call: returns, for an object, the callable whose keyword-only parameters are its options; by
+        default the object itself.
+      error: the class of exception to raise.
 
     Raises `error` for a malformed or unknown name, a module that cannot be imported, an imported
-    object of another kind, and an option that the object does not take.
+    object that does not fit, and an option that the object does not take.
     """
     name, options = parse_call(text, field, error)
     if ':' in name:
@@ -48,6 +48,7 @@ def resolve(
         target = known[name]
     else:
         raise error(_unknown_name(name, known, field))
+
     if options:
         accepted = options_of(call(target))
         for option in options:
@@ -58,7 +59,7 @@ def resolve(
 
 
 def _unknown_name(name: str, known: Mapping[str, Any], field: str) -> str:
-    """What is wrong with a name that is neither registered nor an import path."""
+    """Returns a sentence on a name that is neither registered nor an import path."""
     if not known:
         return f'{field}={name!r} must be an import path, as in package.module:name'
     near = difflib.get_close_matches(name, known, n=1)
@@ -74,7 +75,7 @@ def parse_call(
 ) -> tuple[str, dict[str, Any]]:
     """Splits 'name(option=literal, ...)' into the name and its options.
 
-    Raises `error`, which names the setting `field`, for anything that is not written so.
+    Raises `error`, which names the setting `field`, for text of another form.
     """
     name, parenthesis, _ = text.partition('(')
     if not parenthesis:
@@ -87,10 +88,17 @@ def parse_call(
 
 
 def _keyword_literals(arguments: str) -> dict[str, Any]:
-    """The arguments of '(a=1, b=(2, 3))' by name; any of several exceptions for other text."""
-    call = ast.parse('f' + arguments, mode='eval').body
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-        raise ValueError('not one call with keyword arguments alone')
+    """Parses '(a=1, b=(2, 3))' into {'a': 1, 'b': (2, 3)}.
+
+    Raises SyntaxError, ValueError or TypeError for text of another form.
+    """
+    call = ast.parse(f'f{arguments}', mode='eval').body
+    # '(a=1)(b=2)' is a call, too, but what it calls is not the name f.
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError('not one call')
+    if call.args:
+        raise ValueError('an argument has no name')
+
     options = {}
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in options:
@@ -100,9 +108,9 @@ def _keyword_literals(arguments: str) -> dict[str, Any]:
 
 
 def options_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a class or function and their defaults: its keyword-only parameters.
+    """Returns the options of a class or function, {name: default}: its keyword-only parameters.
 
-    The parameter `key`, from which random numbers are drawn, is no option.
+    The parameter `key`, a random key of jax, does not count as an option.
     """
     function = target.__init__ if inspect.isclass(target) else target
     options = {}
@@ -113,7 +121,10 @@ def options_of(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def takes(*arguments: str) -> Callable[[Any], bool]:
-    """A check for `resolve`: whether an object can be called with these positional arguments."""
+    """Returns a check for `resolve`: whether an object can be called with positional arguments.
+
+    The names of `arguments` only serve readers; their number counts.
+    """
 
     def fits(target: Any) -> bool:
         try:
@@ -126,9 +137,10 @@ def takes(*arguments: str) -> Callable[[Any], bool]:
 
 
 def called(field: str, text: str, call: Callable[[], T]) -> T:
-    """The result of a call into code that the setting `field` names with `text`.
+    """Calls code from outside the package, which the setting `field` names with `text`.
 
-    Raises ConfigError in place of the code's exception, with the line that raises it.
+    Returns the result of `call`. If the code raises an exception, raises ConfigError with the line
+    that failed.
     """
     try:
         return call()

@@ -14,16 +14,19 @@ from typing import Any
 
 from qkattn.errors import ConfigError
 
+# 'package.module:name'
 IMPORT_PATH = re.compile(r'[^\W\d][\w.]*:[^\W\d]\w*')
 
 
 def import_object(path: str, field: str, error: type[ValueError] = ConfigError) -> Any:
-    """The object of an import path 'package.module:name', which the setting `field` holds.
+    """Imports the object of an import path 'package.module:name', which the setting `field` holds.
 
-    Raises `error` where the path is malformed, the module cannot be imported or lacks the name.
+    Raises `error` if the path is malformed, if the module cannot be imported, or if it does not
+    have the name.
     """
     module_name, _, name = path.partition(':')
-    if not all(part.isidentifier() for part in [*module_name.split('.'), name]):
+    parts = [*module_name.split('.'), name]
+    if not all(part.isidentifier() for part in parts):
         raise error(f'{field}={path!r} must be written package.module:name to be an import path')
     try:
         module = importlib.import_module(module_name)
@@ -35,45 +38,58 @@ def import_object(path: str, field: str, error: type[ValueError] = ConfigError) 
         ) from failure
     if not hasattr(module, name):
         message = f'{field}={path!r}: {module_name} has no {name!r}'
-        if near := difflib.get_close_matches(name, vars(module), n=1):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        if near:
             message += f'; did you mean {near[0]!r}?'
         raise error(message)
     return getattr(module, name)
 
 
 def describe_failure(failure: Exception) -> str:
-    """The exception of code from outside in one line: 'KeyError in my_file.py, line 9: ...'.
+    """Describes an exception of code from outside the package in one line.
 
-    Where a library raises it, the line is that of the code which calls the library.
+    The line reads 'KeyError in my_file.py, line 9: ...'. If a library has raised the exception, it
+    names the line of the code that calls the library.
     """
     frames = traceback.extract_tb(failure.__traceback__)
-    outside_libraries = [frame for frame in frames if 'site-packages' not in frame.filename]
-    last = outside_libraries[-1] if outside_libraries else frames[-1]
-    reason = ' '.join(str(failure).split())
-    return f'{type(failure).__name__} in {last.filename}, line {last.lineno}: {reason}'
+    frames_outside_libraries = [frame for frame in frames if 'site-packages' not in frame.filename]
+    last_frame = frames_outside_libraries[-1] if frames_outside_libraries else frames[-1]
+    error_name = type(failure).__name__
+    reason = ' '.join(str(failure).split())  # on one line
+    return f'{error_name} in {last_frame.filename}, line {last_frame.lineno}: {reason}'
 
 
 def import_paths(config_json: Any) -> list[str]:
-    """The import paths in a config as JSON, without their options, in alphabetical order."""
-    paths = set(IMPORT_PATH.findall(json.dumps(config_json, ensure_ascii=False)))
-    # Sets of these catalogues are written alike.
+    """Returns the import paths in a config as JSON, without options, in alphabetical order."""
+    text = json.dumps(config_json, ensure_ascii=False)
+    paths = set(IMPORT_PATH.findall(text))
+    # The names of data sets in catalogues have the same form, as in 'tfds:lm1b'.
     return sorted(path for path in paths if not path.startswith(('tfds:', 'hf:')))
 
 
 def imported(config_json: Any) -> dict[str, str | None]:
-    """The import paths in a config as JSON whose modules are imported, with their sources' sha256.
+    """Returns {import path: sha256 of its source} for the paths in a config that are imported.
 
-    A run records them, because a variant from outside is not part of the commit.
+    A run records them, because code from outside the package is not part of its commit.
     """
-    paths = import_paths(config_json)
-    return {path: _source_sha256(path) for path in paths if path.split(':')[0] in sys.modules}
+    digest_by_path = {}
+    for path in import_paths(config_json):
+        module_name, _, _ = path.partition(':')
+        if module_name in sys.modules:
+            digest_by_path[path] = _source_sha256(path)
+    return digest_by_path
 
 
 def require_named(config_json: Any, named: Collection[str], source: object, remedy: str) -> None:
-    """Raises ConfigError for an import path in a config that is not among those `named`.
+    """Raises ConfigError if a config has an import path that the user has not named.
 
-    What a file names is data, and is imported only where the user names it, too. `source` is where
-    the config was read from; `remedy` says how to name a path, with {} in its place.
+    A config may come from anybody, and importing code runs it. So the user must also name the code.
+
+    Args:
+      config_json: the config as JSON.
+      named: the import paths that the user has named.
+      source: where the config was read from, for the error.
+      remedy: how to name a path, with {} in place of the path, for the error.
     """
     for path in import_paths(config_json):
         if path not in named:
@@ -84,16 +100,18 @@ def require_named(config_json: Any, named: Collection[str], source: object, reme
 
 
 def digest(call: str) -> str:
-    """Identifies an imported object with its options, by its text and its source file.
+    """Returns a hash that identifies an imported object, its options and its source file.
 
-    `call` is an import path, perhaps with options: 'my_file:MyScore(rank=2)'.
+    `call` is the import path, with the options if there are any: 'my_file:MyScore(rank=2)'.
     """
-    return hashlib.sha256(f'{call} {_source_sha256(call)}'.encode()).hexdigest()[:12]
+    text = f'{call} {_source_sha256(call)}'
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _source_sha256(path: str) -> str | None:
-    """The sha256 of the source file of an import path; None for a module without a file."""
-    module = sys.modules[path.partition(':')[0]]
+    """Returns the sha256 of the source file of an import path; None if its module has no file."""
+    module_name, _, _ = path.partition(':')
+    module = sys.modules[module_name]
     file = getattr(module, '__file__', None)
     if not file:
         return None

@@ -8,9 +8,11 @@ from qkattn.config.setting import setting
 from qkattn.config.variant import Variant, split_pattern
 from qkattn.errors import SpecError
 
-# Bounds of settings: a rate, a number of heads or layers, the width of a stream or head.
+# Bounds of a rate.
 RATE: dict[str, Any] = {'least': 0, 'below': 1}
+# Bounds of a number of heads or layers.
 COUNT: dict[str, Any] = {'least': 1, 'most': 2**14}
+# Bounds of the width of a stream or head.
 WIDTH: dict[str, Any] = {'least': 1, 'most': 2**17}
 
 # Below this number of layers, compiled code that repeats them is faster than a loop over them.
@@ -133,16 +135,16 @@ class ModelConfig:
 
     @property
     def variant(self) -> Variant:
-        """The variant of self-attention; in an encoder-decoder, that of the decoder."""
+        """The variant of self-attention; in an encoder-decoder, the decoder's self-attention."""
         return Variant(self.score, self.value)
 
     @property
     def mlp_width(self) -> int:
-        """F, as given or by default."""
+        """F, the width of the MLP: `d_ff` or its default."""
         if self.d_ff is not None:
             return self.d_ff
         if self.has_gate:
-            # Three matrices of this width have the parameters of two that are 4 d_model wide.
+            # With 8/3 d_model, rounded, three matrices have the parameters of two at 4 d_model.
             return (8 * self.d_model + 1) // 3
         return 4 * self.d_model
 
@@ -153,13 +155,13 @@ class ModelConfig:
 
     @property
     def num_branches(self) -> int:
-        """Residual branches from the embedding to the output: attentions and MLPs."""
+        """Number of residual branches of all layers: attentions and MLPs."""
         branches_per_layer = 3 if self.kind == 'encoder_decoder' else 2
         return branches_per_layer * self.num_layers
 
     @property
     def probability_dropout(self) -> float:
-        """Dropout rate on attention probabilities, as given or by default."""
+        """Dropout rate on attention probabilities: `attention_dropout` or its default."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @property
@@ -169,23 +171,25 @@ class ModelConfig:
 
     @property
     def unroll(self) -> int:
-        """Layers in one step of the scan over layers, as given or by default."""
+        """Layers in one step of the scan over layers: `scan_unroll` or its default."""
         if self.scan_unroll is not None:
             return self.scan_unroll
-        # XLA merges unrolled layers that remat repeats with the forward pass, so that remat saves
-        # no memory.
+        # With remat, layers stay in a scan. If they are unrolled, XLA merges the repeated layers
+        # with those of the forward pass, and remat saves no memory.
         if self.remat == 'none' and self.num_layers < SCANNED_LAYERS:
             return self.num_layers
         return 1
 
     @functools.cached_property
     def cycle(self) -> tuple['ModelConfig', ...]:
-        """The settings of layers, repeated in this order: one for each variant of `pattern`.
+        """The settings of each layer in a `pattern` of C variants: layer l has cycle[l mod C].
 
-        Without a pattern it is this config alone. Raises SpecError if the pattern does not fit.
+        Without a pattern the cycle is this config alone. Raises SpecError if the pattern has more
+        variants than layers or does not begin with the model's variant, and for an encoder-decoder.
         """
         if self.pattern is None:
             return (self,)
+
         variants = split_pattern(self.pattern)
         setting_text = f'pattern={self.pattern!r}'
         if self.kind == 'encoder_decoder':
@@ -201,14 +205,15 @@ class ModelConfig:
             raise SpecError(
                 f'{setting_text} must begin with the variant of the model, {self.variant}'
             )
-        return tuple(
-            dataclasses.replace(self, pattern=None, **_variant_fields(variant))
-            for variant in variants
-        )
+
+        configs = []
+        for variant in variants:
+            configs.append(dataclasses.replace(self, pattern=None, **_variant_fields(variant)))
+        return tuple(configs)
 
     @functools.cached_property
     def encoder(self) -> 'ModelConfig':
-        """The encoder of an encoder-decoder as a model of its own."""
+        """The settings of the encoder in an encoder-decoder, as a model of kind 'encoder'."""
         return dataclasses.replace(
             self,
             kind='encoder',
@@ -219,10 +224,10 @@ class ModelConfig:
 
     @functools.cached_property
     def cross(self) -> 'ModelConfig':
-        """The decoder's attention to the encoder.
+        """The settings of the decoder's attention to the encoder.
 
-        It has neither rotary positions, position biases nor a window: positions in the two streams
-        mean different things.
+        It has no rotary positions, no position biases and no window, because positions in the
+        source and in the target are not comparable.
         """
         positions = self.positions
         if positions in ('rope', 'alibi'):
@@ -233,7 +238,7 @@ class ModelConfig:
 
 
 def _variant_fields(variant: str | None) -> dict[str, Any]:
-    """The fields `score` and `value` of a variant; none where it is that of the decoder."""
+    """Returns {'score': ..., 'value': ...} of a variant, or {} for None: the decoder's variant."""
     if variant is None:
         return {}
     return Variant.parse(variant)._asdict()

@@ -1,4 +1,7 @@
-"""Paths that users and files name: their text, and the regular files that are read at them."""
+"""Paths that users and files name, and reading the regular files there.
+
+A path from elsewhere may name a pipe or a device, where reading would wait for ever.
+"""
 
 import errno
 import os
@@ -8,9 +11,9 @@ from typing import BinaryIO
 
 from qkattn.errors import RunDirectoryError, UnsuitableFileError
 
-# Most bytes of a file that is read whole, but for texts to train on.
+# Most bytes of a file that is read as a whole. Texts to train on may be larger.
 LARGEST = 2**32
-# What is at a path that holds no regular file, by its type.
+# What an error calls a file that is not regular, by its type.
 _KINDS = {
     stat.S_IFIFO: 'a pipe',
     stat.S_IFCHR: 'a device',
@@ -20,7 +23,7 @@ _KINDS = {
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path on a file system, ~ expanded; RunDirectoryError where ~ has no directory."""
+    """Returns a path with ~ expanded; raises RunDirectoryError if ~ names no home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -29,14 +32,16 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """A regular file, opened to be read; never waits for a process that writes to a pipe.
+    """Opens a regular file for reading.
 
-    UnsuitableFileError for a pipe, a device or a socket, OSError for whatever else is no file.
+    Raises UnsuitableFileError for a pipe, a device or a socket, and OSError if there is no file or
+    a directory.
     """
     try:
+        # O_NONBLOCK, because opening a pipe would otherwise wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # sockets cannot be opened at all
+        if error.errno == errno.ENXIO:  # a socket, which cannot be opened
             raise _unsuitable(path, _problem(os.stat(path).st_mode)) from error
         raise
     try:
@@ -48,9 +53,9 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], most: int | None = LARGEST) -> bytes:
-    """The content of a regular file of at most `most` bytes, None for any number.
+    """Reads a regular file of at most `most` bytes; None allows any size.
 
-    UnsuitableFileError for a larger one, and as `open_regular`.
+    Raises UnsuitableFileError for a larger file, and errors as `open_regular` does.
     """
     with open_regular(path) as file:
         _require_size(path, os.fstat(file.fileno()).st_size, most)
@@ -58,14 +63,14 @@ def read_regular(path: str | os.PathLike[str], most: int | None = LARGEST) -> by
 
 
 def require_regular(path: str | os.PathLike[str], most: int | None = LARGEST) -> None:
-    """Raises as `read_regular`, for a file that a library reads."""
+    """Checks a file that a library will read; raises errors as `read_regular` does."""
     status = os.stat(path)
     _require_regular(path, status)
     _require_size(path, status.st_size, most)
 
 
 def require_regular_tree(directory: str | os.PathLike[str]) -> None:
-    """Raises UnsuitableFileError where something in a directory is neither file nor directory."""
+    """Raises UnsuitableFileError if a tree holds anything but regular files and directories."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -87,9 +92,9 @@ def _require_size(path: str | os.PathLike[str], size: int, most: int | None) -> 
 
 
 def _problem(mode: int) -> str:
-    """Why a file of this mode is not read."""
-    kind = _KINDS.get(stat.S_IFMT(mode), 'something else')
-    return f'it is {kind} and no regular file'
+    """Returns why a file of this mode is refused."""
+    file_type = _KINDS.get(stat.S_IFMT(mode), 'something else')
+    return f'it is {file_type} and no regular file'
 
 
 def _unsuitable(path: str | os.PathLike[str], problem: str) -> UnsuitableFileError:

@@ -1,4 +1,4 @@
-"""The settings of a run, and what they must be together."""
+"""The settings of a run, and the checks of settings that depend on each other."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -52,6 +52,11 @@ class DataConfig:
         0.15, 'Fraction of tokens that an encoder predicts.', above=0, below=1
     )
     shift_windows: bool = setting(False, 'Windows of text start at an offset drawn per epoch.')
+    cross_documents: bool = setting(
+        True,
+        'Tokens of a text attend to earlier documents in their row. With False, in a decoder, they '
+        'attend to their own document alone, and positions count from its beginning.',
+    )
     drop_long: bool = setting(
         False,
         'Sentence pairs that do not fit into the model are left out; by default they are an error.',
@@ -64,7 +69,7 @@ class DataConfig:
 # Largest N H, the width of all heads of one layer together.
 MAX_HEADS_WIDTH = 2**24
 # Schedules that decay to final_fraction.
-DECAYS = ('linear', 'cosine')
+DECAYS = ('linear', 'cosine', 'wsd')
 # The largest final_fraction with which a run counts as annealed.
 ANNEALED = 0.1
 # With optimizer.decay='independent', weight decays are below this.
@@ -88,12 +93,16 @@ class OptimizerConfig:
     schedule: str = setting(
         'linear',
         "Rate after the warm-up: 'linear' and 'cosine' decay to final_fraction of the peak at the "
-        "last step, 'inverse_sqrt' is sqrt(W / step) after W warm-up steps (Vaswani et al. 2017). "
-        'Or an import path.',
+        "last step; 'wsd' stays at the peak and decays linearly in the last decay_fraction of the "
+        "steps (Hu et al. 2024); 'inverse_sqrt' is sqrt(W / step) after W warm-up steps (Vaswani "
+        'et al. 2017). Or an import path.',
         registries=('qkattn.train.optimizer:SCHEDULES',),
     )
     final_fraction: float = setting(
         0.0, 'Final learning rate over the peak, where the schedule decays.', least=0, most=1
+    )
+    decay_fraction: float = setting(
+        0.1, "Fraction of the steps, the last ones, in which 'wsd' decays.", above=0, most=1
     )
     beta1: float = setting(0.9, 'Decay of the first moment in Adam.', least=0, below=1)
     beta2: float = setting(0.99, 'Decay of the second moment in Adam.', least=0, below=1)
@@ -115,8 +124,16 @@ class OptimizerConfig:
 
     @property
     def decays(self) -> bool:
-        """Whether the schedule ends at final_fraction; one from outside is checked to."""
-        return self.schedule.removesuffix('()') in DECAYS or ':' in self.schedule
+        """Whether the schedule ends at final_fraction.
+
+        A schedule from outside the package must do so; this is checked where it is built.
+        """
+        is_from_outside = ':' in self.schedule
+        return is_from_outside or self.schedule.removesuffix('()') in DECAYS
+
+    def wsd_decay_steps(self, num_steps: int) -> int:
+        """The steps at the end of a run of num_steps in which 'wsd' decays; at least one."""
+        return max(round(self.decay_fraction * num_steps), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +144,12 @@ class TrainConfig:
     batch_size: int = setting(16, 'Sequences per step and trial.', least=1)
     accumulation: int = setting(1, 'Microbatches per step, weighted by their tokens.', least=1)
     label_smoothing: float = setting(0.0, 'Weight of a uniform distribution in targets.', **RATE)
+    z_loss: float = setting(
+        0.0,
+        'Coefficient of (log Z)^2 in what is minimized, where Z is the sum of exp(logits); 1e-4 in '
+        'PaLM (Chowdhery et al. 2022, section 5). Losses that are logged leave it out.',
+        least=0,
+    )
     steps_per_dispatch: int = setting(10, 'Steps compiled into one program call.', least=1)
     log_every: int = setting(10, 'Steps per record; a multiple of steps_per_dispatch.', least=1)
     eval_every: int = setting(100, 'Steps per evaluation; a multiple of log_every.', least=1)
@@ -167,13 +190,18 @@ class TrialsConfig:
     )
 
     def trials(self) -> list[dict[str, Any]]:
-        """The seed, learning rate and weight decay of each trial, in the order of a stack."""
-        return [
-            {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': weight_decay}
-            for learning_rate in self.learning_rates
-            for weight_decay in self.weight_decays
-            for seed in self.seeds
-        ]
+        """Returns the seed, learning rate and weight decay of each trial.
+
+        Arrays of the run stack the trials in this order.
+        """
+        trials = []
+        for learning_rate in self.learning_rates:
+            for weight_decay in self.weight_decays:
+                for seed in self.seeds:
+                    trials.append(
+                        {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': weight_decay}
+                    )
+        return trials
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,14 +239,15 @@ class Config:
 
 
 def validate_settings(config: Config) -> None:
-    """Raises ConfigError for the first invalid setting."""
+    """Raises ConfigError for the first invalid setting, or for settings that conflict."""
     check_section('', config)
-    for conflict in _conflicts(config):
-        raise ConfigError(conflict)
+    first_conflict = next(_conflicts(config), None)
+    if first_conflict is not None:
+        raise ConfigError(first_conflict)
 
 
 def _conflicts(config: Config) -> Iterator[str]:
-    """A sentence for each setting that does not fit another one."""
+    """Yields a sentence for each setting that does not fit another one."""
     yield from _model_conflicts(config.model)
     yield from _optimizer_conflicts(config)
     yield from _train_conflicts(config.train)
@@ -226,6 +255,7 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def _model_conflicts(model: ModelConfig) -> Iterator[str]:
+    """Yields the conflicts between settings of the section model."""
     heads_width = model.num_heads * (model.head_size or 1)
     if heads_width > MAX_HEADS_WIDTH:
         yield f'model.num_heads * model.head_size = {heads_width} must be at most {MAX_HEADS_WIDTH}'
@@ -244,18 +274,29 @@ def _model_conflicts(model: ModelConfig) -> Iterator[str]:
 
 
 def _optimizer_conflicts(config: Config) -> Iterator[str]:
+    """Yields the conflicts between settings of the optimizer, the steps and the trials."""
     optimizer = config.optimizer
     num_steps = config.train.num_steps
     weight_decays = config.trials.weight_decays
-    if optimizer.name.partition('(')[0] == 'muon' and optimizer.momentum == 1:
+    name_without_options = optimizer.name.partition('(')[0]
+    if name_without_options == 'muon' and optimizer.momentum == 1:
         yield "optimizer.momentum=1 must be below 1 with optimizer.name='muon'"
     if optimizer.warmup_steps >= num_steps:
         yield (
             f'optimizer.warmup_steps={optimizer.warmup_steps} must be below '
             f'train.num_steps={num_steps}'
         )
-    if optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()') and optimizer.warmup_steps == 0:
+    is_inverse_sqrt = optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()')
+    if is_inverse_sqrt and optimizer.warmup_steps == 0:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
+    if optimizer.schedule in ('wsd', 'wsd()'):
+        decay_steps = optimizer.wsd_decay_steps(num_steps)
+        if decay_steps > num_steps - optimizer.warmup_steps:
+            yield (
+                f'optimizer.decay_fraction={optimizer.decay_fraction} must leave room for '
+                f'optimizer.warmup_steps={optimizer.warmup_steps}: it decays in {decay_steps} of '
+                f'train.num_steps={num_steps}'
+            )
     if optimizer.decay == 'independent' and max(weight_decays) >= INDEPENDENT_END:
         yield (
             f'trials.weight_decays={weight_decays} must be below {INDEPENDENT_END} with '
@@ -265,9 +306,10 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
 
 
 def _train_conflicts(train: TrainConfig) -> Iterator[str]:
+    """Yields the conflicts between settings of the section train, whose numbers must divide."""
     if train.batch_size % train.accumulation:
         yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
-    # A run logs and ends between two dispatches; it evaluates, saves and resumes where it logs.
+    # A run logs and ends between two dispatches, and it only evaluates and saves when it logs.
     units = {
         'num_steps': 'steps_per_dispatch',
         'log_every': 'steps_per_dispatch',
@@ -282,6 +324,7 @@ def _train_conflicts(train: TrainConfig) -> Iterator[str]:
 
 
 def _mesh_conflicts(config: Config) -> Iterator[str]:
+    """Yields the axes of the mesh over which trials or sequences do not divide."""
     mesh = config.mesh
     num_trials = len(config.trials.trials())
     if num_trials % mesh.trial:

@@ -1,10 +1,11 @@
 """Configs as JSON, as hashes, and as the ConfigDict that the command line overrides.
 
-schema.json is {number: {class: {field: default when introduced}}}. Fields of schema 1 are always
-stored and hashed, later ones only where they differ from the default in the schema. So a field that
-is added changes no hash, and a stored config without it keeps its meaning when the default of the
-dataclass changes. Entries of schema.json are never edited: a field is added under the newest
-number, or under the next one.
+schema.json is {number: {class: {field: its default when it was introduced}}}. Fields of schema 1
+are always stored and hashed. Later fields are only stored and hashed if they differ from their
+default in schema.json. So adding a field changes no hash. And a stored config without the field
+keeps its meaning even if the default of the dataclass changes.
+
+Entries of schema.json are never edited. A field is added under the newest number or the next one.
 """
 
 import dataclasses
@@ -25,9 +26,10 @@ from qkattn.errors import ConfigError, UnknownFieldError
 
 FILE = Path(__file__).with_name('schema.json')
 SCHEMAS: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding='utf-8'))
-# {field: {value: its stored form}}, of values that schema 1 stored in another form.
+# {field: {value: its stored form}} for values whose stored form is another one.
 STORED_AS: dict[str, dict[str, Any]] = {'remat': {'none': False, 'full': True}}
-# Settings that do not change what a run computes. Each worker of a study may have its own.
+# Settings of the machine, which do not change what a run computes. Workers of a study may differ
+# in them.
 OF_MACHINE = (
     'mesh',
     'data.data_dir',
@@ -40,9 +42,9 @@ OF_MACHINE = (
 
 @functools.cache
 def defaults(cls: Any) -> dict[str, Any]:
-    """The default of each field as JSON: that of its schema, else that of the class.
+    """Returns the default of each field as JSON: from schema.json, or else from the class.
 
-    The default of a section is {}, so that each of its fields takes its own.
+    The default of a section is {}, so that each of its fields takes its own default.
     """
     values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)}
     for number in SCHEMAS:
@@ -56,7 +58,10 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def introduced(number: str, cls: Any) -> dict[str, Any]:
-    """The fields that a schema introduced and their defaults, those of base classes included."""
+    """Returns {field: default} of the fields of a class that schema `number` introduced.
+
+    Fields of base classes are included.
+    """
     fields: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         fields |= SCHEMAS[number].get(base.__name__, {})
@@ -64,9 +69,9 @@ def introduced(number: str, cls: Any) -> dict[str, Any]:
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """The config as plain JSON values.
+    """Returns a config as plain JSON values.
 
-    A field that was introduced after schema 1 is left out where it has the default of its schema.
+    A field that was introduced after schema 1 is left out if it has the default of its schema.
     """
     cls = typing.cast(Any, type(config))
     always_stored = introduced('1', cls)
@@ -76,30 +81,43 @@ def to_json(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             value = to_json(value)
         elif isinstance(value, str):
-            value = STORED_AS.get(field.name, {}).get(value, value)
+            stored_forms = STORED_AS.get(field.name, {})
+            value = stored_forms.get(value, value)
         value = _plain(value)
-        if field.name in always_stored or value != defaults(cls)[field.name]:
+
+        is_default = value == defaults(cls)[field.name]
+        if field.name in always_stored or not is_default:
             values[field.name] = value
     return values
 
 
 def from_json(cls: Any, values: Mapping[str, Any], prefix: str = '') -> Any:
-    """Builds `cls` from nested values; fields that they lack have the default of their schema.
+    """Builds a class of settings from nested JSON values.
 
-    `prefix` is what names of fields begin with in errors, as in 'model.'. Raises UnknownFieldError
-    for an unknown field, and ConfigError for a section that is not an object.
+    Missing fields get the default of their schema.
+
+    Args:
+      cls: a class of settings, such as Config.
+      values: {field: value}, with a mapping for each section.
+      prefix: the beginning of names of fields in errors, 'model.' for the section model.
+
+    Raises UnknownFieldError for an unknown field, ConfigError if a section is not a mapping.
     """
     if not isinstance(values, Mapping):
         name = prefix.rstrip('.') or 'config'
         raise ConfigError(f'{name}={values!r} must be an object of fields')
     annotations = typing.get_type_hints(cls)
-    if unknown := sorted(set(values) - set(annotations)):
+    unknown_names = sorted(set(values) - set(annotations))
+    if unknown_names:
+        unknown = unknown_names[0]
         raise UnknownFieldError(
-            f'unknown field {prefix}{unknown[0]}={values[unknown[0]]!r}; use the newer version of '
+            f'unknown field {prefix}{unknown}={values[unknown]!r}; use the newer version of '
             f'qkattn that wrote it, or one of {", ".join(annotations)}'
         )
+
     fields: dict[str, Any] = {}
-    for name, value in (defaults(cls) | dict(values)).items():
+    complete_values = {**defaults(cls), **values}
+    for name, value in complete_values.items():
         annotation = annotations[name]
         if dataclasses.is_dataclass(annotation):
             fields[name] = from_json(annotation, value, f'{prefix}{name}.')
@@ -111,7 +129,7 @@ def from_json(cls: Any, values: Mapping[str, Any], prefix: str = '') -> Any:
 
 
 def _from_stored_form(name: str, value: Any) -> Any:
-    """The value of a field whose stored form is `value`: 'none' for remat, stored as False."""
+    """Returns the value of a field from its stored form: 'none' for remat, stored as False."""
     for original, stored in STORED_AS.get(name, {}).items():
         if value is stored:
             return original
@@ -119,18 +137,21 @@ def _from_stored_form(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back: tuples become lists."""
+    """Returns a value as JSON gives it back: tuples become lists."""
     return json.loads(json.dumps(value))
 
 
 def fingerprint(config: Config) -> str:
-    """Hash of what a run computes: of every field but OF_MACHINE, in the form of `to_json`."""
+    """Returns a hash of what a run computes: of all fields of `to_json` but OF_MACHINE."""
     return fingerprint_of(to_json(config))
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
-    """The fingerprint of a config as it is stored, which may lack fields of schema 1."""
-    values = _plain(values)
+    """Returns the fingerprint of a stored config.
+
+    The hash covers the stored fields as they are; default values are not filled in.
+    """
+    values = _plain(values)  # a copy
     for name in OF_MACHINE:
         section, _, field = name.rpartition('.')
         fields = values.get(section) if section else values
@@ -141,11 +162,12 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
 
 
 def with_machine_of(config: Any, other: Any) -> Any:
-    """The config with the settings OF_MACHINE of another one."""
+    """Returns `config` with the settings OF_MACHINE of `other`."""
     for name in OF_MACHINE:
         section, _, field = name.partition('.')
         value = getattr(other, section)
         if field:
+            # Only one field of the section belongs to the machine.
             changes = {field: getattr(value, field)}
             value = dataclasses.replace(getattr(config, section), **changes)
         config = dataclasses.replace(config, **{section: value})
@@ -153,9 +175,10 @@ def with_machine_of(config: Any, other: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = '') -> list[str]:
-    """A line 'section.field: old -> new' for every field that differs.
+    """Returns a line 'section.field: old -> new' for every field that differs.
 
-    Values are in JSON; that of a field which one side lacks is 'absent'.
+    Values are written as JSON. A field that is missing on one side is 'absent' there. `prefix` is
+    the beginning of every name, 'section.' inside a section.
     """
     lines = []
     for name in {**old, **new}:
@@ -172,7 +195,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ''
 
 
 def to_config_dict(config: Any) -> config_dict.ConfigDict:
-    """The config as a locked ConfigDict whose optional fields keep their type for overrides."""
+    """Converts a config to a locked ConfigDict, which the command line overrides.
+
+    Optional fields keep their type, so that an override of another type is refused.
+    """
     values = config_dict.ConfigDict()
     annotations = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -181,17 +207,17 @@ def to_config_dict(config: Any) -> config_dict.ConfigDict:
         if dataclasses.is_dataclass(value):
             values[field.name] = to_config_dict(value)
         elif is_optional(annotation):
-            # A plain None would take an override of any type.
-            kinds = [kind for kind in concrete_types(annotation) if kind is not type(None)]
-            reference = config_dict.placeholder(kinds[0])
-            reference.set(value)
-            values[field.name] = reference
+            # A field that holds None would take an override of any type. A placeholder has a type.
+            types = [member for member in concrete_types(annotation) if member is not type(None)]
+            placeholder = config_dict.placeholder(types[0])
+            placeholder.set(value)
+            values[field.name] = placeholder
         else:
             values[field.name] = value
     return values.lock()
 
 
 def from_config_dict(values: config_dict.ConfigDict) -> Config | Study:
-    """The dataclass of a ConfigDict, after overrides."""
+    """Builds the Study or Config of a ConfigDict, after overrides."""
     cls = Study if 'variants' in values else Config
     return from_json(cls, values.to_dict())

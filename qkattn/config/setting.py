@@ -2,12 +2,13 @@
 
     num_heads: int = setting(4, 'N, query heads.', least=1, most=2**14)
 
-A class of settings is a frozen dataclass whose fields are such settings or further classes of
-settings, its sections. `check_section` refuses the first field whose value is not valid.
+A class of settings is a frozen dataclass. Its fields are settings, or further classes of settings,
+which are called its sections. `check_section` raises an error for the first field whose value is
+not valid.
 
-Settings are checked once, where they enter: a run or a study where its config is read, a model or
-an attention layer where it is built from settings of one's own. Frozen settings that have passed
-carry the mark PASSED, so that whatever is built from them later takes them as they are.
+Settings are checked once, where they come from the user: when a config is read, or when a model or
+an attention layer is built from settings that were written in Python. Settings that have passed get
+the attribute PASSED and are not checked again.
 """
 
 import dataclasses
@@ -21,18 +22,23 @@ from typing import Any, Literal
 from qkattn.config.imports import import_object
 from qkattn.errors import ConfigError
 
-# Sizes, steps and seeds are int32 in compiled programs.
+# Integers are below this: sizes, steps and seeds are int32 in compiled programs.
 INT_END = 2**31
-# Rates and factors are float32 in compiled programs.
+# The largest float32: rates and factors are float32 in compiled programs.
 FLOAT_MAX = 3.4028234e38
-# Bytes in a path and in each part of it: the limits of Linux and macOS.
+# Texts and paths have fewer bytes than this, the limit of Linux for a path.
 TEXT_END = 4096
+# Each part of a path has fewer bytes than this, the limit of Linux and macOS.
 PART_END = 256
-# Characters of a refused value that an error shows whole.
+# An error shows a refused value of more characters than this without its middle.
 SHOWN = 200
+# Of a longer value, an error shows this many characters of its start and of its end.
+_SHOWN_START = 100
+_SHOWN_END = 50
 # The attribute of a frozen object whose fields have been checked.
 PASSED = '_passed'
 
+# The comparison of a value with a limit, by the words that describe it.
 COMPARISONS = {
     'at least': operator.ge,
     'above': operator.gt,
@@ -43,35 +49,37 @@ COMPARISONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The values that a field may hold, beyond its type.
+    """The values that a field may hold, besides being of its type.
 
-    Bounds of a tuple hold for each of its entries. Integers without an upper bound are below 2**31,
-    floats without one are finite in float32. Text is Unicode without null characters, of fewer than
-    4,096 bytes.
+    The bounds of a tuple apply to each of its entries. An integer without an upper bound must be
+    below 2**31, a float without one must be finite in float32. Text must be Unicode without null
+    characters and have fewer than 4,096 bytes.
     """
 
     least: float | None = None  # inclusive
     most: float | None = None  # inclusive
     above: float | None = None  # exclusive
     below: float | None = None  # exclusive
-    # Text that names a file or directory: one line that is not empty, each part of the path of
-    # fewer than 256 bytes.
+    # Whether text names a file or directory. It must be one line that is not empty, and each part
+    # of the path must have fewer than 256 bytes.
     path: bool = False
-    # A tuple that has at least one entry.
+    # Whether a tuple must have an entry.
     filled: bool = False
 
     def admit(self, kind: type, value: Any) -> bool:
-        """Whether `value`, which is of type `kind`, is valid."""
+        """Whether a value of type `kind` is valid."""
         if kind is bool:
             return True
         if kind is str:
             return self._admit_text(value)
         for words, limit in self._limits(kind).items():
-            if not COMPARISONS[words](value, limit):
+            is_within_limit = COMPARISONS[words]
+            if not is_within_limit(value, limit):
                 return False
-        return abs(value) <= FLOAT_MAX  # False for NaN
+        return abs(value) <= FLOAT_MAX  # False for NaN, too
 
     def _admit_text(self, text: str) -> bool:
+        """Whether a text, or a path if the setting is one, is valid."""
         encoded = os.fsencode(text)
         if len(encoded) >= TEXT_END or '\0' in text:
             return False
@@ -82,19 +90,20 @@ class Bounds:
         return is_one_line and longest_part < PART_END
 
     def _limits(self, kind: type) -> dict[str, float]:
-        """The limits of a number by the words that describe them, as in {'at least': 0}."""
+        """Returns the limits of a number by the words that describe them, as in {'at least': 0}."""
         limits = {
             'at least': self.least,
             'above': self.above,
             'at most': self.most,
             'below': self.below,
         }
-        if kind is int and self.most is None and self.below is None:
+        has_upper_bound = self.most is not None or self.below is not None
+        if kind is int and not has_upper_bound:
             limits['below'] = INT_END
         return {words: limit for words, limit in limits.items() if limit is not None}
 
     def describe(self, kind: type) -> str:
-        """The valid values of type `kind` in words, e.g. 'at least 0 and below 1'."""
+        """Returns the valid values of type `kind` in words, such as 'at least 0 and below 1'."""
         if kind is str:
             return self._describe_text()
         limits = self._limits(kind)
@@ -111,17 +120,19 @@ class Bounds:
 
 
 def _number_text(number: float) -> str:
-    """A number as errors print it; large powers of two as such, e.g. '2**31'."""
-    if isinstance(number, int) and number >= 2**16 and number.bit_count() == 1:
-        return f'2**{number.bit_length() - 1}'
+    """Returns a number as errors print it; a large power of two is written as '2**31'."""
+    if isinstance(number, int) and number >= 2**16:
+        exponent = number.bit_length() - 1
+        if number == 2**exponent:
+            return f'2**{exponent}'
     return f'{number}'
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A declared setting, as help texts and generated tests read it."""
+    """A declared setting, for help texts and generated tests."""
 
-    name: str  # with its sections: 'model.d_model'
+    name: str  # with the names of its sections: 'model.d_model'
     kind: Any  # the annotation of the field
     default: Any
     doc: str
@@ -130,24 +141,31 @@ class Setting:
     registries: tuple[str, ...]
 
     def registered_names(self) -> list[str]:
-        """The names in its registries, which are imported; empty for a setting without any."""
+        """Returns the names that its registries list; empty for a setting without registries.
+
+        The registries are imported.
+        """
         names: list[str] = []
         for path in self.registries:
-            names += import_object(path, self.name)
+            registry = import_object(path, self.name)
+            names += registry
         return names
 
 
 def setting(default: Any, doc: str, registries: tuple[str, ...] = (), **bounds: Any) -> Any:
-    """A dataclass field with a default, a description, and the `Bounds` of its values.
+    """Declares a dataclass field with a default, a description, and the `Bounds` of its values.
 
-    `registries` are import paths of the dicts whose keys it may name; --help lists the keys.
+    `registries` are import paths of dicts whose keys the field may name. --help lists the keys.
     """
     metadata = {'doc': doc, 'bounds': Bounds(**bounds), 'registries': registries}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
-    """The settings of a class and of its sections, by dotted name."""
+    """Returns the settings of a class and of its sections, by dotted name.
+
+    `prefix` is the beginning of every name, 'model.' for the section model.
+    """
     annotations = typing.get_type_hints(cls)
     declared: dict[str, Setting] = {}
     for field in dataclasses.fields(cls):
@@ -161,18 +179,20 @@ def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
 
 
 def concrete_types(annotation: Any) -> list[type]:
-    """The types that an annotation admits: [int, NoneType] for `int | None`.
+    """Returns the types that an annotation admits: [int, NoneType] for `int | None`.
 
-    A Literal counts as the type of its values, `tuple[int, ...]` as tuple.
+    A Literal counts as the type of its values, and `tuple[int, ...]` as tuple.
     """
     origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
-        members: list[type] = []
-        for member in typing.get_args(annotation):
-            members += concrete_types(member)
-        return members
+        types_of_members: list[type] = []
+        for member in arguments:
+            types_of_members += concrete_types(member)
+        return types_of_members
     if origin is Literal:
-        return [type(typing.get_args(annotation)[0])]
+        first_value = arguments[0]
+        return [type(first_value)]
     return [origin or annotation]
 
 
@@ -184,7 +204,7 @@ def is_optional(annotation: Any) -> bool:
 def check_section(prefix: str, section: Any) -> None:
     """Raises ConfigError for the first invalid field of a section or of the sections in it.
 
-    `prefix` is what names of fields begin with in the error, 'model.' for the section model. A
+    `prefix` is the beginning of names of fields in the error, 'model.' for the section model. A
     section that has passed before is not checked again.
     """
     if PASSED in vars(section):
@@ -204,7 +224,7 @@ def check_section(prefix: str, section: Any) -> None:
 
 
 def _is_section(annotation: Any) -> bool:
-    """Whether a field holds settings of its own rather than a value."""
+    """Whether a field holds a section rather than a value, by its annotation."""
     return dataclasses.is_dataclass(annotation)
 
 
@@ -224,7 +244,7 @@ def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None
 
 
 def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
-    """What a value must do that it does not, e.g. 'be at least 0'; None if it is valid."""
+    """Returns what a value must do and does not, such as 'be at least 0'; None if it is valid."""
     kind = concrete_types(annotation)[0]
     if not _has_type(value, kind):
         return f'be of type {kind.__name__}'
@@ -237,7 +257,7 @@ def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
 
 
 def _unmet_by_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | None:
-    """As `_unmet_by_value`, for a field that holds a tuple."""
+    """Returns what a tuple must do and does not, such as 'hold int values'; None if it is valid."""
     kind = concrete_types(entry_annotation)[0]
     if not isinstance(value, tuple):
         return f'be a tuple of {kind.__name__} values'
@@ -256,7 +276,7 @@ def _unmet_by_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | 
 
 
 def _has_type(value: Any, kind: type) -> bool:
-    """Whether a value has a type; an int counts as a float, True and False as no number."""
+    """Whether a value is of type `kind`: an int also fits float, a bool only fits bool."""
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
@@ -265,7 +285,7 @@ def _has_type(value: Any, kind: type) -> bool:
 
 
 def _literals(annotation: Any) -> Iterator[Any]:
-    """The values of the Literals in an annotation; nothing for one without a Literal."""
+    """Yields the values that the Literals in an annotation allow; none without a Literal."""
     if typing.get_origin(annotation) is Literal:
         yield from typing.get_args(annotation)
         return
@@ -274,8 +294,8 @@ def _literals(annotation: Any) -> Iterator[Any]:
 
 
 def _shown(value: Any) -> str:
-    """The value as an error shows it, cut in the middle where it is long."""
+    """Returns a value as an error shows it; the middle of a long value is left out."""
     text = repr(value)
     if len(text) <= SHOWN:
         return text
-    return f'{text[:100]}...{text[-50:]}'
+    return f'{text[:_SHOWN_START]}...{text[-_SHOWN_END:]}'

@@ -6,7 +6,7 @@ from typing import Literal
 from qkattn.config.run_config import Config
 from qkattn.config.setting import setting
 
-Choice = Literal['vertex', 'minimax']  # what is chosen of a sweep
+Choice = Literal['vertex', 'minimax']  # how the best value is chosen from a sweep
 Destination = Literal['d_model', 'd_ff', 'num_heads', 'num_layers']  # where saved parameters go
 
 
@@ -14,9 +14,11 @@ Destination = Literal['d_model', 'd_ff', 'num_heads', 'num_layers']  # where sav
 class TuningConfig:
     """Coordinate-wise tuning of each arm before its verdict.
 
-    Grids of several values (trials.learning_rates, trials.weight_decays and those below) are tuned
-    one at a time, those still to be tuned at their middle values. They must ascend by one factor (2
-    is usual) and are extended by it until worse values on both sides bracket the best.
+    A setting is tuned if its grid has several values: trials.learning_rates, trials.weight_decays,
+    and the grids below. Settings are tuned one at a time, while those that are still to be tuned
+    have the middle value of their grid. The values of a grid must ascend by a constant factor,
+    usually 2. A grid is extended by this factor until the best value has worse values on both
+    sides.
     """
 
     seeds: tuple[int, ...] = setting(
@@ -48,7 +50,7 @@ class TuningConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControlsConfig:
-    """Arms that say what a difference is due to; only in a study with tuning."""
+    """Arms that isolate the cause of a difference; only in a study with tuning."""
 
     equal_shape: bool = setting(True, "Variants also train at the baseline's shape.")
     longer: int | None = setting(
@@ -63,7 +65,7 @@ class ControlsConfig:
 class Study:
     """An ablation at equal cost: variants x destinations x sizes x corpora, each arm tuned.
 
-    All arms share `base`, whose trials.seeds are those of the verdict.
+    All arms share the settings of `base`. Its trials.seeds are the seeds of the verdict.
     """
 
     name: str = setting('study', 'Name in the report.')

@@ -1,4 +1,4 @@
-"""How attention variants are written: `score/value`, as in `low_rank(rank=8)/vo`."""
+"""The text form of attention variants: `score/value`, as in `low_rank(rank=8)/vo`."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,14 @@ from qkattn.errors import SpecError
 
 
 class Variant(NamedTuple):
-    """One way to write attention: a Score and a Value by name, each perhaps with options."""
+    """One way to write attention: the name of a Score and of a Value, which may have options."""
 
     score: str
     value: str
 
     @classmethod
     def parse(cls, text: str) -> 'Variant':
-        """The variant of 'score/value'; SpecError for text without a slash."""
+        """Splits 'score/value'; raises SpecError for text without a slash."""
         score, slash, value = text.partition('/')
         if not slash:
             raise SpecError(f'variant {text!r} must be written score/value, e.g. qk/vo')
@@ -24,20 +24,23 @@ class Variant(NamedTuple):
 
 
 def split_pattern(text: str) -> list[str]:
-    """The variants of a pattern, which commas outside of parentheses separate.
+    """Splits a pattern of variants at the commas outside of parentheses.
 
     'qk/vo, low_rank(rank=8)/vo' -> ['qk/vo', 'low_rank(rank=8)/vo']
     """
     variants = ['']
-    depth = 0
+    depth = 0  # number of open parentheses
     for character in text:
         if character == '(':
             depth += 1
         elif character == ')':
             depth -= 1
+
         if character == ',' and depth == 0:
             variants.append('')
         else:
             variants[-1] += character
-    # The first is not stripped, so that it equals the variant of the model only if written like it.
-    return [variants[0], *(variant.lstrip() for variant in variants[1:])]
+
+    # The first variant must be written exactly like the model's variant, so its spaces stay.
+    first, *others = variants
+    return [first, *(variant.lstrip() for variant in others)]

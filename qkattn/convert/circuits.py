@@ -1,8 +1,8 @@
 """Conversions of one circuit: W_Q and W_K, or W_V and W_O, merged or factored anew.
 
-Those of the QK circuit rewrite A[n] in s = scale x A[n] y^T, keep the Value, and require what
-`qk_factors` does; those of the OV circuit keep the Score, with any positions, QK-norm and mask,
-because nothing acts between W_V and W_O.
+Conversions of the QK circuit rewrite A[n] in s = scale x A[n] y^T and keep the Value. They have the
+preconditions of `qk_factors`. Conversions of the OV circuit keep the Score. They work with any
+positions, QK-norm and mask, because nothing acts between W_V and W_O.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from qkattn.convert.factors import (
 def merge(layer: Attention) -> Attention:
     """Any bilinear Score -> `merged`: W_QK[n] = W_Q[n] W_K[n]^T. Exact.
 
-    b_Q becomes W_K b_Q, one vector per head; b_K, which softmax ignores, is dropped.
+    b_Q becomes W_K b_Q, one vector per head. b_K is dropped, because softmax ignores it.
     """
     factors = qk_factors(layer)
     target = empty_layer(layer, score='merged')
-    # Rows: the stream, then the bias of the queries.
+    # The last column, of b_K, is dropped. The last row is that of b_Q.
     A_NED = factors.logit_matrices()[..., :-1] / logit_scale(target)
     score = {
         'w_qk_DNE': np.moveaxis(A_NED[:, :-1], 0, 1),
@@ -40,9 +40,10 @@ def merge(layer: Attention) -> Attention:
 
 
 def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
-    """Any bilinear Score -> `qk`, or `low_rank(rank=)` where `rank` is not the head size. Exact.
+    """Any bilinear Score -> `qk`, or `low_rank(rank=)` if `rank` is not the head size. Exact.
 
-    The factors are balanced. Refused where A[n] of a head has a higher rank (use `truncate`).
+    The factors are balanced. Raises ConversionError if A[n] of a head has a higher rank; `truncate`
+    cuts it off.
     """
     return _lossless(truncate, layer, rank, 'A[n]')
 
@@ -55,8 +56,10 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     D = layer.spec.d_model
     A_NED = factors.logit_matrices()[..., :D]
     if not layer.spec.biases:
-        A_NED = A_NED[:, :D]  # without the row of the bias of the queries
+        A_NED = A_NED[:, :D]  # The last row, of b_Q, is zero.
     q_ENR, k_DNR, lost = balanced_factors(A_NED, rank)
+
+    # The scale that the target puts on its logits is taken out of both factors alike.
     root_of_scale = logit_scale(target) ** 0.5
     zeros_NR = np.zeros(k_DNR.shape[1:])
     b_q_NR = zeros_NR
@@ -79,7 +82,7 @@ def merge_vo(layer: Attention) -> Attention:
 
 
 def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
-    """Any Value -> `vo`, or `low_rank(rank=)` where `rank` is not the head size. Exact."""
+    """Any Value -> `vo`, or `low_rank(rank=)` if `rank` is not the head size. Exact."""
     return _lossless(truncate_vo, layer, rank, 'B[n]')
 
 
@@ -99,9 +102,9 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
 
 
 def _variant_of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
-    """The Score or Value of that rank, and the letter of the rank in its parameters' names.
+    """Returns the Score or Value with this rank, and the rank's letter in its parameter names.
 
-    It is `full`, 'qk' or 'vo', where the rank is the head size.
+    If the rank is the head size, it is `full` ('qk' or 'vo') with 'H'; else 'low_rank' with 'R'.
     """
     N = layer.spec.num_heads
     K = layer.spec.num_kv_heads
@@ -121,7 +124,11 @@ def _lossless(
     rank: int | None,
     matrix: str,
 ) -> Attention:
-    """The truncated layer, where that lost rounding error only: 256 ulp of the parameters."""
+    """Truncates a circuit to `rank`, and raises ConversionError if that loses more than rounding.
+
+    The tolerance is 256 times the rounding error of the parameters' dtype. `matrix` names the
+    circuit in the error.
+    """
     if rank is None:
         rank = layer.spec.head_size
     target, lost = truncate(layer, rank=rank)

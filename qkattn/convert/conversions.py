@@ -28,25 +28,32 @@ from qkattn.model.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """A conversion of a layer; unless lossy, the result computes the same in the same dtype."""
+    """A conversion of attention layers to another variant.
+
+    Unless it is lossy, the converted layer computes the same function in the same dtype.
+    """
 
     function: Callable[..., Any]  # (layer, **options) -> layer; options are keyword-only
     circuit: Literal['QK', 'OV', 'both']
-    # `function` returns (layer, error), the lost share of the norm of A[n] (scaled) or B[n].
+    # `function` returns (layer, error). The error is the lost share of the norm of A[n] or B[n].
     lossy: bool = False
     takes_norm: bool = False  # `function` also takes the gain and bias of the norm before attention
     of_stack: bool = False  # `function` takes and returns all layers of a model
 
     def __call__(self, layer: Attention, *norm: Any, **options: Any) -> tuple[Attention, float]:
-        """The converted layer, and the error of a lossy conversion, else 0."""
+        """Returns the converted layer, and the error of a lossy conversion, else 0.
+
+        `norm` is the gain and the bias [D] of the norm, if the conversion takes them.
+        """
         if self.of_stack:
-            return self.function([layer], **options)[0], 0.0
+            (converted_layer,) = self.function([layer], **options)
+            return converted_layer, 0.0
         result = self.function(layer, *norm, **options)
         return result if self.lossy else (result, 0.0)
 
     @property
     def summary(self) -> str:
-        """From which variant to which, in one line."""
+        """The first line of the function's docstring: from which variant to which."""
         first = (inspect.getdoc(self.function) or '').partition('\n')[0]
         return first.removesuffix(' Exact.')
 
@@ -68,9 +75,10 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
-    """The conversion, by name or import path, and options of e.g. 'truncate(rank=8)'.
+    """Parses a conversion and its options, e.g. 'truncate(rank=8)'.
 
-    ConfigError if the conversion or an option is unknown, or an option is missing.
+    The name is one of `CONVERSIONS` or an import path. Raises ConfigError if the conversion or an
+    option is unknown, or an option is missing.
     """
     conversion, options = resolve(
         text,
@@ -89,10 +97,14 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
 def convert_model(
     text: str, config: ModelConfig, params: dict[str, Any]
 ) -> tuple[ModelConfig, dict[str, Any], list[float]]:
-    """The model with every layer converted as `text` says, and the errors of a lossy conversion.
+    """Converts every layer of a model as `text` says.
 
-    ConfigError as `parse_conversion`, or if the model is no stack of one variant; ConversionError
-    if a precondition does not hold.
+    Raises ConfigError as `parse_conversion` does, or if the model is not a single stack of one
+    variant. Raises ConversionError if a precondition of the conversion does not hold.
+
+    Returns:
+      The config and the parameters of the converted model, and for a lossy conversion the error of
+      each layer.
     """
     conversion, options = parse_conversion(text)
     _require_one_stack(config)
@@ -101,6 +113,7 @@ def convert_model(
         'in a post-norm model the residual stream also reads what the norm before attention writes',
     )
     model = with_params(config, jax.tree.map(jnp.asarray, params))
+
     results = _convert_layers(conversion, options, model)
     layers = [layer for layer, _ in results]
     spec = layers[0].spec
@@ -110,21 +123,26 @@ def convert_model(
             f'layer {index} would become {layer.spec.variant} and layer 0 {spec.variant}, but a '
             'stack has one variant',
         )
+
     model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if conversion.takes_norm:
+        # The conversion has moved the norm's gain and bias into the layers.
         _reset_norm(model.blocks.attention_norm)
+
     changes: dict[str, Any] = {
         name: getattr(spec, name)
         for name in ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
     }
     config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
     require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
+
     errors = [error for _, error in results] if conversion.lossy else []
-    return config, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))), errors
+    converted_params = nnx.to_pure_dict(nnx.state(model))
+    return config, jax.tree.map(np.asarray, converted_params), errors
 
 
 def _require_one_stack(config: ModelConfig) -> None:
-    """Raises ConfigError for a model that is no stack of one variant."""
+    """Raises ConfigError unless the model is a single stack of layers of one variant."""
     if config.pattern is not None:
         field = 'pattern'
     elif config.kind == 'encoder_decoder':
@@ -140,7 +158,10 @@ def _require_one_stack(config: ModelConfig) -> None:
 def _convert_layers(
     conversion: Conversion, options: dict[str, Any], model: Transformer
 ) -> list[tuple[Attention, float]]:
-    """Each layer converted, and its error; ConversionError names the layer that cannot be."""
+    """Returns each converted layer with its error.
+
+    Raises ConversionError, which names the layer, if a layer cannot be converted.
+    """
     layers = model.layers()
     results: list[tuple[Attention, float]] = []
     try:
@@ -151,13 +172,13 @@ def _convert_layers(
             results.append(conversion(layer, *norm, **options))
         return results
     except (ConversionError, SpecError) as refusal:
-        # A conversion of the stack names the layer itself, where it is not all of them.
+        # A conversion of the whole stack names a layer in its own message.
         layer_name = '' if conversion.of_stack else f'layer {len(results)}: '
         raise ConversionError(f'{layer_name}{refusal}') from refusal
 
 
 def _norm_of_layer(model: Transformer, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """The gain and the bias [D] of the norm before attention of one layer."""
+    """Returns the gain and the bias [D] of the norm before attention in one layer."""
     norm = model.blocks.attention_norm
     D = model.config.d_model
     gain_D = np.ones(D) if norm.g_D is None else np.array(norm.g_D)[index]
@@ -166,7 +187,7 @@ def _norm_of_layer(model: Transformer, index: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _reset_norm(norm: Norm) -> None:
-    """Sets the gain of a norm to 1 and its bias to 0, where it has them."""
+    """Sets the gain of a norm to 1 and its bias to 0, if it has them."""
     if norm.g_D is not None:
         norm.g_D[...] = jnp.ones_like(norm.g_D[...])
     if norm.b_D is not None:
@@ -174,7 +195,7 @@ def _reset_norm(norm: Norm) -> None:
 
 
 def converted(model: Transformer, *texts: str) -> Transformer:
-    """The model after the conversions that `texts` name; see `convert_model`."""
+    """Returns the model after one or more conversions; see `convert_model`."""
     config = model.config
     params = nnx.to_pure_dict(nnx.state(model))
     for text in texts:
@@ -185,7 +206,7 @@ def converted(model: Transformer, *texts: str) -> Transformer:
 def logit_error(
     before: tuple[ModelConfig, dict], after: tuple[ModelConfig, dict], tokens_BT: np.ndarray
 ) -> float:
-    """Largest difference of the two models' logits, relative to the largest logit."""
+    """Returns the largest difference of two models' logits, divided by the first's largest one."""
     logits = []
     for config, params in (before, after):
         model = with_params(config, jax.tree.map(jnp.asarray, params))

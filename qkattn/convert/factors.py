@@ -18,10 +18,14 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """Queries x W_Q + b_Q, keys y W_K + b_K, values y W_V + b_V, output sum_n o_n W_O[n] + b_O.
+    """The matrices and biases of a layer in standard form.
 
-    All arrays are float64, and the caller's to change. Numbers of heads and head sizes are those
-    that the variant computes with: `merged` has one key head of size D. `scale` is that of logits.
+    Queries are x W_Q + b_Q, keys y W_K + b_K, values y W_V + b_V, and the output is
+    sum_n o_n W_O[n] + b_O, where o_n is the average of the values of head n. `scale` multiplies the
+    logits.
+
+    All arrays are float64, and the caller may change them in place. The numbers and sizes of heads
+    are those with which the variant computes: `merged`, for example, has one key head of size D.
     """
 
     w_q_DNH: np.ndarray
@@ -35,15 +39,15 @@ class Factors:
     scale: float
 
     def qk(self) -> dict[str, np.ndarray]:
-        """The parameters of the Score `qk`."""
+        """Returns the parameters of the Score `qk`, by name."""
         return {name: getattr(self, name) for name in ('w_q_DNH', 'w_k_DKH', 'b_q_NH', 'b_k_KH')}
 
     def vo(self) -> dict[str, np.ndarray]:
-        """The parameters of the Value `vo`."""
+        """Returns the parameters of the Value `vo`, by name."""
         return {name: getattr(self, name) for name in ('w_v_DKH', 'w_o_NHD', 'b_v_KH', 'b_o_D')}
 
     def with_kv_heads(self, num_heads: int) -> 'Factors':
-        """The factors with key and value heads repeated to that number of each."""
+        """Repeats key and value heads until there are `num_heads` of each."""
         repeated: dict[str, Any] = {
             name: np.repeat(array, num_heads // array.shape[-2], axis=-2)
             for name, array in vars(self).items()
@@ -52,7 +56,7 @@ class Factors:
         return dataclasses.replace(self, **repeated)
 
     def with_head_size(self, size: int) -> 'Factors':
-        """The factors with zeros appended to every head, up to that size."""
+        """Pads every head with zeros up to a size."""
         padded: dict[str, Any] = {}
         for name, array in (self.qk() | self.vo()).items():
             letters = name.rpartition('_')[2]
@@ -64,10 +68,11 @@ class Factors:
         return dataclasses.replace(self, **padded)
 
     def logit_matrices(self) -> np.ndarray:
-        """A_NEF of the logits (x, 1) A[n] (y, 1)^T, E = F = D + 1, with the scale.
+        """Returns A_NEF, with E = F = D + 1, so that the logits are (x, 1) A[n] (y, 1)^T.
 
-        The last row comes from the bias of the queries. The last column, from that of the keys,
-        adds the same to all logits of a query, which softmax ignores.
+        A includes the scale. Its last row comes from the bias of the queries. Its last column comes
+        from the bias of the keys; it adds the same number to all logits of a query, which softmax
+        ignores.
         """
         heads = self.with_kv_heads(len(self.b_q_NH))
         q_ENH = np.concatenate([self.w_q_DNH, self.b_q_NH[None]])
@@ -75,7 +80,7 @@ class Factors:
         return self.scale * np.einsum('ENH,FNH->NEF', q_ENH, k_FNH)
 
     def output_matrices(self) -> tuple[np.ndarray, np.ndarray]:
-        """B_NDE = W_V[n] W_O[n], and the output bias b_E = b_O + sum_n b_V[n] W_O[n]."""
+        """Returns B_NDE = W_V[n] W_O[n] and the output bias b_E = b_O + sum_n b_V[n] W_O[n]."""
         heads = self.with_kv_heads(len(self.w_o_NHD))
         B_NDE = np.einsum('DNH,NHE->NDE', heads.w_v_DKH, self.w_o_NHD)
         b_E = self.b_o_D + np.einsum('NH,NHE->E', heads.b_v_KH, self.w_o_NHD)
@@ -89,11 +94,13 @@ def require(condition: bool, reason: str) -> None:
 
 
 def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
-    """The factors of a layer, measured by applying its projections to a basis of the stream.
+    """Finds the factors of a layer by applying its projections to a basis of the stream.
 
-    With of_qk=False only those of the OV circuit: W_Q and W_K are empty, and the Score, which the
-    caller keeps as it is, need not be linear. Raises ConversionError if a map is not linear, or for
-    biases under probabilities that do not sum to 1.
+    With of_qk=False it finds only those of the OV circuit, and W_Q and W_K are empty. The Score
+    then need not be linear.
+
+    Raises ConversionError if a projection is not linear, or if the layer has biases and its
+    probabilities do not sum to 1.
     """
     spec = layer.spec
     D = spec.d_model
@@ -112,9 +119,16 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
         def affine_map(
             project: Callable[[jax.Array], jax.Array], name: str
         ) -> tuple[np.ndarray, np.ndarray]:
-            """W and b of `project`(y) = y W + b, from its values at 0, at a basis, and at 2."""
-            probe_SD = np.concatenate([np.zeros((1, D)), np.eye(D), 2 * np.ones((1, D))])
+            """Returns W and b of a map y W + b, from its values at 0 and at unit vectors.
+
+            Its value at (2, ..., 2) shows whether it is linear.
+            """
+            zero_1D = np.zeros((1, D))
+            units_DD = np.eye(D)
+            twos_1D = 2 * np.ones((1, D))
+            probe_SD = np.concatenate([zero_1D, units_DD, twos_1D])
             projected_SNH = np.array(project(jnp.asarray(probe_SD)[None]))[0]
+
             b_NH = projected_SNH[0]
             w_DNH = projected_SNH[1:-1] - b_NH
             expected_NH = 2 * w_DNH.sum(0) + b_NH
@@ -132,9 +146,12 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
         if of_qk:
             w_q_DNH, b_q_NH = affine_map(score.queries, 'queries')
             w_k_DKH, b_k_KH = affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), 'keys')
+
         w_v_DKH, b_v_KH = affine_map(
             lambda y_BSD: value.values(layer.cached(y_BSD), score), 'values'
         )
+
+        # W_O and b_O, from the outputs for zero values and for one value of 1 at a time.
         H = w_v_DKH.shape[-1]
         probe_TNH = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)]).reshape(-1, N, H)
         zeros_BTD = jnp.zeros((1, len(probe_TNH), D))
@@ -154,9 +171,10 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
 
 
 def qk_factors(layer: Attention) -> Factors:
-    """The factors of a layer whose logits are scale x A[n] y^T, so that A[n] may be rewritten.
+    """Returns the factors of a layer, and checks that a conversion may rewrite A[n].
 
-    Raises ConversionError where something stands in the way:
+    The logits of the layer must be scale x A[n] y^T. Raises ConversionError for anything that
+    stands in the way:
 
     - RoPE or QK-norm, which act on queries and keys between W_Q and W_K;
     - a Score that is not bilinear, masks the diagonal, or adds a bias to the logits;
@@ -171,7 +189,7 @@ def qk_factors(layer: Attention) -> Factors:
     )
     require(
         not spec.qk_norm,
-        'QK-norm divides queries and keys by their length, which is another one after the rewrite',
+        'QK-norm divides queries and keys by their length, which the rewrite changes',
     )
     require_bilinear(layer)
     require(
@@ -188,7 +206,7 @@ def qk_factors(layer: Attention) -> Factors:
 
 
 def require_bilinear(layer: Attention) -> None:
-    """Requires logits that are a bilinear form of x and y, for all pairs and nothing more."""
+    """Raises ConversionError unless the logits are x A[n] y^T for all pairs, without a bias."""
     name = layer.spec.score
     score = layer.score
     bias_NTS = score.relative_bias(jnp.zeros((1, 1), int))
@@ -198,21 +216,21 @@ def require_bilinear(layer: Attention) -> None:
 
 
 def dtype_of(layer: Attention) -> np.dtype:
-    """Dtype of the parameters; float32 for a layer without any."""
+    """Returns the dtype of the parameters; float32 for a layer without any."""
     leaves = jax.tree.leaves(layer)
     return leaves[0].dtype if leaves else np.dtype('float32')
 
 
 def logit_scale(layer: Attention) -> float:
-    """The factor on q k^T."""
+    """Returns the factor on q k^T."""
     return layer.score.scale * layer.spec.score_scale
 
 
 def empty_layer(source: Attention, **changes: Any) -> Attention:
-    """A layer without values, of the spec of `source` with changes; it has its QK-norm gains.
+    """Returns a layer without values, for `fill`; only QK-norm gains are copied from `source`.
 
-    num_kv_heads becomes num_heads where no circuit shares heads. ConversionError if queries get
-    another size than the QK-norm gains have.
+    Its spec is that of `source` with changes. num_kv_heads becomes num_heads if neither circuit
+    can share heads. Raises ConversionError if the QK-norm gains do not fit the new queries.
     """
     spec = dataclasses.replace(source.spec, **changes)
     score_class, _ = registry.find_score(spec.score)
@@ -224,7 +242,7 @@ def empty_layer(source: Attention, **changes: Any) -> Attention:
         return layer
     for name in ('g_q_H', 'g_k_H'):
         gain_H = getattr(source, name)
-        (size,) = getattr(layer, name).shape
+        size = getattr(layer, name).shape[0]
         require(
             gain_H.shape == (size,),
             f'QK-norm acts on queries of size {len(gain_H)}; in {spec.variant} they have size '
@@ -239,18 +257,22 @@ def fill(
 ) -> Attention:
     """Sets every parameter of an empty layer, in the dtype of `source`, and returns the layer.
 
-    `score` and `value` are parameters by name; None copies those of `source`. ConversionError for a
-    non-zero bias where the circuit has no parameter for it.
+    `score` and `value` hold the parameters by name; None copies those of `source`. Raises
+    ConversionError for a bias that is not zero if the circuit has no parameter for it.
     """
     for part, arrays in (('score', score), ('value', value)):
         circuit = getattr(layer, part)
         if arrays is None:
-            nnx.update(circuit, jax.tree.map(jnp.array, nnx.state(getattr(source, part))))
+            source_state = nnx.state(getattr(source, part))
+            nnx.update(circuit, jax.tree.map(jnp.array, source_state))
             continue
+
         parameters = {name: a for name, a in vars(circuit).items() if isinstance(a, nnx.Param)}
         for name, parameter in parameters.items():
             assert parameter.shape == arrays[name].shape, (name, arrays[name].shape)
             setattr(circuit, name, nnx.Param(jnp.array(arrays[name], dtype_of(source))))
+
+        # Arrays without a parameter may only be biases, and these must be zero.
         for name in arrays.keys() - parameters.keys():
             assert name.startswith('b_'), f'{type(circuit).__name__} has no parameter {name}'
             reason = f'{type(circuit).__name__} without biases has no parameter for {name}'
@@ -259,20 +281,29 @@ def fill(
 
 
 def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """left_ENR = U S^1/2 and right_DNR = V S^1/2 of A[n] = U S V^T, and what cutting it loses.
+    """Factors A[n] = U S V^T into U S^1/2 and V S^1/2, of the given rank.
 
-    Balanced factors have the least sum of squares. The error, relative to the norm of A over all
-    heads, is the least at this rank (Eckart & Young 1936). Zeros fill columns beyond the size of A.
+    The product is the best approximation of A[n] of this rank (Eckart & Young 1936). Of all factors
+    with this product, these have the least sum of squares. Zeros fill columns beyond the size of A.
+
+    Returns:
+      left_ENR and right_DNR, and the norm of the difference relative to the norm of A, over all
+      heads.
     """
     left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
-    lost = np.linalg.norm(s_NR[:, rank:]) / (np.linalg.norm(A_NED) or 1.0)
+    norm = np.linalg.norm(A_NED)
+    if norm == 0:
+        norm = 1.0  # A zero matrix loses nothing.
+    lost = np.linalg.norm(s_NR[:, rank:]) / norm
+
     root_NR = np.sqrt(s_NR[:, :rank])
     left_ENR = np.moveaxis(left_NER[..., :rank] * root_NR[:, None], 0, 1)
     right_DNR = np.moveaxis(right_NRD[:, :rank], -1, 0) * root_NR
+
     padding = ((0, 0), (0, 0), (0, rank - root_NR.shape[1]))
     return np.pad(left_ENR, padding), np.pad(right_DNR, padding), float(lost)
 
 
 def relative_error(approximate: np.ndarray, exact: np.ndarray) -> float:
-    """|approximate - exact| / |exact| in the Frobenius norm."""
+    """Returns |approximate - exact| / |exact| in the Frobenius norm."""
     return float(np.linalg.norm(approximate - exact) / np.linalg.norm(exact))

@@ -31,25 +31,32 @@ from qkattn.train.checkpoint import Checkpoints
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
-    """A run as its newest checkpoint has it, or a model without a run."""
+    """The newest checkpoint of a run, or a model by itself.
+
+    A trial is one seed and one setting of the hyperparameters in a run. A model by itself is stored
+    as a single trial.
+    """
 
     path: Path
     model_config: ModelConfig
-    params: list[dict]  # of each trial, float32
+    params: list[dict]  # the float32 parameters of each trial
     trials: list[dict[str, Any]]  # seed, learning rate and weight decay of each; {} without a run
-    alive: list[bool]  # False for trials that diverged, which have their last finite parameters
-    config: Config | None = None  # None without a run, as is `step`, its optimizer steps
-    step: int | None = None
+    alive: list[bool]  # False for trials that diverged; they have their last finite parameters
+    config: Config | None = None  # the config of the run; None without a run
+    step: int | None = None  # the optimizer steps of the run; None without a run
 
     @functools.cached_property
     def models(self) -> list[Transformer]:
-        """One per trial, with parameters in the compute dtype."""
+        """The model of each trial, with parameters in the compute dtype."""
         cast = functools.partial(jnp.asarray, dtype=self.model_config.compute_dtype)
-        return [with_params(self.model_config, jax.tree.map(cast, p)) for p in self.params]
+        models = []
+        for params in self.params:
+            models.append(with_params(self.model_config, jax.tree.map(cast, params)))
+        return models
 
     @property
     def trial(self) -> int:
-        """The first trial that has not diverged; 0 where all have."""
+        """The first trial that has not diverged; 0 if all have."""
         return self.alive.index(True) if True in self.alive else 0
 
     @property
@@ -58,7 +65,10 @@ class Loaded:
         return self.models[self.trial]
 
     def check_trial(self, trial: int | None) -> int:
-        """`trial`, or the default where it is None; ConfigError where it is out of range."""
+        """Returns `trial`, or the default `self.trial` if it is None.
+
+        Raises ConfigError if it is out of range.
+        """
         if trial is None:
             return self.trial
         num_trials = len(self.params)
@@ -67,6 +77,15 @@ class Loaded:
                 f'trial={trial} must be in [0, {num_trials}), the trials of {self.path}'
             )
         return trial
+
+    def state(self, trial: int) -> str:
+        """Path, variant, step and settings of a trial of a run, and whether it diverged."""
+        settings = ' '.join(f'{name}={value}' for name, value in self.trials[trial].items())
+        diverged = '' if self.alive[trial] else ', which diverged'
+        return (
+            f'{self.path}: {self.model_config.variant}, step {self.step:,}, '
+            f'trial {trial} of {len(self.params)} ({settings}){diverged}'
+        )
 
     def __repr__(self) -> str:
         model = self.model_config
@@ -89,14 +108,19 @@ def load(
     average: int = 1,
     imports: Collection[str] = (),
 ) -> Loaded:
-    """The run or the one model at `source`, whose kind follows from its files.
+    """Loads a run, or a model by itself. The files at `source` decide which.
 
-    `source` is a run directory or a directory of exported parameters; a directory or .safetensors
-    file of a GPT-2 in the Hugging Face layout; or a nanoGPT .pt checkpoint. `num_heads` is for
-    published files without a config, and `average` the newest checkpoints of a run whose parameters
-    are averaged. `imports` are the import paths that exported parameters may name; the config of a
-    run is code, whose import paths are followed. ConfigError if it is none of these, damaged or of
-    another layout; CheckpointError if every checkpoint of the run is damaged.
+    Args:
+      source: a run directory; a directory of exported parameters; a directory or .safetensors file
+        of a GPT-2 in the Hugging Face layout; or a .pt checkpoint of nanoGPT.
+      num_heads: the number of heads, for published files without a config.
+      average: how many of the newest checkpoints of a run to average the parameters over.
+      imports: the import paths of classes that exported parameters may name. (The config of a run
+        is code itself, so its import paths are always followed.)
+
+    Raises:
+      ConfigError: if `source` is none of these, is damaged, or has a different layout.
+      CheckpointError: if every checkpoint of the run is damaged.
     """
     path = as_path(source)
     if not path.exists():
@@ -106,12 +130,14 @@ def load(
     if exported.is_run(path):
         config, step, stack = exported.load_stack(absolute(path), average)
         trials = config.trials.trials()
+        params = []
+        for x in range(len(trials)):
+            # The arrays of a checkpoint have a leading axis of trials.
+            params.append(jax.tree.map(operator.itemgetter(x), stack['params']))
         return Loaded(
             path=path,
             model_config=config.model,
-            params=[
-                jax.tree.map(operator.itemgetter(x), stack['params']) for x in range(len(trials))
-            ],
+            params=params,
             trials=trials,
             alive=stack['alive'].tolist(),
             config=config,
@@ -121,22 +147,23 @@ def load(
         raise ConfigError(
             f'average={average} needs the checkpoints of a run, and {path} is not one'
         )
+
+    is_exported = (path / exported.ABOUT).exists()
     if path.suffix == '.pt':
-        model = load_nanogpt(path, num_heads=num_heads)
-    elif path.is_file() or (
-        not (path / exported.ABOUT).exists() and any(path.glob('*.safetensors*'))
-    ):
-        model = load_gpt2(path, num_heads=num_heads)
+        model_config, model_params = load_nanogpt(path, num_heads=num_heads)
+    elif path.is_file() or (not is_exported and any(path.glob('*.safetensors*'))):
+        model_config, model_params = load_gpt2(path, num_heads=num_heads)
     else:
-        model = exported.load(path, imports)
-    return Loaded(path, model[0], [model[1]], [{}], [True])
+        model_config, model_params = exported.load(path, imports)
+    return Loaded(path, model_config, [model_params], [{}], [True])
 
 
 def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
-    """The tokenizer of a run, or that of the flag --data for a model without a run.
+    """Returns the tokenizer of a run; for a model without a run, that of the flag --data.
 
-    ConfigError if it has more tokens than the model (naming the flag `otherwise`, which takes token
-    ids in the place of text), or if the data has changed since the run; and as `tokenizer_of_flag`.
+    Raises ConfigError if the tokenizer has more tokens than the model, if the data has changed
+    since the run, or as `tokenizer_of_flag` does. Errors suggest the flag `otherwise`, which takes
+    token ids in place of text.
     """
     if source.config is None:
         tokenizer = tokenizer_of_flag(data, otherwise)
@@ -152,12 +179,16 @@ def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
 
 
 def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
-    """The tokenizer of a run's data; ConfigError where it is not the one of its training."""
+    """Returns the tokenizer of a run's data.
+
+    Raises ConfigError if it is not the tokenizer of the training, which the checkpoint names.
+    """
     directory = absolute(path) / 'checkpoints'
     with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
         restored = checkpoints.restore({})
-    assert restored is not None  # the checkpoint that was loaded
-    trained_with = names_in(restored[1]['data'])
+    assert restored is not None  # `load` has read this checkpoint before.
+    _, record = restored
+    trained_with = names_in(record['data'])
     with as_recorded(*trained_with):
         tokenizer = tokenizer_of(data)
     if trained_with and tokenizer.name != trained_with[0]:
@@ -169,15 +200,15 @@ def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
 
 
 def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
-    """The tokenizer that the flag --data names:
+    """Returns the tokenizer that the flag --data names. It names one of
 
-    - 'tokenizer.json' or another such file: the tokenizer in it;
-    - a directory that prepare_data has written: that of its tokens;
-    - the import path of a dataset: that of the dataset, which is opened;
-    - the name of a dataset that needs no other setting: bytes, without opening the dataset.
+    - a tokenizer.json, or another such file;
+    - a directory that prepare_data has written;
+    - the import path of a dataset, which is opened for its tokenizer;
+    - the name of a dataset that needs no other setting, whose tokens are bytes.
 
     Raises ConfigError for anything else, for files that cannot be read, and for a directory whose
-    tokens were made by a class from outside the package. Errors name `otherwise`, the flag that
+    tokens come from a tokenizer outside the package. Errors suggest the flag `otherwise`, which
     takes token ids in place of text.
     """
     advice = (
@@ -186,9 +217,10 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
         'prepare_data has written'
     )
     if data.endswith('.json'):
-        # The library of subwords raises exceptions of any kind.
+        # The library that reads such files may raise any exception.
         with readable(f'--data={data}', advice, Exception):
             return FileTokenizer(read_whole(as_path(data)))
+
     if data and (as_path(data) / INDEX).exists():
         kind = read_index(as_path(data)).tokenizer
         if is_import_path(kind):
@@ -197,6 +229,7 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
                 f'give {otherwise}'
             )
         return open_prepared(DataConfig(name='tokens', path=data)).tokenizer
+
     if is_import_path(data):
         return tokenizer_of(DataConfig(name=data))
     if data in corpus_registry.NAMED_ALONE or corpus_registry.in_catalogue(data):

@@ -19,11 +19,13 @@ from qkattn.convert.factors import (
 def to_standard(layer: Attention) -> Attention:
     """Any variant whose queries, keys and values are linear in the stream -> qk/vo. Exact.
 
-    Tied matrices are copied, fixed ones written out, factors multiplied. The head size is that of
-    the wider circuit, and the other one is padded with zeros: `merged` gets heads of size D, which
-    `unmerge` makes smaller where the rank allows. ConversionError for a Score that is not linear or
-    masks the diagonal; under RoPE or QK-norm, also if query heads would be widened or are rotated
-    in part.
+    Tied matrices are copied, fixed ones are written out, and factors are multiplied. Both circuits
+    get the head size of the wider one; the other is padded with zeros. So `merged` gets heads of
+    size D, which `unmerge` makes smaller if the rank allows.
+
+    Raises ConversionError for a Score that is not linear or masks the diagonal. Under RoPE or
+    QK-norm it also raises one if padding would widen the query heads, or if only part of a query
+    is rotated.
     """
     spec = layer.spec
     require_bilinear(layer)
@@ -31,6 +33,7 @@ def to_standard(layer: Attention) -> Attention:
     size_of_queries = factors.w_q_DNH.shape[-1]
     size_of_values = factors.w_v_DKH.shape[-1]
     size = max(size_of_queries, size_of_values)
+
     if spec.positions == 'rope' or spec.qk_norm:
         rope_size = layer.score.rope_size
         require(
@@ -43,15 +46,18 @@ def to_standard(layer: Attention) -> Attention:
             f'queries of size {size_of_queries} would be widened to the {size_of_values} of the '
             f'values, and {acts} them over their whole size',
         )
+
+    # `vo` has as many value heads as `qk` has key heads.
     num_key_heads = factors.w_k_DKH.shape[1]
     num_value_heads = factors.w_v_DKH.shape[1]
     K = num_key_heads if num_key_heads == num_value_heads else spec.num_heads
     factors = factors.with_kv_heads(K).with_head_size(size)
 
-    # The scale of this Score over that of qk at the same size, which is size^-1/2.
+    # The Score `qk` multiplies its logits by size^-1/2. The ratio makes up for the difference.
     ratio = float(layer.score.scale) * size**0.5
     score_scale = spec.score_scale
-    if spec.qk_norm:  # divides the length of the queries out
+    if spec.qk_norm:
+        # A factor on W_Q would have no effect, because QK-norm divides by the length of queries.
         score_scale *= ratio
     else:
         factors.w_q_DNH[...] *= ratio
@@ -79,8 +85,11 @@ def fold_double(layer: Attention) -> Attention:
 def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Attention:
     """Moves the gain and bias of the norm before self-attention into W_Q, W_K and W_V. Exact.
 
-    layer(z * gain + bias) = result(z): W <- diag(gain) W, b <- b + bias W. Of qk/vo alone: where
-    queries are slices of the stream (`query_free`), no matrix can take the gain.
+    The result satisfies result(z) = layer(z * gain + bias), where z is the normalized stream. Each
+    projection W, b of the layer becomes diag(gain) W, b + bias W.
+
+    Only the variant qk/vo can be converted. `query_free`, for example, has no query matrix that
+    could absorb the gain. Raises ConversionError for other variants.
     """
     factors = _factors_of_standard(layer)
     gain_D = np.asarray(gain_D, np.float64)
@@ -91,21 +100,26 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
         (factors.w_v_DKH, factors.b_v_KH),
     )
     for w_DNH, b_NH in projections:
+        # The arrays of `factors` are changed in place, the bias before its matrix changes.
         b_NH[...] += np.tensordot(bias_D, w_DNH, axes=1)
         w_DNH[...] *= gain_D[:, None, None]
-    return _standard(layer, factors, biases=layer.spec.biases or bool(bias_D.any()))
+
+    biases = layer.spec.biases or bool(bias_D.any())
+    return _standard(layer, factors, biases=biases)
 
 
 def fold_biases(layer: Attention) -> Attention:
     """qk/vo -> the same with b_V = 0, added to b_O, and b_K = 0. Exact.
 
-    The probabilities of a head sum to 1 (without dropout), and b_K adds the same to all logits of
-    a query; it is refused under RoPE, QK-norm or a logit cap, which act before the softmax.
+    b_V can move to b_O because the probabilities of a head sum to 1 (without dropout). b_K can go
+    because it adds the same number to all logits of a query. Raises ConversionError if b_K is not
+    zero under RoPE, QK-norm or a logit cap, which act on it before the softmax.
     """
     factors = _factors_of_standard(layer)
     if factors.b_k_KH.any():
-        qk_factors(layer)  # raises where the bias matters
+        qk_factors(layer)  # Raises ConversionError if the bias of the keys has an effect.
     factors.b_k_KH[...] = 0
+
     _, b_of_values_and_output_E = factors.output_matrices()
     factors.b_o_D[...] = b_of_values_and_output_E
     factors.b_v_KH[...] = 0
@@ -113,7 +127,7 @@ def fold_biases(layer: Attention) -> Attention:
 
 
 def gqa_to_mha(layer: Attention) -> Attention:
-    """qk/vo with shared key and value heads -> one of each per query head, by copying. Exact."""
+    """qk/vo with shared key and value heads -> one of each for every query head. Exact."""
     N = layer.spec.num_heads
     factors = _factors_of_standard(layer).with_kv_heads(N)
     return _standard(layer, factors, num_kv_heads=N)
@@ -122,9 +136,11 @@ def gqa_to_mha(layer: Attention) -> Attention:
 def gqa_to_latent(layer: Attention) -> Attention:
     """qk/vo with K key heads -> latent/latent: W_D = [W_K, W_V], and head selectors. Exact.
 
-    The latent has R = 2 K H channels, so the key/value cache keeps its size. Keys keep their
-    parameters, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.
-    ConversionError for another variant, RoPE, or 2 K H > d_model, a latent wider than the stream.
+    The latent has R = 2 K H channels, so the key/value cache keeps its size. The keys are the same
+    as before, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.
+
+    Raises ConversionError for another variant, for RoPE, and if 2 K H > d_model, because a latent
+    cannot be wider than the stream.
     """
     spec = layer.spec
     factors = _factors_of_standard(layer)
@@ -140,11 +156,14 @@ def gqa_to_latent(layer: Attention) -> Attention:
         f'd_model={D}',
     )
     target = empty_layer(layer, score=f'latent(size={R})', value='latent', num_kv_heads=N)
-    # 1 where K is the key head of the query head N; then the same for every channel of a head.
+
+    # select_KN is 1 if query head n uses key head k; select_RNH is the same for every channel.
     select_KN = np.repeat(np.eye(K), N // K, axis=1)
     select_RNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)
     zeros_RNH = np.zeros_like(select_RNH)
     zeros_NH = np.zeros((N, H))
+
+    # The first K H channels of the latent are the keys, the others are the values.
     w_k_DR = factors.w_k_DKH.reshape(D, -1)
     w_v_DR = factors.w_v_DKH.reshape(D, -1)
     score = {
@@ -165,13 +184,13 @@ def gqa_to_latent(layer: Attention) -> Attention:
 
 
 def _factors_of_standard(layer: Attention) -> Factors:
-    """The factors of a layer qk/vo; ConversionError for another variant."""
+    """Returns the factors of a layer qk/vo; raises ConversionError for another variant."""
     variant = str(layer.spec.variant)
     require(variant == 'qk/vo', f'it starts from qk/vo, not {variant}; apply to_standard first')
     return extract_factors(layer)
 
 
 def _standard(source: Attention, factors: Factors, **changes: Any) -> Attention:
-    """A layer qk/vo with those factors, otherwise of the spec of `source` with changes."""
+    """Returns a layer qk/vo with these factors; its spec is that of `source` with changes."""
     layer = empty_layer(source, score='qk', value='vo', **changes)
     return fill(layer, source, score=factors.qk(), value=factors.vo())

@@ -16,14 +16,20 @@ from qkattn.model import Decoder, EncoderDecoder
 
 
 def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> jax.Array:
-    """The next token of each row, by logits / temperature; 0 takes the argmax, lower ids first."""
+    """Samples the next token of each row from softmax(logits / temperature).
+
+    Temperature 0 takes the largest logit, and the lower id of a tie.
+    """
     if temperature == 0:
         return jnp.argmax(logits_BV, -1)
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV / temperature)
 
 
 def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled function that refuses ids outside of the vocabulary, which it could not see."""
+    """Adds a check of prompt and source ids to a compiled function, which cannot see their values.
+
+    The returned function raises ConfigError for ids outside of the vocabulary.
+    """
 
     @functools.wraps(compiled)
     def checked(
@@ -40,9 +46,14 @@ def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
-    """The ids as an array; ConfigError unless they are whole numbers below `vocab_size`."""
+    """Returns the ids as an array.
+
+    Raises ConfigError unless they are whole numbers from 0 to `vocab_size` - 1. `name` is the name
+    of the argument in that error.
+    """
     if isinstance(ids, jax.core.Tracer):
-        return ids  # their numbers are not known while a program is traced
+        # The values are not known while a program is traced.
+        return ids
     numbers = np.asarray(ids)
     if numbers.size:
         dtype = numbers.dtype
@@ -68,21 +79,32 @@ def generate(
     temperature: float = 0.0,
     vocab_size: int | None = None,
 ) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens; int32 tokens_BT without the prompts.
+    """Continues each prompt by `num_tokens` tokens, and returns these as int32 tokens_BT.
 
-    Compiles one program per shape and set of options. A row depends on its own prompt, its index
-    and the key only. `temperature` divides the logits; 0 is greedy decoding and needs no key.
-    Ids from `vocab_size` on are never generated. ConfigError for an option or an id out of range,
-    an empty prompt, an encoder, or more tokens than model.context (the last one needs no position).
+    It compiles one program per shape and set of options. A row depends only on its own prompt, its
+    index and the key.
+
+    Args:
+      model: a decoder.
+      prompts_BT: the prompts, which have the same length.
+      num_tokens: how many tokens to generate.
+      key: the random key; greedy decoding needs none.
+      temperature: a number that divides the logits; 0 is greedy decoding.
+      vocab_size: ids from here on are never generated; by default model.vocab_size.
+
+    Raises:
+      ConfigError: for an option or an id out of range, an empty prompt, an encoder, or more tokens
+        than model.context. (The last token needs no position.)
     """
     finite = 0 <= temperature < math.inf
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
     require(not temperature or key is not None, f'key is required to sample at {temperature=}')
     B = len(prompts_BT)
     if key is None:
-        key = jax.random.key(0)  # greedy decoding draws nothing
+        key = jax.random.key(0)  # It has no effect, because greedy decoding draws nothing.
 
     def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> tuple:
+        """Chooses token number t of every row; the state is the tokens so far."""
         step_key = jax.random.fold_in(key, t)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(B))
         tokens_B = choose(logits_BV, keys_B, temperature=temperature).astype(jnp.int32)
@@ -108,11 +130,12 @@ def search(
     length_penalty: float = 1.0,
     vocab_size: int | None = None,
 ) -> Hypotheses:
-    """The best continuations of each prompt, up to `num_tokens` tokens: see `beam_search`.
+    """Returns the best continuations of each prompt by beam search; see `beam_search`.
 
-    `source` is source_BS and valid_BS of `encode_source`, for an encoder-decoder. Ids from
-    `vocab_size` on are never chosen and have no share of the probability. ConfigError as
-    `generate`, and for a source longer than model.source_context.
+    For an encoder-decoder, `source` is (source_BS, valid_BS) as in `encode_source`. Ids from
+    `vocab_size` on are never chosen, and have probability 0.
+
+    Raises ConfigError as `generate` does, and for a source longer than model.source_context.
     """
     logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size, source)
     V = logits_BV.shape[1]
@@ -137,9 +160,12 @@ def _started(
     vocab_size: int | None,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
-    """The logits of the first new token, the cache before it, and the step after it.
+    """Checks the arguments and runs the prompts through the model.
 
-    ConfigError for arguments that do not fit the model.
+    Raises ConfigError for arguments that do not fit the model.
+
+    Returns:
+      The logits of the first new token, the cache before it, and the `Step` that continues.
     """
     config = model.config
     shape = prompts_BT.shape
@@ -148,6 +174,7 @@ def _started(
     V = config.vocab_size if vocab_size is None else vocab_size
     S = T + num_tokens - 1  # slots of the cache; the last token needs none
     needed = 'decoder' if source is None else 'encoder_decoder'
+
     require(
         config.kind == needed,
         f'generation needs a model of kind {needed!r} here, not {config.kind!r}',
@@ -170,12 +197,18 @@ def _started(
         S <= config.context,
         f'{T} tokens and {num_tokens=} need {S} positions; model.context={config.context}',
     )
-    cache = init_cache(model, B, S) if source is None else encode_source(model, *source, S)
+
+    if source is None:
+        cache = init_cache(model, B, S)
+    else:
+        source_BS, valid_BS = source
+        cache = encode_source(model, source_BS, valid_BS, S)
     logits_BV, cache = prefill(model, prompts_BT, cache)
 
     def step(
         tokens_M: jax.Array, rows_M: jax.Array | None, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
+        """Appends one token to each row, and returns the logits of the next one."""
         if rows_M is not None:
             cache = take_rows(cache, rows_M)
         logits_MV, cache = prefill(model, tokens_M[:, None], cache)
@@ -185,6 +218,6 @@ def _started(
 
 
 def require(valid: Any, message: str) -> None:
-    """Raises ConfigError with the message unless an argument is valid."""
+    """Raises ConfigError with the message unless `valid` is true."""
     if not valid:
         raise ConfigError(message)

@@ -22,9 +22,9 @@ WIDTH_STEP = 16
 def translate(
     model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[str], config: DecodeConfig
 ) -> list[str]:
-    """The best hypothesis for each source, in the order of `sources`.
+    """Returns the best translation of each source, in the order of `sources`.
 
-    ConfigError for a source that cannot be encoded or is longer than model.source_context.
+    Raises ConfigError for a source that cannot be encoded or is longer than model.source_context.
     """
     encoded = []
     for i, source in enumerate(sources):
@@ -38,9 +38,10 @@ def translate(
 def translate_ids(
     model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[np.ndarray], config: DecodeConfig
 ) -> list[str]:
-    """`translate` for the token ids of the sources, without separators.
+    """Does what `translate` does, for sources given as token ids without separators.
 
-    The processes of a job share the batches; all of them call this with the same arguments.
+    The processes of a job share the batches. All of them must call this with the same arguments,
+    and all get all translations.
     """
     longest = model.config.encoder.context
     separator = tokenizer.separator
@@ -50,7 +51,8 @@ def translate_ids(
                 f'source {i + 1} has {len(source)} tokens, but model.source_context={longest} has '
                 f'room for {longest - 1} and the separator'
             )
-    # Batches of similar length, as lists of indices of sources.
+
+    # A batch is a list of indices of sources of similar length.
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     batches = []
     for begin in range(0, len(sources), BATCH_SIZE):
@@ -62,11 +64,13 @@ def translate_ids(
         width = min(math.ceil(most_tokens / WIDTH_STEP) * WIDTH_STEP, longest)
         source_BS = np.zeros((BATCH_SIZE, width), np.int32)
         valid_BS = np.zeros((BATCH_SIZE, width), bool)
-        # A batch that is not full repeats its sources: empty rows would search to the last token.
+        # The last batch repeats its sources to be full. Beams of empty rows would rarely end, and
+        # the search would go on to the last token.
         for row, i in enumerate(np.resize(batch, BATCH_SIZE)):
             ids = np.append(sources[i], separator)
             source_BS[row, : len(ids)] = ids
             valid_BS[row, : len(ids)] = True
+
         best = search(
             model,
             np.full((BATCH_SIZE, 1), separator, np.int32),
@@ -80,6 +84,9 @@ def translate_ids(
         best_BT = np.asarray(best.tokens_BKT[:, 0])
         for i, ids in zip(batch, best_BT, strict=False):
             translations[i] = tokenizer.decode(ids[ids != separator])
+
+    # Every process receives the translations of the others.
     parts = agreement.from_all(list(translations.items()), limit=agreement.OWNER_LIMIT)
-    translations = dict(pair for part in parts for pair in part)
+    for part in parts:
+        translations.update(part)
     return [translations[i] for i in range(len(sources))]

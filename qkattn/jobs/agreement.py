@@ -1,8 +1,8 @@
-"""What the processes of a job decide together, through jax's key-value store, not its devices.
+"""What the processes of a job decide together.
 
-Every function is called by all processes, in the same order. With one process they cost nothing.
-The store is that of jax.distributed.initialize, and has no public interface: what jax offers,
-jax.experimental.multihost_utils, opens devices and runs programs on them.
+All processes call these functions, in the same order. With one process they cost nothing. They use
+the key-value store that jax.distributed.initialize starts, which has no public interface. The
+public jax.experimental.multihost_utils would open devices and run programs on them.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from qkattn.errors import ConfigError, ProcessError
 
 T = TypeVar('T')
 
-# Seconds that processes wait for the last of them, longer than one compiles alone.
+# Seconds for which processes wait for the last of them. A process may compile alone for that long.
 LIMIT = 600.0
-# Seconds that processes wait for what process 0 does for all, such as to prepare data.
+# Seconds for which processes wait while process 0 works for all, for example prepares data.
 OWNER_LIMIT = 86_400.0
-# Seconds by which process 0, which knows who is missing, gives up first.
+# Process 0 gives up this many seconds before the others, because it knows who is missing.
 _GRACE = 10.0
-# Numbers of the calls of `from_all`, the same in all processes.
+# Counts the calls of `from_all`. All processes count alike, so a number identifies a call.
 _numbers = itertools.count()
-# Keys of earlier calls that process 0 has not deleted yet.
+# Keys of earlier calls, which process 0 deletes later.
 _published: list[str] = []
 
 
@@ -37,64 +37,76 @@ def owner() -> bool:
 
 
 def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
-    """The values that the processes have passed, by rank; each is JSON.
+    """Gathers a value from every process; returns the list of all values, by rank.
 
-    ProcessError in all of them names those that have not called it `limit` seconds after process 0.
+    Values must be JSON. If a process does not call this within `limit` seconds after process 0,
+    all others raise ProcessError, which names it.
     """
     text = json.dumps(value)
-    if client() is None:
+    if client() is None:  # a job of one process
         return [json.loads(text)]
+
     key = f'qkattn/agreed/{next(_numbers)}'
     rank = distributed.global_state.process_id
     if rank == 0:
         answer = _collect(key, value, limit)
     else:
         client().key_value_set(f'{key}/{rank}', text)
-        # Process 0 waits from its own arrival, which may be that late.
+        # Process 0 may come `limit` seconds later than this process, and then waits for the others
+        # for `limit` seconds.
         published = _get(f'{key}/all', 2 * limit + _GRACE)
         answer = {'missing': [0]} if published is None else json.loads(published)
-    if answer['missing']:
+
+    missing_ranks = answer['missing']
+    if missing_ranks:
         raise ProcessError(
-            f'{named(answer["missing"])} did not arrive within {limit:g} s, while the others waited'
+            f'{named(missing_ranks)} did not arrive within {limit:g} s, while the others waited'
         )
     return answer['values']
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """In process 0: publishes, and returns, the values of all and the ranks that are missing.
+    """Collects the values of a call of `from_all` in process 0, and publishes the answer.
 
-    Process RANK has set its value as {key}/RANK, and reads the answer as {key}/all.
+    Every other process sets its value under {key}/RANK, and reads the answer under {key}/all. The
+    answer, which is also returned, is {'missing': ranks without a value, 'values': list}.
     """
     deadline = time.monotonic() + limit
     values = [own_value]
-    missing = []
+    missing_ranks = []
     for rank in range(1, distributed.global_state.num_processes):
         text = _get(f'{key}/{rank}', deadline - time.monotonic())
         if text is None:
-            missing.append(rank)
+            missing_ranks.append(rank)
         else:
             values.append(json.loads(text))
-    if not missing:  # all have read the answers of earlier calls
-        for earlier in _published:
-            client().key_value_delete(earlier)
+
+    # A process that has come to this call has read the answers of earlier calls.
+    if not missing_ranks:
+        for earlier_key in _published:
+            client().key_value_delete(earlier_key)
         _published.clear()
+
     _published.append(key)
-    text = json.dumps({'missing': missing, 'values': values})
+    text = json.dumps({'missing': missing_ranks, 'values': values})
     client().key_value_set(f'{key}/all', text)
     return json.loads(text)
 
 
 def on_owner(call: Callable[[], Any]) -> Any:
-    """What `call` returns in process 0, which must be JSON, for all; it is called there alone.
+    """Calls `call` in process 0 only; returns its result, which must be JSON, in all processes.
 
-    Raises in all the error of qkattn that `call` raised in process 0; in the others ProcessError
-    for any other error, or if process 0 was not done in OWNER_LIMIT seconds.
+    If `call` raises an error of qkattn.errors, all processes raise it. If it raises another error,
+    process 0 raises this error and the others raise ProcessError. The others also raise
+    ProcessError if process 0 takes more than OWNER_LIMIT seconds.
     """
     if not owner():
         answer = from_all(None, limit=OWNER_LIMIT)[0]
         if 'error' in answer:
-            raise getattr(errors, answer['error'])(answer['text'])
+            error_class = getattr(errors, answer['error'])
+            raise error_class(answer['text'])
         return answer['value']
+
     try:
         value = call()
     except Exception as error:
@@ -103,16 +115,18 @@ def on_owner(call: Callable[[], Any]) -> Any:
         if name is None:
             name = 'ProcessError'
             text = f'process 0 raised {type(error).__name__}: {error}'
+        # If another process is missing, too, the error of `call` tells more.
         with contextlib.suppress(ProcessError):
             from_all({'error': name, 'text': text})
         raise
-    return from_all({'value': value}, limit=OWNER_LIMIT)[0]['value']
+    answer = from_all({'value': value}, limit=OWNER_LIMIT)[0]
+    return answer['value']
 
 
 def _name_in_qkattn(error: Exception) -> str | None:
-    """The name of the class of qkattn.errors that an exception is of, perhaps by a subclass.
+    """Returns the name of the class in qkattn.errors to which an exception belongs.
 
-    None for an error of another kind.
+    For a subclass of such a class it is the name of that class; None for other errors.
     """
     for cls in type(error).__mro__:
         if cls in vars(errors).values():
@@ -126,38 +140,48 @@ def any_process(flag: bool) -> bool:
 
 
 def barrier(name: str, *, limit: float = LIMIT) -> None:
-    """Returns once all are here; ProcessError if some are elsewhere, or late by `limit` seconds."""
+    """Waits until all processes have called `barrier` with this name.
+
+    Raises ProcessError if a process waits at another barrier, or does not come within `limit`
+    seconds.
+    """
     names = set(from_all(name, limit=limit))
     if len(names) > 1:
         raise ProcessError(f'the processes wait at different places: {", ".join(sorted(names))}')
 
 
 def require_same(name: str, value: str) -> None:
-    """Raises ConfigError, with the ranks, where processes differ in a value, such as a hash."""
+    """Raises ConfigError, with the ranks, unless all processes pass the same value.
+
+    `name` says what the value is, for the error.
+    """
     values = from_all(value)
-    different = [rank for rank, other in enumerate(values) if other != values[0]]
-    if different:
+    expected = values[0]
+    different_ranks = [rank for rank, other in enumerate(values) if other != expected]
+    if different_ranks:
+        first_difference = values[different_ranks[0]]
         raise ConfigError(
-            f'{name} of {named(different)} differs from that of process 0 ({values[0]}): '
-            f'{values[different[0]]}; start all processes with the same command, code and data'
+            f'{name} of {named(different_ranks)} differs from that of process 0 ({expected}): '
+            f'{first_difference}; start all processes with the same command, code and data'
         )
 
 
 def owned(make: Callable[[], T]) -> T:
-    """What `make` returns, in process 0; in the others, an object whose methods do nothing.
+    """Calls `make` in process 0, and returns its result there.
 
-    What `make` raises, all raise.
+    The other processes get an object whose methods do nothing. If `make` raises, all raise as
+    `on_owner` does.
     """
-    objects: list[T] = []  # stays empty in the others
+    objects: list[T] = []  # stays empty in the other processes
     on_owner(lambda: objects.append(make()))
     return objects[0] if objects else cast(T, _Nothing())
 
 
 def owner_first(make: Callable[[], T]) -> T:
-    """What `make` returns in this process; process 0 calls it first, and prepares for the others.
+    """Calls `make` in process 0, then in the others, and returns its result in each.
 
-    Returns once all have called it, as hosts may have no common disk. What it raises in process 0,
-    all raise.
+    Process 0 thereby prepares files for the others. Each process calls `make` itself, because hosts
+    may not share a disk. Returns once all are done. If `make` raises in process 0, all raise.
     """
     value = owned(make)
     if isinstance(value, _Nothing):
@@ -167,7 +191,7 @@ def owner_first(make: Callable[[], T]) -> T:
 
 
 def named(ranks: list[int]) -> str:
-    """'process 1', or 'processes 1, 2'."""
+    """Returns the ranks in words: 'process 1' or 'processes 1, 2'."""
     noun = 'process' if len(ranks) == 1 else 'processes'
     return f'{noun} {", ".join(map(str, ranks))}'
 
@@ -178,7 +202,7 @@ def client() -> Any:
 
 
 class _Nothing:
-    """Answers every call, also of its attributes, by doing nothing."""
+    """An object whose attributes are all itself, and which does nothing when it is called."""
 
     def __getattr__(self, name: str) -> '_Nothing':
         return self
@@ -193,9 +217,10 @@ class _Nothing:
 
 
 def _get(key: str, seconds: float) -> str | None:
-    """The value of a key once it is set; None if it is not set in time."""
+    """Waits until a key is set, and returns its value; None if it is not set in time."""
+    milliseconds = max(1, int(1000 * seconds))
     try:
-        return client().blocking_key_value_get(key, max(1, int(1000 * seconds)))
+        return client().blocking_key_value_get(key, milliseconds)
     except Exception as error:
         if 'DEADLINE_EXCEEDED' in str(error):
             return None

@@ -1,4 +1,4 @@
-"""Joins the processes of a job; a process without a job stays alone and pays nothing."""
+"""Joins the processes of a job; for a process without a job this costs nothing."""
 
 import contextlib
 import functools
@@ -17,16 +17,19 @@ from qkattn.jobs import agreement, cli, signals
 from qkattn.jobs.detection import Job, connect_seconds, detect
 from qkattn.jobs.peers import EXIT_CRASH, JobPeers
 
-# Seconds without a sign of life of a process after which jax ends the others of a job.
+# If a process gives no sign of life for this many seconds, jax ends the others of its job.
 HEARTBEAT = 30
 
 
 @functools.cache
 def start() -> Job:
-    """Joins the job that the environment describes, before anything else of jax; idempotent.
+    """Joins the job that environment variables describe, and returns it.
 
-    ConfigError if its variables contradict each other, ProcessError if its port is in use; with
-    exit code 1 if processes do not come in time.
+    Call it before any other function of jax; further calls do nothing. If not all processes come in
+    time, the process ends with exit code 1.
+
+    Raises ConfigError if the variables contradict each other, ProcessError if the coordinator's
+    port is in use.
     """
     job = detect()
     if job.engine == 'single':
@@ -34,7 +37,7 @@ def start() -> Job:
     seconds = connect_seconds()
     if job.process_id == 0:
         _require_port(job)
-    # JobPeers agrees on stop requests; jax's service would take SIGTERM from Python's handlers.
+    # jax's service would take SIGTERM from Python's handlers. JobPeers does its work.
     jax.config.update('jax_enable_preemption_service', False)
     peers = JobPeers(job, seconds)
     jax.distributed.initialize(
@@ -53,34 +56,37 @@ def start() -> Job:
 
 
 def in_job(main: Callable[[], None]) -> Callable[[], None]:
-    """Makes a script's main function one of a job: it joins the others, and ends with them.
+    """Wraps a script's main function, so that it joins the other processes and ends with them.
 
-    One that fails ends at once, with os._exit: Python's exit waits for peers, which wait for it.
+    If a process fails, it ends by os._exit. Python's own exit would wait for the other processes,
+    which wait for this one.
     """
 
     @functools.wraps(main)
     def joined() -> None:
+        """Joins the other processes, runs `main`, and ends with them; ends at once on an error."""
         job = start()
         if job.num_processes == 1:
             return main()
         try:
             agreement.require_same('the number of processes', str(job.num_processes))
-            # Process 0 speaks for the job; messages and errors of all go to standard error.
+            # Only process 0 prints results. Messages and errors of all go to standard error.
             with open(os.devnull, 'w') as nowhere:
                 printed = sys.stdout if agreement.owner() else nowhere
                 with contextlib.redirect_stdout(printed):
                     main()
-            # Whoever is early waits here, where it still answers the others.
+            # A process that is early waits here, since it must answer the others until they end.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
-            expected = cli.outcome(error)
-            if expected is None:
-                expected = f'{type(error).__name__}: {error}', EXIT_CRASH
-            sentence, code = expected
+            outcome = cli.outcome(error)
+            if outcome is None:
+                outcome = f'{type(error).__name__}: {error}', EXIT_CRASH
+            sentence, code = outcome
             if code == EXIT_CRASH:
                 traceback.print_exc()
+            # An error of jax mostly means that another process has died. By waiting, this process
+            # lets jax's heartbeats end it first, with the rank of the process that died.
             if _from_jax(error):
-                # Mostly the echo of another process that died, whose rank jax's heartbeats tell.
                 time.sleep(HEARTBEAT + 5)
             signals.end(code, sentence)
 
@@ -88,7 +94,7 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def _from_jax(error: BaseException) -> bool:
-    """Whether an error is, or follows from, one of XLA's, such as a collective that failed."""
+    """Whether an error, or one of its causes, is from XLA, such as a failed collective."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, jax.errors.JaxRuntimeError):
@@ -98,19 +104,22 @@ def _from_jax(error: BaseException) -> bool:
 
 
 def bind_address(job: Job) -> str | None:
-    """Where the coordinator listens, as HOST:PORT; None leaves that to jax.
+    """Returns the address on which the coordinator listens, as HOST:PORT; None leaves it to jax.
 
-    By default jax listens on all addresses, as the others of a job may reach it by any of them. A
-    job of one machine, whose coordinator has a loopback address, is open to no other machine.
+    By default jax listens on all addresses, because the other processes may reach it by any of
+    them. If the coordinator has a loopback address, the whole job is on this machine. It then
+    listens on this address only, so that no other machine can connect.
     """
-    if 'JAX_COORDINATOR_BIND_ADDRESS' in os.environ:  # which jax reads
+    is_set_by_user = 'JAX_COORDINATOR_BIND_ADDRESS' in os.environ  # jax reads the variable
+    if is_set_by_user or not _is_loopback(_host(job)):
         return None
-    return job.coordinator if _is_loopback(_host(job)) else None
+    return job.coordinator
 
 
 def _host(job: Job) -> str:
-    """The host of the coordinator, '::1' of '[::1]:8476'."""
-    return str(job.coordinator).rpartition(':')[0].strip('[]')
+    """Returns the host of the coordinator: '::1' for '[::1]:8476'."""
+    host, _, _ = str(job.coordinator).rpartition(':')
+    return host.strip('[]')
 
 
 def _is_loopback(host: str) -> bool:
@@ -118,19 +127,21 @@ def _is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name
+    except ValueError:  # a name, not an address
         return False
 
 
 def _require_port(job: Job) -> None:
-    """Raises ProcessError where the coordinator cannot listen: jax's service would crash."""
-    port = int(str(job.coordinator).rpartition(':')[2])
+    """Raises ProcessError if the coordinator's port is in use; jax itself would crash."""
+    _, _, port_text = str(job.coordinator).rpartition(':')
+    port = int(port_text)
     host = _host(job) if bind_address(job) else ''
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        server = socket.create_server((host, port), family=family)
+        server.close()
     except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise ProcessError(
-            f'the coordinator cannot listen on port {port} ({os.strerror(error.errno or 0)}); '
-            'give the job another port'
+            f'the coordinator cannot listen on port {port} ({reason}); give the job another port'
         ) from error

@@ -1,4 +1,4 @@
-"""Processes on cores of their own, whose lines this one reads."""
+"""Child processes: each runs on its own cores, and this process reads the lines that it prints."""
 
 import contextlib
 import ctypes
@@ -15,42 +15,55 @@ from typing import Any
 
 from qkattn.jobs.signals import EXIT_REQUEUE
 
-# The variable for the descriptor of a child's pipe.
+# The environment variable that tells a child the descriptor of its pipe.
 _PIPE = 'QKATTN_PARENT'
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Bytes that are read from a child at a time.
+_PART_SIZE = 65536
 # The operation of prctl(2) that sets the signal which a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 def parent() -> Connection | None:
-    """The pipe to the process that started this one as a child; None for any other process."""
+    """Returns the pipe to the process that started this one as a `Child`; None without such one."""
     text = os.environ.pop(_PIPE, None)
     if text is None:
         return None
     descriptor = int(text)
-    os.set_inheritable(descriptor, False)  # by processes that this one starts
+    os.set_inheritable(descriptor, False)  # processes that this one starts do not get the pipe
     return Connection(descriptor)
 
 
 class Child:
-    """A process on its own cores, which Ctrl-C does not reach; gets SIGTERM if this is killed."""
+    """A child process that runs on its own cores.
+
+    Ctrl-C does not reach the child. On Linux it gets SIGTERM when this process ends, also when this
+    process is killed.
+    """
 
     def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
-        """Starts the command line on these cores, with variables beside those of this process.
+        """Starts a command.
 
-        `pipe` carries messages to it and back; `output` is the descriptor of what it prints, which
-        may be waited for.
+        `pipe` carries messages between the two processes. `output` is the descriptor of the child's
+        output, so that a caller can wait for it.
+
+        Args:
+          line: the command line.
+          cores: the numbers of the cores to run on.
+          variables: environment variables, in addition to those of this process.
         """
         self.pipe, childs_pipe = multiprocessing.Pipe()
         self.output, childs_output = os.pipe()
-        self._unfinished = b''  # what it has printed of a line
+        self._unfinished = b''  # the beginning of a line whose end has not been printed
         os.set_blocking(self.output, False)
-        # Held back until the child has no handlers of this process, which would take them.
+        environment = {**os.environ, **variables, _PIPE: str(childs_pipe.fileno())}
+
+        # Until `_begin` has run, the child has the signal handlers of this process. Signals wait.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Of forks in general; this one only runs `_begin` before the program is loaded.
+                # Python warns of forks in general. After this fork only `_begin` runs.
                 warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
                 self._process = subprocess.Popen(
                     line,
@@ -58,7 +71,7 @@ class Child:
                     stdout=childs_output,
                     stderr=childs_output,
                     pass_fds=[childs_pipe.fileno()],
-                    env={**os.environ, **variables, _PIPE: str(childs_pipe.fileno())},
+                    env=environment,
                     start_new_session=True,
                     preexec_fn=functools.partial(_begin, cores, os.getpid()),
                 )
@@ -68,13 +81,16 @@ class Child:
             os.close(childs_output)
 
     def ended(self) -> int | None:
-        """The exit code, below zero for a signal; None while it runs."""
+        """Returns the exit code, below zero if a signal ended the child; None while it runs."""
         return self._process.poll()
 
     def lines(self, last: bool = False) -> list[str]:
-        """The lines that it has printed since the last call; `last`: also one without an end."""
-        with contextlib.suppress(BlockingIOError):  # there is no more for now
-            while part := os.read(self.output, 65536):
+        """Returns the lines that the child has printed since the last call.
+
+        With `last`, a line at the end without a newline is returned, too.
+        """
+        with contextlib.suppress(BlockingIOError):  # the child has printed nothing more so far
+            while part := os.read(self.output, _PART_SIZE):
                 self._unfinished += part
         lines = self._unfinished.split(b'\n')
         self._unfinished = lines.pop()
@@ -83,16 +99,16 @@ class Child:
         return [line.decode(errors='replace').rstrip('\r') for line in lines]
 
     def send(self, *message: Any) -> None:
-        """Sends a message, unless it has ended."""
+        """Sends a message, unless the child has ended."""
         with contextlib.suppress(OSError):
             self.pipe.send(message)
 
     def stop(self) -> None:
-        """Asks it to save and to end."""
+        """Asks the child to save its state and to end."""
         self._process.terminate()
 
     def close(self) -> None:
-        """Kills what is left of it, with the processes that it started."""
+        """Kills the child and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -101,13 +117,16 @@ class Child:
 
 
 def _begin(cores: Sequence[int], parent: int) -> None:
-    """Called in the child before its program is loaded: its signals, and the cores that it uses."""
+    """Sets the signals and cores of a child; runs in the child before its program is loaded.
+
+    `parent` is the process id of the parent.
+    """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == 'linux':
-        # SIGTERM for the child once the parent ends, however it does.
+        # The child gets SIGTERM once the parent ends, for whatever reason.
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # which has ended before
+        if os.getppid() != parent:  # the parent had ended before prctl
             os._exit(EXIT_REQUEUE)
     if hasattr(os, 'sched_setaffinity'):
         os.sched_setaffinity(0, cores)

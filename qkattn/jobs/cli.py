@@ -49,25 +49,26 @@ from qkattn.jobs.signals import (
 # Flags that functions of this module define, as --config, are flags of the script that calls them.
 flags.disclaim_key_flags()
 
-# What the paths of files begin with that this process was started with, as in --file=<(command).
+# Paths of files that the shell has opened for this process begin so, as in --file=<(command).
 DESCRIPTORS = ('/dev/fd/', '/dev/stdin')
 
-# What a config file holds.
+# The class of settings that a config file returns.
 Kind = type[Config] | type[Study]
 
-# What parsing raises: unknown flags or fields, values of a wrong type, literals that are malformed.
+# The errors that parsing raises for unknown flags or fields, for values of a wrong type and for
+# malformed literals.
 MALFORMED = (flags.Error, AttributeError, KeyError, TypeError, ValueError, SyntaxError)
 
 # '--config.model.d_model=3', '-noconfig.model.biases'; the group is the name of the field.
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)')
-# How absl begins a sentence on an override that does not parse: 'flag --config.train.seed=x: ...'.
+# absl's sentence on an override that does not parse begins so: 'flag --config.train.seed=x: ...'.
 _WRONG_OVERRIDE = re.compile(r'flag --config\.([\w.]+)=(.*?): ')
 
 
 class PathParser(flags.ArgumentParser):
-    """A parser of paths and URLs, in which ~ is expanded.
+    """Parses a path or a URL, and expands ~.
 
-    The empty value of a shell variable that is not set stays empty, for `required` to refuse.
+    An empty value, perhaps of a shell variable that is not set, stays empty. `required` refuses it.
     """
 
     def parse(self, argument: Any) -> str:
@@ -80,14 +81,14 @@ class PathParser(flags.ArgumentParser):
 
 
 class PathsParser(flags.ListParser):
-    """A parser of paths between commas."""
+    """Parses several paths that commas separate."""
 
     def parse(self, argument: Any) -> list[str]:
         return [PathParser().parse(path) for path in super().parse(argument)]
 
 
 class _OrNone(flags.ArgumentParser):
-    """A parser that takes None too; where a setting is not optional, validation refuses it."""
+    """Wraps a parser so that it also takes None; validation refuses None if it is not valid."""
 
     def __init__(self, parser: flags.ArgumentParser):
         self.parser = parser
@@ -105,38 +106,45 @@ config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
 
 
 def shipped(folder: str) -> dict[str, Path]:
-    """The files of configs/ or experiments/, {'train': .../train.py}, in the order of their names.
+    """Returns the files of configs/ or experiments/ by name, as {'train': .../train.py}.
 
-    A wheel has the folder inside the package, a checkout beside it.
+    In a wheel the folder is inside the package, in a checkout beside it.
     """
     package = Path(__file__).parents[1]
     directory = package / folder
     if not directory.is_dir():
         directory = package.parent / folder
-    files = {path.stem: path for path in directory.glob('*.py') if path.stem != '__init__'}
-    for path in directory.glob('*/__main__.py'):  # scripts of several files
+
+    files = {}
+    for path in directory.glob('*.py'):
+        if path.stem != '__init__':
+            files[path.stem] = path
+    for path in directory.glob('*/__main__.py'):  # a script of several files
         files[path.parent.name] = path
     return dict(sorted(files.items()))
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The configs that come with qkattn, those of claims as claims/NAME."""
-    claims = {f'claims/{name}': path for name, path in shipped('configs/claims').items()}
-    return shipped('configs') | claims
+    """Returns the configs that come with qkattn by name; configs of claims are claims/NAME."""
+    configs = shipped('configs')
+    for name, path in shipped('configs/claims').items():
+        configs[f'claims/{name}'] = path
+    return configs
 
 
 class _ConfigParser(ConfigFileFlagParser):
-    """The parser of --config: loads a file, or the config of that name that comes with qkattn."""
+    """Parses --config: loads a Python file, or a config that comes with qkattn by its name."""
 
     def __init__(self, kind: Kind):
         super().__init__('config')
         self.kind = kind
 
     def parse(self, path: str) -> Any:
-        """The settings of FILE.py or NAME, perhaps with ':ARGUMENT' for its get_config.
+        """Returns the settings of FILE.py or NAME, as a ConfigDict.
 
-        ConfigError where get_config returns no settings; ValueError where the file is none that
-        Python reads, or its code fails.
+        `path` may end in ':ARGUMENT', which get_config() of the file gets. Raises ConfigError if
+        get_config() does not return settings. Raises ValueError if Python cannot read the file, or
+        if its code fails.
         """
         name, colon, argument = path.partition(':')
         shipped_config = shipped_configs().get(name)
@@ -145,7 +153,8 @@ class _ConfigParser(ConfigFileFlagParser):
         try:
             if os.path.exists(file) and not os.path.isdir(file):
                 require_regular(file)
-            absl_log.disabled = True  # it warns of None, which `_config_dict` refuses
+            # absl would warn if get_config() returns None; `_config_dict` raises an error instead.
+            absl_log.disabled = True
             returned = super().parse(f'{file}{colon}{argument}')
             return _config_dict(returned)
         except ConfigError:
@@ -153,16 +162,14 @@ class _ConfigParser(ConfigFileFlagParser):
         except UnsuitableFileError as error:
             raise ValueError(f'{error}; give a Python file') from error
         except Exception as error:
-            # Where the file's own code fails, the last of its lines that ran is named.
-            frames = traceback.extract_tb(error.__traceback__)
-            own_lines = [
-                frame.lineno
-                for frame in frames
-                if os.path.abspath(frame.filename) == os.path.abspath(file)
-            ]
-            if own_lines:
-                name_of_error = type(error).__name__
-                raise ValueError(f'line {own_lines[-1]}: {name_of_error}: {error}') from error
+            # If the code of the file fails, the error names the last line of the file that ran.
+            file_lines = []
+            for frame in traceback.extract_tb(error.__traceback__):
+                if os.path.abspath(frame.filename) == os.path.abspath(file):
+                    file_lines.append(frame.lineno)
+            if file_lines:
+                error_name = type(error).__name__
+                raise ValueError(f'line {file_lines[-1]}: {error_name}: {error}') from error
             if isinstance(error, SyntaxError):  # the file is not Python
                 raise ValueError(str(error)) from error
             raise
@@ -171,36 +178,37 @@ class _ConfigParser(ConfigFileFlagParser):
 
 
 def _config_dict(returned: Any) -> Any:
-    """What get_config() of a file has returned, as a ConfigDict, which flags override."""
+    """Converts what get_config() of a file has returned to a ConfigDict, which flags override."""
     if isinstance(returned, Config | Study):
         return to_config_dict(returned)
-    # The other class stands for a file that cannot be read, and raises why once it is used.
-    is_unread = type(returned).__module__ == ConfigFileFlagParser.__module__
-    if isinstance(returned, ConfigDict) or is_unread:
+    # For a file that cannot be read, ml_collections returns an object of its own module. The object
+    # raises the reason once it is used.
+    is_unread_file = type(returned).__module__ == ConfigFileFlagParser.__module__
+    if isinstance(returned, ConfigDict) or is_unread_file:
         return returned
-    kind = 'nothing' if returned is None else f'a value of type {type(returned).__name__}'
-    raise ConfigError(f'get_config() returns {kind}; it must return a Config or a Study')
+    description = 'nothing' if returned is None else f'a value of type {type(returned).__name__}'
+    raise ConfigError(f'get_config() returns {description}; it must return a Config or a Study')
 
 
 def define_path(name: str, default: str | None, description: str) -> flags.FlagHolder:
-    """A flag that names a file or a directory; whatever a flag names is defined by this."""
+    """Defines a flag that names a file or a directory."""
     return flags.DEFINE(PathParser(), name, default, description)
 
 
 def define_paths(name: str, default: list[str], description: str) -> flags.FlagHolder:
-    """A flag that names several files or directories, between commas."""
+    """Defines a flag that names several files or directories, with commas between them."""
     serializer = flags.CsvListSerializer(',')
     return flags.DEFINE(PathsParser(), name, default, description, serializer=serializer)
 
 
 def define_trial() -> flags.FlagHolder:
-    """The flag --trial of scripts that read a run."""
+    """Defines the flag --trial of scripts that read a run."""
     description = 'Index of the trial of a run; default: the first that has not diverged.'
     return flags.DEFINE_integer('trial', None, description)
 
 
 def define_imports() -> flags.FlagHolder:
-    """The flag --imports of scripts that read what may be from others."""
+    """Defines the flag --imports of scripts that read files that others may have made."""
     description = (
         'Import paths, as in my.module:Score, that files of the model or study may name; code that '
         'they name is imported only if it is named here.'
@@ -209,9 +217,9 @@ def define_imports() -> flags.FlagHolder:
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:
-    """The flag --config=FILE.py or --config=NAME, of a run (Config) or of a study (Study).
+    """Defines the flag --config=FILE.py or --config=NAME of a run (Config) or a study (Study).
 
-    Flags as --config.model.d_model=256 override its fields.
+    Flags such as --config.model.d_model=256 override single settings.
     """
     holder = config_flags.DEFINE_config_file(
         'config',
@@ -226,25 +234,31 @@ def define_config(kind: Kind) -> flags.FlagHolder:
 
 
 def _kind() -> Kind:
-    """Whether the script's --config is one of a run or of a study."""
+    """Returns the class of settings that the script's --config must have."""
     return cast(_ConfigParser, flags.FLAGS['config'].parser).kind
 
 
 def read_config(flag: flags.FlagHolder) -> Any:
-    """The settings after overrides; ConfigError if the file holds the other kind of config."""
+    """Returns the settings of the flag --config after overrides.
+
+    Raises ConfigError if the file cannot be loaded, or if it has a Study where the script needs a
+    Config, or the other way round.
+    """
     if flag.value is None:
         raise ConfigError('--config=FILE.py is required, e.g. --config=quickstart')
     try:
         config = from_config_dict(flag.value)
-    except OSError as error:  # config_flags loads the file on first access
+    except OSError as error:  # config_flags loads the file only when the value is used
         path = config_flags.get_config_filename(flags.FLAGS['config'])
-        reason = str(error).strip().splitlines()[-1].strip()
+        last_line = str(error).strip().splitlines()[-1]
+        reason = last_line.strip()
         names = list(shipped_configs())
         hint = _did_you_mean('--config=', path.partition(':')[0], names)
         raise ConfigError(
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
             f'{", ".join(names)}{hint}'
         ) from error
+
     kind = _kind()
     if not isinstance(config, kind):
         other_script = script('ablate' if isinstance(config, Study) else 'train')
@@ -256,37 +270,40 @@ def read_config(flag: flags.FlagHolder) -> Any:
 
 
 def _did_you_mean(prefix: str, name: str, known: Collection[str]) -> str:
-    """The end of a sentence on an unknown name, '' where no known one is near."""
+    """Returns the end of a sentence on an unknown name: a known name like it, or ''."""
     near = difflib.get_close_matches(name, known, n=1)
     return f'; did you mean {prefix}{near[0]}?' if near else ''
 
 
 def arguments(config: Config) -> list[str]:
-    """The arguments that give a script these settings.
+    """Returns the arguments that give a script these settings.
 
-    They are --config=FILE as it was given, and --config.FIELD=VALUE for each setting that differs
-    from that of the file.
+    The first one is --config=FILE, as this script got it. A --config.FIELD=VALUE follows for each
+    setting that differs from the file.
     """
     flag = flags.FLAGS['config']
     path = config_flags.get_config_filename(flag)
     config_of_file = from_config_dict(flag.parser.parse(path))
     changes = []
     for name in settings(type(config)):
-        value_of = operator.attrgetter(name)  # 'model.d_model' is of a section
+        value_of = operator.attrgetter(name)  # follows the dots of 'model.d_model'
         if value_of(config) != value_of(config_of_file):
             changes.append(f'--config.{name}={value_of(config)}')
     return [f'--config={path}', *changes]
 
 
 def required(flag: flags.FlagHolder) -> str:
-    """The value of a flag that names a directory; ConfigError without one."""
-    if not flag.value:  # an empty one, of a shell variable that is not set, is no directory
+    """Returns the value of a flag that names a directory; ConfigError if it is missing or empty."""
+    if not flag.value:  # a shell variable that is not set gives an empty value
         raise ConfigError(f'--{flag.name}=DIRECTORY is required')
     return flag.value
 
 
 def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
-    """The token ids of a flag, given as in "12 7 301"; ConfigError where one is no token."""
+    """Returns the token ids of a flag such as "12 7 301".
+
+    Raises ConfigError if there are none, or if one is not a number below `vocab_size`.
+    """
     words = flag.value.split()
     are_tokens = all(word.isdecimal() and int(word) < vocab_size for word in words)
     if not words or not are_tokens:
@@ -297,26 +314,29 @@ def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
 
 
 def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
-    """The value of `text`, or the content of the file that `file` names; '' without either."""
+    """Returns the value of the flag `text`, or the content of the file that the flag `file` names.
+
+    Without either it is ''. Raises ConfigError if both are given, or if the file cannot be read.
+    """
     if file.value is None:
         return '' if text.value is None else text.value
     if text.value is not None:
         raise ConfigError(f'--{text.name} and --{file.name} exclude each other')
     try:
-        # What a shell gives as --file=<(command), or as standard input, may be a pipe.
+        # What a shell opens for --file=<(command) may be a pipe, which `read_regular` refuses.
         if file.value.startswith(DESCRIPTORS):
             content = Path(file.value).read_bytes()
         else:
             content = read_regular(file.value)
-        # Without a byte order mark, and with one kind of line ends. Text mode would end lines at
-        # lone carriage returns, too.
+        # utf-8-sig drops a byte order mark. Text mode is not used, since it also ends lines at
+        # lone carriage returns.
         return content.decode('utf-8-sig').replace('\r\n', '\n')
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 
 
 def script(name: str) -> str:
-    """How another script is started, in the way in which this one was.
+    """Returns the command of another script, written in the way in which this one was started.
 
     script('train') is 'qkattn train' or 'python -m experiments.train'.
     """
@@ -325,17 +345,22 @@ def script(name: str) -> str:
 
 
 def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
-    """Runs `main` under absl; the value of the flag `positional` may be given without its name.
+    """Parses the flags of a script, runs its function `main`, and ends with an exit code.
 
-    Exit codes: 0 done; 75 stopped on request with nothing lost (run the same command again); 2 an
-    impossible setting or workdir (do not retry); 130 interrupted without saving; 141 done as far
-    as anybody read what it printed, as in `... | head`; 1 anything else.
+    `positional` is a flag whose value may be given without its name. The exit codes:
+
+      0    done
+      1    an error that is not in this list
+      2    an impossible setting or workdir: do not retry
+      75   stopped on request with nothing lost: run the same command again
+      130  interrupted without saving
+      141  the reader of the output has gone, as in `... | head`
     """
     script_globals = inspect.unwrap(main).__globals__
     kind = _kind() if 'config' in flags.FLAGS else None
 
     def parse_flags(argv: Sequence[str]) -> list[str]:
-        """The arguments that are no flags, behind the name of the script."""
+        """Parses the flags; returns the name of the script and the arguments that are not flags."""
         if '--help' in argv or '-h' in argv:
             with ending_unread():
                 print(_help(script_globals['__doc__'], kind))
@@ -346,18 +371,16 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             exit_with(_describe_malformed(error, kind))
 
     def run_main(argv: list[str]) -> None:
+        """Runs `main`, and turns its errors into exit codes."""
         unnamed = argv[1:]
-        if positional is not None and positional.value is None and unnamed:
-            flag = flags.FLAGS[positional.name]
-            takes_several = flag.flag_type().startswith('comma')  # 'comma separated list ...'
-            if len(unnamed) == 1 or takes_several:
-                flag.parse(','.join(unnamed))
-                unnamed = []
-        if unnamed:
+        if positional is not None and _takes_unnamed(positional, unnamed):
+            flags.FLAGS[positional.name].parse(','.join(unnamed))
+        elif unnamed:
             hint = '; settings are given as --config.field=value' if kind is not None else ''
             exit_with(f'unknown argument {unnamed[0]!r}{hint}')
+
         _log_to_stderr()
-        keep_freed_memory()  # before there are other threads
+        keep_freed_memory()  # must come before other threads start
         try:
             with ending_unread():
                 main()
@@ -368,7 +391,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             sentence, code = expected
             exit_with(sentence, code)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would end in a traceback
+            # Another Ctrl-C would print a traceback.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             is_resumable = Path(script_globals['__file__']).stem in RESUMABLE
             exit_with(INTERRUPTED if is_resumable else 'interrupted', EXIT_INTERRUPTED)
 
@@ -379,48 +403,73 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     app.run(run_main, flags_parser=parse_flags)
 
 
-def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
-    """A sentence on the arguments of a script, whose parsing raised an error of MALFORMED.
+def _takes_unnamed(flag: flags.FlagHolder, unnamed: Sequence[str]) -> bool:
+    """Whether arguments without a name are the value of `flag`, which may be a list."""
+    if not unnamed or flag.value is not None:
+        return False
+    type_in_words = flags.FLAGS[flag.name].flag_type()
+    is_list = type_in_words.startswith('comma')  # 'comma separated list of strings'
+    return len(unnamed) == 1 or is_list
 
-    `kind` is that of --config, None for a script that does not have it.
+
+def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
+    """Returns a sentence on arguments that cannot be parsed.
+
+    Args:
+      error: what parsing them raised, an error of MALFORMED.
+      kind: the class of settings of --config; None for a script without --config.
     """
-    misspelt = _misspelt(sys.argv[1:], kind) if kind else None
-    if misspelt is not None:
-        return misspelt
+    if kind is not None:
+        misspelt = _misspelt(sys.argv[1:], kind)
+        if misspelt is not None:
+            return misspelt
+
     lines = (str(error) or type(error).__name__).strip().splitlines()
     sentence = lines[0]
-    wrong = _WRONG_OVERRIDE.match(sentence)
-    field = settings(kind).get(wrong[1]) if wrong and kind else None
-    if wrong and field is not None:
-        return f'--config.{wrong[1]}={wrong[2]} must be {_expected(field)}'
-    if "'config_config' has no attribute 'get_config'" in sentence:  # ml_collections' name of it
+    override = _WRONG_OVERRIDE.match(sentence)
+    if override is not None and kind is not None:
+        name, value = override.groups()
+        field = settings(kind).get(name)
+        if field is not None:
+            return f'--config.{name}={value} must be {_expected(field)}'
+
+    # ml_collections imports the file of --config as a module named config_config.
+    if "'config_config' has no attribute 'get_config'" in sentence:
         sentence = 'the file of --config has no function get_config()'
-    elif isinstance(error, KeyError):  # a known field, of a config of the other kind
+    elif isinstance(error, KeyError):
+        # `_misspelt` knows the field, so the file has a config of the other class.
         name = sentence.strip('\'"')
         other_script = script('train' if kind is Study else 'ablate')
         sentence = (
             f'the config has no field {name!r} to override; if it is for {other_script}, run that'
         )
     if 'Traceback' in str(error):
-        # Of an error inside a config file, the last line, behind the name of the error.
-        sentence += f' {lines[-1].partition(": ")[2]}'
+        # A config file has failed. The last line of the traceback is 'ERROR: REASON'.
+        _, _, reason = lines[-1].partition(': ')
+        sentence += f' {reason}'
     return sentence
 
 
 def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:
-    """A sentence on the first --config.FIELD that the config does not have; None without any."""
+    """Returns a sentence on the first --config.FIELD that names no setting; None without one."""
     known = settings(kind)
     sections = {name.rpartition('.')[0] for name in known}
     for argument in arguments:
         override = _OVERRIDE.match(argument)
-        if override and override[1] not in known and override[1] not in sections:
-            hint = _did_you_mean('--config.', override[1], known)
-            return f'unknown field --config.{override[1]}{hint} (--help lists all fields)'
+        if override is None:
+            continue
+        name = override[1]
+        if name not in known and name not in sections:
+            hint = _did_you_mean('--config.', name, known)
+            return f'unknown field --config.{name}{hint} (--help lists all fields)'
     return None
 
 
 def outcome(error: BaseException) -> tuple[str, int] | None:
-    """The sentence and the exit code of an error; None for a bug, which keeps its traceback."""
+    """Returns the sentence and the exit code with which a script ends after an error.
+
+    None for any other error, which is a bug and prints its traceback.
+    """
     problem = environment.platform_problem(error)
     if problem is not None:
         return problem, EXIT_CONFIG
@@ -432,6 +481,7 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
         return str(error), 1
     if isinstance(error, UnsuitableFileError):
         return f'{error.filename} cannot be read: {error}', EXIT_CONFIG
+
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
         sentence = f'{error.filename} cannot be used ({error.strerror}); give another path'
         return sentence, EXIT_CONFIG
@@ -439,9 +489,11 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
         target = error.filename or 'standard output or error'
         reason = f'({error.strerror}); make room and run the command again'
         return f'{target} cannot be written {reason}', EXIT_CONFIG
+
     if isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED'):
-        # XLA's text is 'RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.', and more lines.
-        reason = str(error).splitlines()[0].partition(': ')[2].rstrip('.')
+        # XLA's first line is 'RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.'.
+        first_line = str(error).splitlines()[0]
+        reason = first_line.partition(': ')[2].rstrip('.')
         sentence = (
             f'the devices are out of memory ({reason}); reduce train.batch_size, model.context '
             'or the trials of a run, or set train.accumulation or model.remat'
@@ -451,14 +503,14 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
 
 
 def exit_with(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
-    """Ends the process with a sentence on standard error; 2 is a setting that is wrong."""
+    """Prints a sentence on standard error, and ends the process with an exit code."""
     _write_or_discard(f'{sentence}\n', sys.stderr)
     _write_or_discard('', sys.stdout)  # flushes results
     sys.exit(code)
 
 
 def _write_or_discard(text: str, stream: TextIO) -> None:
-    """Writes text; on a full disk the exit code has to do."""
+    """Writes text; if the disk is full, the text is lost and only the exit code tells."""
     try:
         say(text, stream)
     except OSError:
@@ -466,9 +518,13 @@ def _write_or_discard(text: str, stream: TextIO) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Prints the package's messages, one line each; libraries keep their thresholds."""
+    """Prints the package's log messages on standard error, one line each.
+
+    The variable QKATTN_LOG sets their level. The levels of libraries stay, except that of absl.
+    """
+    # orbax logs each save, and each error that it also raises, through absl.
     if not flags.FLAGS['verbosity'].present:
-        absl.logging.set_verbosity(absl.logging.FATAL)  # orbax logs each save, and all it raises
+        absl.logging.set_verbosity(absl.logging.FATAL)
     handler = LogHandler()
     handler.setFormatter(logging.Formatter('%(message)s'))
     logger = logging.getLogger('qkattn')
@@ -479,30 +535,39 @@ def _log_to_stderr() -> None:
 
 
 def _help(doc: str, kind: Kind | None) -> str:
-    """What a script does, by its docstring, its flags, and the settings of its config."""
+    """Returns the text of --help: a script's docstring, its flags, and the settings of its config.
+
+    `kind` is the class of these settings; None for a script without --config.
+    """
     lines = []
     width = flags.get_help_width()
     for paragraph in inspect.cleandoc(doc).split('\n\n'):
         is_command = paragraph.lstrip().startswith('python')
         lines.append(paragraph if is_command else textwrap.fill(paragraph, width))
         lines.append('')
+
     lines.append('flags:')
     for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0]):
         head = f'--{flag.name}: {flag.flag_type()}; default {flag.default!r}'
         lines += _help_entry(head, flag.help or '')
-    if kind is not None:
-        for name, field in settings(kind).items():
-            head = f'--config.{name}: {_expected(field)}; default {field.default!r}'
-            description = field.doc
-            registered_names = field.registered_names()
-            if registered_names:
-                description += f'\nNames: {", ".join(registered_names)}.'
-            lines += _help_entry(head, description)
+    if kind is None:
+        return '\n'.join(lines)
+
+    for name, field in settings(kind).items():
+        head = f'--config.{name}: {_expected(field)}; default {field.default!r}'
+        description = field.doc
+        registered_names = field.registered_names()
+        if registered_names:
+            description += f'\nNames: {", ".join(registered_names)}.'
+        lines += _help_entry(head, description)
     return '\n'.join(lines)
 
 
 def _help_entry(head: str, description: str) -> list[str]:
-    """The lines on a flag, and below it on what it does; line breaks of a description are kept."""
+    """Returns the lines of --help on a flag: its head, and below it what the flag does.
+
+    Line breaks in the description stay.
+    """
     lines = _wrapped(head, indent=2)
     for paragraph in description.splitlines():
         lines += _wrapped(paragraph, indent=6)
@@ -510,7 +575,7 @@ def _help_entry(head: str, description: str) -> list[str]:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """Text in lines of the terminal's width, of which those after the first are indented more."""
+    """Wraps text to the terminal's width; lines after the first one are indented two more."""
     return textwrap.wrap(
         text,
         flags.get_help_width(),
@@ -522,7 +587,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _type(annotation: Any) -> str:
-    """A type as in 'int or None', 'tuple of float', or the values of a Literal."""
+    """Returns a type in words: 'int or None', 'tuple of float', or the values of a Literal."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Literal:
@@ -535,14 +600,14 @@ def _type(annotation: Any) -> str:
 
 
 def _expected(setting: Setting) -> str:
-    """What a setting takes, as in 'int, at least 1 and below 2**31'.
+    """Returns what a setting takes, as in 'int, at least 1 and below 2**31'.
 
-    Texts are limited by the length of a path, which goes without saying.
+    The longest length of a text is not mentioned.
     """
-    kind = concrete_types(setting.kind)[0]
-    if kind is tuple:
-        entry = typing.get_args(setting.kind)[0]
-        kind = concrete_types(entry)[0]
-    if kind in (int, float):
-        return f'{_type(setting.kind)}, {setting.bounds.describe(kind)}'
+    value_type = concrete_types(setting.kind)[0]
+    if value_type is tuple:
+        entry_annotation = typing.get_args(setting.kind)[0]
+        value_type = concrete_types(entry_annotation)[0]
+    if value_type in (int, float):
+        return f'{_type(setting.kind)}, {setting.bounds.describe(value_type)}'
     return _type(setting.kind)

@@ -1,4 +1,7 @@
-"""Which part of which job a process is, read from the variables that its engine sets."""
+"""Detects the job that a process belongs to, and its rank.
+
+The engine that starts the processes of a job, such as Slurm, sets environment variables.
+"""
 
 import dataclasses
 import os
@@ -9,12 +12,13 @@ from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 from qkattn.errors import ConfigError
 from qkattn.jobs import machine
 
-# The variables that describe a job without an engine.
+# The three variables that describe a job without an engine.
 TRIPLE = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-# The variable for the port of the coordinator, in place of the one that an engine's job gets.
+# The variable that sets the port of the coordinator in a job of an engine.
 PORT = 'JAX_COORDINATOR_PORT'
-# What jax reads of each engine: none of it is public, and jax.distributed.initialize detects and
-# connects at once. In this order, as Open MPI may start its processes through Slurm.
+# The classes by which jax reads the variables of each engine. They are not public, but the public
+# jax.distributed.initialize also connects. Open MPI may start its processes through Slurm, so it
+# comes first.
 ENGINES: dict[str, type[ClusterEnv]] = {
     'openmpi': OmpiCluster,
     'slurm': SlurmCluster,
@@ -22,51 +26,61 @@ ENGINES: dict[str, type[ClusterEnv]] = {
     'tpu': GceTpuCluster,
 }
 
-# The variable for the seconds within which all processes of a job must have started.
+# The variable that sets the seconds within which all processes of a job must start.
 CONNECT = 'QKATTN_CONNECT_SECONDS'
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The processes that train together, and which of them this one is."""
+    """The processes that train together, and the rank of this process."""
 
     num_processes: int = 1
-    process_id: int = 0  # the rank; 0 is the coordinator and owns the run directory
+    process_id: int = 0  # the rank; process 0 is the coordinator and owns the run directory
     engine: str = 'single'  # or 'explicit', 'slurm', 'openmpi', 'gke', 'tpu'
     coordinator: str | None = None  # 'host:port' of process 0; None for a single process
-    local_device_ids: tuple[int, ...] | None = None  # GPUs among those that it sees; None: all
+    # The GPUs that this process uses, by index among those that it sees; None uses all.
+    local_device_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        """Raises ConfigError if the rank or the coordinator's address is not valid."""
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
                 f'process id {self.process_id} ({self.engine}) is not in 0 .. '
                 f'{self.num_processes - 1}, the ranks of a job of {self.num_processes}'
             )
-        host, _, port = (self.coordinator or 'host:1').rpartition(':')
-        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        if not self.coordinator:
+            return
+        host, _, port = self.coordinator.rpartition(':')
+        is_port = port.isdecimal() and 0 < int(port) < 2**16
+        if not (host and is_port):
             text = f'the coordinator {self.coordinator!r} ({self.engine}) is not HOST:PORT'
             raise ConfigError(text)
 
 
 def detect() -> Job:
-    """The job of this process; without an engine's variables, a single process.
+    """Returns the job of this process; without the variables of a job, a single process.
 
-    In this order: the triple JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID; what jax
-    detects of Open MPI, a Slurm step of several tasks, GKE and the metadata server of a TPU VM.
-    JAX_COORDINATOR_PORT replaces the port that an engine's job gets, and JAX_COORDINATOR_ADDRESS
-    alone the whole address. ConfigError if variables are incomplete or malformed.
+    The variables of TRIPLE come first. Without them, jax detects in this order Open MPI, a Slurm
+    step of several tasks, GKE, and the metadata server of a TPU VM. In a job of these engines
+    JAX_COORDINATOR_PORT replaces the coordinator's port, and JAX_COORDINATOR_ADDRESS its whole
+    address.
+
+    Raises ConfigError if variables are incomplete or malformed.
     """
-    if any(name in os.environ for name in TRIPLE[1:]):
+    address_name, count_name, rank_name = TRIPLE
+    if count_name in os.environ or rank_name in os.environ:
         missing = [name for name in TRIPLE if name not in os.environ]
         if missing:
             raise ConfigError(
                 f'{" and ".join(missing)} must be set, too: a job is described by '
                 f'{", ".join(TRIPLE)} together, or by its engine alone'
             )
-        address, count, rank = (os.environ[name] for name in TRIPLE)
+        count = os.environ[count_name]
+        rank = os.environ[rank_name]
         if not (count.isdecimal() and rank.isdecimal()):
-            raise ConfigError(f'{TRIPLE[1]}={count!r} and {TRIPLE[2]}={rank!r} must be integers')
-        return Job(int(count), int(rank), 'explicit', address)
+            raise ConfigError(f'{count_name}={count!r} and {rank_name}={rank!r} must be integers')
+        return Job(int(count), int(rank), 'explicit', os.environ[address_name])
+
     for engine, cluster in ENGINES.items():
         try:
             job = _job(engine, cluster)
@@ -75,17 +89,18 @@ def detect() -> Job:
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f'the variables of {engine} are incomplete or malformed ({error!r}); set '
-                f'{TRIPLE[0]}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
+                f'{address_name}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
             ) from error
         if job is not None:
             return job
-    if TRIPLE[0] in os.environ:
-        raise ConfigError(f'{TRIPLE[0]} is set, but not {TRIPLE[1]} and {TRIPLE[2]}')
+
+    if address_name in os.environ:
+        raise ConfigError(f'{address_name} is set, but not {count_name} and {rank_name}')
     return Job()
 
 
 def connect_seconds() -> int:
-    """The seconds that CONNECT grants."""
+    """Returns the seconds that CONNECT sets, by default 300; ConfigError if they are not valid."""
     text = os.environ.get(CONNECT, '300')
     if not text.isdecimal() or not 1 <= int(text) <= 86_400:
         raise ConfigError(f'{CONNECT}={text!r} is not a number of seconds in 1 .. 86400')
@@ -93,16 +108,22 @@ def connect_seconds() -> int:
 
 
 def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
-    """The job of an engine, as jax reads it; None where it is another's or a single process."""
+    """Returns the job of an engine, as jax reads it.
+
+    None if the engine has not started this process, or has started only this one.
+    """
     is_for_any_platform = cluster in (OmpiCluster, SlurmCluster)
     may_use_tpus = 'tpu' in os.environ.get('JAX_PLATFORMS', 'tpu')
-    if not (is_for_any_platform or may_use_tpus) or not cluster.is_env_present():
+    fits_platform = is_for_any_platform or may_use_tpus
+    if not fits_platform or not cluster.is_env_present():
         return None
+
     count = cluster.get_process_count()
-    if cluster is SlurmCluster:  # a step may have fewer tasks than its allocation
+    if cluster is SlurmCluster:  # jax counts the tasks of the allocation; a step may have fewer
         count = int(os.environ.get('SLURM_STEP_NUM_TASKS', count))
     if count == 1:
         return None
+
     rank = cluster.get_process_id()
     address = os.environ.get(TRIPLE[0])
     if address is None:
@@ -111,35 +132,43 @@ def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
 
 
 def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
-    """The GPUs of a task by their indices among those that it sees; None without any.
+    """Returns the GPUs that this task uses, as indices among the GPUs that it sees.
 
-    They are all that it sees if the engine has given it GPUs of its own, and its equal share if it
-    sees all GPUs of the node, as the other tasks there do. ConfigError where shares are not whole.
-    `count` is the number of tasks of the job.
+    If the engine has given each task its own GPUs, the task uses all that it sees. If every task
+    sees all GPUs of the node, the tasks share them equally. None leaves the choice to jax: without
+    GPUs, or for an engine of TPUs.
+
+    Raises ConfigError if the GPUs do not divide over the tasks. `count` is the number of tasks of
+    the whole job.
     """
     cuda_devices = os.environ.get('CUDA_VISIBLE_DEVICES')
-    if cuda_devices is None:  # Open MPI does not set it
-        visible = len(machine.accelerators(os.environ.get('JAX_PLATFORMS')) or [])
+    if cuda_devices is None:  # Open MPI does not set the variable
+        gpus = machine.accelerators(os.environ.get('JAX_PLATFORMS')) or []
     else:
-        visible = len(machine.listed(cuda_devices))
-    if not visible:
+        gpus = machine.listed(cuda_devices)
+    num_visible = len(gpus)
+    if num_visible == 0:
         return None
-    total = visible  # GPUs of the node
+
+    num_on_node = num_visible
     if engine == 'slurm':
         task_on_node = int(os.environ['SLURM_LOCALID'])
-        tasks = count // int(os.environ['SLURM_STEP_NUM_NODES'])
-        total = int(os.environ.get('SLURM_GPUS_ON_NODE', visible))
+        num_tasks = count // int(os.environ['SLURM_STEP_NUM_NODES'])
+        num_on_node = int(os.environ.get('SLURM_GPUS_ON_NODE', num_visible))
     elif engine == 'openmpi':
         task_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
-        tasks = int(os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
+        num_tasks = int(os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
     else:
         return None
-    if visible * tasks == total:
-        return tuple(range(visible))
-    if visible == total and visible % tasks == 0:
-        share = visible // tasks
-        return tuple(range(task_on_node * share, (task_on_node + 1) * share))
+
+    if num_visible * num_tasks == num_on_node:
+        return tuple(range(num_visible))
+    if num_visible == num_on_node and num_visible % num_tasks == 0:
+        share = num_visible // num_tasks
+        first = task_on_node * share
+        return tuple(range(first, first + share))
     raise ConfigError(
-        f'{tasks} tasks on a node with {total} GPUs, of which each sees {visible}: the GPUs do '
-        'not divide over the tasks; ask for a multiple of the tasks, or one task per node'
+        f'{num_tasks} tasks on a node with {num_on_node} GPUs, of which each sees {num_visible}: '
+        'the GPUs do not divide over the tasks; ask for a multiple of the tasks, or one task per '
+        'node'
     )

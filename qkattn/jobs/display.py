@@ -8,64 +8,81 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TextIO
 
 import numpy as np
 
 from qkattn.jobs.output import say, short
 
-# Seconds between two drawings of a terminal, at least and, so that something moves, at most.
+# Least seconds between two drawings on a terminal.
 _DRAWN_EVERY = 0.2
+# Seconds after which the display is drawn again even if nothing was reported.
 _TICK = 1.0
-# Seconds between two plain lines, at least.
+# Least seconds between two plain lines.
 _QUIET = 4.0
-# Later, plain lines are this fraction of the run so far apart: a long run does not fill its log.
+# Plain lines come at intervals of this fraction of the run so far, so that a long run does not fill
+# its log.
 _PLAIN_FRACTION = 0.05
-# Characters of a label on a terminal: at most, and where the line has no room for more.
+# Most characters of a label on a terminal.
 _LABEL = 24
+# To this many characters a label is shortened on a narrow terminal.
 _SHORTEST_LABEL = 8
-# Seconds between two questions of how much of the study is left, which reads its directory.
+# Least seconds between two counts of what is left of the study, which read its directory.
 _STUDY_EVERY = 60.0
 _UNIT = ' nats/token'
-_ERASE = '\r\x1b[2K'  # the line that is shown
+# Makes a terminal erase its line.
+_ERASE = '\r\x1b[2K'
 
 _log = logging.getLogger(__name__)
 
 
 class Screen:
-    """A stream of whole lines, below which a terminal shows one that is redrawn."""
+    """A stream of lines. A terminal shows one more line below them, which is redrawn in place."""
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None):
-        """Draws nothing on a stream (None: standard error) of so many columns (None: its own)."""
+        """Draws nothing yet.
+
+        Args:
+          stream: where to write; by default standard error.
+          columns: the width of a row in characters; by default that of the terminal.
+        """
         self._stream = stream or sys.stderr
         self._columns = columns
-        self._line = ''
+        self._line = ''  # the line that the terminal shows at the bottom
         is_dumb = os.environ.get('TERM', 'dumb') in ('dumb', 'unknown')
         self.terminal = self._stream.isatty() and not is_dumb
 
     def print(self, text: str) -> None:
-        """Writes a line, above the one that is shown."""
+        """Writes a line above the redrawn one."""
         self._write(f'{text}\n', self._line)
 
     @property
     def room(self) -> int:
-        """The characters that a terminal shows in a row without wrapping it."""
+        """The number of characters that a terminal shows in a row without wrapping it."""
         columns = self._columns
-        with contextlib.suppress(OSError):  # the terminal may be gone; `say` then drops the line
-            columns = columns or os.get_terminal_size(self._stream.fileno()).columns
+        if not columns:
+            # If the terminal is gone, any width will do: `say` then drops the line.
+            with contextlib.suppress(OSError):
+                columns = os.get_terminal_size(self._stream.fileno()).columns
         return (columns or 80) - 1
 
     def draw(self, line: str) -> None:
-        """Shows this line in place of the one before; for a terminal only."""
+        """Shows `line`, cut to the width, in place of the redrawn line; only for a terminal."""
         room = self.room
-        self._write('', line if len(line) <= room else f'{line[: room - 1]}…')
+        if len(line) > room:
+            line = f'{line[: room - 1]}…'
+        self._write('', line)
 
     def close(self, keep: bool = False) -> None:
-        """Removes the line, or keeps it; may be called twice."""
-        self._write(f'{self._line}\n' if keep and self._line else '', '')
+        """Removes the redrawn line, or leaves it on the screen; may be called twice."""
+        text = ''
+        if keep and self._line:
+            text = f'{self._line}\n'
+        self._write(text, '')
 
     def _write(self, text: str, line: str) -> None:
+        """Erases the redrawn line, writes `text`, and shows `line` as the redrawn line."""
         erase = _ERASE if self._line else ''
         self._line = line
         say(f'{erase}{text}{line}', self._stream)
@@ -73,11 +90,11 @@ class Screen:
 
 @dataclasses.dataclass(frozen=True)
 class StudyLeft:
-    """What is left of a study beside this run, as far as its plan is known."""
+    """What is left of a study besides this run. Only the runs of the plan so far are counted."""
 
-    runs: int  # without a result, those that other workers train included
-    waiting_work: float  # of the runs that nobody trains yet, as a multiple of this run's
-    workers: int  # that train, this one included
+    runs: int  # runs without a result, also those that other workers train
+    waiting_work: float  # work of the runs that nobody trains yet, as a multiple of this run's
+    workers: int  # workers that train, this one included
 
 
 @dataclasses.dataclass
@@ -85,36 +102,38 @@ class _Pause:
     """A phase that recurs between steps, such as an evaluation."""
 
     first_step: int
-    first_seconds: float  # with what is paid once, such as compilation
+    first_seconds: float  # includes costs that come once, such as compilation
     last_step: int
-    later_seconds: float = 0.0
+    later_seconds: float = 0.0  # of all phases but the first
 
     @property
     def per_step(self) -> float:
-        """Seconds for each step of the run, as far as it has recurred."""
+        """The phase's seconds per step of the run; 0 until it has recurred at a later step."""
         if self.last_step == self.first_step:
             return 0.0
         return self.later_seconds / (self.last_step - self.first_step)
 
 
 class Pace:
-    """How long steps take, and so the rest of a run, from times that it is told.
+    """Estimates how long steps take, and when a run ends, from reported times.
 
-    What is paid once is not extrapolated: the time before the first report, and the first phase of
-    each name.
+    A run consists of steps and of phases between them, such as evaluations. Costs that come once
+    are not extrapolated: the time before the first report, and the first phase of each name. All
+    times are in seconds on the same clock.
     """
 
     def __init__(self, opened: float):
+        """Begins at the time `opened`, the start of the run."""
         self._opened = opened
         self._first: tuple[int, float] | None = None  # step and time of the first report
         self._step = 0
         self._trained = 0.0  # seconds from the first report to the newest one, without phases
         self._paused = 0.0  # seconds of phases since the first report
-        self._pause_start: float | None = None
+        self._pause_start: float | None = None  # when the current phase began
         self._pauses: dict[str, _Pause] = {}
 
     def report(self, step: int, now: float) -> None:
-        """`step` steps are done, resumed ones too."""
+        """Takes the number of steps that are done, also before a run was resumed."""
         if self._first is None:
             self._first = step, now
             self._paused = 0.0
@@ -122,15 +141,16 @@ class Pace:
         self._trained = self._training(now)
 
     def pause(self, now: float) -> None:
-        """A phase begins."""
+        """Takes the beginning of a phase."""
         self._pause_start = now
 
     def resume(self, name: str, now: float) -> None:
-        """The phase of this name ends."""
+        """Takes the end of the phase `name`, which began at the last `pause`."""
         start = now if self._pause_start is None else self._pause_start
         seconds = now - start
         self._pause_start = None
         self._paused += seconds
+
         pause = self._pauses.get(name)
         if pause is not None:
             pause.later_seconds += seconds
@@ -140,46 +160,51 @@ class Pace:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step alone; None before two reports."""
-        if self._first is None or self._step == self._first[0]:
+        """Seconds per step without phases; None before two reports."""
+        if self._first is None:
             return None
-        return self._trained / (self._step - self._first[0])
+        first_step, _ = self._first
+        if self._step == first_step:
+            return None
+        return self._trained / (self._step - first_step)
 
     def left(self, total_steps: int, now: float) -> float | None:
-        """Seconds until the last step, with the phases that recur; None before two reports."""
+        """Returns the seconds until the last step, phases included; None before two reports."""
         if self._with_pauses is None:
             return None
         since_report = self._training(now) - self._trained
-        return max(0.0, (total_steps - self._step) * self._with_pauses - since_report)
+        from_report = (total_steps - self._step) * self._with_pauses
+        return max(0.0, from_report - since_report)
 
     def whole(self, total_steps: int) -> float | None:
-        """Seconds of a run like this one from its start on; None before two reports."""
+        """Returns the seconds that a run like this one takes in all; None before two reports."""
         if self._first is None or self._with_pauses is None:
             return None
-        paid_once = self._first[1] - self._opened
+        _, first_time = self._first
+        paid_once = first_time - self._opened
         paid_once += sum(pause.first_seconds for pause in self._pauses.values())
         return paid_once + total_steps * self._with_pauses
 
     @property
     def _with_pauses(self) -> float | None:
-        """Seconds of a step with its share of the phases that recur."""
+        """Seconds per step, with its share of the phases that recur; None before two reports."""
         if self.step_seconds is None:
             return None
         return self.step_seconds + sum(pause.per_step for pause in self._pauses.values())
 
     def _training(self, now: float) -> float:
-        """Seconds since the first report, without phases."""
+        """Returns the seconds of training since the first report, without phases."""
         if self._first is None:
             return 0.0
         _, first_time = self._first
-        end = now if self._pause_start is None else self._pause_start  # of training
-        return end - first_time - self._paused
+        training_end = now if self._pause_start is None else self._pause_start
+        return training_end - first_time - self._paused
 
 
 class Progress(contextlib.AbstractContextManager['Progress']):
-    """Phase or step, training loss and time left of a run; for process 0 alone."""
+    """Displays the phase or step, the losses and the time left of a run; only in process 0."""
 
-    _open: ClassVar['Progress | None'] = None
+    _open: ClassVar['Progress | None'] = None  # the one that is displayed
 
     def __init__(
         self,
@@ -191,10 +216,16 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         screen: Screen | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Shows nothing until a phase lasts, or until the first `update`.
+        """Shows nothing until a phase lasts for some time, or until the first `update`.
 
-        Tokens per step are summed over trials. Without a study every evaluation is printed; with
-        one, `study` is asked at evaluations what is left of it.
+        Args:
+          label: the name of the run.
+          total_steps: the step at which the run ends.
+          tokens_per_step: tokens of all trials in one step, to show tokens per second.
+          study: returns what is left of the study that the run belongs to; it is called at
+            evaluations. Without a study, every evaluation is printed instead.
+          screen: where to draw; by default on standard error.
+          clock: returns the time in seconds.
         """
         self._label = label
         self._total = total_steps
@@ -207,12 +238,14 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._clock = clock
         self._opened = clock()
         self._pace = Pace(self._opened)
-        self._phase: tuple[str, float] | None = None  # name, start
-        self._step: int | None = None  # of the newest report
-        self._shown: int | None = None  # of the one shown
-        self._loss = self._validation_loss = None  # the newest ones
-        self._next_time = self._opened + _QUIET  # at which something is shown
-        # Reentrant: the program's log goes through here, too, and may come from anywhere.
+        self._phase: tuple[str, float] | None = None  # name and start of the current phase
+        self._step: int | None = None  # step of the newest report
+        self._shown: int | None = None  # step of the report that is shown
+        self._loss: Any = None  # newest training loss
+        self._validation_loss: Any = None  # newest validation loss
+        self._speeds: Mapping[str, float] = {}  # of the newest training record
+        self._next_time = self._opened + _QUIET  # nothing is shown before this time
+        # Reentrant, because log messages also go through this object and may come at any time.
         self._lock = threading.RLock()
         self._closed = threading.Event()
         Progress._open = self
@@ -220,7 +253,10 @@ class Progress(contextlib.AbstractContextManager['Progress']):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A block without steps, as 'compiling': named if it lasts, its seconds logged at DEBUG."""
+        """A block without steps, such as 'compiling'.
+
+        The display names the phase if it lasts. Its seconds are logged at DEBUG.
+        """
         with self._lock:
             start = self._clock()
             before = self._phase
@@ -241,7 +277,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:
-        """Takes the steps done, resumed ones too, and the training loss of trials, in nats."""
+        """Takes the number of steps done and the training loss of the trials, in nats per token."""
         with self._lock:
             now = self._clock()
             self._phase = None
@@ -251,6 +287,11 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._step = step
             self._pace.report(step, now)
             self._show(now)
+
+    def measured(self, speeds: Mapping[str, float]) -> None:
+        """Takes the newest SPEEDS of `qkattn.metrics`."""
+        with self._lock:
+            self._speeds = speeds
 
     def evaluated(self, step: int, loss: Any) -> None:
         """Takes the validation loss of the trials, in nats per token, at `step`."""
@@ -262,12 +303,12 @@ class Progress(contextlib.AbstractContextManager['Progress']):
                 self.print(f'step {step:,}/{self._total:,}: validation loss {text}')
 
     def print(self, text: str) -> None:
-        """Writes a line of its own."""
+        """Prints a line above the display."""
         with self._lock:
             self._screen.print(text)
 
     def close(self) -> None:
-        """Shows the last report if it has not been shown; may be called twice."""
+        """Shows the last report if it was not shown, and ends the display; may be called twice."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -280,7 +321,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             Progress._open = None
 
     def tick(self) -> None:
-        """Shows how long the phase has lasted, or how long the run still takes."""
+        """Draws again, since the seconds of a phase and the time left change."""
         with self._lock:
             if not self._closed.is_set():
                 self._show(self._clock())
@@ -289,55 +330,73 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(ValueError):  # the stream is closed
+        """Draws the display every _TICK seconds; runs in its own thread."""
+        with contextlib.suppress(ValueError):  # raised once the stream is closed
             while not self._closed.wait(_TICK):
                 self.tick()
 
     def _ask_study(self) -> None:
-        """Asks what is left of the study, unless that was asked a moment ago."""
-        if self._study is not None and self._clock() >= self._study_asked + _STUDY_EVERY:
+        """Asks what is left of the study, if the last answer is _STUDY_EVERY seconds old."""
+        if self._study is None:
+            return
+        if self._clock() >= self._study_asked + _STUDY_EVERY:
             self._study_left = self._study()
             self._study_asked = self._clock()
 
     def _show(self, now: float) -> None:
-        """Shows the phase, or the last report, if it is time."""
-        if now < self._next_time and not (self._phase and self._screen.terminal):
+        """Shows the phase or the last report, unless something was shown a moment ago.
+
+        A terminal shows a phase at once.
+        """
+        is_phase_on_terminal = self._phase is not None and self._screen.terminal
+        if now < self._next_time and not is_phase_on_terminal:
             return
-        if self._phase:
+
+        if self._phase is not None:
             name, start = self._phase
             fields = [f'{name} ... {now - start:.0f} s']
         elif self._step is not None:
             self._shown = self._step
             fields = self._fields(now)
         else:
-            return
+            return  # nothing was reported so far
+
         if self._screen.terminal:
             self._screen.draw(self._row(fields, self._screen.room))
             self._next_time = now + _DRAWN_EVERY
         else:
             self.print(f'{self._label}: {", ".join(fields)}')
-            self._next_time = now + max(_QUIET, _PLAIN_FRACTION * (now - self._opened))
+            interval_seconds = _PLAIN_FRACTION * (now - self._opened)
+            self._next_time = now + max(_QUIET, interval_seconds)
 
     def _fields(self, now: float) -> list[str]:
-        """What is known of the run after its last report, by importance."""
+        """Returns the parts of the last report in words, the most important ones first."""
         step = self._step or 0
         fields = [f'step {step:,}/{self._total:,}']
         if self._validation_loss is not None:
             fields.append(f'validation loss {loss_text(self._validation_loss, self._unit)}')
         if self._tokens_per_step and self._pace.step_seconds:
-            fields.append(f'{self._tokens_per_step / self._pace.step_seconds:,.0f} tokens/s')
+            tokens_per_second = self._tokens_per_step / self._pace.step_seconds
+            fields.append(f'{tokens_per_second:,.0f} tokens/s')
+        if 'mfu' in self._speeds:
+            fields.append(f'{self._speeds["mfu"]:.1%} MFU')
         left = self._pace.left(self._total, now)
         if left is not None and step < self._total:
             fields.append(f'{interval(left)} left')
         fields.append(f'{step / max(1, self._total):.0%}')
         if self._loss is not None:
             fields.append(f'loss {loss_text(self._loss, self._unit)}')
+        if 'input_wait_fraction' in self._speeds:
+            fields.append(f'{self._speeds["input_wait_fraction"]:.0%} waiting for input')
         if self._study_left is not None and self._study_left.runs:
             fields += self._study_fields(self._study_left, left)
         return fields
 
     def _study_fields(self, study: StudyLeft, left: float | None) -> Iterator[str]:
-        """What is left of the study: the runs that wait are shared by its workers."""
+        """Yields what is left of the study in words; `left` are the seconds left of this run.
+
+        The estimate assumes that the workers share the waiting runs equally.
+        """
         whole = self._pace.whole(self._total)
         if left is not None and whole is not None:
             seconds = left + whole * study.waiting_work / study.workers
@@ -345,13 +404,19 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         yield f'{_counted(study.runs, "run")} left'
 
     def _row(self, fields: list[str], room: int) -> str:
-        """The label and as many fields as there is room for; the label is shortened first."""
+        """Returns the label and as many fields as fit into `room` characters.
+
+        If room is short, the label is shortened before fields are left out.
+        """
+        shortest_label = min(len(self._label), _SHORTEST_LABEL)
         text = fields[0]
         for field in fields[1:]:
-            longer = f'{text}, {field}'
-            if min(len(self._label), _SHORTEST_LABEL) + len(f': {longer}') <= room:
-                text = longer
-        longest_label = min(_LABEL, max(_SHORTEST_LABEL, room - len(f': {text}')))
+            longer_text = f'{text}, {field}'
+            if shortest_label + len(': ') + len(longer_text) <= room:
+                text = longer_text
+
+        label_room = room - len(': ') - len(text)
+        longest_label = min(_LABEL, max(_SHORTEST_LABEL, label_room))
         return f'{short(self._label, longest_label)}: {text}'
 
 
@@ -360,7 +425,11 @@ def _counted(number: int, noun: str) -> str:
 
 
 def loss_text(loss: Any, unit: str = '') -> str:
-    """The loss with four decimals; over several trials its range, and how many are not finite."""
+    """Returns the loss with four decimals and its unit.
+
+    For several trials it is the range of the finite losses, and the number of those that are not
+    finite, as in '3.1000 to 3.2000 (1 of 4 trials not finite)'.
+    """
     values = np.asarray(loss, np.float64).ravel()
     finite = values[np.isfinite(values)]
     if finite.size == 0:
@@ -376,7 +445,7 @@ def loss_text(loss: Any, unit: str = '') -> str:
 
 
 def interval(seconds: float) -> str:
-    """'02:10', or '1:02:10' from an hour on."""
+    """Returns seconds as '02:10' (minutes and seconds), or '1:02:10' from an hour on."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -386,13 +455,13 @@ def interval(seconds: float) -> str:
 
 @contextlib.contextmanager
 def waiting(label: str, phase: str) -> Iterator[None]:
-    """A block outside of a run that is named, as a phase is, if it lasts."""
+    """A block outside of a run: if it lasts, the display names `label` and `phase`."""
     with Progress(label) as progress, progress.phase(phase):
         yield
 
 
 class LogHandler(logging.Handler):
-    """Prints messages on standard error, above the display if there is one."""
+    """Prints log messages on standard error, above the display if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)

@@ -1,6 +1,6 @@
-"""What a start needs of its environment: JAX's variables and a working directory that exists.
+"""Checks of the environment at a start: JAX's variables, and that the working directory exists.
 
-A problem is one sentence, and a setting that is wrong: starting again would not mend it.
+A problem is described in one sentence. It counts as a wrong setting: starting again does not help.
 """
 
 import os
@@ -18,7 +18,7 @@ _UNKNOWN_PLATFORM = re.compile(r"Backend '(.*?)' is not in the list of known bac
 
 
 def check() -> None:
-    """Raises ConfigError for what can be told before JAX opens its devices."""
+    """Raises ConfigError for problems that are known before JAX opens its devices."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -34,9 +34,9 @@ def check() -> None:
 
 
 def platform_problem(error: BaseException) -> str | None:
-    """Why JAX cannot open the devices that JAX_PLATFORMS names; None for any other error.
+    """Returns why JAX cannot open the devices that JAX_PLATFORMS names; None for other errors.
 
-    Where the machine has accelerators, that they do not open may pass: that is no wrong setting.
+    None, too, if the machine has accelerators: they may only be busy, which is not a wrong setting.
     """
     value = os.environ.get(PLATFORMS)
     if not value or not _is_of_opening(error):
@@ -56,8 +56,8 @@ def platform_problem(error: BaseException) -> str | None:
 
 
 def _is_of_opening(error: BaseException) -> bool:
-    """Whether an error is that of JAX as it opens its devices."""
-    if isinstance(error, AssertionError):  # where it finds none at all
+    """Whether JAX has raised an error because it could not open its devices."""
+    if isinstance(error, AssertionError):  # JAX has found no device at all
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and os.path.basename(frames[-1].filename) == 'xla_bridge.py'
     return isinstance(error, RuntimeError) and 'Unable to initialize backend' in str(error)

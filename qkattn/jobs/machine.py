@@ -1,6 +1,6 @@
-"""The cores, accelerators and memory that the machine, affinity and control groups leave.
+"""The cores, accelerators and memory that this process may use.
 
-Standard library only.
+The machine, the process's affinity and its control groups limit them. Standard library only.
 """
 
 import ctypes
@@ -14,35 +14,46 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# Where Linux shows the limits of control groups, and the groups that this process is in.
+# The directory in which Linux shows the limits of control groups.
 GROUPS = Path('/sys/fs/cgroup')
+# The file that lists the control groups of this process.
 MEMBERSHIP = Path('/proc/self/cgroup')
-# Devices of TPUs, and of GPUs of AMD.
+# Device files of TPUs, and of GPUs of AMD.
 _ACCELERATORS = ('dev/accel[0-9]*', 'dev/vfio/[0-9]*', 'dev/kfd')
 # Parameters of mallopt, as in glibc's malloc.h.
 _M_ARENA_MAX = -8
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-# glibc refuses a threshold above its limit, which depends on the machine.
+# Thresholds to try in turn: glibc refuses one above its limit, which depends on the machine.
 _LARGEST_MMAP_THRESHOLDS = (2**30, 2**25)
 
 
 def usable_cores() -> list[int]:
-    """The cores by number: as many as the affinity and the quota of the control groups leave."""
-    affinity = getattr(os, 'sched_getaffinity', lambda _: range(os.cpu_count() or 1))
-    cores = sorted(affinity(0))
-    number = max(1, math.floor(min(len(cores), quota())))
-    return [cores[index * len(cores) // number] for index in range(number)]
+    """Returns the numbers of the cores that this process should use.
+
+    The affinity of the process allows certain cores. If the control groups grant the time of fewer
+    cores, only that many are returned, evenly spaced.
+    """
+    if hasattr(os, 'sched_getaffinity'):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
+    num_usable = max(1, math.floor(min(len(cores), quota())))
+    return [cores[index * len(cores) // num_usable] for index in range(num_usable)]
 
 
 def shares(items: Sequence, number: int) -> list[list]:
-    """`items` in `number` groups of neighbours, as equal as they can be."""
-    ends = [i * len(items) // number for i in range(number + 1)]
-    return [list(items[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+    """Splits `items` into `number` groups of neighbours, whose sizes differ by at most one."""
+    groups = []
+    for index in range(number):
+        start = index * len(items) // number
+        end = (index + 1) * len(items) // number
+        groups.append(list(items[start:end]))
+    return groups
 
 
 def quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Cores' worth of time that the control groups grant; infinity without a limit."""
+    """Returns the processor time that the control groups grant, in cores; infinity if unlimited."""
     limits = [math.inf]
     for text in _settings('cpu.max', groups, membership):
         granted, _, period = text.partition(' ')
@@ -54,26 +65,33 @@ def quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
 def free_memory(
     groups: Path = GROUPS, membership: Path = MEMBERSHIP, memory: Path = Path('/proc/meminfo')
 ) -> float:
-    """Bytes that processes may still take; infinity where that is unknown."""
+    """Returns the bytes of memory that processes may still take; infinity if that is unknown.
+
+    It is the least of what the machine and each control group have left.
+    """
     free = [math.inf]
+    # 'MemAvailable:   1234 kB'
     available = re.search(r'^MemAvailable:\s*(\d+)', _text(memory), re.MULTILINE)
-    if available:  # in KiB
+    if available:
         free.append(1024 * int(available[1]))
+
     limits = _settings('memory.max', groups, membership)
     usages = _settings('memory.current', groups, membership)
     statistics = _settings('memory.stat', groups, membership)
     for limit, used, stat in itertools.zip_longest(limits, usages, statistics, fillvalue=''):
-        if limit not in ('', 'max'):
-            group_free = int(limit) - int(used)
-            cached = re.search(r'^inactive_file (\d+)', stat, re.MULTILINE)
-            if cached:  # pages of files, which the kernel gives back
-                group_free += int(cached[1])
-            free.append(group_free)
+        if limit in ('', 'max'):  # the group has no limit
+            continue
+        group_free = int(limit) - int(used)
+        # 'inactive_file 1234' counts the bytes of cached files, which the kernel gives back.
+        cached = re.search(r'^inactive_file (\d+)', stat, re.MULTILINE)
+        if cached:
+            group_free += int(cached[1])
+        free.append(group_free)
     return min(free)
 
 
 def cpu() -> str:
-    """The model of the processor."""
+    """Returns the model of the processor."""
     name = re.search(r'^model name\s*:(.*)', _text(Path('/proc/cpuinfo')), re.MULTILINE)
     if name:
         return name[1].strip()
@@ -81,19 +99,25 @@ def cpu() -> str:
 
 
 def listed(visible: str) -> list[str]:
-    """The GPUs that a CUDA_VISIBLE_DEVICES names; '' and '-1' hide all."""
+    """Splits a value of CUDA_VISIBLE_DEVICES into the GPUs that it names; '' and '-1' hide all."""
     return [gpu for gpu in visible.split(',') if gpu not in ('', '-1')]
 
 
 def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | None:
-    """The GPUs that CUDA may use; [] on a CPU; None for others, which one process drives together.
+    """Returns the NVIDIA GPUs that JAX may use, as indices or names of CUDA_VISIBLE_DEVICES.
 
-    `platforms` are those of JAX_PLATFORMS; None takes whatever there is.
+    The list is empty on a machine without accelerators. None stands for other accelerators, which
+    one process uses together.
+
+    Args:
+      platforms: the value of JAX_PLATFORMS; None allows all platforms.
+      root: the root directory, below which the device files are.
     """
     if platforms == 'cpu':
         return []
     gpus = list(root.glob('dev/nvidia[0-9]*'))
-    if gpus and importlib.util.find_spec('jax_plugins'):  # jax with CUDA
+    has_cuda_in_jax = bool(importlib.util.find_spec('jax_plugins'))
+    if gpus and has_cuda_in_jax:
         visible = os.environ.get('CUDA_VISIBLE_DEVICES')
         if visible is None:
             return [str(index) for index in range(len(gpus))]
@@ -102,38 +126,41 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
 
 
 def described(root: Path = Path('/')) -> str:
-    """The accelerators of this machine for people, whether or not JAX can use them."""
-    gpus = len(list(root.glob('dev/nvidia[0-9]*')))
+    """Returns the accelerators of this machine in words, whether or not JAX can use them."""
+    num_gpus = len(list(root.glob('dev/nvidia[0-9]*')))
+    if num_gpus == 0:
+        return 'a TPU or a GPU of AMD' if _has_other_accelerators(root) else 'no accelerator'
+
+    text = '1 NVIDIA GPU' if num_gpus == 1 else f'{num_gpus} NVIDIA GPUs'
     visible = os.environ.get('CUDA_VISIBLE_DEVICES')
-    if gpus:
-        text = '1 NVIDIA GPU' if gpus == 1 else f'{gpus} NVIDIA GPUs'
-        hidden = visible is not None and not listed(visible)
-        return f'{text}, hidden by CUDA_VISIBLE_DEVICES={visible}' if hidden else text
-    if _has_other_accelerators(root):
-        return 'a TPU or a GPU of AMD'
-    return 'no accelerator'
+    are_hidden = visible is not None and not listed(visible)
+    if are_hidden:
+        text += f', hidden by CUDA_VISIBLE_DEVICES={visible}'
+    return text
 
 
 def _has_other_accelerators(root: Path) -> bool:
-    """Whether there is a device of a TPU, or of a GPU of AMD."""
+    """Whether the machine has a TPU or a GPU of AMD."""
     return any(list(root.glob(pattern)) for pattern in _ACCELERATORS)
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Memory that is freed stays with this process, which takes it again without page faults.
+    """Makes glibc keep memory that is freed, so that the process can use it again at once.
 
-    By default glibc returns large blocks at once, and XLA's CPU backend takes temporaries anew for
-    every call: clearing their pages takes as long as a small model computes. To be called before
-    any thread has an arena of its own; does nothing without glibc, or if its variables are set.
+    By default glibc returns large blocks to the system. XLA's CPU backend allocates temporaries
+    anew for every call, and the system must then clear their pages. For a small model this takes as
+    long as the computation.
+
+    Call it before other threads start, since each gets an arena of its own. It does nothing without
+    glibc, or if the user has set variables of glibc.
     """
-    is_set_by_user = 'GLIBC_TUNABLES' in os.environ or any(
-        name.startswith('MALLOC_') for name in os.environ
-    )
+    has_malloc_variable = any(name.startswith('MALLOC_') for name in os.environ)
+    is_set_by_user = has_malloc_variable or 'GLIBC_TUNABLES' in os.environ
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
     if mallopt is None or is_set_by_user:
         return
-    # One arena for all threads, which keeps freed memory and takes large blocks, too.
+    # All threads share one arena. It keeps freed memory, and also holds large blocks.
     mallopt(_M_ARENA_MAX, 1)
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     for threshold in _LARGEST_MMAP_THRESHOLDS:
@@ -142,22 +169,26 @@ def keep_freed_memory() -> None:
 
 
 def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:
-    """The values of a setting in this process's control group and in those around it, inmost first.
+    """Yields the values of a setting, such as 'cpu.max', in the control groups of this process.
 
-    A group that does not have the setting is passed over.
+    The process's own group comes first, then the groups around it. Groups without the setting are
+    skipped.
     """
     for line in _text(membership).splitlines():
-        number, _, path = line.split(':', 2)  # as in '0::/user.slice/job'
-        if number == '0':
-            group = groups / path.lstrip('/')
-            for parent in (group, *group.parents):
-                text = _text(parent / name) if parent.is_relative_to(groups) else ''
-                if text:
-                    yield text
+        number, _, path = line.split(':', 2)  # '0::/user.slice/job'
+        if number != '0':  # a group of cgroup version 1
+            continue
+        group = groups / path.lstrip('/')
+        for parent in (group, *group.parents):
+            if not parent.is_relative_to(groups):
+                break
+            text = _text(parent / name)
+            if text:
+                yield text
 
 
 def _text(path: Path) -> str:
-    """The content of a file; '' where it cannot be read."""
+    """Returns the content of a file, or '' if it cannot be read."""
     try:
         return path.read_text(encoding='utf-8', errors='replace').strip()
     except OSError:

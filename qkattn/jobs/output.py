@@ -1,4 +1,4 @@
-"""Text of and for others: what terminals show, readers that are gone, what other programs print."""
+"""Output: text for terminals, readers that have gone, and what other programs print."""
 
 import contextlib
 import errno
@@ -11,37 +11,48 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, cast
 
-# Nobody reads standard output: what a shell reports of a command that SIGPIPE ended.
+# The exit code if nobody reads standard output: a shell reports it for a command that SIGPIPE ends.
 EXIT_UNREAD = 128 + signal.SIGPIPE
-# What a terminal obeys instead of showing it: control codes and changes of the reading direction.
+# Characters that a terminal obeys instead of showing them: control codes, line separators and
+# changes of the reading direction. '\x1b' begins a code that, for example, moves the cursor.
 _OBEYED = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 
 def escape_unencodable() -> None:
-    """Makes every text printable: characters that the encoding of the terminal lacks are escaped.
+    """Makes standard output escape the characters that the terminal's encoding does not have.
 
-    Python does so on standard error alone.
+    Python does this by default, but only for standard error.
     """
     cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')
 
 
 def visible(text: str) -> str:
-    """`text` on one line, with an escape such as \\x1b for each character that a terminal obeys."""
-    return _OBEYED.sub(lambda match: match[0].encode('unicode_escape').decode(), text)
+    """Escapes characters that a terminal obeys, for example as \\x1b; the result is one line."""
+
+    def escape(match: re.Match[str]) -> str:
+        return match[0].encode('unicode_escape').decode()
+
+    return _OBEYED.sub(escape, text)
 
 
 def short(text: str, limit: int) -> str:
-    """`text`, its middle left out where it is longer than `limit`."""
+    """Cuts text of more than `limit` characters, by putting '…' in place of its middle."""
     if len(text) <= limit:
         return text
-    half = max(0, limit - 1) // 2
-    return f'{text[: limit - 1 - half]}…{text[len(text) - half :]}'
+    end_length = max(0, limit - 1) // 2
+    start_length = limit - 1 - end_length
+    start = text[:start_length]
+    end = text[len(text) - end_length :]
+    return f'{start}…{end}'
 
 
 def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned plain text, a line per row; what a terminal obeys is escaped.
+    """Formats a table as aligned plain text; characters that a terminal obeys are escaped.
 
-    `titles` are (title, whether its column is flush left); after a '|' a title has a second line.
+    Args:
+      titles: for each column its title, and whether its cells are flush left. 'loss|nats/token' is
+        a title of two lines.
+      rows: the cells of each row. Empty rows are left out.
     """
     first_lines = []
     second_lines = []
@@ -50,21 +61,33 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
         first_lines.append(first)
         second_lines.append(second)
     head = [line for line in (first_lines, second_lines) if any(line)]
-    body = [[visible(cell) for cell in row] for row in rows]
-    body = [row for row in body if any(row)]
-    widths = [max(len(cell) for cell in column) for column in zip(*head, *body, strict=True)]
+
+    body = []
+    for row in rows:
+        cells = [visible(cell) for cell in row]
+        if any(cells):
+            body.append(cells)
+
+    widths = []
+    for column in zip(*head, *body, strict=True):
+        widths.append(max(len(cell) for cell in column))
     rule = ['-' * width for width in widths]
+
     lines = []
-    for row in (*head, rule, *body):
-        cells = []
-        for cell, width, (_, is_flush_left) in zip(row, widths, titles, strict=True):
-            cells.append(cell.ljust(width) if is_flush_left else cell.rjust(width))
-        lines.append('  '.join(cells).rstrip())
+    for cells in (*head, rule, *body):
+        padded = []
+        for cell, width, (_, is_flush_left) in zip(cells, widths, titles, strict=True):
+            padded.append(cell.ljust(width) if is_flush_left else cell.rjust(width))
+        lines.append('  '.join(padded).rstrip())
     return '\n'.join(lines)
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Writes a message of a run, which goes on without its reader: the text is then dropped."""
+    """Writes a message of a run.
+
+    If the reader of the stream has gone, this text and all later text is dropped, and the run goes
+    on.
+    """
     try:
         stream.write(text)
         stream.flush()
@@ -76,7 +99,7 @@ def say(text: str, stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def ending_unread() -> Iterator[None]:
-    """A block that prints results: without a reader the process ends, quietly, with EXIT_UNREAD."""
+    """A block that prints results: if their reader has gone, the process ends with EXIT_UNREAD."""
     try:
         yield
         sys.stdout.flush()
@@ -86,15 +109,16 @@ def ending_unread() -> Iterator[None]:
 
 
 def run_program(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of another program, whose output is text in whatever encoding.
+    """Calls `subprocess.run` for a program whose output may not be UTF-8.
 
-    A file name in it, for example, may be any bytes: those that are not UTF-8 are replaced.
+    A file name in the output, for example, may have any bytes. Bytes that are not UTF-8 are
+    replaced.
     """
     return subprocess.run(command, encoding='utf-8', errors='replace', **settings)
 
 
 def discard(stream: TextIO) -> None:
-    """Sends what is buffered, and all that follows, nowhere."""
+    """Drops the text that the stream has buffered, and all later text."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

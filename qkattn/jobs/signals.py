@@ -10,19 +10,22 @@ from typing import Any, ClassVar, NoReturn
 
 from qkattn.errors import Stopped
 
-# An impossible setting or directory: launchers must not retry.
+# The exit code for an impossible setting or directory: launchers must not retry.
 EXIT_CONFIG = 2
-# What a shell reports of a command that SIGINT ended.
+# The exit code of an interrupted script; a shell reports it for a command that SIGINT ends.
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-# Stopped on request with nothing lost: launchers run the same command again.
+# The exit code after a stop on request with nothing lost: launchers run the same command again.
 EXIT_REQUEUE = 75
-# The scripts of experiments that `exit_on_signal`; SIGTERM and Ctrl-C kill the others.
+# The scripts of experiments that use `exit_on_signal`. SIGTERM and Ctrl-C kill the others.
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
-# Held while something is written that `exit_on_signal` must not cut.
+# The lock is held during writes, so that `end` waits until they are complete.
 no_interrupt = threading.RLock()
-# What `end` calls, latest first, such as the release of a lease; guarded by `no_interrupt`.
+# Functions that `end` calls, the latest first, such as the release of a lease. `no_interrupt`
+# guards the list.
 exit_hooks: list[Callable[[], None]] = []
 
+# Seconds for which `end` waits for a write in progress.
+_LONGEST_WRITE = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAVED = 'stopped after the last step, state saved'
 _NOTHING = 'stopped with nothing to save; the same command resumes'
@@ -37,17 +40,17 @@ class StopRequest:
             stop.defer_exit()
             while not stop.requested: ...
 
-    In a script with `exit_on_signal` a second Ctrl-C changes nothing, and a third one ends the
-    process without what is being saved; elsewhere the second one interrupts at once. Previous
-    handlers are restored on exit. For the main thread.
+    In a script with `exit_on_signal`, a second Ctrl-C changes nothing, and a third one ends the
+    process before everything is saved. In other scripts the second Ctrl-C interrupts at once. The
+    end of the block restores the previous handlers. Use it in the main thread only.
     """
 
     requested: ClassVar[bool] = False  # whether a signal came since the outermost block began
-    peers: ClassVar[Any] = None  # the others of the job, a qkattn.jobs.peers.JobPeers
-    deferring: ClassVar[list['StopRequest']] = []  # those with something to save
-    _depth: ClassVar[int] = 0  # of nested blocks
-    _interrupts: ClassVar[int] = 0  # Ctrl-C while there was something to save
-    _exits = False  # whether inside `exit_on_signal`
+    peers: ClassVar[Any] = None  # the job's qkattn.jobs.peers.JobPeers; None without a job
+    deferring: ClassVar[list['StopRequest']] = []  # the blocks with something to save
+    _depth: ClassVar[int] = 0  # number of nested blocks
+    _interrupts: ClassVar[int] = 0  # how often Ctrl-C came while there was something to save
+    _exits = False  # whether the process is inside `exit_on_signal`
 
     def __enter__(self) -> 'StopRequest':
         StopRequest._depth += 1
@@ -64,9 +67,10 @@ class StopRequest:
             StopRequest._interrupts = 0
 
     def defer_exit(self) -> None:
-        """From here to the end of the block there is something to save: no signal exits at once.
+        """Keeps signals from ending the process before the end of the block.
 
-        All processes of a job call it. Raises Stopped if a signal has come before, in any of them.
+        Call it when there is something to save; all processes of a job call it. Raises Stopped if a
+        signal has come to any of them before.
         """
         with no_interrupt:
             self.deferring.append(self)
@@ -77,21 +81,27 @@ class StopRequest:
             raise Stopped('stopped with nothing to save')
 
     def allow_exit(self) -> None:
-        """Everything is saved: from here on signals exit at once again.
+        """Lets signals end the process at once again.
 
-        All processes of a job call it. Raises Stopped if a signal has come before, in any of them.
+        Call it when everything is saved; all processes of a job call it. Raises Stopped if a signal
+        has come to any of them before.
         """
         all_stop = self.peers is not None and self.peers.meet(self.requested)
         with no_interrupt:
             self._undefer()
-            # In a job, a signal since the processes met: they exit with this one.
-            if self.requested and self._exits and not all_stop:
+            # In a job, a signal may have come after `meet`, which the others do not know of. `end`
+            # tells them, and they end too.
+            came_late = self.requested and not all_stop
+            if came_late and self._exits:
                 end(EXIT_REQUEUE, _SAVED)
         if all_stop or self.requested:
             raise Stopped(_SAVED)
 
     def should_stop(self, step: int, also: bool = False) -> bool:
-        """Whether to stop after `step` steps, as all do; `also`: this one has another reason to."""
+        """Whether to stop now that `step` steps are done; all processes of a job stop together.
+
+        `also` tells that this process has another reason to stop than a signal.
+        """
         if self.peers is not None:
             return self.peers.should_stop(step, also)
         return self.requested or also
@@ -102,23 +112,24 @@ class StopRequest:
         return cls.requested and bool(cls.deferring)
 
     def _undefer(self) -> None:
-        """Takes this block out of those with something to save."""
-        self.deferring[:] = [other for other in self.deferring if other is not self]
+        """Removes this block from the blocks with something to save."""
+        self.deferring[:] = [block for block in self.deferring if block is not self]
 
     def _handle(self, number: int, frame: Any) -> None:
-        """The handler of SIGTERM and Ctrl-C: sets `requested`, and says what another Ctrl-C does.
-
-        `_exits` is whether the process is in `exit_on_signal`, `deferring` whether there is
-        something to save.
-        """
+        """Handles SIGTERM and Ctrl-C: sets `requested`, and tells what another Ctrl-C will do."""
         StopRequest.requested = True
-        if number != signal.SIGINT:
+        is_ctrl_c = number == signal.SIGINT
+        if not is_ctrl_c:
             return
-        if not self._exits:
+
+        is_in_exit_on_signal = self._exits
+        if not is_in_exit_on_signal:
             _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
-        if not self.deferring:
+
+        has_something_to_save = bool(self.deferring)
+        if not has_something_to_save:
             return  # the thread of `exit_on_signal` ends the process
         StopRequest._interrupts += 1
         if self._interrupts == 1:
@@ -131,21 +142,23 @@ class StopRequest:
 
 @contextlib.contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """A block in which SIGTERM and Ctrl-C end the process unless a `StopRequest` defers that.
+    """A block in which SIGTERM and Ctrl-C end the process, unless a `StopRequest` defers the exit.
 
-    A thread reads the wake-up descriptor: no handler runs while XLA compiles, which is in C++.
+    Python runs no signal handler while XLA compiles in C++. But Python writes the number of a
+    signal into a pipe at once, and a thread of this block reads it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     previous_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    # It is written for signals that have a handler in Python.
+    # Python only writes the numbers of signals that have a handler, so they get an empty one.
     previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
     threading.Thread(target=_watch, args=(reading,), name='signals', daemon=True).start()
     StopRequest._exits = True
     try:
         yield
-    except Stopped:  # the process ends as it was asked to, and not by who asks again
-        # Python keeps this to its very end, where it takes its own handlers away.
+    except Stopped:
+        # The process is ending as requested, and another request must not disturb it. At its end
+        # Python removes its own handlers, but it keeps SIG_IGN.
         previous = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         raise
     finally:
@@ -156,27 +169,29 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def exit_while_starting(script: str) -> None:
-    """Lets signals end a RESUMABLE script in one line while it imports."""
+    """Lets signals end a RESUMABLE script with one sentence while it imports its modules."""
     if script in RESUMABLE:
         for number in _SIGNALS:
             signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING))
 
 
 def end(code: int, sentence: str) -> NoReturn:
-    """Ends the process from any thread, after a write in progress; leases are released.
+    """Ends the process with an exit code and a sentence, from any thread.
 
-    Results are printed before the others know of it, and may end this process, too.
+    Waits until a write in progress is complete, calls the exit hooks, and flushes the results that
+    were printed. Then it tells the other processes of a job. That comes last, since they may in
+    turn end this process.
     """
-    # A write that hangs, with its file system, must not keep the process.
-    no_interrupt.acquire(timeout=10.0)
+    # A write may hang with its file system, and must not keep the process for ever.
+    no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
         text = f'{sentence}\n'
         if os.isatty(2):
-            text = f'\n{text}'  # the cursor may stand behind the progress line
+            text = f'\n{text}'  # the cursor may be behind the progress line
         _say(text)
         for hook in reversed(exit_hooks):
             hook()
-        with contextlib.suppress(Exception):  # without a reader
+        with contextlib.suppress(Exception):  # the reader of the results may have gone
             sys.stdout.flush()
         if StopRequest.peers is not None:
             StopRequest.peers.announce(code, sentence)
@@ -187,30 +202,39 @@ def end(code: int, sentence: str) -> NoReturn:
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
     """Installs the handlers that signals had before."""
     for number, handler in handlers.items():
-        # None is a handler that was not installed from Python and cannot be restored.
+        # None stands for a handler that was not installed from Python and cannot be restored.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _watch(reading: int) -> None:
-    """Acts on signals, whose numbers are read from a pipe as one byte each, until it is closed."""
-    while number := os.read(reading, 1):
-        if number[0] in _SIGNALS:
-            with no_interrupt:
-                if not StopRequest.deferring:
-                    end(EXIT_REQUEUE, _NOTHING)
-                StopRequest.requested = True  # the handler may have to wait for native code
+    """Acts on signals until the pipe `reading` is closed; runs in a thread of its own.
+
+    Python writes each signal into the pipe as one byte, its number.
+    """
+    while content := os.read(reading, 1):
+        number = content[0]
+        if number not in _SIGNALS:
+            continue
+        with no_interrupt:
+            if not StopRequest.deferring:
+                end(EXIT_REQUEUE, _NOTHING)
+            # The handler also sets this, but it may have to wait for native code.
+            StopRequest.requested = True
     os.close(reading)
 
 
 def _say(text: str) -> None:
-    """Writes to standard error, if it has a reader."""
-    # os.write, because a handler may interrupt a print halfway. Ctrl-C also ends `... | tee log`.
+    """Writes to standard error; drops the text if nobody reads it.
+
+    `print` is not used, since a signal handler may interrupt another print. Nobody reads the text
+    if Ctrl-C has also ended tee in `... | tee log`.
+    """
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 
 
 def _in_forked_child() -> None:
-    # A signal to a child is not one to this process.
+    """Detaches a forked child from the pipe, so that its signals do not count as this process's."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 

@@ -1,8 +1,9 @@
-"""Every metric of a trial, declared once: result files, tables and figures follow from `Metric`.
+"""The metrics of a trial: result files, tables and figures follow from one `Metric` for each.
 
-METRICS are those of every run; `train.metrics` names further ones, from outside the package. An
-evaluated metric has a number for each target, and a value from the sums of such numbers over rows.
-One that is measured when a run ends has neither: `Rows.end_metrics` of the task computes it.
+Every run has the METRICS. `train.metrics` names more metrics, from outside the package.
+
+An evaluated metric has a number for each target, and computes its value from the sums of these
+numbers over rows. Other metrics are measured when a run ends, by `Rows.end_metrics` of the task.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ PREFIXES = {'validation': 'val', 'test': 'test'}
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for one batch, or for a part of each row; numpy or jax arrays."""
+    """A model's predictions for one batch, or for a part of each row, as numpy or jax arrays."""
 
     logits_BTV: Any  # float32
     targets_BT: Any
@@ -31,7 +32,7 @@ class Predictions:
     correct_BT: Any  # whether the target is the argmax prediction
 
 
-# `row_sums` of R rows and X trials, each [R, X, ...] in float64.
+# The results of `row_sums` for R rows and X trials, each an array [R, X, ...] in float64.
 Sums = Mapping[str, np.ndarray]
 
 
@@ -39,33 +40,35 @@ Sums = Mapping[str, np.ndarray]
 class Metric:
     """A number that is measured for every trial of a run, and how it is printed."""
 
-    name: str  # in result files, after the prefix of a split: 'loss' is val_loss and test_loss
-    # A 'score' is a result that is no loss, a 'probe' a property of the trained model, an 'error'
-    # the uncertainty of another metric.
+    name: str  # result files add the prefix of a split: 'loss' is val_loss and test_loss
+    # A 'loss' is the objective in some unit. A 'score' is another result, a 'probe' a property of
+    # the trained model, an 'error' the uncertainty of another metric.
     role: Literal['loss', 'score', 'probe', 'error']
     description: str
     _: dataclasses.KW_ONLY
-    label: str = ''  # in tables and figures; the name by default
+    label: str = ''  # the name in tables and figures; by default `name`
     unit: str | None = None
-    scale: float = 1.0
+    scale: float = 1.0  # factor on the value when it is printed
     decimals: int = 4
-    # Which value is better; by default a higher one, of a loss or an error a lower one.
+    # Which values are better. By default lower ones for a loss or an error, higher ones otherwise.
     direction: Literal['lower', 'higher'] | None = None
-    prefixes: tuple[Literal['val', 'test'], ...] = ('val', 'test')
-    # Whether an evaluation during training writes it to metrics.jsonl (val_ only); by default if it
-    # has `per_target`.
+    prefixes: tuple[Literal['val', 'test'], ...] = ('val', 'test')  # the splits that it is for
+    # Whether an evaluation during training writes val_NAME to metrics.jsonl. By default it does if
+    # the metric has `per_target`.
     logged: bool | None = None
-    for_text: bool = True  # reports show it for text, for which there are bits per byte
-    # Further fields of the same measurement and their types.
+    for_text: bool = True  # whether reports show it for text, where they also show bits per byte
+    # More fields that the same measurement gives, with their types.
     details: Mapping[str, type] = dataclasses.field(default_factory=dict)
-    # A number, or several, of each target [B, T, ...], whatever the other targets are; jittable.
-    # `row_sums` of them are the `Sums` of this name.
+    # Computes one or more numbers for each target, [B, T, ...], which do not depend on the other
+    # targets; jittable. `row_sums` sums them.
     per_target: Callable[[Predictions], Any] | None = None
-    # (sums, bytes per target, if targets are text) -> value of every trial [X], or None where it is
-    # not defined. By default the mean over targets; None for a metric without `per_target`.
+    # Computes the value of every trial [X] from the sums and, if the targets are text, the bytes
+    # per target; None if the value is not defined. The default is the mean over targets, or nothing
+    # for a metric without `per_target`.
     value: Callable[[Sums, float | None], Any] | None = None
 
     def __post_init__(self) -> None:
+        """Sets label, direction, logged and value if they were left out."""
         is_evaluated = self.per_target is not None
         defaults = {
             'label': self.name.replace('_', ' '),
@@ -78,13 +81,16 @@ class Metric:
                 object.__setattr__(self, field, default)  # the dataclass is frozen
 
     def field(self, prefix: str) -> str:
-        """Its field in a result, 'val_loss' for 'val'; ValueError if not measured on this split."""
+        """Returns the name of its field in a result: 'val_loss' for the prefix 'val'.
+
+        Raises ValueError if the metric is not measured on this split.
+        """
         if prefix not in self.prefixes:
             raise ValueError(f'{self.name} has no prefix {prefix!r}, only {self.prefixes}')
         return f'{prefix}_{self.name}'
 
     def text(self, value: float) -> str:
-        """The value as printed, with its label and unit: 'loss 3.2189 nats/token'."""
+        """Returns a value as printed, with its label and unit: 'loss 3.2189 nats/token'."""
         text = f'{self.label} {self.scale * value:.{self.decimals}f}'
         if self.unit is None or self.unit == self.label:
             return text
@@ -92,29 +98,30 @@ class Metric:
 
 
 def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, Any]:
-    """Sums over each row of a batch of what is measured on its targets, for numpy and jax.jit.
+    """Sums the numbers of each target over the rows of a batch; works with numpy and in jax.jit.
 
     Args:
-      per_target: by metric, numbers of each target [B, T, ...].
-      loss_weights_BT: the weight of each target in the loss; 0 where a position has no target.
+      per_target: for each metric its numbers of each target, [B, T, ...].
+      loss_weights_BT: the weight of each target in the loss; 0 if a position has no target.
 
-    Returns by metric the weighted sums [B, ...], and 'weight', the sum of the weights [B], and
-    'rows', whether a row has a target [B]. Numbers at positions without a target, perhaps NaN, do
-    not count.
+    Returns the weighted sums [B, ...] of each metric. It also returns 'weight', the sum of the
+    weights [B], and 'rows', whether a row has a target [B]. Numbers at positions without a target
+    do not count, even if they are NaN.
     """
     array_library = loss_weights_BT.__array_namespace__()
     sums = {}
     for name, values in per_target.items():
         trailing_axes = (1,) * (values.ndim - 2)
         weights = loss_weights_BT.reshape(loss_weights_BT.shape + trailing_axes)
-        sums[name] = array_library.where(weights > 0, values * weights, 0).sum(1)
+        weighted_values = array_library.where(weights > 0, values * weights, 0)
+        sums[name] = weighted_values.sum(1)
     sums['weight'] = loss_weights_BT.sum(-1)
     sums['rows'] = loss_weights_BT.any(-1)
     return sums
 
 
 def _mean(name: str, sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
-    """Mean over targets [X]."""
+    """Returns the mean of a metric over targets [X]."""
     return sums[name].sum(0) / sums['weight'].sum(0)
 
 
@@ -122,51 +129,62 @@ mean_loss = functools.partial(_mean, 'loss')  # cross-entropy per target [X]
 
 
 def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
-    """Standard error of the loss [X] over rows; NaN for fewer than two rows.
+    """Returns the standard error of the loss over rows [X]; NaN for fewer than two rows.
 
-    The loss is a ratio of two sums over R rows, of nats n and weights w, with the variance
-    R / (R - 1) * sum (n - loss * w)^2 / (sum w)^2 (Cochran 1977, 'Sampling techniques', ch. 6),
-    without the correction for a finite population: a split stands for all text of its kind.
+    The loss is the ratio sum(n) / sum(w) over R rows, with n the nats and w the weight of a row.
+    The variance of this ratio is
+
+        R / (R - 1) * sum (n - loss * w)^2 / (sum w)^2
+
+    (Cochran 1977, 'Sampling techniques', ch. 6), without the correction for a finite population,
+    because a split is a sample of all text of its kind.
     """
     excess_RX = sums['loss'] - mean_loss(sums) * sums['weight']
+    squares_X = (excess_RX**2).sum(0)
     num_rows_X = sums['rows'].sum(0)
     num_rows_X = np.where(num_rows_X > 1, num_rows_X, np.nan)
     correction_X = num_rows_X / (num_rows_X - 1)
-    return np.sqrt(correction_X * (excess_RX**2).sum(0)) / sums['weight'].sum(0)
+    return np.sqrt(correction_X * squares_X) / sums['weight'].sum(0)
 
 
 def perplexity(nats_per_token: float) -> float:
-    """exp(nats per token), of a mean over all tokens; inf beyond the largest float."""
+    """Returns exp(nats_per_token); infinity if that is too large for a float."""
     with np.errstate(over='ignore'):
         return float(np.exp(np.float64(nats_per_token)))
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """nats_per_token / (ln 2 * bytes_per_token); ConfigError unless bytes_per_token is above 0."""
+    """Returns nats_per_token / (ln 2 * bytes_per_token).
+
+    Raises ConfigError unless bytes_per_token is above 0.
+    """
     if not bytes_per_token > 0:
         raise ConfigError(f'bytes_per_token={bytes_per_token} must be above 0')
     return float(nats_per_token) / (math.log(2) * bytes_per_token)
 
 
 def _bits_per_byte(sums: Sums, bytes_per_target: float | None) -> np.ndarray | None:
-    """Bits per byte [X]; None where targets are no text."""
+    """Returns the bits per byte [X], or None if the targets are not text."""
     if bytes_per_target is None:
         return None
     return np.array([bits_per_byte(loss, bytes_per_target) for loss in mean_loss(sums)])
 
 
 def _perplexity(sums: Sums, bytes_per_target: float | None) -> np.ndarray:
-    """Perplexity [X]."""
+    """Returns the perplexity [X]."""
     return np.array([perplexity(loss) for loss in mean_loss(sums)])
 
 
 def _solved(sums: Sums, bytes_per_target: float | None) -> np.ndarray:
-    """Fraction of the rows with targets [X] without a wrong prediction, which `solved` counts."""
-    solved_RX = sums['rows'] * (sums['solved'] == 0)
-    return solved_RX.sum(0) / sums['rows'].sum(0)
+    """Returns the fraction of rows whose predictions are all right [X].
+
+    sums['solved'] counts the wrong predictions of a row. Rows without a target do not count.
+    """
+    is_solved_RX = sums['rows'] * (sums['solved'] == 0)
+    return is_solved_RX.sum(0) / sums['rows'].sum(0)
 
 
-# Each is of the whole run, all its trials together.
+# Times of a run with their descriptions. Each covers all trials of the run together.
 TIMES = {
     'train_seconds': 'training steps, over all starts',
     'input_seconds': 'of these, waiting for the next batch on the devices',
@@ -175,11 +193,18 @@ TIMES = {
     'compile_seconds': 'compilation of the training program, in the last start',
     'tokens_per_second': 'training tokens per second of the last start',
 }
+# Of a training record: of the whole run, all its trials together, over the steps since the record
+# before, without evaluations and checkpoints. Other starts of a run measure others.
+SPEEDS = {
+    'tokens_per_second': 'training tokens per second',
+    'mfu': 'model FLOPs per second over the peak rate of the devices; absent where it is unknown',
+    'input_wait_fraction': 'fraction of the time in which training waits for the next batch',
+}
 
 NATS: dict[str, Any] = {'unit': 'nats/token'}
 PERCENT: dict[str, Any] = {'unit': '%', 'scale': 100.0, 'decimals': 2}
 OF_TARGETS: dict[str, Any] = {**PERCENT, 'for_text': False}
-# In the order in which they are printed: the main score first.
+# Tables and figures keep this order, with the main score first.
 _METRICS = (
     Metric(
         'loss',
@@ -268,23 +293,28 @@ _METRICS = (
     ),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _METRICS}
-# Names that metrics from outside cannot have: those of metrics, of other fields of a result, and
-# of sums.
+# Names that metrics from outside the package cannot have: names of metrics, of other fields of a
+# result, and of sums.
 _TAKEN = {*METRICS, 'tokens', 'weight', 'rows'}
 for _metric in _METRICS:
     _TAKEN.update(_metric.details)
 
 
 def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
-    """METRICS and metrics from outside by name; ConfigError for one that cannot be among them."""
+    """Returns METRICS and metrics from outside the package, by name.
+
+    Raises ConfigError if a metric from outside has a name that is not valid or is taken, or a role
+    other than 'score'.
+    """
     metrics = dict(METRICS)
     for metric in outside:
-        if not re.fullmatch('[a-z][a-z0-9_]*', metric.name) or metric.role != 'score':
+        is_valid_name = re.fullmatch('[a-z][a-z0-9_]*', metric.name)
+        if not is_valid_name or metric.role != 'score':
             raise ConfigError(
                 f'metric {metric.name!r} of role {metric.role!r} must have a name of lower-case '
                 "letters, digits and underscores, and the role 'score'"
             )
-        if metric.name in _TAKEN | metrics.keys():
+        if metric.name in _TAKEN or metric.name in metrics:
             raise ConfigError(
                 f'metric {metric.name!r} has the name of another; give it a name of its own'
             )
@@ -293,22 +323,36 @@ def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
 
 
 def named(texts: Sequence[str]) -> Mapping[str, Metric]:
-    """METRICS and those that `train.metrics` names by import path, in order, by name.
+    """Returns METRICS and the metrics that `train.metrics` names by import path, by name.
 
-    Raises ConfigError where a text names no metric.
+    Raises ConfigError if a text does not name a metric.
     """
     return with_outside([_imported_metric(text) for text in texts])
 
 
 def _imported_metric(text: str) -> Metric:
-    """The metric of 'my_file:METRIC', or that a function returns, as in 'my_file:top(k=5)'."""
+    """Imports a metric.
+
+    `text` names either a Metric, as in 'my_file:METRIC', or a function that returns one, as in
+    'my_file:top(k=5)'.
+    """
+    can_be_called = takes()  # without positional arguments
+
+    def is_metric_or_function(target: Any) -> bool:
+        return isinstance(target, Metric) or can_be_called(target)
+
+    def function_with_options(target: Any) -> Callable[..., Any]:
+        if callable(target):
+            return target
+        return lambda: target  # a Metric, which has no options
+
     target, options = resolve(
         text,
         {},
         'train.metrics',
         needs='a Metric, or a function (*, options) that returns one',
-        fits=lambda target: isinstance(target, Metric) or takes()(target),
-        call=lambda target: target if callable(target) else lambda: target,
+        fits=is_metric_or_function,
+        call=function_with_options,
     )
     if isinstance(target, Metric):
         return target
@@ -319,42 +363,51 @@ def _imported_metric(text: str) -> Metric:
 
 
 def outside(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Those that are not in METRICS."""
+    """Returns the metrics that are not in METRICS."""
     return {name: metric for name, metric in metrics.items() if name not in METRICS}
 
 
 def values(
     sums: Sums, bytes_per_target: float | None, metrics: Mapping[str, Metric] = METRICS
 ) -> dict[str, np.ndarray | None]:
-    """The value of every evaluated metric [X] by name, from the sums of R rows, [R, X, ...]."""
-    return {
-        name: metric.value(sums, bytes_per_target)
-        for name, metric in metrics.items()
-        if metric.value is not None
-    }
+    """Computes the value [X] of every evaluated metric, by name.
+
+    `sums` are those of R rows, [R, X, ...]. `bytes_per_target` is None if the targets are not text.
+    """
+    value_by_name = {}
+    for name, metric in metrics.items():
+        if metric.value is not None:
+            value_by_name[name] = metric.value(sums, bytes_per_target)
+    return value_by_name
 
 
 def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:
-    """The fields that metrics may have in a result, and their types (null where not measured)."""
+    """Returns the fields that metrics have in a result, with their types.
+
+    A field may also be null, if the metric was not measured.
+    """
     fields: dict[str, type] = {}
     for metric in metrics.values():
         for prefix in metric.prefixes:
             fields[f'{prefix}_{metric.name}'] = float
-            for detail, kind in metric.details.items():
-                fields[f'{prefix}_{detail}'] = kind
+            for detail, detail_type in metric.details.items():
+                fields[f'{prefix}_{detail}'] = detail_type
     return fields
 
 
 def logged_fields(metrics: Mapping[str, Metric]) -> tuple[str, ...]:
-    """The fields of an evaluation in metrics.jsonl, one value a trial."""
-    return tuple(
-        metric.field('val')
-        for metric in metrics.values()
-        if metric.logged and 'val' in metric.prefixes
-    )
+    """Returns the fields that an evaluation writes to metrics.jsonl, with a value per trial."""
+    fields = []
+    for metric in metrics.values():
+        if metric.logged and 'val' in metric.prefixes:
+            fields.append(metric.field('val'))
+    return tuple(fields)
 
 
 def shown(metrics: Mapping[str, Metric], results: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """The metrics that reports show of results, by field: of text, those that are for text."""
+    """Returns the metrics that reports show for some results.
+
+    Results on text have bits per byte. For them, reports leave out metrics that are not `for_text`.
+    """
     is_text = any(result.get('val_bits_per_byte') is not None for result in results)
     return [metric for metric in metrics.values() if metric.for_text or not is_text]

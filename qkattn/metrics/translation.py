@@ -7,18 +7,29 @@ from collections.abc import Sequence
 def translation_scores(
     hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False
 ) -> dict[str, float | int | str]:
-    """Scores of a whole test set of detokenized text, with one reference per sentence.
+    """Scores the translations of a whole test set.
 
-    `bleu` and `chrf` are corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent, as
-    computed by sacrebleu (Post 2018), comparable where their signatures agree; `exact_match` is the
-    fraction of the hypotheses that equal their reference. With `lowercase` all scores ignore case.
+    Args:
+      hypotheses: the translations, as detokenized text.
+      references: one reference translation of each.
+      lowercase: whether the scores ignore case.
+
+    Returns:
+      'bleu' and 'chrf': corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent,
+        computed by sacrebleu (Post 2018).
+      'bleu_signature' and 'chrf_signature': how sacrebleu computed them. Scores are comparable if
+        their signatures are equal.
+      'exact_match': the fraction of hypotheses that equal their reference.
+      'num_sentences': the number of hypotheses.
     """
-    metrics = importlib.import_module('sacrebleu.metrics')  # slow, and seldom needed
+    metrics = importlib.import_module('sacrebleu.metrics')  # slow to import, and rarely needed
     bleu = metrics.BLEU(lowercase=lowercase)
     chrf = metrics.CHRF(lowercase=lowercase)
-    # Before the signatures, which name the number of references that a score was computed from.
+    # The signatures below are complete only after a score was computed: they name the number of
+    # references.
     bleu_score = bleu.corpus_score(hypotheses, [references]).score
     chrf_score = chrf.corpus_score(hypotheses, [references]).score
+
     num_equal = 0
     for hypothesis, reference in zip(hypotheses, references, strict=True):
         if lowercase:

@@ -13,7 +13,7 @@ from qkattn.attention.parameters import initialization, project, weight
 from qkattn.config import ModelConfig
 from qkattn.model.sites import attention_spec
 
-# A residual branch without its norm and dropout: x_BTD -> what is added to the stream.
+# A residual branch without its norm and dropout. It maps x_BTD to what is added to the stream.
 Branch = Callable[[jax.Array], jax.Array]
 
 NORM_EPSILON = 1e-5
@@ -22,8 +22,8 @@ NORM_EPSILON = 1e-5
 class Norm(nnx.Module):
     """(x - mean) / sd * gain + bias ('layernorm') or x / rms * gain ('rmsnorm').
 
-    Normalized in float32; gain and bias act in the dtype of x. Ba et al. 2016; Zhang & Sennrich
-    2019.
+    The normalization is computed in float32 or wider, gain and bias in the dtype of x. Ba et al.
+    2016; Zhang & Sennrich 2019.
     """
 
     def __init__(self, config: ModelConfig, *, gain: bool = True):
@@ -45,19 +45,20 @@ class Norm(nnx.Module):
 
 
 def gelu(x_BTF: jax.Array) -> jax.Array:
-    """x Phi(x) with the normal distribution function Phi, in float32 or wider.
+    """Returns x Phi(x), where Phi is the normal distribution function, from float32 or wider.
 
-    From erf: with erfc, as in jax.nn.gelu, an MLP on a CPU takes 1.1 to 1.5 times as long.
+    It uses erf. jax.nn.gelu uses erfc, with which an MLP on a CPU takes 1.1 to 1.5 times as long.
     """
     wide_BTF = x_BTF.astype(jnp.promote_types(x_BTF.dtype, jnp.float32))
-    return (0.5 * wide_BTF * (1 + jax.lax.erf(wide_BTF * 0.5**0.5))).astype(x_BTF.dtype)
+    erf_BTF = jax.lax.erf(wide_BTF * 0.5**0.5)
+    return (0.5 * wide_BTF * (1 + erf_BTF)).astype(x_BTF.dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     'gelu': gelu,
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
     'relu': jax.nn.relu,
-    # The function of the gate, where the MLP has one.
+    # In an MLP with a gate, the function of the gate.
     'geglu': gelu,
     'swiglu': jax.nn.silu,
     'reglu': jax.nn.relu,
@@ -67,8 +68,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class MLP(nnx.Module):
     """f(x W_in + b_in) W_out + b_out, where f is GELU (Hendrycks & Gimpel 2016) or ReLU.
 
-    With a gate, (f(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out, where f is GELU, SiLU or
-    ReLU: GEGLU, SwiGLU, ReGLU (Shazeer 2020, arXiv 2002.05202), 3 D F parameters.
+    With a gate it is (f(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out, and has 3 D F
+    parameters. f is GELU, SiLU or ReLU in GEGLU, SwiGLU and ReGLU (Shazeer 2020, arXiv 2002.05202).
     """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
@@ -99,7 +100,10 @@ class MLP(nnx.Module):
 
 
 def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout; the identity without a key."""
+    """Sets each number to 0 with probability `rate`, and divides the others by 1 - rate.
+
+    Without a key it returns x.
+    """
     if key is None or not rate:
         return x_BTD
     keep_BTD = jax.random.bernoulli(key, 1 - rate, x_BTD.shape)
@@ -107,9 +111,10 @@ def drop(x_BTD: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """One layer: attention, then an MLP, each a residual branch f on the stream x.
+    """One layer: attention, then an MLP, each of them a residual branch f on the stream x.
 
-    x + f(norm(x)) (pre-norm, Xiong et al. 2020) or norm(x + f(x)) (post-norm, Vaswani et al. 2017).
+    The stream after a branch is x + f(norm(x)) with pre-norm (Xiong et al. 2020), and
+    norm(x + f(x)) with post-norm (Vaswani et al. 2017).
     """
 
     def __init__(self, config: ModelConfig, *, key: jax.Array):
@@ -133,9 +138,10 @@ class Block(nnx.Module):
         key: jax.Array | None,
         y_BSD: jax.Array | None = None,
     ) -> Branch:
-        """The branch of an attention, which attends to y_BSD where it is given.
+        """Returns the residual branch of an attention layer.
 
-        Probabilities are dropped with the key; None is no dropout.
+        It attends to y_BSD if given, else to the stream itself. The key is for dropout of the
+        attention probabilities; None is no dropout.
         """
 
         def branch(x_BTD: jax.Array) -> jax.Array:
@@ -145,7 +151,7 @@ class Block(nnx.Module):
         return branch
 
     def at(self, layer: int | jax.Array) -> 'Block':
-        """The same block as layer number `layer`, from 0, of all layers."""
+        """Returns a copy of the block that computes as layer number `layer`, counted from 0."""
         copy = jax.tree.map(lambda leaf: leaf, self)
         for name, module in vars(self).items():
             if isinstance(module, Attention):
@@ -158,10 +164,10 @@ class Block(nnx.Module):
         x_BTD: jax.Array,
         keys: Sequence[jax.Array | None] | None = None,
     ) -> jax.Array:
-        """The output of the block with `attends` as the branches of its attentions.
+        """Applies the branches `attends` in place of the block's attention layers, then the MLP.
 
-        In decoding, for example, they attend to cached keys. `keys` are those of the dropout on
-        each branch, the MLP's last; None is no dropout.
+        Decoding, for example, passes branches that attend to cached keys. `keys` has a dropout key
+        for each branch, the last for the MLP; None is no dropout.
         """
         if keys is None:
             keys = [None] * (len(attends) + 1)
@@ -170,6 +176,7 @@ class Block(nnx.Module):
         for attend, norm, key in zip(attends, norms, attention_keys, strict=True):
             x_BTD = self.add(attend, norm, x_BTD, key)
 
+        # The MLP has a dropout of its own, on its hidden layer, besides the one on its branch.
         inner_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
 
         def mlp(x_BTD: jax.Array) -> jax.Array:
@@ -178,11 +185,11 @@ class Block(nnx.Module):
         return self.add(mlp, self.mlp_norm, x_BTD, mlp_key)
 
     def attention_norms(self) -> list[Norm]:
-        """The norms of the attentions, in the order of their branches."""
+        """Returns the norms of the attention layers, in the order of their branches."""
         return [self.attention_norm]
 
     def add(self, branch: Branch, norm: Norm, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-        """One residual branch with its norm and dropout."""
+        """Returns the stream after one residual branch, with its norm and dropout."""
         rate = self.config.dropout
         if self.config.norm_position == 'post':
             return norm(x_BTD + drop(branch(x_BTD), rate, key))
@@ -208,7 +215,10 @@ class CrossBlock(Block):
         y_BSD: jax.Array | None = None,
         cross_mask: Mask | None = None,
     ) -> jax.Array:
-        """As Block; y_BSD is the encoder's output, and cross_mask says what of it is visible."""
+        """Returns the stream after the layer.
+
+        y_BSD is the encoder's output, and cross_mask says which of its positions are visible.
+        """
         probability_key, cross_probability_key, *branch_keys = split_key(dropout_key, 5)
         attends = [
             self.attend(self.attention, mask, probability_key),
@@ -221,16 +231,17 @@ class CrossBlock(Block):
 
 
 def module_key(key: jax.Array, name: str) -> jax.Array:
-    """The key of a module whose parameters have the names of another module's.
+    """Returns a key for a module whose parameters have the same names as those of another module.
 
-    A checksum of the name is folded in: fold_in(key, 1) would be the key of layer 1, which
-    jax.random.split draws.
+    `weight` draws by key and parameter name, so the two modules need different keys. The key has a
+    checksum of the module's name folded in. A small number would not do: fold_in(key, 1) equals
+    the key of layer 1 that jax.random.split draws.
     """
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def split_key(key: jax.Array | None, count: int) -> Sequence[jax.Array | None]:
-    """`count` keys; without a key, `count` times None."""
+    """Splits a key into `count` keys; without a key, returns None `count` times."""
     if key is None:
         return [None] * count
     return list(jax.random.split(key, count))

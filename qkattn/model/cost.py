@@ -1,7 +1,7 @@
 """The cost of a model: parameters, FLOPs per token, cache floats per token.
 
-No formulas: the parameter tree, the program and the caches of layers are evaluated with shapes in
-place of arrays, and what they hold is counted.
+There are no formulas here. The parameter tree, the program and the caches are built with shapes in
+place of arrays, and their sizes are counted.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ GROUPS = ('embedding', 'attention', 'mlp', 'norm')
 
 
 def abstract_params(config: ModelConfig) -> dict:
-    """The parameter tree with shapes in place of arrays."""
+    """Returns the parameter tree with shapes in place of arrays."""
     return nnx.to_pure_dict(nnx.state(abstract_model(config)))
 
 
 def group_of(path: str) -> str:
-    """The budget group of a parameter by its path: 'blocks/mlp/w_in_DF' -> 'mlp'.
+    """Returns the group in which a parameter is counted: 'blocks/mlp/w_in_DF' -> 'mlp'.
 
-    ValueError for a parameter of no group.
+    Raises ValueError for a parameter that belongs to no group.
     """
     *modules, name = path.split('/')
     if modules and modules[-1].endswith('norm'):
@@ -38,14 +38,14 @@ def group_of(path: str) -> str:
     for group in ('attention', 'mlp'):
         if any(module.endswith(group) for module in modules):
             return group
-    of_stream = modules in ([], ['encoder'])
-    if of_stream and name.startswith(('w_embedding', 'w_position', 'w_output')):
+    is_outside_of_blocks = modules in ([], ['encoder'])
+    if is_outside_of_blocks and name.startswith(('w_embedding', 'w_position', 'w_output')):
         return 'embedding'
     raise ValueError(f'parameter {path} belongs to no budget group of {", ".join(GROUPS)}')
 
 
 def count(config: ModelConfig) -> dict[str, int]:
-    """Parameters per group and their total, as counted on the parameter tree."""
+    """Counts the parameters of each group, and of all groups as 'total'."""
     parameters = dict.fromkeys(GROUPS, 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -53,20 +53,22 @@ def count(config: ModelConfig) -> dict[str, int]:
     return {**parameters, 'total': sum(parameters.values())}
 
 
-@functools.lru_cache(maxsize=1024)  # a run of a known config need not trace it again
+@functools.lru_cache(maxsize=1024)  # Tracing takes long, and configs come again.
 def flops_per_token(config: ModelConfig) -> float:
-    """Floating-point operations of all matrix products in one forward pass, per token.
+    """Counts the floating-point operations of all matrix products in a forward pass, per token.
 
-    Two per multiply-add at the full context, masked positions included, whatever model.kernel is.
-    In an encoder-decoder, per target token, with the encoding of a full source.
+    A multiply-add counts as two. The context is full, and masked positions count too, whatever
+    model.kernel is. For an encoder-decoder the count is per target token, and includes the encoding
+    of a full source.
     """
     return _flops_per_token(config, lambda model, inputs: model(**inputs))
 
 
 def training_flops_per_token(config: ModelConfig) -> float:
-    """As `flops_per_token`, of one forward and backward pass.
+    """Counts as `flops_per_token` does, for a forward and a backward pass.
 
-    Three times as much, less gradients of what is not trained, plus what model.remat repeats.
+    The result is about three times as much. Gradients that nothing trained needs are not computed,
+    and model.remat repeats parts of the forward pass.
     """
 
     def loss(model: Transformer, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -76,7 +78,7 @@ def training_flops_per_token(config: ModelConfig) -> float:
 
 
 def _flops_per_token(config: ModelConfig, program: Callable) -> float:
-    """FLOPs of program(model, inputs) on one row of the full context, by tokens of the context."""
+    """Returns the FLOPs of program(model, inputs) on one row of full context, per token of it."""
     config = dataclasses.replace(config, kernel='einsum')
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
     if config.kind == 'encoder_decoder':
@@ -86,13 +88,13 @@ def _flops_per_token(config: ModelConfig, program: Callable) -> float:
 
 
 def _matmul_flops(jaxpr: Jaxpr) -> int:
-    """FLOPs of all dot_generals; a value computed twice counts once, as the compiler merges it.
+    """Returns the FLOPs of all dot_generals in a program.
 
-    Two equations compute the same value where the primitive, its parameters and the values of its
-    inputs are the same.
+    A value that is computed twice counts once, because the compiler merges the two. Two equations
+    compute the same value if they have the same primitive, parameters and input values.
     """
     flops = 0
-    value_of: dict[Any, Any] = {}  # what identifies the value of a variable
+    value_ids: dict[Any, Any] = {}  # equal for two variables that hold the same value
     computed: set[int] = set()
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
@@ -101,15 +103,18 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
             if isinstance(variable, Literal):
                 inputs.append(repr(variable))
             else:
-                inputs.append(value_of.get(variable, id(variable)))
-        value = hash((primitive, str(equation.params), tuple(inputs)))
+                inputs.append(value_ids.get(variable, id(variable)))
+        value_id = hash((primitive, str(equation.params), tuple(inputs)))
         for index, variable in enumerate(equation.outvars):
-            value_of[variable] = (value, index)
-        if value in computed:
+            value_ids[variable] = (value_id, index)
+        if value_id in computed:
             continue
-        computed.add(value)
+        computed.add(value_id)
+
         if primitive == 'dot_general':
             flops += _dot_general_flops(equation)
+
+        # The programs inside an equation, e.g. of a jit or a scan, are among its parameters.
         repeats = equation.params['length'] if primitive == 'scan' else 1
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
@@ -118,7 +123,7 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
 
 
 def _dot_general_flops(equation: JaxprEqn) -> int:
-    """Two for each multiply-add: one per output element and contracted element."""
+    """Returns 2 * outputs * contracted: each output element sums that many products."""
     (contracted_axes, _), _ = equation.params['dimension_numbers']
     left_shape = equation.invars[0].aval.shape  # type: ignore[attr-defined]
     out_shape = equation.outvars[0].aval.shape  # type: ignore[attr-defined]
@@ -132,9 +137,10 @@ def _is_jaxpr(value: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def cache_floats_per_token(config: ModelConfig) -> int:
-    """Floats in the key/value cache of decoding per past token, over all layers.
+    """Returns how many floats the key/value cache of decoding holds per token, over all layers.
 
-    In an encoder-decoder, of one target token and one source token together; 0 for an encoder.
+    For an encoder-decoder it is the sum of one target token and one source token, and for an
+    encoder, which does not decode, it is 0.
     """
     if config.kind == 'encoder':
         return 0
@@ -144,7 +150,7 @@ def cache_floats_per_token(config: ModelConfig) -> int:
     y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
 
     def cached(model: Transformer, y_BSD: jax.Array) -> list[Cache]:
-        """What every layer caches of one position."""
+        """Returns what each layer caches of one token."""
         caches = []
         for site in sites:
             for layer in model.layers(site):
@@ -157,7 +163,7 @@ def cache_floats_per_token(config: ModelConfig) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def measured(config: ModelConfig, which: str) -> float | int:
-    """The cost by name: 'total' or 'non_embedding' parameters, 'flops' or 'cache' per token."""
+    """Returns one cost: 'total' or 'non_embedding' parameters, 'flops' or 'cache' per token."""
     match which:
         case 'total':
             return count(config)['total']

@@ -1,4 +1,4 @@
-"""The blocks of a model: stacks of equal layers, through which one scan passes."""
+"""The blocks of a model: stacks of layers of one variant each, and the scan over them."""
 
 import contextvars
 import functools
@@ -15,8 +15,8 @@ from qkattn.attention.parameters import inside
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block
 
-# What a layer keeps for the backward pass. Products with a weight matrix have no batch axes; those
-# of queries and keys, and of probabilities and values, have.
+# What a layer keeps for the backward pass: nothing, or its products with weight matrices. The
+# policy tells those from q k^T and p v by their lack of batch axes.
 REMAT_POLICIES = {
     'full': jax.checkpoint_policies.nothing_saveable,
     'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -24,7 +24,11 @@ REMAT_POLICIES = {
 
 
 class Pattern(nnx.Module):
-    """Layers of several variants in turn: layer l is number l // P of stack l % P, of P stacks."""
+    """Layers of several variants in turn.
+
+    There is one stack for each of the P variants. Layer l has variant l % P, and it is number
+    l // P in the stack of that variant.
+    """
 
     def __init__(self, stacks: list[Block]):
         self.period = len(stacks)
@@ -34,18 +38,21 @@ class Pattern(nnx.Module):
 
 Blocks = Block | Pattern
 
-# (activation, a letter per axis) -> the activation, placed on the devices of a mesh.
+# A Placement takes an activation and a letter per axis, and places it on the devices of a mesh.
 Placement = Callable[[jax.Array, str], jax.Array]
 _placement: contextvars.ContextVar[Placement] = contextvars.ContextVar('placement')
 
 
 def placing(placement: Placement) -> AbstractContextManager[None]:
-    """Models traced inside apply it to embeddings, logits and the stream around each layer."""
+    """Makes models traced inside the block apply a placement to their activations.
+
+    These are the embeddings, the logits, and the stream before and after each layer.
+    """
     return inside(_placement, placement)
 
 
 def placed(array: jax.Array, letters: str) -> jax.Array:
-    """The array with the placement in force; itself without one."""
+    """Applies the placement in force, if any; `letters` names the axes, as in 'BTD'."""
     placement = _placement.get(None)
     if placement is None:
         return array
@@ -53,14 +60,17 @@ def placed(array: jax.Array, letters: str) -> jax.Array:
 
 
 def stacks_of(blocks: Blocks) -> list[Block]:
-    """The stacks in the order of their first layers; one where all layers have one variant."""
+    """Returns the stacks, in the order of their first layers. Without a pattern there is one."""
     if isinstance(blocks, Block):
         return [blocks]
     return [getattr(blocks, f'stack_{number}') for number in range(blocks.period)]
 
 
 def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> Blocks:
-    """L blocks: every parameter has a leading axis of the layers of one variant."""
+    """Initializes L blocks, as one stack per variant.
+
+    In a stack, every parameter has a leading axis over the layers of that variant.
+    """
     keys_L = jax.random.split(key, config.num_layers)
     period = len(config.cycle)
     stacks = []
@@ -71,7 +81,7 @@ def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> B
 
 
 def layer_of(blocks: Blocks, index: int) -> Block:
-    """Layer number `index`, from 0."""
+    """Returns layer number `index`, counted from 0."""
     stacks = stacks_of(blocks)
     row, number = divmod(index, len(stacks))
     block = _items(stacks[number], row)
@@ -86,16 +96,22 @@ def scan_layers(
     *,
     config: ModelConfig,
 ) -> Any:
-    """The carry after `carry = step(carry, block, index, row)` for every layer in turn.
+    """Runs `carry = step(carry, block, index, row)` for every layer, and returns the last carry.
 
-    One scan: a layer, or with a pattern one layer of each variant, is an iteration. Layers beyond
-    the last whole iteration follow the scan. `index` is the number of the block's stack and the
-    block's index in it; `row` is that of the layer in `rows`, arrays [L, ...] in any tree.
+    There is one scan. An iteration is one layer of each variant, so a single layer without a
+    pattern. If the last iteration would be incomplete, its layers follow the scan.
+
+    Args:
+      step: called with the block of the layer; `index`, the number of its stack and its index in
+        that stack; and `row`, the layer's part of `rows`.
+      rows: a tree of arrays [L, ...].
     """
     stacks = stacks_of(blocks)
     L = config.num_layers
     P = len(stacks)
-    # What each stack contributes: its blocks, the numbers of its layers, their indices, their rows.
+
+    # Each stack contributes its blocks. Each block comes with the number of its layer in the model,
+    # its index in the stack, and its row.
     inputs = []
     for number, stack in enumerate(stacks):
         layers = jnp.arange(number, L, P, dtype=jnp.int32)
@@ -104,10 +120,12 @@ def scan_layers(
         inputs.append((stack, layers, indices, stack_rows))
 
     def iteration(carry: Any, inputs: list[tuple]) -> tuple[Any, None]:
+        """Runs one layer of each stack in `inputs`."""
         for number, (block, layer, index, row) in enumerate(inputs):
             carry = step(carry, block.at(layer), (number, index), row)
         return carry, None
 
+    # Every stack has a layer in each whole iteration; the first `num_left` stacks have one more.
     num_iterations, num_left = divmod(L, P)
     scanned = inputs if num_left == 0 else _items(inputs, slice(num_iterations))
     unroll = max(1, config.unroll // P)
@@ -118,7 +136,7 @@ def scan_layers(
 
 
 def _items(tree: Any, index: int | slice) -> Any:
-    """array[index] of every array in a tree."""
+    """Returns a tree with array[index] in place of every array."""
     return jax.tree.map(lambda array: array[index], tree)
 
 
@@ -131,7 +149,7 @@ def run_blocks(
     dropout_key: jax.Array | None,
     **shared: Any,
 ) -> jax.Array:
-    """Passes x through all layers; `shared` are further arguments, the same for all of them."""
+    """Passes x through all layers. Every block gets the arguments in `shared`."""
 
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
         x_BTD = placed(x_BTD, 'BTD')
@@ -143,7 +161,7 @@ def run_blocks(
     def step(
         x_BTD: jax.Array, block: Block, index: tuple[int, jax.Array], key: jax.Array | None
     ) -> jax.Array:
-        """`layer` with the arguments of `scan_layers`, which also gives the number of the layer."""
+        """Calls `layer` for `scan_layers`, whose `index` is not needed here."""
         return layer(x_BTD, block, key)
 
     keys_L = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)

@@ -57,16 +57,17 @@ class Stream(nnx.Module):
         *,
         w_embedding_VD: jax.Array | None = None,
     ) -> jax.Array:
-        """x_BTD, token embeddings plus learned or sinusoidal position embeddings.
+        """Returns x_BTD, the token embeddings plus learned or sinusoidal position embeddings.
 
-        Positions count from 0 in every row unless positions_BT is given. The embedding matrix is
-        the Stream's own unless w_embedding_VD is given.
+        By default, positions count from 0 in every row, and the embedding matrix is the Stream's
+        own.
         """
         config = self.config
         if w_embedding_VD is None:
             w_embedding_VD = self.w_embedding_VD[...]
         x_BTD = placed(w_embedding_VD, 'VD')[tokens_BT]
         _, T, D = x_BTD.shape
+
         if config.positions == 'learned':
             w_position_TD = placed(self.w_position_TD[...], 'TD')
             if positions_BT is None:
@@ -75,9 +76,10 @@ class Stream(nnx.Module):
                 x_BTD = x_BTD + w_position_TD[positions_BT]
         elif config.positions == 'sinusoidal':
             t_BT = jnp.arange(T) if positions_BT is None else positions_BT
-            # Sinusoids have unit variance; token embeddings have this standard deviation.
+            # Sinusoids have unit variance, and are scaled to the initial std of token embeddings.
             std = std_of(config.init, D**-0.5) * config.init_embedding
             x_BTD = x_BTD + (sinusoids(t_BT, D) * std).astype(x_BTD.dtype)
+
         if config.scale_embeddings:
             x_BTD = x_BTD * D**0.5
         return x_BTD
@@ -85,9 +87,9 @@ class Stream(nnx.Module):
     def run(
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None, **shared: Any
     ) -> jax.Array:
-        """The stream after all blocks and the final norm, from the embedded tokens.
+        """Passes the embedded tokens x through all blocks and the final norm.
 
-        `shared` are further arguments of every block, such as the encoder's output.
+        Every block gets the arguments in `shared`, such as the encoder's output.
         """
         embedding_key, blocks_key = split_key(dropout_key, 2)
         x_BTD = drop(x_BTD, self.config.dropout, embedding_key)
@@ -97,17 +99,19 @@ class Stream(nnx.Module):
         return self.normed(x_BTD)
 
     def normed(self, x_BTD: jax.Array) -> jax.Array:
-        """The final norm of x; x itself with post-norm."""
+        """Returns the final norm of x; with post-norm there is none, and it returns x."""
         if self.final_norm is None:
             return x_BTD
         return self.final_norm(x_BTD)
 
     def layers(self, site: str = 'attention') -> list[Attention]:
-        """The attention layers of all blocks, first to last; changes to them stay out of the model.
+        """Returns copies of the attention layers of all blocks, first to last.
 
-        With pre-norm, x and y of a layer are the normed stream. `site` is the place of the
-        attention in its block: 'attention', or 'cross_attention' in an encoder-decoder, whose
-        `encoder` has layers of its own. ValueError where the blocks have no such site.
+        `site` is the attribute of a block that holds the attention: 'attention', or in an
+        encoder-decoder also 'cross_attention'. The layers of the encoder are `encoder.layers()`.
+        With pre-norm, the inputs x and y of a layer are the normed stream.
+
+        Raises ValueError if the blocks have no such attribute.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
         sites = [name for name, part in vars(blocks[0]).items() if isinstance(part, Attention)]
@@ -116,7 +120,7 @@ class Stream(nnx.Module):
         return [getattr(block, site) for block in blocks]
 
     def check_length(self, tokens_BT: jax.Array, field: str = 'model.context') -> None:
-        """Raises ValueError for more tokens than config.context."""
+        """Raises ValueError if a row has more tokens than config.context."""
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
                 f'{tokens_BT.shape[1]} tokens do not fit into {field}={self.config.context}'
@@ -126,7 +130,7 @@ class Stream(nnx.Module):
 class Transformer(Stream):
     """A Stream and an output matrix, which may be the transposed embedding."""
 
-    kind: ClassVar[str]  # what `ModelConfig.kind` has to be
+    kind: ClassVar[str]  # the value of `ModelConfig.kind` that the class requires
 
     def __init__(
         self,
@@ -153,15 +157,15 @@ class Transformer(Stream):
                 self.w_output_DV = weight(key, 'w_output_DV', (D, V), D**-0.5)
 
     def stream(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """The normed stream x_BTD after the last block, of which `logits` are taken."""
+        """Returns the normed stream x_BTD after the last block, the argument of `logits`."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Float32 logits_BTV; the arguments are those of `stream`."""
+        """Returns float32 logits_BTV; the arguments are those of `stream`."""
         return self.logits(self.stream(*args, **kwargs))
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Float32 logits_BTV of the normed stream."""
+        """Returns float32 logits_BTV of the normed stream."""
         tied = self.w_output_DV is None
         w_output_DV = self.w_embedding_VD[...].T if tied else self.w_output_DV
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
@@ -180,16 +184,27 @@ class Decoder(Transformer):
         tokens_BT: jax.Array,
         *,
         valid_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """The normed stream x_BTD after the last block, of which `logits` are taken.
+        """Returns the normed stream x_BTD after the last block, the argument of `logits`.
 
-        No position attends to padding, where valid_BT is False. Without a key dropout is off.
-        ValueError for more tokens than config.context.
+        No position attends to padding, where valid_BT is False. segments_BT gives the number of
+        each token's document in its row: 1, 2, ... in the order of the documents, and 0 on padding.
+        A token then attends to its own document only, and its position is counted from the start of
+        the document. None is one document a row. Without a key, dropout is off. Raises ValueError
+        if a row has more tokens than config.context.
         """
         self.check_length(tokens_BT)
-        mask = Mask(causal=self.causal, valid_BS=valid_BT, window=self.config.window)
-        return self.run(self.embed(tokens_BT), mask, dropout_key)
+        positions_BT = None if segments_BT is None else positions_of(segments_BT)
+        mask = Mask(
+            causal=self.causal,
+            valid_BS=valid_BT,
+            window=self.config.window,
+            segments_BT=segments_BT,
+            segments_BS=segments_BT,
+        )
+        return self.run(self.embed(tokens_BT, positions_BT), mask, dropout_key)
 
 
 class Encoder(Decoder):
@@ -205,8 +220,8 @@ class Encoder(Decoder):
 class EncoderDecoder(Transformer):
     """Encodes a source, then predicts each target token from the source and the tokens before it.
 
-    Vaswani et al. 2017. Rows may hold several sentence pairs, numbered by segments; a token attends
-    to its own pair only, and its position is counted from the beginning of the pair.
+    Vaswani et al. 2017. A row may hold several sentence pairs, which segment numbers tell apart. A
+    token attends to its own pair only, and its position counts from the beginning of the pair.
     """
 
     kind = 'encoder_decoder'
@@ -231,11 +246,12 @@ class EncoderDecoder(Transformer):
         segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """The normed stream x_BTD of the targets, whose logits are of the next target token.
+        """Returns the normed stream x_BTD of the targets; its logits predict the next target token.
 
-        Segments number the pair of a token, from 1; 0 is padding. The pairs of a row follow one
-        another without gaps; None is one pair a row. Without a key dropout is off. ValueError for
-        more tokens than config.context or config.encoder.context.
+        The segment of a token is the number of its pair, from 1; 0 is padding. The pairs of a row
+        follow one another without gaps. Without segments, each row is one pair. Without a key,
+        dropout is off. Raises ValueError if a row has more tokens than config.context, or more
+        source tokens than config.encoder.context.
         """
         self.check_length(tokens_BT)
         encoder_key, decoder_key = split_key(dropout_key, 2)
@@ -257,7 +273,7 @@ class EncoderDecoder(Transformer):
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """The encoder's output y_BSD; see `stream`."""
+        """Returns the encoder's output y_BSD; see `stream` for the segments."""
         self.encoder.check_length(source_BS, 'model.source_context')
         segments_BS = source_segments_BS
         if segments_BS is None:
@@ -270,10 +286,11 @@ class EncoderDecoder(Transformer):
 
 
 def positions_of(segments_BT: jax.Array) -> jax.Array:
-    """Each token's position within its own segment: [1, 1, 1, 2, 2] -> [0, 1, 2, 0, 1]."""
+    """Returns each token's position in its own segment: [1, 1, 1, 2, 2] -> [0, 1, 2, 0, 1]."""
     t_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
     begins_BT = jnp.diff(segments_BT, axis=1, prepend=-1) != 0
-    first_BT = jax.lax.cummax(jnp.where(begins_BT, t_BT, 0), axis=1)  # of the token's segment
+    # The greatest beginning so far is the index of the first token of the token's segment.
+    first_BT = jax.lax.cummax(jnp.where(begins_BT, t_BT, 0), axis=1)
     return t_BT - first_BT
 
 
@@ -287,38 +304,38 @@ KINDS: dict[str, type[Transformer]] = {
 def build(
     config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
 ) -> Transformer:
-    """A model of config.kind at initialization; its parameters are drawn with a key or rngs.
+    """Initializes a model of config.kind, with parameters drawn with `key` or `rngs`.
 
-    ConfigError for a setting that is out of its bounds.
+    Raises ConfigError for a setting that is out of its bounds.
     """
-    # Each class checks the settings, and refuses a kind that is none.
+    # Every class checks all settings, so Decoder raises the error about an unknown kind.
     transformer = KINDS[config.kind] if config.kind in list(KINDS) else Decoder
     return transformer(config, key=key, rngs=rngs)
 
 
 @functools.lru_cache(maxsize=4096)
 def abstract_model(config: ModelConfig) -> Transformer:
-    """The model with shapes in place of arrays; nothing is allocated."""
+    """Returns the model with shapes in place of arrays, without allocating any."""
     with shapes_only():
         return nnx.eval_shape(lambda: build(config, key=jax.random.key(0)))
 
 
 def with_params(config: ModelConfig, params: dict) -> Transformer:
-    """The model with these parameters."""
+    """Returns the model with these parameters."""
     return nnx.merge(nnx.graphdef(abstract_model(config)), params)
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays of a batch that a model takes: all but targets and loss weights."""
+    """Returns the arrays of a batch that a model takes: all except targets and loss weights."""
     of_loss = ('targets_BT', 'loss_weights_BT')
     return {name: array for name, array in batch.items() if name not in of_loss}
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """-log softmax(logits)[target], nats_BT.
+    """Returns -log softmax(logits)[target] in nats, [B, T].
 
-    The target's logit is selected by a mask: selected by index, as in optax, its gradient is a
-    scatter, for which XLA copies all logits to every device where V is split (fsdp).
+    The target's logit is selected by a mask, not by index as in optax. The gradient of an index is
+    a scatter, for which XLA copies all logits to every device if V is split (fsdp).
     """
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     target_logits_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
@@ -326,6 +343,6 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 
 def loss(model: Transformer, batch: Mapping[str, Any]) -> jax.Array:
-    """Cross-entropy of the targets of a batch, nats per target, weighted by the loss weights."""
+    """Returns the cross-entropy of a batch in nats per target, averaged with the loss weights."""
     nats_BT = cross_entropy(model(**inputs_of(batch)), batch['targets_BT'])
     return jnp.average(nats_BT, weights=batch['loss_weights_BT'])

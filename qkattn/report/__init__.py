@@ -5,15 +5,16 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qkattn.errors import ReportError
+from qkattn.errors import ConfigError, ReportError
 from qkattn.report import tables
-from qkattn.report.columns import PAGE, printed
+from qkattn.report.columns import FIRST_SCREEN, PAGE, printed
 from qkattn.report.figures import figures
-from qkattn.report.figures.style import DARK, LIGHT, Drawing, write_plots
+from qkattn.report.figures.drawing import FORMATS, Drawing, Picture, picture, write_plots
+from qkattn.report.figures.style import DARK, LIGHT
 from qkattn.report.prose import environment, macro
 from qkattn.report.tables import headline, terminal_text
 from qkattn.storage import ledger
@@ -28,33 +29,35 @@ log = logging.getLogger(__name__)
 __all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write_report']
 
 
-def documents(
-    findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
-) -> dict[str, str]:
-    """Returns all files of a report except the figures: their text by name.
-
-    `svg` holds the drawn figures by their stem.
-    """
+def documents(findings: Findings, pictures: Sequence[Picture]) -> dict[str, str]:
+    """Returns the files of a report by name: tables, and a page with the pictures."""
     texts = tables.files(findings)
-    texts['report.html'] = _page(findings, drawn, svg)
+    texts['report.html'] = _page(findings, pictures)
     return texts
 
 
-def show_report(study_dir: str | Path) -> str:
+def show_report(study_dir: str | Path, plots: Sequence[str] = ()) -> str:
     """Writes the report of a study, see `write_report`; returns a short text for a terminal."""
-    findings, page = write_report(study_dir)
+    findings, page = write_report(study_dir, plots)
     return terminal_text(findings, page)
 
 
-def write_report(study_dir: str | Path) -> tuple[Findings, Path]:
+def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Findings, Path]:
     """Writes the report of a study; returns its findings and the path of report.html.
 
-    Writes plots/, table.md, table.csv and, last, report.html into the directory. If the study has
-    results beyond screening, the report is a look at them (an interim analysis), and the study's
-    ledger records it.
+    Writes table.md, table.csv and, last, report.html into the directory. The page contains the
+    figures. `plots` lists further formats of the figures, 'png', 'pdf' or 'svg', for files in
+    plots/, from which figures of earlier reports are removed.
 
-    Raises ReportError if the directory is not a study, has no result, or has a damaged ledger.
+    If the study has results beyond screening, the report is a look at them (an interim analysis),
+    and the study's ledger records it.
+
+    Raises ReportError if the directory is not a study, has no result, or has a damaged ledger, and
+    ConfigError for an unknown format.
     """
+    for kind in plots:
+        if kind not in FORMATS:
+            raise ConfigError(f'plots={kind!r} is no format; valid are {", ".join(FORMATS)}')
     study = load_study(study_dir)
     is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
     if is_beyond_screening and ledger.look(study.directory, study.files):
@@ -62,9 +65,10 @@ def write_report(study_dir: str | Path) -> tuple[Findings, Path]:
         new_ledger = ledger.read(study.directory / ledger.NAME)
         study = dataclasses.replace(study, ledger=new_ledger, altered={})
     findings = find(study)
-    drawn = figures(findings)
-    svg = write_plots(study.directory / 'plots', drawn)
-    for name, text in documents(findings, drawn, svg).items():
+    drawings = figures(findings)
+    write_plots(study.directory / 'plots', drawings, plots)
+    pictures = [picture(drawing) for drawing in drawings]
+    for name, text in documents(findings, pictures).items():
         written = write_atomic(study.directory / name, text)
     return findings, written
 
@@ -137,27 +141,19 @@ def _name(directory: Path) -> str | None:
         return parse_file(directory / 'study.json', {'name': str})['name']
 
 
-def _page(findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]) -> str:
+def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
     """Returns the whole report as an HTML document without scripts.
 
-    It adapts to light and dark, to narrow screens, and to paper. Figures are part of the document.
+    It adapts to light and dark, to wide and narrow screens, and to paper. It contains the figures.
     """
-    shown_figures = []
-    for drawing in drawn:
-        figure = described(findings, drawing)
-        code = base64.b64encode(svg[drawing.stem]).decode()
-        figure['source'] = f'data:image/svg+xml;base64,{code}'
-        shown_figures.append(figure)
-
-    headings, rows = printed(PAGE, findings, findings.arms)
     template = environment(html=True).get_template('report.html.j2')
     return template.render(
         study=findings.study,
         findings=findings,
-        figures=shown_figures,
-        summary=tables.summary(findings),
-        headings=headings,
-        rows=rows,
+        figures=[_figure(findings, shown) for shown in pictures],
+        summary=tables.summary(findings, with_arms=False),
+        first_screen=printed(FIRST_SCREEN, findings, findings.arms),
+        whole_table=printed(PAGE, findings, findings.arms),
         notes=tables.notes(findings),
         sheets=tables.sheets(findings),
         settings=[line.split(': ', 1) for line in tables.settings(findings)],
@@ -167,16 +163,37 @@ def _page(findings: Findings, drawn: Sequence[Drawing], svg: Mapping[str, bytes]
     )
 
 
-def described(findings: Findings, figure: Drawing) -> dict[str, Any]:
+def _figure(findings: Findings, shown: Picture) -> dict[str, Any]:
+    """Returns what the template of the page shows of a figure, with its SVG as data URLs."""
+    figure = described(findings, shown.drawing)
+    if shown.drawing.grid is None:
+        return figure | {'narrow': _data_url(shown.narrow), 'wide': _data_url(shown.wide)}
+    panels = [
+        {'variant': panel.variant, 'notes': panel.notes, 'source': _data_url(panel.svg)}
+        for panel in shown.panels
+    ]
+    return figure | {
+        'panels': panels,
+        'legend': _data_url(shown.legend),
+        'xlabel': shown.drawing.grid.xlabel,
+        'ylabel': shown.drawing.grid.ylabel,
+    }
+
+
+def _data_url(svg: bytes) -> str:
+    return f'data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'
+
+
+def described(findings: Findings, drawing: Drawing) -> dict[str, Any]:
     """Returns the stem, kind, title and caption of a figure, as pages show it.
 
     The kind is the first word of the stem. The macro of this name in templates/figures.j2 makes
     the title and the caption.
     """
-    kind = figure.stem.partition('_')[0]
+    kind = drawing.stem.partition('_')[0]
     context = {'study': findings.study}
-    title, caption = macro('figures.j2', kind, context, findings=findings, **figure.values)
-    return {'stem': figure.stem, 'kind': kind, 'title': title, 'caption': caption}
+    title, caption = macro('figures.j2', kind, context, findings=findings, **drawing.values)
+    return {'stem': drawing.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 
 def _provenance(study: TrainedStudy) -> dict[str, list[str]]:

@@ -1,8 +1,8 @@
 """The columns of a report. Each is declared once in `columns`, for all tables.
 
-A column with a heading is printed in its `tables`: the page and table.md (PAGE), the headline of a
-Markdown page (HEADLINE), the table of controls (CONTROL). A column with a key is written to
-table.csv, in the unit of the result files.
+A column with a heading is printed in its `tables`: the page and table.md (PAGE), the first table of
+the page (FIRST_SCREEN), the headline of a Markdown page (HEADLINE), the table of controls
+(CONTROL). A column with a key is written to table.csv, in the unit of the result files.
 """
 
 import dataclasses
@@ -21,9 +21,11 @@ from qkattn.verdict.findings import PARTS, Findings
 from qkattn.verdict.trained_arm import TrainedArm
 
 PAGE = 'page'
+# The columns of PAGE that a reader looks at first.
+FIRST_SCREEN = 'first screen'
 HEADLINE = 'headline'
 CONTROL = 'control'
-EVERYWHERE = (PAGE, HEADLINE, CONTROL)
+EVERYWHERE = (PAGE, FIRST_SCREEN, HEADLINE, CONTROL)
 # The text of a heading, which '|' breaks into two lines, and whether its column is aligned to the
 # left.
 Heading = tuple[str, bool]
@@ -249,7 +251,8 @@ def _of_verdict(findings: Findings) -> Iterator[Column]:
 
     yield Column('verdict', 'verdict.decision.value')
     verdict_heading = heading(f'verdict,|margin {margin}')
-    yield Column('', _verdict, verdict_heading, tables=(PAGE, HEADLINE), left=True)
+    tables_of_verdict = (PAGE, FIRST_SCREEN, HEADLINE)
+    yield Column('', _verdict, verdict_heading, tables=tables_of_verdict, left=True)
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')
@@ -401,13 +404,15 @@ def _of_run(field: str, arm: TrainedArm) -> float | None:
 
 # The arguments of a column that is printed on the page and for controls.
 _BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
+# The arguments of a column that the first table of the page has as well.
+_FIRST: Mapping[str, Any] = {'tables': (PAGE, FIRST_SCREEN, CONTROL)}
 # Seeds, parameters, shape, costs, and how trials ended.
 COSTS = (
     Column('', lambda arm: len(arm.chosen), 'seeds', **_BOTH),
-    Column('parameters', 'example.parameters.total', 'parameters', ',', **_BOTH),
+    Column('parameters', 'example.parameters.total', 'parameters', ',', **_FIRST),
     Column('residual', 'example.run.residual', 'residual,|%', lambda r: f'{100 * r:+.3f}', **_BOTH),
     Column('parameters_attention', 'example.parameters.attention', 'attention|parameters', ','),
-    Column('d_model', 'example.config.d_model', 'd_model', **_BOTH),
+    Column('d_model', 'example.config.d_model', 'd_model', **_FIRST),
     Column('d_ff', 'example.config.d_ff', 'd_ff', **_BOTH),
     Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si),
     Column('cache_floats_per_token', 'example.cache_floats_per_token', 'cache|floats/token', si),

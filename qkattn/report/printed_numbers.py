@@ -81,7 +81,7 @@ NOT_PROSE = re.compile(
 )
 # The text below a table of answers, to the end of its section. It discusses the answers, so the
 # names of matrices in it need an entry, too.
-READING = re.compile(r'<!-- answers: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
+READING = re.compile(r'<!-- answers\w*: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
 
 
 def check_numbers(path: str | Path) -> dict[str, int]:

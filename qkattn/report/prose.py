@@ -12,10 +12,12 @@ from typing import Any
 
 import jinja2
 import jinja2.runtime
+import markupsafe
 
 from qkattn.config.calls import parse_call
 from qkattn.config.variant import Variant, split_pattern
 from qkattn.metrics import PREFIXES
+from qkattn.report.plain_names import plain_name
 from qkattn.stats.decision import DECIDED, Decision
 from qkattn.stats.inference import Difference, Estimate
 from qkattn.stats.scaling import Problem
@@ -36,6 +38,8 @@ NOT_RECORDED = 'not recorded'
 END = '\x1f'
 # The hexadecimal digits of a hash.
 HASH = re.compile(r'[0-9a-f]{32,}')
+# A long name may be broken after these: low_rank(|rank=8)/|vo?|num_kv_heads=1.
+_BREAK = re.compile(r'(?<=[/(,?&:])')
 # The names of splits by their prefixes: 'validation' for 'val'.
 SPLITS = {prefix: split for split, prefix in PREFIXES.items()}
 # The quantities that a study may match, as nouns in the plural.
@@ -395,8 +399,14 @@ def _rates(arms: Iterable[TrainedArm]) -> list[float]:
     return sorted({rate for arm in arms for rate in arm.learning_rates})
 
 
+def breakable(name: str) -> markupsafe.Markup:
+    """A name in HTML that breaks into lines between its parts, not inside words."""
+    return markupsafe.Markup('<wbr>').join(_BREAK.split(name))
+
+
 FILTERS = {
     'arm_title': _arm_title,
+    'breakable': breakable,
     'by_difference': _by_difference,
     'by_where': by_where,
     'clause': clause,
@@ -408,6 +418,7 @@ FILTERS = {
     'listed': listed,
     'numbers': lambda values: ', '.join(f'{value:g}' for value in values),
     'p_value': p_value,
+    'plain_name': plain_name,
     'quantity': QUANTITIES.__getitem__,
     'rates': _rates,
     'reasons': reasons,

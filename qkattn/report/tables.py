@@ -339,9 +339,12 @@ def settings(findings: Findings) -> list[str]:
     return sentences('settings.j2', study=findings.study, findings=findings)
 
 
-def summary(findings: Findings) -> list[str]:
-    """Returns the result in sentences. The last one states what all arms share."""
-    return sentences('summary.j2', study=findings.study, findings=findings)
+def summary(findings: Findings, with_arms: bool = True) -> list[str]:
+    """Returns the result in sentences. The last one states what all arms share.
+
+    Without arms, the sentences that list them by verdict or difference are left out.
+    """
+    return sentences('summary.j2', study=findings.study, findings=findings, with_arms=with_arms)
 
 
 def notes(findings: Findings) -> list[str]:

@@ -11,26 +11,34 @@ import numpy as np
 from qkattn.stats.inference import MIN_PAIRS, Difference, detectable_difference
 
 Arm = TypeVar('Arm')  # whatever identifies an arm
-# The probability that a study and all its repeats decide any arm falsely, at most.
+# A study and all its repeats decide any arm falsely with at most this probability.
 ALPHA = 0.05
-# The share of what is left of ALPHA that a look leaves for the looks after it.
+# Each look leaves this share of the remaining ALPHA to the looks after it.
 LEFT_FOR_REPEATS = 0.2
 
 
 def level(look: int = 1) -> float:
-    """The error rate of one look at a question: 4 % of the first, 0.8 % of the second, 0.16 %, ...
+    """Returns the error rate at which look number `look` tests a question.
 
         level(k) = ALPHA (1 - r) r^(k - 1)  with r = LEFT_FOR_REPEATS
 
-    A question that is left open may be asked again, with further seeds. If look k is false with a
-    probability of level(k) at most, that of any false look is at most their sum (Bonferroni), which
-    is ALPHA for any number of looks. How looks depend on each other does not matter, nor does what
-    decides whether there is another one. So to spend ALPHA bit by bit is the simplest form of alpha
-    spending (Lan and DeMets 1983, Biometrika 70:659), for a number of looks that is not planned. To
-    test each of L looks at ALPHA / L would not do: before it is known that there is a second look,
-    the first has spent ALPHA.
+    The first look tests at 4 %, the second at 0.8 %, the third at 0.16 %, and so on.
 
-    `look` is 1 for a question that no earlier study has asked. ValueError if it is less.
+    A look is one test of a question. If a study leaves the question open, a later study may ask it
+    again with further seeds. Look k is false with probability level(k) at most, and all levels
+    sum to ALPHA. By Bonferroni, the probability of any false look is therefore at most ALPHA, for
+    any number of looks. This holds however the looks depend on each other, and whatever decides
+    whether another look follows.
+
+    This is the simplest form of alpha spending (Lan and DeMets 1983, Biometrika 70:659), for a
+    number of looks that is not planned. Testing each of L looks at ALPHA / L would not work: nobody
+    knows L at the first look.
+
+    Args:
+        look: 1 for a question that no earlier study has asked.
+
+    Raises:
+        ValueError: `look` is less than 1.
     """
     if look < 1:
         raise ValueError(f'look={look} must be 1 or more')
@@ -55,33 +63,45 @@ DECIDED = (*BELOW_ZERO, Decision.EQUIVALENT, *ABOVE_ZERO)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's (1979) adjusted p values, in the order given.
+    """Returns Holm's (1979) adjusted p values, in the order of `p_values`.
 
-    With m values ascending p_(1) <= ... <= p_(m): adjusted p_(k) = max_{j <= k} (m - j + 1) p_(j),
-    at most 1. To reject those at or below alpha keeps the probability of any false rejection at
-    alpha, however the tests depend on each other.
+    With m values in ascending order, p_(1) <= ... <= p_(m),
+
+        adjusted p_(k) = min(1, max_{j <= k} (m - j + 1) p_(j)).
+
+    Rejecting every test with an adjusted p value of alpha or less makes any false rejection with
+    probability alpha at most, however the tests depend on each other.
     """
-    order_M = np.argsort(p_values, kind='stable')
     m = len(p_values)
+    order_M = np.argsort(p_values, kind='stable')
     ascending_M = np.asarray(p_values, float)[order_M]
-    scaled_M = (m - np.arange(m)) * ascending_M  # (m - j + 1) p_(j), as j counts from 1
+
+    # The j-th smallest value, with j counted from 1, is scaled by m - j + 1.
+    scaled_M = (m - np.arange(m)) * ascending_M
+    ascending_adjusted_M = np.minimum(np.maximum.accumulate(scaled_M), 1.0)
+
     adjusted_M = np.empty(m)
-    adjusted_M[order_M] = np.minimum(np.maximum.accumulate(scaled_M), 1.0)
+    adjusted_M[order_M] = ascending_adjusted_M  # back into the order of `p_values`
     return adjusted_M.tolist()
 
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The decision on an arm, and the numbers behind it, which are None if it was not tested."""
+    """The decision on an arm, and the numbers behind it. The numbers of an untested arm are None.
 
-    decision: Decision  # from the tests alone; UNDECIDED with fewer than 3 pairs
-    # P values after the correction of `judge` for arms and looks, to compare with ALPHA: of a
-    # difference, of one larger than the margin, and of equivalence.
+    `judge` has corrected the p values for the number of arms and looks; compare them with ALPHA.
+    """
+
+    # Follows from the tests alone. An arm with fewer than 3 pairs is UNDECIDED.
+    decision: Decision
+    # Tests whether the arm differs from the baseline.
     p_holm: float | None = None
+    # Tests whether the arm differs from the baseline by more than the margin.
     p_margin_holm: float | None = None
+    # Tests whether the arm differs from the baseline by less than the margin.
     p_equivalence_holm: float | None = None
-    # |difference| (nats per token) found with probability 0.8 or more at the strictest level of the
-    # method, level(look) / number of arms.
+    # The |difference|, in nats per token, that the strictest test of `judge` finds with probability
+    # 0.8 or more. That test has the level level(look) / number of arms.
     detectable: float | None = None
 
 
@@ -92,40 +112,47 @@ def judge(
     planned: int = 0,
     looks: Mapping[Arm, int] | None = None,
 ) -> dict[Arm, Judgement]:
-    """Decides on every arm with at least 3 pairs against the same baseline.
+    """Decides on every arm that has at least 3 pairs of seeds with the same baseline.
 
-    An arm's true difference delta lies in one of three cells: zero, between zero and the margin,
-    or the margin and beyond. In each, one of the three tests alone can decide falsely: that of a
-    difference (a side is named), of a difference beyond the margin, and of equivalence. So one arm
-    tested at level a is decided falsely with probability a at most, without a correction for the
-    number of tests. Over m arms, each is tested at alpha / m, in order of their margin tests' p
-    values: an arm that is shown to differ by more than the margin can get no other decision and
-    leaves the family, and those left share alpha. For the margin tests this is Holm's (1979)
-    method; the others profit from the arms that left, not from those shown equivalent, which may
-    still be equal. So any false decision among all arms has a probability of alpha at most, up to a
-    term in alpha^2 for differences that equal the margin; tests/stats/test_simulations.py
-    holds it against simulated studies.
-
-    | decision | shown at alpha |
+    | decision | what the tests show at alpha |
     |---|---|
-    | better, worse | differs from zero by the margin or more |
-    | equivalent | differs by less than the margin, perhaps by nothing |
-    | better, worse (below margin) | differs from zero, neither of the above |
+    | better, worse | the arm differs from the baseline by the margin or more |
+    | equivalent | the arm differs by less than the margin, perhaps by nothing |
+    | better, worse (below margin) | the arm differs, and neither of the above is shown |
 
-    Each test has to hold with and without outlying seeds (`inference.Difference`), which can only
-    withhold a decision. Divergence never helps: an arm with diverged trials is worse or
-    undecided; if trials of its baseline diverged, it is better or undecided.
+    Each test has to hold with and without outlying seeds (`inference.Difference`). Divergence never
+    helps: an arm with diverged trials is worse or undecided, and an arm whose baseline has diverged
+    trials is better or undecided.
 
-    An arm's difference is None if no seed finished in both. `diverged` holds the numbers of
-    diverged verdict trials (the arm's, the baseline's) of the arms that had any. `planned` is the
-    number of comparisons of the finished study: missing ones are corrected for as p = 1, so that no
-    decision is lost when further arms finish. `looks` holds the number of the look at each arm, 1
-    where it is left out: an arm that an earlier study has compared is tested at `level(look)`. Its
-    p values are multiplied by ALPHA / level(look), so that all are compared with ALPHA.
+    One arm. Three tests decide: of a difference, of a difference beyond the margin, and of
+    equivalence. The true difference is zero, or between zero and the margin, or the margin or more.
+    In each of these cases only one of the tests can decide falsely. So testing an arm at level a
+    decides it falsely with probability a at most, without a correction for the number of tests.
+
+    Several arms. The m arms of a study share alpha, and each is tested at alpha / m, in the order
+    of their margin tests' p values. Once an arm is shown to differ by more than the margin, no
+    other decision on it is possible. It leaves the family, and the remaining arms share alpha. For
+    the margin tests this is Holm's (1979) method. An arm that is shown equivalent stays in the
+    family, because the test of a difference may still err on it. Any false decision among all arms
+    has a probability of at most alpha, plus a term in alpha^2 for differences that equal the
+    margin. tests/stats/test_simulations.py checks this on simulated studies.
+
+    Args:
+        differences: The difference of each arm from the baseline; None if no seed finished in both.
+        diverged: The numbers of diverged verdict trials, as (the arm's, the baseline's). Arms
+            without diverged trials may be left out.
+        planned: The number of comparisons in the finished study. A comparison that is still missing
+            counts as p = 1, so no decision is lost when further arms finish.
+        looks: The number of the look at each arm, 1 if left out. An arm that an earlier study has
+            compared is tested at `level(look)`. Its p values are multiplied by ALPHA / level(look),
+            so that all p values are compared with ALPHA.
+
+    Returns:
+        The judgement of each arm, in the order of `differences`.
     """
     diverged = diverged or {}
     looks = looks or {}
-    # Any: no field of a difference of so many pairs is None, where all errors are known.
+    # The type is Any because the fields of a tested difference are never None.
     tested: dict[Arm, Any] = {}
     for arm, difference in differences.items():
         if difference is not None and difference.n >= MIN_PAIRS and difference.p is not None:
@@ -134,12 +161,12 @@ def judge(
     level_of_arm = {arm: level(looks.get(arm, 1)) for arm in differences}
 
     def for_look(arm: Arm, p: float) -> float:
-        """The p value, to be compared with ALPHA whatever the look at the arm."""
+        """Returns the p value scaled by ALPHA / level(look), to be compared with ALPHA."""
         return min(1.0, p * ALPHA / level_of_arm[arm])
 
     p_margins = [for_look(arm, difference.p_margin) for arm, difference in tested.items()]
-    p_margins += [1.0] * (num_comparisons - len(tested))
-    p_margins_holm = holm(p_margins)
+    num_missing = num_comparisons - len(tested)
+    p_margins_holm = holm(p_margins + [1.0] * num_missing)
 
     judgements = dict.fromkeys(differences, Judgement(Decision.UNDECIDED))
     for number, (arm, difference) in enumerate(tested.items()):
@@ -158,6 +185,7 @@ def judge(
             decision = Decision.BETTER if is_beyond_margin else Decision.BETTER_BELOW_MARGIN
         elif is_different and difference.mean >= 0 and not baseline_diverged:
             decision = Decision.WORSE if is_beyond_margin else Decision.WORSE_BELOW_MARGIN
+
         judgements[arm] = Judgement(
             decision=decision,
             p_holm=p_holm,
@@ -169,28 +197,38 @@ def judge(
 
 
 def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
-    """The p value of a test, corrected for the arms that share alpha with its arm (see `judge`).
+    """Returns the p value of one arm's test, corrected for the arms that share alpha with it.
 
-    It is the lowest alpha to reject at, where p <= alpha / (number of arms that have not left at
-    alpha). An arm leaves at the adjusted p value of its margin test; `p_margins_holm` has that of
-    every arm of the family.
+    An arm leaves the family when its margin test is rejected (see `judge`), so the larger alpha is,
+    the more arms have left. The corrected p value is the smallest alpha that satisfies
+
+        p <= alpha / (number of arms still in the family at alpha),
+
+    or 1 if there is none. `p_margins_holm` holds the adjusted p value of each arm's margin test,
+    which is the alpha at which the arm leaves.
     """
-    family = len(p_margins_holm)
-    leaving = [0.0, *sorted(p_margins_holm)]  # k arms have left from alpha = leaving[k] on
-    lowest = 1.0
-    for num_left in range(family):
-        at_least = min(1.0, (family - num_left) * p)
-        lowest = min(lowest, max(leaving[num_left], at_least))
-    return lowest
+    num_arms = len(p_margins_holm)
+    # From alpha = leaving_alphas[k] on, k arms have left.
+    leaving_alphas = [0.0, *sorted(p_margins_holm)]
+    smallest_alpha = 1.0
+    for num_left in range(num_arms):
+        num_remaining = num_arms - num_left
+        bonferroni_p = min(1.0, num_remaining * p)
+        smallest_alpha = min(smallest_alpha, max(leaving_alphas[num_left], bonferroni_p))
+    return smallest_alpha
 
 
 def _detectable(difference: Any, alpha: float) -> float:
-    """|difference| found at `alpha` with and without outlying seeds, whatever tuning may hide."""
+    """Returns the |difference| (nats per token) that tests at level `alpha` find.
+
+    It is the larger one of the samples with and without outlying seeds, because a finding has to
+    hold in both. Imperfect tuning may hide a further tuning_low + tuning_high.
+    """
     samples = [difference]
     if difference.typical is not None:
         samples.append(difference.typical)
-    of_samples = []
+    detectable_by_sample = []
     for sample in samples:
         error = math.hypot(sample.error_seeds, sample.error_evaluation)
-        of_samples.append(detectable_difference(error, sample.df, alpha))
-    return max(of_samples) + (difference.tuning_low + difference.tuning_high)
+        detectable_by_sample.append(detectable_difference(error, sample.df, alpha))
+    return max(detectable_by_sample) + (difference.tuning_low + difference.tuning_high)

@@ -1,13 +1,14 @@
-"""IBM model 1 (Brown et al. 1993): how likely each target word is beside each source word.
+"""IBM model 1 (Brown et al. 1993): the probability t(f | e) that source word e gives word f.
 
-Every word f_j of a target is drawn from a word of its source, or from none (e_0), all equally
-likely, and then from that word's own distribution:
+The model draws each word f_j of a target sentence in two steps. It picks one of the l words of the
+source sentence or the empty word e_0, all with equal probability, and then draws f_j from the
+distribution t of the picked word:
 
     P(f | e) = prod_j sum_i t(f_j | e_i) / (l + 1),    i = 0 .. l
 
-Expectation-maximization from a uniform t counts how often f is drawn from e, on average over the
-words that f may come from, and divides by all that is drawn from e. No step lowers the likelihood,
-and its maximum is a global one.
+Expectation-maximization starts from a uniform t. Each iteration computes how often f is expected to
+be drawn from e, and divides by the expected number of all words drawn from e. No iteration lowers
+the likelihood, and every maximum of the likelihood is a global one.
 """
 
 import re
@@ -17,59 +18,68 @@ from typing import NamedTuple
 import numpy as np
 
 ITERATIONS = 10
-# Pairs of a source and a target word in one sentence pair; more take memory and change little.
+# The fit stops reading sentence pairs before it has more cells than this: further pairs would take
+# memory and change little.
 MAX_CELLS = 2**24
-# A word or a single punctuation mark.
+# A word or a single punctuation mark: 'ein Haus.' has the matches 'ein', 'Haus' and '.'.
 _WORD = re.compile(r'\w+|[^\w\s]')
 # The space before a punctuation mark, as in 'ein Haus .'.
 _BEFORE_MARK = re.compile(r' ([.,;:!?])')
-_NONE = ''  # the source word e_0
+_EMPTY_WORD = ''  # the source word e_0
 
 
 class Dictionary(NamedTuple):
-    """The likeliest target word of each source word."""
+    """The most likely target word of each source word."""
 
     likeliest: dict[str, str]
-    num_pairs: int  # of sentences that it was fitted to
-    log_likelihoods: list[float]  # nats per target word before each iteration, and at last
+    num_pairs: int  # the number of sentence pairs that the dictionary was fitted to
+    # Mean log-likelihood of a target word in nats: before each iteration and after the last one.
+    log_likelihoods: list[float]
 
     def translate(self, source: str) -> str:
-        """Word by word, in the order of the source; a word without translation is copied."""
+        """Translates word by word, in the order of the source.
+
+        A word that the dictionary does not have is copied.
+        """
         translated = ' '.join(self.likeliest.get(word, word) for word in words(source))
         return _BEFORE_MARK.sub(r'\1', translated)
 
 
 class _Cells(NamedTuple):
-    """Every word pair (e_i, f_j) of every sentence pair: X cells of J target positions.
+    """The word pairs (e_i, f_j) of all sentence pairs: X cells over J target positions.
 
-    Words are numbered in the order in which they are read.
+    Words are numbered in the order in which they are first read.
     """
 
     source_X: np.ndarray  # the number of e_i
     target_X: np.ndarray  # the number of f_j
-    position_X: np.ndarray  # the target position j, over all sentence pairs
-    choices_J: np.ndarray  # the l + 1 source words that the word at a position may come from
+    position_X: np.ndarray  # the target position j, counted over all sentence pairs
+    # The number of source words, l + 1 with the empty word, that the word at j may come from.
+    choices_J: np.ndarray
     source_words: list[str]
     target_words: list[str]
-    num_pairs: int  # of sentences
+    num_pairs: int  # the number of sentence pairs
 
 
 def words(text: str) -> list[str]:
-    """Words and single punctuation marks."""
+    """Splits a text into words and single punctuation marks."""
     return _WORD.findall(text)
 
 
 def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dictionary:
-    """Fits t(f | e) to (source, target) texts, the first that have MAX_CELLS pairs of words.
+    """Fits t(f | e) by expectation-maximization, and keeps the most likely f of each e.
 
-    A cell is a target word with one of the source words that it may come from: there are X of them,
-    of J target words. K different pairs of a source and a target word occur in them.
+    `pairs` are (source, target) sentences. The fit uses the first ones, up to MAX_CELLS cells.
+
+    Axes: X cells, J target positions and K different pairs of a source and a target word. A cell is
+    a word at a target position together with one source word that it may come from.
     """
     cells = _cells(pairs)
     if cells is None:
         return Dictionary({}, 0, [])
+
+    # Number the K word pairs that occur; every other pair has t(f | e) = 0.
     num_targets = len(cells.target_words)
-    # The t(f | e) of any other pair is 0.
     pair_ids_X = cells.source_X * num_targets + cells.target_X
     pair_ids_K, pair_X = np.unique(pair_ids_X, return_inverse=True)
     source_K, target_K = np.divmod(pair_ids_K, num_targets)
@@ -78,27 +88,32 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
     log_likelihoods = []
     for iteration in range(iterations + 1):
         t_X = t_K[pair_X]
-        total_J = np.bincount(cells.position_X, t_X)  # sum_i t(f_j | e_i)
-        log_likelihoods.append(float(np.mean(np.log(total_J / cells.choices_J))))
-        if iteration < iterations:
-            # How often f is drawn from e, on average over the words that it may come from.
-            drawn_K = np.bincount(pair_X, t_X / total_J[cells.position_X])
-            t_K = drawn_K / np.bincount(source_K, drawn_K)[source_K]
+        t_summed_J = np.bincount(cells.position_X, t_X)  # sum_i t(f_j | e_i)
+        log_probability_J = np.log(t_summed_J / cells.choices_J)
+        log_likelihoods.append(float(np.mean(log_probability_J)))
+        if iteration == iterations:
+            break
+        # E step: the probability that f_j was drawn from e_i, summed over the cells of each pair.
+        posterior_X = t_X / t_summed_J[cells.position_X]
+        expected_count_K = np.bincount(pair_X, posterior_X)
+        # M step: normalize over the target words of each source word.
+        total_by_source = np.bincount(source_K, expected_count_K)
+        t_K = expected_count_K / total_by_source[source_K]
 
-    # By source word, the likeliest last; of equally likely ones the one that was read first.
+    # Sort by source word, then by t. Of equally likely target words, the one read first is last.
     order_K = np.lexsort((-target_K, t_K, source_K))
-    # The source word of the next one is another.
-    is_last_K = np.diff(source_K[order_K], append=-1) != 0
+    # A pair is the likeliest of its source word if the next pair has another source word.
+    is_likeliest_K = np.diff(source_K[order_K], append=-1) != 0
     likeliest: dict[str, str] = {}
-    for pair in order_K[is_last_K]:
+    for pair in order_K[is_likeliest_K]:
         source_word = cells.source_words[source_K[pair]]
-        if source_word != _NONE:
+        if source_word != _EMPTY_WORD:
             likeliest[source_word] = cells.target_words[target_K[pair]]
     return Dictionary(likeliest, cells.num_pairs, log_likelihoods)
 
 
 def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
-    """The cells of the first sentence pairs, MAX_CELLS at most; None if there are none."""
+    """Returns the cells of the first sentence pairs, at most MAX_CELLS; None if there are none."""
     source_ids: dict[str, int] = {}
     target_ids: dict[str, int] = {}
     sources = []
@@ -106,20 +121,20 @@ def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
     choices = []
     num_cells = 0
     for source, target in pairs:
-        # A word that is not known yet gets the next number.
-        source_W = np.array(
-            [source_ids.setdefault(word, len(source_ids)) for word in [_NONE, *words(source)]]
-        )
-        target_W = np.array(
-            [target_ids.setdefault(word, len(target_ids)) for word in words(target)], np.int64
-        )
-        num_cells += len(source_W) * len(target_W)
+        source_W = _numbered([_EMPTY_WORD, *words(source)], source_ids)
+        target_W = _numbered(words(target), target_ids)
+        num_sources = len(source_W)
+        num_targets = len(target_W)
+
+        num_cells += num_sources * num_targets
         if num_cells > MAX_CELLS:
             break
-        if len(target_W):
-            sources.append(np.tile(source_W, len(target_W)))
-            targets.append(np.repeat(target_W, len(source_W)))
-            choices.append(np.full(len(target_W), len(source_W)))
+        if num_targets > 0:
+            # Each target word meets every source word.
+            sources.append(np.tile(source_W, num_targets))
+            targets.append(np.repeat(target_W, num_sources))
+            choices.append(np.full(num_targets, num_sources))
+
     if not sources:
         return None
     choices_J = np.concatenate(choices)
@@ -132,3 +147,9 @@ def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
         target_words=list(target_ids),
         num_pairs=len(choices),
     )
+
+
+def _numbered(sentence: list[str], id_of_word: dict[str, int]) -> np.ndarray:
+    """Returns the numbers of W words; adds each unknown word to `id_of_word` with the next one."""
+    ids_W = [id_of_word.setdefault(word, len(id_of_word)) for word in sentence]
+    return np.array(ids_W, np.int64)

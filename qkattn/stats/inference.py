@@ -1,7 +1,8 @@
 """Intervals and tests over seeds: means and differences from a baseline.
 
-A difference is an arm's loss minus the baseline's, in nats per token: below zero is better. Seeds
-pair the two: both arms saw the same data order and the same initial draws.
+A difference is an arm's loss minus the baseline's loss, in nats per token: a negative difference
+means that the arm is better. Runs are paired by seed: both runs of a pair saw the same data in the
+same order and the same initial draws.
 """
 
 import bisect
@@ -9,72 +10,85 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import scipy  # whose submodules are imported on first use
 
-LEVEL = 0.95  # of every interval
-POWER = 0.8  # the probability with which a detectable difference is found
-MARGIN = 0.005  # nats per token; arms closer than this are called equivalent
-MIN_PAIRS = 3  # fewer seeds decide nothing
-MIN_TO_LEAVE_OUT = 4  # the spread of fewer values is not known without the one that lies apart
-APART = 5.0  # standard deviations, estimated from the median absolute deviation
-MIN_DOCUMENTS = 100  # of text in an evaluation; fewer do not stand for the text they are from
-ROUNDING = 1e-12  # a spread below this fraction of the mean is that of rounding, and taken as 0
+# The confidence level of every interval.
+LEVEL = 0.95
+# A test finds a detectable difference with this probability.
+POWER = 0.8
+# Nats per token; arms closer than this are called equivalent.
+MARGIN = 0.005
+# Fewer pairs of seeds decide nothing.
+MIN_PAIRS = 3
+# No outlier is left out of fewer values, as the others would not show their own spread.
+MIN_TO_LEAVE_OUT = 4
+# A value is an outlier if it is further from the median than this many standard deviations. The
+# standard deviation is estimated from the median absolute deviation.
+APART = 5.0
+# An evaluation on fewer documents does not represent the corpus that they are from.
+MIN_DOCUMENTS = 100
+# A spread below this fraction of the mean is due to rounding and is taken as 0.
+ROUNDING = 1e-12
 
-_SD_PER_MAD = 1.4826  # the standard deviation of normal values by their median absolute deviation
-_MANY = 1_000_000  # degrees of freedom: a t variable is normal
-_NEVER = 2**62  # pairs: what so many do not find, none do
+# Normal values have this ratio of standard deviation to median absolute deviation.
+_SD_PER_MAD = 1.4826
+# With this many degrees of freedom, a t variable is normal.
+_MANY = 1_000_000
+# If this many pairs do not find a difference, no number of pairs does.
+_NEVER = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Mean over n values; sd (n - 1 in the denominator) and t interval only when n >= 2."""
+    """The mean over n values with its 95 % t interval."""
 
     mean: float
     n: int
-    sd: float | None
+    sd: float | None  # with n - 1 in the denominator; None if n is 1, like the interval
     low: float | None
     high: float | None
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of `values`, with sd and 95 % t interval of the mean when there are two or more."""
-    from_zero = _difference(values, MARGIN, (0.0, None), (0.0, 0.0), [0] * len(values))
+    """Returns the mean of `values`. Two values or more also give sd and a 95 % t interval."""
+    from_zero = _difference(
+        values,
+        margin=MARGIN,
+        evaluation=(0.0, None),
+        tuning=(0.0, 0.0),
+        strata=[0] * len(values),
+    )
     return Estimate(from_zero.mean, from_zero.n, from_zero.sd, from_zero.low, from_zero.high)
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Mean of arm minus baseline, nats per token, with intervals and tests over n pairs of seeds.
+    """The mean of arm minus baseline over n pairs of seeds, with its intervals and tests.
 
-    The standard error se of the mean has a part from the seeds and one from the documents of the
-    evaluation set, se^2 = error_seeds^2 + error_evaluation^2, with the degrees of freedom `df` of
+    Losses, errors and margins are in nats per token.
+
+    Standard error. Seeds and the documents of the evaluation set both add to the standard error se
+    of the mean, se^2 = error_seeds^2 + error_evaluation^2. Its degrees of freedom `df` are those of
     Satterthwaite (1946), se^4 / sum_i (error_i^4 / df_i). Noise that is specific to a seed and a
-    document enters both, so se is rather too large. `sd` is that of one pair.
+    document enters both parts, so se is slightly too large.
 
-    Settings that miss their optimum raise a loss, never lower it. If the baseline's loss is at most
-    u, and the arm's at most l above that of the best settings, the difference of the best settings
-    lies between mean - l and mean + u: `tuning_low` is l and `tuning_high` is u, infinite where
-    nothing bounds them. All of the following allow for both:
+    Tuning. Settings that miss their optimum raise a loss and never lower it. Let the arm's loss lie
+    at most l above its loss at the best settings, and the baseline's at most u. Then the difference
+    at the best settings lies between mean - l and mean + u. `tuning_low` is l and `tuning_high` is
+    u; they are infinite if nothing bounds them. The interval and all tests allow for them.
 
-    `low`, `high`: the 95 % t interval. `p`: two-sided test of no difference. `p_margin`: test of a
-    difference of less than `margin`, the one-sided p value at the margin plus that at zero, so that
-    a difference in the wrong direction counts as false too. `p_equivalence`: two one-sided t tests
-    (Schuirmann 1987) of a difference of `margin` or more in either direction; the larger p value.
-    The two alone: `p_not_better`, of a mean of -`margin` or less, and `p_not_worse`, of one of
-    `margin` or more (a test of non-inferiority, as a lower loss is better).
+    Outliers. A few outlying seeds, such as trials that nearly diverged, may shift the mean. They
+    also add variance, which may hide what the other seeds show. `typical` is the difference without
+    the outlying seeds. A finding has to hold with and without them, so each p value is the larger
+    one of both samples, and `low` and `high` are the outer ends of both intervals. If the two means
+    have opposite signs, `p` and `p_margin` are 1. For 4 or more normal values, this costs less than
+    0.01 of power.
 
-    A few seeds that lie apart, such as trials that nearly diverged, may shift a mean, or hide by
-    the variance that they add what the others show. `typical` is the same difference without the
-    seeds that lie apart; None if none does. A finding holds with and without them: each p value is
-    the larger one of both, and 1 for a side that they do not share; `low` and `high` are the outer
-    ends of both intervals. `mean`, `sd`, `df` and the errors are those of all seeds. Among values
-    without outliers `typical` costs no power: less than 0.01 from 4 normal values on.
-
-    With a single seed, or an error of evaluation that is not known, there are no errors, intervals
-    and tests. If se is 0, or sd as small as the rounding of the values, the mean is taken as exact:
-    p values are 0 or 1.
+    Fields with a default are None with a single seed, and if the error of evaluation is not known.
+    If se is 0, or sd is as small as rounding, the mean is taken as exact: p values are 0 or 1.
     """
 
     mean: float
@@ -82,21 +96,34 @@ class Difference:
     margin: float
     tuning_low: float
     tuning_high: float
-    sd: float | None = None
+    sd: float | None = None  # of one pair
+    # The 95 % t interval.
     low: float | None = None
     high: float | None = None
+    # A small value rejects 'there is no difference' (two-sided).
     p: float | None = None
+    # A small value rejects '|difference| is less than `margin`'. It is the one-sided p value at the
+    # margin plus the one at zero. Because of the latter, a finding on the wrong side counts as
+    # false, too.
     p_margin: float | None = None
+    # A small value rejects '|difference| is `margin` or more', by two one-sided t tests (Schuirmann
+    # 1987): the larger one of the next two p values.
     p_equivalence: float | None = None
+    # A small value rejects 'the difference is -`margin` or less'.
     p_not_better: float | None = None
+    # A small value rejects 'the difference is `margin` or more'. It is a test of non-inferiority,
+    # as a lower loss is better.
     p_not_worse: float | None = None
+    # The two parts of the standard error, and the degrees of freedom of their sum.
     error_seeds: float | None = None
     error_evaluation: float | None = None
     df: float | None = None
+    # The same without the outlying seeds; None if no seed is an outlier. All other numbers but the
+    # interval and the p values are those of all seeds.
     typical: 'Difference | None' = None
 
 
-# The fields of a Difference that are the larger ones with and without the seeds that lie apart.
+# With outlying seeds, these fields are the larger ones of the samples with and without them.
 _LARGER = ('high', 'p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
 
 
@@ -108,41 +135,53 @@ def paired(
     tuning: tuple[float, float] = (0.0, 0.0),
     strata: Sequence[int] | None = None,
 ) -> Difference:
-    """The mean of `differences`, arm minus baseline of the same seed (nats per token).
+    """Estimates and tests the mean of `differences`, one for each seed.
 
-    `margin` and `tuning`, the largest losses by which arm and baseline may miss their optimum, are
-    in nats per token. `evaluation` is what `evaluation_error` gives, with None for the degrees of
-    freedom of an error that is known exactly; None if it is not known. `strata` says which study
-    each difference is from: one sample, but each value varies around the mean of its own study, as
-    studies tune to settings of their own. That takes a degree of freedom for each study. Raises
-    ValueError for no differences, or one that is not finite.
+    Args:
+        differences: The arm's loss minus the baseline's loss at the same seed, nats per token.
+        margin: Arms that differ by less are equivalent, nats per token.
+        evaluation: The standard error due to the choice of documents and its degrees of freedom,
+            from `evaluation_error`. The degrees of freedom are None if the error is known exactly.
+            `evaluation` is None if the error is not known.
+        tuning: By how much the loss of the arm and of the baseline may at most exceed the loss at
+            the best settings, nats per token.
+        strata: The study of each difference, as a number. All differences form one sample, but
+            studies tune their settings separately, so each difference varies around the mean of its
+            own study. Each study takes one degree of freedom.
+
+    Raises:
+        ValueError: There are no differences, or one is not finite.
     """
     values = [float(difference) for difference in differences]
     if not values or not all(math.isfinite(value) for value in values):
         raise ValueError(f'differences={values} must be one or more finite numbers.')
     if strata is None:
         strata = [0] * len(values)
-    of_all = _difference(values, margin, evaluation, tuning, strata)
-    is_near = _is_near(values, strata)
-    if of_all.p is None or all(is_near):
-        return of_all
-    # A finding holds with and without the values that lie apart, so it is tested without them, too.
-    near = [number for number in range(len(values)) if is_near[number]]
-    of_near = _difference(
-        [values[number] for number in near],
+    with_outliers = _difference(values, margin, evaluation, tuning, strata)
+    is_typical = _is_typical(values, strata)
+    if with_outliers.p is None or all(is_typical):
+        return with_outliers
+
+    # A finding has to hold without the outliers as well.
+    typical_indices = [index for index in range(len(values)) if is_typical[index]]
+    without_outliers = _difference(
+        [values[index] for index in typical_indices],
         margin,
         evaluation,
         tuning,
-        [strata[number] for number in near],
+        [strata[index] for index in typical_indices],
     )
-    # Half of the values or more are near, so both differences are tested.
-    assert of_all.low is not None and of_near.low is not None
-    fields = {name: max(getattr(of_all, name), getattr(of_near, name)) for name in _LARGER}
-    fields['low'] = min(of_all.low, of_near.low)
-    if of_all.mean * of_near.mean <= 0:  # they share no side
-        fields['p'] = 1.0
-        fields['p_margin'] = 1.0
-    return dataclasses.replace(of_all, typical=of_near, **fields)
+    # At least half of the values are typical, so both samples are tested.
+    assert with_outliers.low is not None and without_outliers.low is not None
+
+    combined_fields: dict[str, Any] = {'low': min(with_outliers.low, without_outliers.low)}
+    for name in _LARGER:
+        combined_fields[name] = max(getattr(with_outliers, name), getattr(without_outliers, name))
+    have_same_sign = with_outliers.mean * without_outliers.mean > 0
+    if not have_same_sign:
+        combined_fields['p'] = 1.0
+        combined_fields['p_margin'] = 1.0
+    return dataclasses.replace(with_outliers, typical=without_outliers, **combined_fields)
 
 
 def _difference(
@@ -152,34 +191,38 @@ def _difference(
     tuning: tuple[float, float],
     strata: Sequence[int],
 ) -> Difference:
-    """The difference of all values, whether they lie apart or not; arguments as of `paired`.
+    """Estimates and tests the mean of all values, outliers included; arguments as of `paired`.
 
     With m strata, sd^2 = sum_i (d_i - mean of its stratum)^2 / (n - m), error_seeds = sd / sqrt(n),
-    and the error of the mean, in units of se, is t distributed (`Difference`).
+    and the error of the mean, in units of the standard error, is t distributed (`Difference`).
     """
     mean = statistics.fmean(values)
     n = len(values)
-    untested = Difference(mean, n, margin, *tuning)
+    tuning_low, tuning_high = tuning
+    untested = Difference(mean, n, margin, tuning_low, tuning_high)
     df_of_seeds = n - len(set(strata))
     if df_of_seeds < 1 or evaluation is None:
         return untested
-    apart_N = _centred(values, strata, np.mean)
+
+    deviation_N = _centred(values, strata, np.mean)
     sd = 0.0
-    if not _is_rounding(apart_N, mean):
-        sd = float((apart_N @ apart_N / df_of_seeds) ** 0.5)
+    if not _is_rounding(deviation_N, mean):
+        sd = float((deviation_N @ deviation_N / df_of_seeds) ** 0.5)
     error_seeds = sd / n**0.5
+    error_evaluation, _ = evaluation
     error, df = combined([(error_seeds, df_of_seeds), evaluation])
 
     def tail(excess: float) -> float:
-        """Probability that the error of the mean exceeds `excess`; 0 or 1 if it has none."""
+        """Returns the probability that the estimated mean exceeds the true one by `excess`."""
         if error > 0:
             return float(scipy.special.stdtr(df, -excess / error))
-        return float(excess <= 0)
+        return float(excess <= 0)  # an exact mean exceeds nothing
 
-    # Where the difference of the best settings may lie: see `Difference`.
-    lowest = mean - tuning[0]
-    highest = mean + tuning[1]
-    least_size = max(lowest, -highest)  # of |mean|; negative if tuning explains it all
+    # The difference at the best settings lies between these two (see `Difference`).
+    lowest = mean - tuning_low
+    highest = mean + tuning_high
+    # The smallest |difference| in that range; negative if tuning may explain the whole mean.
+    least_size = max(lowest, -highest)
     half_width = quantile(df) * error
     p_not_better = tail(margin + lowest)
     p_not_worse = tail(margin - highest)
@@ -194,28 +237,29 @@ def _difference(
         p_not_better=p_not_better,
         p_not_worse=p_not_worse,
         error_seeds=error_seeds,
-        error_evaluation=evaluation[0],
+        error_evaluation=error_evaluation,
         df=df,
     )
 
 
 def quantile(df: float) -> float:
-    """Standard errors from the mean to either end of a 95 % t interval."""
+    """Returns the half-width of a 95 % t interval, in standard errors."""
     return float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
 
 
 def combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float]:
-    """The standard error of a sum of independent errors, and its degrees of freedom.
+    """Returns the standard error of a sum of independent errors, and its degrees of freedom.
 
     By Satterthwaite (1946, Biometrics Bulletin 2:110),
 
         error^2 = sum_i error_i^2,    df = error^4 / sum_i (error_i^4 / df_i).
 
-    `errors` are (error_i, df_i); a df_i of None is that of an error that is known exactly, whose
-    term is 0.
+    `errors` are pairs (error_i, df_i). A df_i of None means that error_i is known exactly, so its
+    term in the sum for df is 0.
     """
     variance = sum(error**2 for error, _ in errors)
-    if not variance:  # nothing varies, by all degrees of freedom there are
+    if not variance:
+        # The formula for df is 0 / 0; the degrees of freedom of all errors add up.
         return 0.0, sum(df or 0 for _, df in errors)
     spread = sum(error**4 / df for error, df in errors if df)
     if not spread:
@@ -224,30 +268,32 @@ def combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float
 
 
 def typical(values: Sequence[float]) -> tuple[float, ...]:
-    """The values without those that lie apart: further than APART from the median.
+    """Returns the values without outliers, which lie more than APART from the median.
 
-    In standard deviations, 1.4826 times the median absolute deviation, which up to half of the
-    values cannot raise. All values if there are fewer than MIN_TO_LEAVE_OUT or half of them agree.
-    Of 8 normal values one or more lie apart in 5 % of all samples, of 16 in 2 %.
+    APART is in standard deviations. The standard deviation is estimated as 1.4826 times the median
+    absolute deviation, which outliers cannot raise unless they are half of the values. All values
+    are returned if there are fewer than MIN_TO_LEAVE_OUT, or if half of them are equal.
+
+    A sample of 8 normal values has an outlier with probability 5 %; one of 16 values with 2 %.
     """
-    is_near = _is_near(values, [0] * len(values))
-    return tuple(values[number] for number in range(len(values)) if is_near[number])
+    is_typical = _is_typical(values, strata=[0] * len(values))
+    return tuple(values[index] for index in range(len(values)) if is_typical[index])
 
 
-def _is_near(values: Sequence[float], strata: Sequence[int]) -> list[bool]:
-    """Which values are `typical`, each compared with the median of its stratum."""
+def _is_typical(values: Sequence[float], strata: Sequence[int]) -> list[bool]:
+    """Returns for each value whether it is `typical`, compared with the median of its stratum."""
     distance_N = np.abs(_centred(values, strata, np.median))
-    spread = _SD_PER_MAD * float(np.median(distance_N))
-    half_agree = spread <= ROUNDING * abs(statistics.median(values))
+    sd = _SD_PER_MAD * float(np.median(distance_N))
+    half_agree = sd <= ROUNDING * abs(statistics.median(values))
     if len(values) < MIN_TO_LEAVE_OUT or half_agree:
         return [True] * len(values)
-    return (distance_N <= APART * spread).tolist()
+    return (distance_N <= APART * sd).tolist()
 
 
 def _centred(
     values: Sequence[float], strata: Sequence[int], centre: Callable[[np.ndarray], float]
 ) -> np.ndarray:
-    """The values, each minus the `centre` (mean or median) of all values of its stratum."""
+    """Subtracts from each value the `centre` (mean or median) of all values of its stratum."""
     values_N = np.array(values, float)
     strata_N = np.array(strata)
     for stratum in set(strata):
@@ -257,63 +303,82 @@ def _centred(
 
 
 def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, float]:
-    """Standard error of a difference due to the choice of documents, and its degrees of freedom.
+    """Returns the standard error due to the choice of documents, and its degrees of freedom.
 
-    `nats_SC` is arm minus baseline by seed and document (cluster), nats summed over its tokens.
-    With the share w_C = tokens_C / sum(tokens) of document C and its own difference D_C, the mean
-    over seeds of nats_SC / tokens_C, the difference, its cluster-robust variance (Bell and
-    McCaffrey 2002) and the degrees of freedom of documents that vary equally are
+    Another sample of evaluation documents would give another difference between arm and baseline.
+    The error is that of the mean difference over seeds.
+
+    Document C has the share w_C = tokens_C / sum(tokens) and the difference D_C, which is the mean
+    over seeds of nats_SC / tokens_C. The overall difference is D. Its variance is robust to
+    dependence within a document (Bell and McCaffrey 2002). Its degrees of freedom hold for
+    documents that vary equally:
 
         D = sum_C w_C D_C
         variance = sum_C w_C^2 (D_C - D)^2 / (1 - w_C)
         df = (sum_C w_C^2)^2 / sum_C w_C^4 - 1.
 
-    There must be two documents or more, each with tokens.
+    Args:
+        nats_SC: Nats of the arm minus nats of the baseline, summed over the tokens of each document
+            (cluster) C, for each seed S.
+        tokens_C: The number of tokens of each document, above 0. There are two documents or more.
     """
     share_C = tokens_C / tokens_C.sum()
-    difference_C = nats_SC.mean(axis=0) / tokens_C
+    nats_C = nats_SC.mean(axis=0)
+    difference_C = nats_C / tokens_C
     mean = share_C @ difference_C
-    apart_C = difference_C - mean
-    if _is_rounding(apart_C, mean):
-        apart_C = np.zeros_like(apart_C)
-    variance = np.sum(share_C**2 * apart_C**2 / (1 - share_C))
+    deviation_C = difference_C - mean
+    if _is_rounding(deviation_C, mean):
+        deviation_C = np.zeros_like(deviation_C)
+
+    variance = np.sum(share_C**2 * deviation_C**2 / (1 - share_C))
     df = np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1
     return float(variance**0.5), float(df)
 
 
 def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> float:
-    """The |difference| that a two-sided t test at `alpha` finds with probability POWER.
+    """Returns the |difference| that a two-sided t test at `alpha` finds with probability POWER.
 
-    `error` is the standard error of the mean difference, in the unit of the result, as estimated
-    with `df` degrees of freedom. Such an estimate is too low in more than half of all cases; it is
-    divided by its median, sqrt(chi2_median(df) / df) times the true error. The statistic is
-    noncentral t with noncentrality difference / error; the solution is the noncentrality at which
-    it exceeds the critical value with probability POWER, in the difference's own direction.
+    `error` is the standard error of the mean difference, estimated with `df` degrees of freedom.
+    More than half of such estimates are too low: their median is sqrt(chi2_median(df) / df) times
+    the true error. So the estimate is first divided by that factor.
+
+    The test statistic is noncentral t with noncentrality difference / error. The result is the
+    difference at which the statistic exceeds the critical value, on the difference's own side, with
+    probability POWER.
     """
-    critical = scipy.special.stdtrit(df, 1 - alpha / 2)  # a quantile of the t distribution
     chi2_median = scipy.special.chdtri(df, 0.5)
-    unbiased = error * (df / chi2_median) ** 0.5
-    # The noncentrality at which the distribution function at `critical` is 1 - POWER.
+    unbiased_error = error * (df / chi2_median) ** 0.5
+    critical = scipy.special.stdtrit(df, 1 - alpha / 2)  # a quantile of the t distribution
+    # At this noncentrality, the statistic stays below `critical` with probability 1 - POWER.
     noncentrality = scipy.special.nctdtrinc(df, 1 - POWER, critical)
-    return float(noncentrality * unbiased)
+    return float(noncentrality * unbiased_error)
 
 
-def _is_rounding(apart: np.ndarray, mean: float) -> bool:
-    """Whether the distances of values from their mean are no more than rounding."""
-    return bool(np.max(np.abs(apart)) <= ROUNDING * abs(mean))
+def _is_rounding(deviations: np.ndarray, mean: float) -> bool:
+    """Returns whether all deviations from `mean` are as small as its rounding."""
+    return bool(np.max(np.abs(deviations)) <= ROUNDING * abs(mean))
 
 
 def to_find(
     difference: Difference, apart: float, alpha: float = 1 - LEVEL
 ) -> tuple[int, float] | None:
-    """Pairs, and times as many documents, that tell a mean from a bound `apart` above (or below).
+    """Plans a study that can tell the mean difference from a bound.
 
-    `difference` is of the pairs there are, `apart` in nats per token, `alpha` the level of the
-    test. n pairs have error_seeds = sd / sqrt(n), k times as many documents error_evaluation /
-    sqrt(k); the error of tuning on that side stays. k is 1 where pairs suffice; otherwise each
-    error gets half of the variance. The pairs that do not lie apart (`Difference.typical`) vary
-    less, so they suffice too. None without a spread to plan with (one pair), and if tuning alone
-    may reach the bound.
+    n pairs of seeds have error_seeds = sd / sqrt(n), and k times as many documents have an error of
+    error_evaluation / sqrt(k). The error of tuning stays as it is. If further pairs suffice, k
+    is 1; otherwise the seeds and the documents each get half of the variance.
+
+    Outlying seeds (`Difference.typical`) need no plan of their own. Without them the pairs vary
+    less, so the same number suffices.
+
+    Args:
+        difference: The difference that the existing pairs show.
+        apart: The bound minus the mean, nats per token; negative if the bound lies below the mean.
+        alpha: The level of the two-sided test.
+
+    Returns:
+        The number of pairs n and the factor of documents k. None if the sd is not known (one pair),
+        or if tuning alone may reach the bound.
     """
     sd = difference.sd
     error_evaluation = difference.error_evaluation
@@ -323,12 +388,15 @@ def to_find(
         return None
 
     def fewest_pairs(documents: float) -> int:
-        """The pairs that suffice with so many times the documents; _NEVER if none do."""
+        """Returns the fewest pairs that suffice with `documents` times as many documents.
+
+        Returns _NEVER if no number of pairs suffices.
+        """
 
         def suffice(n: int) -> bool:
-            """Whether n pairs find a difference as large as the distance."""
+            """Returns whether n pairs find a difference as large as the distance."""
             variance_seeds = sd**2 / n
-            variance = sd**2 / n + error_evaluation**2 / documents
+            variance = variance_seeds + error_evaluation**2 / documents
             df = math.inf
             if variance_seeds:
                 df = (n - 1) * (variance / variance_seeds) ** 2  # Satterthwaite
@@ -339,7 +407,8 @@ def to_find(
     num_pairs = fewest_pairs(documents=1.0)
     if num_pairs < _NEVER:
         return num_pairs, 1.0
-    # So many documents that half of the variance is left for the seeds.
+
+    # With this many documents, half of the variance is left for the seeds.
     detectable = error_evaluation * detectable_difference(1.0, _MANY, alpha)
     documents = max(1.0, 2 * (detectable / distance) ** 2)
     return fewest_pairs(documents), documents

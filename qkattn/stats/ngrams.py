@@ -1,22 +1,22 @@
 """Losses of interpolated n-grams, which a trained language model has to beat.
 
-The context of a target is a chain of tokens c_1, c_2, ...: for a language model the token before
-the target, the one before that, and so on; for a masked one its visible neighbours, the nearest
-first. Order k knows the first k - 1 of them, h, with the smoothing of Witten and Bell (1991, 'The
-zero-frequency problem'):
+The context of a target is a chain of tokens c_1, c_2, .... For a language model, these are the
+token before the target, the one before that, and so on. For a masked model, they are the visible
+neighbours of the target, nearest first. The n-gram of order k sees the first k - 1 tokens of the
+chain, h. Orders are interpolated as in Witten and Bell (1991, 'The zero-frequency problem'):
 
     P_k(w | h) = (count(h, w) + types(h) P_{k-1}(w | h')) / (count(h) + types(h))
 
-where types(h) is the number of different tokens that follow h, h' is h without its last token, and
-P_0 = 1 / V. Where h was never seen, or a token of it is missing, P_k is P_{k-1}.
+types(h) is the number of different tokens that follow h, h' is h without its last token, and P_0 is
+1 / V. If h never occurs in the counted text, or if a token of h is missing, P_k is P_{k-1}.
 
-The visible neighbours of a masked target stand at offsets that depend on what is hidden around it,
-so counts are those of the whole text at the same offsets. The offsets -1, +1, -2, +2, ... without
-the hidden ones are a chain, and chains that begin alike share their counts: they form a tree, whose
-nodes are visited from the root.
+The offsets at which a masked target has its visible neighbours depend on what is hidden around it.
+Its chain of offsets is -1, +1, -2, +2, ... without the hidden ones, and the counts are those of the
+whole text at these offsets. Chains that begin alike share counts, so they form a tree, which is
+visited from the root.
 
-Contexts of one order are numbered from 0 to C - 1. The pair of context c and token w is the integer
-c V + w, which also names the context of the next order that w makes of c.
+Contexts of one order are numbered from 0 to C - 1. The pair of context c and token w has the number
+c V + w. Extending context c by token w gives a context of the next order with the same number.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,18 +24,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The share of masked targets from which a chain of offsets is counted.
+# A chain of offsets that fewer than this share of the masked targets have is not counted.
 RARE = 0.0005
-# In the place of a context token: it lies beyond the row, or is hidden. In the place of a context's
-# number: it was never seen.
+# Stands for a context token that is hidden or lies beyond the row, and for the number of a context
+# that never occurs in the counted text.
 MISSING = -1
 
 
 class _Counts(NamedTuple):
-    """The counts of one order: how often each token follows, or stands in, each of C contexts."""
+    """The counts of one order: how often each token occurs as the target of each of C contexts."""
 
-    pairs_P: np.ndarray  # the pairs of a context and a token that occur, ascending
-    count_P: np.ndarray  # count(h, w) of each
+    pairs_P: np.ndarray  # the numbers of the pairs of context and token that occur, ascending
+    count_P: np.ndarray  # count(h, w) of each pair
     total_C: np.ndarray  # count(h) of each context
     types_C: np.ndarray  # types(h) of each context
 
@@ -43,7 +43,7 @@ class _Counts(NamedTuple):
     def from_targets(
         cls, context_N: np.ndarray, target_N: np.ndarray, num_contexts: int, vocab_size: int
     ) -> '_Counts':
-        """Counts N targets, each after the context of this number."""
+        """Counts the tokens target_N, each as the target of the context with number context_N."""
         pairs_P, count_P = np.unique(context_N * vocab_size + target_N, return_counts=True)
         total_C = np.bincount(context_N, minlength=num_contexts)
         types_C = np.bincount(pairs_P // vocab_size, minlength=num_contexts)
@@ -52,18 +52,19 @@ class _Counts(NamedTuple):
     def probability(
         self, context_M: np.ndarray, target_M: np.ndarray, lower_M: np.ndarray, vocab_size: int
     ) -> np.ndarray:
-        """P_k of M targets w after contexts h of these numbers; `lower_M` is their P_{k-1}.
+        """Returns the probability P_k of M targets, each a token w after a context h.
 
             P_k = (count(h, w) + types(h) P_{k-1}) / (count(h) + types(h))
 
-        Where the context is MISSING, or no token follows it, the counts are taken as 0 and types(h)
-        as 1, which gives P_{k-1}.
+        `lower_M` is P_{k-1}. If the context is MISSING or has no counts, the counts are taken as 0
+        and types(h) as 1, so that P_k is P_{k-1}.
         """
-        index_M = _find(self.pairs_P, context_M * vocab_size + target_M)
-        # The appended values are those that MISSING, which is -1, selects.
-        count_M = np.append(self.count_P, 0)[index_M]
+        pair_M = _find(self.pairs_P, context_M * vocab_size + target_M)
+        # MISSING is -1, so it selects the appended value.
+        count_M = np.append(self.count_P, 0)[pair_M]
         total_M = np.append(self.total_C, 0)[context_M]
-        types_M = np.maximum(np.append(self.types_C, 1)[context_M], 1)
+        types_M = np.append(self.types_C, 1)[context_M]
+        types_M = np.maximum(types_M, 1)
         return (count_M + types_M * lower_M) / (total_M + types_M)
 
 
@@ -73,35 +74,46 @@ def losses(
     evaluated: Sequence[tuple[np.ndarray, np.ndarray]],
     vocab_size: int,
 ) -> list[np.ndarray]:
-    """Nats of every target by the n-grams of the orders 1 to K + 1.
+    """Counts n-grams of the orders 1 to K + 1 and returns the losses of evaluated targets by them.
 
-    Counts contexts_KN and targets_N: ids in [0, vocab_size), contexts also MISSING. Returns
-    nats_OM, O = K + 1, for the contexts_KM and targets_M of each set in `evaluated`.
+    Args:
+        contexts_KN: The K nearest context tokens of each of the N counted targets, nearest first;
+            ids in [0, vocab_size) or MISSING.
+        targets_N: The ids of the counted targets.
+        evaluated: The contexts_KM and targets_M of each evaluated set.
+        vocab_size: The number of ids.
+
+    Returns:
+        nats_OM of each evaluated set, with a row for each of the O = K + 1 orders.
     """
     # The sets share their counts, so they are evaluated as one.
     contexts_KM = np.concatenate([contexts for contexts, _ in evaluated], axis=1)
     targets_M = np.concatenate([targets for _, targets in evaluated])
     probability_M = np.full(len(targets_M), 1 / vocab_size)  # P_0
-    # The numbers of the contexts of evaluated and of counted targets: order 1 has the empty one.
+    # At order 1, all targets have the empty context, which has the number 0.
     context_M = np.zeros(len(targets_M), np.int64)
     context_N = np.zeros(len(targets_N), np.int64)
     num_contexts = 1
-    # The counted targets whose context has no missing token: N shrinks from order to order.
+    # The indices of the targets that are counted. Targets whose context has a missing token drop
+    # out, so N shrinks from order to order.
     counted_N = np.arange(len(targets_N))
+    max_order = len(contexts_KN) + 1
     nats = []
-    for order in range(1, len(contexts_KN) + 2):
+    for order in range(1, max_order + 1):
         if order > 1:
-            # Each context gets one more token, the one at distance order - 1.
-            added_N = contexts_KN[order - 2, counted_N]
+            # Extend each context by the token at distance order - 1.
+            row = order - 2
+            added_N = contexts_KN[row, counted_N]
             is_known_N = added_N != MISSING
             counted_N = counted_N[is_known_N]
             longer_N = context_N[is_known_N] * vocab_size + added_N[is_known_N]
             longer_C, context_N = np.unique(longer_N, return_inverse=True)
             num_contexts = len(longer_C)
-            context_M = _extended(longer_C, context_M, contexts_KM[order - 2], vocab_size)
+            context_M = _extended(longer_C, context_M, contexts_KM[row], vocab_size)
         counts = _Counts.from_targets(context_N, targets_N[counted_N], num_contexts, vocab_size)
         probability_M = counts.probability(context_M, targets_M, probability_M, vocab_size)
         nats.append(-np.log(probability_M))
+
     ends = np.cumsum([len(targets) for _, targets in evaluated])
     return np.split(np.stack(nats), ends[:-1], axis=1)
 
@@ -109,10 +121,18 @@ def losses(
 def _extended(
     longer_C: np.ndarray, context_M: np.ndarray, added_M: np.ndarray, vocab_size: int
 ) -> np.ndarray:
-    """The numbers of the contexts that `added_M` makes of the contexts of the order before.
+    """Extends contexts by one token each; returns the numbers of the longer contexts.
 
-    `longer_C` has the pairs that make the contexts of this order. MISSING where the context or the
-    token is, and where no counted target has the longer context.
+    Args:
+        longer_C: The longer contexts that occur, as pairs c V + w in ascending order. The longer
+            context at index i has the number i.
+        context_M: The numbers of the contexts to extend.
+        added_M: The token that each context is extended by.
+        vocab_size: V.
+
+    Returns:
+        The numbers; MISSING if the context or the token is MISSING, or if the longer context does
+        not occur.
     """
     number_M = _find(longer_C, context_M * vocab_size + added_M)
     is_complete_M = (context_M != MISSING) & (added_M != MISSING)
@@ -120,24 +140,30 @@ def _extended(
 
 
 def _find(ascending: np.ndarray, wanted_M: np.ndarray) -> np.ndarray:
-    """The indices of values in an ascending array; MISSING where it does not have the value."""
+    """Returns the index of each wanted value in an ascending array, or MISSING if it has none."""
     index_M = np.searchsorted(ascending, wanted_M)
-    # The end of the array, where larger values would be, has an index of its own.
-    is_there_M = np.append(ascending, MISSING)[index_M] == wanted_M
-    return np.where(is_there_M, index_M, MISSING)
+    # For a value above the last one, searchsorted returns the length of the array. The appended
+    # entry makes that a valid index.
+    is_found_M = np.append(ascending, MISSING)[index_M] == wanted_M
+    return np.where(is_found_M, index_M, MISSING)
 
 
 def preceding(rows_RL: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts and targets of every token of a row but the first.
+    """Returns the contexts and targets of a language model: the first token of a row is no target.
 
-    Returns contexts_KN, the `number` tokens (1 or more) before a target, the nearest first, and
-    targets_N, row by row; N = R (L - 1).
+    Args:
+        rows_RL: R rows of L token ids.
+        number: How many tokens K before a target its context has, 1 or more.
+
+    Returns:
+        contexts_KN, nearest first and MISSING before the start of the row, and targets_N. The
+        N = R (L - 1) targets are in the order of the rows.
     """
     length = rows_RL.shape[1]
     padded_RL = np.pad(rows_RL, ((0, 0), (number, 0)), constant_values=MISSING)
     chain = []
     for distance in range(1, number + 1):
-        # Column t of the rows is column t + number of the padded ones; targets are those from 1 on.
+        # The first target is in column 1 of rows_RL, which is column number + 1 of padded_RL.
         first = number + 1 - distance
         chain.append(padded_RL[:, first : first + length - 1])
     contexts_KRT = np.stack(chain)
@@ -151,23 +177,37 @@ def masked_losses(
     vocab_size: int,
     rare: float = RARE,
 ) -> list[np.ndarray]:
-    """Nats of masked targets by the 0 to `order` nearest visible neighbours of each.
+    """Counts n-grams of a text at all offsets that targets need; returns the targets' losses.
 
-    Counts the text rows_RT, ids in [0, vocab_size). A set in `evaluated` has shown_RT, ids or
-    MISSING where the text is hidden, the text itself and hidden_RT, true at its M targets. Returns
-    nats_OM, O = order + 1, for each set. A target whose chain of offsets, up to some depth, is that
-    of fewer than `rare` of all targets has the probability of the depth before.
+    A masked target is predicted from its 0, 1, ... `order` nearest visible neighbours.
+
+    Args:
+        rows_RT: The text to count, ids in [0, vocab_size).
+        evaluated: For each evaluated set its shown_RT (ids, or MISSING where the text is hidden),
+            its text rows_RT, and hidden_RT, which is true at its M targets.
+        order: The largest number of neighbours.
+        vocab_size: The number of ids.
+        rare: If fewer than this share of all targets have the same chain of offsets up to some
+            depth, the chain is not counted to that depth. These targets keep the probability of the
+            depth before.
+
+    Returns:
+        nats_OM of each set, with a row for each of the O = order + 1 numbers of neighbours.
     """
-    targets_of_set = [_Targets.read(*rows, order) for rows in evaluated]
+    targets_of_set = [
+        _Targets.read(shown_RT, text_RT, hidden_RT, order)
+        for shown_RT, text_RT, hidden_RT in evaluated
+    ]
     # The sets share their counts, so they are evaluated as one.
     targets = _Targets(
         offsets_KM=np.concatenate([part.offsets_KM for part in targets_of_set], axis=1),
         tokens_KM=np.concatenate([part.tokens_KM for part in targets_of_set], axis=1),
         ids_M=np.concatenate([part.ids_M for part in targets_of_set]),
     )
-    # A row is padded as far as offsets reach: beyond it there is nothing to see.
+    # Each row is padded by the largest offset, so that an offset never reaches into another row.
     reach = int(np.abs(targets.offsets_KM).max(initial=0))
     text = np.pad(rows_RT, ((0, 0), (reach, reach)), constant_values=MISSING).ravel()
+
     num_targets = len(targets.ids_M)
     nats_OM = np.empty((order + 1, num_targets))
     root = _Node(
@@ -182,7 +222,7 @@ def masked_losses(
     while nodes:
         node = nodes.pop()
         probability_M = node.probability(text, targets, vocab_size)
-        # Also for the depths below, which the children replace.
+        # The larger depths get the same losses; the children overwrite those of their targets.
         nats_OM[node.depth :, node.target_M] = -np.log(probability_M)
         if node.depth == order:
             continue
@@ -204,48 +244,56 @@ class _Targets(NamedTuple):
     def read(
         cls, shown_RT: np.ndarray, rows_RT: np.ndarray, hidden_RT: np.ndarray, order: int
     ) -> '_Targets':
-        """The M masked tokens of R rows, each with its `order` nearest visible neighbours or fewer.
+        """Finds the masked tokens of R rows and up to `order` nearest visible neighbours of each.
 
-        rows_RT are the ids of the text; hidden_RT is true at the M targets; shown_RT has the ids
-        that are visible, and MISSING where the text is hidden.
+        Args:
+            shown_RT: The visible ids; MISSING where the text is hidden.
+            rows_RT: The ids of the text.
+            hidden_RT: True at the M targets.
+            order: The number K of neighbours to look for.
         """
         row_M, column_M = np.nonzero(hidden_RT)
         length = rows_RT.shape[1]
         num_targets = len(row_M)
         offsets_KM = np.zeros((order, num_targets), np.int64)
         tokens_KM = np.full((order, num_targets), MISSING)
-        num_visible_M = np.zeros(num_targets, np.int64)  # neighbours so far
+        num_found_M = np.zeros(num_targets, np.int64)  # neighbours found so far
+
         # -1, +1, -2, +2, ...: the nearest first.
         offsets = [sign * distance for distance in range(1, length) for sign in (-1, 1)]
         for offset in offsets:
             neighbour_M = column_M + offset
             is_inside_M = (neighbour_M >= 0) & (neighbour_M < length)
             token_M = shown_RT[row_M, np.clip(neighbour_M, 0, length - 1)]
-            is_added_M = is_inside_M & (token_M != MISSING) & (num_visible_M < order)
-            added = np.flatnonzero(is_added_M)  # of the targets that see this neighbour
-            offsets_KM[num_visible_M[added], added] = offset
-            tokens_KM[num_visible_M[added], added] = token_M[added]
-            num_visible_M[added] += 1
-            if np.all(num_visible_M == order):
+            is_visible_M = is_inside_M & (token_M != MISSING)
+
+            # The neighbour is added to the targets that see it and have fewer than `order`.
+            targets = np.flatnonzero(is_visible_M & (num_found_M < order))
+            slots = num_found_M[targets]
+            offsets_KM[slots, targets] = offset
+            tokens_KM[slots, targets] = token_M[targets]
+            num_found_M[targets] += 1
+            if np.all(num_found_M == order):
                 break
         return cls(offsets_KM, tokens_KM, rows_RT[row_M, column_M])
 
 
 class _Node(NamedTuple):
-    """The targets whose chains begin with the same offsets, and the text in their contexts.
+    """A node of the tree of offset chains: all targets whose chains begin with the same offsets.
 
-    A context is the tokens at these offsets; those that a target has are numbered from 0.
+    A context is the tokens at these offsets. The contexts of the node's targets are numbered from
+    0. The node counts them at every position of the text that has one of them.
     """
 
     depth: int  # the number of offsets
-    position_N: np.ndarray  # the N positions in the text with the context of some target
+    position_N: np.ndarray  # the N positions of the text that have the context of a target
     context_N: np.ndarray  # the number of the context at each position
-    target_M: np.ndarray  # the indices of the M targets among all
+    target_M: np.ndarray  # the indices of the node's M targets among all targets
     context_M: np.ndarray  # the number of each target's context
-    lower_M: np.ndarray  # the probability of each target by the offsets but the last
+    lower_M: np.ndarray  # the probability of each target at the parent node
 
     def probability(self, text: np.ndarray, targets: _Targets, vocab_size: int) -> np.ndarray:
-        """The probability of each of the M targets, by the equation of this module."""
+        """Returns P_k of each of the M targets (see the equation of this module)."""
         num_contexts = int(self.context_M.max(initial=0)) + 1
         counts = _Counts.from_targets(
             self.context_N, text[self.position_N], num_contexts, vocab_size
@@ -256,21 +304,28 @@ class _Node(NamedTuple):
     def children(
         self, text: np.ndarray, targets: _Targets, vocab_size: int, probability_M: np.ndarray
     ) -> Iterator['_Node']:
-        """The nodes one offset deeper; `probability_M` is that of this node."""
+        """Yields a node for each offset that continues the chain of a target of this node.
+
+        `probability_M` is the probability of the targets at this node.
+        """
         offset_M = targets.offsets_KM[self.depth, self.target_M]
-        for offset in np.unique(offset_M[offset_M != 0]):
-            chosen = np.flatnonzero(offset_M == offset)  # of the M targets
-            added_M = targets.tokens_KM[self.depth, self.target_M[chosen]]
-            longer_M = self.context_M[chosen] * vocab_size + added_M
+        is_continued_M = offset_M != 0
+        for offset in np.unique(offset_M[is_continued_M]):
+            # Extend the contexts of the targets that have this offset.
+            members = np.flatnonzero(offset_M == offset)
+            added_M = targets.tokens_KM[self.depth, self.target_M[members]]
+            longer_M = self.context_M[members] * vocab_size + added_M
             longer_C, context_M = np.unique(longer_M, return_inverse=True)
+
+            # Extend the contexts in the text; only positions with a target's context stay.
             added_N = text[self.position_N + offset]
             context_N = _extended(longer_C, self.context_N, added_N, vocab_size)
-            is_context_N = context_N != MISSING
+            is_kept_N = context_N != MISSING
             yield _Node(
                 depth=self.depth + 1,
-                position_N=self.position_N[is_context_N],
-                context_N=context_N[is_context_N],
-                target_M=self.target_M[chosen],
+                position_N=self.position_N[is_kept_N],
+                context_N=context_N[is_kept_N],
+                target_M=self.target_M[members],
                 context_M=context_M,
-                lower_M=probability_M[chosen],
+                lower_M=probability_M[members],
             )

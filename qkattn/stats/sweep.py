@@ -1,21 +1,23 @@
 """Sweeps: loss against one positive setting (learning rate, weight decay, score scale).
 
-A setting is screened on a geometric grid, every value with the same seeds. Around the best value
-the loss of seed s at value v is modelled as a parabola in x = ln(v / best) with a level per seed,
+Trials screen a setting on a geometric grid, with the same seeds at every value. Near the best value
+the loss of seed s at value v is modelled as a parabola in x = ln(v / best) with one level per seed:
 
-    L_s(v) = a_s + b x + c x^2 + noise,
+    L_s(v) = a_s + b x + c x^2 + noise.
 
-so that the effect of a seed common to all values (data order, initialization) cancels. The
-optimum is the vertex x* = -b / 2c. Losses are in nats per token, values in their own unit.
+The level a_s takes up what a seed adds at all values (data order, initialization). The optimum is
+the vertex x* = -b / 2c. Losses are in nats per token, values in their own unit.
 
-A parabola that is fitted to a skewed curve misses its optimum by a bias that no residual need show.
-So how far the loss lies above the optimum is bounded over all curves of a family with skew,
+If the true curve is skewed, the parabola misses its optimum, and the residuals need not show it.
+So `Sweep.excess` bounds how far a loss lies above the optimum, over a family of skewed curves,
 
     L_s(v) = a_s + C g_k(x - x0),   g_k(u) = u^2 / 2 (1 + k u),   |k| <= SKEW,
 
-that the data do not contradict, where g_k goes on along its tangent beyond its inflection, so that
-it is convex: see `Sweep.excess`. The grid grows, and further seeds are drawn, until on either side
-a value is worse than the best by more than the luck of the seeds: see `Sweep.bracketed`.
+by the largest excess of any curve that the data do not contradict. Beyond its inflection, g_k
+continues along its tangent, so that it is convex.
+
+The grid grows, and further seeds are drawn, until a value on each side of the best one is worse by
+more than the luck of the seeds explains (`Sweep.bracketed`).
 """
 
 import dataclasses
@@ -29,17 +31,18 @@ import scipy  # whose submodules are imported on first use
 
 from qkattn.stats.inference import LEVEL, ROUNDING, quantile
 
-# Grid steps to either side of the best value that the parabola is fitted to, at least.
+# The parabola is fitted to at least this many grid steps on each side of the best value.
 REACH = 2
-# A parabola has three coefficients; a best value between two worse ones is bracketed.
+# A parabola has three coefficients, and bracketing takes a best value between two worse ones.
 MIN_VALUES = 3
 # The losses of a single seed do not show their noise.
 MIN_SEEDS = 2
-# The largest relative cubic part of a curve, per unit of ln(value), that a bound allows.
+# The largest skew k of the curves in a bound: the cubic part relative to the quadratic part, per
+# unit of ln(value).
 SKEW = 0.6
-# Optima, and skews, at which the bound of an excess is evaluated. This is repeated ZOOMS times,
-# each time on a finer grid around the curves that the data do not contradict.
+# A bound is evaluated on a grid of this many optima times as many skews.
 POINTS = 41
+# The grid is refined this many times around the curves that the data do not contradict.
 ZOOMS = 4
 
 
@@ -47,61 +50,68 @@ ZOOMS = 4
 class Sweep:
     """The screening of one setting: losses, best value, fitted optimum.
 
-    The optimum is bracketed if a value on either side of the best one is worse than it. A value at
-    which a seed diverged is worse. Another one is worse at 95 % confidence by a paired one-sided t
-    test over seeds, corrected (Bonferroni) for the number of values compared with the best. A few
-    seeds leave a t test no power, so the variance of what a seed adds at one value (the residual of
-    a level per value and one per seed) is pooled over all values that are no worse. This is Hsu's
-    (1981) comparison with the best: the values that are not worse contain the best one of the grid
-    with 95 % confidence, although the lowest mean was selected.
+    The optimum is bracketed if there is a worse value on each side of the best one. A value is
+    worse if a seed diverged there. It is also worse if a paired one-sided t test over seeds says so
+    at 95 % confidence, with Bonferroni's correction for the number of values that are compared with
+    the best one.
+
+    With few seeds, a t test of two values has no power. So the test pools the residual variance,
+    after one level per value and one per seed, over all values that are not worse. This is Hsu's
+    (1981) comparison with the best: with 95 % confidence, the true best value of the grid is among
+    those that are not worse, although the best one was selected by its mean.
     """
 
     # The grid, ascending.
     values: tuple[float, ...]
     # For each value, the losses of the seeds that finished, in the order of the seeds.
     losses: tuple[tuple[float, ...], ...]
-    # Their means; infinite where a seed diverged, as the mean of the others would be biased low.
+    # Their means; infinite if a seed diverged, as the mean of the others would be biased low.
     means: tuple[float, ...]
-    # The value of the lowest mean: of ties the smallest, and the smallest if all diverged.
+    # The value with the lowest mean. Of several such values, or if all diverged, the smallest one.
     best: float
-    # Whether values on both sides of `best` are worse, which takes two seeds or more.
+    # Whether values on both sides of `best` are worse. Takes two seeds or more.
     bracketed: bool
-    # Whether further seeds may help: the optimum is not bracketed, or has no interval. They do not
-    # help if all values diverged, or if the best is at an end of the grid and its neighbour worse.
+    # Whether further seeds may help, because the optimum is not bracketed or has no interval. They
+    # do not help if all values diverged, or if `best` is at an end of the grid and its neighbour is
+    # worse.
     needs_seeds: bool
-    # The values of the parabola: those within two grid steps of the best, and further ones up to
-    # the nearest worse value, where noise hides the rise.
+    # The values that the parabola is fitted to: all within two grid steps of `best`, and further
+    # ones up to the nearest worse value if noise hides the rise.
     fitted: tuple[float, ...]
-    # What `chosen` is: 'vertex' or 'minimax'.
+    # How `chosen` is found: 'vertex' or 'minimax'.
     choice: str
     # 2c, the second derivative of the loss by ln(value); None with fewer than three fitted values.
     curvature: float | None = None
-    # The vertex and the fitted mean loss there; None, too, if the parabola is not convex or has its
-    # vertex outside the fitted values.
+    # The vertex, and the fitted mean loss there. None without a parabola, if the parabola is not
+    # convex, or if its vertex lies outside the fitted values.
     optimum: float | None = None
     loss: float | None = None
-    # Whether the curvature differs from zero by a t test at 95 %. One seed at three values leaves
-    # that test no degree of freedom.
+    # Whether the curvature is above zero by a t test at 95 %. One seed at three values leaves that
+    # test no degree of freedom.
     bounded: bool = False
 
     @functools.cached_property
     def chosen(self) -> float:
-        """The value to train at, between the neighbours of best, rounded to three digits.
+        """The value to train at, rounded to three significant digits.
 
-        By `choice` it is the optimum of the parabola ('vertex'), or the value whose excess over the
-        optimum has the least bound ('minimax'). `best` where there is none between its neighbours.
+        If `choice` is 'vertex', it is the optimum of the parabola. If `choice` is 'minimax', it is
+        the value with the smallest bound on its excess over the optimum. If that value does not lie
+        between the neighbours of `best` on the grid, it is `best`.
         """
         index = self.values.index(self.best)
-        if self.optimum is None or index in (0, len(self.values) - 1):
+        is_at_end = index in (0, len(self.values) - 1)
+        if self.optimum is None or is_at_end:
             return self.best
         below = self.values[index - 1]
         above = self.values[index + 1]
+
         value = self.optimum
         if self.choice == 'minimax' and self._curves is not None:
             lowest = max(below, self.fitted[0])
             highest = min(above, self.fitted[-1])
             candidates = np.geomspace(lowest, highest, 2 * POINTS)[1:-1]
             value = min(candidates.tolist(), key=self.excess)
+
         rounded = float(f'{value:.3g}')
         if below < rounded < above:
             return rounded
@@ -109,30 +119,30 @@ class Sweep:
 
     @functools.cached_property
     def at_worst(self) -> float | None:
-        """The bound of `excess` at `chosen`; None where nothing bounds the optimum."""
+        """The bound of `excess` at `chosen`; None if nothing bounds the optimum."""
         if self._curves is None:
             return None
         return self.excess(self.chosen)
 
     @property
     def optimum_low(self) -> float | None:
-        """The smallest optimum of the curves of `excess`; None where nothing bounds it."""
+        """The smallest optimum of all possible curves (see `excess`); None if nothing bounds it."""
         if self._curves is None:
             return None
         return self.best * math.exp(self._curves.optimum_C.min())
 
     @property
     def optimum_high(self) -> float | None:
-        """The largest optimum of the curves of `excess`; None where nothing bounds it."""
+        """The largest optimum of all possible curves (see `excess`); None if nothing bounds it."""
         if self._curves is None:
             return None
         return self.best * math.exp(self._curves.optimum_C.max())
 
     def excess(self, value: float) -> float:
-        """Nats by which the loss at `value` exceeds that of the optimum, at most, at 95 %.
+        """Bounds how far the loss at `value` lies above the loss at the optimum, in nats, at 95 %.
 
-        It is the largest excess of the curves C g_k(x - x0) that `_possible_curves` finds.
-        Infinite if the data do not bound the optimum.
+        The bound is the largest excess of any curve C g_k(x - x0) that `_possible_curves` finds. It
+        is infinite if the data do not bound the optimum.
         """
         if self._curves is None:
             return math.inf
@@ -142,7 +152,7 @@ class Sweep:
 
     @functools.cached_property
     def _curves(self) -> '_Curves | None':
-        """The curves that the data do not contradict; None where nothing bounds the optimum."""
+        """The curves that the data do not contradict; None if nothing bounds the optimum."""
         if not self.bounded:
             return None
         x_V = np.log(np.array(self.fitted) / self.best)
@@ -152,21 +162,23 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True)
 class _Curves:
-    """Curves scale g_skew(x - optimum) with x = ln(value / best); the scale is the largest one."""
+    """C curves scale * g_skew(x - optimum), with x = ln(value / best)."""
 
-    scale_C: np.ndarray
+    scale_C: np.ndarray  # the largest scale that the data do not contradict
     optimum_C: np.ndarray
     skew_C: np.ndarray
 
 
 def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
-    """The curves whose misfit to the losses of V values and S seeds is not refuted at 95 %.
+    """Finds the curves that the losses of V values and S seeds do not refute at 95 %.
 
-    A curve C g_k(x - x0), where g_k(u) = u^2 / 2 (1 + k u) (`_curve`) and the optimum x0 is among
-    the values, is possible if its residual sum of squares exceeds the least of any curve by at most
-    t^2 times the variance. The variance is that of the residuals, or that between the slopes of the
-    seeds if it is larger: where the optima of seeds differ, the losses of a seed err together. None
-    without a degree of freedom.
+    A curve is C g_k(x - x0) with g_k(u) = u^2 / 2 (1 + k u) (`_curve`) and its optimum x0 in the
+    range of the values. It is possible if its residual sum of squares exceeds the smallest one of
+    all curves by at most t^2 times the variance.
+
+    The variance is that of the residuals, or that of the slopes between seeds if it is larger. The
+    latter matters if the seeds have different optima, as the residuals of a seed are then
+    correlated. Returns None if there is no degree of freedom.
     """
     V, S = losses_VS.shape
     df = V * S - S - min(V - 1, MIN_VALUES)
@@ -174,26 +186,32 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
         return None
     losses_VS = losses_VS - losses_VS.mean(axis=0)  # without the level of each seed
     means_V = losses_VS.mean(axis=1)
-    scatter = float(np.sum((losses_VS - means_V[:, None]) ** 2))
+    squares_around_means = float(np.sum((losses_VS - means_V[:, None]) ** 2))
     variance_of_slopes = _variance_of_slopes(x_V, losses_VS)
     t = quantile(df)
 
     optimum_range = (x_V[0], x_V[-1])
     skew_range = (-SKEW, SKEW)
     for _ in range(ZOOMS):
+        # The candidates are all combinations of an optimum and a skew.
         optimum_P = np.linspace(*optimum_range, POINTS)
         skew_P = np.linspace(*skew_range, POINTS)
-        # Candidates: every optimum with every skew.
-        optimum_C, skew_C = (grid.ravel() for grid in np.meshgrid(optimum_P, skew_P))
+        optimum_PP, skew_PP = np.meshgrid(optimum_P, skew_P)
+        optimum_C = optimum_PP.ravel()
+        skew_C = skew_PP.ravel()
         curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
         curve_CV -= curve_CV.mean(axis=1, keepdims=True)
+
+        # The least-squares scale of each candidate, and its residual sum of squares.
         squares_C = np.sum(curve_CV**2, axis=1)
-        # The scale of least squares, and how far it may rise until the misfit is refuted.
         scale_C = np.maximum(np.sum(curve_CV * means_V, axis=1) / squares_C, 0)
         misfit_C = S * np.sum((means_V - scale_C[:, None] * curve_CV) ** 2, axis=1)
-        variance = max((scatter + misfit_C.min()) / df, variance_of_slopes)
+
+        # How far the misfit may still rise, and the scale at which it has risen that far.
+        variance = max((squares_around_means + misfit_C.min()) / df, variance_of_slopes)
         spare_C = misfit_C.min() + t**2 * variance - misfit_C
         largest_scale_C = scale_C + np.sqrt(np.maximum(spare_C, 0) / (S * squares_C))
+
         is_possible_C = spare_C >= 0
         curves = _Curves(
             largest_scale_C[is_possible_C], optimum_C[is_possible_C], skew_C[is_possible_C]
@@ -204,7 +222,10 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
 
 
 def _variance_of_slopes(x_V: np.ndarray, losses_VS: np.ndarray) -> float:
-    """The variance between seeds of the slope of the loss, in units of one loss; 0 for one seed."""
+    """Returns the variance between seeds of the slope of the loss; 0 for one seed.
+
+    The slopes are scaled so that their variance has the unit of the variance of one loss.
+    """
     if losses_VS.shape[1] == 1:
         return 0.0
     centred_V = x_V - x_V.mean()
@@ -215,41 +236,56 @@ def _variance_of_slopes(x_V: np.ndarray, losses_VS: np.ndarray) -> float:
 def _zoomed(
     possible_C: np.ndarray, grid_P: np.ndarray, limits: tuple[float, float]
 ) -> tuple[float, float]:
-    """The range of the possible values of a grid, a step wider at both ends, within `limits`."""
+    """Returns the range of the possible values, widened by a grid step on each side.
+
+    The result stays within `limits`.
+    """
     step = grid_P[1] - grid_P[0]
-    return max(limits[0], possible_C.min() - step), min(limits[1], possible_C.max() + step)
+    lower_limit, upper_limit = limits
+    lowest = max(lower_limit, possible_C.min() - step)
+    highest = min(upper_limit, possible_C.max() + step)
+    return lowest, highest
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """u^2 / 2 (1 + skew u), along its tangent beyond the inflection at u = -1 / (3 skew)."""
-    # The second derivative is 1 + 3 skew u. Where it is zero, the slope is u / 2.
-    turn = np.where(1 + 3 * skew * u >= 0, u, -1 / np.where(skew, 3 * skew, np.inf))
-    return turn**2 / 2 * (1 + skew * turn) + turn / 2 * (u - turn)
+    """Returns u^2 / 2 (1 + skew u), continued along its tangent beyond u = -1 / (3 skew).
+
+    There the curve has its inflection: the second derivative, 1 + 3 skew u, is 0. The slope is u/2.
+    """
+    inflection = -1 / np.where(skew, 3 * skew, np.inf)
+    is_convex = 1 + 3 * skew * u >= 0
+    # The point at which the tangent touches the curve; u itself before the inflection.
+    touching = np.where(is_convex, u, inflection)
+    curve = touching**2 / 2 * (1 + skew * touching)
+    return curve + touching / 2 * (u - touching)
 
 
 def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'vertex') -> Sweep:
     """Fits the losses of a screening.
 
-    `losses` maps each value (one or more, above 0) to the loss of each seed, the same seeds for all
-    values; None or a non-finite loss means that the seed diverged. `choice` is as in
-    `Sweep.chosen`. The parabola is fitted to `Sweep.fitted` by least squares.
+    Args:
+        losses: For each value of the setting (one or more, above 0) the loss of each seed. All
+            values have the same seeds. None or a non-finite loss means that the seed diverged.
+        choice: 'vertex' or 'minimax' (see `Sweep.chosen`).
     """
     values = tuple(sorted(losses))
     seeds = sorted(losses[values[0]])
     finished = tuple(_finite(losses[value][seed] for seed in seeds) for value in values)
-    means = tuple(
-        math.fsum(of_value) / len(of_value) if len(of_value) == len(seeds) else math.inf
-        for of_value in finished
-    )
+    means = tuple(_mean_or_inf(finished_losses, len(seeds)) for finished_losses in finished)
     best = means.index(min(means))
     below, above = _nearest_worse(finished, means, best)
 
+    # The parabola is fitted from the nearest worse value below to the nearest one above, or up to
+    # REACH steps from the best value if that is further.
     last = len(values) - 1
-    first_fitted = 0 if below is None else max(min(below, best - REACH), 0)
-    last_fitted = last if above is None else min(max(above, best + REACH), last)
-    fitted = [
-        index for index in range(first_fitted, last_fitted + 1) if math.isfinite(means[index])
-    ]
+    first_fitted = 0
+    if below is not None:
+        first_fitted = max(min(below, best - REACH), 0)
+    last_fitted = last
+    if above is not None:
+        last_fitted = min(max(above, best + REACH), last)
+    in_reach = range(first_fitted, last_fitted + 1)
+    fitted = [index for index in in_reach if math.isfinite(means[index])]
     fitted_values = tuple(values[index] for index in fitted)
     parabola: dict[str, Any] = {}
     if len(fitted) >= MIN_VALUES:
@@ -275,16 +311,26 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
 
 
 def _finite(losses: Iterable[float | None]) -> tuple[float, ...]:
-    """The losses of the seeds that finished."""
+    """Returns the losses of the seeds that finished."""
     return tuple(loss for loss in losses if loss is not None and math.isfinite(loss))
 
 
-def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tuple[float, ...]:
-    """The values to screen next, ascending; () if the best is bracketed or max_points are tried.
+def _mean_or_inf(finished_losses: tuple[float, ...], num_seeds: int) -> float:
+    """Returns the mean loss of a value, or infinity if not all seeds finished."""
+    if len(finished_losses) < num_seeds:
+        return math.inf
+    return math.fsum(finished_losses) / num_seeds
 
-    On each side of the best that has no worse value (see `Sweep.bracketed`; with a single seed, no
-    larger loss), the grid grows by one step of `ratio` (> 1) beyond its end, but stays below `end`;
-    downwards first if `max_points` leaves room for one only, and if every value diverged.
+
+def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tuple[float, ...]:
+    """Returns the values to screen next, in ascending order.
+
+    The grid grows by one step of `ratio` (> 1) on each side of the best value that has no worse
+    value (see `Sweep.bracketed`; with a single seed, every larger loss is worse). New values are
+    smaller than `end`, and the grid has at most `max_points` values. If there is room for one more
+    value only, or if every value diverged, the grid grows downwards.
+
+    Returns () if the best value is bracketed or the grid is full.
     """
     best = sweep.values.index(sweep.best)
     below, above = _nearest_worse(sweep.losses, sweep.means, best)
@@ -293,27 +339,32 @@ def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tupl
         candidates.append(sweep.values[0] / ratio)
     if above is None and math.isfinite(sweep.means[best]):
         candidates.append(sweep.values[-1] * ratio)
-    rounded = [float(f'{value:.10g}') for value in candidates]  # 0.1 * 3 is 0.3
+    # Ten digits drop rounding errors: 0.1 * 3 becomes 0.3.
+    rounded = [float(f'{value:.10g}') for value in candidates]
+    below_end = [value for value in rounded if value < end]
     room = max(max_points - len(sweep.values), 0)
-    return tuple(value for value in rounded if value < end)[:room]
+    return tuple(below_end[:room])
 
 
 def _nearest_worse(
     losses: tuple[tuple[float, ...], ...], means: tuple[float, ...], best: int
 ) -> tuple[int | None, int | None]:
-    """The indices of the nearest values below and above the best one that are worse than it.
+    """Finds the nearest worse value below the best one, and the nearest worse value above it.
 
-    None where there is none. With several seeds a value is worse if the test of `Sweep` says so, or
-    if a seed diverged there. With a single seed, which has no test, every larger loss is worse.
+    With several seeds, a value is worse if the test of `Sweep` says so or if a seed diverged there.
+    A single seed allows no test; every larger loss is worse.
+
+    Returns:
+        The indices of both values. An index is None if no value on that side is worse.
     """
     is_worse = [mean > means[best] for mean in means]
     num_seeds = len(losses[best])
     finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     if num_seeds > 1 and finished:
-        from_the_best_on = sorted(finished, key=lambda index: means[index])
-        losses_by_mean = [losses[index] for index in from_the_best_on]
-        critical = _critical_differences(losses_by_mean, len(means) - 1).tolist()
-        for rank, index in enumerate(from_the_best_on):
+        best_first = sorted(finished, key=lambda index: means[index])
+        sorted_losses = [losses[index] for index in best_first]
+        critical = _critical_differences(sorted_losses, len(means) - 1).tolist()
+        for rank, index in enumerate(best_first):
             if rank > 0:
                 is_worse[index] = means[index] - means[best] > critical[rank]
     below = [index for index in range(best) if is_worse[index]]
@@ -322,46 +373,62 @@ def _nearest_worse(
 
 
 def _critical_differences(losses: list[tuple[float, ...]], num_compared: int) -> np.ndarray:
-    """The differences from the best mean at which values are worse at 95 % confidence.
+    """Returns how far a mean has to exceed the best mean to be worse at 95 % confidence.
 
-    `losses` are those of each value, in ascending order of their means. For the k-th value, the
-    variance of what a seed adds at one value is pooled over the best k values.
+    `losses` holds the losses of V values, in ascending order of their means. The k-th result is for
+    the k-th value, with the residual variance pooled over the best k values. A residual is what
+    remains of a loss after one level per value and one per seed. `num_compared` is the number of
+    comparisons in Bonferroni's correction.
     """
-    table_VS = np.array(losses)
-    num_seeds = table_VS.shape[1]
-    table_VS -= table_VS.mean(axis=1, keepdims=True)
-    # Residual squares of the best 1, 2, ... values, without levels of values and of seeds.
+    losses_VS = np.array(losses)
+    num_seeds = losses_VS.shape[1]
     number_V = np.arange(1, len(losses) + 1)
-    squares_of_seeds_V = np.sum(np.cumsum(table_VS, axis=0) ** 2, axis=1) / number_V
-    squares_V = np.maximum(np.cumsum(np.sum(table_VS**2, axis=1)) - squares_of_seeds_V, 0)
+
+    # Sums of squared residuals of the best 1, 2, ... values: the squares around the mean of each
+    # value, minus the part that one level per seed explains.
+    deviation_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
+    total_squares_V = np.cumsum(np.sum(deviation_VS**2, axis=1))
+    squares_of_seeds_V = np.sum(np.cumsum(deviation_VS, axis=0) ** 2, axis=1) / number_V
+    residual_squares_V = np.maximum(total_squares_V - squares_of_seeds_V, 0)
+
     df_V = np.maximum((number_V - 1) * (num_seeds - 1), 1)
     t_V = scipy.special.stdtrit(df_V, 1 - (1 - LEVEL) / max(num_compared, 1))
-    return t_V * np.sqrt(squares_V / df_V * 2 / num_seeds)
+    return t_V * np.sqrt(residual_squares_V / df_V * 2 / num_seeds)
 
 
 def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> dict[str, Any]:
-    """The fields of a `Sweep` that a parabola through all losses gives."""
+    """Fits L_s(v) = a_s + b x + c x^2 with x = ln(v / best), by least squares.
+
+    Returns the fields curvature, optimum, loss and bounded of `Sweep`. If the parabola is not
+    convex, or its vertex lies outside `values`, it returns the curvature alone.
+    """
     x_V = np.log(np.array(values) / best)
     V, S = losses_VS.shape
-    # Coefficients: the level of each seed, then b and c.
+    # The coefficients are the level a_s of each seed, then b and c.
     x_N = np.repeat(x_V, S)
     losses_N = losses_VS.ravel()
     levels_NS = np.tile(np.eye(S), (V, 1))
     design_NP = np.column_stack([levels_NS, x_N, x_N**2])
     coefficients_P = np.linalg.lstsq(design_NP, losses_N)[0]
+    level_S = coefficients_P[:S]
     b, c = coefficients_P[S:]
+
     parabola: dict[str, Any] = {'curvature': float(2 * c)}
-    vertex = -b / (2 * c) if c > 0 else math.inf
-    # A vertex at an end of the values is not lost to rounding.
-    if not x_V[0] - ROUNDING <= vertex <= x_V[-1] + ROUNDING:
+    if not c > 0:
         return parabola
-    level = np.mean(coefficients_P[:S])
+    vertex = -b / (2 * c)
+    # A vertex at an end of the values is not lost to rounding.
+    is_inside = x_V[0] - ROUNDING <= vertex <= x_V[-1] + ROUNDING
+    if not is_inside:
+        return parabola
     parabola['optimum'] = float(best * math.exp(vertex))
-    parabola['loss'] = float(level + b * vertex + c * vertex**2)
+    parabola['loss'] = float(np.mean(level_S) + b * vertex + c * vertex**2)
+
     df = V * S - (S + 2)
     if df > 0:
         residuals_N = losses_N - design_NP @ coefficients_P
         variance = float(np.sum(residuals_N**2)) / df
-        error_of_c = (variance * np.linalg.inv(design_NP.T @ design_NP)[-1, -1]) ** 0.5
+        inverse_PP = np.linalg.inv(design_NP.T @ design_NP)
+        error_of_c = (variance * inverse_PP[-1, -1]) ** 0.5
         parabola['bounded'] = bool(c > quantile(df) * error_of_c)
     return parabola

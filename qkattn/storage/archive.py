@@ -1,8 +1,8 @@
-"""Zip archives that are read where they lie, as a directory of files.
+"""Zip archives that are read like a directory of files, without unpacking them to a disk.
 
-An archive may come from anybody. So all of it is checked before any of it is used: the names and
-kinds of its members, their sizes before memory is taken for them, and their checksums. It is kept
-in memory as it is compressed, and a member is inflated when it is read; nothing is written.
+An archive may come from anybody. So it is checked before any of it is used: the names and types of
+its members (the files in it), their sizes before memory is allocated, and their checksums. The
+archive stays compressed in memory, and a member is inflated when it is read.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from pathlib import Path
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage.files import component
 
-# Largest size of a member in bytes. A member is inflated at once.
+# Largest size of a member in bytes, inflated. A member is inflated into memory as a whole.
 MAX_MEMBER = 2**29
-# Largest size of all members together in bytes. The check inflates all of them once, one after
-# another, so this bounds its time.
+# Largest size of all members together in bytes. The check inflates each of them once, so this
+# bounds its time.
 MAX_TOTAL = 2**32
 
-# Every member that is written has this date, this mode and this system, so that the same files make
-# the same archive.
+# The date, mode and system of every member that is written. They are constant, so that the same
+# files make the same archive.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _REGULAR_FILE = stat.S_IFREG | 0o644
 _UNIX = 3
 
-# A zip file keeps the mode of Unix in the upper 16 bits of a member's attributes.
+# The upper 16 bits of a member's attributes hold its mode, as on Unix.
 _MODE_SHIFT = 16
-# The bit of a member's flags that says that it is encrypted.
+# The bit of a member's flags that is set if the member is encrypted.
 _ENCRYPTED = 1
 
 _ADVICE = 'restore it from a copy'
@@ -41,18 +41,23 @@ class Archive:
     """The files of a zip archive, by name."""
 
     def __init__(self, path: Path, content: bytes):
-        """Checks all of the archive; `path` names it in errors, of which each is one sentence.
+        """Opens the archive, and checks all of it.
 
-        Raises ReportError where the archive is damaged or has a member that is no plain file,
-        whose name could lead elsewhere, or that is larger than MAX_MEMBER.
+        Args:
+          path: the path of the archive, for errors.
+          content: the bytes of the archive.
+
+        Raises ReportError if the archive is damaged, or if a member is not a plain file, has a name
+        that could lead elsewhere, or is larger than MAX_MEMBER.
         """
         self.path = path
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(content))
         except Exception as error:  # damaged bytes raise almost anything in zipfile
             raise ReportError(f'{path} is damaged ({error}); {_ADVICE}') from error
+
         self._members: dict[str, zipfile.ZipInfo] = {}
-        total = 0
+        total_size = 0
         for member in self._zip.infolist():
             problem = _problem(member)
             if member.filename in self._members:
@@ -61,13 +66,14 @@ class Archive:
                 name = member.orig_filename
                 raise ReportError(f'{path}, member {name!r} {problem}; {_ADVICE}')
             self._members[member.filename] = member
-            total += member.file_size
-        if total > MAX_TOTAL:
+            total_size += member.file_size
+        if total_size > MAX_TOTAL:
             raise ReportError(
-                f'{path} has members of {total:,} bytes, more than {MAX_TOTAL:,}; {_ADVICE}'
+                f'{path} has members of {total_size:,} bytes, more than {MAX_TOTAL:,}; {_ADVICE}'
             )
+
         for name in self._members:
-            self.read(name)  # compares its checksum
+            self.read(name)  # compares the member's checksum
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
@@ -78,16 +84,19 @@ class Archive:
         return tuple(self._members)
 
     def read(self, name: str) -> bytes:
-        """The content of a file; KeyError without it, ReportError where it is damaged."""
+        """Returns the content of a file.
+
+        Raises KeyError if the archive does not have the file, ReportError if the file is damaged.
+        """
         member = self._members[name]
+        declared_size = member.file_size
         try:
             with self._zip.open(member) as file:
-                # read() without a size would inflate whatever the member has, however little it
-                # declares. One byte more than it declares makes zipfile reach the end of the
-                # member, where it compares the checksum.
-                content = file.read(member.file_size + 1)
-            if len(content) != member.file_size:
-                raise ValueError(f'it has {len(content):,} bytes, not {member.file_size:,}')
+                # A member may inflate to more bytes than it declares, so the read has a limit. The
+                # limit is one byte more, since zipfile compares the checksum at the member's end.
+                content = file.read(declared_size + 1)
+            if len(content) != declared_size:
+                raise ValueError(f'it has {len(content):,} bytes, not {declared_size:,}')
         except Exception as error:  # damaged bytes raise almost anything in zipfile
             raise ReportError(
                 f'{self.path}, member {name} is damaged ({error}); {_ADVICE}'
@@ -97,7 +106,7 @@ class Archive:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A file of an archive, or a directory of files, with what readers use of a path."""
+    """A file or a directory in an archive, with the methods of a path that readers use."""
 
     archive: Archive
     name: str
@@ -114,14 +123,14 @@ class Member:
     is_file = exists
 
     def read_bytes(self) -> bytes:
-        """The content; FileNotFoundError without such a file."""
+        """Returns the content; raises FileNotFoundError if there is no such file."""
         if not self.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return self.archive.read(self.name)
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """A zip archive of files in their order; the same files make the same bytes."""
+    """Returns the bytes of a zip archive of {name: content}; the same files make the same bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, 'w') as archive:
         for name, content in files.items():
@@ -134,9 +143,12 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def is_clean(name: str) -> bool:
-    """Whether a relative path with slashes leads below its directory on every file system."""
+    """Whether a relative path stays below its directory on every file system.
+
+    `name` has slashes between its parts.
+    """
     for part in name.split('/'):
-        # Windows takes a backslash for a slash; characters that do not print hide what is named.
+        # Windows treats a backslash as a slash. Characters that do not print could hide the name.
         if '\\' in part or not part.isprintable():
             return False
         try:
@@ -147,12 +159,13 @@ def is_clean(name: str) -> bool:
 
 
 def _problem(member: zipfile.ZipInfo) -> str | None:
-    """Why a member is not taken, as the end of a sentence; None for a plain file."""
+    """Returns why a member is refused, as the end of a sentence; None if it is a plain file."""
     file_type = stat.S_IFMT(member.external_attr >> _MODE_SHIFT)
-    if file_type not in (0, stat.S_IFREG):  # 0 in archives that were not made on Unix
+    if file_type not in (0, stat.S_IFREG):  # the type is 0 if the archive was not made on Unix
         return 'is a link, a directory or a device, not a file'
-    # zipfile ends a name at a null character, and keeps the whole one as `orig_filename`.
-    if member.filename != member.orig_filename or not is_clean(member.filename):
+    # zipfile cuts `filename` at a null character. `orig_filename` is the whole name.
+    was_cut = member.filename != member.orig_filename
+    if was_cut or not is_clean(member.filename):
         return 'has a name that is no path below the archive'
     if member.flag_bits & _ENCRYPTED:
         return 'is encrypted'

@@ -1,7 +1,10 @@
-"""Objects in Cloud Storage, written by the generation (version number) that they replace.
+"""Objects in Cloud Storage.
 
-Paths are `etils.epath.Path`, which is pathlib.Path without `open('a')`. An emulator is named by
-STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT and used without credentials.
+Every write of an object gives it another generation, a version number. A write may name the
+generation that it replaces; it fails if another process has written the object in between.
+
+Paths are `etils.epath.Path`, which is like pathlib.Path but cannot append to a file. The variable
+STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT names an emulator, which is used without credentials.
 """
 
 import contextlib
@@ -20,33 +23,37 @@ from qkattn.errors import RunDirectoryError
 # The extra of pyproject.toml that installs the libraries of this module.
 EXTRA = 'gcs'
 SCHEME = 'gs://'
-# Seconds for which a request is repeated.
+# Seconds for which a request that fails is repeated.
 PATIENCE = 20.0
-# What an account needs on a bucket.
+# The roles that an account needs on a bucket.
 ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
-# Characters of a library's error that are shown.
+# Most characters of a library's error that are shown.
 _SHOWN = 200
 
-# Read when the libraries are imported: one protocol and one library for every bucket.
+# The libraries read these variables when they are imported. They make all access to buckets use one
+# library and one protocol.
 os.environ.setdefault('EPATH_USE_TF', 'false')
 os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
 
 
 class Object(NamedTuple):
-    """An object; `updated` is the second of its last write on the bucket's clock."""
+    """An object in a bucket."""
 
     content: bytes
     generation: int
-    updated: float
+    updated: float  # when it was last written, in seconds on the bucket's clock
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is in a bucket, or claims to be."""
+    """Whether `path` has the form of a URL, valid or not."""
     return '://' in os.fspath(path)
 
 
 def to_path(url: str | os.PathLike[str]) -> Path:
-    """The path of a gs:// URL; RunDirectoryError for others, or if its bucket cannot be listed."""
+    """Returns the path of a gs:// URL.
+
+    Raises RunDirectoryError for any other URL, or if the bucket cannot be listed.
+    """
     text = os.fspath(url)
     bucket, _ = _split(text)
     if not text.startswith(SCHEME) or not bucket:
@@ -60,10 +67,10 @@ def to_path(url: str | os.PathLike[str]) -> Path:
 
 @functools.lru_cache
 def _open(bucket: str) -> None:
-    """Checks that a bucket can be listed, once for each bucket."""
+    """Checks that a bucket can be listed; the cache makes this one check per bucket."""
     with _request(bucket, 'read', opening=True):
         listing = iter(_client().list_blobs(bucket, max_results=1, **_patience()))
-        next(listing, None)  # sends the request
+        next(listing, None)  # only reading an entry sends the request
 
 
 def check_writable(path: Path) -> None:
@@ -72,25 +79,30 @@ def check_writable(path: Path) -> None:
     with _request(path, 'write', opening=True):
         # Orbax asks for the bucket itself, which needs a permission of its own.
         _client().get_bucket(bucket, **_patience())
-    now(path)
+    now(path)  # writes and deletes an object
 
 
 def read(path: str | os.PathLike[str]) -> Object:
-    """The object at `path`; FileNotFoundError where there is none."""
+    """Reads the object at `path`; raises FileNotFoundError if there is none."""
     with _request(path, 'read') as blob:
         content = blob.download_as_bytes(**_patience())
-        generation = blob.generation
-        blob.reload(**_patience())
-    if blob.generation != generation:  # it was written in between
+        downloaded_generation = blob.generation
+        blob.reload(**_patience())  # for the time of the write, which a download does not tell
+    if blob.generation != downloaded_generation:  # another process has written the object
         return read(path)
-    return Object(content, generation, blob.updated.timestamp())
+    return Object(content, downloaded_generation, blob.updated.timestamp())
 
 
 def write(path: str | os.PathLike[str], content: bytes, generation: int | None = None) -> Object:
-    """Writes the object at `path`.
+    """Writes the object at `path`, and returns it.
 
-    `generation` is that of the object to replace, 0 where there must be none, or None to replace
-    whatever is there. FileExistsError where the bucket holds another generation.
+    Args:
+      path: the URL of the object.
+      content: what to write.
+      generation: the generation of the object to replace; 0 if there must not be an object; None to
+        replace any object.
+
+    Raises FileExistsError if the bucket holds another generation.
     """
     with _request(path, 'write') as blob:
         try:
@@ -101,7 +113,8 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
                 **_patience(),
             )
         except _api('PreconditionFailed') as error:
-            # A request that is repeated because its answer was lost meets its own object.
+            # If the answer to the first request was lost, the repeated request finds the object
+            # that the first one has written. That is a success.
             if content:
                 with contextlib.suppress(FileNotFoundError):
                     stored = read(path)
@@ -112,63 +125,81 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
 
 
 def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
-    """Deletes an object; one that is gone, or is of another generation, is left as it is."""
-    left_alone = _api('NotFound'), _api('PreconditionFailed')
-    with _request(path, 'write') as blob, contextlib.suppress(*left_alone):
+    """Deletes an object, unless it is gone or has another generation than `generation`.
+
+    None deletes any generation.
+    """
+    expected_errors = (_api('NotFound'), _api('PreconditionFailed'))
+    with _request(path, 'write') as blob, contextlib.suppress(*expected_errors):
         blob.delete(if_generation_match=generation, **_patience())
 
 
 def now(path: str | os.PathLike[str]) -> float:
-    """Seconds on the clock of the bucket, which a write below `path` tells."""
+    """Returns the time on the bucket's clock in seconds.
+
+    To learn it, the function writes an object below `path` and deletes it again.
+    """
     probe = f'{os.fspath(path)}/.clock-{uuid.uuid4().hex}'
-    stored = write(probe, b'', 0)
+    stored = write(probe, b'', generation=0)
     delete(probe, stored.generation)
     return stored.updated
 
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The bucket of a URL, and the name of the object in it."""
+    """Splits a URL into its bucket and the name of the object: gs://b/a/c is ('b', 'a/c')."""
     bucket, _, name = os.fspath(path).removeprefix(SCHEME).partition('/')
     return bucket, name
 
 
 def _api(name: str) -> Any:
-    """An exception of Google's libraries by name, such as NotFound."""
+    """Returns an exception of Google's libraries by name, such as NotFound."""
     return getattr(load_extra('google.api_core.exceptions', EXTRA), name)
 
 
 def _patience() -> dict[str, Any]:
-    """Arguments of every request: it is repeated for PATIENCE seconds."""
+    """Returns the arguments by which a request that fails is repeated for PATIENCE seconds."""
     retry = load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY
     return {'timeout': PATIENCE, 'retry': retry.with_timeout(PATIENCE)}
 
 
 @functools.lru_cache(maxsize=1)
 def _client() -> Any:
-    """The client of all requests, of `google.cloud.storage`."""
+    """Returns the client of `google.cloud.storage` that sends all requests."""
     return load_extra('google.cloud.storage', EXTRA).Client()
 
 
 @functools.lru_cache(maxsize=1)
 def _prepare() -> None:
-    """Sets up the libraries that read buckets, before their first use."""
+    """Sets up the libraries that access buckets, once and before their first use.
+
+    tensorstore reads environment variables; gcsfs reads the settings of fsspec.
+    """
     emulator = os.environ.get('STORAGE_EMULATOR_HOST')
     if emulator:
         os.environ.setdefault('TENSORSTORE_GCS_HTTP_URL', emulator)
         os.environ.setdefault('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'none')
+
     load_extra('gcsfs', EXTRA)
-    settings = load_extra('fsspec.config', EXTRA).conf.setdefault('gcs', {})
-    settings.setdefault('use_listings_cache', False)
-    settings.setdefault('token', 'anon' if emulator else 'google_default')
+    fsspec_settings = load_extra('fsspec.config', EXTRA).conf
+    gcs_settings = fsspec_settings.setdefault('gcs', {})
+    gcs_settings.setdefault('use_listings_cache', False)
+    gcs_settings.setdefault('token', 'anon' if emulator else 'google_default')
 
 
 @contextlib.contextmanager
 def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> Iterator[Any]:
-    """A block of requests; yields the `Blob` at `path`, and makes errors of Google's our own.
+    """A block of requests: yields the `Blob` at `path`, and translates the errors of Google's code.
 
-    `task` is 'read' or 'write'. With `opening`, where a user has just named the bucket, every
-    failure is a wrong setting: RunDirectoryError. Otherwise the bucket worked before, so one that
-    is out of reach is ConnectionError, and an object that is missing FileNotFoundError.
+    Args:
+      path: the URL of an object, or of a bucket.
+      task: 'read' or 'write', for errors.
+      opening: whether a user has just named the bucket, so that a failure is a wrong setting.
+
+    Raises:
+      RunDirectoryError: the bucket does not exist or may not be used; with `opening` also if it
+        cannot be reached.
+      FileNotFoundError: the object to read does not exist.
+      ConnectionError: a bucket that was opened before cannot be reached.
     """
     bucket, name = _split(path)
     _prepare()
@@ -183,11 +214,13 @@ def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> 
             raise RunDirectoryError(
                 f'{SCHEME}{bucket} does not exist; create the bucket or give another'
             ) from error
+
         if isinstance(error, (_api('Forbidden'), _api('Unauthorized'))):
             raise RunDirectoryError(
                 f'{SCHEME}{bucket} may not be used to {task}: give this account {ROLES} on the '
                 'bucket'
             ) from error
+
         if _is_out_of_reach(error):
             lines = str(error).splitlines() or [type(error).__name__]
             reason = lines[0][:_SHOWN].rstrip('.')
@@ -203,6 +236,6 @@ def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> 
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Whether an error is one of the network, the service or the credentials."""
+    """Whether the network, the service or the credentials have caused an error."""
     credentials_error = load_extra('google.auth.exceptions', EXTRA).GoogleAuthError
     return isinstance(error, (OSError, _api('GoogleAPIError'), credentials_error))

@@ -20,7 +20,7 @@ from qkattn.errors import DiskError, ReadError, RunDirectoryError, UnsuitableFil
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
-# How writing fails, by the system's number of the error, and what a user can do about it.
+# Why writing fails and what a user can do about it, by the system's error number.
 _FAILED = {
     errno.ENOSPC: 'the disk is full; make room',
     errno.EDQUOT: 'the quota of this user is used up; make room',
@@ -31,10 +31,10 @@ _FAILED = {
     errno.EROFS: 'its file system is read-only; make it writable',
     errno.EACCES: 'this user may not write there; make it writable',
 }
-# What the system reports of a path whose content is not as expected: nothing is there, or a file in
-# the place of a directory, or the other way round. All other errors are failures of the system.
+# Error numbers that tell about the content of a directory: nothing is at a path, or a file instead
+# of a directory, or a directory instead of a file. All other errors are failures of the system.
 _CONTENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# Failures that tensorstore names by a word of its own, most of them of a bucket.
+# Words by which tensorstore names failures, most of them of a bucket.
 _STATUSES = (
     'ABORTED',
     'CANCELLED',
@@ -45,21 +45,22 @@ _STATUSES = (
     'UNAVAILABLE',
 )
 _RESUME = 'and run the same command again, which resumes from what is saved'
-# An absolute path in text: all of it, what follows `--flag=`, or a string in a list or call. In
-# 'wandb(dir="/home/ann/w")' it matches '"/home/ann/w'.
+# An absolute path and the character before it. The path starts the text, or follows '=', a comma, a
+# quote or a bracket. In 'wandb(dir="/home/ann/w")' it matches '"/home/ann/w'.
 _ABSOLUTE = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
-# A temporary file of `write_atomic`: the name of the file that it replaces, and a UUID.
+# The name of a temporary file of `write_atomic`, from the name of the file that it replaces and a
+# UUID.
 _TEMPORARY = '.{}.{}.tmp'
 
 
 class Files(Protocol):
-    """The files below a directory, which is on a disk, in a bucket or in an archive."""
+    """A directory on a disk, in a bucket or in an archive."""
 
     def __truediv__(self, name: str, /) -> 'Readable': ...
 
 
 class Readable(Files, Protocol):
-    """A path, as far as readers of a study need one."""
+    """The part of the interface of pathlib.Path that readers of a study use."""
 
     def exists(self) -> bool: ...
 
@@ -69,32 +70,35 @@ class Readable(Files, Protocol):
 
 
 def as_readable(path: str | os.PathLike[str] | Readable) -> Readable:
-    """`as_path`, or a file in an archive as it is."""
+    """Returns a file in an archive as it is, and anything else as `as_path`."""
     return as_path(path) if isinstance(path, str | os.PathLike) else path
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path on a file system, ~ expanded, or in a bucket for a URL; as `buckets.to_path`.
+    """Returns the path of a URL in a bucket, or of a file or directory with ~ expanded.
 
-    RunDirectoryError where ~ has no directory.
+    Raises RunDirectoryError if ~ names no home directory, or if the bucket cannot be listed.
     """
     return buckets.to_path(path) if buckets.is_url(path) else expanded(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """`as_path`, absolute, as orbax needs it."""
+    """Returns `as_path(path)` as an absolute path, as orbax needs it."""
     path = as_path(path)
     return path if buckets.is_url(path) else path.absolute()
 
 
 def component(name: str) -> str:
-    """`name`, which a file gives, where it names one entry of a directory and nothing else.
+    """Returns `name` after checking that it names one entry of a directory.
 
-    RunDirectoryError where it is empty, '.' or '..', has a slash or a null character, or has 256
-    bytes or more.
+    A name that was read from a file could otherwise lead to any place of the disk. Raises
+    RunDirectoryError if the name is empty, '.' or '..', contains a slash or a null character, or
+    has 256 bytes or more.
     """
-    leads_elsewhere = name in ('', os.curdir, os.pardir) or '/' in name or '\0' in name
-    if leads_elsewhere or len(os.fsencode(name)) >= PART_END:
+    is_special = name in ('', os.curdir, os.pardir)
+    has_forbidden_character = '/' in name or '\0' in name
+    is_too_long = len(os.fsencode(name)) >= PART_END
+    if is_special or has_forbidden_character or is_too_long:
         raise RunDirectoryError(
             f'{name!r:.80} is no name of a file or directory; valid is one component of a path, '
             f"below {PART_END} bytes of UTF-8, other than '.' and '..'"
@@ -103,9 +107,9 @@ def component(name: str) -> str:
 
 
 def run_path(study: Files, directory: str) -> Files:
-    """The directory of a run, which a plan gives relative to its study, as in runs/NAME.
+    """Returns the directory of a run, which a plan names relative to its study, as in runs/NAME.
 
-    RunDirectoryError where it is not inside the study: the plan may be from elsewhere.
+    Raises RunDirectoryError if the directory is not inside the study. Plans may come from anybody.
     """
     try:
         names = [component(name) for name in directory.split('/')]
@@ -120,10 +124,11 @@ def run_path(study: Files, directory: str) -> Files:
 
 
 def below(directory: Path, *names: str) -> Path:
-    """directory/names[0]/names[1]/..., where the program is about to write or delete.
+    """Returns directory/names[0]/names[1]/... after checking that no component is a link.
 
-    `directory` may be a link, since a user names it. RunDirectoryError where one of `names`, each
-    a `component`, is a link: a directory from elsewhere may link to anything. Buckets have none.
+    Call it before writing or deleting there: a directory that somebody else made may link to
+    anything. Each of `names` is a `component`. `directory` itself may be a link, since the user
+    names it. Raises RunDirectoryError if one of `names` is a link. Buckets have no links.
     """
     link = first_link(directory, *names)
     if link is not None:
@@ -132,9 +137,9 @@ def below(directory: Path, *names: str) -> Path:
 
 
 def first_link(directory: Path, *names: str) -> Path | None:
-    """The first link on the way from a directory to `names` in it; None without one.
+    """Returns the first link on the path directory/names[0]/names[1]/..., or None.
 
-    RunDirectoryError where one of `names` is no `component`. Buckets have no links.
+    Raises RunDirectoryError if one of `names` is not a `component`. Buckets have no links.
     """
     path = directory
     for name in names:
@@ -145,13 +150,14 @@ def first_link(directory: Path, *names: str) -> Path | None:
 
 
 def in_place(path: str, flags: int) -> int:
-    """An `opener` of the function open(), for a file that is changed in place and not replaced.
+    """An `opener` for the function open(); use it for files that are changed in place.
 
-    RunDirectoryError where that is a link, or no regular file.
+    Raises RunDirectoryError if the path is a link, or not a regular file.
     """
+    # Opening a pipe would wait for a reader; with O_NONBLOCK it returns, and is refused below.
+    safe_flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        # O_NONBLOCK: a pipe is opened at once, and refused below.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, safe_flags, 0o666)
     except OSError as error:
         if os.path.islink(path):
             raise _linked(Path(path)) from error
@@ -163,7 +169,7 @@ def in_place(path: str, flags: int) -> int:
 
 
 def _linked(path: Path) -> RunDirectoryError:
-    """The error that says that a path is a link where the program would write."""
+    """Returns the error for a link at a path where the program would write or delete."""
     return RunDirectoryError(
         f'{path} is a link, and nothing is written or deleted through one; put what it links to '
         'in its place, or give another directory'
@@ -171,10 +177,10 @@ def _linked(path: Path) -> RunDirectoryError:
 
 
 def read_whole(path: Readable, most: int | None = LARGEST) -> bytes:
-    """The content of a regular file, of an object in a bucket, or of a file in an archive.
+    """Reads a regular file, an object in a bucket, or a file in an archive.
 
-    UnsuitableFileError for a pipe or a device, which may have no end, and for a file of more than
-    `most` bytes; else OSError.
+    Raises UnsuitableFileError for a pipe or a device, which may have no end, and for a file of more
+    than `most` bytes. Raises OSError if the file cannot be read.
     """
     if isinstance(path, Path) and not buckets.is_url(path):
         return read_regular(path, most)
@@ -182,18 +188,22 @@ def read_whole(path: Readable, most: int | None = LARGEST) -> bytes:
 
 
 def without_directories(text: str) -> str:
-    """An argument or setting without the directories of the machine that it was given on.
+    """Removes the directories of this machine from an argument or setting.
 
-    An absolute path below the working directory becomes relative to it; of another one, the last
-    component is left: `--workdir=/home/ann/runs/a` becomes `--workdir=runs/a` or `--workdir=a`.
+    An absolute path below the working directory becomes relative to it. Other absolute paths are
+    cut to their last component. In /home/ann, `--workdir=/home/ann/runs/a` becomes
+    `--workdir=runs/a`; elsewhere it becomes `--workdir=a`.
     """
 
     def shortened(match: re.Match[str]) -> str:
+        """Returns the character before an absolute path, and the short path."""
         before, absolute_path = match.groups()
         path = Path(os.path.normpath(absolute_path))
         if path.is_relative_to(Path.cwd()):
-            return before + str(path.relative_to(Path.cwd()))
-        return before + (path.name or '/')
+            short_path = str(path.relative_to(Path.cwd()))
+        else:
+            short_path = path.name or '/'
+        return before + short_path
 
     return _ABSOLUTE.sub(shortened, text)
 
@@ -201,24 +211,30 @@ def without_directories(text: str) -> str:
 def check_directory(
     path: str | os.PathLike[str], *, name: str = 'workdir', create: bool = False
 ) -> Path:
-    """A directory that a user names, absolute; RunDirectoryError where no file can be written.
+    """Returns the absolute path of a directory, after checking that files can be written there.
 
-    A directory that does not exist is made with `create`; otherwise its nearest parent has to take
-    files. `name` is the setting that names it, for the error.
+    Args:
+      path: the directory that a user names.
+      name: the setting that names it, for the error.
+      create: whether to create a directory that does not exist. Otherwise the nearest parent that
+        exists is checked.
+
+    Raises RunDirectoryError if files cannot be written.
     """
     if buckets.is_url(path):
         directory = as_path(path)
         buckets.check_writable(directory)
         return directory
-    # POSIX keeps two leading slashes apart from one; orbax cannot write below them.
-    directory = Path('/' + os.path.abspath(as_path(path)).lstrip('/'))
+    # abspath keeps two leading slashes, as POSIX allows, but orbax cannot write below them.
+    without_slashes = os.path.abspath(as_path(path)).lstrip('/')
+    directory = Path(f'/{without_slashes}')
     try:
         if create:
             directory.mkdir(parents=True, exist_ok=True)
         existing = directory
         while not existing.exists():
             existing = existing.parent
-        # Permissions alone do not say whether a file system takes files.
+        # Only writing a file shows that the file system takes files; permissions do not.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -230,12 +246,12 @@ def check_directory(
 
 
 def make_directory(path: str | os.PathLike[str], *, name: str = 'workdir') -> Path:
-    """As `check_directory`; the directory is made where it does not exist."""
+    """Creates the directory if it does not exist; otherwise as `check_directory`."""
     return check_directory(path, name=name, create=True)
 
 
 def remove_tree(path: Path) -> None:
-    """Deletes a directory, if it is there, as far as that is possible; of a link, the link."""
+    """Deletes a directory if it exists, or a link itself; what cannot be deleted stays."""
     if not buckets.is_url(path):
         if path.is_symlink():
             path.unlink(missing_ok=True)
@@ -245,10 +261,13 @@ def remove_tree(path: Path) -> None:
 
 
 def require_room(directory: Path, size: int) -> None:
-    """Raises DiskError unless `directory` takes files of `size` bytes in all; a bucket does."""
+    """Raises DiskError unless the disk of `directory` has `size` free bytes.
+
+    A bucket always has room.
+    """
     if buckets.is_url(directory):
         return
-    # The file shows that the directory is there and takes files at all.
+    # The temporary file shows that the directory exists and takes files.
     with disk_errors(directory), tempfile.TemporaryFile(dir=directory):
         free = shutil.disk_usage(directory).free
         if free < size:
@@ -259,14 +278,17 @@ def require_room(directory: Path, size: int) -> None:
 
 
 def require_same(path: Path, before: os.stat_result) -> None:
-    """Raises DiskError where a path is no longer the file or directory that had this status."""
+    """Raises DiskError if the file or directory at `path` was replaced since `before`.
+
+    `before` is its status at that time.
+    """
     with disk_errors(path):
         if not os.path.samestat(path.stat(), before):
             raise _gone(path)
 
 
 def version_of(path: Path) -> tuple[int, int]:
-    """The size of a file and the time of its last change: another file has another pair."""
+    """Returns the size of a file and the time of its last change, to notice when it changes."""
     status: Any = path.stat()
     if buckets.is_url(path):
         return status.length, status.mtime
@@ -274,9 +296,11 @@ def version_of(path: Path) -> tuple[int, int]:
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Writes `content` (text as UTF-8) to `path`, whose directory is created, and returns `path`.
+    """Writes `content` to `path`, and returns `path`.
 
-    A reader or crash sees the old file or the whole new one, synced on return; writers may compete.
+    Text is written as UTF-8, and the directory is created if needed. Readers see either the old
+    file or the whole new one, also after a crash. When the function returns, the new file is on the
+    disk. Several processes may write the same path.
     """
     data = content.encode() if isinstance(content, str) else content
     path = as_path(path)
@@ -287,24 +311,30 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     name = _TEMPORARY.format(path.name, uuid.uuid4().hex)
-    # Written by open(), not tempfile, so that the permissions are those that the umask allows.
+    # Not by tempfile, whose files only their owner may read: the umask sets the permissions.
     with no_interrupt, _replacing(path, name) as temporary:
         temporary.write_bytes(data)
     return path
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Deletes what `write_atomic` of a killed process left; for the only writer of a directory."""
-    if not buckets.is_url(directory):
-        for path in directory.glob(_TEMPORARY.format('*', '[0-9a-f]' * 32)):
-            path.unlink(missing_ok=True)
+    """Deletes the temporary files that a killed process left in `write_atomic`.
+
+    Only for a process that is the only writer of the directory.
+    """
+    if buckets.is_url(directory):
+        return
+    any_uuid = '[0-9a-f]' * 32
+    for path in directory.glob(_TEMPORARY.format('*', any_uuid)):
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path, local for a bucket, that replaces `path` when the block succeeds.
+    """Yields the path of a temporary file, which replaces `path` if the block succeeds.
 
-    Its name is fixed, so that what a killed writer left is overwritten; two writers need a lock.
+    For a path in a bucket the temporary file is on a local disk. The name is always the same, so
+    the next writer overwrites what a killed one left. Two writers of the same path need a lock.
     """
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:
@@ -314,8 +344,9 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     with _replacing(path, f'{path.name}.tmp') as temporary:
         temporary.unlink(missing_ok=True)
-        temporary.touch(exist_ok=False)  # follows no link
-        # The mode that the umask gives, since safetensors makes files that only their owner reads.
+        temporary.touch(exist_ok=False)  # fails if a link is there
+        # safetensors makes files that only their owner can read. The new file gets the mode that
+        # the umask gives.
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)
@@ -323,9 +354,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _replacing(path: Path, name: str) -> Iterator[Path]:
-    """Yields the temporary path `name` beside `path`, which replaces it if the block succeeds.
+    """Yields the path of the temporary file `name`, which replaces `path` if the block succeeds.
 
-    Both the file and its entry in the directory are on the disk afterwards.
+    Afterwards the file and its entry in the directory are on the disk.
     """
     if path.is_dir():
         raise RunDirectoryError(f'{path} is a directory where a file is expected; move it away')
@@ -342,7 +373,7 @@ def _replacing(path: Path, name: str) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Returns once a file or directory is on the disk."""
+    """Writes what the system has buffered of a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -352,9 +383,9 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def local_copy(path: Path) -> Iterator[Path]:
-    """Yields `path`, or for one in a bucket a local file of the same name and content.
+    """Yields `path`, or for a path in a bucket a local copy of the file, with the same name.
 
-    UnsuitableFileError for a pipe or a device.
+    Raises UnsuitableFileError for a pipe or a device.
     """
     if not buckets.is_url(path):
         require_regular(path, most=None)
@@ -368,19 +399,21 @@ def local_copy(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A block that writes at or below `path`; DiskError where the disk fails or `path` is gone.
+    """A block that writes at or below `path`: raises DiskError if the disk fails or `path` is gone.
 
-    Any other error of the block stays as it is.
+    Other errors of the block are raised as they are.
     """
     try:
         yield
     except DiskError:
         raise
     except Exception as error:
+        # A file was not found: name the outermost directory that is missing.
         if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
             for ancestor in (*reversed(path.parents), path):
                 if not os.path.lexists(ancestor):
                     raise _gone(ancestor) from error
+
         directory = path if os.path.isdir(path) else path.parent
         for number, reason in _FAILED.items():
             if _is_system_error(error, number):
@@ -389,9 +422,9 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def _is_system_error(error: Exception, number: int) -> bool:
-    """Whether an error is the system's of this number, as errno.ENOSPC.
+    """Whether an error is the system's error of this number, such as errno.ENOSPC.
 
-    Libraries raise many kinds of their own, which have only the text of the system's error.
+    Libraries raise errors of many classes, which only have the text of the system's error.
     """
     if isinstance(error, OSError) and error.errno:
         return error.errno == number
@@ -400,14 +433,15 @@ def _is_system_error(error: Exception, number: int) -> bool:
 
 @contextlib.contextmanager
 def read_errors(path: Readable) -> Iterator[None]:
-    """A block that reads at or below `path`; ReadError where the system fails, not the content.
+    """A block that reads at or below `path`: raises ReadError if the system fails to read.
 
-    So a file on a disk that fails, or in a bucket out of reach, does not count as damaged.
+    A failing disk or an unreachable bucket does not mean that a file is damaged. Errors about the
+    content of a file are raised as they are.
     """
     try:
         yield
     except Exception as error:
-        # Libraries raise errors of their own, from that of the system.
+        # Libraries raise their own errors, and the system's error is the cause of theirs.
         cause: BaseException | None = error
         while cause is not None:
             reason = _failure(cause)
@@ -421,14 +455,19 @@ def read_errors(path: Readable) -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> str | None:
-    """How the system failed; None for an error that says that a file is missing or damaged."""
+    """Returns how the system failed, or None if the error says that a file is missing or damaged.
+
+    Some errors of libraries name the failure only in their text, so the text is searched for the
+    system's words.
+    """
     if isinstance(error, MemoryError):
         return 'out of memory'
     if isinstance(error, OSError):
-        if error.errno in _CONTENT or isinstance(error, FileNotFoundError | UnsuitableFileError):
+        is_missing = error.errno in _CONTENT or isinstance(error, FileNotFoundError)
+        if is_missing or isinstance(error, UnsuitableFileError):
             return None
         return error.strerror or str(error)
-    # An error of a library, which names that of the system in its text.
+
     system_texts = [os.strerror(number) for number in errno.errorcode if number not in _CONTENT]
     for text in (*system_texts, *_STATUSES):
         if text in str(error):
@@ -437,5 +476,5 @@ def _failure(error: BaseException) -> str | None:
 
 
 def _gone(path: Path) -> DiskError:
-    """The error that says that a directory has vanished while a run wrote there."""
+    """Returns the error for a directory that has vanished while a run wrote there."""
     return DiskError(f'{path} is gone: it was removed, renamed or unmounted; put it back {_RESUME}')

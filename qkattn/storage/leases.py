@@ -1,15 +1,18 @@
-"""Leases and locks: which process works on what, of many processes and hosts on shared storage.
+"""Leases and locks: which of many processes and hosts on shared storage works on what.
 
-A lease is the right to train a run: JSON {host, process, pid, started, expiry}. It is free when it
-was not renewed for `expiry` seconds, or when its holder, a process of this machine, is gone.
+A lease is the right to train a run. It is stored as JSON {host, process, pid, started, expiry}. A
+lease is free once nobody has renewed it for `expiry` seconds. It is also free once its holder has
+ended, which only processes on the holder's machine can tell.
 
-    leases/RUN.N   on a file system, renewed by touching it: the highest N = 0, 1, ... is in force,
-                   and whoever creates the next one, exclusively, holds the run
-    leases/RUN     in a bucket: created, renewed and taken over by the generation that it replaces
+    leases/RUN.N   on a file system. The file with the highest N = 0, 1, ... is in force. Its holder
+                   renews it by touching it. A process takes the run by creating the file N + 1,
+                   which fails if another process has created it.
+    leases/RUN     in a bucket. Each write names the generation of the object that it replaces, and
+                   fails if another process has written in between.
 
-Ages are on the clock of the storage. The holder gives up, by a monotonic clock, before others may
-take over: at most one process sees its lease as not lost, unless the clock of a file system jumps
-by more than expiry / 8.
+The storage's clock measures the age of a lease. The holder measures it by a monotonic clock, and
+gives up before others may take over. So at most one process sees its lease as not lost, unless the
+clock of a file system jumps by more than expiry / 8.
 """
 
 import contextlib
@@ -33,15 +36,17 @@ from qkattn.storage import buckets
 from qkattn.storage.files import below, disk_errors, in_place
 from qkattn.storage.records import check, parse_json
 
-# Seconds; longer than a network file system stalls, shorter than most runs.
+# Seconds after which a lease that was not renewed is free. Network file systems stall for less, and
+# most runs last longer.
 EXPIRY = 180.0
-# Heartbeats per expiry; the holder gives up one heartbeat before its lease expires.
+# Heartbeats per expiry. The holder gives up one heartbeat before its lease expires.
 _BEATS = 8
-# Seconds between two looks at a lock that is held.
+# Seconds after which a process that waits for a lock tries again.
 _POLL = 0.5
-# Characters that are read of a lock file.
+# Most characters that are read from a lock file.
 _NAME_LENGTH = 1000
-# The index of a process's start time among the fields of /proc/PID/stat behind its name and state.
+# /proc/PID/stat lists the process's name, its state, and then fields such as its start time. This
+# is the index of the start time among these fields.
 _START_FIELD = 18
 # CLOCK_BOOTTIME also counts the time for which the machine is suspended.
 _CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)
@@ -50,46 +55,48 @@ log = logging.getLogger(__name__)
 
 
 def seconds() -> float:
-    """Time on a clock that nobody sets, for differences between two events of this machine."""
+    """Returns the time on a clock that nobody sets, to compare two events of this machine."""
     return time.clock_gettime(_CLOCK)
 
 
 class _State(NamedTuple):
-    """A lease as it is stored; times are seconds on the clock of the storage."""
+    """A lease as it is stored, with times in seconds on the clock of the storage."""
 
     content: bytes
-    heartbeat: float  # time of the last one
-    now: float
+    heartbeat: float  # when the lease was last renewed
+    now: float  # when the lease was read
 
 
 class Lease:
-    """The right to train a run, once `acquire` returned it; a context manager that frees it.
+    """The right to train a run; a context manager that frees the run when its block ends.
 
-    A thread renews it until `release`. The subclasses say how it is stored.
+    `acquire` returns a lease that this process holds. A thread renews it until `release`. The
+    subclasses say how a lease is stored.
     """
 
-    # What is stored of the lease in force; None where there is none.
+    # Reads the lease in force; None if there is none.
     read: Callable[[], _State | None]
-    # Stores the lease of this process; FileExistsError where another process was faster.
+    # Stores the lease of this process. Raises FileExistsError if another process was faster.
     take: Callable[[], None]
-    # Writes a heartbeat, and returns whether the lease is still that of this process.
+    # Writes a heartbeat. Returns whether this process still holds the lease.
     renew: Callable[[], bool]
     # Frees the run for others.
     free: Callable[[], None]
 
     def start(self) -> None:
-        """Takes the lease and begins to renew it."""
+        """Takes the lease, and starts the thread that renews it."""
         description = {
             'host': socket.gethostname(),
             'process': _process(os.getpid()),
             'pid': os.getpid(),
-            'started': time.time_ns(),  # no two leases are equal
+            'started': time.time_ns(),  # so that no two leases are equal
             'expiry': EXPIRY,
         }
         self._content = json.dumps(description).encode()
         self._last_heartbeat = seconds()
         self._lost = False
         self.take()
+
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, daemon=True)
         self._thread.start()
@@ -97,21 +104,28 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether the run was taken over, or soon may be; stays True, and as `release` left it."""
+        """Whether another process has taken the run over, or soon may.
+
+        A lost lease stays lost. The value does not change after `release`.
+        """
         age = seconds() - self._last_heartbeat
-        if not self._released.is_set() and age > EXPIRY * (_BEATS - 1) / _BEATS:
+        longest_age = EXPIRY * (_BEATS - 1) / _BEATS
+        if not self._released.is_set() and age > longest_age:
             self._lost = True
         return self._lost
 
     def release(self) -> None:
-        """Frees the run, if the file system allows it, and stops the heartbeat."""
+        """Stops the heartbeat, and frees the run if the storage can be written."""
         with no_interrupt:
             if self._released.is_set():
                 return
             self._lost = self.lost
             self._released.set()
             exit_hooks.remove(self.release)
-            self._thread.join()  # a heartbeat in progress would undo what follows
+
+            # A heartbeat in progress would renew the lease that `free` gives back.
+            self._thread.join()
+            # If the lease cannot be freed now, it expires.
             with contextlib.suppress(OSError, ConfigError):
                 self.free()
 
@@ -123,13 +137,15 @@ class Lease:
 
     def _keep_alive(self) -> None:
         """Renews the lease until it is released or lost; runs in a thread of its own."""
-        while not self._released.wait(EXPIRY / _BEATS) and not self.lost:
+        interval = EXPIRY / _BEATS
+        while not self._released.wait(interval) and not self.lost:
             start = seconds()
-            # A failed heartbeat is tried again after the interval; `lost` says when it is too late.
+            # After an error, the next round tries again. `lost` says when it is too late.
             with contextlib.suppress(Exception):
-                if not self.renew():
+                is_still_held = self.renew()
+                if not is_still_held:
                     self._lost = True
-                elif not self.lost:  # a heartbeat that came too late does not renew the lease
+                elif not self.lost:  # a heartbeat that came too late does not count
                     self._last_heartbeat = start
 
 
@@ -137,95 +153,107 @@ class _File(Lease):
     """The newest lease of a run on a file system: the file RUN.N with the highest N."""
 
     def __init__(self, directory: Path, run: str):
+        """Finds the newest lease of a run in leases/, and creates this directory if needed."""
         below(directory.parent, directory.name).mkdir(parents=True, exist_ok=True)
         self._prefix = directory / run
-        self._number = -1  # without any lease
+        self._number = -1  # stays -1 if the run has no lease
         for name in os.listdir(directory):
             number = name.removeprefix(f'{run}.')
             if number.isdecimal():
                 self._number = max(self._number, int(number))
 
     def path(self, after: int = 0) -> str:
-        """The file of the lease, or of the one that is so many after it."""
+        """Returns the path of the lease, or with `after=1` of the next lease."""
         return f'{self._prefix}.{self._number + after}'
 
     def read(self) -> _State | None:
-        # The time is read before the lease, so that a heartbeat in between can only lower its age.
+        """Reads the lease, its last heartbeat and the time on the file system's clock."""
+        # The file system's clock tells the time when a file is created. It is read before the
+        # lease: a heartbeat in between can then only lower the lease's age.
         with tempfile.TemporaryFile(dir=self._prefix.parent) as probe:
             now = os.fstat(probe.fileno()).st_mtime
         with contextlib.suppress(FileNotFoundError), open_regular(self.path()) as file:
-            # The time of the open file: NFS answers a plain stat from a cache, which may be a
-            # minute old.
-            return _State(file.read(), os.fstat(file.fileno()).st_mtime, now)
+            content = file.read()
+            # fstat of the open file, because NFS may answer stat from a cache of a minute ago.
+            heartbeat = os.fstat(file.fileno()).st_mtime
+            return _State(content, heartbeat, now)
         return None
 
     def take(self) -> None:
+        """Creates the next lease; raises FileExistsError if another process has created it."""
         self._number += 1
         with open(self.path(), 'xb', buffering=0) as file:
             try:
                 file.write(self._content)
-            except OSError:  # nobody has to wait until it expires
-                self.free()
+            except OSError:
+                self.free()  # so that nobody waits until the empty lease expires
                 raise
 
     def renew(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.utime(self.path(), follow_symlinks=False)
-            return not os.path.exists(self.path(after=1))
-        return False
+        except FileNotFoundError:
+            return False
+        is_taken_over = os.path.exists(self.path(after=1))
+        return not is_taken_over
 
     def free(self) -> None:
-        # A heartbeat in 1970 has expired.
+        # A lease whose last heartbeat was in 1970 has expired.
         os.utime(self.path(), (0, 0), follow_symlinks=False)
 
 
 class _Object(Lease):
-    """The lease of a run in a bucket: an object of which each heartbeat is a generation."""
+    """The lease of a run in a bucket: an object that each heartbeat writes again."""
 
     def __init__(self, directory: Path, run: str):
         self._path = directory / run
-        self._generation = 0  # of the object that was read or written last; 0 for none
+        # The generation of the object that this process read or wrote last; 0 if there was none.
+        self._generation = 0
 
     def read(self) -> _State | None:
+        """Reads the lease, and remembers its generation for `take`."""
         now = buckets.now(self._path)
         self._generation = 0
-        with contextlib.suppress(FileNotFoundError):
+        try:
             stored = buckets.read(self._path)
-            self._generation = stored.generation
-            return _State(stored.content, stored.updated, now)
-        return None
+        except FileNotFoundError:
+            return None
+        self._generation = stored.generation
+        return _State(stored.content, stored.updated, now)
 
     def take(self) -> None:
         stored = buckets.write(self._path, self._content, self._generation)
         self._generation = stored.generation
 
     def renew(self) -> bool:
-        with contextlib.suppress(FileExistsError):
+        try:
             self.take()
-            return True
-        return False
+        except FileExistsError:
+            return False
+        return True
 
     def free(self) -> None:
         buckets.delete(self._path, self._generation)
 
 
 def _lease(directory: Path, run: str) -> Lease:
-    """The lease in force of a run, which this process does not hold yet."""
+    """Returns the lease of a run as it is stored; this process does not hold it."""
     if buckets.is_url(directory):
         return _Object(directory, run)
     return _File(directory, run)
 
 
 def acquire(directory: Path, run: str) -> Lease | None:
-    """The lease of a run; None if another process holds it. DiskError where it cannot be written.
+    """Takes the lease of a run, and returns it; returns None if another process holds it.
 
-    Check afterwards whether the run is finished: its last holder may just have finished it.
+    The caller checks afterwards whether the run still needs training: the last holder may have
+    finished it. Raises DiskError if the lease cannot be written.
     """
     with disk_errors(directory):
         lease = _lease(directory, run)
         while _holder(lease) is None:
-            # FileExistsError where another process was faster, or the listing of the directory was
-            # stale: the loop then asks for the holder of the next lease.
+            # `start` raises FileExistsError if another process was faster, or if the listing of the
+            # directory was out of date. The loop then looks at the lease that is there.
             with contextlib.suppress(FileExistsError), no_interrupt:
                 lease.start()
                 return lease
@@ -233,10 +261,20 @@ def acquire(directory: Path, run: str) -> Lease | None:
 
 
 def holders(directory: Path) -> dict[str, str]:
-    """The holder of each held run, as 'process 12 on host'."""
+    """Returns who holds the runs of a study, as {run: 'process 12 on host'}, without free runs.
+
+    `directory` is the directory leases/ of the study.
+    """
     if not directory.exists():
         return {}
-    runs = {path.name if buckets.is_url(path) else path.stem for path in directory.iterdir()}
+
+    runs = set()
+    for path in directory.iterdir():
+        if buckets.is_url(path):
+            runs.add(path.name)
+        else:
+            runs.add(path.stem)  # RUN of RUN.N
+
     holder_by_run = {}
     for run in sorted(runs):
         holder = _holder(_lease(directory, run))
@@ -250,71 +288,94 @@ class _Holder:
     """The process that holds a lease."""
 
     name: str  # 'process 12 on host'
-    # Whether it is a process of this machine, which is alive; other machines' cannot be told.
+    # True for a live process of this machine. False for other machines, where nobody can tell.
     is_alive_here: bool
 
 
 def _holder(lease: Lease) -> _Holder | None:
-    """Who holds a lease; None where it is free.
+    """Returns the process that holds a lease, or None if the lease is free.
 
-    A lease that is cut off or damaged holds for EXPIRY, by an unknown process.
+    A lease is free if it does not exist, if it was not renewed in time, or if its holder was a
+    process of this machine that has ended. If the content of a lease cannot be read, an unknown
+    process holds it until EXPIRY.
     """
     state = lease.read()
     if state is None:
         return None
     age = state.now - state.heartbeat
+
     try:
         description = parse_json(state.content)
         check(description, {'host': str, 'pid': int, 'expiry': float})
     except ValueError:
-        return _Holder('an unknown process', False) if age <= EXPIRY else None
+        if age > EXPIRY:
+            return None
+        return _Holder('an unknown process', is_alive_here=False)
     if age > description['expiry']:
         return None
-    is_here = False
-    # As `_process` gives them, 'BOOT NAMESPACE PID START': the first two tell machines apart.
-    process = str(description.get('process'))
+
+    host = description['host']
+    pid = description['pid']
+    name = f'process {pid} on {host}'
+    # The holder has written its `_process`, whose first two words identify its machine.
+    holder_process = str(description.get('process'))
     this_process = _process(os.getpid())
-    if this_process is not None and process.split()[:2] == this_process.split()[:2]:
-        is_here = True
-        if _process(description['pid']) != process:
-            return None  # it has ended
-    return _Holder(f'process {description["pid"]} on {description["host"]}', is_here)
+    if this_process is None or holder_process.split()[:2] != this_process.split()[:2]:
+        return _Holder(name, is_alive_here=False)
+    # Without the holder, its id has no process, or one that started at another time.
+    if _process(pid) != holder_process:
+        return None
+    return _Holder(name, is_alive_here=True)
 
 
 def _process(pid: int) -> str | None:
-    """A live process as 'BOOT NAMESPACE PID START', which is unique; None without /proc."""
+    """Returns a unique name of a live process of this machine, 'BOOT NAMESPACE PID START'.
+
+    BOOT identifies the machine since it was booted, and NAMESPACE its container, if any. START is
+    the time when the process started, because systems use the id of an ended process again. None if
+    the process has ended, or on a system without /proc.
+    """
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
         namespace = os.stat('/proc/self/ns/pid').st_ino
         status = Path(f'/proc/{pid}/stat').read_text()
     except OSError:
         return None
-    # '12 (name) S 1 12 ...', where the name may have spaces and parentheses.
-    state, *fields = status.rpartition(')')[2].split()
-    is_dead = state in 'ZX'  # a zombie, which its parent has not waited for
-    return None if is_dead else f'{boot} {namespace} {pid} {fields[_START_FIELD]}'
+
+    # The file reads '12 (name) S 1 12 ...'; the name may contain spaces and parentheses.
+    text_behind_name = status.rpartition(')')[2]
+    state, *fields = text_behind_name.split()
+    if state in 'ZX':  # the process has ended, and its parent has not waited for it
+        return None
+    start = fields[_START_FIELD]
+    return f'{boot} {namespace} {pid} {start}'
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
-    """Holds an exclusive lock on the file `path`; yields a function: whether the lock is lost.
+    """Holds an exclusive lock on the file `path` while the block runs.
 
-    On a file system it is never lost, and the kernel frees it when the holder dies. In a bucket it
-    is a lease: without `wait`, too, a caller waits for its expiry, until the holder shows a
-    heartbeat. BlockingIOError names a holder that is not waited for; ConfigError where the
-    directory cannot be written, or its file system has no locks.
+    Yields a function that returns whether the lock was lost. On a file system a lock is never lost,
+    and the kernel frees it when the holder dies. In a bucket the lock is a lease, see `Lease.lost`.
+
+    Without `wait`, a lock that a live process holds raises BlockingIOError, whose text names the
+    process. In a bucket this may take EXPIRY seconds: a dead holder on another machine is only
+    known by a lease that expires.
+
+    Raises ConfigError if the directory cannot be written, or if its file system has no locks.
     """
     if buckets.is_url(path):
         with _lock_in_bucket(path, wait) as lease:
             yield lambda: lease.lost
         return
+
     with contextlib.ExitStack() as exits:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = exits.enter_context(open(path, 'a+', encoding='utf-8', opener=in_place))
             operation = fcntl.LOCK_EX
             if not wait:
-                operation |= fcntl.LOCK_NB  # BlockingIOError where another process holds it
+                operation |= fcntl.LOCK_NB  # raises BlockingIOError if another process holds it
             fcntl.flock(file, operation)
         except BlockingIOError as error:
             raise BlockingIOError(_name_in(file) or 'another process') from error
@@ -323,8 +384,11 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
                 f'{path.parent} cannot be written ({error.strerror}); give a directory that this '
                 'user can write to, as workdir for results or as data_dir or QKATTN_DATA for data'
             ) from error
-        if not wait:  # others do not wait either, and name the holder
-            with contextlib.suppress(OSError):  # a full disk takes no name
+
+        # Other processes that do not wait either read the holder's name for their error.
+        if not wait:
+            # The lock holds even if a full disk takes no name.
+            with contextlib.suppress(OSError):
                 file.truncate(0)
                 holder = f'process {os.getpid()} on {socket.gethostname()}\n'
                 os.write(file.fileno(), holder.encode())
@@ -332,7 +396,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
 
 
 def _name_in(file: TextIO) -> str:
-    """The holder that a lock file names, '' without one."""
+    """Returns the holder that a lock file names, or '' if it names none."""
     file.seek(0)
     try:
         return file.read(_NAME_LENGTH).strip()
@@ -341,24 +405,26 @@ def _name_in(file: TextIO) -> str:
 
 
 def _lock_in_bucket(path: Path, wait: bool) -> Lease:
-    """The lease of a lock in a bucket, once it is free.
+    """Takes a lock in a bucket, and returns its lease.
 
-    Without `wait`, BlockingIOError once the holder is known to live: it is a process of this
-    machine, or its lease was renewed since this process began to wait.
+    With `wait`, it waits until the lock is free. Without `wait`, it raises BlockingIOError as soon
+    as the holder is known to live. A holder on this machine is looked up. A holder on another
+    machine lives if it still holds the lock after EXPIRY seconds, since it has renewed its lease.
     """
     deadline = seconds() + EXPIRY
-    has_told = False
+    has_warned = False
     while True:
         lease = acquire(path.parent, path.name)
         if lease is not None:
             return lease
         holder = _holder(_lease(path.parent, path.name))
-        if holder is None:  # it was freed in between
+        if holder is None:  # the holder freed the lock in between
             continue
+
         if not wait:
             if holder.is_alive_here or seconds() > deadline:
                 raise BlockingIOError(holder.name)
-            if not has_told:
+            if not has_warned:
                 log.warning('%s is held by %s; waiting until it counts as dead', path, holder.name)
-                has_told = True
+                has_warned = True
         time.sleep(_POLL)

@@ -1,21 +1,25 @@
 """The ledger of a study: what was declared, added, looked at and accepted, and when.
 
-ledger.jsonl has a line {event, time, ..., previous, hash} per event. `hash` is the SHA-256 of its
-other fields, `previous` the hash of the line before: an edited, moved or missing line breaks the
-chain, a missing last one shows in the files it describes. It protects from mistakes, not fraud.
+ledger.jsonl has a line {event, time, ..., previous, hash} per event. `hash` is the SHA-256 of the
+line's other fields, and `previous` is the hash of the line before. So a line that was edited, moved
+or removed breaks the chain; if the last line is missing, the files that it describes show it. The
+ledger protects from mistakes, not from fraud. The events and their fields:
 
-    declared     declaration (SHA-256 of study.json without its command), family, arms, seeds,
-                 margin, post_hoc (false); repeats ({study, entry}) of a study that repeats another:
-                 its name, and the hash of the last line of its ledger; again where a field that may
-                 change does, such as the question
-    repeats      study, entry: as above, declared in retrospect (retrospective: true), and why. A
-                 study that is not kept is named as lost: its commit, seeds and arms
-    arms_added   arms, family, post_hoc (whether a look came before verdicts), declaration
-    looked       look (1, 2, ...), files: `digests`; runs: `seen`
-    accepted     code of what would withhold every verdict, and why it does not
+    declared     A study is declared, or a field that may change has changed, such as the question.
+                 declaration (SHA-256 of study.json without its command), family, arms, seeds,
+                 margin, post_hoc (false). If the study repeats another one: repeats ({study,
+                 entry}), the other study's name and the hash of the last line of its ledger.
+    repeats      A repeat is declared after results are known. study and entry as above,
+                 retrospective (true), why. If the other study is not kept: lost, its commit, seeds
+                 and arms.
+    arms_added   Arms are added. arms, family, declaration, post_hoc (whether a look came before
+                 and the study has verdicts).
+    looked       A report on more than screening is made. look (1, 2, ...), files (`digests`), runs
+                 (`seen`).
+    accepted     A reason to withhold every verdict is accepted. code (which reason), why.
 
-An arm is {variant, size, corpus, control}; the family is the number of primary arms (control null)
-but the baseline. What a look has seen of a run does not change. Writers hold the study's lock.
+An arm is {variant, size, corpus, control}. The family is the number of arms that are compared with
+the baseline; controls do not count. Writers hold the study's lock.
 """
 
 import contextlib
@@ -47,7 +51,8 @@ ACCEPTABLE = ('uncommitted', 'commits')
 YARDSTICKS = 'yardsticks.json'
 # Holds the SHA-256 of a documents.json that a stored study leaves out of a run.
 DOCUMENTS_SHA256 = 'documents.sha256'
-# The fields of a result that a look sees besides its metrics; times are not among them.
+# The fields of a result that a look records besides its metrics. Times are left out, since they
+# differ when a run is repeated.
 _SEEN = ('trial', 'status', 'diverged_at', 'num_steps', OUTSIDE)
 
 Entry = Mapping[str, Any]
@@ -56,12 +61,13 @@ ArmKeys = frozenset[tuple[str | None, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """The declaration of a study that it repeats another one."""
+    """A study's declaration that it repeats another study."""
 
-    study: str  # the name of the directory of the repeated study
-    entry: str  # hash of the last line of its ledger at that time
-    retrospective: bool = False  # whether it was declared when results were known
-    # Of a study that is not kept: where it was, the seeds of its verdicts, and its arms.
+    study: str  # the name of the repeated study's directory
+    entry: str  # hash of the last line of the repeated study's ledger at that time
+    retrospective: bool = False  # whether results were known when the repeat was declared
+    # If the repeated study is not kept: the commit that had it, the seeds of its verdicts, and its
+    # arms.
     commit: str | None = None
     seeds: tuple[int, ...] = ()
     arms: ArmKeys = frozenset()
@@ -74,36 +80,43 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """The lines of a ledger whose chain is whole, the first one a declaration."""
+    """The lines of a ledger that `read` has checked; the first line declares the study."""
 
     entries: tuple[Entry, ...]
 
     @functools.cached_property
     def family(self) -> int:
-        """Widest family ever declared."""
+        """The largest family ever declared."""
         return max(entry['family'] for entry in self.entries if 'family' in entry)
 
     @functools.cached_property
     def arms(self) -> ArmKeys:
         """Every arm ever declared."""
-        return frozenset(arm_key(arm) for entry in self.entries for arm in entry.get('arms', []))
+        keys: set[tuple[str | None, ...]] = set()
+        for entry in self.entries:
+            keys.update(arm_key(arm) for arm in entry.get('arms', []))
+        return frozenset(keys)
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
         """The arms that were added after the first look.
 
-        None of a study without tuning, which has no verdicts.
+        Empty for a study without tuning, which has no verdicts that a look could bias.
         """
-        late_entries = [entry for entry in self.entries if entry.get('post_hoc')]
-        return frozenset(arm_key(arm) for entry in late_entries for arm in entry['arms'])
+        keys: set[tuple[str | None, ...]] = set()
+        for entry in self.entries:
+            if entry.get('post_hoc'):
+                keys.update(arm_key(arm) for arm in entry['arms'])
+        return frozenset(keys)
 
     @functools.cached_property
     def repeats(self) -> tuple[Repeat, ...]:
-        """The studies that it repeats, in the order of their entries."""
+        """The studies that this study repeats, in the order of their entries."""
         declared: dict[str, Repeat] = {}
         for entry in self._entries_of(DECLARED):
-            if 'repeats' in entry:  # of several declarations of a study the last one counts
+            if 'repeats' in entry:
                 repeated = entry['repeats']
+                # A later declaration of the same study replaces an earlier one.
                 declared[repeated['study']] = Repeat(repeated['study'], repeated['entry'])
         in_retrospect = [_repeat_in_retrospect(entry) for entry in self._entries_of(REPEATS)]
         return (*declared.values(), *in_retrospect)
@@ -119,7 +132,7 @@ class Ledger:
     @property
     def declaration(self) -> str:
         """Hash of the study as it was declared last."""
-        declarations = [e['declaration'] for e in self.entries if 'declaration' in e]
+        declarations = [entry['declaration'] for entry in self.entries if 'declaration' in entry]
         return declarations[-1]
 
     @property
@@ -135,29 +148,36 @@ class Ledger:
         return looks[-1]['files'] if looks else {}
 
     def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
-        """The runs that are not as a look saw them, each with the number of its first look.
+        """Finds the runs that have changed, or are gone, since a look saw them first.
 
-        `runs` are the runs as they are, {run: digest} as `seen` gives them.
+        Args:
+          runs: the digest of every run as it is on disk, from `seen`.
+
+        Returns the number (1, 2, ...) of the first look at each such run.
         """
-        first_looks: dict[str, tuple[str, int]] = {}  # {run: (digest, number of the look)}
+        seen_digests: dict[str, str] = {}
+        look_numbers: dict[str, int] = {}
+        # From the last look to the first: what the first look at a run saw overwrites the others.
         for entry in reversed(self._entries_of(LOOKED)):
             for run, seen_digest in entry.get('runs', {}).items():
-                first_looks[run] = (seen_digest, entry['look'])  # in place of a later look
+                seen_digests[run] = seen_digest
+                look_numbers[run] = entry['look']
+
         altered = {}
-        for run, (seen_digest, number) in first_looks.items():
+        for run, seen_digest in seen_digests.items():
             if runs.get(run) != seen_digest:
-                altered[run] = number
+                altered[run] = look_numbers[run]
         return altered
 
     @property
     def accepted(self) -> dict[str, str]:
-        """Why each accepted code was accepted."""
+        """{code: why it was accepted}; the codes are those of ACCEPTABLE."""
         return {entry['code']: entry['why'] for entry in self._entries_of(ACCEPTED)}
 
 
 def _repeat_in_retrospect(entry: Entry) -> Repeat:
-    """The repeat that a line with the event REPEATS declares."""
-    lost = entry.get('lost')
+    """Returns the repeat that a line with the event REPEATS declares."""
+    lost = entry.get('lost')  # describes the repeated study if it is not kept
     if lost is None:
         return Repeat(entry['study'], entry['entry'], retrospective=True)
     return Repeat(
@@ -171,7 +191,10 @@ def _repeat_in_retrospect(entry: Entry) -> Repeat:
 
 
 def read(path: Path) -> Ledger:
-    """Reads a ledger; ReportError where a line is missing, damaged, edited or out of place."""
+    """Reads a ledger, and checks that no line is missing, damaged, edited or out of place.
+
+    Raises ReportError, which names the first line that fails.
+    """
     entries: list[Entry] = []
     previous_hash = None
     for number, line in enumerate(_lines(path, keepends=True), start=1):
@@ -180,21 +203,29 @@ def read(path: Path) -> Ledger:
             check(entry, {'event': str, 'time': str, 'previous': str | None, 'hash': str})
         except ValueError as error:
             raise ReportError(f'{path}, line {number} is damaged ({error}); {ADVICE}') from error
-        if entry['hash'] != digest_of_entry(entry) or not line.endswith(b'\n'):
+
+        is_unchanged = entry['hash'] == digest_of_entry(entry)
+        is_whole = line.endswith(b'\n')
+        if not (is_unchanged and is_whole):
             raise ReportError(
                 f'{path}, line {number} was edited: its hash does not match; {ADVICE}'
             )
         if entry['previous'] != previous_hash:
             raise ReportError(f'{path}, line {number} does not follow the line before; {ADVICE}')
+
         previous_hash = entry['hash']
         entries.append(entry)
+
     if not entries or entries[0]['event'] != DECLARED:
         raise ReportError(f'{path} does not exist, or declares no study; {ADVICE}')
     return Ledger(tuple(entries))
 
 
 def append(path: Path, event: str, **data: Any) -> None:
-    """Appends a line, to a new ledger if there is none; raises as `read`."""
+    """Appends a line with the fields `data`, and creates the ledger if there is none.
+
+    Raises ReportError as `read` does.
+    """
     lines = b''
     previous_hash = None
     if path.exists():
@@ -207,33 +238,47 @@ def append(path: Path, event: str, **data: Any) -> None:
         'previous': previous_hash,
     }
     entry['hash'] = digest_of_entry(entry)
-    write_atomic(path, lines + json.dumps(entry).encode() + b'\n')
+    line = json.dumps(entry).encode() + b'\n'
+    write_atomic(path, lines + line)
 
 
 def declare(
     directory: Path, declared: Mapping[str, Any], repeats: Mapping[str, str] | None = None
 ) -> None:
-    """Enters a study (as in study.json), or what was added to it, under its lock.
+    """Enters a study, or the arms that were added to it, into its ledger.
 
-    `repeats` is {study, entry} of the study that it repeats.
+    Enters nothing if the study is as it was declared last. The caller holds the study's lock.
+
+    Args:
+      directory: the study's directory.
+      declared: the content of study.json.
+      repeats: {study, entry} of the study that this one repeats; see the top of the module.
     """
     path = directory / NAME
     before = read(path) if path.exists() else None
     if before is not None and before.declaration == digest(declared):
         return
+
+    # The family is the number of arms that are compared with the baseline.
     arms = declared['arms']
-    # The family: every arm that is compared with the baseline, and is no control.
-    compared = [
-        arm for arm in arms if arm['control'] is None and arm['variant'] != declared['baseline']
-    ]
-    common = {'declaration': digest(declared), 'family': len(compared)}
+    family = 0
+    for arm in arms:
+        is_control = arm['control'] is not None
+        is_baseline = arm['variant'] == declared['baseline']
+        if not is_control and not is_baseline:
+            family += 1
+    common = {'declaration': digest(declared), 'family': family}
+
     if before is not None:
-        added = [arm for arm in arms if arm_key(arm) not in before.arms]
-        if added:
-            # They depend on results if there are verdicts, and a look came before.
-            late = before.first_look is not None and declared['tuning'] is not None
-            append(path, ARMS_ADDED, arms=added, post_hoc=late, **common)
+        added_arms = [arm for arm in arms if arm_key(arm) not in before.arms]
+        if added_arms:
+            # Results may have led to these arms if the study has verdicts and somebody has looked.
+            has_looked = before.first_look is not None
+            has_verdicts = declared['tuning'] is not None
+            is_post_hoc = has_looked and has_verdicts
+            append(path, ARMS_ADDED, arms=added_arms, post_hoc=is_post_hoc, **common)
             return
+
     fields = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
     if repeats is not None:
         fields['repeats'] = repeats
@@ -241,33 +286,45 @@ def declare(
 
 
 def look(directory: Path, logs: Files | None = None) -> bool:
-    """Enters a look, a report on more than screening, at the files in `logs`.
+    """Enters a look into the ledger: a report on more than screening is made from these files.
 
-    They are those of the study itself, or of a stored one, whose logs are in an archive. Enters
-    nothing and returns False if they are as at the last look, or if a run is not as a look saw it.
+    Args:
+      directory: the study's directory, which has the ledger.
+      logs: the directory with the plan, results and logs; by default `directory`. A stored study
+        keeps its logs in an archive.
+
+    Returns False, and enters nothing, if the files are as at the last look, or if a run has changed
+    since a look saw it.
     """
     path = directory / NAME
     if logs is None:
         logs = directory
     files = digests(logs)
     runs = seen(logs)
+
+    # Without a look to enter no lock is taken, so that a copy of a study stays as it is.
     ledger = read(path)
-    # Asked before a lock is made, so that a kept copy of a study stays as it is.
     if files == ledger.looked_files or ledger.altered(runs):
         return False
+
     with locked(directory / 'lock'):
         ledger = read(path)
-        if files != ledger.looked_files:  # nobody was quicker
-            number = sum(entry['event'] == LOOKED for entry in ledger.entries) + 1
+        # Another process may have entered the same look in between.
+        if files != ledger.looked_files:
+            number = 1
+            for entry in ledger.entries:
+                if entry['event'] == LOOKED:
+                    number += 1
             append(path, LOOKED, look=number, files=files, runs=runs)
     return True
 
 
 def accept(directory: Path, codes: Sequence[str], why: str) -> None:
-    """Enters why remarks that would withhold every verdict, by their codes, do not.
+    """Accepts remarks that would withhold every verdict, and enters the reason into the ledger.
 
-    A code that was accepted for the same reason is not entered again. ReportError, and no entry, if
-    a code is not ACCEPTABLE or `why` is blank.
+    `codes` name the remarks, and `why` is the reason. A code that was accepted before for the same
+    reason is not entered again. Raises ReportError, and enters nothing, if a code is not among
+    ACCEPTABLE or if `why` is blank.
     """
     for code in codes:
         if code not in ACCEPTABLE:
@@ -275,7 +332,7 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
     if not why.strip():
         raise ReportError(f'accept={",".join(codes)} needs a reason, why={why!r}')
     path = directory / NAME
-    read(path)  # raises where there is none: a lock would make its directory
+    read(path)  # raises if there is no ledger, before the lock creates its directory
     with locked(directory / 'lock'):
         for code in codes:
             if read(path).accepted.get(code) != why:
@@ -283,25 +340,25 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
 
 
 def arm_key(arm: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """(variant, size, corpus, control) of an arm of study.json."""
+    """Returns (variant, size, corpus, control) of an arm of study.json."""
     return tuple(arm[name] for name in ARM_KEY)
 
 
 def digest(declared: Mapping[str, Any]) -> str:
-    """SHA-256 of the content of study.json without its command."""
+    """Returns the SHA-256 of the content of study.json without its command."""
     return _sha256({name: value for name, value in declared.items() if name != 'command'})
 
 
 def digest_of_entry(entry: Entry) -> str:
-    """SHA-256 of a line without its hash."""
+    """Returns the SHA-256 of a line without its hash."""
     return _sha256({name: value for name, value in entry.items() if name != 'hash'})
 
 
 def digests(directory: Files) -> dict[str, str | None]:
-    """SHA-256 of the files that a look sees, None for one that is missing.
+    """Returns the SHA-256 of each file of a study that a look covers, or None if it is missing.
 
-    'logs' stands for the logs of all planned runs, without training. Not every study has
-    yardsticks; they are left out where they are missing.
+    The entry 'logs' covers the logs of all planned runs without their training records. Only some
+    studies have yardsticks: without the file there is no entry.
     """
     digest_by_name: dict[str, str | None] = {}
     for name in ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS):
@@ -314,60 +371,82 @@ def digests(directory: Files) -> dict[str, str | None]:
 
 
 def seen(directory: Files) -> dict[str, str]:
-    """{run: SHA-256} of what a look sees of each planned run with results: metrics and logs."""
+    """Returns {run: SHA-256 of its results and logs} for each planned run that has results.
+
+    A look records these digests, so that `Ledger.altered` notices when a run changes later. Of a
+    result the digest covers the fields _SEEN and the metrics. A line of results.jsonl that cannot
+    be read is skipped, because the report names it.
+    """
     results_by_run: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(directory / 'results.jsonl'):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a report names the line
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             result = parse_json(line)
-            names = (*_SEEN, *result_fields(metrics_of(result)))
-            fields = {name: result[name] for name in names if name in result}
-            results = results_by_run.setdefault(result['run'], [])
-            if fields not in results:
-                results.append(fields)
+            metric_fields = result_fields(metrics_of(result))
+            covered = {}
+            for name in (*_SEEN, *metric_fields):
+                if name in result:
+                    covered[name] = result[name]
+            run_results = results_by_run.setdefault(result['run'], [])
+            # A line that repeats another one does not change the digest.
+            if covered not in run_results:
+                run_results.append(covered)
+
     logs_by_run = {planned.get('run'): hashes for planned, hashes in _logs(directory)}
+
     digest_by_run = {}
-    for run, results in results_by_run.items():
+    for run, run_results in results_by_run.items():
         if run in logs_by_run:
-            digest_by_run[run] = _sha256({'results': results, 'logs': logs_by_run[run]})
+            digest_by_run[run] = _sha256({'results': run_results, 'logs': logs_by_run[run]})
     return digest_by_run
 
 
 def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
-    """Each line of the plan with the hashes of the run's documents.json and evaluations."""
+    """Yields each line of a study's plan, with [SHA-256 of documents.json, of the evaluations].
+
+    The evaluations are all lines of metrics.jsonl but the training records. A line of the plan
+    whose run cannot be read is skipped, because the report names it.
+    """
     for line in _lines(directory / 'plan.jsonl'):
-        # A report names a line that has no directory.
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OSError):
             planned = parse_json(line)
             run = run_path(directory, planned['directory'])
+
             evaluations = hashlib.sha256()
             for record in _lines(run / 'metrics.jsonl'):
                 if not is_training(record):
                     evaluations.update(record)
-            documents = left_out_documents(run) or _file_sha256(run / 'documents.json')
-            yield planned, [documents, evaluations.hexdigest()]
+
+            documents_sha256 = left_out_documents(run)
+            if not documents_sha256:
+                documents_sha256 = _file_sha256(run / 'documents.json')
+            yield planned, [documents_sha256, evaluations.hexdigest()]
 
 
 def left_out_documents(run: Files) -> str | None:
-    """SHA-256 of the documents.json that the stored form of a study leaves out of a run."""
+    """Returns the SHA-256 of a documents.json that a stored study leaves out of a run.
+
+    None if the run has no such note.
+    """
     path = run / DOCUMENTS_SHA256
     return read_whole(path).decode().strip() if path.is_file() else None
 
 
 def is_training(line: bytes) -> bool:
-    """Whether a line of metrics.jsonl is one of those that exports and `digests` leave out."""
+    """Whether a line of metrics.jsonl is a training record; exports and `digests` skip these."""
     return b'"kind": "train"' in line
 
 
 def _file_sha256(path: Readable) -> str | None:
-    """The SHA-256 of a file; None where there is none."""
+    """Returns the SHA-256 of a file, or None if it does not exist."""
     return hashlib.sha256(read_whole(path)).hexdigest() if path.is_file() else None
 
 
 def _lines(path: Readable, keepends: bool = False) -> list[bytes]:
-    """The lines of a file; [] where there is none."""
+    """Returns the lines of a file, or [] if it does not exist."""
     return read_whole(path).splitlines(keepends) if path.is_file() else []
 
 
 def _sha256(values: Mapping[str, Any]) -> str:
-    """The SHA-256 of values as JSON with sorted keys."""
-    return hashlib.sha256(json.dumps(to_jsonable(values), sort_keys=True).encode()).hexdigest()
+    """Returns the SHA-256 of values as JSON with sorted keys."""
+    text = json.dumps(to_jsonable(values), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

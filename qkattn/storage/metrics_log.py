@@ -46,54 +46,66 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Beginning:
-    """The first complete lines of a log, without their content."""
+    """The first complete lines of a log, described by their number, bytes and checksum."""
 
     lines: int = 0
     size: int = 0  # in bytes
-    crc32: int = 0  # of these bytes
-    last_step: int | None = None
+    crc32: int = 0  # checksum of these bytes
+    last_step: int | None = None  # the step of the last line; None without a line
 
     def followed_by(self, line: bytes, step: int) -> '_Beginning':
-        """This beginning with one more line, the record of a step."""
+        """Returns this beginning with one more line, whose record is at `step`."""
         crc32 = zlib.crc32(line, self.crc32)
         return _Beginning(self.lines + 1, self.size + len(line), crc32, step)
 
 
 def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
-    """The records of a log, but for an unfinished last line; RunDirectoryError if damaged."""
+    """Reads the records of a metrics log.
+
+    A crash can leave a partial last line, which is left out. Raises RunDirectoryError if another
+    line is damaged.
+    """
     return [record for record, _ in _parse(as_readable(path))]
 
 
 def _parse(
     path: Readable, after: _Beginning = _Beginning()
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Checks and yields the complete lines as (record, line with its newline).
+    """Reads a log line by line, and yields each record with the line that holds it.
 
-    The lines of `after` are passed over. RunDirectoryError names the first damaged line. A last
-    line that is no record is what a crash has left of one, and ends the log.
+    Reading starts behind the lines of `after`. A crash can leave a partial last line: reading stops
+    there without an error. Any other damaged line raises RunDirectoryError, which names its number,
+    and so does a step that is below the step before.
     """
     last_step = -math.inf if after.last_step is None else after.last_step
+    number = after.lines
     with _reading(path) as file:
         file.seek(after.size)
-        following = next(file, None)
-        for number in itertools.count(after.lines + 1):
-            line = following
-            if line is None:
+        line = next(file, None)
+        while line is not None:
+            number += 1
+            # Only the last line may be partial, so the next one is read first.
+            next_line = next(file, None)
+            is_last = next_line is None
+            if is_last and not _is_complete(line):
                 return
-            following = next(file, None)
-            if following is None and not _is_complete(line):
-                return
+
             record = _record(path, number, line)
             step = record['step']
             if step < last_step:
                 raise _damaged_line(path, number, f'step {step} comes after step {last_step}')
-            last_step = step
             yield record, line
+
+            last_step = step
+            line = next_line
 
 
 @contextlib.contextmanager
 def _reading(path: Readable) -> Iterator[IO[bytes]]:
-    """Opens a log, which is read line by line: a long one need not fit in memory."""
+    """Opens a log, to be read line by line; a long log need not fit into memory.
+
+    Raises RunDirectoryError if the log is missing or is not a regular file.
+    """
     try:
         with read_errors(path), _opened(path) as file:
             yield file
@@ -104,11 +116,11 @@ def _reading(path: Readable) -> Iterator[IO[bytes]]:
 def _opened(path: Readable) -> IO[bytes]:
     if isinstance(path, Path) and not buckets.is_url(path):
         return open_regular(path)
-    return io.BytesIO(path.read_bytes())  # in a bucket or an archive
+    return io.BytesIO(path.read_bytes())  # from a bucket or an archive
 
 
 def _is_complete(line: bytes) -> bool:
-    """Whether a last line is a record, and not what a crash has left of one."""
+    """Whether the last line of a log is a whole record; a crash may leave only part of one."""
     try:
         return line.endswith(b'\n') and isinstance(parse_json(line), dict)
     except ValueError:
@@ -116,7 +128,10 @@ def _is_complete(line: bytes) -> bool:
 
 
 def _record(path: Readable, number: int, line: bytes) -> dict[str, Any]:
-    """The record of a line, without its checksum; RunDirectoryError where it is damaged."""
+    """Parses a line of a log, and removes its checksum.
+
+    Raises RunDirectoryError, which names the `number` of the line, if the line is damaged.
+    """
     try:
         record: Any = parse_json(line) if line.endswith(b'\n') else None
         check(record, {'step': int})
@@ -132,45 +147,51 @@ def _damaged_line(path: Readable, number: int, reason: object) -> RunDirectoryEr
 
 
 def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
-    """The complete lines of a log, or the first `limit`; of these it parses the last one alone.
+    """Describes the complete lines of a log, or only the first `limit` of them.
 
-    RunDirectoryError where that one is damaged.
+    It parses only the last of these lines, and raises RunDirectoryError if that line is damaged.
     """
     num_lines = 0
     size = 0
     crc32 = 0
-    last_whole_line = b''
-    ends_in_part = False  # whether the log ends in a line without a newline
+    last_line = b''
+    has_part = False  # whether a line without a newline follows
     with _reading(path) as file:
         for line in itertools.islice(file, limit):
             if not line.endswith(b'\n'):
-                ends_in_part = True
+                has_part = True
                 break
-            last_whole_line = line
+            last_line = line
             num_lines += 1
             size += len(line)
             crc32 = zlib.crc32(line, crc32)
     if num_lines == 0:
         return _Beginning()
-    # What a crash leaves stands at the end of the file, and may end in a newline, too.
-    if limit is None and not ends_in_part and not _is_complete(last_whole_line):
+
+    # A crash can also leave a last line that has a newline but is not a record.
+    is_at_end = limit is None and not has_part
+    if is_at_end and not _is_complete(last_line):
         return _beginning(path, num_lines - 1)
-    last_step = _record(path, num_lines, last_whole_line)['step']
+    last_step = _record(path, num_lines, last_line)['step']
     return _Beginning(num_lines, size, crc32, last_step)
 
 
 class MetricsFile:
-    """Appends records to a metrics log; in a bucket it grows in memory until `flush`.
+    """Appends records to a metrics log.
 
-    Only the next record overwrites what a crash left after the last complete line: a damaged file
-    stays as it is. Each record has a `crc32`, which `read_metrics` checks and leaves out.
+    A crash can leave part of a line at the end. The next record overwrites it; until then the file
+    stays as it is. Each record has a checksum, `crc32`, which `read_metrics` checks and removes. In
+    a bucket the log grows in memory until `flush` writes it.
 
-    A log may have millions of lines, so opening it parses the last of them alone; `rewind` proves
-    that the others are those that were written.
+    A log may have millions of lines, so opening it parses only the last one. `rewind` checks the
+    other lines by the checksum that the checkpoint has stored.
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Opens `path`, or creates it; RunDirectoryError if its last complete line is damaged."""
+        """Opens the log at `path`, or creates it.
+
+        Raises RunDirectoryError if the last complete line is damaged.
+        """
         self.path = as_path(path)
         self._file: Any = io.BytesIO()
         try:
@@ -184,37 +205,42 @@ class MetricsFile:
                     self._file = io.BytesIO(self.path.read_bytes())
         except OSError as error:
             raise damaged(self.path, error) from error
-        self._kept = _Beginning()  # the lines that were read or written, which `_cut` keeps
+        # The lines that were read or written. `_cut` removes what follows them.
+        self._kept = _Beginning()
         self.flush()
         self._kept = _beginning(self.path)
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last record; None without any."""
+        """The step of the last record; None if there is no record."""
         return self._kept.last_step
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, which survives the death of this process, in a bucket after `flush`.
+        """Writes a record as one line.
 
-        ValueError where `step` is missing or goes back; DiskError, with nothing of it written.
+        The line survives the death of this process; in a bucket only after `flush`. Raises
+        ValueError if `step` is missing or below the last step. Raises DiskError if the disk fails
+        or is full, and then writes nothing.
         """
         values = to_jsonable(record)
         check(values, {'step': int})
         if self.last_step is not None and values['step'] < self.last_step:
             raise ValueError(f'{self.path} is at step {self.last_step}; a step would repeat')
         line = json.dumps(with_checksum(values), allow_nan=False).encode() + b'\n'
+
         with disk_errors(self.path):
             self._cut()
-            if self._file.write(line) != len(line):
+            num_written = self._file.write(line)
+            if num_written != len(line):
                 self._cut()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._kept = self._kept.followed_by(line, values['step'])
 
     def flush(self) -> dict[str, Any]:
-        """Syncs all lines to disk or bucket; call it before a checkpoint is committed.
+        """Syncs all lines to the disk or bucket; call it before a checkpoint is committed.
 
-        Returns what the checkpoint keeps for `rewind`: the number of lines and their checksum.
-        DiskError as `append`.
+        Returns the number of lines and their checksum. The checkpoint keeps them for `rewind`.
+        Raises DiskError if the disk fails.
         """
         if buckets.is_url(self.path):
             write_atomic(self.path, self._file.getvalue())
@@ -224,19 +250,23 @@ class MetricsFile:
         return {'lines': self._kept.lines, 'crc32': self._kept.crc32}
 
     def check(self) -> None:
-        """Raises RunDirectoryError unless the file holds what was written."""
-        self._first(self.flush())
+        """Raises RunDirectoryError unless the file holds the lines that were written."""
+        written = self.flush()
+        self._first(written)
 
     def rewind(
         self, step: int, *, evaluated: bool = True, written: Mapping[str, Any] | None = None
     ) -> None:
-        """Drops records after `step`, and a final one, so that a run resumed there repeats none.
+        """Removes the records that a run which resumes at `step` writes again.
 
-        `written` is what `flush` returned before the checkpoint: the file must begin so. Without
-        it, before the first checkpoint, the evaluation at `step` stays if it is `evaluated`.
+        Args:
+          step: the step of the checkpoint, or 0.
+          evaluated: whether to keep an evaluation at `step`; only used without `written`.
+          written: what `flush` returned before the checkpoint, which tells the lines to keep. None
+            before the first checkpoint; then the steps of the records tell them.
 
-        RunDirectoryError where a line that stays is damaged, or is another one than was written.
-        Lines that are dropped may be damaged; a warning names the first such line.
+        Raises RunDirectoryError if a line to keep is damaged or differs from what was written.
+        Lines to remove may be damaged; a warning names the first such line.
         """
         self.flush()
         if written is None:
@@ -247,7 +277,7 @@ class MetricsFile:
         self._cut()
 
     def close(self) -> None:
-        """Flushes and closes; may be called twice."""
+        """Flushes and closes the file; may be called twice."""
         if not self._file.closed:
             try:
                 self.flush()
@@ -255,40 +285,50 @@ class MetricsFile:
                 self._file.close()
 
     def _first(self, written: Mapping[str, Any]) -> _Beginning:
-        """The lines that were written; RunDirectoryError where the file begins with others."""
-        number = written['lines']
-        # Lines are not parsed where their bytes are those that were written.
+        """Checks that the file begins with the lines that were written, and describes these lines.
+
+        `written` is {'lines': number of lines, 'crc32': their checksum}. Raises RunDirectoryError
+        if the file begins with other lines.
+        """
+        num_written = written['lines']
+        # The checksum proves the lines without parsing them. `_beginning` parses the last one, and
+        # raises if it is damaged; the error below then names the first damaged line.
         with contextlib.suppress(RunDirectoryError):
-            beginning = _beginning(self.path, number)
-            if (beginning.lines, beginning.crc32) == (number, written['crc32']):
+            beginning = _beginning(self.path, num_written)
+            has_all_lines = beginning.lines == num_written
+            if has_all_lines and beginning.crc32 == written['crc32']:
                 return beginning
-        # Parsing them all names the line that is damaged, if one is.
-        num_sound = sum(1 for _ in itertools.islice(_parse(self.path), number))
+
+        # `_parse` raises at the first damaged line. If none is, the lines are other ones.
+        num_sound = sum(1 for _ in itertools.islice(_parse(self.path), num_written))
         raise RunDirectoryError(
-            f'{self.path}: its first {num_sound} lines are not the {number} that the run has '
+            f'{self.path}: its first {num_sound} lines are not the {num_written} that the run has '
             f'written; {ADVICE}'
         )
 
     def _until(self, step: int, evaluated: bool) -> _Beginning:
-        """The lines up to a step, without those at the step that a resumed run makes again.
+        """Describes the lines to keep when a run resumes at `step` without a checkpoint's help.
 
-        They are the final record and, unless it was `evaluated` there, an evaluation.
+        They are the lines up to `step`. At `step` itself, a resumed run writes the final record
+        again, and also the evaluation unless `evaluated`, so these lines are not kept.
         """
-        kinds_made_again = ['final']
+        kinds_written_again = ['final']
         if not evaluated:
-            kinds_made_again.append('eval')
+            kinds_written_again.append('eval')
+
         beginning = _Beginning()
         kept = beginning
         for record, line in _parse(self.path):
             if record['step'] > step:
                 break
             beginning = beginning.followed_by(line, record['step'])
-            if record['step'] < step or record.get('kind') not in kinds_made_again:
+            is_before = record['step'] < step
+            if is_before or record.get('kind') not in kinds_written_again:
                 kept = beginning
         return kept
 
     def _warn_of_damage_after(self, kept: _Beginning) -> None:
-        """Warns of the first damaged line among those that are dropped and made again."""
+        """Warns of the first damaged line behind the lines to keep, which `_cut` removes."""
         try:
             for _ in _parse(self.path, after=kept):
                 pass
@@ -301,6 +341,7 @@ class MetricsFile:
             )
 
     def _cut(self) -> None:
-        """Drops what follows the last complete line; needs no room on the disk."""
-        if self._file.seek(0, os.SEEK_END) > self._kept.size:
+        """Removes what follows the kept lines; needs no room on the disk."""
+        file_size = self._file.seek(0, os.SEEK_END)
+        if file_size > self._kept.size:
             self._file.truncate(self._kept.size)

@@ -1,10 +1,10 @@
 """JSON files of runs and studies: written whole, with checksums, and checked when they are read.
 
-JSON is strict (no NaN, no Infinity). A schema says what JSON must hold at least:
+JSON is strict: without NaN and Infinity. A schema says what a JSON value must contain:
 
-    {'name': str, 'rate': float}     an object with these fields, and perhaps others
-    [{'name': str}]                  a list, which is not empty, of such objects
-    float, str | None, Literal['a']  a value; an integer fits float, and true fits bool alone
+    {'name': str, 'rate': float}     an object with these fields; it may have others
+    [{'name': str}]                  a non-empty list of such objects
+    float, str | None, Literal['a']  a value; an integer fits float, and true only fits bool
     tuple[float, ...]                a list of such values
 """
 
@@ -31,11 +31,11 @@ T = TypeVar('T')
 # The `status` of an entry of result.json.
 FINISHED = 'finished'
 DIVERGED = 'diverged'
-# The field of an object that holds the checksum of the others.
+# The field of an object that holds the checksum of its other fields.
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
 _RESULT_ADVICE = 'restore it from a copy, or remove it: the same command then makes it again'
-# The types that JSON gives for a type of a schema, where they are not the type itself.
+# The Python types of parsed JSON that fit a type of a schema. Other types only fit themselves.
 _TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
 
 # config.json.
@@ -58,21 +58,23 @@ RESULT = {
     'data': dict,
     'provenance': dict,
 }
-# A split of documents.json: names and targets of documents, and nats of each trial.
+# A split of documents.json: the names and numbers of targets of its documents, and per trial the
+# loss of each document in nats.
 DOCUMENTS = {
     'documents': tuple[str, ...],
     'tokens': tuple[float, ...],
     'nats': tuple[tuple[float, ...] | None, ...],
 }
-# Files of a run that reports are not made from.
+# The files of a run that reports do not use.
 RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json': [RESULT]}
-# What is read of study.json before it is compared field by field, and an arm in it.
+# The fields of study.json that are read before it is compared field by field.
 STUDY = {'base': dict, 'variants': list, 'sizes': list, 'corpora': list, 'arms': list}
+# The fields of an arm in study.json that tell it from other arms.
 ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
-# The field of a result that describes its metrics from outside, so that they are read without their
-# modules. A result without such metrics does not have it.
+# The field of a result that describes its metrics from outside the package, so that reports need
+# not import their modules. A result without such metrics does not have the field.
 OUTSIDE = 'outside_metrics'
-# The fields of a metric that are described there.
+# The fields of a metric that the description contains.
 _DESCRIBED = (
     'role',
     'description',
@@ -85,12 +87,12 @@ _DESCRIBED = (
     'logged',
     'for_text',
 )
-# Fields of a result besides its metrics that it may lack, or that may be null.
+# Fields of a result, besides its metrics, that may be missing or null.
 _OPTIONAL: dict[str, type] = {**dict.fromkeys(TIMES, float), 'diverged_at': int}
 
 
 def _loss_fields() -> set[str]:
-    """The fields of losses, such as val_loss, which every result has; it may lack other metrics."""
+    """Returns the fields of losses, such as val_loss, which every result must have."""
     fields: set[str] = set()
     for metric in METRICS.values():
         if metric.role == 'loss' and metric.logged:
@@ -99,7 +101,10 @@ def _loss_fields() -> set[str]:
 
 
 def to_jsonable(value: Any) -> Any:
-    """`value` (or path, dataclass, array) in JSON's types, None for NaN; TypeError for others."""
+    """Converts a value to the types of JSON; a dataclass becomes an object, an array a list.
+
+    NaN and infinity become None. Raises TypeError for a type that has no form in JSON.
+    """
     if hasattr(value, '__array__'):
         value = np.asarray(value).tolist()
     if value is None or isinstance(value, bool | int | str):
@@ -118,7 +123,10 @@ def to_jsonable(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -> None:
-    """Writes `to_jsonable(value)`, an object or a list of objects, atomically, with checksums."""
+    """Writes an object, or a list of objects, atomically and with a checksum in each object.
+
+    `to_jsonable` converts the value first.
+    """
     plain = to_jsonable(value)
     if isinstance(plain, list):
         content: Any = [with_checksum(item) for item in plain]
@@ -128,21 +136,23 @@ def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -
 
 
 def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object with the field `crc32`, the checksum of its other fields."""
-    return record | {CHECKSUM: zlib.crc32(json.dumps(record, sort_keys=True).encode())}
+    """Returns a JSON object with one more field, `crc32`: the checksum of the other fields."""
+    text = json.dumps(record, sort_keys=True)
+    return {**record, CHECKSUM: zlib.crc32(text.encode())}
 
 
 def remove_checksum(record: dict[str, Any]) -> None:
-    """Takes `crc32` out of an object; ValueError where it is not that of the other fields."""
+    """Removes the field `crc32`; raises ValueError if it does not match the other fields."""
     stored = record.pop(CHECKSUM, None)
     if stored != with_checksum(record)[CHECKSUM]:
         raise ValueError('its checksum does not match its content')
 
 
 def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADVICE) -> Any:
-    """Reads a file of `write_json`, with or without checksums; RunDirectoryError if damaged.
+    """Reads a file of `write_json`, and checks it against a schema; checksums may be missing.
 
-    ReadError where the system fails to read it.
+    Raises RunDirectoryError, which ends with `advice`, if the file is damaged. Raises ReadError if
+    the system fails to read it.
     """
     try:
         return parse_file(path, schema)
@@ -151,7 +161,7 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
 
 
 def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
-    """As `read_json`, but with ValueError, of the reason alone, where the file is damaged."""
+    """Reads a file as `read_json` does, but raises ValueError with only the reason if damaged."""
     path = as_readable(path)
     try:
         with read_errors(path):
@@ -167,10 +177,10 @@ def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON; ValueError where it is none. Whatever reads JSON of a file reads it so."""
+    """Parses the JSON text of a file; raises ValueError if the text is not JSON."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested
         raise ValueError(f'it is not JSON ({error})') from error
 
 
@@ -180,11 +190,12 @@ def read_lines(
     advice: str = ADVICE,
     take: Callable[[Any], object] = lambda record: None,
 ) -> list[Any]:
-    """The values of a file's lines, which fit a schema; `take` is called with each.
+    """Reads a file of JSON Lines, and checks each line against a schema.
 
-    RunDirectoryError names the first line that is damaged or for which `take` raises ValueError.
+    `take` is called with each value, and may raise ValueError to refuse it. RunDirectoryError names
+    the first line that is damaged or refused.
     """
-    place = str(path)  # what an error names
+    place = str(path)  # what an error names: the file, or a line of it
     records = []
     try:
         with read_errors(path):
@@ -203,7 +214,7 @@ def read_lines(
 def damaged(
     path: str | os.PathLike | Readable, error: Exception, advice: str = ADVICE
 ) -> RunDirectoryError:
-    """The error that says that a file cannot be used, why, and what to do."""
+    """Returns the error for a file that cannot be used, with the reason and what to do."""
     reason: object = error
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror  # without the number and the path
@@ -211,7 +222,10 @@ def damaged(
 
 
 def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
-    """The results of the run of a config; RunDirectoryError where damaged, or of another run."""
+    """Reads the results of the run of a config from its result.json.
+
+    Raises RunDirectoryError if the file is damaged, or if it has the results of another run.
+    """
     results = read_json(path, [{}], _RESULT_ADVICE)
     config_hash = fingerprint(config)
     try:
@@ -229,7 +243,7 @@ def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
 
 
 def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
-    """Raises ValueError unless a result is of the run whose config has the hash `expected`."""
+    """Raises ValueError unless a result belongs to the config with the hash `expected`."""
     if result['config_hash'] != expected:
         raise ValueError(
             f"field 'config_hash' is {result['config_hash']!r}, expected {expected!r}: it is the "
@@ -238,21 +252,29 @@ def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
 
 
 def check_result(record: Any) -> None:
-    """Raises ValueError that names the field unless `record` is a result, or has more fields."""
+    """Raises ValueError, which names the field, unless `record` is an entry of result.json.
+
+    The record may have fields that are not listed anywhere.
+    """
     check(record, RESULT)
-    kinds = result_fields(metrics_of(record)) | _OPTIONAL
+
     required = _loss_fields()
     schema = {}
-    for name, kind in kinds.items():
+    type_by_field = result_fields(metrics_of(record)) | _OPTIONAL
+    for name, field_type in type_by_field.items():
         if name in record or name in required:
-            schema[name] = kind | None
+            schema[name] = field_type | None
     check(record, schema)
+
     if record['status'] == FINISHED and record['val_loss'] is None:
         raise ValueError("field 'val_loss' of a finished trial is None")
 
 
 def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
-    """METRICS, and those from outside that a result describes; ValueError for a bad description."""
+    """Returns METRICS and the metrics from outside the package that a result describes, by name.
+
+    Raises ValueError if a description is not valid.
+    """
     if OUTSIDE not in result:
         return METRICS
     check(result, {OUTSIDE: dict})
@@ -266,9 +288,10 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
 
 
 def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
-    """What a result has of its metrics from outside: {OUTSIDE: descriptions}, {} without such.
+    """Describes the metrics from outside the package, as a field of a result.
 
-    ConfigError for a metric that `metrics_of` would not read again.
+    Returns {OUTSIDE: {name: description}}, or {} if all metrics are those of the package. Raises
+    ConfigError for a metric whose description could not be read again.
     """
     descriptions = {}
     for name, metric in outside(metrics).items():
@@ -277,60 +300,68 @@ def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
         return {}
     recorded = to_jsonable({OUTSIDE: descriptions})
     try:
-        metrics_of(recorded)
+        metrics_of(recorded)  # reads the descriptions again, and raises if it cannot
     except ValueError as error:
         raise ConfigError(f'train.metrics: {error}') from error
     return recorded
 
 
 def check(value: Any, schema: Any) -> None:
-    """Raises ValueError that names the field unless `value` has at least what the schema says.
+    """Raises ValueError, which names the field, unless `value` fits the schema.
 
-    The schema is a mapping, or a list of one, as at the top of this module.
+    The schema is a mapping, or a list with one mapping; see the top of this module.
     """
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
             raise ValueError('expected a non-empty list')
+        item_schema = schema[0]
         for number, item in enumerate(value):
             try:
-                check(item, schema[0])
+                check(item, item_schema)
             except ValueError as error:
                 raise ValueError(f'entry {number}: {error}') from error
         return
+
     if not isinstance(value, dict):
         raise ValueError(f'expected an object, found {type(value).__name__}')
     for name, hint in schema.items():
         if name not in value:
             raise ValueError(f'field {name!r} is missing')
+        field_value = value[name]
         is_nested = isinstance(hint, dict | list)
         kind: Any = type(hint) if is_nested else hint
-        if not _fits(kind)(value[name]):
+        fits = _fits(kind)
+        if not fits(field_value):
             expected = kind.__name__ if isinstance(kind, type) else str(kind)
             expected = expected.removeprefix('typing.')
-            raise ValueError(f'field {name!r} is {value[name]!r:.80}, expected {expected}')
+            raise ValueError(f'field {name!r} is {field_value!r:.80}, expected {expected}')
         if is_nested:
-            check(value[name], hint)
+            check(field_value, hint)
 
 
-def read(cls: type[T], record: Any, **given: Any) -> T:
-    """An instance of a dataclass from the fields of a JSON object, lists as tuples.
+def read(cls: type[T], record: Any, **fixed: Any) -> T:
+    """Builds a dataclass from the fields of a JSON object, with lists as tuples.
 
-    Fields in `given` have that value whatever the object says; it may have fields that the class
-    lacks, and lack those that have a default. ValueError as `check`, by the annotations.
+    Fields in `fixed` have that value, whatever the object says. The object may lack fields that
+    have a default, and may have fields that the class lacks. Raises ValueError, which names the
+    field, if a value does not fit the annotation of its field.
     """
-    check(record, {})
+    check(record, {})  # raises unless the record is an object
     hints = typing.get_type_hints(cls)
     schema = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name in fixed:
+            continue
         is_required = field.default is dataclasses.MISSING
-        if field.name not in given and (is_required or field.name in record):
+        if is_required or field.name in record:
             schema[field.name] = hints[field.name]
     check(record, schema)
-    return cls(**given, **{name: _as_tuples(record[name]) for name in schema})
+    values = {name: _as_tuples(record[name]) for name in schema}
+    return cls(**fixed, **values)
 
 
 def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tuple[str, Any]]:
-    """(name, value) of every value that is no mapping itself, named 'outer.inner'."""
+    """Yields (name, value) for every value in nested mappings, with names as 'outer.inner'."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from flat(value, separator, f'{prefix}{name}{separator}')
@@ -339,7 +370,7 @@ def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tu
 
 
 def _as_tuples(value: Any) -> Any:
-    """A list of JSON, and the lists in it, as tuples; any other value as it is."""
+    """Converts a list, and the lists in it, to tuples; other values stay as they are."""
     if not isinstance(value, list):
         return value
     return tuple(_as_tuples(item) for item in value)
@@ -347,9 +378,10 @@ def _as_tuples(value: Any) -> Any:
 
 @functools.cache
 def _fits(hint: Any) -> Callable[[Any], bool]:
-    """A function: whether a value of JSON fits a hint, such as `float` or `tuple[int, ...] | None`.
+    """Returns a function that tells whether a JSON value fits a type hint.
 
-    The hint is taken apart once, as files hold millions of values.
+    A hint is for example `float` or `tuple[int, ...] | None`. It is taken apart only once, because
+    files hold millions of values.
     """
     origin = typing.get_origin(hint) or hint
     arguments = typing.get_args(hint)
@@ -361,16 +393,17 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
     if origin is tuple:
         fits_item = _fits(arguments[0])
         return lambda value: isinstance(value, list) and all(map(fits_item, value))
-    if origin is Mapping and arguments and arguments[1] is not Any:
-        fits_item = _fits(arguments[1])
+    has_typed_values = bool(arguments) and arguments[-1] is not Any
+    if origin is Mapping and has_typed_values:
+        fits_item = _fits(arguments[-1])
         return lambda value: isinstance(value, dict) and all(map(fits_item, value.values()))
     types_in_json = _TYPES.get(origin, (origin,))
 
     def fits(value: Any) -> bool:
-        if isinstance(value, bool):  # which is an int to isinstance
+        if isinstance(value, bool):  # isinstance(True, int) is true, so bool comes first
             return origin in (bool, object)
         if isinstance(value, float) and not math.isfinite(value):
-            return False  # strict JSON has no such numbers; 1e999 is read as one
+            return False  # Python reads 1e999 as infinity, which strict JSON does not have
         return isinstance(value, types_in_json)
 
     return fits

@@ -1,6 +1,6 @@
-"""The run directory (its files: docs/resume.md): one owner, one configuration, metrics, provenance.
+"""The run directory: one owner, one configuration, metrics, provenance (files: docs/resume.md).
 
-Readers need no lock: they see whole files, but for an unfinished last line of metrics.jsonl.
+Readers need no lock. They see whole files; only the last line of metrics.jsonl may be partial.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ RECORDED_VERSIONS = (
     'numpy',
 )
 
-# The files of a run directory that are changed in place, and the directories in which files are
-# written and deleted, by their components.
+# Paths in a run directory that a link must not replace, each as a tuple of its components: files
+# that are changed in place, and directories in which files are written and deleted.
 WRITTEN = (
     ('lock',),
     ('metrics.jsonl',),
@@ -59,18 +59,22 @@ WRITTEN = (
 
 
 class RunDirectory(contextlib.ExitStack):
-    """A run directory that this process, in a job process 0, holds until `close`.
+    """A run directory that this process holds until `close`; in a job, process 0 holds it.
 
-    `metrics` is its log, of which `rewind` is called before a record is appended; `lost()` says
-    whether another process has taken the directory over.
+    `metrics` is the metrics log. Call `metrics.rewind` before the first record is appended.
+    `lost()` tells whether another process has taken the directory over.
     """
 
     def __init__(self, path: str | os.PathLike, config: Config):
-        """Creates or resumes a run directory; records jax's devices, which it opens.
+        """Creates a run directory, or opens it to resume its run.
 
-        InUseError if a live process holds it, RunDirectoryError if it is damaged or has a link
-        where something is written, ConfigError if it holds a study or a run of another
-        configuration.
+        Locks the directory, writes or checks config.json, adds this start to provenance.json, and
+        opens the metrics log. jax opens its devices here, since provenance.json lists them.
+
+        Raises:
+          InUseError: a live process holds the directory.
+          RunDirectoryError: the directory is damaged, or has a link where files are written.
+          ConfigError: the directory holds a study, or a run with another configuration.
         """
         super().__init__()
         directory = make_directory(path)
@@ -82,60 +86,72 @@ class RunDirectory(contextlib.ExitStack):
             _record_start(directory, config)
             self.metrics = MetricsFile(directory / 'metrics.jsonl')
             self.callback(self._close_metrics)
-        except BlockingIOError as error:
+        except BlockingIOError as error:  # from `locked`; its text names the holder
             raise InUseError(
                 f'workdir={directory} is in use by {error}; wait for it, stop it, or give another'
             ) from error
         except BaseException:
-            self.close()
+            self.close()  # frees the lock
             raise
 
     def _close_metrics(self) -> None:
-        # In a bucket this writes the whole file, which may be that of another owner by then.
+        # In a bucket, closing writes the whole file. It must not overwrite that of the next owner.
         if not self.lost():
             self.metrics.close()
 
 
 def require_no_links(directory: Path) -> None:
-    """Raises RunDirectoryError where a link in a run directory would be followed by its owner."""
+    """Raises RunDirectoryError if a link is where a run writes or deletes files.
+
+    Whoever made the directory may have linked to any file of this user.
+    """
     for names in WRITTEN:
-        below(directory, *names)
+        below(directory, *names)  # raises if one of the components is a link
     for step in (directory / 'checkpoints').glob('[0-9]*'):
         below(directory, 'checkpoints', step.name)
 
 
 def _check_config(directory: Path, config: Config) -> None:
-    """Writes config.json, or checks the existing one.
+    """Writes config.json, or checks that the existing one has the same configuration.
 
-    ConfigError where the directory holds a study or the run of another configuration.
+    Raises ConfigError if the directory holds a study, or a run with another configuration. The
+    error lists the settings that differ.
     """
     path = directory / 'config.json'
-    if not path.exists():
-        if (directory / 'study.json').exists():
-            raise ConfigError(f'workdir={directory} holds a study; give a run its own directory')
-        orphans = [name for name in ('metrics.jsonl', 'checkpoints') if (directory / name).exists()]
-        if orphans:
-            raise RunDirectoryError(
-                f'workdir={directory} holds {" and ".join(orphans)} but no config.json to resume '
-                'from; restore it from a copy or give another directory.'
-            )
-        write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
+    if path.exists():
+        _require_same_config(path, config)
         return
+
+    if (directory / 'study.json').exists():
+        raise ConfigError(f'workdir={directory} holds a study; give a run its own directory')
+    orphans = [name for name in ('metrics.jsonl', 'checkpoints') if (directory / name).exists()]
+    if orphans:
+        raise RunDirectoryError(
+            f'workdir={directory} holds {" and ".join(orphans)} but no config.json to resume '
+            'from; restore it from a copy or give another directory.'
+        )
+    write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
+
+
+def _require_same_config(path: Path, config: Config) -> None:
+    """Raises ConfigError, with a line per setting that differs, unless a config.json has `config`.
+
+    Settings of the machine, such as the mesh, may differ: the fingerprint does not cover them.
+    """
     stored = _stored_config(path)
     if fingerprint(stored) == fingerprint(config):
         return
-    # Settings of the machine may differ, and are not listed.
-    expected = with_machine_of(config, stored)
-    changes = differences(dataclasses.asdict(stored), dataclasses.asdict(expected))
+    comparable = with_machine_of(config, stored)  # so that no setting of the machine is listed
+    changes = differences(dataclasses.asdict(stored), dataclasses.asdict(comparable))
+    change_lines = '\n  '.join(changes)
     raise ConfigError(
-        f'workdir={directory} holds a run with another configuration:\n  '
-        + '\n  '.join(changes)
-        + '\nSet these fields back to resume it, or give another workdir.'
+        f'workdir={path.parent} holds a run with another configuration:\n  {change_lines}\n'
+        'Set these fields back to resume it, or give another workdir.'
     )
 
 
 def _stored_config(path: Path) -> Config:
-    """The config of a config.json; ConfigError where it is damaged or of a later version."""
+    """Reads a config.json; raises ConfigError if it is damaged or from a later version."""
     record = read_json(path, CONFIG)
     try:
         if fingerprint_of(record['config']) != record['hash']:
@@ -148,15 +164,18 @@ def _stored_config(path: Path) -> Config:
 
 
 def _record_start(directory: Path, config: Config) -> None:
-    """Adds this start to provenance.json."""
+    """Adds a description of this start of the run to provenance.json."""
     path = directory / 'provenance.json'
-    starts = read_json(path, PROVENANCE)['starts'] if path.exists() else []
-    start = describe_start() | {'imported': imported(to_json(config))}
+    starts = []
+    if path.exists():
+        starts = read_json(path, PROVENANCE)['starts']
+    start = describe_start()
+    start['imported'] = imported(to_json(config))
     write_json(path, {'starts': [*starts, start]})
 
 
 def command_line() -> list[str]:
-    """The command of this process, as a user would type it again."""
+    """Returns the command of this process, as a user would type it again."""
     arguments = sys.orig_argv[1:]  # without the interpreter
     if arguments and Path(arguments[0]).name == 'qkattn':
         return ['qkattn', *arguments[1:]]
@@ -164,9 +183,10 @@ def command_line() -> list[str]:
 
 
 def describe_start() -> dict[str, Any]:
-    """Describes this process as it starts, as JSON; asks jax for its devices.
+    """Describes this process: its command, machine, code, versions and devices, as JSON.
 
-    `imported`, of code from outside, is that of the run, which adds it.
+    jax opens its devices here. The caller fills `imported`, which lists the code from outside the
+    package that a run imports.
     """
     device = jax.devices()[0]
     return {
@@ -190,21 +210,24 @@ def describe_start() -> dict[str, Any]:
 
 
 def _working_directory() -> str | None:
-    """The working directory; None once it was removed, which a worker of a study outlives."""
-    with contextlib.suppress(FileNotFoundError):
+    """Returns the working directory; None if it was removed while a worker of a study runs."""
+    try:
         return os.getcwd()
-    return None
+    except FileNotFoundError:
+        return None
 
 
 def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
-    """The state of the checkout that a package is in: {'commit': sha, 'dirty': whether changed}.
+    """Returns the state of the git checkout that contains a package.
 
-    Untracked files count as changes. Outside of a checkout, or without git, both are None, and
-    'reason' says why.
+    The state is {'commit': its hash, 'dirty': whether files have changed}; untracked files count as
+    changes. Outside of a checkout, or without git, both are None, and 'reason' says why.
     """
-    environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}  # writes nothing into the checkout
+    environment = dict(os.environ)
+    environment['GIT_OPTIONAL_LOCKS'] = '0'  # `git status` then writes nothing into the checkout
 
     def git(*arguments: str) -> str:
+        """The output of a git command; SubprocessError if the command fails."""
         command = ['git', '-C', str(directory), *arguments]
         completed = run_program(
             command, check=True, capture_output=True, timeout=30, env=environment
@@ -213,14 +236,16 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
 
     try:
         git('ls-files', '--error-unmatch', '__init__.py')  # fails for an installed copy
-        return {'commit': git('rev-parse', 'HEAD'), 'dirty': bool(git('status', '--porcelain'))}
+        commit = git('rev-parse', 'HEAD')
+        changed_files = git('status', '--porcelain')
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, 'stderr', None) or str(error)
         return {'commit': None, 'dirty': None, 'reason': reason.strip()}
+    return {'commit': commit, 'dirty': bool(changed_files)}
 
 
 def _version(distribution: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
+    """Returns the installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,14 @@
 """Sinks: where the numbers of a run go besides metrics.jsonl.
 
-`train.sinks` names them: keys of SINKS, or import paths of classes of (directory, config, steps
-done), with options. `write(step, values)` takes the values of X trials [X] by name, as in
-'train/loss': nats/token, NaN of a trial that diverged. Steps never decrease, but those after the
-steps done come again. `close()` also follows a failure. An error ends the sink, not the run.
+`train.sinks` lists sinks: keys of SINKS, or import paths of classes, with options. A sink is built
+as cls(directory, config, steps done) and has two methods.
+
+    write(step, values)   values are {'train/loss': array [X] of nats/token, ...} with an entry per
+                          trial, NaN for a trial that diverged. Steps never decrease within a start.
+                          A run that resumes writes the steps after its steps done again.
+    close()               is also called when the run fails.
+
+If a sink raises an error, the run continues without it.
 """
 
 import contextlib
@@ -20,6 +25,7 @@ from qkattn.config import Config, to_json
 from qkattn.config.calls import resolve, takes
 from qkattn.config.imports import load_extra
 from qkattn.errors import ConfigError
+from qkattn.metrics import SPEEDS
 from qkattn.storage import buckets
 from qkattn.storage.files import below, read_whole, write_atomic
 
@@ -30,24 +36,32 @@ log = logging.getLogger(__name__)
 
 
 def trial_names(config: Config) -> list[str]:
-    """A name for each trial, of the settings in which they differ; '' for a single one.
+    """Returns a name for each trial of a run, made of the settings in which the trials differ.
 
-    Two seeds with one learning rate are 'seed=0' and 'seed=1'.
+    Two seeds with one learning rate are called 'seed=0' and 'seed=1'. The name is '' if the run has
+    a single trial.
     """
     trials = config.trials.trials()
-    differing = []
-    for name in trials[0]:
-        if len({trial[name] for trial in trials}) > 1:
-            differing.append(name)
-    return [','.join(f'{name}={trial[name]}' for name in differing) for trial in trials]
+    differing_settings = []
+    for setting in trials[0]:
+        distinct_values = {trial[setting] for trial in trials}
+        if len(distinct_values) > 1:
+            differing_settings.append(setting)
+
+    names = []
+    for trial in trials:
+        parts = [f'{setting}={trial[setting]}' for setting in differing_settings]
+        names.append(','.join(parts))
+    return names
 
 
 class TensorBoard:
-    """Event files in tensorboard/ of the run directory, one series per trial."""
+    """Writes event files into tensorboard/ of the run directory, one series per trial."""
 
     package = 'tensorboardX'
 
     def __init__(self, directory: Path, config: Config, step: int):
+        """Opens an event file for each trial; `step` steps of the run are done."""
         package = load_extra(self.package, 'tensorboard')
         events = package.event_file_writer
         self._scalar = package.summary.scalar
@@ -58,20 +72,22 @@ class TensorBoard:
             if name:
                 path = below(path, name)
             path.mkdir(parents=True, exist_ok=True)
-            # The name of the file has the second of the start, in which two starts may fall: the
-            # step tells them apart. An EventsWriter, as a SummaryWriter would lose its queue by a
-            # kill.
+            # tensorboardX names the file after the second of the start. The suffix with the step
+            # tells two starts in one second apart. A SummaryWriter has a queue, which is lost if
+            # the process is killed; an EventsWriter has none.
             writer = events.EventsWriter(str(path / 'events'), f'.{step}')
-            # A session that starts here makes readers drop later steps of earlier files.
-            writer.write_event(self._event(step=step + 1, session_log={'status': _SESSION_START}))
+            # The start of a session tells TensorBoard to drop later steps of earlier files.
+            session_start = self._event(step=step + 1, session_log={'status': _SESSION_START})
+            writer.write_event(session_start)
             self._writers.append(writer)
 
     def write(self, step: int, values: Mapping[str, np.ndarray]) -> None:
         now = time.time()
-        for x, writer in enumerate(self._writers):
+        for trial, writer in enumerate(self._writers):
             for name, value_X in values.items():
-                summary = self._scalar(name, float(value_X[x]))
-                writer.write_event(self._event(wall_time=now, step=step, summary=summary))
+                summary = self._scalar(name, float(value_X[trial]))
+                event = self._event(wall_time=now, step=step, summary=summary)
+                writer.write_event(event)
             writer.flush()
 
     def close(self) -> None:
@@ -80,22 +96,24 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, also offline; a resumed run continues the same one."""
+    """Logs to a run of Weights & Biases, also offline; a run that resumes continues its log."""
 
     package = 'wandb'
 
     def __init__(self, directory: Path, config: Config, step: int, *, project: str = 'qkattn'):
+        """Starts or continues the log of a run in a project of Weights & Biases."""
         wandb = load_extra(self.package, 'wandb')
-        file = below(directory, 'wandb', 'id')
-        if not file.exists():
-            write_atomic(file, uuid.uuid4().hex)
-        # What the names of values end in, by trial: '/seed=1', or nothing for a single trial.
+        # The id by which a run that resumes finds its log.
+        id_file = below(directory, 'wandb', 'id')
+        if not id_file.exists():
+            write_atomic(id_file, uuid.uuid4().hex)
+        # The name of a value ends in the name of its trial, as in 'train/loss/seed=1'.
         self._suffixes = [f'/{name}' if name else '' for name in trial_names(config)]
         self._run = wandb.init(
             project=project,
             name=directory.name,
             dir=str(directory),
-            id=read_whole(file).decode(),
+            id=read_whole(id_file).decode(),
             resume='allow',
             config=to_json(config),
             settings=wandb.Settings(console='off'),
@@ -116,15 +134,19 @@ SINKS: dict[str, type[TensorBoard] | type[WandB]] = {'tensorboard': TensorBoard,
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises ConfigError for a sink that is unknown, is none, or lacks its package."""
+    """Raises ConfigError for a name that is unknown, is not a sink, or whose package is missing."""
     for name in names:
         _resolve(name)
 
 
 class Sinks:
-    """The open sinks of a run; one that fails is dropped. ConfigError for SINKS in a bucket."""
+    """The open sinks of a run; a sink that fails is dropped."""
 
     def __init__(self, config: Config, directory: Path):
+        """Opens nothing yet. Raises ConfigError for a key of SINKS if `directory` is in a bucket.
+
+        Their packages only write to a file system.
+        """
         names = {_name_of(sink) for sink in config.train.sinks}
         local_names = sorted(names & SINKS.keys())
         if buckets.is_url(directory) and local_names:
@@ -137,20 +159,30 @@ class Sinks:
         self._open: dict[str, Any] = {}
 
     def open(self, step: int) -> None:
-        """Opens `train.sinks` at `step`."""
+        """Opens the sinks of `train.sinks`; `step` steps are done."""
         for name in self._config.train.sinks:
             with self._guarded(name):
                 cls, options = _resolve(name)
                 self._open[name] = cls(self._directory, self._config, step, **options)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes the values [X] of a record of metrics.jsonl."""
+        """Writes a record of metrics.jsonl to every sink.
+
+        Sinks take the fields that have a number for each trial, and the speeds of the run.
+        """
+        num_trials = len(self._config.trials.trials())
         values = {}
         for name, value in record.items():
+            if name in SPEEDS:
+                # Of the whole run: a sink gets it for each trial.
+                values[f'{record["kind"]}/{name}'] = np.full(num_trials, value)
             if name == 'trials' or np.ndim(value) != 1:
                 continue
-            if not any(isinstance(entry, str) for entry in value):
+            has_text = any(isinstance(entry, str) for entry in value)
+            if not has_text:
                 values[f'{record["kind"]}/{name}'] = np.array(value, np.float64)
+
+        # A copy, because a sink that fails is removed in the loop.
         for name, sink in list(self._open.items()):
             with self._guarded(name):
                 sink.write(record['step'], values)
@@ -162,24 +194,27 @@ class Sinks:
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """A block that calls a sink; an error is logged, and the sink is called no more."""
+        """A block that calls a sink. If the sink fails, logs the error and drops the sink."""
         try:
             yield
         except Exception as error:
             self._open.pop(name, None)
-            kind = type(error).__name__
+            error_name = type(error).__name__
             log.warning(
-                'sink %s failed, and the run continues without it: %s: %s', name, kind, error
+                'sink %s failed, and the run continues without it: %s: %s', name, error_name, error
             )
 
 
 def _name_of(sink: str) -> str:
-    """The name of an entry of `train.sinks` without options: wandb of wandb(project="x")."""
+    """Returns an entry of `train.sinks` without its options: 'wandb' for 'wandb(project="x")'."""
     return sink.partition('(')[0]
 
 
 def _resolve(sink: str) -> tuple[Any, dict[str, Any]]:
-    """The class that an entry of `train.sinks` names, and its options; as `check_sinks`."""
+    """Returns the class that an entry of `train.sinks` names, and its options.
+
+    Raises ConfigError as `check_sinks` does.
+    """
     needs = 'a class of (directory, config, step) with write and close'
     cls, options = resolve(sink, SINKS, 'train.sinks', needs=needs, fits=_is_sink)
     name = _name_of(sink)
@@ -189,6 +224,8 @@ def _resolve(sink: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _is_sink(value: Any) -> bool:
-    """Whether something imported can be called and used as a sink."""
-    has_methods = all(callable(getattr(value, name, None)) for name in ('write', 'close'))
-    return takes('directory', 'config', 'step')(value) and has_methods
+    """Whether an imported object takes (directory, config, step) and has the methods of a sink."""
+    can_write = callable(getattr(value, 'write', None))
+    can_close = callable(getattr(value, 'close', None))
+    takes_arguments = takes('directory', 'config', 'step')
+    return takes_arguments(value) and can_write and can_close

@@ -25,19 +25,20 @@ from qkattn.train.trials import check_metrics
 
 @dataclasses.dataclass(frozen=True)
 class PlannedArm:
-    """An arm as it is planned: a variant at one size, on one corpus, with its solved model."""
+    """A planned arm: a variant at one size, on one corpus, with the model that was solved for."""
 
     variant: str  # as written in the study
-    # What receives the saved parameters; None for the baseline and for controls at the same shape.
+    # The dimension that receives the saved parameters, such as 'd_model'. None for the baseline and
+    # for controls at the baseline's shape.
     destination: str | None
     key: ArmKey
     model: ModelConfig
-    target: float | int  # what the baseline costs, in the unit of the cost that is made equal
+    target: float | int  # the baseline's cost, in the unit of the cost that is made equal
     residual: float  # (cost - target) / target
 
     @property
     def title(self) -> str:
-        """Label, size and control as text, without the corpus."""
+        """The label, size and control of the arm in one text, without the corpus."""
         parts = (self.key.variant, self.key.size, self.key.control)
         return ' '.join(part for part in parts if part)
 
@@ -45,8 +46,8 @@ class PlannedArm:
 def parse_fields(text: str, context: str) -> dict[str, Any]:
     """Parses model fields: 'd_model=128&kind=encoder' is {'d_model': 128, 'kind': 'encoder'}.
 
-    A value that is no Python literal is a string. ConfigError, which begins with `context`, for an
-    unknown field, one that is set twice, or a part without '='.
+    A value that is not a Python literal is taken as a string. Raises ConfigError for an unknown
+    field, a field that is set twice, or a part without '='. The message begins with `context`.
     """
     valid_names = typing.get_type_hints(ModelConfig)
     fields: dict[str, Any] = {}
@@ -69,20 +70,22 @@ def parse_fields(text: str, context: str) -> dict[str, Any]:
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """Parses 'score/value?field=value&...', a variant of a study, as model fields."""
-    name, _, fields = text.partition('?')
+    """Parses a variant of a study, 'score/value?field=value&...', into model fields."""
+    name, _, fields_text = text.partition('?')
     try:
         variant = registry.parse_variant(name)
     except SpecError as error:
         raise ConfigError(f'variant {text!r}: {error}') from error
-    return {**variant._asdict(), **parse_fields(fields, f'variant {text!r}')}
+    fields = parse_fields(fields_text, f'variant {text!r}')
+    return {**variant._asdict(), **fields}
 
 
 def build_arms(study: Study) -> list[PlannedArm]:
-    """Every arm, corpora outermost, then sizes, validated and matched; nothing compiles.
+    """Returns all arms of a study, validated and matched in cost. Compiles nothing.
 
-    Raises ConfigError for an impossible variant, size or setting; it is a MatchError, with a line
-    for each variant of a size, where no model has an equal cost.
+    The arms are ordered by corpus, then by size. Raises ConfigError for an impossible variant, size
+    or setting. If no model of a variant costs as much as the baseline, the error is a MatchError
+    with one line for each such variant of a size.
     """
     check_section('', study)
     check_protocol(study)
@@ -96,23 +99,27 @@ def build_arms(study: Study) -> list[PlannedArm]:
             task_of(dataclasses.replace(study.base, data=data))
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
-    arms: list[PlannedArm] = []  # on the first corpus
+
+    arms_on_first_corpus: list[PlannedArm] = []
     for size in study.sizes:
-        arms += _arms_at_size(study, size)
-    _require_different_models(arms)
-    _require_expected_arms(study, arms)
-    return [
-        dataclasses.replace(arm, key=arm.key._replace(corpus=corpus))
-        for corpus in study.corpora
-        for arm in arms
-    ]
+        arms_on_first_corpus += _arms_at_size(study, size)
+    _require_different_models(arms_on_first_corpus)
+    _require_expected_arms(study, arms_on_first_corpus)
+
+    # All corpora have the same arms.
+    arms: list[PlannedArm] = []
+    for corpus in study.corpora:
+        for arm in arms_on_first_corpus:
+            key = arm.key._replace(corpus=corpus)
+            arms.append(dataclasses.replace(arm, key=key))
+    return arms
 
 
 def _require_different_models(arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if two arms have the same model."""
     arm_of_model: dict[ModelConfig, PlannedArm] = {}
     for arm in arms:
-        # Without a d_ff, a model is the same as with the default in its place.
+        # d_ff=None stands for the default width, so it is made explicit before models are compared.
         with_explicit_d_ff = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         first_arm = arm_of_model.setdefault(with_explicit_d_ff, arm)
         if first_arm is not arm:
@@ -123,15 +130,17 @@ def _require_different_models(arms: Sequence[PlannedArm]) -> None:
 
 
 def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if a positive control of the study names no arm that is compared."""
+    """Checks that each positive control of the study, such as 'A is worse', names a compared arm.
+
+    Raises ConfigError otherwise. A control 'at equal shape' has to name an arm at that shape.
+    """
     for text in study.expected:
         expected = parse_expected(text)
-        compared = [
-            arm.key.variant
-            for arm in arms
-            if arm.variant != study.baseline
-            and (arm.key.control == SAME_SHAPE) == expected.same_shape
-        ]
+        compared: list[str] = []
+        for arm in arms:
+            has_same_shape = arm.key.control == SAME_SHAPE
+            if arm.variant != study.baseline and has_same_shape == expected.same_shape:
+                compared.append(arm.key.variant)
         if expected.variant in compared:
             continue
         restriction = ''
@@ -145,14 +154,15 @@ def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
 
 
 def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
-    """The arms of a size on the first corpus, in the order of the variants.
+    """Returns the arms of a size on the first corpus, in the order of the variants.
 
-    Each variant is matched once for each destination, which is followed by its control at the
-    baseline's shape if it costs less there. MatchError names each variant without a model of equal
-    cost.
+    Each variant has one arm for each destination of the saved parameters, matched in cost to the
+    baseline. The variant's control at the baseline's shape follows, if the study asks for it and
+    the variant costs less there. Raises MatchError with one line for each variant that cannot be
+    matched.
     """
     size_fields = parse_fields(size, f'size {size!r}')
-    which = study.match or 'total'
+    which = study.match or 'total'  # the cost that is made equal
     baseline = _model_at_baseline_shape(study, size_fields, study.baseline)
     validate(dataclasses.replace(study.base, model=baseline))
     if study.match is not None:
@@ -167,6 +177,7 @@ def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
         destination: str | None = None,
         control: str | None = None,
     ) -> PlannedArm:
+        """Validates the model and makes it an arm of this size."""
         validate(dataclasses.replace(study.base, model=model))
         label = variant
         if destination is not None and len(study.destinations) > 1:
@@ -181,6 +192,7 @@ def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
         if variant == study.baseline:
             arms.append(planned_arm(variant, baseline))
             continue
+
         unmatched = _model_at_baseline_shape(study, size_fields, variant)
         check_section(f'variant {variant!r}: model.', unmatched)
         for destination in study.destinations:
@@ -199,6 +211,7 @@ def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
                     refused.append(f'variant {variant!r} {error}')
                     continue
             arms.append(planned_arm(variant, model, destination))
+
         if study.controls.equal_shape:
             model = dataclasses.replace(unmatched, d_ff=unmatched.d_ff or baseline.d_ff)
             can_be_built = violated_constraint(model) is None
@@ -213,21 +226,30 @@ def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
 def _model_at_baseline_shape(
     study: Study, size_fields: dict[str, Any], variant: str
 ) -> ModelConfig:
-    """The model of a variant at a size; ConfigError if it sets what the size or the tuning sets."""
+    """Returns the model of a variant at the baseline's shape, before it is matched in cost.
+
+    It is the study's base model with the fields that the size sets (`size_fields`) and the fields
+    that the variant sets: 'qk/no_o?qk_norm=True' sets score, value and qk_norm.
+
+    Raises:
+        ConfigError: The variant sets a field that the size also sets or that is tuned.
+    """
     variant_fields = parse_variant(variant)
     set_twice = sorted(variant_fields.keys() & size_fields.keys())
     if set_twice:
         raise ConfigError(f'variant {variant!r} and sizes both set {set_twice[0]}')
+
     for name in MODEL_KNOBS:
-        if name in variant_fields and getattr(study.tuning, f'{name}s'):
+        grid = getattr(study.tuning, f'{name}s')
+        if name in variant_fields and grid:
             raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
     return dataclasses.replace(study.base.model, **size_fields, **variant_fields)
 
 
 def table(arms: Sequence[PlannedArm], equal: str | None) -> str:
-    """Shape, parameters by group, residual, FLOPs and cache of all arms, as aligned text.
+    """Returns a table of all arms: shape, parameters by group, residual, FLOPs and cache.
 
-    `equal` is the cost that was made equal, one of COSTS, which a first line then states.
+    If `equal`, one of COSTS, is the cost that was made equal, the first line names it.
     """
     has_one_size = len({arm.key.size for arm in arms}) == 1
     rows: list[dict[str, str]] = []

@@ -1,9 +1,10 @@
-"""The chain of a study: the study that it repeats, the one that that repeats, and so on.
+"""The chain of a study: the study that it repeats, the study which that one repeats, and so on.
 
-A study that is left open may be repeated with other seeds. The ledger of the repeat then names the
-repeated study and the hash of the last line of its ledger at that time. Their questions are one
-chain: what is compared in both is pooled, corrected for the arms of both, and tested at the error
-rate of a second look (`qkattn.stats.decision.level`).
+If a study leaves a question open, another study may repeat it with other seeds. The ledger of the
+repeat names the repeated study and the hash of the last line of its ledger at that time.
+
+A comparison that both studies make is pooled over their seeds. It is corrected for the arms of both
+and tested at the error rate of a second look (`qkattn.stats.decision.level`).
 """
 
 import dataclasses
@@ -34,12 +35,12 @@ HARMLESS = (
     'model.remat',
     'model.scan_unroll',
 )
-# Fields of study.json in which a repeat equals the study that it repeats. The others say which
-# variants, seeds, rates and controls there are.
+# A repeat has to share these fields of study.json with the study that it repeats. It may have other
+# variants, seeds, learning rates and controls.
 _EQUAL = ('baseline', 'sizes', 'corpora', 'margin')
-# Those in which they are equal, too, where the repeat matches its arms.
+# A repeat that matches its arms has to share these fields, too.
 _EQUAL_IF_MATCHED = ('matched', 'destinations', 'fill', 'tolerance')
-# The fields of study.json that are read here.
+# The fields of study.json that this module reads.
 _SCHEMA = {
     'base': dict,
     'baseline': str,
@@ -52,12 +53,14 @@ _SCHEMA = {
 
 
 def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
-    """What an arm of a study asks: the same key in every study of a chain that asks it.
+    """Returns the question of an arm: a key that is equal in all studies of a chain that ask it.
 
-    Its variant names the destination of the saved parameters, also where the study has only one:
-    'qk/no_o' of a study that matches d_model asks 'qk/no_o [d_model]'. A variant that is not
-    matched asks what the same-shape control of a study that matches does. `declared` has the
-    fields `baseline`, `destinations` and `matched` of study.json.
+    The variant of a question always names the destination of the saved parameters, even if the
+    study has only one: the arm 'qk/no_o' of a study that matches d_model asks 'qk/no_o [d_model]'.
+    An arm of a study without matching asks the same question as the same-shape control of a study
+    with matching.
+
+    `declared` has the fields `baseline`, `destinations` and `matched` of study.json.
     """
     if key.variant == declared['baseline']:
         return key
@@ -71,13 +74,13 @@ def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """A study that another one repeats, or that is repeated by one that it repeats."""
+    """An earlier study in the chain of a study."""
 
     repeat: Repeat
-    path: Path | None  # its directory; None of a study that is not kept
-    seeds: frozenset[int]  # of its verdicts
-    questions: frozenset[ArmKey]  # of every arm that it ever declared
-    family: frozenset[ArmKey]  # those of its primary arms but the baseline
+    path: Path | None  # its directory; None if it is lost
+    seeds: frozenset[int]  # the seeds of its verdicts
+    questions: frozenset[ArmKey]  # the questions of all arms that it ever declared
+    family: frozenset[ArmKey]  # the questions of its primary arms, without the baseline
     expected: tuple[str, ...] = ()  # its positive controls
 
     @property
@@ -87,7 +90,7 @@ class Earlier:
 
 
 class _Pooled(NamedTuple):
-    """What a study of a chain adds to a pool of seeds."""
+    """What a study of a chain contributes to pooled comparisons."""
 
     name: str
     questions: frozenset[ArmKey]
@@ -95,11 +98,13 @@ class _Pooled(NamedTuple):
 
 
 def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) -> list[Earlier]:
-    """The studies of the chain of a study before it, the ones that it repeats itself first.
+    """Returns the earlier studies in the chain of a study: first those that it repeats itself.
 
-    `kept` is its ledger, `declared` its study.json. ReportError where the chain has a circle, where
-    one of its studies is missing or has a damaged ledger, where a ledger is not the one that was
-    declared, and where two studies ask the same question with the same seed.
+    `kept` is the ledger of the study, `declared` its study.json. Raises ReportError if
+
+    - the chain has a circle;
+    - a study of the chain is missing, or its ledger is damaged or not the one that was declared;
+    - two studies of the chain ask the same question with the same seed.
     """
     name = declared.get('repeats')
     if name is not None and name not in [repeat.study for repeat in kept.repeats]:
@@ -113,7 +118,8 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
     for earlier in _followed(directory, kept, declared, (directory.resolve(),)):
         chain.setdefault(earlier.repeat.entry, earlier)
 
-    # Of what this study compares, the seeds of all studies are pooled, so they are different ones.
+    # Each comparison of this study is pooled over the seeds of all studies. So two studies that ask
+    # the same question must not share a seed.
     compared = frozenset(
         key for key in _questions(kept.arms, declared) if key.variant != declared['baseline']
     )
@@ -134,10 +140,10 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
 def _followed(
     directory: Path, kept: Ledger, declared: Mapping[str, Any], later: tuple[Path, ...]
 ) -> list[Earlier]:
-    """The studies that the one in `directory` repeats, then those that these repeat, and so on.
+    """Returns the studies that the study in `directory` repeats, then those that these repeat, etc.
 
-    `later` are the directories on the way from the first study of the search to this one, both
-    included: a study that is among them closes a circle.
+    `later` are the directories on the path from the first study of the search to this one, both
+    included. A repeated study that is in `later` closes a circle.
     """
     repeated = [_opened(directory, kept, repeat, declared) for repeat in kept.repeats]
     studies = list(repeated)
@@ -157,9 +163,10 @@ def _followed(
 
 
 def _opened(directory: Path, kept: Ledger, repeat: Repeat, declared: Mapping[str, Any]) -> Earlier:
-    """A repeated study as its own ledger declares it, or, if it is lost, that of the repeat.
+    """Reads a study that the study in `directory` repeats.
 
-    `directory`, `kept` and `declared` are those of the study that repeats it.
+    If the repeated study is lost, the ledger of the study that repeats it describes it. `kept` and
+    `declared` are the ledger and study.json of the study in `directory`.
     """
     if repeat.is_lost:
         return Earlier(
@@ -195,26 +202,28 @@ def _opened(directory: Path, kept: Ledger, repeat: Repeat, declared: Mapping[str
 
 
 def _questions(arms: ArmKeys, declared: Mapping[str, Any]) -> frozenset[ArmKey]:
-    """The questions of arms of a study; `declared` is its study.json."""
+    """Returns the questions of arms of a study; `declared` is its study.json."""
     return frozenset(question(ArmKey(*key), declared) for key in arms)
 
 
 def _family(arms: ArmKeys, declared: Mapping[str, Any]) -> frozenset[ArmKey]:
-    """The questions of the primary arms but the baseline."""
+    """Returns the questions of the primary arms, without the baseline."""
     primary = primary_arms([ArmKey(*key) for key in arms], declared['baseline'])
     return frozenset(question(key, declared) for key in primary)
 
 
 def directories_of(name: str, directory: Path) -> list[Path]:
-    """The directories of studies of a name: beside `directory`, and committed at each scale."""
+    """Finds the studies with a name: beside `directory`, and among the committed studies."""
     paths = [directory.parent / name, *sorted(COMMITTED.glob(f'*/{name}'))]
     return [path for path in paths if (path / 'study.json').is_file()]
 
 
 def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] | None:
-    """What the ledger of a new study in `path` declares: {study, entry}; None if it repeats none.
+    """Returns what the ledger of a new study declares about the study that it repeats.
 
-    `declared` is its study.json. ReportError with the reason if it cannot repeat that study.
+    `path` is the directory of the new study, `declared` its study.json. The result is {'study':
+    name, 'entry': hash of the last line of its ledger}, or None if the new study repeats none.
+    Raises ReportError with the reason if it cannot repeat that study.
     """
     name = declared.get('repeats')
     if name is None:
@@ -240,6 +249,7 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
             reasons.append(reason)
     if not repeatable:
         raise ReportError(reasons[0])
+
     repeated = repeatable[0]
     ledger_there = ledger.read(repeated / ledger.NAME)
     declared_there = read_json(repeated / 'study.json', _SCHEMA)
@@ -260,7 +270,7 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
 
 
 def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
-    """Why a study cannot repeat the one in `path`; None if it can."""
+    """Returns why a study cannot repeat the one in `path`; None if it can."""
     declared_there = read_json(path / 'study.json', _SCHEMA)
     changes = differences(
         _settings_to_keep(declared_there, declared), _settings_to_keep(declared, declared)
@@ -280,13 +290,18 @@ def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
 
 
 def _settings_to_keep(study: Mapping[str, Any], repeat: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `study` in which a repeat equals the repeated study; both are study.json.
+    """Returns the settings of `study` that `repeat` and the study it repeats have to share.
 
-    A repeat without a match has variants at the baseline's shape, which are controls of a study
-    that matches, so whether and how the repeated study matches does not matter.
+    Both arguments are contents of study.json. The variants of a repeat without matching correspond
+    to the same-shape controls of a study with matching. So for such a repeat it does not matter how
+    the repeated study matches.
     """
-    names = _EQUAL if repeat['matched'] is None else (*_EQUAL, *_EQUAL_IF_MATCHED)
+    names = [*_EQUAL]
+    if repeat['matched'] is not None:
+        names += _EQUAL_IF_MATCHED
     settings = {name: study[name] for name in names}
+
+    # The base config without trials, harmless settings and those of the machine.
     base = {section: fields for section, fields in study['base'].items() if section != 'trials'}
     for name in (*HARMLESS, *OF_MACHINE):
         section, _, field = name.partition('.')

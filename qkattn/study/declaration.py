@@ -32,7 +32,8 @@ from qkattn.study.protocol import resolved
 
 # Fields of study.json that may gain values when a directory is used again.
 GROWING = ('variants', 'sizes', 'corpora', 'arms')
-# Those that may change in any way: all of these, and fields that follow from others.
+# Fields that may change when a directory is used again. They grow, follow from other fields, or do
+# not matter.
 EXTENSIBLE = (*GROWING, 'question', 'command', 'looks', 'base_hash')
 
 
@@ -46,10 +47,10 @@ def require_no_run(path: Path) -> None:
 
 
 def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
-    """The content of study.json in a new directory.
+    """Returns the content of study.json in a new directory.
 
-    It has the settings of the study, with the labels of its arms as variants and all grids that are
-    tuned, the keys of its arms, and what identifies it.
+    It has the settings of the study, the keys of its arms, and a hash of the base config. The
+    variants are the labels of the arms, and the tuning has the grids of all settings.
     """
     study = resolved(study)
     declared = to_json(study)
@@ -58,7 +59,8 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     declared['variants'] = list(dict.fromkeys(arm.key.variant for arm in primary_arms))
     seeds = study.base.trials.seeds
     declared['seeds'] = seeds
-    # Once the seeds at interim analyses; part of the hash by which ledgers know a study.
+    # The number of seeds at each interim analysis. No study has interim analyses, but the field is
+    # part of the hash by which ledgers know a study.
     declared['looks'] = [len(seeds)] if study.tuning.seeds else []
     if study.tuning.seeds:
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
@@ -68,16 +70,16 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
         declared['tuning'] = None
     declared['base_hash'] = fingerprint(study.base)
     declared['arms'] = [arm.key._asdict() for arm in arms]
-    # Exports have this file as it is, and looks its hash: it names no directory of a user.
+    # Exports copy this file and ledgers hash it, so it must not contain directories of a user.
     declared['command'] = shlex.join(without_directories(part) for part in command_line())
     return records.to_jsonable(declared)
 
 
 def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
-    """Writes study.json and the ledger where they are not those of this study yet.
+    """Writes study.json and the ledger of a study, unless its directory has them already.
 
-    Returns the content of study.json. Raises ConfigError if the directory holds another study, or a
-    part of one.
+    Returns the content of study.json. Raises ConfigError if the directory holds another study, or
+    parts of one.
     """
     declared = content(study, arms)
     study_file = path / 'study.json'
@@ -108,7 +110,7 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
 
 
 def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError where `declare` refuses the study; writes nothing."""
+    """Raises ConfigError if `declare` would refuse the study; writes nothing."""
     require_no_run(path)
     require_chain(path, study, arms)
     study_file = path / 'study.json'
@@ -119,13 +121,16 @@ def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
 
 
 def require_chain(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if a new study in `path` repeats one that it cannot repeat."""
+    """Raises ConfigError if a new study in `path` cannot repeat the study that it names."""
     if study.repeats is not None and not (path / ledger.NAME).exists():
         _repeats(path, content(study, arms))
 
 
 def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
-    """The declaration of what a study repeats; ConfigError where it cannot repeat that."""
+    """Returns what a ledger declares about the repeated study (`chain.declared_repeat`).
+
+    Raises ConfigError if the study cannot be repeated.
+    """
     try:
         return chain.declared_repeat(path, declared)
     except (ReportError, RunDirectoryError) as error:
@@ -135,10 +140,16 @@ def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
 def _continued(
     file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
 ) -> dict[str, Any]:
-    """The declaration of a study that goes on in its directory, with the earlier machine settings.
+    """Returns the declaration of a study that continues in its directory.
 
-    `earlier` is the content of `file`, its study.json; `declared` is that of `study`. Raises
-    ConfigError if the earlier declaration has other settings, or unknown ones.
+    The settings of the machine stay as they were first declared. Raises ConfigError if the earlier
+    declaration has other settings, or settings that this version does not know.
+
+    Args:
+        file: The study.json in the directory.
+        study: The study to continue with.
+        earlier: The content of `file`.
+        declared: The content that `study` would have in a new directory.
     """
     try:
         records.check(earlier, records.STUDY)
@@ -154,11 +165,10 @@ def _continued(
         for value in earlier[name]:
             if value not in declared[name]:
                 changes.append(f'{name}: {value!r} is left out')
-    # The first is enough: whoever leaves out a variant leaves out its arms, too.
+    # Without a variant, its arms are left out, too. The first change says enough.
     changes = changes[:1]
-    changes += differences(
-        _fixed_settings(study, earlier, earlier_base), _fixed_settings(study, declared, base)
-    )
+    earlier_settings = _fixed_settings(study, earlier, earlier_base)
+    changes += differences(earlier_settings, _fixed_settings(study, declared, base))
     if changes:
         raise ConfigError(
             f'workdir={file.parent} holds a study with other settings:\n  '
@@ -170,10 +180,10 @@ def _continued(
 
 
 def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dict[str, Any]:
-    """The settings of a study.json that have to stay; `base` is the config in it.
+    """Returns the settings of a study.json that must not change; `base` is its base config.
 
-    Fields of a study that versions after the first introduced have their defaults where the file of
-    an earlier version lacks them.
+    A file of an earlier version lacks the fields that later versions introduced. These get their
+    defaults.
     """
     cls: Any = type(study)
     introduced_first = serialize.introduced('1', cls)
@@ -189,10 +199,10 @@ def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dic
 
 
 def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if a finished run is not in the plan that this version makes.
+    """Raises ConfigError if the plan of this version lacks a finished run.
 
-    Another version may match an arm to another size, or choose another setting; it would train the
-    run again. RunDirectoryError for a damaged line of plan.jsonl.
+    Another version may match an arm to another size or choose another setting. It would train the
+    run again. Raises RunDirectoryError for a damaged line of plan.jsonl.
     """
     file = path / 'plan.jsonl'
     if not file.exists():
@@ -201,7 +211,7 @@ def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     schema = {'run': str, 'directory': str, 'control': str | None}
     planned_ids = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     for run in records.read_lines(file, schema, advice, stored.check_run_directory):
-        # Once others are added, arms that were trained longer may be decided no more.
+        # If arms are added, fewer arms may be decided, so runs trained longer may leave the plan.
         if run['run'] in planned_ids or run['control'] == LONGER:
             continue
         if (path / run['directory'] / 'result.json').exists():

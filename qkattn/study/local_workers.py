@@ -39,7 +39,7 @@ _TRAINING = 4
 
 
 def parse(text: str) -> int | None:
-    """The value of --workers: a number, or None for 'auto'."""
+    """Parses the value of --workers: a number, or 'auto', which is None."""
     if text == AUTO:
         return None
     if text.isascii() and text.isdecimal() and int(text) > 0:
@@ -48,43 +48,48 @@ def parse(text: str) -> int | None:
 
 
 def _gpus() -> list[str] | None:
-    """The GPUs that this process may use; None of an accelerator that cannot be divided."""
+    """Returns the GPUs that this process may use; None if the accelerator cannot be divided."""
     return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
 def limit(
     study: Study, arms: list[PlannedArm], wanted: int | None, runs_left: list[PlannedRun]
 ) -> int:
-    """How many workers to start: `wanted`, but no more than the machine and the study have use for.
+    """Returns how many workers to start.
 
-    Each worker takes GPUs for its mesh, or, without GPUs, a core, and trains one run at a time. By
-    default (None) there are as many as that allows; on cores, also as memory may hold.
+    A worker trains one run at a time. It takes the GPUs of its mesh or, without GPUs, one core. So
+    there are at most as many workers as the machine has room for and as there are runs.
+
+    If `wanted` is a number, there are no more workers than that. If it is None, memory limits the
+    number of workers on cores, too.
     """
     gpus = _gpus()
     if gpus is None:
-        return 1  # an accelerator whose chips one process drives together
-    most = float(len(machine.usable_cores()))
+        # One process drives all chips of such an accelerator.
+        return 1
+    most_on_machine = float(len(machine.usable_cores()))
     if gpus:
         gpus_of_worker = math.prod(dataclasses.astuple(study.base.mesh))
-        most = min(most, len(gpus) // gpus_of_worker)
+        most_on_machine = min(most_on_machine, len(gpus) // gpus_of_worker)
     elif wanted is None and runs_left:
         memory_of_worker = _PROCESS + _TRAINING * least_memory(runs_left[0].config)
-        most = min(most, machine.free_memory() / memory_of_worker)
+        most_on_machine = min(most_on_machine, machine.free_memory() / memory_of_worker)
+
     most_runs = len(runs_left)
     if runs_left and study.tuning.seeds:
-        # The plan of a tuned study grows: every arm goes on from run to run.
+        # The plan of a tuned study grows: each arm has further runs once its first one is finished.
         most_runs = max(most_runs, len(arms))
-    number = min(most, most_runs)
+    number = min(most_on_machine, most_runs)
     if wanted is not None:
         number = min(number, wanted)
     return max(1, int(number))
 
 
 def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int | None) -> Path:
-    """Trains until every run of the study has its result, and returns the study's directory.
+    """Trains until every run of the study has its result; returns the study's directory.
 
-    Starts `wanted` workers; None for as many as there is room for. Raises ConfigError and Stopped
-    as `worker.run`, and ProcessError if runs are left because workers crashed.
+    Starts `wanted` workers, or as many as there is room for if `wanted` is None. Raises ConfigError
+    and Stopped like `worker.run`, and ProcessError if runs remain because workers crashed.
     """
     path = check_directory(workdir)
     declaration.require_chain(path, study, arms)
@@ -108,13 +113,14 @@ def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int |
 
 
 def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
-    """Sends the task to workers that share cores and GPUs, and prints their lines until all end.
+    """Sends the task to `number` workers and prints their lines until all have ended.
 
-    Returns how the last of them crashed, if any did. Raises Stopped if it was requested, else
-    ConfigError with the last line of each worker that refused the task.
+    The workers share the cores and GPUs of the machine. Returns a sentence about the last worker
+    that crashed, or None. Raises Stopped if a stop was requested. Otherwise, if workers refused the
+    task, raises ConfigError with their last lines.
     """
-    workers: dict[int, children.Child] = {}  # those that run, by their number
-    last_line: dict[int, str] = {}  # by the number of the worker
+    workers: dict[int, children.Child] = {}  # the running workers by number
+    last_line: dict[int, str] = {}  # the last line that each worker printed
     refusals: list[str] = []
     last_crash = None
     is_stopping = False
@@ -126,8 +132,10 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
             if gpus_of_worker[i]:
                 variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus_of_worker[i])
             workers[i] = children.Child(COMMAND, cores_of_worker[i], variables)
-        for child in workers.values():  # all at once: a child takes seconds to start
+        # A child takes seconds to start, so all are started before the first one is sent its task.
+        for child in workers.values():
             child.send(*task)
+
         while workers:
             outputs = [child.output for child in workers.values()]
             multiprocessing.connection.wait(outputs, _TICK)
@@ -136,7 +144,8 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
                 for child in workers.values():
                     child.stop()
             for i, child in list(workers.items()):
-                # Asked first: what an ended child has printed is complete when it is read.
+                # The exit code is asked for before the lines are read: if the child has ended, its
+                # output is then complete.
                 exit_code = child.ended()
                 for line in child.lines(last=exit_code is not None):
                     say(f'[{i}] {line}\n', sys.stderr)
@@ -163,7 +172,7 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
 
 
 def _crash(number: int, exit_code: int) -> str:
-    """What is said of a worker that crashed; an exit code below zero is that of a signal."""
+    """Describes how a worker crashed. An exit code below zero is the number of a signal."""
     if exit_code < 0:
         return f'worker {number} crashed (ended by signal {-exit_code})'
     return f'worker {number} crashed (exit code {exit_code})'

@@ -1,6 +1,6 @@
 """Matching: solves one dimension of a model so that the model costs as much as the baseline.
 
-d_ff then absorbs the rounding residual.
+Dimensions are integers, so a small difference in cost remains. d_ff then absorbs this residual.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from qkattn.errors import MatchError, SpecError
 from qkattn.model import cost
 from qkattn.model.sites import sites
 
-# The search for a dimension ends at this multiple of its value at the baseline's shape.
+# The search for a dimension stops below this multiple of its value at the baseline's shape.
 SEARCH_LIMIT = 16
 # The costs that can be made equal, and their units.
 COSTS = {
@@ -24,7 +24,7 @@ COSTS = {
 
 
 def violated_constraint(config: ModelConfig) -> str | None:
-    """The constraint of an attention variant that the model violates; None if it can be built."""
+    """Returns which constraint of its attention a model violates; None if it can be built."""
     try:
         for attention_spec in sites(config).values():
             registry.check(attention_spec())
@@ -35,7 +35,7 @@ def violated_constraint(config: ModelConfig) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """An integer of the model's shape that is solved for, as documented in `match`."""
+    """A dimension of a model that matching solves for. `match` says what follows each dimension."""
 
     config: ModelConfig  # the variant at the baseline's shape
     name: str  # the field: 'd_model', 'd_ff', 'num_heads' or 'num_layers'
@@ -51,7 +51,7 @@ class Dimension:
         """The step between valid values."""
         if self.name == 'num_heads':
             return self.config.num_kv_heads or 1
-        # A cache grows with num_heads * head_size, which moves in steps of the heads.
+        # The cache grows with num_heads * head_size, and head_size is an integer.
         if self.name == 'd_model' and self.which == 'cache' and not self.config.head_size:
             return self.smallest_width
         return 1
@@ -67,7 +67,7 @@ class Dimension:
         return self.config.num_heads * self.head_size_step
 
     def resized(self, value: int) -> ModelConfig:
-        """The model at a value of this dimension, with what follows it, as `match` documents."""
+        """Returns the model at another value of this dimension; `match` says what follows it."""
         config = self.config
         if self.name == 'd_model':
             return self._at_width(value)
@@ -81,34 +81,37 @@ class Dimension:
         return dataclasses.replace(config, num_layers=value, d_ff=config.mlp_width)
 
     def _at_width(self, d_model: int) -> ModelConfig:
-        """The model at another d_model: the ratio of d_ff and the number of heads stay."""
+        """Returns the model at another d_model, with the same number of heads and ratio of d_ff."""
         config = self.config
         d_ff = max(1, round(config.mlp_width / config.d_model * d_model))
         head_size = config.head_size
         if not head_size:
             nearest = self.head_size_step * max(1, round(d_model / self.smallest_width))
-            # None is d_model / num_heads, where that is the nearest valid head size.
+            # head_size=None stands for d_model / num_heads. It stays if that is the nearest size.
             head_size = None if nearest * config.num_heads == d_model else nearest
         return dataclasses.replace(config, d_model=d_model, d_ff=d_ff, head_size=head_size)
 
     def cost(self, value: int) -> float:
-        """The cost of the model at a value of this dimension."""
+        """Returns the cost of the model at a value of this dimension."""
         return cost.measured(self.resized(value), self.which)
 
     def first_usable(self, values: range) -> int | None:
-        """The first of `values` at which the variant can be built; some need powers of two."""
+        """Returns the first of `values` at which the variant can be built; None if there is none.
+
+        Some variants need a power of two, for example.
+        """
         for value in values:
             if violated_constraint(self.resized(value)) is None:
                 return value
         return None
 
     def nearest(self, target: float) -> int:
-        """The usable value whose cost is nearest to `target`.
+        """Returns the usable value whose cost is nearest to `target`.
 
-        A value is usable if the variant can be built there. Costs ascend with the value, so
-        bisection finds the first usable one that costs at least `target`, below SEARCH_LIMIT times
-        the value of the baseline; the answer is this one or the usable one before it. MatchError if
-        the cost does not depend on this dimension.
+        A value is usable if the variant can be built there. Costs grow with the value, so bisection
+        finds the first usable value that costs at least `target`. The result is this value or the
+        usable one below it. Values of SEARCH_LIMIT times the baseline's value or more are not
+        searched. Raises MatchError if the cost does not depend on this dimension.
         """
         start = self.baseline_value
         limit = SEARCH_LIMIT * start
@@ -117,7 +120,10 @@ class Dimension:
             raise MatchError(f'has the same cost at any {self.name}')
 
         def reaches_target(value: int) -> bool:
-            """Whether the first usable value from this one on, if any, costs the target."""
+            """Returns whether the first usable value from `value` on costs at least the target.
+
+            Also returns True if no value from there on is usable.
+            """
             usable = self.first_usable(range(value, limit, self.step))
             return usable is None or self.cost(usable) >= target
 
@@ -141,29 +147,33 @@ def match(
     tolerance: float = 1e-3,
     destination: str = 'd_model',
 ) -> ModelConfig:
-    """The config with `destination`, then `fill`, solved so that its cost equals `target`.
+    """Solves the dimension `destination` of a model, then d_ff, so that the cost equals `target`.
 
-    The destination takes the usable value nearest to the target; d_ff then absorbs the residual, at
-    most half of one step of the destination. The variant has to be possible at the baseline's
-    shape.
+    The destination gets the usable value whose cost is nearest to the target. d_ff then absorbs the
+    residual, which is at most half a step of the destination. The other dimensions follow:
 
-    - 'd_model': d_ff keeps its ratio to d_model; the number of heads stays, and the head size is
-      the integer nearest to d_model / num_heads (even with rotary positions) unless it is set. A
-      variant that needs N H = D therefore moves in multiples of num_heads.
-    - 'd_ff': all other dimensions stay; `fill` has no effect.
-    - 'num_heads': the head size stays; so does num_kv_heads where it is set, which is the step.
-    - 'num_layers': in an encoder-decoder the encoder keeps its depth if num_encoder_layers is set,
-      and otherwise is as deep as the decoder.
+    - 'd_model': d_ff keeps its ratio to d_model. The number of heads stays. If the head size is not
+      set, it becomes the integer nearest to d_model / num_heads (an even one with rotary
+      positions). So a variant that needs N H = D moves in multiples of num_heads.
+    - 'd_ff': all other dimensions stay, and `fill` has no effect.
+    - 'num_heads': the head size stays. If num_kv_heads is set, it stays too and is the step.
+    - 'num_layers': in an encoder-decoder, the encoder keeps its depth if num_encoder_layers is set.
+      Otherwise it becomes as deep as the decoder.
 
-    The cache does not depend on d_ff, so `fill` is off for it. If a variant saves or costs less
-    than half a step, the destination would stay and d_ff would absorb everything, which is another
-    destination, so it is refused.
+    The cache does not depend on d_ff, so `fill` has no effect on it. If a variant saves or costs
+    less than half a step, the destination would stay and d_ff would absorb everything. That is
+    another destination, so it is refused.
 
-    `config` is the variant at the baseline's shape. `target` is in parameters for `which` 'total'
-    or 'non_embedding', FLOP per token for 'flops', cached numbers per token for 'cache'; see
-    `cost.measured`. `fill` is 'd_ff', or None to accept the residual of the destination;
-    `tolerance` is the largest |residual| accepted. MatchError if there is no such model: what the
-    variant violates, as a sentence without its subject.
+    Args:
+        config: The variant at the baseline's shape. It has to be buildable there.
+        target: The baseline's cost: parameters, FLOP per token or cached numbers per token.
+        which: The cost that is made equal, one of COSTS; see `cost.measured`.
+        fill: 'd_ff', or None to accept the residual of the destination.
+        tolerance: The largest |residual| that is accepted, as a fraction.
+        destination: The dimension to solve for.
+
+    Raises:
+        MatchError: There is no such model. The message is a sentence without its subject.
     """
     violation = violated_constraint(config)
     if violation is not None:
@@ -174,8 +184,9 @@ def match(
     cost_before_fill = dimension.cost(value)
     target_in_words = f'{target:.0f} {COSTS[which]}'
 
+    # What one more unit of d_ff costs; 0 for a cache.
     wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
-    cost_of_unit = cost.measured(wider, which) - cost_before_fill  # of d_ff; 0 of a cache
+    cost_of_unit = cost.measured(wider, which) - cost_before_fill
     if fill and destination != 'd_ff' and cost_of_unit:
         d_ff = solved.mlp_width + round((target - cost_before_fill) / cost_of_unit)
         if d_ff < 1:

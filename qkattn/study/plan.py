@@ -1,11 +1,15 @@
 """The plan of a study: its runs, and the files that list them.
 
-    every arm: screening of the learning rate, with larger grids and further seeds until bracketed
-    -> the same for the other settings that are tuned -> the verdict;
-    then the controls that are trained longer.
+Each arm goes through these stages:
 
-The plan is a function of the study and of the results of finished runs, so all workers derive the
-same plan.
+1. Screening of the learning rate. The grid and the seeds grow until the best value is bracketed.
+2. The same for each other setting that is tuned.
+3. The verdict: fresh seeds at the tuned settings.
+
+Then follow the controls that are trained longer.
+
+The plan is a pure function of the study and of the results of finished runs, so all workers derive
+the same plan.
 """
 
 import dataclasses
@@ -46,31 +50,32 @@ from qkattn.study.tuning import (
 )
 from qkattn.train import program
 
-# The results of a run, one per trial; None until it is finished.
+# Returns the results of a run, one per trial, or None until the run is finished.
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
-# FLOPs of a training step by those of its forward pass: a backward pass costs two forward passes.
+# A training step costs as much as three forward passes, as its backward pass costs two.
 STEP_PER_FORWARD = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A run as it is planned: an arm at one stage, trained as one stack of trials."""
+    """A planned run: one arm at one stage, trained as one stack of trials."""
 
     arm: PlannedArm
     stage: str  # 'screening', 'verdict' at the tuned settings, or 'single' in an untuned study
-    knob: str | None  # the setting that is screened
+    knob: str | None  # the setting that the run screens; None outside screening
     config: Config  # resolved
 
     @property
     def id(self) -> str:
-        """The digest of the config, by which results and leases are known."""
+        """The digest of the config. Results and leases refer to the run by it."""
         return fingerprint(self.config)
 
     @property
     def directory(self) -> str:
-        """Relative to the study: readable, and one per configuration.
+        """The run's directory, relative to the study's directory.
 
-        For example runs/qk-no_o-d_model=64-verdict-0123456789ab.
+        The name is readable and unique to the configuration, for example
+        runs/qk-no_o-d_model=64-verdict-0123456789ab.
         """
         title = self.arm.title
         if self.stage != SINGLE:
@@ -97,7 +102,7 @@ class PlannedRun:
 
 
 def grids(study: Study, arm: PlannedArm) -> dict[str, tuple[float, ...]]:
-    """The grid of each setting that may be tuned; one with a single value is not tuned."""
+    """Returns the grid of each setting that may be tuned. A setting with one value is not tuned."""
     trials = study.base.trials
     grid_of_knob = {
         'learning_rate': trials.learning_rates,
@@ -109,15 +114,16 @@ def grids(study: Study, arm: PlannedArm) -> dict[str, tuple[float, ...]]:
 
 
 def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[PlannedRun]:
-    """The runs of a study, as far as `results` determine them.
+    """Returns the runs of a study that the results of finished runs determine so far.
 
-    Arm by arm, those of screening and, once it has ended, the run of the verdict; then the same for
-    the arms that are trained longer: those whose verdict is decided, and their baselines. Without
-    tuning, one run for each arm.
+    Each arm has its screening runs and, once screening has ended, a verdict run. If the study has
+    controls that are trained longer, the decided arms and their baselines have the same runs again
+    with more steps. An arm of a study without tuning has a single run.
     """
     study = resolved(study)
     if not study.tuning.seeds:
         return [_run(study, arm, SINGLE, None, study.base.trials.seeds) for arm in arms]
+
     planned: list[PlannedRun] = []
     settings_of_arm: dict[ArmKey, Settings] = {}
     for arm in arms:
@@ -126,7 +132,8 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
         settings_of_arm[arm.key] = settings
     if study.controls.longer is None:
         return planned
-    # Listed before the plan grows: arms that are trained longer decide no further ones.
+
+    # The list is complete before the plan grows: only the arms of the study are judged here.
     decided_arms = list(_decided(study, results, arms, planned))
     for arm in decided_arms:
         longer_arm = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
@@ -137,7 +144,10 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
 
 
 def results_in(path: Path) -> Results:
-    """The results of runs in a study's directory, each file read once, so all is of one moment."""
+    """Returns a function that reads the results of runs in a study's directory.
+
+    It reads each file once, so that all its answers are of one moment.
+    """
 
     @functools.cache
     def results(run: PlannedRun) -> list[dict[str, Any]] | None:
@@ -150,24 +160,34 @@ def results_in(path: Path) -> Results:
 
 
 def left(planned: Sequence[PlannedRun], results: Results) -> list[PlannedRun]:
-    """The runs without results, the longest first, so that workers end at about the same time."""
+    """Returns the runs without results, longest first: workers then end at about the same time."""
     without_results = [run for run in planned if results(run) is None]
     return sorted(without_results, key=lambda run: -run.work)
 
 
 def _tuned(
-    study: Study, results: Results, arm: PlannedArm, grid_of: Mapping[str, tuple[float, ...]]
+    study: Study, results: Results, arm: PlannedArm, grid_of_knob: Mapping[str, tuple[float, ...]]
 ) -> tuple[list[PlannedRun], Settings]:
-    """The runs of an arm as far as results determine them, and its settings.
+    """Plans the runs of one arm: screening, and a verdict run once screening has ended.
 
-    The settings are the chosen ones if the last run is that of the verdict. `grid_of` has the grid
-    of each knob. Screening ends: a grid holds at most max_points values, each with at most
-    max_seeds seeds.
+    Tuning alternates with measuring: `tune` says which values of which setting (knob) to screen,
+    and the results of these runs tell it how to go on. The plan stops at the first run without
+    results. Screening ends, as a grid has at most max_points values with max_seeds seeds each.
+
+    Args:
+        study: The study, resolved.
+        results: Returns the results of a run, or None if it is not finished.
+        arm: The arm to plan.
+        grid_of_knob: The first grid of each setting.
+
+    Returns:
+        The runs, and the settings of the arm. If the runs contain the verdict run, the settings are
+        the tuned ones; otherwise they are provisional.
     """
     planned: list[PlannedRun] = []
-    measured: dict[Settings, dict[int, float | None]] = {}
+    measured: dict[Settings, dict[int, float | None]] = {}  # losses by settings and seed
     decay = study.base.optimizer.decay
-    tuning = tune(grid_of, study.tuning, measured, decay)
+    tuning = tune(grid_of_knob, study.tuning, measured, decay)
     while tuning.knob is not None:
         screening_runs = _screening_runs(study, arm, tuning)
         planned += screening_runs
@@ -179,22 +199,27 @@ def _tuned(
                 settings = _settings(run.config, trial['trial'])
                 loss_of_seed = measured.setdefault(settings, {})
                 loss_of_seed.update(_losses([trial], 'val_loss'))
-        tuning = tune(grid_of, study.tuning, measured, decay)
+        tuning = tune(grid_of_knob, study.tuning, measured, decay)
+
     seeds = study.base.trials.seeds
     if arm.key.control == LONGER:
         seeds = study.controls.longer_seeds
-    planned.append(_run(study, arm, VERDICT, None, seeds, [tuning.settings]))
+    verdict_run = _run(study, arm, VERDICT, None, seeds, [tuning.settings])
+    planned.append(verdict_run)
     return planned, tuning.settings
 
 
 def _screening_runs(study: Study, arm: PlannedArm, tuning: Tuning) -> list[PlannedRun]:
-    """The runs that measure the values of the knob that is screened next.
+    """Returns the runs that measure the values of the setting (knob) that is screened next.
 
-    The values of a trial's knob share one run; those of a model's field are compiled in, so each
-    has a run of its own.
+    All values of a setting of trials, such as the learning rate, are trained in one run. The value
+    of a model's field is compiled into the program, so each value has its own run.
     """
-    stack = [tuning.at(value) for value in tuning.values]
-    stacks = [stack] if tuning.knob in TRIAL_KNOBS else [[settings] for settings in stack]
+    settings_to_screen = [tuning.at(value) for value in tuning.values]
+    if tuning.knob in TRIAL_KNOBS:
+        stacks = [settings_to_screen]
+    else:
+        stacks = [[settings] for settings in settings_to_screen]
     return [_run(study, arm, SCREENING, tuning.knob, tuning.seeds, stack) for stack in stacks]
 
 
@@ -206,10 +231,10 @@ def _run(
     seeds: tuple[int, ...],
     stack: Sequence[Settings] = (),
 ) -> PlannedRun:
-    """The run of an arm at a stage: a stack of settings, each with these seeds.
+    """Returns the run of an arm at a stage. Its trials are all settings in `stack` with all seeds.
 
-    Settings hold a value of each of KNOBS, and those of a stack differ in a trial's knob at most.
-    Without a stack they are those of the study.
+    Settings hold one value for each of KNOBS. The settings in a stack differ in at most one knob,
+    which is one of TRIAL_KNOBS. With an empty stack, the run has the settings of the study.
     """
     base = study.base
     model = arm.model
@@ -218,11 +243,12 @@ def _run(
         values_of_knob: dict[str, tuple[float, ...]] = {}
         for index, name in enumerate(KNOBS):
             values = [settings[index] for settings in stack]
-            values_of_knob[name] = tuple(dict.fromkeys(values))
+            values_of_knob[name] = tuple(dict.fromkeys(values))  # without repetitions
         trial_fields: dict[str, Any] = {f'{name}s': values_of_knob[name] for name in TRIAL_KNOBS}
         trials = dataclasses.replace(trials, **trial_fields)
         model_fields: dict[str, Any] = {name: values_of_knob[name][0] for name in MODEL_KNOBS}
         model = dataclasses.replace(model, **model_fields)
+
     data = dataclasses.replace(base.data, name=arm.key.corpus)
     config = dataclasses.replace(base, data=data, trials=trials, model=model)
     if arm.key.control == LONGER:
@@ -232,7 +258,7 @@ def _run(
 
 
 def _trained_longer(config: Config, times: int) -> Config:
-    """The config with `times` as many steps, also of warm-up and between evaluations."""
+    """Multiplies the steps of a config by `times`: of training, warm-up and between evaluations."""
     train = dataclasses.replace(
         config.train,
         num_steps=times * config.train.num_steps,
@@ -245,31 +271,37 @@ def _trained_longer(config: Config, times: int) -> Config:
 
 
 def _decided(
-    study: Study, results: Results, arms: Sequence[PlannedArm], known: Sequence[PlannedRun]
+    study: Study, results: Results, arms: Sequence[PlannedArm], planned: Sequence[PlannedRun]
 ) -> Iterator[PlannedArm]:
-    """The baseline and the decided arms of each size and corpus whose verdicts are finished.
+    """Yields the decided arms and their baselines.
 
-    They are decided by the tests alone, on test losses paired over seeds, corrected for the
-    comparisons of the whole study: other reasons are not known before the report.
+    Arms are judged once all verdict runs of their size and corpus are finished. The decision
+    follows from the tests alone: on test losses paired over seeds, corrected for the comparisons of
+    the whole study. A report may have further reasons to withhold a verdict, which are not known
+    yet.
     """
     primary = [arm for arm in arms if arm.key.control is None]
     num_compared = len(primary_arms((arm.key for arm in primary), study.baseline))
-    losses_by_arm: dict[ArmKey, dict[Any, float | None]] = {}  # of finished runs, by seed
-    for run in known:
+    losses_by_arm: dict[ArmKey, dict[Any, float | None]] = {}  # the losses of an arm by seed
+    for run in planned:
         trials = results(run) if run.stage == VERDICT else None
         if trials:
             losses_by_arm[run.arm.key] = _losses(trials, 'test_loss')
 
-    for corpus, size in dict.fromkeys((arm.key.corpus, arm.key.size) for arm in primary):
-        group = [arm for arm in primary if (arm.key.corpus, arm.key.size) == (corpus, size)]
+    arms_by_group: dict[tuple[str, str], list[PlannedArm]] = {}
+    for arm in primary:
+        arms_by_group.setdefault((arm.key.corpus, arm.key.size), []).append(arm)
+    for group in arms_by_group.values():
         if not all(arm.key in losses_by_arm for arm in group):
             continue
         (baseline,) = [arm for arm in group if arm.variant == study.baseline]
-        baseline_losses = losses_by_arm[baseline.key]
         family = Family(num_compared)
         for arm in group:
             if arm is not baseline:
-                family.add(arm.key, *_paired(losses_by_arm[arm.key], baseline_losses, study.margin))
+                difference, diverged = _paired(
+                    losses_by_arm[arm.key], losses_by_arm[baseline.key], study.margin
+                )
+                family.add(arm.key, difference, diverged)
         decided = [
             key
             for key, judgement in family.judge().items()
@@ -282,25 +314,37 @@ def _decided(
 def _paired(
     losses: Mapping[Any, float | None], baseline_losses: Mapping[Any, float | None], margin: float
 ) -> tuple[inference.Difference | None, tuple[int, int]]:
-    """The difference over seeds at which neither diverged, and how many of each diverged.
+    """Compares the losses of an arm with those of its baseline; both are by seed.
 
-    A loss is None where the trial diverged; the difference is None where no pair is left.
+    The loss of a diverged trial is None.
+
+    Returns:
+        The difference over the seeds at which both finished, None if there is no such seed; and how
+        many trials of the arm and of the baseline diverged.
     """
     differences = []
+    arm_diverged = 0
+    baseline_diverged = 0
     for seed, loss in losses.items():
-        other = baseline_losses[seed]
-        if loss is not None and other is not None:
-            differences.append(loss - other)
-    paired_with = [baseline_losses[seed] for seed in losses]
-    diverged = (list(losses.values()).count(None), paired_with.count(None))
-    return inference.paired(differences, margin) if differences else None, diverged
+        baseline_loss = baseline_losses[seed]
+        if loss is None:
+            arm_diverged += 1
+        if baseline_loss is None:
+            baseline_diverged += 1
+        if loss is not None and baseline_loss is not None:
+            differences.append(loss - baseline_loss)
+    difference = None
+    if differences:
+        difference = inference.paired(differences, margin)
+    return difference, (arm_diverged, baseline_diverged)
 
 
 def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
-    """The fewest runs that the study may have, but those trained longer as if all were decided.
+    """Returns the fewest runs that the study may need if every arm is decided.
 
-    They are the plan that follows from imagined results: the best value of each setting is the
-    middle one of its grid, without noise, and all arms are equivalent.
+    It is the plan for imagined results: the best value of each setting is the middle one of its
+    grid, losses have no noise, and all arms are equivalent. So every arm has runs that are trained
+    longer, if the study asks for them.
     """
 
     def ideal_results(run: PlannedRun) -> list[dict[str, Any]]:
@@ -314,8 +358,13 @@ def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
                 for value, best in zip(settings, best_settings, strict=True)
                 if value != best
             ]
-            losses = {'val_loss': sum(squares), 'test_loss': 0.0}
-            results.append({'trial': trial, 'status': FINISHED, **losses})
+            result = {
+                'trial': trial,
+                'status': FINISHED,
+                'val_loss': sum(squares),
+                'test_loss': 0.0,
+            }
+            results.append(result)
         return results
 
     tuning = dataclasses.replace(study.tuning, choice='vertex', max_excess=None)
@@ -332,7 +381,7 @@ class PlanCost(NamedTuple):
 
 
 def cost(planned: Sequence[PlannedRun]) -> PlanCost:
-    """The cost of these runs together."""
+    """Adds up the cost of these runs."""
     return PlanCost(
         runs=len(planned),
         trials=sum(len(run.config.trials.trials()) for run in planned),
@@ -342,10 +391,10 @@ def cost(planned: Sequence[PlannedRun]) -> PlanCost:
 
 
 def estimate(study: Study, arms: Sequence[PlannedArm]) -> str:
-    """A table of the least cost of the plan by stage; compiles one program per size.
+    """Returns a table of the least cost of the plan, with a row for each stage.
 
-    Time is that of compilation and training at the baseline's speed, by size; there is none if this
-    machine lacks the memory or devices of a size.
+    The time is an estimate: one run of each size is compiled and timed for a few steps. If this
+    machine lacks the memory or the devices for a size, the table has no time and says why.
     """
     planned = imagined(study, arms)
     seconds_of_run: dict[str, float] = {}
@@ -381,9 +430,10 @@ def estimate(study: Study, arms: Sequence[PlannedArm]) -> str:
 
 
 def _measured_seconds(study: Study, planned: Sequence[PlannedRun]) -> dict[str, float]:
-    """Seconds of each run, by its id: one run of each size is compiled and timed for a few steps.
+    """Estimates the seconds of compilation and training of each run, by its id.
 
-    It is a run of the baseline where the size has one.
+    One run of each size is compiled and timed for a few steps: a run of the baseline if the size
+    has one. The others are assumed to train at the same FLOPs per second.
     """
     baseline_first = sorted(planned, key=lambda run: run.arm.variant != study.baseline)
     seconds_per_flop: dict[str, float] = {}  # by size
@@ -399,7 +449,7 @@ def _measured_seconds(study: Study, planned: Sequence[PlannedRun]) -> dict[str, 
 
 
 def _stage_title(run: PlannedRun) -> str:
-    """The row of a run in the table of costs, such as 'screening learning_rate'."""
+    """Returns the row of a run in the table of costs, such as 'screening learning_rate'."""
     if run.arm.key.control == LONGER:
         return 'longer, if every arm is decided'
     parts = (run.arm.key.control, run.stage, run.knob)
@@ -407,14 +457,17 @@ def _stage_title(run: PlannedRun) -> str:
 
 
 def _settings(config: Config, trial: Mapping[str, Any]) -> Settings:
-    """The values of all knobs in a trial of a run."""
+    """Returns the settings of a trial: its value of each of KNOBS."""
     trial_values = [trial[name] for name in TRIAL_KNOBS]
     model_values = [getattr(config.model, name) for name in MODEL_KNOBS]
     return (*trial_values, *model_values)
 
 
 def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float | None]:
-    """The losses in results, in the order of the trials, by seed; None for a diverged trial."""
+    """Returns the loss of each trial by seed; None for a diverged trial.
+
+    `field` names the loss, such as 'test_loss'. The losses are in the order of the trials.
+    """
     loss_of_seed: dict[int, float | None] = {}
     for trial in trials:
         seed = trial['trial']['seed']
@@ -423,7 +476,7 @@ def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float 
 
 
 def lines(study: Study, planned: Sequence[PlannedRun]) -> str:
-    """plan.jsonl: a line per run, with its resolved config."""
+    """Returns the content of plan.jsonl: one line for each run, with its resolved config."""
     text = []
     for run in planned:
         record = {
@@ -439,7 +492,7 @@ def lines(study: Study, planned: Sequence[PlannedRun]) -> str:
 
 
 def _common_fields(study: Study, run: PlannedRun) -> dict[str, Any]:
-    """The fields of a run that plan.jsonl and results.jsonl share."""
+    """Returns the fields that a run has in plan.jsonl and in results.jsonl."""
     arm = run.arm
     is_matched = study.match is not None
     return {
@@ -452,11 +505,11 @@ def _common_fields(study: Study, run: PlannedRun) -> dict[str, Any]:
 
 
 def result_lines(study: Study, planned: Sequence[PlannedRun], results: Results) -> str:
-    """results.jsonl: a line per trial of every finished run."""
+    """Returns the content of results.jsonl: one line for each trial of every finished run."""
     text = []
     for run in planned:
         fields = {'study': study.name, 'run': run.id, **_common_fields(study, run)}
-        # Moves to the end, where it has this name in files of all versions.
+        # In this file, the target has another name and comes last, in all versions.
         fields['target_parameters'] = fields.pop('target')
         for trial in results(run) or []:
             text.append(json.dumps({**fields, **trial}) + '\n')

@@ -1,4 +1,4 @@
-"""The protocol of a study: its defaults, and the rules without which there is no verdict."""
+"""The protocol of a study: its defaults, and the rules that a verdict requires."""
 
 import dataclasses
 import itertools
@@ -12,9 +12,9 @@ from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, screening_seeds
 
 
 def resolved(study: Study) -> Study:
-    """The study with defaults in place of empty corpora and controls.
+    """Fills in the defaults of a study's corpora and controls.
 
-    Without tuning there are no controls; without a match none of equal shape.
+    A study without tuning has no controls. A study without matching has no same-shape controls.
     """
     is_tuned = bool(study.tuning.seeds)
     longer = study.controls.longer if is_tuned else None
@@ -31,7 +31,7 @@ def resolved(study: Study) -> Study:
 
 
 def check_protocol(study: Study) -> None:
-    """Raises ConfigError for a rule that the settings of a study break, not those of its runs."""
+    """Raises ConfigError if the settings of a study break a rule of the protocol."""
     if study.match is None and len(study.destinations) > 1:
         raise ConfigError(
             f'destinations={study.destinations} have no effect with match=None; give one'
@@ -61,7 +61,10 @@ def _check_untuned(study: Study) -> None:
 
 
 def _check_baseline(study: Study) -> None:
-    """Raises ConfigError unless the baseline is trained, annealed, at several learning rates."""
+    """Raises ConfigError unless the study trains its baseline in the way that a verdict needs.
+
+    The learning rate has to be tuned and to anneal.
+    """
     if study.baseline not in study.variants:
         raise ConfigError(
             f'variants={study.variants} must contain the baseline {study.baseline!r} for a verdict'
@@ -71,7 +74,7 @@ def _check_baseline(study: Study) -> None:
         raise ConfigError(
             f'optimizer.schedule={optimizer.schedule} with '
             f'final_fraction={optimizer.final_fraction} does not anneal, which a verdict needs; '
-            f'use linear or cosine with final_fraction={ANNEALED} or less'
+            f'use linear, cosine or wsd with final_fraction={ANNEALED} or less'
         )
     learning_rates = study.base.trials.learning_rates
     if len(learning_rates) < 2:
@@ -82,7 +85,7 @@ def _check_baseline(study: Study) -> None:
 
 
 def _check_verdict_seeds(name: str, seeds: tuple[int, ...], tuning: TuningConfig) -> None:
-    """Raises ConfigError unless the seeds, which the setting `name` holds, may decide arms."""
+    """Raises ConfigError unless the seeds in the setting `name` are enough and not tuned on."""
     if len(seeds) < MIN_PAIRS:
         raise ConfigError(f'{name}={seeds} must be at least {MIN_PAIRS} seeds for a verdict')
     shared = sorted(set(screening_seeds(tuning)).intersection(seeds))
@@ -95,7 +98,7 @@ def _check_verdict_seeds(name: str, seeds: tuple[int, ...], tuning: TuningConfig
 
 
 def _check_grids(study: Study) -> None:
-    """Raises ConfigError unless grids ascend, and may grow until their best value shows."""
+    """Raises ConfigError unless grids ascend and may grow enough to show their best value."""
     grids = {f'trials.{knob}s': getattr(study.base.trials, f'{knob}s') for knob in TRIAL_KNOBS}
     for name, values in _model_grids(study).items():
         if values:
@@ -138,12 +141,12 @@ def _check_mesh(study: Study) -> None:
 
 
 def _model_grids(study: Study) -> dict[str, tuple[float, ...]]:
-    """The grids of model fields by their setting, such as 'tuning.init_qks'; () is no grid."""
+    """Returns the grids of model fields by setting, such as 'tuning.init_qks'; () if not tuned."""
     return {f'tuning.{knob}s': getattr(study.tuning, f'{knob}s') for knob in MODEL_KNOBS}
 
 
 def _ascends(values: tuple[float, ...]) -> bool:
-    """Whether a grid of two values or more ascends by one factor from above 0."""
+    """Returns whether a grid of two or more positive values ascends by a constant factor."""
     first = values[0]
     second = values[1]
     if not 0 < first < second < math.inf:

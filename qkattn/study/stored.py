@@ -1,13 +1,13 @@
-"""A stored study: the directory of a study in a few files, from which reports are made again.
+"""A stored study: a study's directory as a few files, from which reports can be made again.
 
     study.json, ledger.jsonl, yardsticks.json   as in the study's directory
-    logs.zip        plan.jsonl, results.jsonl, and of each run
+    logs.zip        plan.jsonl, results.jsonl, and for each run
         metrics.jsonl       without training records
-        documents.json      but for runs of screening
-        documents.sha256    of the documents.json that is left out, which the ledger needs
+        documents.json      for runs other than screening runs
+        documents.sha256    for screening runs: the hash of documents.json, which the ledger needs
 
-The files are read in the archive. A copy of a stored study is a working directory: `ablate` takes
-the files out and goes on.
+Reports read the files inside the archive. A copy of a stored study can be continued: `ablate`
+unpacks the files first.
 """
 
 import functools
@@ -41,22 +41,22 @@ METRICS = 'metrics.jsonl'
 DOCUMENTS = 'documents.json'
 # The files of a run in the logs.
 RUN_FILES = (METRICS, DOCUMENTS, DOCUMENTS_SHA256)
-# Names that no run's directory has: there are files of these names in a study, or in a run.
+# A run's directory must not have one of these names, as they are names of files.
 _TAKEN = {*WHOLE_FILES, *RUN_FILES, LOGS, PLAN, RESULTS, 'lock'}
 _ADVICE = 'restore it from a copy'
-# Fields that a line of results.jsonl has beside those of an entry of result.json.
+# A line of results.jsonl has these fields in addition to those of an entry in result.json.
 _ONLY_IN_RESULTS = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
 
 Record = dict[str, Any]
 
 
 class StoredFiles:
-    """The files of a stored study: `files / name`, as of a study's directory."""
+    """The files of a stored study. `files / name` is a file, as with a study's directory."""
 
     def __init__(self, directory: Path, logs: bytes):
-        """Checks the content of logs.zip.
+        """Opens `logs`, the content of logs.zip, and checks the names of its files.
 
-        Raises ReportError where it is damaged, or has a file that is not one of its plan's runs.
+        Raises ReportError if it is damaged or has a file that belongs to no run of its plan.
         """
         self.directory = directory
         self.archive = Archive(directory / LOGS, logs)
@@ -81,10 +81,11 @@ class StoredFiles:
 
 
 def opened(directory: str | Path) -> Path | StoredFiles:
-    """The files of a study, to be read by `/`: its directory, or the files of a stored study.
+    """Opens the files of a study: `opened(directory) / name` is a file that can be read.
 
-    Of a stored study it is the same object until one of its files changes. Raises ReportError if
-    the stored study is damaged.
+    Returns the directory itself, or a StoredFiles for a stored study. For a stored study, all calls
+    return the same object until one of its files changes. Raises ReportError if the stored study is
+    damaged.
     """
     path = as_path(directory)
     logs = path / LOGS
@@ -101,35 +102,38 @@ def opened(directory: str | Path) -> Path | StoredFiles:
 
 @functools.lru_cache(maxsize=64)
 def _opened(directory: Path, logs: bytes, other_files: tuple[bytes | None, ...]) -> StoredFiles:
-    """The stored study with logs of this content; the same object for the same arguments.
+    """Returns a StoredFiles: the same object for the same arguments.
 
-    `other_files`, the content of WHOLE_FILES, are an argument for that alone: readers keep results
-    by the object, so there has to be another one where such a file has changed.
+    `logs` is the content of logs.zip and `other_files` the content of WHOLE_FILES. The latter is
+    not used, but readers cache results by the returned object. So a change in one of these files
+    has to give another object.
     """
     return StoredFiles(directory, logs)
 
 
 def _bytes_or_none(file: Path) -> bytes | None:
-    """The content of a file; None where there is none."""
+    """Returns the content of a file; None if it does not exist."""
     return file.read_bytes() if file.is_file() else None
 
 
 def pack(study: Files, destination: Path) -> None:
-    """Writes the stored form of a study whose files are `study / name`.
+    """Writes a study in its stored form to the directory `destination`.
 
-    It has no checkpoints, no training records, and no provenance.json, which names machines and
-    users. Raises ReportError, and writes nothing, where the files could not be read again.
+    `study` has the files as `study / name`. Checkpoints, training records and provenance.json,
+    which names machines and users, are left out. If the result could not be read again, raises
+    ReportError and writes nothing.
     """
     logs = zipped(dict(_stored_logs(study)))
-    StoredFiles(destination, logs)  # raises where nobody could read it
-    for name in WHOLE_FILES:  # written first: they name the study to the next export
+    StoredFiles(destination, logs)  # raises ReportError if the logs cannot be read
+    # These files come first: the next export recognizes the study by them.
+    for name in WHOLE_FILES:
         if (study / name).is_file():
             write_atomic(destination / name, (study / name).read_bytes())
     write_atomic(destination / LOGS, logs)
 
 
 def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
-    """The name and content of each file in the logs.zip of a study."""
+    """Yields the name and the content of each file for the logs.zip of a study."""
     yield PLAN, _complete_lines(study / PLAN)
     yield RESULTS, _complete_lines(study / RESULTS)
     for run in planned(study / PLAN):
@@ -150,7 +154,10 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
 
 
 def _complete_lines(path: Readable) -> bytes:
-    """The lines of a file but those of training and an unfinished last one; b'' without a file."""
+    """Returns the lines of a file without training records and without an unfinished last line.
+
+    Returns b'' if the file does not exist.
+    """
     if not path.is_file():
         return b''
     lines = path.read_bytes().splitlines(keepends=True)
@@ -158,11 +165,11 @@ def _complete_lines(path: Readable) -> bytes:
 
 
 def unpack_in_place(directory: Path) -> None:
-    """Turns a stored study, where there is one, into a directory in which the study can go on.
+    """Unpacks a stored study, so that workers can continue it. Does nothing for other studies.
 
-    Runs get the result.json that workers read; those without results begin anew, as nothing but
-    their logs is stored. Raises ReportError, and writes nothing, if the stored study is damaged, or
-    has a link where a run's directory goes.
+    Finished runs get the result.json that workers read. The other runs start again, because only
+    their logs are stored. If the stored study is damaged, or a run's directory is a link, raises
+    ReportError and writes nothing.
     """
     files = opened(directory)
     if not isinstance(files, StoredFiles):
@@ -174,7 +181,7 @@ def unpack_in_place(directory: Path) -> None:
     for line in read_lines(files / RESULTS, {'run': str}):
         entry = {name: value for name, value in line.items() if name not in _ONLY_IN_RESULTS}
         results.setdefault(line['run'], []).append(entry)
-    # A run that begins anew writes its own.
+    # A run that starts again writes its own metrics.
     metrics_left_out = {
         f'{run["directory"]}/{METRICS}' for run in runs if run['run'] not in results
     }
@@ -184,11 +191,12 @@ def unpack_in_place(directory: Path) -> None:
     for run in runs:
         if run['run'] in results:
             write_json(directory / run['directory'] / 'result.json', results[run['run']])
-    (directory / LOGS).unlink()  # at last: until then all of this can be done again
+    # The archive is removed last, so that a crash before this line does no harm.
+    (directory / LOGS).unlink()
 
 
 def planned(plan: Readable) -> list[Record]:
-    """The runs of plan.jsonl; [] without that file.
+    """Reads the runs of plan.jsonl; returns [] if the file does not exist.
 
     Raises ReportError for a damaged line, and for a run whose directory is not one or two
     components below the study.
@@ -213,7 +221,7 @@ def check_run_directory(run: Mapping[str, Any]) -> None:
 
 
 def _refuse_links(directory: Path, name: str) -> None:
-    """ReportError where a directory below the study, into which files go, is a link elsewhere."""
+    """Raises ReportError if `name`, a directory below the study to write into, is a link."""
     link = first_link(directory, *name.split('/'))
     if link is not None:
         raise ReportError(f'{link} is a link, but files of {directory / LOGS} go there; remove it')

@@ -1,7 +1,7 @@
 """Coordinate-wise tuning: the settings of an arm one at a time, each bracketed on a geometric grid.
 
-A pure function of the grids and the losses measured so far, so that planning and reporting agree on
-the settings.
+Tuning is a pure function of the grids and the losses measured so far. So a plan and a report derive
+the same settings.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from qkattn.config import INDEPENDENT_END, TuningConfig
 from qkattn.stats import sweep
 from qkattn.stats.sweep import Sweep
 
-# The settings that may be tuned, in the order of tuning. Each is tuned with the earlier ones at
-# their chosen values and the later ones at the middle of their grids.
-# The values of a trial's knob share a program.
+# A knob is a setting that may be tuned. Trials of one program may have different values of these.
 TRIAL_KNOBS = ('learning_rate', 'weight_decay')
-# Those of a model's field are compiled in.
+# The values of these knobs are compiled into a program.
 MODEL_KNOBS = ('score_scale', 'init_embedding', 'init_qk', 'init_vo', 'init_mlp')
+# All knobs, in the order of tuning. While a knob is tuned, earlier ones have their chosen values.
+# Later ones have the middle of their grids.
 KNOBS = TRIAL_KNOBS + MODEL_KNOBS
 
 # What a run is for: screening values of one knob.
@@ -29,7 +29,7 @@ SINGLE = 'single'
 
 # A value of every knob, in the order of KNOBS.
 Settings = tuple[float, ...]
-# Loss by seed at settings; None for a diverged trial.
+# The losses by settings and seed; None for a diverged trial.
 Measured = Mapping[Settings, Mapping[int, float | None]]
 
 
@@ -37,15 +37,17 @@ Measured = Mapping[Settings, Mapping[int, float | None]]
 class Tuning:
     """The state of an arm's tuning."""
 
-    sweeps: dict[str, Sweep]  # of the knobs screened so far; the last one may be unfinished
-    settings: Settings  # chosen, and the middle of the grid for the knobs still to be tuned
-    # What to screen next, at `settings` otherwise; None and () if nothing is left.
+    # The sweep of each knob that was screened so far. The last one may be unfinished.
+    sweeps: dict[str, Sweep]
+    # The chosen value of each tuned knob, and the middle of the grid of each other one.
+    settings: Settings
+    # The knob to screen next, with its values and seeds. None and () once tuning has ended.
     knob: str | None
     values: tuple[float, ...]
     seeds: tuple[int, ...]
 
     def at(self, value: float) -> Settings:
-        """The settings with `value` for the knob to screen next."""
+        """Returns the settings with `value` for the knob to screen next."""
         assert self.knob is not None
         return with_knob(self.settings, self.knob, value)
 
@@ -55,13 +57,24 @@ def tune(
 ) -> Tuning:
     """Tunes one knob after the other, as far as the measured losses allow.
 
-    `grids` has the first values of each knob, ascending by one factor; a knob with a single value
-    is not tuned. A grid is extended first, until worse values stand on both sides of its best one.
-    Then, while the best value is not significantly better than both sides, or the loss at the
-    chosen value is not bounded by `limits.max_excess`, all values of the grid get further seeds, as
-    many as at first. A value at which a seed diverged is worse than any other, so it gets no
-    further seeds. `measured` may hold more settings and seeds than needed. `decay` is that of the
-    optimizer: no run trains at a weight decay that it refuses.
+    First the grid of a knob grows until it has worse values on both sides of the best one. Then its
+    values get further seeds, as many at a time as at first, for as long as one of these holds:
+
+    - the best value is not significantly better than values on both sides;
+    - the bound on the excess loss at the chosen value is above `limits.max_excess`.
+
+    A value at which a seed diverged is worse than all others, so it gets no further seeds.
+
+    Args:
+        grids: The first values of each knob, ascending by one factor. A knob with a single value is
+            not tuned.
+        limits: The seeds of the screening, and how far grids and seeds may grow.
+        measured: The losses so far. It may hold more settings and seeds than needed.
+        decay: The optimizer's kind of weight decay. The optimizer refuses an 'independent' weight
+            decay of INDEPENDENT_END or more, so grids stay below.
+
+    Returns:
+        What to screen next, or the chosen settings.
     """
     settings = tuple(grids[knob][len(grids[knob]) // 2] for knob in KNOBS)
     sweeps: dict[str, Sweep] = {}
@@ -83,6 +96,7 @@ def tune(
             missing = _missing(losses_of_value, seeds)
             if missing is not None:
                 return Tuning(sweeps, settings, knob, *missing)
+
             swept = sweep.fit(losses_of_value, limits.choice)
             sweeps[knob] = swept
             further_values = sweep.next_values(swept, ratio, limits.max_points, end)
@@ -98,9 +112,9 @@ def tune(
 
 
 def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[int, ...]:
-    """The first `number` seeds of the screening, by default all that it may draw.
+    """Returns the first `number` seeds of the screening, by default all that it may use.
 
-    They are those of the settings, then the integers that follow the largest of these.
+    They are `limits.seeds`, followed by the integers after the largest of these.
     """
     if number is None:
         number = limits.max_seeds
@@ -112,7 +126,10 @@ def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[in
 def _losses(
     loss_of_seed: Mapping[int, float | None], seeds: tuple[int, ...]
 ) -> dict[int, float | None]:
-    """The losses of these seeds; once one has diverged, those not measured count as diverged."""
+    """Returns the losses of these seeds.
+
+    If one of them diverged, seeds that were not measured count as diverged, too.
+    """
     losses = {seed: loss_of_seed[seed] for seed in seeds if seed in loss_of_seed}
     if None in losses.values():
         return {seed: losses.get(seed) for seed in seeds}
@@ -122,23 +139,25 @@ def _losses(
 def _missing(
     losses_of_value: Mapping[float, Mapping[int, float | None]], seeds: tuple[int, ...]
 ) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """The values and seeds to screen next; None if every value has a loss of every seed.
+    """Returns the values and seeds to screen next; None if every value has a loss of every seed.
 
-    They are the seeds that the first unfinished value lacks, for all values that lack the same.
+    The seeds are those that the first incomplete value lacks. The values are all that lack exactly
+    these seeds.
     """
-    missing_of_value = {
-        value: tuple(seed for seed in seeds if seed not in losses)
-        for value, losses in losses_of_value.items()
-    }
-    for missing_seeds in missing_of_value.values():
-        if missing_seeds:
-            values = [v for v, missing in missing_of_value.items() if missing == missing_seeds]
-            return tuple(values), missing_seeds
-    return None
+    missing_of_value: dict[float, tuple[int, ...]] = {}
+    for value, losses in losses_of_value.items():
+        missing = tuple(seed for seed in seeds if seed not in losses)
+        if missing:
+            missing_of_value[value] = missing
+    if not missing_of_value:
+        return None
+    first_missing = list(missing_of_value.values())[0]
+    values = [value for value, missing in missing_of_value.items() if missing == first_missing]
+    return tuple(values), first_missing
 
 
 def _needs_seeds(swept: Sweep, limits: TuningConfig) -> bool:
-    """Whether further seeds may show the best value, or bound its loss as the limits ask."""
+    """Returns whether further seeds may show the best value, or bound the excess of its loss."""
     if swept.needs_seeds:
         return True
     if limits.max_excess is None or swept.at_worst is None:
@@ -147,26 +166,29 @@ def _needs_seeds(swept: Sweep, limits: TuningConfig) -> bool:
 
 
 def with_knob(settings: Settings, knob: str, value: float) -> Settings:
-    """The settings with another value for `knob`."""
-    index = KNOBS.index(knob)
-    return (*settings[:index], value, *settings[index + 1 :])
+    """Returns the settings with another value for `knob`."""
+    values = list(settings)
+    values[KNOBS.index(knob)] = value
+    return tuple(values)
 
 
 def grids_around(
     grids: Mapping[str, tuple[float, ...]], settings: Settings
 ) -> dict[str, tuple[float, ...]]:
-    """The grids of an arm that is trained longer, from those of its tuning and what it chose.
+    """Returns the grids of an arm that is trained longer.
 
-    The learning rate has three values with the chosen one in the middle, as far apart as those of
-    its first grid; the other knobs have the chosen value alone.
+    `grids` and `settings` are the first grids and the tuned settings of the arm at the usual
+    length. The learning rate has three values, spaced as in its first grid, with the tuned one in
+    the middle. The other knobs keep their tuned value.
     """
     grid_of_knob: dict[str, tuple[float, ...]] = {}
-    for knob, chosen in zip(KNOBS, settings, strict=True):
-        grid_of_knob[knob] = (chosen,)
+    for knob, tuned_value in zip(KNOBS, settings, strict=True):
+        grid_of_knob[knob] = (tuned_value,)
+
     rates = grids['learning_rate']
     ratio = rates[1] / rates[0]
-    (chosen_rate,) = grid_of_knob['learning_rate']
-    around = [chosen_rate * ratio**power for power in (-1, 0, 1)]
-    # Rounded as values of extended grids are.
+    tuned_rate = settings[KNOBS.index('learning_rate')]
+    around = [tuned_rate * ratio**power for power in (-1, 0, 1)]
+    # Rounded like the values of grids that have grown.
     grid_of_knob['learning_rate'] = tuple(float(f'{rate:.10g}') for rate in around)
     return grid_of_knob

@@ -19,14 +19,14 @@ REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
-    """The entry of every registered Score and Value, by kind and name."""
+    """Returns the entry of every registered Score and Value, by kind and name."""
     scores = {name: entry(name, 'vo') for name in SCORES}
     values = {name: entry(cls.partner, name, 'value') for name, cls in VALUES.items()}
     return {'Score': scores, 'Value': values}
 
 
 def documented_variants() -> list[tuple[str, str]]:
-    """(score, value) of every Score with `vo`, then of every Value with its partner; each once."""
+    """Returns pairs (score, value): every Score with `vo`, then every Value with its partner."""
     variants = [(score, 'vo') for score in SCORES]
     variants += [(cls.partner, value) for value, cls in VALUES.items()]
     return list(dict.fromkeys(variants))
@@ -38,7 +38,7 @@ def reference_spec(score: str, value: str) -> AttentionSpec:
 
 
 def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
-    """Declarations and cache of one circuit, 'score' or 'value', of a variant.
+    """Describes one circuit of a variant: its 'score' or its 'value'.
 
     equation   A[n] or B[n]
     options    keyword arguments of the class with their defaults

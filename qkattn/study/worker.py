@@ -1,8 +1,8 @@
 """A worker of a study: acquires the lease of a run, trains it, extends the plan, and repeats.
 
-Any number of workers may share a study's directory. A run is trained by one of them at a time, and
-the run of a worker that died is resumed from its last checkpoint. A worker may be a job of several
-processes, of which process 0 holds the leases and writes the files of the study.
+Any number of workers may share a study's directory. One worker at a time trains a run. If a worker
+dies, another one resumes its run from the last checkpoint. A worker may be a job of several
+processes. Its process 0 then holds the leases and writes the files of the study.
 """
 
 import contextlib
@@ -50,22 +50,29 @@ from qkattn.train.sharding import require_memory
 log = logging.getLogger(__name__)
 
 
-# How long a worker waits, in seconds, before it looks for a run again: while others hold runs, and
-# where one was just refused or given up.
+# While other workers hold all runs, a worker looks for a free run again after this many seconds.
 _WAIT_FOR_OTHERS = 10.0
+# If no worker holds a run, because one was just refused or given up, it looks again after these.
 _WAIT_FOR_REFUSED = 1.0
-# Seconds between two looks at the directory while it waits.
+# While it waits, a worker checks every this many seconds whether a run has finished.
 _TICK = 0.1
 
 
 def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = None) -> Path:
-    """Trains until every run of the study has its result, and returns the study's directory.
+    """Trains until every run of the study has its result; returns the study's directory.
 
-    The same call resumes, and may run beside other workers; while they hold all runs that are left,
-    it waits. A run that cannot be trained does not stop the others. `arms`: None makes them.
+    The same call resumes a study, and may run beside other workers. It waits while they hold all
+    remaining runs. A run that cannot be trained does not stop the others.
 
-    Raises ConfigError for an impossible setting or directory, and at the end if runs could not be
-    trained; Stopped on SIGTERM or Ctrl-C, with the state saved.
+    Args:
+        study: The study.
+        workdir: Its directory.
+        arms: The arms of the study, if the caller has built them.
+
+    Raises:
+        ConfigError: A setting or the directory is impossible; or, at the end, runs could not be
+            trained.
+        Stopped: SIGTERM or Ctrl-C arrived. The state is saved.
     """
     require_same_settings(study)
     path = check_directory(workdir)
@@ -76,7 +83,8 @@ def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = No
             leased = agreement.on_owner(lambda: worker.lease_next(reason_of_failed))
             if leased is None:
                 break
-            if leased:  # {} where others hold all runs that are left
+            # {} means that other workers hold all remaining runs.
+            if leased:
                 _train(path, leased, worker, reason_of_failed)
             if agreement.any_process(stop.requested):
                 raise Stopped('stopped between two runs')
@@ -89,17 +97,20 @@ def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = No
 
 @dataclasses.dataclass
 class _Worker:
-    """Chooses the next run to train; in a job of several processes, on process 0."""
+    """Chooses the next run to train. In a job of several processes, it lives on process 0."""
 
     study: Study
     path: Path
     arms: list[PlannedArm]
     stop: StopRequest
-    lease: leases.Lease | None = None  # of the run that `lease_next` has returned
-    refused: set[str] = dataclasses.field(default_factory=set)  # tried again after the others
-    _leased: PlannedRun | None = None  # the run that `lease_next` has returned
-    _last_holders: dict[str, str] = dataclasses.field(default_factory=dict)  # at the last wait
-    # When `study_left` last looked: the other runs without a result, and all that are held.
+    # The lease of the run that `lease_next` returned last, and the run.
+    lease: leases.Lease | None = None
+    _leased: PlannedRun | None = None
+    # Ids of runs that were in use or lost to another worker. They are tried again after the others.
+    refused: set[str] = dataclasses.field(default_factory=set)
+    # The holder of each lease when the worker last waited.
+    _last_holders: dict[str, str] = dataclasses.field(default_factory=dict)
+    # The other runs without a result, and the ids of all held runs, at the last `study_left`.
     _others: list[PlannedRun] = dataclasses.field(default_factory=list)
     _held: set[str] = dataclasses.field(default_factory=set)
 
@@ -111,7 +122,7 @@ class _Worker:
         for name in ('lock', 'leases', 'runs', 'plots'):
             below(path, name)
         declaration.require_chain(path, study, self.arms)
-        # Before the directory is created, so that a refused study leaves nothing behind.
+        # These checks come before the directory is created: a refused study leaves nothing behind.
         for run in of_each_model(left_of(study, self.arms, path)):
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
@@ -122,10 +133,11 @@ class _Worker:
         self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
-        """Acquires the lease of the next run that is not in `failed`; describes the run as JSON.
+        """Acquires the lease of the next run and returns a description of the run as JSON.
 
-        {} after a while of waiting if others hold all runs that are left; None if none is left. A
-        run that was in use, or was lost to another worker, is tried again after the others.
+        Runs in `failed` are skipped. A run that was in use or lost to another worker is tried again
+        after the others. If other workers hold all remaining runs, waits for a while and returns
+        {}. If no run remains, returns None.
         """
         runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
@@ -151,8 +163,9 @@ class _Worker:
         return {}
 
     def study_left(self) -> StudyLeft:
-        """What is left beside the run that `lease_next` has returned, as others have gone on."""
-        with contextlib.suppress(OSError, ReadError):  # else what was known before
+        """Returns what remains of the study besides the run that is being trained."""
+        # If the directory cannot be read, the answer is what was known before.
+        with contextlib.suppress(OSError, ReadError):
             self._others = [run for run in self._others if not self._is_finished(run)]
             self._held = set(leases.holders(self.path / 'leases'))
         assert self._leased is not None
@@ -164,17 +177,21 @@ class _Worker:
         )
 
     def _is_finished(self, run: PlannedRun) -> bool:
-        """Whether a run has its result; never in a bucket, which would be asked for every run."""
+        """Returns whether a run has its result; always False in a bucket.
+
+        There, each question would be a request over the network.
+        """
         return not is_url(self.path) and (self.path / run.directory / 'result.json').exists()
 
     def _write_plan(self) -> list[PlannedRun]:
-        """Writes the files of the study; returns the runs without result.
+        """Writes plan.jsonl and results.jsonl; returns the runs without result.
 
-        Where arms or seeds were added meanwhile, the workers that know them write the files.
+        If arms or seeds were added meanwhile, this worker does not know them and writes nothing;
+        the workers that know them write the files.
         """
         study = self.study
         path = self.path
-        # Results are read and the files written under one lock, whoever else writes.
+        # Other workers write the same files. So reading results and writing take one lock.
         with locked(path / 'lock'):
             results = plan.results_in(path)
             runs = plan.runs(study, self.arms, results)
@@ -184,9 +201,9 @@ class _Worker:
         return plan.left(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:
-        """Waits until one of the runs is finished, or a lease may have been given up.
+        """Waits until one of the runs is finished, or long enough that a lease may be free.
 
-        Says who holds which run, unless it has said so before.
+        Logs who holds which run, if that has changed since the last call.
         """
         holders = leases.holders(self.path / 'leases')
         if holders and holders != self._last_holders:
@@ -206,9 +223,9 @@ class _Worker:
 def _train(
     path: Path, leased: dict[str, Any], worker: _Worker, reason_of_failed: dict[str, str]
 ) -> None:
-    """Trains the run that `worker` holds the lease of; `leased` describes it (`lease_next`).
+    """Trains the run whose lease `worker` holds; `leased` describes the run (see `lease_next`).
 
-    Enters a run that cannot be trained in `reason_of_failed`.
+    If the run cannot be trained, adds the reason to `reason_of_failed` under the run's id.
     """
     run_id = leased['run']
     with cast(leases.Lease, worker.lease) as lease:
@@ -224,13 +241,14 @@ def _train(
             log.warning('%s; continuing with another run', error)
             worker.refused.add(run_id)
         except DiskError:
-            raise  # no other run could be saved either
+            # No other run could be saved either.
+            raise
         except (ConfigError, CheckpointError, JaxRuntimeError) as error:
             outcome = cli.outcome(error)
-            # Out of memory is a fault of this run; other errors of XLA are bugs, or of the machine.
+            # Only this run is out of memory. Other XLA errors are bugs or faults of the machine.
             if outcome is None:
                 raise
-            # In a job, the other processes may not have it, and would wait for this one.
+            # The other processes of a job may not have the error; they would wait for this one.
             if isinstance(error, JaxRuntimeError) and jax.process_count() > 1:
                 raise
             reason, _ = outcome
@@ -239,23 +257,32 @@ def _train(
 
 
 def of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
-    """The longest run of each model on each corpus; `runs` begin with the longest."""
-    run_of_model = {(run.config.data, run.config.model): run for run in reversed(runs)}
+    """Returns the longest run of each model on each corpus. `runs` are sorted, longest first."""
+    run_of_model = {}
+    for run in reversed(runs):
+        # A longer run replaces a shorter one.
+        run_of_model[run.config.data, run.config.model] = run
     return list(run_of_model.values())
 
 
 def check_data(study: Study, config: Config) -> None:
-    """Opens the data of a run; ConfigError where they do not fit it, or cannot decide the study."""
+    """Opens the data of a run.
+
+    Raises ConfigError if they do not fit the run or have too few documents for a verdict.
+    """
     rows = rows_of(config)
     if study.tuning.seeds:
         check_documents(rows, config.data)
 
 
 def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list[str]:
-    """Checks what a worker checks before it trains, for a dry run, which writes nothing to `path`.
+    """Makes the checks that a worker makes before it trains, but writes nothing.
 
-    Devices and memory are left out, as the study may be trained elsewhere. Returns why data could
-    not be checked here, a sentence each. ConfigError as `run`.
+    Devices and memory are not checked, because the study may be trained elsewhere. `path` is the
+    directory of the study, if it is known.
+
+    Returns one sentence for each kind of data that could not be checked here. Raises ConfigError
+    like `run`.
     """
     if path is None:
         runs_left = plan.left(plan.runs(study, arms, _no_results), _no_results)
@@ -272,10 +299,10 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
 
 
 def _no_results(run: PlannedRun) -> None:
-    """The results of a run in a study that has not begun."""
+    """Returns the results of a run in a study that has not begun: None."""
 
 
 def left_of(study: Study, arms: list[PlannedArm], path: Path) -> list[PlannedRun]:
-    """The runs known so far that have no result, in the order in which workers take them."""
+    """Returns the runs planned so far that have no result, in the order that workers take them."""
     results = plan.results_in(path)
     return plan.left(plan.runs(study, arms, results), results)

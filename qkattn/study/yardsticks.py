@@ -1,17 +1,18 @@
 """Yardsticks of a study: what its baseline has to beat before arms are compared.
 
-Recorded when training is finished, from the data that the models saw and from the checkpoints of
-the baseline's verdict runs that are still there:
+They are recorded in yardsticks.json once training is finished, from the data that the models saw
+and from those checkpoints of the baseline's verdict runs that still exist. The file has two lists:
 
-    yardsticks.json
-      groups   of each size, corpus and length of training: the task, the tokens that its models
-               saw, and what `Rows.yardsticks` measures: the tokens counted, and on each evaluation
-               split the losses (nats/token) of counts of these tokens, by name; of a translation
-               the BLEU of IBM model 1 on the sentences that its models translate; the definition
-               (`yardstick_definitions`)
-      runs     of each of its verdict runs the trials: loss, and `Rows.context_losses`: of a
-               language model at position 4 ('early') and over the last half of the context
-               ('late'), of a translator with the sources shuffled; or why not
+    groups   One entry for each size, corpus and length of training. It holds the task, the number
+             of tokens that the models saw, and what `Rows.yardsticks` measures: the number of
+             tokens counted and, for each evaluation split, the losses of counts of these tokens
+             (nats/token, by name). A translation task adds the BLEU of IBM model 1 on the sentences
+             that the models translate. The entry also names the version of its definition
+             (`yardstick_definitions`).
+    runs     One entry for each verdict run of the baseline. It holds, for each trial, the loss and
+             `Rows.context_losses`: a language model's loss at position 4 ('early') and over the
+             last half of the context ('late'), or a translator's loss with shuffled sources. If
+             these could not be measured, it says why.
 """
 
 import logging
@@ -46,7 +47,8 @@ from qkattn.train.exported import load_stack
 from qkattn.train.program import stack_program
 from qkattn.train.sharding import make_mesh
 
-# Between a logged loss and the same from a checkpoint, on another machine.
+# A loss measured from a checkpoint, perhaps on another machine, may differ from the logged loss by
+# this much.
 ROUNDING = 1e-3
 
 log = logging.getLogger(__name__)
@@ -55,14 +57,24 @@ _Record = dict[str, Any]
 
 
 def record(directory: str | Path, imports: Collection[str] | None = None) -> list[str]:
-    """Writes yardsticks.json into a study's directory; what it holds already is kept.
+    """Records the yardsticks of a study in yardsticks.json in its directory.
 
-    A group of an earlier definition is recorded again. `imports` are the import paths that configs
-    of the study may name; None is any, of a study that this process has trained. Returns why
-    yardsticks of a size and corpus could not be computed, a sentence each. Raises ConfigError for a
-    directory without the files of a study.
+    Entries that the file already has are kept, except groups of an earlier definition, which are
+    recorded again.
+
+    Args:
+        directory: The directory of the study.
+        imports: The import paths that configs of the study may name. None allows any path; pass it
+            only for a study that this process has trained.
+
+    Returns:
+        One sentence for each size and corpus whose yardsticks could not be computed, with the
+        reason.
+
+    Raises:
+        ConfigError: The directory lacks the files of a study.
     """
-    if jax.process_count() > 1:  # reading checkpoints would take all of them
+    if jax.process_count() > 1:  # all processes would have to read the checkpoints together
         return ['the job has several processes']
     path = absolute(directory)
     files = stored.opened(path)
@@ -70,15 +82,16 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
     stored_runs: list[_Record] = []
     if (path / YARDSTICKS).exists():
         schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]}
-        before = records.read_json(path / YARDSTICKS, schema)
-        stored_groups = before['groups']
-        stored_runs = before['runs']
+        content_before = records.read_json(path / YARDSTICKS, schema)
+        stored_groups = content_before['groups']
+        stored_runs = content_before['runs']
     group_by_run = {group['run']: group for group in stored_groups}
     measured_by_run = {run['run']: run for run in stored_runs}
+
     groups: list[_Record] = []
     runs: list[_Record] = []
     problems: list[str] = []
-    # Runs of a baseline that read the same data, whose widths differ, have the same counts.
+    # Baselines of different widths that read the same data share their counts.
     counted: dict[tuple, _Record] = {}
     for run, results in _finished_runs(path, files):
         if imports is not None:
@@ -110,7 +123,8 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
                     **arm_key,
                     **_run(path, run, config, results),
                 }
-        except ConfigError as error:  # then what is recorded is kept
+        except ConfigError as error:
+            # An entry that the file already has is kept below.
             problem = f'{run["size"]}, {run["corpus"]}: {error}'
             if problem not in problems:
                 problems.append(problem)
@@ -118,6 +132,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
             groups.append(group_by_run[name])
         if name in measured_by_run:
             runs.append(measured_by_run[name])
+
     has_changed = any(group not in stored_groups for group in groups)
     has_changed |= any(run not in stored_runs for run in runs)
     if has_changed:
@@ -133,7 +148,10 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
 
 
 def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
-    """Raises ConfigError for an import path that the plan, or the run's own config, names alone."""
+    """Raises ConfigError if a config of the run names an import path that is not in `imports`.
+
+    Both the config in the plan and the run's own config.json are checked.
+    """
     remedy = 'if you trust it, give --imports={}'
     require_named(run['config'], imports, path / 'plan.jsonl', remedy)
     file = path / run['directory'] / 'config.json'
@@ -143,14 +161,23 @@ def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
 
 
 def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Record]]]:
-    """The finished runs of the baseline but those of screening, each with its results.
+    """Yields each finished run of the baseline with its results, except screening runs.
 
-    Controls at the baseline's shape are no baseline; the baseline trained longer is one.
+    A run is finished if at least one of its trials is. Same-shape controls do not count as
+    baselines. The baseline that was trained longer does.
+
+    Args:
+        path: The directory of the study.
+        files: The files of the study, which may be in an archive: `files / name`.
+
+    Yields:
+        The run's line of plan.jsonl, and its lines of results.jsonl.
     """
-    baseline = records.read_json(path / 'study.json', {'baseline': str})['baseline']
+    study = records.read_json(path / 'study.json', {'baseline': str})
     results_by_run: dict[str, list[_Record]] = {}
     for result in records.read_lines(files / 'results.jsonl', {}, take=records.check_result):
         results_by_run.setdefault(result['run'], []).append(result)
+
     schema = records.ARM_KEY | {
         'run': str,
         'stage': str,
@@ -159,15 +186,17 @@ def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Re
         'directory': str,
     }
     for run in records.read_lines(files / 'plan.jsonl', schema, take=stored.check_run_directory):
+        if run['stage'] == SCREENING:
+            continue
+        if run['variant'] != study['baseline'] or run['control'] == SAME_SHAPE:
+            continue
         results = results_by_run.get(run['run'], [])
-        is_baseline = run['variant'] == baseline and run['control'] != SAME_SHAPE
-        is_finished = any(result['status'] == records.FINISHED for result in results)
-        if is_baseline and is_finished and run['stage'] != SCREENING:
+        if any(result['status'] == records.FINISHED for result in results):
             yield run, results
 
 
 def record_finished(directory: Path) -> None:
-    """Records the yardsticks of a study whose training is finished; logs what it could not."""
+    """Records the yardsticks of a finished study. Logs a warning for each that it cannot record."""
     with waiting(directory.name, 'recording yardsticks'):
         problems = record(directory)
     command = f'python -m experiments.report --study={shlex.quote(str(directory))} --yardsticks'
@@ -178,9 +207,10 @@ def record_finished(directory: Path) -> None:
 
 
 def _group(config: Config, result: Mapping[str, Any]) -> _Record:
-    """The tokens that models of this config saw, and what they have to beat.
+    """Measures the yardsticks of models with this config: what they have to beat.
 
-    `result` is of a trial of the config. ConfigError where the data on this machine are others.
+    `result` is the result of a trial with this config. Raises ConfigError if this machine has other
+    data than the trial read.
     """
     rows = _same_rows(config, result)
     measured = rows.yardsticks(config)
@@ -197,7 +227,7 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
 
 
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
-    """The rows of a config; ConfigError if they differ from those of the result."""
+    """Opens the data rows of a config. Raises ConfigError if the result was trained on others."""
     with as_recorded(*names_in(result['data'])):
         rows = rows_of(config)
     identity = records.to_jsonable(rows.identity())
@@ -211,10 +241,11 @@ def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
 
 
 def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
-    """The trials of a verdict run of the baseline, {trials, why}.
+    """Measures the losses of a baseline's verdict run from its checkpoint.
 
-    `path` is the directory of the study. Trials are None, and `why` says why, where the run has no
-    checkpoint of its results.
+    Returns {'trials': entries, 'why': None} with one entry for each finished trial. If the run has
+    no checkpoint, or its checkpoint does not have the losses of its results, it returns
+    {'trials': None, 'why': reason}. `path` is the directory of the study.
     """
     directory = path / run['directory']
     try:
@@ -228,27 +259,33 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
     rows = _same_rows(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
     loss_field = f'{PREFIXES[rows.splits[-1]]}_loss'
+    measured_trials = _trials(config, rows, state['params'])
     trials = []
-    for result, measured in zip(results, _trials(config, rows, state['params']), strict=True):
+    for result, measured in zip(results, measured_trials, strict=True):
         if result['status'] != records.FINISHED:
             continue
         loss = measured['loss']
-        logged = result[loss_field]
-        if not np.isclose(loss, logged, atol=ROUNDING):
-            why = f'its checkpoint has a loss of {loss:.4f}, its result {logged:.4f}'
+        logged_loss = result[loss_field]
+        if not np.isclose(loss, logged_loss, atol=ROUNDING):
+            why = f'its checkpoint has a loss of {loss:.4f}, its result {logged_loss:.4f}'
             return {'trials': None, 'why': why}
         trials.append({'seed': result['trial']['seed'], **measured})
     return {'trials': trials, 'why': None}
 
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
-    """Losses of each of the X stacked trials on the last split; None where not defined."""
-    own_losses = _by_position(config, rows, params)
+    """Yields the losses of each of the X stacked trials on the last split.
 
-    def losses_by_position(other: Rows) -> tuple[np.ndarray, np.ndarray]:
-        return own_losses if other is rows else _by_position(config, other, params)
+    A loss that the task does not define is None.
+    """
+    nats_XT, weights_T = _by_position(config, rows, params)
 
-    nats_XT, weights_T = own_losses
+    def losses_by_position(other_rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns nats_XT and weights_T of other rows, measured once for `rows` themselves."""
+        if other_rows is rows:
+            return nats_XT, weights_T
+        return _by_position(config, other_rows, params)
+
     loss_X = nats_XT.sum(1) / weights_T.sum()
     context_losses = rows.context_losses(losses_by_position)
     for x, loss in enumerate(loss_X):
@@ -259,9 +296,10 @@ def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
 
 
 def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
-    """The summed loss of each trial by position in the rows of the last split, and the weights.
+    """Measures X stacked trials on the rows of the last split.
 
-    [X, T] and [T]. `params` are those of X stacked trials.
+    Returns nats_XT, the weighted loss of each trial at each position, summed over rows, and
+    weights_T, the summed loss weights.
     """
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     measure = stack_program(config, 'map', mesh, _weighted_nats)
@@ -281,7 +319,7 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
 
 
 def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.Array]:
-    """Loss weight times cross-entropy of every target of one trial."""
+    """Returns the loss weight times the cross-entropy of every target, for one trial."""
 
     def nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
         return {'nats_BT': cross_entropy(logits_BTV, targets_BT)}

@@ -15,7 +15,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -30,6 +30,7 @@ from qkattn.model.sites import validate
 from qkattn.storage.files import read_whole
 from qkattn.train import sharding
 from qkattn.train.checks import check_data_if_here, check_parts
+from qkattn.train.chips import CHIPS, GB, flops_per_step, tokens_per_step
 from qkattn.train.initial_parameters import InitialParameters
 from qkattn.train.program import abstract_inputs, lower
 from qkattn.train.program_cache import without_cache
@@ -44,40 +45,6 @@ UNOPTIMIZED: dict[str, str | bool] = {
 }
 # Characters of a line of a page.
 PAGE_WIDTH = 100
-# Bytes: GPUs are sold by the GB, TPUs by the GiB.
-GB = 10**9
-GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """An accelerator."""
-
-    kind: Literal['TPU', 'GPU']
-    # Bytes of its memory.
-    hbm: int
-    # Peak rate of dense bfloat16 products, in FLOP/s.
-    flops: float
-    # How many numbers give the shape of a pod: the sides of a TPU slice (2 or 3), or the hosts and
-    # the GPUs per host.
-    sides: int = 2
-    # JAX devices per chip.
-    devices: int = 1
-
-
-# Figures from docs.cloud.google.com/tpu/docs/NAME, nvidia.com/en-us/data-center/NAME.
-CHIPS = {
-    'v4': Chip('TPU', 32 * GIB, 275e12, sides=3),
-    'v5e': Chip('TPU', 16 * GIB, 197e12),
-    'v5p': Chip('TPU', 95 * GIB, 459e12, sides=3),
-    'v6e': Chip('TPU', 32 * GIB, 918e12),
-    'tpu7x': Chip('TPU', 192 * GIB, 2307e12, sides=3, devices=2),
-    'a100': Chip('GPU', 40 * GB, 312e12),
-    'a100_80gb': Chip('GPU', 80 * GB, 312e12),
-    'h100': Chip('GPU', 80 * GB, 989e12),
-    'h200': Chip('GPU', 141 * GB, 989e12),
-    'b200': Chip('GPU', 180 * GB, 2250e12),
-}
 
 
 class Pod:
@@ -153,10 +120,7 @@ def describe(config: Config, topology: str) -> Description:
 
     mesh = sharding.make_mesh(config.mesh, devices)
     program = _compile(config, mesh)
-    num_trials = len(config.trials.trials())
-    tokens = num_trials * config.train.batch_size * config.model.context
-    # A step is a forward pass and a backward pass, which costs twice as much.
-    flops = 3 * cost.flops_per_token(config.model) * tokens / mesh.size
+    flops = flops_per_step(config) / mesh.size
     capacity = pod.chip.hbm // pod.chip.devices
     peak_flops = pod.chip.flops / pod.chip.devices
 
@@ -174,9 +138,9 @@ def describe(config: Config, topology: str) -> Description:
         compiler=compiler,
         mesh=dict(mesh.shape),
         notes=notes,
-        trials=num_trials,
+        trials=len(config.trials.trials()),
         parameters=cost.count(config.model)['total'],
-        tokens=tokens,
+        tokens=tokens_per_step(config),
         memory=program.memory,
         capacity=capacity,
         flops=flops,

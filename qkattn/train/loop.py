@@ -30,6 +30,7 @@ from qkattn.storage.sinks import Sinks
 from qkattn.train import program, results, sharding
 from qkattn.train.checkpoint import Checkpoints, recorded_tokenizers
 from qkattn.train.checks import check_parts
+from qkattn.train.chips import flops_per_step, peak_flops, tokens_per_step
 from qkattn.train.initial_parameters import InitialParameters
 from qkattn.train.program import Program
 from qkattn.train.timing import Clock, Trace, trace_directory
@@ -85,7 +86,7 @@ def train(
     agreement.on_owner(lambda: sharding.require_memory(config))
 
     def make_progress() -> Progress:
-        tokens = _tokens_per_step(config)
+        tokens = tokens_per_step(config)
         return Progress(label, config.train.num_steps, tokens_per_step=tokens, study=study)
 
     with contextlib.ExitStack() as exits:
@@ -280,7 +281,7 @@ class Run:
             self.read_files = record.get('given', {})
         self.stack = Stack(self.config, compiled, self.rows, state)
         self.step = self.stack.step
-        self.clock = Clock(record)
+        self.clock = Clock(record, self.step)
         alive_X = self.stack.alive_X
         diverged_at_X = record.get('diverged_at') or [None] * len(alive_X)
         self.diverged_at = {
@@ -362,7 +363,7 @@ class Run:
             boundary = self._boundary()
         self._log_steps(self.step, metrics)
         jax.block_until_ready(self.stack.state)
-        self.clock.pause((self.step - first_step) * _tokens_per_step(self.config))
+        self.clock.pause((self.step - first_step) * tokens_per_step(self.config))
         return boundary
 
     def _boundary(self) -> Boundary | None:
@@ -395,8 +396,26 @@ class Run:
                 record: dict[str, Any] = {'kind': 'train', 'step': last_step}
                 for name, values_CX in metrics.items():
                     record[name] = np.asarray(values_CX, np.float64).mean(0)
-                self._record(record)
+                speeds = self._speeds(last_step)
+                self._record(record | speeds)
+                self.progress.measured(speeds)
         self.progress.update(last_step, loss_CX.mean(0))
+
+    def _speeds(self, step: int) -> dict[str, float]:
+        """The SPEEDS of `qkattn.metrics` from the last record to this one, after `step` steps.
+
+        Model FLOPs utilization is that of Chowdhery et al. 2022, appendix B; it is absent on a CPU
+        and on chips whose peak rate is unknown.
+        """
+        lap = self.clock.lap(step)
+        speeds = {'tokens_per_second': lap.steps_per_second * tokens_per_step(self.config)}
+        devices = self.stack.program.mesh.devices
+        peak = peak_flops(devices.flat[0].device_kind)
+        if peak is not None:
+            flops_per_second = lap.steps_per_second * flops_per_step(self.config)
+            speeds['mfu'] = flops_per_second / (peak * devices.size)
+        speeds['input_wait_fraction'] = lap.input_wait_fraction
+        return speeds
 
     def _validate(self) -> bool:
         """Evaluates and logs the validation split; returns False if it was stopped by a request."""
@@ -516,12 +535,6 @@ class Run:
         """
         if agreement.any_process(is_lost):
             raise Lost(f'{self.path} was taken over {when}')
-
-
-def _tokens_per_step(config: Config) -> int:
-    """Returns the number of tokens of one step, summed over trials."""
-    num_trials = len(config.trials.trials())
-    return num_trials * config.train.batch_size * config.model.context
 
 
 def _open_rows(config: Config, path: Path, progress: Progress) -> Rows:

@@ -137,6 +137,18 @@ def cosine(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
     return optax.cosine_decay_schedule(1.0, decay_steps, config.final_fraction)
 
 
+def wsd(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
+    """Warm-up, stable, decay (Hu et al. 2024): 1, then from 1 to final_fraction on a line.
+
+    The line spans the last optimizer.decay_fraction of all steps, warm-up included. Hu et al. decay
+    exponentially; a line goes to final_fraction, which may be 0.
+    """
+    num_steps = config.warmup_steps + decay_steps
+    line_steps = config.wsd_decay_steps(num_steps)
+    stable_steps = decay_steps - line_steps
+    return optax.linear_schedule(1.0, config.final_fraction, line_steps, stable_steps)
+
+
 def constant(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
     """1 at every step."""
     return optax.constant_schedule(1.0)
@@ -156,6 +168,7 @@ def inverse_sqrt(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
 SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
     'linear': linear,
     'cosine': cosine,
+    'wsd': wsd,
     'constant': constant,
     'inverse_sqrt': inverse_sqrt,
 }

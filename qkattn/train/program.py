@@ -195,7 +195,7 @@ def lower(
 
     Raises ConfigError if model.kernel cannot compute the attention of the model.
     """
-    check_kernel(config.model, mesh)
+    check_kernel(config, mesh)
     state_shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, P())
     steps = jax.jit(

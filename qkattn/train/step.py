@@ -6,6 +6,7 @@ not finite. A stack is {'step': scalar, 'trials': states of trials with a leadin
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,30 +63,51 @@ def on_targets(
     return jax.tree.map(joined, values)
 
 
-def loss_sum(config: Config, params: dict, batch: dict, key: jax.Array | None = None) -> jax.Array:
-    """Sum over the batch of loss weight times loss, in nats.
+def objective(
+    config: Config, params: dict, batch: dict, key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """What a step minimizes, and the loss in it: sums over the batch by loss weight, in nats.
 
-    With train.label_smoothing = e: (1 - e) cross-entropy + e times its mean over all V tokens.
+    With train.label_smoothing = e, the loss is (1 - e) cross-entropy + e times its mean over all V
+    tokens. With train.z_loss = c, a step minimizes loss + c (log Z)^2, where Z is the sum of
+    exp(logits), the normalizer of the predicted distribution (Chowdhery et al. 2022, section 5).
     """
     epsilon = config.train.label_smoothing
+    z_loss = config.train.z_loss
 
-    def loss(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
+    def losses(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
         nats_BT = cross_entropy(logits_BTV, targets_BT)
         if epsilon:
             uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
             nats_BT = (1 - epsilon) * nats_BT + epsilon * uniform_BT
-        return {'nats_BT': nats_BT}
+        if not z_loss:
+            return {'nats_BT': nats_BT}
+        log_z_BT = jax.nn.logsumexp(logits_BTV, -1)
+        return {'nats_BT': nats_BT, 'penalty_BT': z_loss * log_z_BT**2}
 
-    nats_BT = on_targets(config, params, batch, loss, key)['nats_BT']
-    return jnp.sum(nats_BT * batch['loss_weights_BT'])
+    measured = on_targets(config, params, batch, losses, key)
+    weights_BT = batch['loss_weights_BT']
+    loss = jnp.sum(measured['nats_BT'] * weights_BT)
+    if not z_loss:
+        return loss, loss
+    penalty = jnp.sum(measured['penalty_BT'] * weights_BT)
+    return loss + penalty, loss
 
 
 def gradients(
     config: Config, params: dict, batch: dict, key: jax.Array | None = None
 ) -> tuple[jax.Array, dict]:
-    """Mean loss per token and its gradient; microbatches (leading axis) count by tokens."""
+    """Mean loss per token and the gradient of the mean `objective`.
+
+    Microbatches, the leading axis of the batch, count by their tokens.
+    """
     count = batch['loss_weights_BT'].shape[0]
-    grad = jax.value_and_grad(functools.partial(loss_sum, config))
+    value_and_grad = jax.value_and_grad(functools.partial(objective, config), has_aux=True)
+
+    def grad(*inputs: Any) -> tuple[jax.Array, dict]:
+        (_, loss), grads = value_and_grad(*inputs)
+        return loss, grads
+
     if count == 1:
         total = grad(params, jax.tree.map(lambda a: a[0], batch), key)
     else:
@@ -106,8 +128,9 @@ def train_trial(
 ) -> tuple[dict, dict]:
     """One step of one trial, after `step` steps: its next state, and metrics.
 
-    `hyper`: scalars seed, learning_rate (peak), weight_decay; `batch`: [microbatches, ...]. Where
-    the loss (nats per token, smoothed) or gradient is not finite, only `alive` changes, to False.
+    `hyper`: scalars seed, learning_rate (peak), weight_decay; `batch`: [microbatches, ...]. The
+    loss is in nats per token, smoothed, without z-loss. Where it or the gradient is not finite,
+    only `alive` changes, to False.
     """
     key = None
     if config.model.drops:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -24,22 +24,37 @@ TRACED = 3
 log = logging.getLogger(__name__)
 
 
+class Lap(NamedTuple):
+    """How training went between two readings of a clock; pauses do not count."""
+
+    steps_per_second: float
+    # Fraction of the time that was a wait for batches.
+    input_wait_fraction: float
+
+
 class Clock:
     """Counts the seconds of training and their PARTS over all starts of a run.
 
     It also measures the tokens per second of this start.
     """
 
-    def __init__(self, record: Mapping[str, Any]):
-        """Continues from the seconds in the `record` of a checkpoint, or from 0 without them."""
+    def __init__(self, record: Mapping[str, Any], step: int = 0):
+        """Continues from the seconds in the `record` of a checkpoint after `step` steps.
+
+        Seconds that the record lacks are 0.
+        """
         names = ('train_seconds', *PARTS)
         self.seconds: dict[str, float] = {name: record.get(name, 0.0) for name in names}
         self.tokens_per_second: float | None = None
         self._seconds_of_earlier_starts = self.seconds['train_seconds']
-        # When training began, or continued after a pause.
-        self._start_time = 0.0
+        # When training began, or continued after a pause; None in a pause.
+        self._start_time: float | None = None
         # Tokens that were trained in this start.
         self._tokens = 0
+        # At the last reading: steps, seconds of training, and seconds of waits for batches.
+        self._lap_step = step
+        self._lap_train_seconds = self.seconds['train_seconds']
+        self._lap_input_seconds = self.seconds['input_seconds']
 
     def start(self) -> None:
         """Starts the clock, when training begins or continues after a pause."""
@@ -47,10 +62,31 @@ class Clock:
 
     def pause(self, tokens: int) -> None:
         """Stops the clock; `tokens` is the number of tokens trained since `start`."""
-        self.seconds['train_seconds'] += time.perf_counter() - self._start_time
+        self.seconds['train_seconds'] = self._train_seconds()
+        self._start_time = None
         self._tokens += tokens
         seconds_of_start = self.seconds['train_seconds'] - self._seconds_of_earlier_starts
         self.tokens_per_second = self._tokens / seconds_of_start
+
+    def lap(self, step: int) -> Lap:
+        """The speed since the last call, or since the start; `step` steps are done."""
+        train_seconds = self._train_seconds()
+        input_seconds = self.seconds['input_seconds']
+        elapsed = train_seconds - self._lap_train_seconds
+        lap = Lap(
+            steps_per_second=(step - self._lap_step) / elapsed,
+            input_wait_fraction=(input_seconds - self._lap_input_seconds) / elapsed,
+        )
+        self._lap_step = step
+        self._lap_train_seconds = train_seconds
+        self._lap_input_seconds = input_seconds
+        return lap
+
+    def _train_seconds(self) -> float:
+        """Seconds of training, over all starts, those of the training in progress included."""
+        if self._start_time is None:
+            return self.seconds['train_seconds']
+        return self.seconds['train_seconds'] + (time.perf_counter() - self._start_time)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -174,7 +174,7 @@ class Stack:
 
 
 def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
-    """`metrics.row_sums` of one trial [B, ...], without dropout or label smoothing."""
+    """`metrics.row_sums` of one trial [B, ...], without dropout, smoothing, z-loss."""
     evaluated = metrics.named(config.train.metrics)
     numbers = on_targets(config, params, batch, functools.partial(per_target, evaluated))
     return metrics.row_sums(numbers, batch['loss_weights_BT'])

@@ -18,16 +18,16 @@ VALIDATION = 'val'
 
 
 class RemarkCode(enum.Enum):
-    """A hygiene finding: a rule of the protocol that results break, or what a report mentions."""
+    """A hygiene finding: results break a rule of the protocol, or a report mentions something."""
 
-    # Of the study: its seeds, its evaluation, the software of its runs, its ledger.
+    # About the study: its seeds, its evaluation, the software of its runs, its ledger.
     LEARNING_RATE_NOT_TUNED = enum.auto()
     SHARED_SEEDS = enum.auto()
     EVALUATION = enum.auto()
     SOFTWARE_DIFFERS = enum.auto()
     UNCOMMITTED_CHANGES = enum.auto()
     OTHER_DECLARATION = enum.auto()
-    # Of an arm: its training, its matching, its seeds and settings.
+    # About an arm: its training, its matching, its seeds and settings.
     NOT_ANNEALED = enum.auto()
     MISSING_RESULTS = enum.auto()
     OVER_TOLERANCE = enum.auto()
@@ -37,12 +37,12 @@ class RemarkCode(enum.Enum):
     NOT_BRACKETED = enum.auto()
     UNBOUNDED_OPTIMUM = enum.auto()
     SCREENING_INCOMPLETE = enum.auto()
-    # Of an arm: its splits, when it was declared, and whether a look has seen another run.
+    # About an arm: its splits, when it was declared, and whether an earlier look saw another run.
     NO_TEST = enum.auto()
     FEW_DOCUMENTS = enum.auto()
     POST_HOC = enum.auto()
     ALTERED = enum.auto()
-    # Of a baseline, or of the study: whether its models are trained enough to compare.
+    # About a baseline or the study: whether its models are trained enough to compare.
     NO_YARDSTICK = enum.auto()
     BELOW_YARDSTICK = enum.auto()
     LITTLE_CONTEXT = enum.auto()
@@ -50,12 +50,12 @@ class RemarkCode(enum.Enum):
     SOURCES_UNUSED = enum.auto()
     BIMODAL_SEEDS = enum.auto()
     OUTDATED_YARDSTICK = enum.auto()
-    # Of any other arm: these mark it, and withhold nothing.
+    # About any other arm. These withhold nothing.
     ARM_BELOW_YARDSTICK = enum.auto()
     ARM_LOW_BLEU = enum.auto()
 
 
-# Of an arm whose models have learned less than what a baseline has to beat.
+# An arm with one of these does not beat what its baseline has to beat.
 SHORT_ARM = (RemarkCode.ARM_BELOW_YARDSTICK, RemarkCode.ARM_LOW_BLEU)
 
 
@@ -76,19 +76,19 @@ class ReasonCode(enum.Enum):
     NO_BASELINE_TRIALS = enum.auto()
     BASELINE_BLOCKED = enum.auto()
     NO_DOCUMENTS = enum.auto()
-    # What the tests give without seeds that lie apart; both have to agree.
+    # Some seeds are outliers. The tests have to agree with and without them.
     SEEDS_APART = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A hygiene finding about an arm, or about the study where `arm` is None."""
+    """A hygiene finding about an arm, or about the study if `arm` is None."""
 
     code: RemarkCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    blocks: bool = False  # withholds the verdict of the arm, or of every arm where `arm` is None
+    blocks: bool = False  # withholds the verdict of the arm, or every verdict if `arm` is None
     arm: ArmKey | None = None
-    every_arm: bool = False  # whether it holds for each arm by itself
+    every_arm: bool = False  # stands for the same remark about each arm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +103,15 @@ class Reason:
 class Comparison:
     """Losses of an arm minus those of another, nats/token; below zero is better."""
 
-    split: str  # of `differences`: TEST, or VALIDATION where a trial has no test loss
+    split: str  # the split of `differences`: TEST, or VALIDATION if a trial has no test loss
     differences: Mapping[int, float]  # by seed, ascending
-    difference: Difference  # their mean, tested
+    difference: Difference  # the mean of `differences`, with its tests
     validation: float  # the mean difference on the validation split
-    correlation: float | None  # Pearson's, over seeds, of the losses of both; None without spread
-    num_documents: int | None  # behind the evaluation error; None without losses by document
-    # The seeds of earlier studies among `differences`, by the name of the study.
+    # Pearson's correlation over seeds of the losses of both arms; None if an arm has no spread.
+    correlation: float | None
+    # How many documents the evaluation error is over; None without losses by document.
+    num_documents: int | None
+    # How many seeds in `differences` are from each earlier study, by its name.
     pooled: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -117,7 +119,7 @@ class Comparison:
 class Verdict(Judgement):
     """A decision on an arm against its baseline: the same size, corpus and length of training."""
 
-    # The outcome of the tests, or what is missing and the remarks that block it.
+    # The outcome of the tests. Without a verdict: what is missing and the remarks that block it.
     reasons: tuple[Reason | Remark, ...] = ()
     num_comparisons: int = 0  # the size of the family that the p values are corrected for
     look: int = 1  # how many studies have asked the question, this one included

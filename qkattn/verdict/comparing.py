@@ -14,28 +14,31 @@ from qkattn.verdict.trained_arm import TrainedArm
 
 
 def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | None:
-    """Compares the chosen trials of two arms, seed by seed; None if they share no seed.
+    """Compares the chosen trials of two arms, seed by seed. Returns None if they share no seed.
 
-    Earlier studies of the chain that compare both arms are pooled with their study: one sample of
-    differences, stratified by study. All of them evaluate the same documents.
+    If earlier studies of the chain compare both arms on the same documents, their seeds are pooled
+    with those of this study. The differences form one sample, stratified by study.
 
-    The interval includes two more errors. That over documents is of the mean difference over all
-    seeds; where losses over the same documents are missing, it is not known, and there is no
-    interval and no test. The error of tuning bounds by how much the settings of an arm may miss
-    their optimum: the true difference may be lower by the bound of the arm and higher by that of
-    the other one. Of several studies it is the mean of their bounds, weighted by their seeds.
+    Besides the spread over seeds, the interval includes two errors:
+
+    - The error over documents of the mean difference over all seeds. If losses over the same
+      documents are missing, it is not known, and there is no interval and no test.
+    - The error of tuning: a bound on how far the settings of an arm miss their optimum. The true
+      difference may be lower by the bound of `arm` and higher by the bound of `other`. For several
+      studies it is the mean of their bounds, weighted by their numbers of seeds.
     """
     split = TEST if arm.split == other.split == TEST else VALIDATION
-    own = _sample(arm, other, split)
-    if not own.seeds:
+    own_sample = _sample(arm, other, split)
+    if not own_sample.seeds:
         return None
-    samples = [own]
+    samples = [own_sample]
     seeds_by_study: dict[str, int] = {}
     for study, (earlier_arm, earlier_other) in _earlier_pairs(arm, other).items():
         sample = _sample(earlier_arm, earlier_other, split)
-        if sample.can_be_pooled_with(own):
+        if sample.can_be_pooled_with(own_sample):
             samples.append(sample)
             seeds_by_study[study] = len(sample.seeds)
+
     seeds: list[int] = []
     differences: list[float] = []
     strata: list[int] = []
@@ -52,27 +55,39 @@ def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | N
         tuning=(arm_tuning / len(seeds), other_tuning / len(seeds)),
         strata=strata,
     )
+
+    difference_by_seed = dict(sorted(zip(seeds, differences, strict=True)))
+    validation_S = np.concatenate([sample.validation_S for sample in samples])
+    num_documents = None
+    if own_sample.documents:
+        num_documents = len(own_sample.documents[0].names)
     return Comparison(
         split,
-        dict(sorted(zip(seeds, differences, strict=True))),
+        difference_by_seed,
         difference,
-        validation=float(np.mean(np.concatenate([sample.validation_S for sample in samples]))),
+        validation=float(np.mean(validation_S)),
         correlation=_correlation(samples),
-        num_documents=len(own.documents[0].names) if own.documents else None,
+        num_documents=num_documents,
         pooled=seeds_by_study,
     )
 
 
 def num_diverged(arm: TrainedArm, other: TrainedArm) -> tuple[int, int]:
-    """How many trials of each of two arms diverged, in all studies that compare them."""
+    """Returns how many trials of each of two arms diverged, over all studies that compare them."""
     pairs = [(arm, other), *_earlier_pairs(arm, other).values()]
-    of_arm = sum(one.num_diverged for one, _ in pairs)
-    of_other = sum(two.num_diverged for _, two in pairs)
-    return of_arm, of_other
+    arm_diverged = 0
+    other_diverged = 0
+    for arm_in_study, other_in_study in pairs:
+        arm_diverged += arm_in_study.num_diverged
+        other_diverged += other_in_study.num_diverged
+    return arm_diverged, other_diverged
 
 
 def _earlier_pairs(arm: TrainedArm, other: TrainedArm) -> dict[str, tuple[TrainedArm, TrainedArm]]:
-    """Both arms in each earlier study that has them on the same splits, by its name, ascending."""
+    """Returns both arms in each earlier study that evaluates them on the same splits.
+
+    The keys are the names of the studies, ascending.
+    """
     pairs = {}
     for study in sorted(arm.earlier.keys() & other.earlier.keys()):
         earlier_arm = arm.earlier[study]
@@ -87,22 +102,27 @@ class _Sample:
     """Two arms of one study at the S seeds that both have; losses in nats/token."""
 
     seeds: list[int]
-    arm_S: np.ndarray
-    other_S: np.ndarray
+    arm_S: np.ndarray  # losses of the first arm
+    other_S: np.ndarray  # losses of the second arm
     validation_S: np.ndarray  # differences on the validation split
-    arm_tuning: float  # by how much the settings of each may miss their optimum
-    other_tuning: float
-    # By trial, those of the arm before those of the other one; empty where some are missing.
+    arm_tuning: float  # how far the settings of the first arm may miss their optimum
+    other_tuning: float  # how far the settings of the second arm may miss their optimum
+    # The losses by document: of each trial of the first arm, then of each trial of the second one.
+    # Empty if some are missing.
     documents: list[Documents]
 
     def can_be_pooled_with(self, own: '_Sample') -> bool:
-        """Whether it has seeds that were evaluated on the documents of `own`."""
-        if not self.seeds or bool(self.documents) != bool(own.documents):
+        """Returns whether the sample has seeds and was evaluated on the same documents as `own`."""
+        if not self.seeds:
             return False
-        return not own.documents or self.documents[0].has_targets_of(own.documents[0])
+        if not self.documents or not own.documents:
+            # Two samples without documents may be pooled, one with and one without may not.
+            return not self.documents and not own.documents
+        return self.documents[0].has_targets_of(own.documents[0])
 
 
 def _sample(arm: TrainedArm, other: TrainedArm, split: str) -> _Sample:
+    """Collects the losses of two arms of one study at the seeds that both finished."""
     arm_trials = arm.by_seed
     other_trials = other.by_seed
     seeds = [seed for seed in arm_trials if seed in other_trials]
@@ -114,20 +134,20 @@ def _sample(arm: TrainedArm, other: TrainedArm, split: str) -> _Sample:
     trials = [arm_trials[seed] for seed in seeds] + [other_trials[seed] for seed in seeds]
     return _Sample(
         seeds,
-        losses_S(arm, split),
-        losses_S(other, split),
-        losses_S(arm, VALIDATION) - losses_S(other, VALIDATION),
-        _tuning_error(arm),
-        _tuning_error(other),
-        _documents(trials, split),
+        arm_S=losses_S(arm, split),
+        other_S=losses_S(other, split),
+        validation_S=losses_S(arm, VALIDATION) - losses_S(other, VALIDATION),
+        arm_tuning=_tuning_error(arm),
+        other_tuning=_tuning_error(other),
+        documents=_documents(trials, split),
     )
 
 
 def _documents(trials: Sequence[Trial], split: str) -> list[Documents]:
-    """The losses by document of each trial.
+    """Returns the losses by document of each trial.
 
-    Empty where a trial has none, where trials have other targets, and of a single document, whose
-    difference has no error over documents.
+    Returns [] if a trial has none, if trials were evaluated on different targets, or if there is
+    only one document, which gives no error over documents.
     """
     documents = []
     for trial in trials:
@@ -142,25 +162,36 @@ def _documents(trials: Sequence[Trial], split: str) -> list[Documents]:
 
 
 def _tuning_error(arm: TrainedArm) -> float:
-    """Bound of the error of tuning in nats, summed over knobs; a knob without a bound adds 0."""
+    """Returns the bound of the error of tuning in nats, summed over the tuned settings.
+
+    A setting whose optimum has no bound adds 0.
+    """
     return math.fsum(sweep.at_worst or 0.0 for sweep in arm.sweeps.values())
 
 
 def _evaluation_error(samples: Sequence[_Sample]) -> tuple[float, float] | None:
-    """Standard error over documents with its degrees of freedom; None if it is not known."""
-    first = samples[0].documents
-    if not first:
+    """Returns the standard error over documents with its degrees of freedom.
+
+    Returns None if there are no losses by document.
+    """
+    first_documents = samples[0].documents
+    if not first_documents:
         return None
-    differences = []  # in nats by document, [seeds, documents] of each study
+    differences = []  # one array for each study: nats by seed and document
     for sample in samples:
         nats_XC = np.array([trial.nats_C for trial in sample.documents])
         num_seeds = len(sample.seeds)
-        differences.append(nats_XC[:num_seeds] - nats_XC[num_seeds:])
-    return inference.evaluation_error(np.concatenate(differences), first[0].tokens_C)
+        arm_nats_SC = nats_XC[:num_seeds]
+        other_nats_SC = nats_XC[num_seeds:]
+        differences.append(arm_nats_SC - other_nats_SC)
+    return inference.evaluation_error(np.concatenate(differences), first_documents[0].tokens_C)
 
 
 def _correlation(samples: Sequence[_Sample]) -> float | None:
-    """Pearson's of the losses of two arms over seeds, within each study; None without spread."""
+    """Returns Pearson's correlation over seeds of the losses of two arms, within each study.
+
+    Returns None for fewer than 3 seeds, or if the losses of an arm are all equal.
+    """
     arm_S = np.concatenate([sample.arm_S - sample.arm_S.mean() for sample in samples])
     other_S = np.concatenate([sample.other_S - sample.other_S.mean() for sample in samples])
     if len(arm_S) < inference.MIN_PAIRS or np.ptp(arm_S) == 0 or np.ptp(other_S) == 0:

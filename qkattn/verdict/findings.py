@@ -18,7 +18,8 @@ class Scaling:
     variant: str
     corpus: str
     law: scaling.Law | scaling.Problem
-    # Baseline parameters that one of the variant is worth; None for the baseline or without one.
+    # How many baseline parameters one parameter of the variant is worth. None for the baseline, and
+    # if the baseline has no results.
     worth: scaling.Interval | scaling.Problem | None
 
 
@@ -31,8 +32,8 @@ class Findings:
     arms: tuple[TrainedArm, ...]
     controls: tuple[TrainedArm, ...]  # the others, in the same order, without a verdict
     remarks: tuple[Remark, ...]  # all hygiene findings, the blocking ones first
-    # One fit per variant and corpus over the arms that `scales`; empty for fewer than two sizes and
-    # if a remark blocks every arm.
+    # One fit for each variant and corpus, over the arms that a fit may use (`TrainedArm.scales`).
+    # Empty for fewer than two sizes, and if a remark blocks every arm.
     scaling: tuple[Scaling, ...] = ()
     num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
     positive: tuple[PositiveControl, ...] = ()  # decided as a family of their own
@@ -70,6 +71,6 @@ class Findings:
 
     @property
     def split(self) -> str:
-        """The split of the differences: TEST, or VALIDATION where trials have no test loss."""
+        """The split of the differences: TEST, or VALIDATION if trials have no test loss."""
         splits = {arm.comparison.split for arm in self.arms if arm.comparison}
         return VALIDATION if VALIDATION in splits else TEST

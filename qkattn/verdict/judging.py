@@ -1,7 +1,8 @@
-"""Decides on families of comparisons, on the test split; validation has to agree.
+"""Decides on families of comparisons.
 
-A family is a set of comparisons that are corrected together: the primary arms, the positive
-controls, and pairs of arms that a claim compares.
+A family is a set of comparisons whose p values are corrected together: the primary arms, the
+positive controls, or the pairs of arms that a claim compares. The test split decides, and the
+validation split has to agree.
 """
 
 import dataclasses
@@ -45,9 +46,10 @@ class PositiveControl:
 
 
 def family_size(study: TrainedStudy) -> int:
-    """How many primary arms are, or ever were, declared for comparison with a baseline.
+    """Counts the primary arms that the study compares, or ever declared, with a baseline.
 
-    In any study of the chain: which arms a repeat has may depend on what earlier ones found.
+    The primary arms of earlier studies in its chain count too, because their results may have
+    decided which arms the study has.
     """
     questions = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}
     for earlier in study.earlier:
@@ -58,7 +60,7 @@ def family_size(study: TrainedStudy) -> int:
 def primary(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> dict[ArmKey, Verdict]:
-    """The verdicts of the primary arms, against their baselines."""
+    """Returns the verdict on each primary arm against its baseline."""
     cases = [
         (arm, baseline)
         for arm, baseline in with_baselines(arms)
@@ -71,29 +73,34 @@ def primary(
 def positive(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
-    """The verdict of every arm with an expected effect, in the family of all declared ones.
+    """Returns the verdict on each positive control: an arm with an expected effect.
 
-    Those of earlier studies of the chain belong to the family, too, at each size and corpus.
+    The family contains all positive controls that the study declares. It also contains those of
+    earlier studies of the chain, each at every size and on every corpus.
     """
     cases_by_key = {arm.key: (arm, baseline) for arm, baseline in with_baselines(arms)}
-    size = 0
-    effects: list[Expected] = []  # of each case
+    num_comparisons = 0
+    expected_of_case: list[Expected] = []
     cases: list[Case] = []
     for text in study.expected:
         expected = parse_expected(text)
         for key in expected_arms(study.arms, expected):
-            size += 1
+            num_comparisons += 1
             if key in cases_by_key:
-                effects.append(expected)
+                expected_of_case.append(expected)
                 cases.append(cases_by_key[key])
-    of_earlier = {text for earlier in study.earlier for text in earlier.expected}
-    others = of_earlier - set(study.expected)
-    size += len(others) * len(study.sizes) * len(study.corpora)
-    verdicts = judge(study, cases, blocks, size)
-    return tuple(
-        PositiveControl(expected, arm, verdict)
-        for expected, (arm, _), verdict in zip(effects, cases, verdicts, strict=True)
-    )
+
+    expected_earlier: set[str] = set()
+    for earlier in study.earlier:
+        expected_earlier.update(earlier.expected)
+    only_earlier = expected_earlier.difference(study.expected)
+    num_comparisons += len(only_earlier) * len(study.sizes) * len(study.corpora)
+
+    verdicts = judge(study, cases, blocks, num_comparisons)
+    controls = []
+    for expected, (arm, _), verdict in zip(expected_of_case, cases, verdicts, strict=True):
+        controls.append(PositiveControl(expected, arm, verdict))
+    return tuple(controls)
 
 
 def pair(
@@ -103,7 +110,7 @@ def pair(
     blocks: Sequence[Remark],
     num_comparisons: int,
 ) -> Verdict:
-    """The verdict of one arm against another, one of `num_comparisons` of a family."""
+    """Returns the verdict on one arm against another, in a family of `num_comparisons`."""
     if not study.tuned:
         return Verdict(Decision.NO_VERDICT)
     return judge(study, [(arm, other)], blocks, num_comparisons)[0]
@@ -112,100 +119,123 @@ def pair(
 def judge(
     study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], num_comparisons: int
 ) -> list[Verdict]:
-    """The verdict of every case, corrected for `num_comparisons`; `blocks` withhold all.
+    """Returns the verdict of every case, an arm with its baseline, in one family.
 
-    A case is tested once the arm and its baseline have results of all their seeds. The finished
-    study has `num_comparisons`, which may be more than the cases that have results.
+    A case is tested once its arm and its baseline have results of all their seeds.
+
+    Args:
+        study: The study of the arms.
+        cases: The arms with their baselines.
+        blocks: The remarks that withhold every verdict.
+        num_comparisons: The number of comparisons in the finished study, for which p values are
+            corrected. It may be larger than the number of cases.
     """
     family = Family(num_comparisons)
-    # By the place of a case among `cases`.
+    # The index of a case identifies it in the family.
     withheld: dict[int, tuple[Reason | Remark, ...]] = {}
     comparisons: dict[int, Comparison | None] = {}
-    for number, (arm, baseline) in enumerate(cases):
+    for index, (arm, baseline) in enumerate(cases):
         lacking = _lacking(study, arm, baseline, blocks)
         if baseline is None or lacking:
-            withheld[number] = lacking
+            withheld[index] = lacking
             continue
         comparison = compare(arm, baseline, study.margin)
-        comparisons[number] = comparison
+        comparisons[index] = comparison
         difference = comparison.difference if comparison else None
         look = study.look(arm.key, baseline.key)
-        family.add(number, difference, num_diverged(arm, baseline), look)
+        family.add(index, difference, num_diverged(arm, baseline), look)
+
     judgements = family.judge()
     verdicts = []
-    for number in range(len(cases)):
-        if number in withheld:
-            verdicts.append(Verdict(Decision.NO_VERDICT, reasons=withheld[number]))
+    for index in range(len(cases)):
+        if index in withheld:
+            verdicts.append(Verdict(Decision.NO_VERDICT, reasons=withheld[index]))
         else:
-            verdicts.append(_verdict(family, number, judgements[number], comparisons[number]))
+            verdicts.append(_verdict(family, index, judgements[index], comparisons[index]))
     return verdicts
 
 
 def _verdict(
-    family: Family, number: int, judgement: Judgement, comparison: Comparison | None
+    family: Family, index: int, judgement: Judgement, comparison: Comparison | None
 ) -> Verdict:
-    """The verdict from the tests of a case, if it has losses by document and its splits agree."""
+    """Turns the judgement of a case into a verdict.
+
+    There is no verdict if losses by document are missing. If the validation split disagrees with
+    the test split, the verdict is undecided. `index` identifies the case in the family.
+    """
     decided = judgement.decision
-    reasons = list(_outcome(comparison, judgement, *family.diverged[number]))
+    arm_diverged, baseline_diverged = family.diverged[index]
+    reasons = list(_outcome(comparison, judgement, arm_diverged, baseline_diverged))
     if comparison and comparison.num_documents is None:
         reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
         decided = Decision.NO_VERDICT
     elif comparison and not _splits_agree(comparison, decided):
-        means = {'test': comparison.difference.mean, 'validation': comparison.validation}
-        reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, {'decision': decided} | means))
+        data = {
+            'decision': decided,
+            'test': comparison.difference.mean,
+            'validation': comparison.validation,
+        }
+        reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, data))
         decided = Decision.UNDECIDED
     return Verdict(
         decided,
-        judgement.p_holm,
-        judgement.p_margin_holm,
-        judgement.p_equivalence_holm,
-        judgement.detectable,
+        p_holm=judgement.p_holm,
+        p_margin_holm=judgement.p_margin_holm,
+        p_equivalence_holm=judgement.p_equivalence_holm,
+        detectable=judgement.detectable,
         reasons=tuple(reasons),
         num_comparisons=family.size,
-        look=family.looks[number],
+        look=family.looks[index],
     )
 
 
 def _lacking(
     study: TrainedStudy, arm: TrainedArm, baseline: TrainedArm | None, blocks: Sequence[Remark]
 ) -> tuple[Reason | Remark, ...]:
-    """Remarks that block the arm or its baseline, and the results that the verdict lacks."""
+    """Returns why an arm has no verdict: blocking remarks and missing results. () if it has one."""
     lacking: list[Reason | Remark] = [*blocks, *arm.blocks]
     if not arm.verdict_trials:
         lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
+
     if baseline is None or not baseline.verdict_trials:
         lacking.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
     elif baseline.blocks:
         data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
         lacking.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
-    elif not lacking and not (_has_every_seed(study, arm) and _has_every_seed(study, baseline)):
-        lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
+    elif not lacking:
+        has_every_seed = _has_every_seed(study, arm) and _has_every_seed(study, baseline)
+        if not has_every_seed:
+            lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
     return tuple(lacking)
 
 
 def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
-    """Whether an arm has results of all declared seeds of its verdict, diverged ones included."""
+    """Returns whether an arm has results of all verdict seeds. Diverged trials count as results."""
     seeds = {trial.seed for trial in arm.verdict_trials}
     return seeds.issuperset(study.verdict_seeds(arm.key))
 
 
 def _splits_agree(comparison: Comparison, decision_on_test: Decision) -> bool:
-    """Whether the validation split agrees: on the same side, or within the margin."""
+    """Returns whether the validation split agrees with the decision on the test split.
+
+    The validation difference has to be within the margin if the arms are equivalent, and on the
+    same side if one is better.
+    """
     if decision_on_test is Decision.EQUIVALENT:
         return abs(comparison.validation) < comparison.difference.margin
     if decision_on_test in BELOW_ZERO:
         return comparison.validation < 0
     if decision_on_test in ABOVE_ZERO:
         return comparison.validation > 0
-    return True  # nothing is decided
+    return True  # without a decision, there is nothing to disagree with
 
 
 def _outcome(
     comparison: Comparison | None, judgement: Judgement, arm_diverged: int, baseline_diverged: int
 ) -> Iterator[Reason]:
-    """The reasons of a verdict from the tests alone.
+    """Yields the reasons for a verdict that follow from the tests alone.
 
-    `arm_diverged` and `baseline_diverged` are numbers of trials.
+    `arm_diverged` and `baseline_diverged` are the numbers of diverged trials.
     """
     data: dict[str, Any]
     if arm_diverged or baseline_diverged:
@@ -228,7 +258,8 @@ def _outcome(
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
     elif judgement.decision in DECIDED:
         yield Reason(ReasonCode.DIFFERENT, {'p': p})
-        is_beyond = judgement.decision is side  # else it is that side, below the margin
+        # The decision is the side itself, or the side below the margin.
+        is_beyond = judgement.decision is side
         code = ReasonCode.BEYOND_MARGIN if is_beyond else ReasonCode.NOT_BEYOND_MARGIN
         yield Reason(code, {'margin': margin, 'p': p_margin})
     elif p <= decision.ALPHA:

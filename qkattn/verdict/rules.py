@@ -1,7 +1,9 @@
-"""The rules that a verdict depends on, applied to results: functions that give remarks.
+"""The rules that a verdict depends on.
 
-Results are validation and test measurements only; training losses are not read. Three rules of
-`qkattn.study.arms`, which refuse a study before it starts, hold for results, too.
+Each rule is a function that checks the results of a study and yields a remark for each violation. A
+blocking remark withholds verdicts. Rules read measurements on the validation and test splits; they
+do not read training losses. Three of them repeat checks that `qkattn.study.arms` makes before a
+study starts.
 """
 
 import dataclasses
@@ -19,31 +21,39 @@ from qkattn.study.arm_key import SAME_SHAPE, ArmKey
 from qkattn.study.chain import HARMLESS
 from qkattn.study.tuning import KNOBS, MODEL_KNOBS, SCREENING, SINGLE, VERDICT, screening_seeds
 from qkattn.verdict.codes import TEST, Remark, RemarkCode
+from qkattn.verdict.runs import Trial
 from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 from qkattn.verdict.trained_study import TrainedStudy, Yardstick
 
-# Nats/token that a language model gains between position 4 and the last half of its context.
+# A baseline language model has to lose at least this many nats/token less over the last half of its
+# context than at position 4.
 MIN_GAIN = 0.1
-# BLEU that a translator gains over IBM model 1.
+# A baseline translator has to have at least this much more BLEU than IBM model 1.
 MIN_BLEU_GAIN = 10.0
-# Nats/token that a translation loses with the sources of other pairs.
+# The loss of a baseline translator has to rise by at least this many nats/token if its sources are
+# exchanged for those of other pairs.
 MIN_SOURCES = 0.5
-# How many times the median sd of the other arms of its group an arm's losses may spread over seeds.
+# The sd of an arm's losses over seeds may be at most this many times the median sd of the other
+# arms in its group.
 MAX_SPREAD = 3.0
-# What an entry of the ledger accepts that would otherwise withhold every verdict.
+# An entry of the ledger may accept these two findings; otherwise they withhold every verdict.
 UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
-# The factors of every study, and the shapes that matching solves for.
+# Arms may differ in these model fields: the circuits, and the dimensions that matching solves for.
 _FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
-# Trials are paired by seed whatever the other seeds are.
+# Arms may differ in these settings, as they do not affect the comparison. Trials are paired by
+# seed, so further seeds do no harm.
 _HARMLESS = (*HARMLESS, 'trials.seeds')
-# Results that arms share, beside settings and data: how much they were evaluated on.
+# Arms have to share these results: how much they were evaluated on.
 _MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens')
-# Facts about the software and the machine of a run, beside versions and imported modules.
+# Facts about the software and the machine of a run. Versions and imported modules are further ones.
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
 def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]:
-    """The remarks of all rules, the blocking ones first; one that all arms share is one remark."""
+    """Applies all rules; returns their remarks, the blocking ones first.
+
+    A remark that every arm has is given once, about all arms.
+    """
     remarks: list[Remark] = []
     for rule in OF_STUDY:
         remarks += rule(study, arms)
@@ -58,16 +68,21 @@ def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]
 
 
 def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
-    """The remarks, each once; one that each of several arms has is about every arm."""
+    """Removes repeated remarks, and merges a remark that each of several arms has into one.
+
+    The merged remark has `every_arm` set and names no arm.
+    """
+
+    def without_arm(remark: Remark) -> Remark:
+        return dataclasses.replace(remark, arm=None, every_arm=True)
+
     merged: list[Remark] = []
     for remark in remarks:
-        shared = dataclasses.replace(remark, arm=None, every_arm=True)
-        arms = {
-            other.arm
-            for other in remarks
-            if other.arm and dataclasses.replace(other, arm=None, every_arm=True) == shared
+        shared = without_arm(remark)
+        arms_with_it = {
+            other.arm for other in remarks if other.arm and without_arm(other) == shared
         }
-        if remark.arm and len(arms) == num_arms > 1:
+        if remark.arm and len(arms_with_it) == num_arms > 1:
             remark = shared
         if remark not in merged:
             merged.append(remark)
@@ -75,12 +90,15 @@ def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
 
 
 def _block(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remark:
-    """A remark that withholds verdicts; rules of an arm leave the arm out, which `check` adds."""
+    """Returns a remark that withholds verdicts: of `arm`, or of every arm if it is None.
+
+    Rules in OF_ARM and OF_TUNED_ARM leave the arm out; `check` fills it in.
+    """
     return Remark(code, data, blocks=True, arm=arm)
 
 
 def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """The learning rate is tuned, on other seeds than those of the verdict."""
+    """Requires that the learning rate is tuned, on other seeds than those of the verdict."""
     if not study.tuned:
         return
     rates = study.grids['learning_rate']
@@ -95,16 +113,16 @@ def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
 
 
 def _declaration(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """The study is what its ledger declares, and its runs are what looks have seen."""
+    """Requires that study.json is what the ledger declares, and runs are what earlier looks saw."""
     if study.ledger.declaration != study.declaration:
         yield _block(RemarkCode.OTHER_DECLARATION)
-    arms_of = {run.name: run.key for run in study.runs}
+    arm_by_run = {run.name: run.key for run in study.runs}
     for run, look in study.altered.items():
-        yield _block(RemarkCode.ALTERED, arms_of.get(run), run=run, look=look)
+        yield _block(RemarkCode.ALTERED, arm_by_run.get(run), run=run, look=look)
 
 
 def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """The schedule anneals the learning rate."""
+    """Requires a schedule that anneals the learning rate."""
     planned = arm.example.run.config['optimizer']
     schedule = planned['schedule']
     optimizer = OptimizerConfig(schedule=schedule, final_fraction=planned['final_fraction'])
@@ -119,9 +137,13 @@ def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """The runs of an arm that ended have results of all their trials."""
+    """Requires that the arm's runs have results of all their trials, or of none.
+
+    Only missing results of a verdict run withhold the verdict.
+    """
     for run in study.runs:
-        if run.key == arm.key and 0 < len(run.trials) < run.num_trials:
+        is_incomplete = 0 < len(run.trials) < run.num_trials
+        if run.key == arm.key and is_incomplete:
             data = {
                 'readable': len(run.trials),
                 'planned': run.num_trials,
@@ -132,7 +154,10 @@ def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """An arm costs what the baseline costs, up to the tolerance; but not at the same shape."""
+    """Requires that the arm costs what the baseline costs, up to the tolerance.
+
+    Controls at the baseline's shape are exempt.
+    """
     residual = arm.example.run.residual  # (cost - that of the baseline) / that of the baseline
     if study.match is None or residual is None or arm.key.control == SAME_SHAPE:
         return
@@ -146,38 +171,52 @@ def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _post_hoc(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """An arm that was added after a look depends on its results, and gets no verdict."""
+    """Requires that the arm was declared before the first look at results.
+
+    Results may have influenced the choice of an arm that was added later.
+    """
     if arm.key.declared in study.ledger.post_hoc:
         yield _block(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
 
 
 def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """The runs of a stage have the declared seeds, which are not selected by results.
+    """Requires that the arm's runs have the declared seeds, so results cannot select them.
 
-    Screening seeds beyond the first ones count on from the last of these, as many as it needs.
+    A verdict has all its declared seeds. A screening has its declared seeds and perhaps further
+    ones, which follow in a fixed order (`screening_seeds`); it may stop after any of them.
     """
-    drawn = screening_seeds(study.tuning)
-    first = len(study.tuning.seeds)
-    allowed = {
-        SCREENING: [drawn[:number] for number in range(first, len(drawn) + 1)],
+    all_screening_seeds = screening_seeds(study.tuning)
+    num_declared = len(study.tuning.seeds)
+    valid_by_stage = {
+        SCREENING: [
+            all_screening_seeds[:number]
+            for number in range(num_declared, len(all_screening_seeds) + 1)
+        ],
         VERDICT: [study.verdict_seeds(arm.key)],
     }
-    for stage, valid in allowed.items():
+    for stage, valid_seeds in valid_by_stage.items():
         actual: list[int] = []
         for run in study.runs:
             if run.key == arm.key and run.stage == stage:
                 actual += run.seeds
-        if stage == SCREENING:  # every knob has runs of its own
+        if stage == SCREENING:
+            # The screenings of several settings repeat the same seeds.
             actual = list(dict.fromkeys(actual))
-        if actual and sorted(actual) not in [sorted(seeds) for seeds in valid]:
-            declared = valid[-1]
+        if actual and sorted(actual) not in [sorted(seeds) for seeds in valid_seeds]:
             yield _block(
-                RemarkCode.OTHER_SEEDS, stage=stage, actual=tuple(actual), declared=declared
+                RemarkCode.OTHER_SEEDS,
+                stage=stage,
+                actual=tuple(actual),
+                declared=valid_seeds[-1],
             )
 
 
 def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Verdict runs use the settings that screening chooses, which are well determined."""
+    """Requires that screening determines the arm's settings and that its verdict run uses them.
+
+    A setting (knob) is determined if its sweep is bracketed (worse values lie on both sides of the
+    best one) and bounds the optimum.
+    """
     for knob, sweep in arm.sweeps.items():
         if not sweep.bracketed:
             yield _block(
@@ -191,12 +230,17 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
             yield _block(RemarkCode.UNBOUNDED_OPTIMUM, knob=knob)
     if not arm.verdict_trials:
         return
+
     tuning = arm.tuning
     if tuning.knob is not None:
+        # Screening has not ended, so it has no settings for a verdict run yet.
         yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=tuning.knob, values=tuning.values)
         return
-    for place, (knob, expected) in enumerate(zip(KNOBS, tuning.settings, strict=True)):
-        for actual in dict.fromkeys(trial.settings[place] for trial in arm.verdict_trials):
+
+    for index, knob in enumerate(KNOBS):
+        expected = tuning.settings[index]
+        values_in_trials = dict.fromkeys(trial.settings[index] for trial in arm.verdict_trials)
+        for actual in values_in_trials:
             if actual != expected:
                 yield _block(
                     RemarkCode.OTHER_SETTING,
@@ -208,7 +252,7 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _splits(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Arms are decided on a test split, and splits of text have many documents."""
+    """Requires a test split, and many documents in each split of text."""
     if not arm.chosen:
         return
     if arm.split != TEST:
@@ -223,14 +267,17 @@ def _splits(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedArm]:
-    """The baselines with results; none of a study that has recorded no yardsticks."""
+    """Returns the baselines that have results; none if the study has no recorded yardsticks."""
     if study.yardsticks is None:
         return []
     return [arm for arm in arms if arm.is_baseline and arm.loss]
 
 
 def untrained(arm: TrainedArm) -> Iterator[Remark]:
-    """What a baseline lacks to be trained enough to compare: it has to beat its yardstick."""
+    """Yields what a baseline lacks to be trained well enough for comparisons.
+
+    It has to beat its yardstick: the losses and the BLEU of methods that only count.
+    """
     yardstick = arm.yardstick
     if yardstick is None:
         yield _block(RemarkCode.NO_YARDSTICK, arm.key)
@@ -250,25 +297,28 @@ def untrained(arm: TrainedArm) -> Iterator[Remark]:
 def shortfalls(
     arm: TrainedArm, yardstick: Yardstick
 ) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
-    """Where an arm does not beat a yardstick, the losses and BLEU of methods that only count.
+    """Yields the numbers in which an arm does not beat a yardstick, with their data.
 
-    Yields the code for a baseline, with its data.
+    A yardstick has the losses and the BLEU of methods that only count. The codes are those of
+    remarks on a baseline. Nothing is yielded for an arm without a loss.
     """
+    if arm.loss is None:
+        return
     best = yardstick.best(arm.split)
-    if best and arm.loss and arm.loss.mean >= best[1]:
-        name, loss = best
-        yield (
-            RemarkCode.BELOW_YARDSTICK,
-            {
+    if best is not None:
+        name, yardstick_loss = best
+        if arm.loss.mean >= yardstick_loss:
+            data = {
                 'split': arm.split,
                 'loss': arm.loss.mean,
                 'tokens': yardstick.tokens,
                 'name': name,
-                'yardstick': loss,
-            },
-        )
+                'yardstick': yardstick_loss,
+            }
+            yield RemarkCode.BELOW_YARDSTICK, data
+
     word_by_word = yardstick.bleu.get(arm.split)
-    if word_by_word is not None and arm.loss:
+    if word_by_word is not None:
         needed = word_by_word + MIN_BLEU_GAIN
         if arm.bleu is None or arm.bleu < needed:
             data = {'bleu': arm.bleu, 'word_by_word': word_by_word, 'needed': needed}
@@ -276,71 +326,92 @@ def shortfalls(
 
 
 def _short_arms(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """The arms beside a baseline that fall short of what it has to beat, controls included."""
+    """Marks arms and controls that do not beat the yardstick of their baseline.
+
+    These remarks withhold no verdict.
+    """
+    if study.yardsticks is None:
+        return
     codes_of_arms = {
         RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK,
         RemarkCode.LOW_BLEU: RemarkCode.ARM_LOW_BLEU,
     }
     for arm in arms:
-        yardstick = (study.yardsticks or {}).get(arm.group)
-        if yardstick and yardstick.is_current and not arm.is_baseline:
-            for code, data in shortfalls(arm, yardstick):
-                yield Remark(codes_of_arms[code], data, arm=arm.key)
+        yardstick = study.yardsticks.get(arm.group)
+        if arm.is_baseline or yardstick is None or not yardstick.is_current:
+            continue
+        for code, data in shortfalls(arm, yardstick):
+            yield Remark(codes_of_arms[code], data, arm=arm.key)
 
 
 def _trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Baselines beat their yardsticks, and the seeds of an arm end close to each other."""
+    """Requires that baselines beat their yardsticks and that an arm's seeds end close together.
+
+    The sd of an arm's losses over seeds is compared with the median sd of the other arms in its
+    group (same size, corpus and length of training).
+    """
     if not study.tuned:
         return
     if study.yardsticks is None and any(arm.is_baseline and arm.chosen for arm in arms):
         yield _block(RemarkCode.NO_YARDSTICK)
     for baseline in baselines(study, arms):
         yield from untrained(baseline)
-    for group in dict.fromkeys(arm.group for arm in arms):
-        # Standard deviations of losses over seeds, of the arms with one.
-        spreads = {
-            arm.key: arm.loss.sd for arm in arms if arm.group == group and arm.loss and arm.loss.sd
-        }
-        for key, sd in spreads.items():
-            others = [spread for other, spread in spreads.items() if other != key]
-            if not others:
+
+    sds_by_group: dict[ArmKey, dict[ArmKey, float]] = {}
+    for arm in arms:
+        if arm.loss and arm.loss.sd:
+            sds_by_group.setdefault(arm.group, {})[arm.key] = arm.loss.sd
+    for sds in sds_by_group.values():
+        for key, sd in sds.items():
+            other_sds = [other_sd for other, other_sd in sds.items() if other != key]
+            if not other_sds:
                 continue
-            usual = statistics.median(others)
+            usual = statistics.median(other_sds)
             if sd > MAX_SPREAD * usual:
                 yield _block(RemarkCode.BIMODAL_SEEDS, key, sd=sd, usual=usual, times=MAX_SPREAD)
 
 
 def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Settings and data in which an arm differs from its baseline without being factors.
+    """Requires that an arm differs from its baseline only in the factors of the study.
 
-    Factors are what variants set, what matching solves for, and what is tuned.
+    The factors are what variants set, what matching solves for, and what is tuned. All other
+    settings and the data have to be equal.
     """
-    factors = {*_HARMLESS, *(f'model.{name}' for name in _FACTORS)}
+    factors = set(_HARMLESS)
+    for name in _FACTORS:
+        factors.add(f'model.{name}')
     for variant in study.variants:
-        # The fields of 'qk/vo?num_kv_heads=1&qk_norm=True': num_kv_heads and qk_norm.
-        factors |= {f'model.{name}' for name in re.findall(r'[?&](\w+)=', variant)}
+        # 'qk/vo?num_kv_heads=1&qk_norm=True' sets the fields num_kv_heads and qk_norm.
+        for name in re.findall(r'[?&](\w+)=', variant):
+            factors.add(f'model.{name}')
     for knob in study.tuned_knobs:
         factors.add(f'model.{knob}' if knob in MODEL_KNOBS else f'trials.{knob}s')
-    for arm, baseline in with_baselines([arm for arm in arms if arm.verdict_trials]):
+
+    arms_with_verdict_trials = [arm for arm in arms if arm.verdict_trials]
+    for arm, baseline in with_baselines(arms_with_verdict_trials):
         if baseline is None or baseline is arm:
             continue
-        of_arm = _facts(arm, factors)
-        of_baseline = _facts(baseline, factors)
-        for name in dict.fromkeys((*of_baseline, *of_arm)):
-            value = str(of_arm.get(name, 'absent'))
-            other = str(of_baseline.get(name, 'absent'))
-            if value != other:
+        arm_facts = _facts(arm, factors)
+        baseline_facts = _facts(baseline, factors)
+        for name in dict.fromkeys([*baseline_facts, *arm_facts]):
+            value = str(arm_facts.get(name, 'absent'))
+            baseline_value = str(baseline_facts.get(name, 'absent'))
+            if value != baseline_value:
                 yield _block(
                     RemarkCode.DIFFERS_FROM_BASELINE,
                     arm.key,
                     name=name,
                     value=value,
-                    baseline=other,
+                    baseline=baseline_value,
                 )
 
 
 def _facts(arm: TrainedArm, factors: Collection[str]) -> dict[str, Any]:
-    """By name what an arm shares with its baseline: settings but the factors, data, target."""
+    """Returns what an arm has to share with its baseline, by name.
+
+    It has all settings but the factors and those of the machine, the data, the amount of evaluation
+    and the target of matching.
+    """
     trial = arm.example
     facts: dict[str, Any] = {}
     for name, value in flat(trial.run.config):
@@ -355,57 +426,71 @@ def _facts(arm: TrainedArm, factors: Collection[str]) -> dict[str, Any]:
 
 
 def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Versions and devices, which seldom affect results; and the code, which may.
+    """Marks differences in software and devices between the starts of runs.
 
-    Results of several commits, or of uncommitted changes, withhold every verdict unless
-    the ledger accepts them; also where a run was resumed on another commit.
+    Versions and devices seldom affect results, so they are only mentioned. The code may affect
+    them: results of several commits, or of uncommitted changes, withhold every verdict unless the
+    ledger accepts them. A run that was resumed on another commit counts as well.
     """
-    # By the name of a fact, as 'git.commit', the arms of each of its values.
+    # For each fact, such as 'git.commit', and each of its values the arms that have the value. The
+    # innermost dictionary is an ordered set.
     facts: dict[str, dict[str, dict[ArmKey, None]]] = {}
     for arm in arms:
         for trial in arm.trials:
-            for start in (trial.provenance, *trial.provenance.get('earlier', ())):
+            earlier_starts = trial.provenance.get('earlier', ())
+            for start in (trial.provenance, *earlier_starts):
                 for name, value in flat(start):
                     arms_by_value = facts.setdefault(name, {})
                     arms_by_value.setdefault(str(value), {})[trial.run.key] = None
+
     accepted = study.ledger.accepted
     for name, arms_by_value in facts.items():
         is_software = name.startswith(('versions.', 'imported.')) or name in _SOFTWARE
-        if not is_software or len(arms_by_value) == 1:
+        has_one_value = len(arms_by_value) == 1
+        if not is_software or has_one_value:
             continue
         is_code = name == 'git.commit' or name.startswith('imported.')
         why = accepted.get(COMMITS) if is_code else None
         values = {value: tuple(keys) for value, keys in arms_by_value.items()}
         data = {'name': name, 'values': values, 'accepted': why}
         yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, blocks=is_code and why is None)
+
     if 'True' in facts.get('git.dirty', ()):
         why = accepted.get(UNCOMMITTED)
         yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, blocks=why is None)
 
 
 def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """The amount of text behind losses; the error over documents is part of every interval."""
-    chosen = [trial for arm in arms for trial in arm.chosen]
+    """Reports how much text the arms' losses were measured on."""
+    chosen: list[Trial] = []
+    document_counts: list[int] = []
+    for arm in arms:
+        chosen += arm.chosen
+        for trial in arm.chosen:
+            for documents in trial.documents.values():
+                document_counts.append(len(documents.names))
     tokens = _numbers(trial.eval_tokens for trial in chosen)
     if tokens:
         data = {
             'tokens': tokens,
             'rows': _numbers(trial.eval_rows for trial in chosen),
             'test_tokens': _numbers(trial.test_tokens for trial in chosen),
-            'documents': _numbers(
-                len(documents.names) for trial in chosen for documents in trial.documents.values()
-            ),
+            'documents': _numbers(document_counts),
         }
         yield Remark(RemarkCode.EVALUATION, data)
 
 
 def _numbers(counts: Iterable[int | None]) -> tuple[int, ...]:
-    """The counts that are known, each once, ascending."""
-    return tuple(sorted({count for count in counts if count is not None}))
+    """Returns the different counts that are known, ascending."""
+    known = {count for count in counts if count is not None}
+    return tuple(sorted(known))
 
 
-# The rules: of a study as a whole, of each arm, of each arm of a tuned study, of arms together.
+# Rules about the study as a whole.
 OF_STUDY = (_tuning, _declaration)
+# Rules about each arm.
 OF_ARM = (_annealing, _results, _matching)
+# Rules about each arm of a tuned study.
 OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
+# Rules about all arms together.
 OF_ARMS = (_trained, _short_arms, _differences, _software, _evaluation)

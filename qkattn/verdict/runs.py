@@ -1,4 +1,4 @@
-"""Runs of a study: a line of plan.jsonl, its trials, and the files of the run's directory."""
+"""Reads the runs of a study: lines of plan.jsonl, their trials, and files of their directories."""
 
 import contextlib
 import dataclasses
@@ -19,22 +19,24 @@ from qkattn.study.arm_key import ArmKey
 from qkattn.study.stored import check_run_directory
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, Settings
 
-_ROUNDING = 1e-5  # relative; losses are sums of the same numbers in another order
+# A loss and the sum of its documents' losses may differ by this fraction: both add the same
+# numbers, but in different orders.
+_ROUNDING = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-    """One trial on one split: the names of C documents, their targets and their nats.
+    """The losses of one trial on the C documents of one split.
 
-    The split's loss is nats_C.sum() / tokens_C.sum().
+    The loss on the split is nats_C.sum() / tokens_C.sum().
     """
 
     names: tuple[str, ...]
-    tokens_C: np.ndarray
-    nats_C: np.ndarray
+    tokens_C: np.ndarray  # the number of targets of each document
+    nats_C: np.ndarray  # the loss summed over the targets of each document
 
     def has_targets_of(self, other: 'Documents') -> bool:
-        """Whether the losses of both are sums over the same targets of the same documents."""
+        """Returns whether both are losses on the same targets of the same documents."""
         return self.names == other.names and np.array_equal(self.tokens_C, other.tokens_C)
 
 
@@ -47,8 +49,8 @@ class TrainedRun:
     stage: Literal['screening', 'verdict', 'single']
     directory: str  # relative to the study
     num_trials: int
-    target: float | None  # None if nothing is matched, as `residual`
-    residual: float | None
+    target: float | None  # the baseline's cost; None if arms are not matched
+    residual: float | None  # (cost - target) / target; None if arms are not matched
     config: Mapping[str, Any]  # the resolved config as JSON
     trials: tuple['Trial', ...] = ()
 
@@ -65,9 +67,9 @@ class TrainedRun:
 class Trial:
     """One trained model: a line of results.jsonl."""
 
-    run: TrainedRun  # as planned, without its trials
-    trial: Mapping[str, Any]  # its seed and settings, as the config has them
-    settings: Settings  # the values of all knobs, in the order of `tuning.KNOBS`
+    run: TrainedRun  # the planned run, without its trials
+    trial: Mapping[str, Any]  # seed, learning rate and weight decay
+    settings: Settings  # one value for each of `tuning.KNOBS`
     status: str
     num_steps: int
     num_tokens: int
@@ -75,21 +77,21 @@ class Trial:
     config: Mapping[str, Any]
     flops_per_token: float
     cache_floats_per_token: float | None
-    declared_metrics: Mapping[str, Metric]  # METRICS, and those from outside of its run
-    metrics: Mapping[str, Any]  # by their `result_fields`; None if not measured or diverged
-    # These two are of the run, all trials together.
-    train_seconds: float | None
-    tokens_per_second: float | None
+    declared_metrics: Mapping[str, Metric]  # METRICS, and the metrics that its config imports
+    metrics: Mapping[str, Any]  # by `result_fields`; None if not measured or diverged
+    train_seconds: float | None  # of the run, all trials together
+    tokens_per_second: float | None  # of the run, all trials together
     lifting: str | None
     data: Mapping[str, Any]
     eval_tokens: int | None
     provenance: Mapping[str, Any]
     eval_rows: int | None = None
     test_tokens: int | None = None
-    # Losses by document on each split that has them, by the prefix of its metrics.
+    # Losses by document, for each split that has them. The key is the prefix of the split's
+    # metrics, such as 'val'.
     documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
-    # Validation losses by step until it diverged; empty while results of its run are missing, and
-    # if its log is of other ones.
+    # Validation loss by step until the trial diverged. Empty while results of the run are missing,
+    # and if the log does not fit the results.
     evaluations: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -120,9 +122,13 @@ _CONFIG = {
 
 
 def parse_arm_key(record: Any) -> ArmKey:
-    """The arm that an object names by variant, size, corpus and control; ValueError as `check`."""
+    """Reads the key of an arm from the fields variant, size, corpus and control of a JSON object.
+
+    Raises ValueError if a field is missing or has another type.
+    """
     records.check(record, records.ARM_KEY)
-    return ArmKey(*(record[name] for name in records.ARM_KEY))
+    fields = {name: record[name] for name in records.ARM_KEY}
+    return ArmKey(**fields)
 
 
 def parse_run(record: Any) -> TrainedRun:
@@ -142,26 +148,27 @@ def parse_run(record: Any) -> TrainedRun:
 
 
 def parse_trial(record: Any, run: TrainedRun) -> Trial:
-    """Reads the result of a trial of `run`; ValueError names the bad field."""
+    """Reads the result of a trial of `run`; raises ValueError that names the bad field."""
     records.check_result(record)
     _check_planned(record, run)
-    of_trial = [record['trial'][knob] for knob in TRIAL_KNOBS]
-    of_model = [run.config['model'][knob] for knob in MODEL_KNOBS]
+    trial_values = [record['trial'][knob] for knob in TRIAL_KNOBS]
+    model_values = [run.config['model'][knob] for knob in MODEL_KNOBS]
     declared_metrics = records.metrics_of(record)
+    metrics = {name: record.get(name) for name in result_fields(declared_metrics)}
     return records.read(
         Trial,
         record,
         run=run,
-        settings=(*of_trial, *of_model),
+        settings=(*trial_values, *model_values),
         declared_metrics=declared_metrics,
-        metrics={name: record.get(name) for name in result_fields(declared_metrics)},
+        metrics=metrics,
         documents={},
         evaluations={},
     )
 
 
 def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
-    """Raises ValueError unless a result is of an arm, a config and a trial of its planned run."""
+    """Raises ValueError unless the result has the config, arm, seed and settings of its run."""
     records.check_config_hash(result, run.name)
     key = parse_arm_key(result)
     if key != run.key:
@@ -177,24 +184,25 @@ def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
 
 
 def with_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun:
-    """The run with its log and its losses by document, from the files of its directory.
+    """Adds to a run its log and its losses by document, from the files of its directory.
 
-    These two are read once no result of the run is missing. Of a bad file `problems` gets a
-    sentence, and what it holds is left out. Other files of the directory are only checked: no
-    number of a report comes from them.
+    These two files are read once no result of the run is missing. The other files of the directory
+    are only checked, because no number of a report comes from them. If a file is bad, its content
+    is left out and a sentence about it is added to `problems`.
     """
     directory = study / run.directory
 
     @contextlib.contextmanager
     def file_named(name: str) -> Iterator[Readable]:
-        """The path of a file; a ValueError inside the block becomes a sentence of `problems`."""
+        """Yields the path of a file. A ValueError in the block becomes a sentence in `problems`."""
         path = directory / name
         try:
             yield path
         except ValueError as error:
             if not path.exists():
                 problems.append(f'{run.directory} has results, but {name} is missing.')
-            elif isinstance(error, RunDirectoryError):  # which names the file
+            elif isinstance(error, RunDirectoryError):
+                # The error names the file.
                 problems.append(f'{error}.')
             else:
                 problems.append(f'{run.directory}/{name} is damaged: {error}.')
@@ -232,60 +240,77 @@ def _check_of_run(name: str, content: Any, run: TrainedRun) -> None:
 
 
 def _with_documents(run: TrainedRun, record: Any) -> TrainedRun:
-    """The run with the losses by document of documents.json.
+    """Adds to a run the losses by document in `record`, the content of documents.json.
 
-    ValueError unless each split on which results have losses is there, and its sums over
-    documents are these losses.
+    Raises ValueError if a split on which the results have losses is missing, or if the losses over
+    its documents do not add up to the losses of the results.
     """
-    by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
+    documents_by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
     for split, prefix in PREFIXES.items():
         losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
         if split in record:
-            of_split = _documents_of_split(record[split], split, losses)
-            for documents, of_trial in zip(of_split, by_trial, strict=True):
+            documents_on_split = _documents_of_split(record[split], split, losses)
+            for index, documents in enumerate(documents_on_split):
                 if documents is not None:
-                    of_trial[prefix] = documents
+                    documents_by_trial[index][prefix] = documents
         elif any(loss is not None for loss in losses):
             raise ValueError(f'split {split!r} is missing, but its results have losses on it')
-    return _with_each(run, 'documents', by_trial)
+    return _with_each(run, 'documents', documents_by_trial)
 
 
 def _documents_of_split(
     record: Any, split: str, losses: Sequence[float | None]
 ) -> list[Documents | None]:
-    """The losses by document of each trial on one split; None of a diverged trial.
+    """Reads the losses by document of each trial on one split; None for a diverged trial.
 
-    `losses` are those of the results, nats/token. ValueError if the sums over documents are
-    others, or if a list has another length than that of documents.
+    Args:
+        record: The split's entry in documents.json: names of documents, tokens by document, and
+            nats by trial and document.
+        split: The name of the split.
+        losses: The loss of each trial on the split, from the results, nats/token.
+
+    Raises:
+        ValueError: The losses over documents do not add up to those of the results, names repeat,
+            or a list does not have one entry for each document or trial.
     """
     records.check(record, records.DOCUMENTS)
     names = tuple(record['documents'])
     tokens_C = np.array(record['tokens'])
     nats_by_trial = [None if row is None else np.array(row, float) for row in record['nats']]
+
     shapes = {tokens_C.shape}
-    shapes |= {nats_C.shape for nats_C in nats_by_trial if nats_C is not None}
-    num_names = len(set(names))
-    is_whole = len(nats_by_trial) == len(losses) and shapes == {(num_names,)}
+    for nats_C in nats_by_trial:
+        if nats_C is not None:
+            shapes.add(nats_C.shape)
+    num_different_names = len(set(names))
+    has_every_trial = len(nats_by_trial) == len(losses)
+    has_every_document = shapes == {(num_different_names,)}
+    is_whole = has_every_trial and has_every_document
     if not names or not is_whole or not (tokens_C > 0).all():
         raise ValueError(
             f'split {split!r} must have documents of different names, each with targets and '
             f'one number for each of {len(losses)} trials'
         )
-    by_trial: list[Documents | None] = []
+
+    documents_by_trial: list[Documents | None] = []
     for number, (nats_C, loss) in enumerate(zip(nats_by_trial, losses, strict=True)):
+        # NaN stands for the loss of a diverged trial; two NaN are equal below.
         mean = math.nan if nats_C is None else float(nats_C.sum() / tokens_C.sum())
         expected = math.nan if loss is None else loss
-        if not np.isclose(mean, expected, _ROUNDING, 0.0, equal_nan=True):
+        if not np.isclose(mean, expected, rtol=_ROUNDING, atol=0.0, equal_nan=True):
             raise ValueError(
                 f'trial {number} of split {split!r} has a loss of {mean} nats/token over its '
                 f'documents, but its result has {loss}'
             )
-        by_trial.append(None if nats_C is None else Documents(names, tokens_C, nats_C))
-    return by_trial
+        documents = None
+        if nats_C is not None:
+            documents = Documents(names, tokens_C, nats_C)
+        documents_by_trial.append(documents)
+    return documents_by_trial
 
 
 def _with_each(run: TrainedRun, field: str, values: Sequence[Any]) -> TrainedRun:
-    """The run with a value of a field for each of its trials."""
+    """Sets a field of every trial of a run to the trial's value in `values`."""
     trials = tuple(
         dataclasses.replace(trial, **{field: value})
         for trial, value in zip(run.trials, values, strict=True)
@@ -294,14 +319,16 @@ def _with_each(run: TrainedRun, field: str, values: Sequence[Any]) -> TrainedRun
 
 
 def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
-    """The run with the evaluations of metrics.jsonl, whose records are `lines`.
+    """Adds to a run its validation losses by step; `lines` are the records of metrics.jsonl.
 
-    ValueError unless the log ends with the last evaluation, which has the validation metrics of
-    the results, and with the final record, which has all that results hold.
+    Raises ValueError unless the log agrees with the results: the last evaluation has their
+    validation metrics, and the final record has all their numbers.
     """
     evaluations = [record for record in lines if record.get('kind') == 'eval']
-    ends = [(record.get('kind'), record['step']) for record in (*evaluations[-1:], *lines[-1:])]
-    if ends != [('eval', run.num_steps), ('final', run.num_steps)]:
+    # Slices, because both lists may be empty.
+    last_records = [*evaluations[-1:], *lines[-1:]]
+    kinds_and_steps = [(record.get('kind'), record['step']) for record in last_records]
+    if kinds_and_steps != [('eval', run.num_steps), ('final', run.num_steps)]:
         raise ValueError('it does not end with the last evaluation and the final record')
     for record in evaluations:
         records.check(record, {'val_loss': tuple[float | None, ...]})
@@ -309,32 +336,38 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
             raise ValueError(
                 f'step {record["step"]} does not have one loss for each of {len(run.trials)} trials'
             )
-    first = run.trials[0]
-    results = {name: [trial.metrics[name] for trial in run.trials] for name in first.metrics}
+
+    # The numbers of the results as lists over trials, as the log has them.
+    first_trial = run.trials[0]
+    results: dict[str, list[Any]] = {}
+    for name in first_trial.metrics:
+        results[name] = [trial.metrics[name] for trial in run.trials]
     results['trials'] = [trial.trial for trial in run.trials]
     results['eval_tokens'] = [trial.eval_tokens for trial in run.trials]
     results['test_tokens'] = [trial.test_tokens for trial in run.trials]
-    _check_logged(evaluations[-1], results, logged_fields(first.declared_metrics))
+    _check_logged(evaluations[-1], results, logged_fields(first_trial.declared_metrics))
     _check_logged(lines[-1], results, results)
-    by_trial: list[dict[int, float]] = [{} for _ in run.trials]
+
+    losses_by_trial: list[dict[int, float]] = [{} for _ in run.trials]
     for record in evaluations:
-        for of_trial, loss in zip(by_trial, record['val_loss'], strict=True):
+        for index, loss in enumerate(record['val_loss']):
             if loss is not None:
-                of_trial[record['step']] = loss
-    return _with_each(run, 'evaluations', by_trial)
+                losses_by_trial[index][record['step']] = loss
+    return _with_each(run, 'evaluations', losses_by_trial)
 
 
 def _check_logged(
     record: Mapping[str, Any], results: Mapping[str, list], names: Iterable[str]
 ) -> None:
-    """Raises ValueError unless a record of a log has the fields `names` of the results.
+    """Raises ValueError unless the record of a log has the same fields `names` as the results.
 
-    A field of a record is a list over trials, or one value that all of them share.
+    A field of a record is a list over trials, or one value that all trials share.
     """
     for name in names:
         value = record.get(name)
-        of_trials = results[name]
-        logged = value if isinstance(value, list) else [value] * len(of_trials)
-        if logged != of_trials:
-            expected = f'{of_trials!r:.80}'
-            raise ValueError(f'it ends with {name} {value!r:.80}, its results with {expected}')
+        expected = results[name]
+        logged = value if isinstance(value, list) else [value] * len(expected)
+        if logged != expected:
+            raise ValueError(
+                f'it ends with {name} {value!r:.80}, its results with {expected!r:.80}'
+            )

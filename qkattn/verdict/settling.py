@@ -1,9 +1,10 @@
-"""Whether a difference is still moving: the same one after at least four times the steps.
+"""Whether a difference lasts when models are trained at least four times as long.
 
-A difference is settled if it and that of a training of at least `TIMES` times the steps agree in
-sign and are no further apart than the larger of the margin and `ERRORS` standard errors of their
-change. An equivalent arm needs no sign, but has to stay within the margin. Everything else holds at
-its own length of training alone.
+A difference is compared with the same difference after at least `TIMES` times the steps. It is
+settled if both have the same sign and their distance is at most the margin, or at most `ERRORS`
+standard errors of the distance if these are larger. For an equivalent arm, the sign does not
+matter, but the longer difference has to be within the margin. A difference that is not settled
+holds only at its own length of training.
 """
 
 import dataclasses
@@ -37,24 +38,24 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Settling:
-    """What is known of a difference beyond its length of training."""
+    """What a longer training says about a difference. The numbers are None without one."""
 
     code: Length
-    times: float | None = None  # the steps of the longer training over its own
-    short: float | None = None  # the difference at its own length
-    longer: float | None = None  # and after the longer training
-    limit: float | None = None  # what a settled one may change by
+    times: float | None = None  # steps of the longer training / steps of the short one
+    short: float | None = None  # the difference after the short training
+    longer: float | None = None  # the difference after the longer training
+    limit: float | None = None  # a settled difference changes by no more than this
 
     @property
     def towards(self) -> str | None:
-        """'better' or 'worse', where a longer training moves it to."""
+        """Where the longer training moves the difference: 'better' or 'worse'."""
         if self.longer is None or self.short is None:
             return None
         return 'better' if self.longer < self.short else 'worse'
 
 
 def trained(steps: int, difference: Difference) -> Trained | None:
-    """None where the error of the difference is not known."""
+    """Returns a difference after `steps` steps with its error; None if the error is not known."""
     if difference.error_seeds is None or difference.error_evaluation is None:
         return None
     error = math.hypot(difference.error_seeds, difference.error_evaluation)
@@ -64,14 +65,20 @@ def trained(steps: int, difference: Difference) -> Trained | None:
 def settle(
     short: Trained | None, longer: Trained | None, margin: float, *, equivalent: bool = False
 ) -> Settling:
-    """Compares a difference with that after a longer training; `equivalent` is its verdict."""
+    """Compares a difference with the same difference after a longer training.
+
+    `equivalent` says whether the verdict on the short difference is 'equivalent'. Without a
+    training of at least TIMES times the steps, the code is ONE_LENGTH.
+    """
     if short is None or longer is None or longer.steps < TIMES * short.steps:
         return Settling(Length.ONE_LENGTH)
+
     limit = max(margin, ERRORS * math.hypot(short.error, longer.error))
     is_near = abs(longer.mean - short.mean) <= limit
     agrees = short.mean * longer.mean > 0
     if equivalent:
         agrees = abs(longer.mean) < margin
+
     if is_near and agrees:
         code = Length.SETTLED
     elif short.mean * longer.mean < 0:

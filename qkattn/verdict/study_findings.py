@@ -1,6 +1,6 @@
-"""The findings of a study: differences from the baseline, verdicts, scaling fits, remarks.
+"""Computes the findings of a study: differences from the baseline, verdicts, scaling fits, remarks.
 
-Computed once for all tables, figures and pages; the statistics are those of `qkattn.stats`.
+All tables, figures and pages show these findings. `qkattn.stats` has the statistics.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from qkattn.verdict.repeats import with_earlier
 from qkattn.verdict.trained_arm import Decomposition, TrainedArm, arms_of, with_baselines
 from qkattn.verdict.trained_study import TrainedStudy, load_study
 
-# Remarks that withhold a verdict and leave an estimate.
+# An arm with one of these remarks has no verdict, but its difference can still be estimated.
 UNSURE = (
     RemarkCode.NOT_BRACKETED,
     RemarkCode.UNBOUNDED_OPTIMUM,
@@ -42,9 +42,9 @@ UNSURE = (
 
 
 def load_findings(directory: str | Path) -> Findings:
-    """The findings of a study; a stored one is read again only if its files changed.
+    """Reads a study and computes its findings; raises as `load_study`.
 
-    Raises as `load_study`.
+    The findings of a stored study are kept in memory until one of its files changes.
     """
     path = as_path(directory)
     files = stored.opened(path)
@@ -56,32 +56,37 @@ def load_findings(directory: str | Path) -> Findings:
 
 @functools.lru_cache(maxsize=32)
 def _load_stored(directory: Path, files: Files) -> Findings:
-    """`files` is another object once a file of the study changed, so that it is read again."""
+    """Computes the findings of a stored study once for each `files`.
+
+    `stored.opened` returns another `files` object once a file of the study has changed.
+    """
     return find(load_study(directory))
 
 
 def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
-    """Computes the findings of a study, pooled with those of the studies that it repeats.
+    """Computes the findings of a study.
 
-    Which differences are settled depends on longer studies beside it, unless it is to be judged
-    `alone`. Raises as `load_study` where a study that it repeats cannot be read.
+    Seeds of the studies that it repeats are pooled with its own. Longer studies in directories
+    beside it say which differences are settled; with `alone`, they are not read. Raises as
+    `load_study` if a study that it repeats cannot be read.
     """
+    # Each step completes the arms for the next one.
     arms = with_earlier(study, arms_of(study), _of_chain(study))
     remarks = rules.check(study, arms)
     blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
     arms = _compared(study, arms, remarks)
-    # Each step needs the arms of the one before it.
+
     verdicts = judging.primary(study, arms, blocks) if study.tuned else {}
     parts = _decomposed(study, arms, blocks)
-    arms = tuple(
-        dataclasses.replace(
-            arm, verdict=verdicts.get(arm.key), parts=parts.get(arm.key, Decomposition())
-        )
-        for arm in arms
-    )
-    beside = [] if alone or not study.tuned else _beside(study)
-    settlings = longer.settlings(study, arms, blocks, beside)
-    arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in arms)
+    judged_arms = []
+    for arm in arms:
+        verdict = verdicts.get(arm.key)
+        parts_of_arm = parts.get(arm.key, Decomposition())
+        judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts_of_arm))
+
+    longer_studies = [] if alone or not study.tuned else _beside(study)
+    settlings = longer.settlings(study, judged_arms, blocks, longer_studies)
+    arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in judged_arms)
     return Findings(
         study=study,
         arms=tuple(arm for arm in arms if arm.key.control is None),
@@ -94,7 +99,7 @@ def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
 
 
 def _of_chain(study: TrainedStudy) -> dict[str, Findings]:
-    """The findings of each earlier study of a chain that is kept, by its name."""
+    """Returns the findings of the earlier studies of a chain that still exist, by name."""
     return {
         earlier.name: load_findings(earlier.path)
         for earlier in study.earlier
@@ -103,10 +108,11 @@ def _of_chain(study: TrainedStudy) -> dict[str, Findings]:
 
 
 def _beside(study: TrainedStudy) -> list[Findings]:
-    """The findings of the longer studies beside a study that can be read."""
+    """Returns the findings of the longer studies beside a study, if they can be read."""
     longer_studies = []
     for path in longer.studies_beside(study):
-        with contextlib.suppress(ReportError):  # without results, or damaged, as its report says
+        # A study that is damaged or has no results is left out; its own report says why.
+        with contextlib.suppress(ReportError):
             longer_studies.append(find(load_study(path), alone=True))
     return longer_studies
 
@@ -114,7 +120,7 @@ def _beside(study: TrainedStudy) -> list[Findings]:
 def _compared(
     study: TrainedStudy, arms: Sequence[TrainedArm], remarks: Sequence[Remark]
 ) -> tuple[TrainedArm, ...]:
-    """The arms, each with its remarks and with its comparison with its baseline."""
+    """Adds to each arm its remarks and its comparison with its baseline."""
     compared = []
     for arm, baseline in with_baselines(arms):
         comparison = None
@@ -128,15 +134,19 @@ def _compared(
 def _decomposed(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> dict[ArmKey, Decomposition]:
-    """The parts of the difference of each primary arm but the baseline."""
-    by_key = {arm.key: arm for arm in arms}
-    shared = [remark for remark in blocks if remark.every_arm]
+    """Splits the difference of each primary arm from its baseline into parts.
+
+    See `Decomposition` for the parts. `blocks` are the remarks that withhold every verdict.
+    """
+    arm_by_key = {arm.key: arm for arm in arms}
+    blocks_of_every_arm = [remark for remark in blocks if remark.every_arm]
 
     def part(arm: TrainedArm | None, other: TrainedArm | None) -> Comparison | None:
-        """The difference of two arms that break no rule but those that leave an estimate."""
+        """Compares two arms. Returns None if one is missing or breaks a rule not in UNSURE."""
         if arm is None or other is None:
             return None
-        if any(remark.code not in UNSURE for remark in (*shared, *arm.blocks, *other.blocks)):
+        broken_rules = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
+        if any(remark.code not in UNSURE for remark in broken_rules):
             return None
         return compare(arm, other, study.margin)
 
@@ -144,12 +154,12 @@ def _decomposed(
     for arm in arms:
         if not is_compared(arm.key, study.baseline):
             continue
-        # A control at the same shape has no destination in its name.
-        bare = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
-        same_shape = by_key.get(bare)
-        baseline = by_key.get(arm.group)
-        longer_arm = by_key.get(arm.key._replace(control=LONGER))
-        longer_baseline = by_key.get(arm.group._replace(control=LONGER))
+        # The label of a same-shape control has no destination of saved parameters.
+        bare_label = study.bare(arm.variant)
+        same_shape = arm_by_key.get(arm.key._replace(variant=bare_label, control=SAME_SHAPE))
+        baseline = arm_by_key.get(arm.group)
+        longer_arm = arm_by_key.get(arm.key._replace(control=LONGER))
+        longer_baseline = arm_by_key.get(arm.group._replace(control=LONGER))
         parts[arm.key] = Decomposition(
             same_shape=part(same_shape, baseline),
             reinvesting=part(arm, same_shape),
@@ -159,40 +169,48 @@ def _decomposed(
 
 
 def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, ...]:
-    """Scaling fits of all variants that have a size to use, at which models are trained enough."""
+    """Fits a scaling law to each variant on each corpus.
+
+    A fit uses the sizes at which the baseline is trained well enough and at which the arm's loss is
+    not biased (`TrainedArm.scales`). A variant without such a size has no fit.
+    """
     if len(study.sizes) < 2:
         return ()
-    baselines = rules.baselines(study, arms)
-    short = {baseline.group for baseline in baselines if any(rules.untrained(baseline))}
+    untrained_groups: set[ArmKey] = set()
+    for baseline in rules.baselines(study, arms):
+        if any(rules.untrained(baseline)):
+            untrained_groups.add(baseline.group)
     curves: dict[tuple[str, str], dict[str, TrainedArm]] = {}  # by variant and corpus; by size
     for arm in arms:
-        if arm.key.control is None and arm.group not in short and arm.scales:
+        if arm.key.control is None and arm.group not in untrained_groups and arm.scales:
             curves.setdefault((arm.variant, arm.corpus), {})[arm.size] = arm
     laws = {key: _law(list(curve.values())) for key, curve in curves.items()}
+
     fits = []
     for (variant, corpus), curve in curves.items():
         worth = None
-        of_baseline = curves.get((study.baseline, corpus))
-        if of_baseline is not None and variant != study.baseline:
-            # Parameters of the arm and of its baseline, and their difference, by size.
-            shared = [
-                (_parameters(arm), _parameters(of_baseline[size]), arm.difference.mean)
-                for size, arm in curve.items()
-                if size in of_baseline and arm.difference
-            ]
-            worth = scaling.multiplier(laws[study.baseline, corpus], shared)
+        baseline_curve = curves.get((study.baseline, corpus))
+        if baseline_curve is not None and variant != study.baseline:
+            # For each size that both have: the parameters of the arm, those of the baseline, and
+            # the difference in loss.
+            sizes = []
+            for size, arm in curve.items():
+                if size in baseline_curve and arm.difference:
+                    baseline_parameters = _parameters(baseline_curve[size])
+                    sizes.append((_parameters(arm), baseline_parameters, arm.difference.mean))
+            worth = scaling.multiplier(laws[study.baseline, corpus], sizes)
         fits.append(Scaling(variant, corpus, laws[variant, corpus], worth))
     return tuple(fits)
 
 
 def _law(arms: Sequence[TrainedArm]) -> scaling.Law | scaling.Problem:
-    """The fit to the mean losses of one variant at several sizes."""
-    means = [arm.loss for arm in arms if arm.loss]
-    # The variance of a mean over seeds, and the degrees of freedom of all of them together.
-    variance = statistics.fmean((loss.sd or 0.0) ** 2 / loss.n for loss in means)
-    degrees = sum(loss.n - 1 for loss in means) or 1
+    """Fits a scaling law to the mean losses of one variant at several sizes."""
+    losses = [arm.loss for arm in arms if arm.loss]
+    # The variance of a mean over seeds, averaged over sizes, and its degrees of freedom.
+    variance = statistics.fmean((loss.sd or 0.0) ** 2 / loss.n for loss in losses)
+    degrees = sum(loss.n - 1 for loss in losses) or 1
     parameters = [_parameters(arm) for arm in arms]
-    return scaling.fit(parameters, [loss.mean for loss in means], (variance, degrees))
+    return scaling.fit(parameters, [loss.mean for loss in losses], (variance, degrees))
 
 
 def _parameters(arm: TrainedArm) -> int:

@@ -17,41 +17,45 @@ from qkattn.verdict.trained_study import TrainedStudy, Yardstick
 
 @dataclasses.dataclass(frozen=True)
 class Decomposition:
-    """The parts of an arm's difference from the baseline, and whether it lasts.
+    """The parts of an arm's difference from the baseline, and whether the difference lasts.
 
-    On shared seeds `same_shape` + `reinvesting` is the difference. The parts are estimates with
-    95 % intervals, not corrected for their number, and give no verdict. A part is None while one of
-    its arms lacks results or breaks a rule; an arm that is only known badly
-    (`study_findings.UNSURE`) has a part.
+    On shared seeds, `same_shape` + `reinvesting` is the difference. The parts are estimates with
+    95 % intervals. They are not corrected for their number and give no verdict. A part is None
+    while one of its arms lacks results or breaks a rule. Rules in `study_findings.UNSURE` are an
+    exception: an arm that breaks one of them still has an estimate.
     """
 
-    # The control at the same shape, which has the baseline's sizes, minus the baseline.
+    # The same-shape control minus the baseline. The control has the baseline's dimensions.
     same_shape: Comparison | None = None
-    # The arm minus that control: what spending the saved parameters adds.
+    # The arm minus the same-shape control: the effect of spending the saved parameters.
     reinvesting: Comparison | None = None
-    # The arm minus the baseline, both trained longer, as only decided arms are.
+    # The arm minus the baseline, both trained longer. Only decided arms are trained longer.
     longer: Comparison | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedArm:
-    """One variant at one size on one corpus, at its tuned settings; or a control of it."""
+    """An arm with its results: a variant at one size on one corpus, or a control of one."""
 
     key: ArmKey
-    group: ArmKey  # the key of its baseline: of its size, corpus and length of training
+    # The key of the arm's baseline, which has the same size, corpus and length of training.
+    group: ArmKey
     trials: tuple[Trial, ...]
-    verdict_trials: tuple[Trial, ...]  # those of the verdict run; without tuning, all
-    chosen: tuple[Trial, ...]  # finished verdict_trials, without tuning only at the best setting
+    # The trials of the verdict run. Without tuning, all trials.
+    verdict_trials: tuple[Trial, ...]
+    # The finished ones of `verdict_trials`. Without tuning, only those at the best setting.
+    chosen: tuple[Trial, ...]
     tuning: Tuning | None = None
-    # With the baseline; None for the baseline and if they share no seed that both finished.
+    # The comparison with the baseline. None for the baseline, and if no seed finished in both.
     comparison: Comparison | None = None
-    verdict: Verdict | None = None  # None for the baseline, controls and without tuning
+    verdict: Verdict | None = None  # None for the baseline, for controls and without tuning
     remarks: tuple[Remark, ...] = ()  # hygiene findings about this arm alone
-    yardstick: Yardstick | None = None  # of a baseline, if it is recorded from its verdict run
-    parts: Decomposition = Decomposition()  # of the difference of a primary arm
-    # The same arm in earlier studies of the chain, by their name, where its seeds may be pooled.
+    # What a baseline has to beat, if it was recorded from the baseline's verdict run.
+    yardstick: Yardstick | None = None
+    parts: Decomposition = Decomposition()  # of a primary arm's difference
+    # The same arm in earlier studies of the chain with which its seeds may be pooled, by study.
     earlier: Mapping[str, 'TrainedArm'] = dataclasses.field(default_factory=dict)
-    settling: Settling | None = None  # of the difference of a primary arm
+    settling: Settling | None = None  # of a primary arm's difference
 
     @property
     def variant(self) -> str:
@@ -71,16 +75,16 @@ class TrainedArm:
 
     @property
     def split(self) -> str:
-        """The split of its loss: TEST, or VALIDATION if a trial has no test loss."""
+        """The split of the arm's loss: TEST, or VALIDATION if a trial has no test loss."""
         return VALIDATION if self.over_seeds('test_loss') is None else TEST
 
     @property
     def loss(self) -> Estimate | None:
-        """Mean over `chosen` on its split, nats/token."""
+        """The mean loss of the `chosen` trials on `split`, nats/token."""
         return self.over_seeds(f'{self.split}_loss')
 
     def over_seeds(self, field: str) -> Estimate | None:
-        """Mean of a metric over the chosen trials; None unless all have it."""
+        """Returns the mean of a metric over the chosen trials; None unless all have it."""
         values = [trial.metrics.get(field) for trial in self.chosen]
         if not values or None in values:
             return None
@@ -93,22 +97,22 @@ class TrainedArm:
 
     @property
     def by_seed(self) -> dict[int, Trial]:
-        """The chosen trials, by their seed, ascending."""
+        """The chosen trials by seed, ascending."""
         ascending = sorted(self.chosen, key=lambda trial: trial.seed)
         return {trial.seed: trial for trial in ascending}
 
     def losses(self, split: str) -> dict[int, float]:
-        """Losses of the chosen trials on a split (TEST or VALIDATION) by seed; nats/token."""
+        """Returns the losses of the chosen trials on TEST or VALIDATION, by seed; nats/token."""
         return {seed: trial.metrics[f'{split}_loss'] for seed, trial in self.by_seed.items()}
 
     @property
     def difference(self) -> Difference | None:
-        """From the baseline."""
+        """The difference from the baseline."""
         return self.comparison.difference if self.comparison else None
 
     @property
     def is_settled(self) -> bool:
-        """Whether a longer training confirms the difference; else it holds at this length."""
+        """Whether a longer training confirms the difference."""
         return self.settling is not None and self.settling.code is Length.SETTLED
 
     @property
@@ -126,12 +130,12 @@ class TrainedArm:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """All learning rates of its trials, ascending."""
+        """The learning rates of all trials, ascending."""
         return tuple(sorted({trial.learning_rate for trial in self.trials}))
 
     @property
     def at_edge(self) -> bool:
-        """Without tuning, whether the best of several learning rates is the first or last one."""
+        """Whether the best of several learning rates is the smallest or the largest one."""
         rates = self.learning_rates
         return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
 
@@ -157,32 +161,33 @@ class TrainedArm:
 
     @property
     def shortfalls(self) -> tuple[Remark, ...]:
-        """In what it falls short of what its baseline has to beat; none of a baseline."""
+        """The remarks that the arm does not beat its baseline's yardstick."""
         return tuple(remark for remark in self.remarks if remark.code in SHORT_ARM)
 
     @property
     def scales(self) -> bool:
-        """Whether a scaling fit uses its mean loss.
+        """Whether a scaling fit may use the arm's mean loss.
 
-        The mean over the seeds that did not diverge is biased towards lower losses, and a setting
-        that is not the best one gives higher losses.
+        If a seed diverged, the mean over the others is biased low. If a rule blocks the arm, its
+        settings may not be the best ones, so that its loss is too high.
         """
-        biased = self.num_diverged or self.blocks
-        return bool(self.chosen) and not biased
+        is_biased = self.num_diverged > 0 or bool(self.blocks)
+        return bool(self.chosen) and not is_biased
 
 
 def with_baselines(
     arms: Sequence[TrainedArm],
 ) -> list[tuple[TrainedArm, TrainedArm | None]]:
-    """Every arm with its baseline, which is None if it has no results."""
-    by_key = {arm.key: arm for arm in arms}
-    return [(arm, by_key.get(arm.group)) for arm in arms]
+    """Pairs each arm with its baseline, or with None if the baseline has no results."""
+    arm_by_key = {arm.key: arm for arm in arms}
+    return [(arm, arm_by_key.get(arm.group)) for arm in arms]
 
 
 def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
-    """One arm per arm key with results: size by size, corpus by corpus, primary arms first.
+    """Returns the arms of a study that have results.
 
-    Within these in the order of the study, the baseline first.
+    They are sorted by size, then by corpus, then with primary arms before controls, then with the
+    baseline before the others, and last in the order of the study.
     """
     trials_by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
@@ -190,6 +195,7 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
     kinds = (None, *CONTROLS)
 
     def rank(key: ArmKey) -> tuple[int, int, int, bool]:
+        """Returns the sort key of an arm."""
         return (
             study.sizes.index(key.size),
             study.corpora.index(key.corpus),
@@ -197,10 +203,12 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
             key.variant != study.baseline,
         )
 
-    in_order_of_study = dict.fromkeys((*study.arms, *trials_by_key))
+    # Arms that are trained longer are not declared, so they follow the declared ones.
+    in_order_of_study = dict.fromkeys([*study.arms, *trials_by_key])
     with_results = [key for key in in_order_of_study if key in trials_by_key]
     arms: dict[ArmKey, TrainedArm] = {}
     for key in sorted(with_results, key=rank):
+        # A primary arm is built before its controls.
         primary = arms.get(key._replace(control=None))
         arms[key] = _trained_arm(study, key, trials_by_key[key], primary)
     return tuple(arms.values())
@@ -209,7 +217,7 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
 def _trained_arm(
     study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
 ) -> TrainedArm:
-    """An arm with its trials; `primary` is the arm of the same variant that is no control."""
+    """Builds an arm from its trials. For a control, `primary` is the arm that it controls."""
     stage = VERDICT if study.tuned else SINGLE
     verdict_trials = tuple(trial for trial in trials if trial.run.stage == stage)
     if study.tuned:
@@ -233,19 +241,19 @@ def _trained_arm(
 
 
 def _at_best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """The finished trials at the setting with the lowest mean validation loss.
+    """Returns the finished trials at the setting with the lowest mean validation loss.
 
-    A setting with a diverged seed, whose mean over the others is biased, is considered only if
-    every setting has one.
+    If a seed diverged at a setting, the mean over the others is biased low. Such a setting is
+    considered only if seeds diverged at every setting.
     """
-    by_setting: dict[tuning.Settings, list[Trial]] = {}
+    trials_by_setting: dict[tuning.Settings, list[Trial]] = {}
     for trial in trials:
-        by_setting.setdefault(trial.settings, []).append(trial)
+        trials_by_setting.setdefault(trial.settings, []).append(trial)
     complete: list[list[Trial]] = []
     partial: list[list[Trial]] = []
-    for of_setting in by_setting.values():
-        finished = [trial for trial in of_setting if trial.finished]
-        if len(finished) == len(of_setting):
+    for trials_at_setting in trials_by_setting.values():
+        finished = [trial for trial in trials_at_setting if trial.finished]
+        if len(finished) == len(trials_at_setting):
             complete.append(finished)
         elif finished:
             partial.append(finished)
@@ -263,21 +271,23 @@ def _at_best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
 def _tuning(
     study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
 ) -> Tuning:
-    """How far the screening of an arm has got, from its results.
+    """Repeats the tuning of an arm from the results of its screening.
 
-    The grids are those of the study. A setting that is not tuned has the value of the arm's
+    The grids are those of the study. A setting (knob) that is not tuned has the value of the arm's
     trials. An arm that is trained longer is tuned around the settings of its `primary` arm.
     """
     screening = [trial for trial in trials if trial.run.stage == SCREENING]
-    first = (screening or trials)[0]
+    first_trial = (screening or trials)[0]
     grids = dict(study.grids)
-    for knob, value in zip(tuning.KNOBS, first.settings, strict=True):
+    for knob, value in zip(tuning.KNOBS, first_trial.settings, strict=True):
         if len(grids[knob]) <= 1:
             grids[knob] = (value,)
     if key.control == LONGER and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)
-    losses: dict[tuning.Settings, dict[int, float | None]] = {}  # by seed; None if it diverged
+
+    # Losses by settings and seed; None for a diverged trial.
+    losses: dict[tuning.Settings, dict[int, float | None]] = {}
     for trial in screening:
-        of_setting = losses.setdefault(trial.settings, {})
-        of_setting[trial.seed] = trial.val_loss if trial.finished else None
+        loss_of_seed = losses.setdefault(trial.settings, {})
+        loss_of_seed[trial.seed] = trial.val_loss if trial.finished else None
     return tuning.tune(grids, study.tuning, losses, study.base.optimizer.decay)

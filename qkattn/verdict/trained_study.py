@@ -1,11 +1,15 @@
 """Reads a study directory, finished or not.
 
-A bad file of the study is refused, a bad file of a run is left out and named.
+A directory has these files; a stored study (`qkattn.study.stored`) has its logs in an archive:
 
-A study is `study.json` (the declared arms), `plan.jsonl` (one object per run known so far),
-`results.jsonl` (one object per trial, those of a run in order), `ledger.jsonl` (what was declared
-and when), `yardsticks.json` and one directory per run with `metrics.jsonl` and `documents.json`. A
-stored study (`qkattn.study.stored`) has its logs in an archive.
+    study.json         the declared arms
+    plan.jsonl         one line for each run planned so far
+    results.jsonl      one line for each trial
+    ledger.jsonl       what was declared and looked at, and when
+    yardsticks.json    what the baselines have to beat
+    RUN/metrics.jsonl, RUN/documents.json    the log and the losses by document of each run
+
+If a file of the study is bad, reading fails. If a file of a run is bad, it is left out and named.
 """
 
 import dataclasses
@@ -30,58 +34,64 @@ from qkattn.study.tuning import KNOBS, SCREENING
 from qkattn.study.yardstick_definitions import is_current
 from qkattn.verdict.runs import TrainedRun, Trial, parse_arm_key, parse_run, parse_trial, with_files
 
-# plan.jsonl and results.jsonl are made from the runs.
+# Workers write plan.jsonl and results.jsonl again from the runs.
 _ADVICE = 'restore it from a copy, or remove it and resume the study, which makes it again'
-# A trial in yardsticks.json: losses by position, and with the sources of other pairs.
+# The fields of a trial in yardsticks.json, with their types.
 _MEASURED = {'loss': float, **dict.fromkeys(('early', 'late', 'shuffled'), float | None)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """The losses that a baseline has to beat, and what its models are measured to do.
+    """What a baseline has to beat, and what was measured on its models.
 
     `gain` and `sources` are means over the trials of verdict runs, measured from their checkpoints
-    on the last split; None where none is, or has such targets.
+    on the last split. They are None if no trial was measured or the task does not define them.
     """
 
-    run: str  # the baseline's run whose data it was counted on
+    run: str  # the baseline's run on whose data the tokens were counted
     task: str
-    seen: int  # tokens that its models are trained on
-    tokens: int | None  # those that were counted, if any
-    # Nats/token by split ('val', 'test') and name; empty for a translation.
+    seen: int  # the number of tokens that a model was trained on
+    tokens: int | None  # the number of tokens that were counted, if any
+    # Nats/token by split ('val', 'test') and name of the method; empty for a translation.
     losses: Mapping[str, Mapping[str, float]]
-    gain: float | None  # fall of the loss from position 4 to the last half of the context
-    sources: float | None  # rise of the loss with the sources of other pairs
-    bleu: Mapping[str, float]  # of IBM model 1, by split; empty but for a translation
-    is_current: bool  # whether it is recorded by the definition of this version
+    gain: float | None  # how far the loss falls from position 4 to the last half of the context
+    sources: (
+        float | None
+    )  # how far the loss rises if sources are exchanged for those of other pairs
+    bleu: Mapping[str, float]  # of IBM model 1, by split; only for a translation
+    is_current: bool  # whether it was recorded with this version's definition
 
     def best(self, split: str) -> tuple[str, float] | None:
-        """The name and the loss of the lowest on a split; None where nothing was counted."""
-        return min(self.losses.get(split, {}).items(), key=lambda item: item[1], default=None)
+        """Returns the name and the loss of the best method on a split; None if there is none."""
+        loss_of_method = self.losses.get(split, {})
+        if not loss_of_method:
+            return None
+        best_name = min(loss_of_method, key=lambda name: loss_of_method[name])
+        return best_name, loss_of_method[best_name]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedStudy(config.Study):
-    """A study as described by its files: its settings as declared, its runs and their results.
+    """A study as its files describe it: its declared settings, its runs and their results.
 
-    `variants` are named with the destination of saved parameters, if there are several.
+    If there are several destinations of saved parameters, the names in `variants` contain them.
     """
 
-    seeds: tuple[int, ...]  # of the verdict, those of `base`
+    seeds: tuple[int, ...]  # the seeds of the verdict
     grids: Mapping[str, tuple[float, ...]]  # the initial grid of each knob; empty without tuning
-    arms: tuple[ArmKey, ...]  # the declared ones, controls included but those trained longer
+    arms: tuple[ArmKey, ...]  # the declared arms and controls, without those trained longer
     command: str | None
     directory: Path  # where reports go
-    files: Files  # the logs, which a stored study has in an archive
-    declaration: str
+    files: Files  # the files of the logs, which may be in an archive
+    declaration: str  # the digest of study.json
     ledger: Ledger
-    # Runs that are not what an earlier look saw, with the number of that look.
+    # Runs that have changed since an earlier look at results, with the number of the look.
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
     runs: tuple[TrainedRun, ...] = ()
     problems: tuple[str, ...] = ()  # sentences about files of runs that could not be read
-    # By the key of the baseline; None if they are not recorded.
+    # By the key of the baseline; None if yardsticks.json is missing.
     yardsticks: Mapping[ArmKey, Yardstick] | None = None
-    earlier: tuple[Earlier, ...] = ()  # the studies of its chain before it
+    earlier: tuple[Earlier, ...] = ()  # the studies that it repeats, and those that they repeat
 
     @property
     def tuned(self) -> bool:
@@ -99,31 +109,38 @@ class TrainedStudy(config.Study):
 
     @property
     def missing(self) -> tuple[ArmKey, ...]:
-        """Declared and planned arms of which no run but those of the screening has results."""
+        """The declared and planned arms that have no results beyond screening."""
         tried = {run.key for run in self.runs if run.trials and run.stage != SCREENING}
-        arms = dict.fromkeys((*self.arms, *(run.key for run in self.runs)))
-        return tuple(arm for arm in arms if arm not in tried)
+        planned_arms = [run.key for run in self.runs]
+        all_arms = dict.fromkeys([*self.arms, *planned_arms])
+        return tuple(arm for arm in all_arms if arm not in tried)
 
     def verdict_seeds(self, key: ArmKey) -> tuple[int, ...]:
-        """The declared seeds of an arm's verdict run."""
-        return (key.control == LONGER and self.controls.longer_seeds) or self.seeds
+        """Returns the declared seeds of an arm's verdict run."""
+        if key.control == LONGER and self.controls.longer_seeds:
+            return self.controls.longer_seeds
+        return self.seeds
 
     def question_of(self, key: ArmKey) -> ArmKey:
-        """What an arm asks, the same in every study of a chain (`chain.question`)."""
-        about = {'baseline': self.baseline, 'destinations': self.destinations}
-        return chain.question(key, about | {'matched': self.match})
+        """Returns the arm's key that is the same in all studies of a chain (`chain.question`)."""
+        declared = {
+            'baseline': self.baseline,
+            'destinations': self.destinations,
+            'matched': self.match,
+        }
+        return chain.question(key, declared)
 
     def look(self, key: ArmKey, other: ArmKey) -> int:
-        """How many studies of the chain compare two arms, this one included."""
-        asked = {self.question_of(key), self.question_of(other)}
-        return 1 + sum(asked <= one.questions for one in self.earlier)
+        """Counts the studies of the chain that compare two arms, this one included."""
+        questions = {self.question_of(key), self.question_of(other)}
+        return 1 + sum(questions <= earlier.questions for earlier in self.earlier)
 
     def is_variant(self, label: str, variant: str) -> bool:
-        """Whether a variant, with or without a destination, names the labelled arm."""
+        """Returns whether `variant`, with or without a destination, names the arm with a label."""
         return variant in (label, self.bare(label))
 
     def bare(self, variant: str) -> str:
-        """A variant without the destination in its name."""
+        """Removes the destination from the name of a variant: 'qk/no_o [d_ff]' -> 'qk/no_o'."""
         for destination in self.destinations:
             variant = variant.removesuffix(f' [{destination}]')
         return variant
@@ -132,9 +149,9 @@ class TrainedStudy(config.Study):
 def load_study(directory: str | Path) -> TrainedStudy:
     """Reads the study in `directory`.
 
-    Raises ReportError if the directory, `study.json` or its ledger is missing, if a file of the
-    study is unreadable, and if no trial has a result. `problems` of the study names bad files of
-    runs.
+    If a file of a run is bad, `problems` of the study names it. Raises ReportError if the
+    directory, `study.json` or the ledger is missing, if a file of the study is bad, or if no trial
+    has a result.
     """
     directory = as_path(directory)
     declaration = directory / 'study.json'
@@ -177,7 +194,10 @@ def load_study(directory: str | Path) -> TrainedStudy:
 
 
 def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> TrainedStudy:
-    """A study as study.json declares it, without runs; ValueError names what is wrong."""
+    """Reads a study without its runs from `record`, the content of study.json.
+
+    Raises ValueError that names the bad field.
+    """
     check(
         record,
         {
@@ -231,30 +251,34 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Train
 
 
 def read_base(record: Mapping[str, Any]) -> Config:
-    """The config that the arms of a study.json share; ValueError where it is none."""
+    """Reads the config that all arms of a study.json share; raises ValueError if it is invalid."""
     return from_json(Config, known_settings(Config, record['base']))
 
 
 def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `values` that the config class has; results of other versions can be read."""
-    kinds = typing.get_type_hints(cls)
+    """Drops the settings that the config class `cls` does not have.
+
+    So the results of other versions can be read.
+    """
+    types = typing.get_type_hints(cls)
     known: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in kinds:
+        if name not in types:
             continue
-        is_section = dataclasses.is_dataclass(kinds[name]) and isinstance(value, dict)
-        known[name] = known_settings(kinds[name], value) if is_section else value
+        is_section = dataclasses.is_dataclass(types[name]) and isinstance(value, dict)
+        known[name] = known_settings(types[name], value) if is_section else value
     return known
 
 
 def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
-    """The runs of plan.jsonl in its order, with their trials in the order of results.jsonl.
+    """Reads the runs of plan.jsonl, with their trials from results.jsonl, both in file order.
 
-    A line that stands there twice counts once. RunDirectoryError names a bad line, and one that
-    contradicts another.
+    A repeated line counts once. Raises RunDirectoryError that names a bad line, or a line that
+    contradicts an earlier one.
     """
     planned: dict[str, TrainedRun] = {}  # by name
-    trials: dict[str, dict[Hashable, Trial]] = {}  # by the name of the run; by seed and settings
+    # By the name of the run, then by seed and settings.
+    trials: dict[str, dict[Hashable, Trial]] = {}
 
     def add_run(record: Any) -> None:
         run = parse_run(record)
@@ -269,28 +293,34 @@ def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
         if name not in planned:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
         trial = parse_trial(record, planned[name])
-        of_run = trials.setdefault(name, {})
-        if of_run.setdefault((trial.seed, trial.settings), trial) != trial:
+        trials_of_run = trials.setdefault(name, {})
+        first_result = trials_of_run.setdefault((trial.seed, trial.settings), trial)
+        if first_result != trial:
             raise ValueError(f'run {name!r} seed {trial.seed} has two results, which differ')
 
-    for name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
-        if (study.files / name).exists():  # as soon as a worker has planned
-            read_lines(study.files / name, {}, _ADVICE, add)
-    return [
-        dataclasses.replace(run, trials=tuple(trials.get(name, {}).values()))
-        for name, run in planned.items()
-    ]
+    for file_name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
+        # The files are missing until a worker has planned.
+        if (study.files / file_name).exists():
+            read_lines(study.files / file_name, {}, _ADVICE, add)
+
+    runs = []
+    for name, run in planned.items():
+        trials_of_run = trials.get(name, {})
+        runs.append(dataclasses.replace(run, trials=tuple(trials_of_run.values())))
+    return runs
 
 
 def _yardsticks(
     path: Path, baseline: str, planned: Sequence[TrainedRun]
 ) -> dict[ArmKey, Yardstick]:
-    """Those of yardsticks.json by the key of the baseline.
+    """Reads yardsticks.json; returns the yardsticks by the key of their baseline.
 
-    ValueError where it is damaged, or was recorded of other runs than the planned ones.
+    Raises ValueError if the file is damaged or was recorded for other runs than the planned ones.
     """
     record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
     arms = {run.name: run.key for run in planned}
+
+    # What was measured on the baselines' trials.
     trials_by_key: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in record['runs']:
         check(run, {'run': str, 'trials': tuple[dict, ...] | None})
@@ -299,6 +329,7 @@ def _yardsticks(
         for trial in run['trials'] or ():
             check(trial, _MEASURED)
             trials_by_key.setdefault(key, []).append(trial)
+
     yardsticks = {}
     for group in record['groups']:
         check(group, {'run': str, 'size': str, 'corpus': str, 'longer': bool})
@@ -307,18 +338,18 @@ def _yardsticks(
         _check_recorded(group['run'], key, arms)
         bleu = group.get('bleu', {})
         check(bleu, dict.fromkeys(bleu, float))
-        gains = []  # nats/token
-        sources = []
+        gains = []
+        rises_without_sources = []
         for trial in trials_by_key.get(key, []):
             if trial['early'] and trial['late']:
                 gains.append(trial['early'] - trial['late'])
             if trial['shuffled']:
-                sources.append(trial['shuffled'] - trial['loss'])
+                rises_without_sources.append(trial['shuffled'] - trial['loss'])
         yardsticks[key] = read(
             Yardstick,
             group,
             gain=statistics.fmean(gains) if gains else None,
-            sources=statistics.fmean(sources) if sources else None,
+            sources=statistics.fmean(rises_without_sources) if rises_without_sources else None,
             bleu=bleu,
             is_current=is_current(group),
         )
@@ -328,7 +359,8 @@ def _yardsticks(
 def _check_recorded(run: str, key: ArmKey, planned: Mapping[str, ArmKey]) -> None:
     """Raises ValueError unless the run of a yardstick is planned for the same arm.
 
-    A run that is trained longer may have left the plan: once arms are added, fewer are decided.
+    A run that is trained longer may have left the plan: if arms are added to a study, fewer arms
+    may be decided.
     """
     if run not in planned and key.control == LONGER:
         return

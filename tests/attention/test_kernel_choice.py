@@ -50,12 +50,12 @@ def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention():
 def test_a_named_kernel_refuses_what_it_cannot_serve():
     padded = Mask(valid_BS=jnp.ones((1, 256), bool))
     for kernel, target, options, words in (
-        ('blockwize', CPU, {}, 'is no kernel; valid: auto, einsum, blockwise'),
+        ('blockwize', CPU, {}, 'is not a kernel; valid: auto, einsum, blockwise'),
         ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid: auto, '),
         ('dot_product', CPU, {'G': 32}, 'needs keys and values of one size, not 64 and 32'),
         ('dot_product', CPU, {'K': 1, 'V': 4}, 'as many key as value heads, not 1 and 4'),
-        ('dot_product', CPU, {'logit_cap': 3.0}, 'has no logit_cap, which is 3.0'),
-        ('dot_product', CPU, {'mask': padded}, 'takes no padding'),
+        ('dot_product', CPU, {'logit_cap': 3.0}, 'cannot cap logits, and logit_cap is 3.0'),
+        ('dot_product', CPU, {'mask': padded}, 'does not take padding'),
         ('dot_product', GPU, {'dtype': F32}, 'needs bfloat16 on a GPU, not float32'),
         ('dot_product', GPU, {'H': 256}, 'needs heads of 8, 16, ... 128, not 256'),
         ('dot_product', HOPPER, {'H': 264}, 'needs heads of 8, 16, ... 256, not 264'),
@@ -63,8 +63,8 @@ def test_a_named_kernel_refuses_what_it_cannot_serve():
         ('splash', CPU, {}, 'runs on a TPU, not on cpu; valid: auto, einsum, blockwise, dot'),
         ('splash', TPU, {'T': 100}, 'needs contexts that are multiples of 128, not 100 and 100'),
         ('splash', TPU, {'mask': Mask(hides_self=True)}, 'cannot hide a token from itself'),
-        ('splash', TPU, {'bias': abs}, 'has no biases of positions'),
-        ('splash', TPU, {'dropout': 0.1}, 'dropout of attention probabilities, which is 0.1'),
+        ('splash', TPU, {'bias': abs}, 'cannot add position biases'),
+        ('splash', TPU, {'dropout': 0.1}, 'drop attention probabilities, and their dropout is 0.1'),
     ):
         with refused(f'^kernel={kernel!r} .*{re.escape(words)}', SpecError):
             choice.choose(kernel, call(**options), target)

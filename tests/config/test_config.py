@@ -157,6 +157,10 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         ({'model.num_heads': 2**14, 'model.head_size': 2**11}, 'must be at most 16777216'),
         ({'mesh.fsdp': 3}, 'mesh.data * mesh.fsdp = 3 must divide the microbatch of 16'),
         (INVERSE_SQRT | {'optimizer.warmup_steps': 0}, 'at least 1 with optimizer.schedule=inve'),
+        (
+            {'optimizer.schedule': 'wsd', 'optimizer.decay_fraction': 0.95},
+            'must leave room for optimizer.warmup_steps=100: it decays in 950 of',
+        ),
         (BOTH | {ENCODER: 'qqk/vo'}, "model.encoder_variant: unknown score 'qqk'"),
         (
             BOTH | {CROSS: 'merged/no_v', 'model.num_kv_heads': 1},
@@ -171,7 +175,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         ({PATTERN: 'qk/vo,qk/ov'}, "unknown value 'ov'"),
         ({PATTERN: 'qk/vo,merged/vo', 'model.positions': 'rope'}, '[1]: merged has no rotary'),
         (DOT_PRODUCT | {'model.positions': 'alibi'}, "model: kernel='dot_product' has no biases"),
-        (BOTH | DOT_PRODUCT, "model: kernel='dot_product' takes no padding"),
+        (
+            DOT_PRODUCT | {'data.cross_documents': False},
+            "model: kernel='dot_product' does not take padding or packed sequences",
+        ),
+        (BOTH | DOT_PRODUCT, "model: kernel='dot_product' does not take padding"),
         (
             {'model.score': 'outside_score:Flat'},
             f"'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 6: ",

@@ -108,6 +108,13 @@ def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
     assert_logits(loaded, forward(tensors))
 
 
+def test_a_gpt2_may_have_the_exact_gelu(tmp_path):
+    tensors = make_tensors()
+    loaded = load_gpt2(write(tmp_path, tensors, activation_function='gelu'))
+    assert loaded[0].activation == 'gelu'
+    assert_logits(loaded, forward(tensors, exact_gelu=True))
+
+
 @pytest.mark.parametrize(('prefix', 'biases'), [('_orig_mod.', False), ('module.', True)])
 def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
     tensors = make_tensors(biases=biases, width=4 * D)
@@ -176,7 +183,7 @@ def test_a_wrong_tensor_or_description_is_named(tmp_path):
         ({'n_head': [2]}, r'num_heads=\[2\] must be of type int'),
         ({'n_embd': None, 'n_inner': None}, 'n_embd=None does not fit .* d_model=16'),
         (put('h.99999999999.ln_1.weight', (D,)), "'h.3.ln_1.weight' is missing"),
-        ({'activation_function': 'gelu'}, "activation_function='gelu' is not supported"),
+        ({'activation_function': 'silu'}, "activation_function='silu' is not supported, only 'ge"),
         ({'model_type': 'gptj'}, "model_type='gptj'"),
     ):
         tensors, described = make_tensors(), {} if callable(damage) else damage
@@ -226,10 +233,10 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
     pt.touch()
     for content, message in (
         ({'model': named, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
-        ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is no tensor by name"),
-        ({'model': named | {'iter_num': 3}}, "'iter_num': a int is no tensor by name"),
-        ({3: named['_orig_mod.lm_head.weight']}, '3: a ndarray is no tensor by name'),
-        ([1], 'a list is no dictionary of tensors'),
+        ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is not a tensor by name"),
+        ({'model': named | {'iter_num': 3}}, "'iter_num': a int is not a tensor by name"),
+        ({3: named['_orig_mod.lm_head.weight']}, '3: a ndarray is not a tensor by name'),
+        ([1], 'a list is not a dictionary of tensors'),
     ):
         torch.load.return_value = content
         check(message, pt, load_nanogpt)

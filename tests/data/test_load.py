@@ -13,7 +13,8 @@ import pytest
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.cache import data_root, prepared_once
 from qkattn.data.load import load
-from qkattn.data.tasks.language import LanguageRows, MaskedRows
+from qkattn.data.tasks import repeats
+from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
 from qkattn.data.tasks.probe_tasks import CausalProbeRows, LabellingProbeRows
 from qkattn.data.tasks.task_registry import rows_of, task_of
 from qkattn.data.tasks.translation import TranslationRows
@@ -169,10 +170,23 @@ def test_a_setting_that_does_not_fit_the_data_is_one_sentence(files):
         ('decoder', TEXT, {'drop_long': True}, 'data.drop_long=True has no effect on a decoder'),
         ('decoder', TEXT, {'tokenizer_size': 300}, "size=300 .*'bytes'; leave it at 8192"),
         ('encoder', TEXT, {'shift_windows': True}, 'data.shift_windows=True .* on an encoder'),
+        ('encoder', TEXT, {'cross_documents': False}, 'cross_documents=False .* on an encoder;'),
+        ('encoder_decoder', PAIRS, {'cross_documents': False}, '=False .* on an encoder-decoder'),
+        ('decoder', CAUSAL, {'cross_documents': False}, 'data.cross_documents=False has no effect'),
         ('encoder_decoder', PAIRS, {'mask_rate': 0.5}, 'mask_rate=0.5 .* on an encoder-decoder'),
     ):
         with refused(says):
             rows_of(config_of(kind, form, **fields))
+
+
+def test_text_is_read_by_document_where_attention_does_not_cross_documents(files):
+    for task in (None, 'language'):
+        config = config_of('decoder', TEXT, cross_documents=False, task=task)
+        rows = rows_of(config)
+        assert type(rows) is DocumentRows is task_of(config)
+        segments_BT = read_rows(rows, 'train', [0, 1])['segments_BT']
+        assert rows.array_shapes(config.model)['segments_BT'] == (40, segments_BT.dtype)
+        assert repeats.sequences(rows) is not None  # they are measured for induction
 
 
 def test_both_sides_share_a_vocabulary_of_the_training_split_and_settings_reach_the_rows(files):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qkattn.data.tasks import probe_tasks, repeats
-from qkattn.data.tasks.language import LanguageRows, MaskedRows
+from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
 from qkattn.data.tasks.probe_tasks import PROBES
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokens import PairDataset, TokenDataset
@@ -56,6 +56,18 @@ def test_shifted_windows_move_together_and_anew_in_every_epoch():
     # Evaluation is not shifted, and reads one window more.
     assert rows.count('validation') == 15
     assert read_rows(rows, 'validation', [0])['tokens_BT'][0, 0] == 0
+
+
+def test_rows_of_separate_documents_number_them():
+    tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=3)
+    tokens = np.array([0, 1, 3, 2, 3, 3, 0, 1, 2], np.uint8)
+    dataset = token_dataset('letters', tokenizer, {'train': tokens})
+    batch = read_rows(DocumentRows(dataset, 4), 'train', [0, 1])
+    assert batch['tokens_BT'].tolist() == [[0, 1, 3, 2], [3, 3, 0, 1]]
+    # A separator opens a document; a window that begins in one begins a segment.
+    assert batch['segments_BT'].tolist() == [[1, 1, 2, 2], [2, 3, 3, 3]]
+    assert batch['targets_BT'].tolist() == [[1, 3, 2, 3], [3, 0, 1, 2]]
+    assert (batch['loss_weights_BT'] == 1).all()
 
 
 def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often():

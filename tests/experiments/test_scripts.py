@@ -285,6 +285,18 @@ def test_a_run_is_converted_and_generates_the_same_text(refusal, printed, run):
     assert 'unmerge(rank=1) cannot be applied: layer 0' in sentence
 
 
+def test_a_run_is_written_for_transformers_and_generates_the_same_text(printed, run, tmp_path):
+    text = printed('convert', 'run', '--layout=transformers', '--out=gpt2')
+    assert text.splitlines()[-1] == 'wrote gpt2, a GPT-2 in the layout of transformers'
+    names = {'model.safetensors', 'config.json', 'tokenizer.json', 'tokenizer_config.json'}
+    assert {path.name for path in (tmp_path / 'gpt2').iterdir()} == names
+    greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0')
+    written = printed('generate', 'gpt2', *greedy, f'--data={run[0].data.name}')
+    assert written == printed('generate', 'run', *greedy)
+    text = printed('convert', 'gpt2', '--layout=transformers', '--out=again')
+    assert text.splitlines()[-1].startswith('without tokenizer.json: the source is not a run')
+
+
 def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
     refusal, tmp_path, monkeypatch
 ):

@@ -98,6 +98,19 @@ def test_plain_lines_stand_at_intervals(show, clock):
     ]
 
 
+def test_the_display_shows_utilization_and_waits_for_input(show, clock):
+    stream = io.StringIO()
+    with show(stream, 'x', 100, tokens_per_step=10) as progress:
+        progress.update(1)
+        progress.measured({'mfu': 0.4321, 'input_wait_fraction': 0.07})
+        clock.seconds += 5
+        progress.update(2)
+    assert stream.getvalue().splitlines() == [
+        'x: step 1/100, 1%',
+        'x: step 2/100, 2 tokens/s, 43.2% MFU, 08:10 left, 2%, 7% waiting for input',
+    ]
+
+
 # Seconds of a step, of the first evaluation and of later ones, of the first save and of later ones.
 PACES = {
     'evaluations are compiled': (0.2, 10.0, 1.0, 5.0, 0.0),

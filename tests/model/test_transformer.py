@@ -114,6 +114,20 @@ def test_padding_is_never_read_wherever_it_stands(kind):
     assert np.abs(logits_of(model, TOKENS) - want)[valid_BT].max() > 1e-3
 
 
+@pytest.mark.parametrize('kernel', ['einsum', 'blockwise'])
+@pytest.mark.parametrize('positions', ['learned', 'sinusoidal', 'rope', 'alibi'])
+def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
+    model = make(kernel=kernel, positions=positions, window=4)
+    segments_BT = np.array([[1, 1, 1, 1, 1, 2, 2], [2, 3, 3, 3, 4, 4, 4]])
+    got = logits_of(model, TOKENS, segments_BT=segments_BT)
+    for row, segments_T in enumerate(segments_BT):
+        for number in np.unique(segments_T):
+            is_document_T = segments_T == number
+            alone = logits_of(model, TOKENS[row : row + 1, is_document_T])[0]
+            np.testing.assert_allclose(got[row, is_document_T], alone, atol=1e-5)
+    assert np.abs(got - logits_of(model, TOKENS))[segments_BT > 1].max() > 1e-2
+
+
 def test_a_window_reaches_both_ways():
     model = make(kind='encoder', window=2, num_layers=1)
     other = TOKENS.copy()

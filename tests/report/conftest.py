@@ -92,6 +92,7 @@ class Page(HTMLParser):
 
     def __init__(self, html: str):
         super().__init__()
+        self.after_break = False
         self.open, self.tags, self.ids, self.lines = [], [], [], ['']
         self.feed(html)
         self.close()
@@ -100,11 +101,13 @@ class Page(HTMLParser):
         self.text = ' '.join(self.lines)
 
     def handle_starttag(self, tag, attrs):
+        # A name goes on behind a place where its line may break.
+        self.after_break = tag == 'wbr'
         self.tags.append((tag, dict(attrs)))
         self.ids += [value for name, value in attrs if name == 'id']
-        if tag in {'h1', 'h2', 'h3', 'p', 'li', 'tr', 'section', 'figcaption'}:
+        if tag in {'h1', 'h2', 'h3', 'p', 'li', 'tr', 'dt', 'section', 'figcaption', 'summary'}:
             self.lines.append('')
-        if tag not in {'meta', 'br', 'link', 'img', 'input', 'hr'}:
+        if tag not in {'meta', 'br', 'wbr', 'link', 'img', 'source', 'input', 'hr'}:
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -112,4 +115,5 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         if self.open[-1:] != ['style']:
-            self.lines[-1] += f' {data}'
+            self.lines[-1] += data if self.after_break else f' {data}'
+        self.after_break = False

@@ -4,20 +4,23 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.collections import PathCollection
 from matplotlib.image import imread
 from matplotlib.text import Text
 
 from qkattn.jobs.output import short
+from qkattn.report import described
 from qkattn.report.figures import attention_figure, figures
+from qkattn.report.figures.drawing import Drawing, picture, write_plots
 from qkattn.report.figures.forest import Line, forest
-from qkattn.report.figures.style import Drawing, style_sheet, styles, write_plots
+from qkattn.report.figures.style import WIDE, WIDTH, style_sheet, styles
 from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
 from tests.studies import RATES, tuned_arm, write_tuned
 
 
 def draw(path):
     findings = read(path)
-    return findings, {drawing.stem: drawing.figure for drawing in figures(findings)}
+    return findings, {drawing.stem: drawing.figure() for drawing in figures(findings)}
 
 
 def dots(ax, label: str) -> list[np.ndarray]:
@@ -28,6 +31,12 @@ def dots(ax, label: str) -> list[np.ndarray]:
 def line(ax, label: str):
     (match,) = [line for line in ax.lines if line.get_label() == label]
     return match
+
+
+@pytest.fixture(scope='module')
+def grids(drawn):
+    """The grids of panels of that study."""
+    return [drawing.grid for drawing in figures(drawn[0]) if drawing.grid]
 
 
 @pytest.fixture(scope='module')
@@ -112,7 +121,7 @@ def test_sweeps_show_screening_losses_fit_and_choice(drawn):
     interval = f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
     assert ax.get_title(loc='left').splitlines() == ['qk/vo', f'{sweep.chosen:.3g}', interval]
     losses = [c.get_offsets()[:, 1] for c in ax.collections if c.get_label() == 'one seed']
-    assert [sorted(y) for y in losses] == [sorted(y) for y in sweep.losses]
+    assert sorted(losses[0]) == sorted(loss for of_value in sweep.losses for loss in of_value)
     assert line(ax, 'chosen value').get_xdata()[0] == sweep.chosen
     # The records are an exact parabola: the curve goes through the means.
     curve = line(ax, 'parabola')
@@ -149,9 +158,9 @@ def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
     """At least 11 pixels at 368 of 400, the rest of which is the margin of the page."""
     for stem, figure in drawn[1].items():
         seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
-        assert len(seen) > 5 and figure.get_figwidth() == 3.6
+        assert len(seen) > 5 and figure.get_figwidth() == WIDTH
         for text in seen:
-            assert text.get_fontsize() * 96 / 72 * 368 / (96 * 3.6) >= 11, (stem, text)
+            assert text.get_fontsize() * 96 / 72 * 368 / (96 * WIDTH) >= 11, (stem, text)
         box, whole = figure.get_tightbbox(), figure.bbox_inches
         assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem
         assert -0.01 <= box.y0 and box.y1 <= whole.y1 + 0.01, stem
@@ -172,34 +181,97 @@ def large(path, number):
 
 
 def test_figures_of_many_arms_do_not_grow_further(study_dir, monkeypatch):
-    """Shared axes take time that grows with the square of their number, images have a limit."""
     monkeypatch.setattr(sys.modules[figures.__module__], 'MOST_PANELS', 3)
     monkeypatch.setattr(sys.modules[forest.__module__], 'MOST_LINES', 4)
     few, many = large(study_dir / 'few', 4), large(study_dir / 'many', 8)
     for stem in ('sweep_learning_rate', 'curves'):
-        assert len(few[stem].figure.axes) == len(many[stem].figure.axes) == 3
+        assert len(few[stem].grid.panels) == len(many[stem].grid.panels) == 3
     assert few['verdicts'].values['cut'] is None and many['verdicts'].values['cut'] == (2, 8)
-    assert row_names(many['verdicts'].figure.axes[0]) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
+    assert row_names(many['verdicts'].figure().axes[0]) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
     assert many['sweep_learning_rate'].values['cut'] == (3, 9)
     assert many['curves'].values['cut'] == (3, 8)
 
 
-def test_every_format_is_written_and_no_other_figure_stays(tmp_path):
-    panels = {'': [Line('a/vo', absent='no result yet')]}
-    with style_sheet():
-        figure = forest(panels, 'x', styles(['a/vo'], None))
-    (tmp_path / 'old.svg').write_text('<svg></svg>')
-    svg = write_plots(tmp_path, [Drawing(figure, 'new')])['new']
+def one_line(width):
+    return forest(
+        {'': [Line('a/vo', absent='no result yet')]}, 'x', styles(['a/vo'], None), width=width
+    )
+
+
+def test_the_formats_asked_for_are_written(tmp_path):
+    write_plots(tmp_path, [Drawing('new', one_line)], ['png', 'pdf'])
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert files.keys() == {'new.png', 'new.pdf', 'new.svg'} and files['new.svg'] == svg
+    assert files.keys() == {'new.png', 'new.pdf'}
     image = imread(tmp_path / 'new.png')[..., :3]
     assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01  # drawn
     # Fonts that journals take, no bitmap, and no date.
     assert b'/CIDFontType2' in files['new.pdf']
     for mark in (b'/Type3', b'Subtype /Image', b'/CreationDate'):
         assert mark not in files['new.pdf']
-    write_plots(tmp_path, [Drawing(figure, 'new')])
+    write_plots(tmp_path, [Drawing('new', one_line)], ['png', 'pdf'])
     assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_figures_of_an_earlier_report_do_not_stay(tmp_path):
+    for name in ('old.svg', 'new.png', 'notes.txt'):
+        (tmp_path / name).write_text('earlier')
+    write_plots(tmp_path, [Drawing('new', one_line)], ['svg'])
+    assert {path.name for path in tmp_path.iterdir()} == {'new.svg', 'notes.txt'}
+
+
+def test_a_picture_of_a_page_has_the_same_bytes_each_time():
+    drawing = Drawing('new', one_line)
+    assert picture(drawing) == picture(drawing)
+    assert picture(drawing).wide != picture(drawing).narrow
+
+
+def test_names_and_texts_of_a_wide_forest_stand_beside_its_axes():
+    lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0, (1.0, 1.1), right='gjy') for n in range(3)]
+    with style_sheet():
+        figure = forest({'': lines}, 'x', styles([line.arm for line in lines], None), width=WIDE)
+        figure.draw_without_rendering()
+    (ax,) = figure.axes
+    axis = ax.get_window_extent()
+    names = [label.get_window_extent() for label in ax.get_yticklabels()]
+    assert len(names) == 3 and all(name.x0 >= 0 and name.x1 < axis.x0 for name in names)
+    texts = [text.get_window_extent() for text in ax.texts]
+    assert len(texts) == 3
+    assert all(axis.x1 < text.x0 and text.x1 <= figure.bbox.x1 for text in texts)
+
+
+def test_a_legend_shows_the_marks_of_several_arms():
+    lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0) for n in range(5)]
+    with style_sheet():
+        figure = forest({'': lines}, 'x', styles([line.arm for line in lines], None))
+    (legend,) = figure.legends
+    colors = {tuple(mark.get_facecolor()[0]) for mark in legend.findobj(PathCollection)}
+    assert len(colors) == 3
+
+
+def test_panels_of_a_page_have_axes_at_the_same_place_and_all_their_labels(grids):
+    for grid in grids:
+        with style_sheet():
+            panels = grid.draw_alone()
+            for figure in panels:
+                figure.draw_without_rendering()
+        assert len({tuple(figure.axes[0].get_position().bounds) for figure in panels}) == 1
+        for figure in panels:
+            box = figure.get_tightbbox()
+            assert box.x0 >= 0 and box.y0 >= 0
+            assert box.x1 <= figure.get_figwidth() and box.y1 <= figure.get_figheight()
+            labels = [text for text in figure.axes[0].get_xticklabels() if text.get_text()]
+            assert labels and all(text.get_visible() for text in labels)
+
+
+@pytest.mark.parametrize(('chosen', 'explained'), [(0.004, False), (0.005, True)])
+def test_a_caption_explains_a_choice_beside_the_vertex(chosen, explained, study_dir, monkeypatch):
+    findings = read(write_tuned(study_dir, arms()))
+    for arm in findings.arms:
+        sweep = arm.sweeps['learning_rate']
+        monkeypatch.setitem(sweep.__dict__, 'chosen', chosen)
+    (drawing,) = [d for d in figures(findings) if d.stem == 'sweep_learning_rate']
+    caption = described(findings, drawing)['caption']
+    assert ('not always at the vertex' in caption) == explained
 
 
 def test_laws_are_drawn_over_the_sizes(study_dir):

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from qkattn.errors import ConfigError
 from qkattn.jobs.output import text_table
 from qkattn.report import documents, headline, prose, show_report, tables
 from qkattn.report.figures import figures
+from qkattn.report.figures.drawing import picture
 from qkattn.report.verify import difference
 from qkattn.stats.decision import Decision
 from qkattn.stats.scaling import Problem, ProblemCode
@@ -69,8 +71,7 @@ TIME = re.compile(r'\d{4}-\d\d-\d\d[ T][\d:]{8}')
 
 def made(findings: Findings) -> dict[str, str]:
     """The tables, and the text of the page with the headings and captions of its figures."""
-    drawn = figures(findings)
-    files = documents(findings, drawn, {drawing.stem: b'' for drawing in drawn})
+    files = documents(findings, [picture(drawing) for drawing in figures(findings)])
     page = '\n'.join(Page(files.pop('report.html')).lines) + '\n'
     files |= {'page.txt': page, 'headline.md': headline(findings)}
     return {name: TIME.sub('TIME', text) for name, text in files.items()}
@@ -274,8 +275,8 @@ def test_names_are_text_everywhere(study_dir):
     records = [trial_record(variant) for variant in ('qk/vo', name)]
     changes = {'question': f'<img src=x onerror=alert(1)>{name}', 'name': f'</title>{name}'}
     findings = read(write_study(study_dir, records, **changes))
-    page = Page(documents(findings, (), {})['report.html'])
-    assert not {tag for tag, _ in page.tags} & {'script', 'b', 'img'}
+    page = Page(documents(findings, ())['report.html'])
+    assert not {tag for tag, _ in page.tags} & {'script', 'img'}
     assert name.split('\n')[0] in page.text and '<img src=x onerror=alert(1)>' in page.text
     document = tables.report_markdown(findings)
     assert not re.search('<[a-z/!]', document)
@@ -306,16 +307,67 @@ def test_a_report_is_complete_well_formed_and_self_contained(study_dir):
     text = show_report(study_dir)
     assert text.splitlines()[-1] == f'report: {study_dir / "report.html"}'
     files = {path.name for path in study_dir.iterdir()}
-    assert files >= {'report.html', 'table.md', 'table.csv', 'plots'}
+    assert files >= {'report.html', 'table.md', 'table.csv'} and 'plots' not in files
     html = (study_dir / 'report.html').read_text()
     page = Page(html)
     assert not {tag for tag, _ in page.tags} & {'script', 'link', 'iframe', 'object'}
     attributes = [pair for _, attrs in page.tags for pair in attrs.items()]
-    links = {value for name, value in attributes if name in ('src', 'href', 'action')}
+    links = {value for name, value in attributes if name in ('src', 'srcset', 'href', 'action')}
     assert all(link.startswith(('#', 'data:image/svg+xml;base64,')) for link in links)
     assert {link[1:] for link in links if link[0] == '#'} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids)) and 'http' not in html and '@import' not in html
-    assert [tag for tag, _ in page.tags].count('img') == len(list(study_dir.glob('plots/*.png')))
+    assert [tag for tag, _ in page.tags].count('source') == 1  # the differences, in two widths
+
+
+@pytest.fixture(scope='module')
+def decided_page(tmp_path_factory):
+    findings = read(decided(tmp_path_factory.mktemp('decided') / 'study'))
+    pictures = [picture(drawing) for drawing in figures(findings)]
+    return documents(findings, pictures)['report.html']
+
+
+def test_the_first_table_of_a_page_has_what_a_reader_looks_at_first(decided_page):
+    headings = re.findall(r'<table class="">\n<thead>(.*?)</thead>', decided_page, re.DOTALL)
+    columns = [re.sub(r'<.*', '', part).strip() for part in re.split('<th [^>]*>', headings[0])]
+    assert columns[1:] == [
+        'variant',
+        'difference in test loss,',
+        'verdict,',
+        'parameters',
+        'd_model',
+    ]
+
+
+def test_the_table_of_all_columns_is_folded(decided_page):
+    folded = re.search('<details><summary>All columns</summary>(.*?)</details>', decided_page, re.S)
+    assert 'induction accuracy' in folded[1]
+
+
+def test_a_figure_has_a_panel_for_each_arm_with_its_whole_name(decided_page):
+    panels = re.findall(r'alt="Learning rate: ([^"]*)"', decided_page)
+    assert len(panels) == 8 and LONG in panels
+
+
+def test_names_break_between_their_parts(decided_page):
+    assert f'<b>{prose.breakable(LONG)}</b>' in decided_page
+    assert 'my_package.my_module:<wbr>MyScore/<wbr>my_package.other:<wbr>MyValue?' in decided_page
+
+
+def test_a_name_that_breaks_is_escaped():
+    assert prose.breakable('a/<b>') == 'a/<wbr>&lt;b&gt;'
+
+
+def test_a_format_of_plots_that_does_not_exist_is_refused(study_dir):
+    with pytest.raises(ConfigError, match=r"plots='gif' is no format; valid are png, pdf, svg"):
+        show_report(study_dir, ['gif'])
+
+
+def test_the_list_by_verdict_says_every_arm_before_the_sentences(decided_page):
+    lines = Page(decided_page).lines
+    better = lines.index('Better by more than the margin at this length')
+    assert lines[better + 1] == 'good/vo -0.0300 [-0.0310, -0.0290]'
+    listed = re.findall('<li><code>([^ ]*)</code>', decided_page)
+    assert len(listed) == 7
 
 
 def test_a_law_whose_exponent_is_open_shows_what_parameters_are_worth_alone(tmp_path):

@@ -96,7 +96,9 @@ def test_a_directory_without_its_config_is_not_adopted(tmp_path, name, content, 
 
 
 def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch, outside):
-    config = Config(optimizer=OptimizerConfig(name='lion:lion(b2=0.9)', schedule='wsd:wsd'))
+    config = Config(
+        optimizer=OptimizerConfig(name='lion:lion(b2=0.9)', schedule='cooldown:cooldown')
+    )
     importlib.import_module('lion')
     for typed in (['-m', 'experiments.train', '--workdir=w'], ['/bin/qkattn', 'train']):
         monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])

@@ -78,6 +78,14 @@ def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
     assert written == [[2, {'train/loss': [0, 1, 2, 3]}], [2, losses], 'closed']
 
 
+def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
+    sinks = opened(tmp_path, WRITES)
+    sinks.write({'kind': 'train', 'step': 2, 'tokens_per_second': 3.5, 'mfu': 0.25})
+    sinks.close()
+    written = json.loads((tmp_path / 'written').read_text().splitlines()[0])
+    assert written == [2, {'train/tokens_per_second': [3.5] * 4, 'train/mfu': [0.25] * 4}]
+
+
 def test_a_sink_that_fails_is_dropped_once_and_the_others_go_on(tmp_path, caplog):
     sinks = opened(tmp_path, f'{WRITES}(fails_at=1)', 'tensorboard')
     for step in (1, 2):

@@ -45,6 +45,7 @@ def task(tiny, pairs_files, tmp_path_factory):
     successor = 'successor(keys=4, payloads=2)'
     settings = {
         'language': ({}, {}),
+        'separate documents': ({}, {'cross_documents': False}),
         'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),
         'translation': ({'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}, pairs),
         'causal probe': ({'context': 7}, {'name': recall}),

@@ -20,14 +20,14 @@ from qkattn.metrics import TIMES
 from qkattn.storage import run_directory
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import metrics_of, read_json, write_json
-from qkattn.train import program, results
+from qkattn.train import loop, program, results
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.loop import train, with_divergences
 from qkattn.train.timing import PARTS
 from qkattn.train.trials import Stack
 from tests.lanes import only
 from tests.refusals import refused
-from tests.runs import assert_same_run, results_of
+from tests.runs import assert_same_run, results_of, without_times
 from tests.train.conftest import PAIRS
 
 pytestmark = pytest.mark.usefixtures('programs_kept')
@@ -67,7 +67,7 @@ class Finished:
         return results_of(self.path)
 
 
-TASKS = ['masked', 'translation', 'causal probe', 'labelling probe']
+TASKS = ['masked', 'separate documents', 'translation', 'causal probe', 'labelling probe']
 
 
 @pytest.fixture(scope='module', params=only(['masked'], TASKS))
@@ -149,6 +149,28 @@ def test_a_run_logs_evaluates_and_saves_by_its_plan(small, tmp_path, monkeypatch
     assert splits == ['validation'] * 3 + ['test']  # the last validation is not repeated
 
 
+def test_training_records_hold_speeds_of_the_whole_run(small_run):
+    records = read_metrics(small_run[1] / 'metrics.jsonl')
+    training = [record for record in records if record['kind'] == 'train']
+    assert len(training) == 12
+    for record in training:
+        assert record['tokens_per_second'] > 0
+        assert 0 <= record['input_wait_fraction'] <= 1
+        assert 'mfu' not in record  # the peak rate of a CPU is not known
+
+
+def test_mfu_is_the_flops_of_the_model_over_those_of_its_devices(small, tmp_path, monkeypatch):
+    peak = 1e12
+    monkeypatch.setattr(loop, 'peak_flops', lambda device_kind: {'cpu': peak}[device_kind])
+    config = small(train={'num_steps': 4, 'eval_every': 4, 'checkpoint_every': 4})
+    train(config, tmp_path)
+    record = read_metrics(tmp_path / 'metrics.jsonl')[0]
+    # Of two trials, each with a forward pass and a backward pass of twice its cost.
+    flops_per_token = 3 * results_of(tmp_path)[0]['flops_per_token']
+    flops_per_second = record['tokens_per_second'] * flops_per_token
+    assert record['mfu'] == pytest.approx(flops_per_second / peak)
+
+
 def test_a_finished_run_is_not_touched(small_run, tmp_path):
     config, source = small_run
     path = shutil.copytree(source, tmp_path / 'run')
@@ -164,8 +186,8 @@ def test_further_metrics_change_nothing_else_of_a_run(small, small_run, tmp_path
     *_, last_evaluation, final = records
     further = last_evaluation.keys() | final.keys()
     further -= records_without[-2].keys() | records_without[-1].keys()
-    for record, record_without in zip(records, records_without, strict=True):
-        assert {n: v for n, v in record.items() if n not in further} == record_without
+    records_with = [{n: v for n, v in record.items() if n not in further} for record in records]
+    assert without_times(records_with) == without_times(records_without)
     # Results describe a metric from outside, for those who read them without its module.
     stored = read_json(tmp_path / 'result.json', [{}])
     assert stored == results

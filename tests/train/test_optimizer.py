@@ -97,8 +97,12 @@ def test_schedules():
         ('linear', 64, {34: 0.6, 64: 0.2}),
         ('cosine', 64, {19: 0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2, 34: 0.6}),
         ('constant', 64, {34: 1, 64: 1}),
+        # A quarter of 64 steps, the warm-up among them.
+        ('wsd', 64, {4: 1, 48: 1, 56: 0.6, 64: 0.2}),
     ):
-        config = OptimizerConfig(schedule=name, warmup_steps=4, final_fraction=0.2)
+        config = OptimizerConfig(
+            schedule=name, warmup_steps=4, final_fraction=0.2, decay_fraction=0.25
+        )
         got = optimizers.schedule(config, length)(jnp.array([*fractions]))
         np.testing.assert_allclose(got, [*fractions.values()], rtol=1e-6, err_msg=name)
 
@@ -108,7 +112,7 @@ def test_schedules():
 
 def pytest_generate_tests(metafunc):
     chosen(metafunc, 'optimizer', [*OPTIMIZERS, 'lion:lion', 'lion:lion(b1=0.8, b2=0.9)'])
-    chosen(metafunc, 'schedule', [*SCHEDULES, 'wsd:wsd', 'wsd:wsd(decay=0.5)'])
+    chosen(metafunc, 'schedule', [*SCHEDULES, 'cooldown:cooldown', 'cooldown:cooldown(decay=0.5)'])
 
 
 def test_an_optimizer_descends_and_decays_independently_of_its_rate(outside, optimizer):
@@ -168,7 +172,7 @@ def test_what_is_none_is_refused_in_one_sentence(outside):
     for fields, says in (
         ({'name': 'best'}, "unknown optimizer.name 'best'; known: adamw, muon, sgd, or an imp"),
         ({'name': 'adamw(b1=1.0)'}, "adamw has no option 'b1'; it takes none"),
-        ({'name': 'wsd:wsd'}, r'is not a function \(config, learning_rate, weight_decay'),
+        ({'name': 'cooldown:cooldown'}, r'is not a function \(config, learning_rate, weight_decay'),
         ({'name': 'strange:returns_nothing'}, 'must return an optax.GradientT.*, not None'),
         ({'name': 'strange:fails'}, "name='strange:fails' fails, KeyError in .*strange.py, line 4"),
         ({'schedule': 'strange:divides'}, 'fails, ZeroDivisionError in .*strange.py, line 6: '),
@@ -186,4 +190,4 @@ def test_a_schedule_from_outside_anneals_where_it_ends_low():
     assert low.anneals and high.decays and not high.anneals
     for end in ('', '()'):
         decaying = [name for name in SCHEDULES if OptimizerConfig(schedule=name + end).decays]
-        assert decaying == ['linear', 'cosine']
+        assert decaying == ['linear', 'cosine', 'wsd']

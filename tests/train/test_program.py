@@ -11,6 +11,7 @@ import pytest
 from qkattn.config import MeshConfig
 from qkattn.storage.records import read_json
 from qkattn.train import program, sharding, timing
+from qkattn.train.chips import peak_flops
 from qkattn.train.loop import compile_program, train
 from qkattn.train.timing import Clock, Trace
 
@@ -98,6 +99,29 @@ def test_a_resumed_run_adds_to_its_times(wait):
     clock.pause(tokens=10)
     assert clock.seconds == {'train_seconds': 42, 'input_seconds': 0, 'logging_seconds': 2.5}
     assert clock.tokens_per_second == 10
+
+
+def test_a_lap_is_timed_without_pauses(wait):
+    clock = Clock({'train_seconds': 40.0, 'input_seconds': 3.0}, step=5)
+    clock.start()
+    next(clock.inputs(wait(1) for _ in range(1)))
+    wait(1)
+    clock.pause(tokens=0)
+    wait(100)
+    clock.start()
+    wait(2)
+    assert clock.lap(step=7) == (2 / 4, 1 / 4)
+    wait(2)
+    clock.pause(tokens=0)
+    wait(100)
+    assert clock.lap(step=8) == (1 / 2, 0)
+
+
+def test_the_peak_rate_is_of_a_device_that_jax_names():
+    assert peak_flops('NVIDIA H100 80GB HBM3') == 989e12
+    assert peak_flops('TPU7x') == 2307e12 / 2  # a chip is two devices
+    assert peak_flops('NVIDIA H100 PCIe') is None
+    assert peak_flops(jax.devices('cpu')[0].device_kind) is None
 
 
 @pytest.mark.parametrize(('number', 'calls'), [(9, '001112'), (4, '0011'), (2, '00')])

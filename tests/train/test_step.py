@@ -16,7 +16,7 @@ from qkattn.attention import AttentionSpec, registry
 from qkattn.config import MeshConfig, setting
 from qkattn.data.tasks.task_registry import batches
 from qkattn.errors import ConfigError, SpecError
-from qkattn.model import build
+from qkattn.model import build, with_params
 from qkattn.model.sites import validate
 from qkattn.train import program, sharding, step, trials
 from qkattn.train.optimizer import schedule
@@ -110,7 +110,7 @@ def test_microbatches_are_one_batch_weighted_by_tokens(four):
     whole = jax.tree.map(lambda a: a.reshape(-1, 16), batch)
 
     def mean_loss(params):
-        return step.loss_sum(config, params, whole) / weights_ABT.sum()
+        return step.objective(config, params, whole)[0] / weights_ABT.sum()
 
     want = jax.jit(jax.value_and_grad(mean_loss))(params)
     gradients = jax.jit(functools.partial(step.gradients, config))
@@ -171,8 +171,8 @@ def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
     batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four(dropout=0.1, remat=remat, scan_unroll=unroll)
-        loss = functools.partial(step.loss_sum, config, batch=batch, key=jax.random.key(0))
-        total, pullback = jax.vjp(jax.jit(loss), params)
+        loss = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
+        total, pullback, _ = jax.vjp(jax.jit(loss), params, has_aux=True)
         (grads[remat],) = pullback(jnp.ones_like(total))
         # What the backward pass reads.
         kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
@@ -201,11 +201,47 @@ def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tin
         mixture_BTV = (1 - epsilon) * target_BTV + epsilon / 256
         sums.append(((mixture_BTV * nats_BTV).sum(-1) * weights_BT).sum())
         smooth = tiny(model={'num_layers': 1}, train={'label_smoothing': epsilon})
-        np.testing.assert_allclose(step.loss_sum(smooth, params, batch), sums[-1], rtol=1e-5)
+        minimized, loss = step.objective(smooth, params, batch)
+        np.testing.assert_allclose([minimized, loss], sums[-1], rtol=1e-5)
         nats_B = trials.row_sums(smooth, params, batch)['loss']  # which are never smoothed
         np.testing.assert_allclose(nats_B.sum(), sums[0], rtol=1e-5)
     assert abs(sums[0] - sums[1]) > 1e-2
     np.testing.assert_allclose(qkattn.loss(model, batch), sums[0] / weights_BT.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize('kernel', ['einsum', 'blockwise'])
+@pytest.mark.parametrize('chunk', [None, 5])
+def test_z_loss_adds_the_squared_log_normalizer_to_what_is_minimized_alone(tiny, kernel, chunk):
+    """The loss that is logged stays the smoothed cross-entropy."""
+    z_loss = 0.5
+    model = {'num_layers': 1, 'kernel': kernel}
+    train = {'logits_chunk': chunk, 'label_smoothing': 0.1}
+    plain = tiny(model=model, train=train)
+    penalized = tiny(model=model, train=train | {'z_loss': z_loss})
+    params = params_of(plain)
+    batch = language_batch(jnp.asarray(tokens_XABT1(plain)[0]))
+    rng = np.random.default_rng(0)
+    weights_ABT = rng.random(batch['targets_BT'].shape).astype(np.float32)
+    batch['loss_weights_BT'] = weights_ABT
+
+    def mean_penalty(params):
+        model = with_params(plain.model, params)
+        log_z_ABT = jnp.stack([jax.nn.logsumexp(model(t_BT), -1) for t_BT in batch['tokens_BT']])
+        return z_loss * jnp.average(log_z_ABT**2, weights=weights_ABT)
+
+    loss, grads = step.gradients(plain, params, batch)
+    penalty, penalty_grads = jax.value_and_grad(mean_penalty)(params)
+    assert penalty > 0.1 * loss
+    want = jax.tree.map(jnp.add, grads, penalty_grads)
+    assert_close(step.gradients(penalized, params, batch), (loss, want), 1e-5)
+
+
+def test_an_evaluation_has_no_z_loss(tiny):
+    batch = next(batches(tiny()))
+    params = params_of(tiny())
+    want = trials.row_sums(tiny(), params, batch)
+    got = trials.row_sums(tiny(train={'z_loss': 0.5}), params, batch)
+    np.testing.assert_array_equal(got['loss'], want['loss'])
 
 
 # Logits of a few positions at a time
@@ -216,7 +252,8 @@ LARGE = {'d_model': 8, 'num_layers': 1, 'vocab_size': V}
 
 
 def gradient(config, params, batch):
-    return jax.value_and_grad(functools.partial(step.loss_sum, config))(params, batch)
+    objective = functools.partial(step.objective, config)
+    return jax.value_and_grad(objective, has_aux=True)(params, batch)
 
 
 @pytest.mark.parametrize('compute', [gradient, trials.row_sums])
@@ -226,8 +263,9 @@ def test_chunks_change_no_result_and_hold_the_logits_of_a_chunk(tiny, compute):
     reached = {}
     batch = {name: rng.integers(0, V, (B, T), np.int32) for name in ('tokens_BT', 'targets_BT')}
     batch['loss_weights_BT'] = (rng.random((B, T)) > 0.2).astype(np.float32)
+    penalized = {'label_smoothing': 0.1, 'z_loss': 1e-2}
     for chunk in (None, 3):  # which does not divide 16 positions
-        config = tiny(model=LARGE, train={'logits_chunk': chunk, 'label_smoothing': 0.1})
+        config = tiny(model=LARGE, train={'logits_chunk': chunk, **penalized})
         compiled = jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
         memory = compiled.memory_analysis().temp_size_in_bytes
         reached[chunk] = compiled(params, batch), memory

@@ -1,8 +1,8 @@
 """Attention in blocks of queries and keys, whose memory is linear in the context.
 
-Online softmax (Rabe & Staats 2021, arXiv 2112.05682) with the backward pass of Dao et al. 2022 and
-2023 (arXiv 2205.14135, 2307.08691), which computes the probabilities of a block again from the
-log-sum-exp of every query. Blocks that the mask rules out are not computed.
+The forward pass is the online softmax (Rabe & Staats 2021, arXiv 2112.05682). The backward pass is
+that of Dao et al. 2022 and 2023 (arXiv 2205.14135, 2307.08691): it computes the probabilities of a
+block again, from the log-sum-exp of every query. Blocks that the mask hides are not computed.
 """
 
 import functools
@@ -19,16 +19,18 @@ from qkattn.attention.kernels.einsum import Call, Target
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import SoftmaxOffByOne
 
-# Queries, and keys, of a block. On CPUs it is measured: caches hold the logits of such a block.
+# The most queries, and the most keys, in a block. On CPUs this size is measured: the logits of such
+# a block fit into the processor's caches.
 BLOCK = {'cpu': 128}
 BLOCK_ELSEWHERE = 512  # not measured
 
-# Subtracted where a query hides itself: far below all logits, far above those of masked keys.
+# Subtracted from a query's logit with itself if the mask hides it. The result is far below every
+# other logit, but far above those of masked keys, so a query that sees only itself attends to it.
 HIDDEN = 1e30
 
 
 class _Options(NamedTuple):
-    """The arguments that are not arrays, constants of the compiled program."""
+    """The arguments that are not arrays. They are constants of the compiled program."""
 
     scale: float
     logit_cap: float | None
@@ -38,15 +40,18 @@ class _Options(NamedTuple):
 
 
 def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array:
-    """o_BTNH as in `attend`, of softmax or softmax_off_by_one; 0 without visible keys.
+    """Computes o_BTNH of `attend` block by block; the normalizer is softmax or softmax_off_by_one.
 
-    Dropout draws other numbers than in `einsum`. `block` is the most queries, and keys, per block.
+    A query without visible keys gets 0. Dropout draws different numbers than `einsum` does. `block`
+    is the most queries, and the most keys, in a block.
     """
     B, T, N, _ = call.q_BTNH.shape
     S = call.k_BSKH.shape[1]
     if block is None:
         block = BLOCK.get(target.platform, BLOCK_ELSEWHERE)
-    # q_blocks (I) of t queries and k_blocks (J) of s keys, with as little padding as possible.
+
+    # There are I = q_blocks blocks of t queries and J = k_blocks blocks of s keys. t and s are the
+    # smallest sizes for these numbers of blocks, so there is little padding.
     q_blocks = math.ceil(T / block)
     k_blocks = math.ceil(S / block)
     t = math.ceil(T / q_blocks)
@@ -61,11 +66,14 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
         dropout=call.dropout,
         pairs=_pairs(mask, q_blocks, t, k_blocks, s),
     )
+
     b_NR = None
     if call.bias is not None:
-        # The biases of all R distances, from the first query to the last key up to the reverse.
+        # A bias depends only on the distance t - s, which takes R values: the least is that of the
+        # first query and the last key, the greatest that of the last query and the first key.
         distances_R = mask.queries(1) + jnp.arange(1 - k_blocks * s, q_blocks * t)
         b_NR = call.bias(distances_R[None])[:, 0]
+
     o_IBNTH = _attention(
         options,
         _blocks(q_BTNH, q_blocks, t),
@@ -80,19 +88,24 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
 
 
 def _blocks(x_BTNH: jax.Array, count: int, size: int) -> jax.Array:
-    """x_IBNTH with `count` blocks of `size` positions, padded with zeros."""
+    """Pads x with zeros and cuts it into I = `count` blocks of `size` positions: x_IBNTH."""
     B, T, N, H = x_BTNH.shape
     x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, count * size - T), (0, 0), (0, 0)))
     return jnp.transpose(x_BTNH.reshape(B, count, size, N, H), (1, 0, 3, 2, 4))
 
 
 def _pairs(mask: Mask, q_blocks: int, t: int, k_blocks: int, s: int) -> tuple[tuple[int, int], ...]:
-    """The pairs (i, j) of blocks in which the causal mask and the window leave anything."""
+    """Returns the pairs (i, j) of blocks that the causal mask and the window do not hide entirely.
+
+    If the position of the first query is an array, its value is not known here, and all pairs are
+    returned.
+    """
     pairs_IJ = np.ones((q_blocks, k_blocks), bool)
     if isinstance(mask.start, int):
-        first_t_I1 = mask.start + np.arange(q_blocks)[:, None] * t  # of every block
+        # The first query position and the last key position of every block.
+        first_t_I1 = mask.start + np.arange(q_blocks)[:, None] * t
         last_s_J = np.arange(1, k_blocks + 1) * s - 1
-        # The least distance t - s in a pair of blocks, and the greatest.
+        # The least and the greatest distance t - s in every pair of blocks.
         least_IJ = first_t_I1 - last_s_J
         most_IJ = least_IJ + t + s - 2
         if mask.causal:
@@ -103,7 +116,10 @@ def _pairs(mask: Mask, q_blocks: int, t: int, k_blocks: int, s: int) -> tuple[tu
 
 
 def _each_pair(options: _Options, step: Callable, carry: tuple) -> tuple:
-    """The carry after `carry = step(carry, i, j, number)` for all pairs of blocks in turn."""
+    """Runs `carry = step(carry, i, j, number)` for every pair of blocks, and returns the carry.
+
+    `number` counts the pairs from 0.
+    """
     i_P, j_P = np.array(options.pairs, np.int32).reshape(-1, 2).T
     number_P = np.arange(len(i_P), dtype=np.int32)
 
@@ -116,17 +132,20 @@ def _each_pair(options: _Options, step: Callable, carry: tuple) -> tuple:
 
 
 def _block(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Block number `index` of an array of blocks."""
+    """Returns block number `index` of an array of blocks."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def _with_block(array: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    """The array of blocks with another block number `index`."""
+    """Returns an array of blocks in which `block` replaces block number `index`."""
     return lax.dynamic_update_index_in_dim(array, block.astype(array.dtype), index, 0)
 
 
 def _by_heads(x_BNTS: jax.Array, heads: int) -> jax.Array:
-    """x_BKQS: the query heads of a key or value head are further rows, Q = N / K T."""
+    """Reshapes [B, N, T, S] to [B, K, Q, S], where K = `heads`.
+
+    The N / K query heads that share a key or value head become further rows: Q = N / K * T.
+    """
     return x_BNTS.reshape(len(x_BNTS), heads, -1, x_BNTS.shape[-1])
 
 
@@ -140,29 +159,38 @@ def _logits(
     j: jax.Array,
     num_blocks: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | float]:
-    """Logits s_BNTS of blocks i and j, low where masked; the mask; the slope of the logit cap.
+    """Computes the logits of query block i and key block j; `num_blocks` is J.
 
-    The slope is the derivative of a logit by the logit before the cap. `num_blocks` is J.
+    Returns:
+      s_BNTS: the logits, very low where masked.
+      mask_B1TS: False where masked.
+      slope_BNTS: the derivative of each logit with respect to the logit before the cap.
     """
     B, N, t, _ = q_BNTH.shape
     _, K, s, _ = k_BKSH.shape
     dtype = jnp.promote_types(q_BNTH.dtype, jnp.float32)
-    s_BNTS = jnp.einsum(
+    s_BKQS = jnp.einsum(
         'BKQH,BKSH->BKQS', _by_heads(q_BNTH, K), k_BKSH, preferred_element_type=dtype
-    ).reshape(B, N, t, s)
+    )
+    s_BNTS = s_BKQS.reshape(B, N, t, s) * options.scale
+
     slope_BNTS: jax.Array | float = 1.0
-    s_BNTS = s_BNTS * options.scale
     if options.logit_cap is not None:
         tanh_BNTS = jnp.tanh(s_BNTS / options.logit_cap)
         s_BNTS = options.logit_cap * tanh_BNTS
         slope_BNTS = 1 - jnp.square(tanh_BNTS)
+
     if b_NR is not None:
         start, size = _distances(i, t, j, s, num_blocks)
-        b_NR = lax.dynamic_slice_in_dim(b_NR, start, size, 1)  # of this pair of blocks
-        s_BNTS = s_BNTS + _toeplitz(b_NR, t, s)
+        b_of_blocks_NR = lax.dynamic_slice_in_dim(b_NR, start, size, 1)
+        s_BNTS = s_BNTS + _toeplitz(b_of_blocks_NR, t, s)
+
     if mask.hides_self:
-        itself_TS = i * t + mask.queries(t)[:, None] == j * s + jnp.arange(s)
-        s_BNTS = jnp.where(itself_TS, s_BNTS - HIDDEN, s_BNTS)
+        q_position_T1 = i * t + mask.queries(t)[:, None]
+        k_position_S = j * s + jnp.arange(s)
+        is_itself_TS = q_position_T1 == k_position_S
+        s_BNTS = jnp.where(is_itself_TS, s_BNTS - HIDDEN, s_BNTS)
+
     mask_B1TS = mask.block(i * t, t, j * s, s)[:, None]
     s_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(dtype).min / 2)
     return s_BNTS, mask_B1TS, slope_BNTS
@@ -171,31 +199,35 @@ def _logits(
 def _distances(
     i: jax.Array, t: int, j: jax.Array, s: int, num_blocks: int
 ) -> tuple[jax.Array, int]:
-    """Where the distances of blocks i and j begin among all R distances, and how many they are."""
+    """Returns which of the R distances belong to blocks i and j: the first one, and how many."""
     begin = i * t + (num_blocks - 1 - j) * s
     return begin, t + s - 1
 
 
 def _toeplitz(b_NR: jax.Array, t: int, s: int) -> jax.Array:
-    """b_NTS whose element (t, s) is b[t - s + S - 1], R = T + S - 1, without a gather."""
+    """Returns b_NTS of t queries and s keys, with the element b_NR[n, i - j + s - 1] at [n, i, j].
+
+    R is t + s - 1. Reshapes do this faster than a gather would.
+    """
     N = len(b_NR)
-    # Repeat a row of R + 1 elements, and cut the result into rows of R + 2: each begins one element
-    # later in b than the row before it, as the distances of a query do.
+    # A row of R + 1 elements is repeated, and the result is cut into rows of R + 2. Each of these
+    # begins one element later in b than the one before it, as the distances of a query do.
     row_NR = jnp.pad(b_NR, ((0, 0), (0, 1)))
     repeated_NX = jnp.tile(row_NR, (1, t + 1))[:, : t * (t + s + 1)]
     rows_NTR = repeated_NX.reshape(N, t, t + s + 1)
-    return rows_NTR[:, :, s - 1 :: -1]  # the distances of a query fall from key to key
+    # The distance decreases from key to key, so each row is read backwards from element s - 1.
+    return rows_NTR[:, :, s - 1 :: -1]
 
 
 def _kept(options: _Options, key: jax.Array, number: jax.Array, shape: tuple) -> jax.Array:
-    """0 where a probability is dropped, else 1 / (1 - rate)."""
+    """Returns the factors of dropout for one pair of blocks: 0 or 1 / (1 - rate)."""
     keep = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - options.dropout, shape)
     return keep / (1 - options.dropout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: _Options, *operands: Any) -> jax.Array:
-    """o_IBNTH of queries in I blocks and keys in J blocks; the operands are those of `_forward`."""
+    """Returns o_IBNTH; the operands are those of `_forward`, whose gradient is `_backward`."""
     o_IBNTH, _ = _forward(options, *operands)
     return o_IBNTH
 
@@ -209,10 +241,10 @@ def _forward(
     mask: Mask,
     key: jax.Array | None,
 ) -> tuple[jax.Array, tuple]:
-    """o_IBNTH, and what `_backward` needs.
+    """Returns o_IBNTH, and the arrays that `_backward` needs.
 
-    The online softmax carries, for every query, the greatest logit so far (top), the sum of
-    exp(s - top), and the sum of exp(s - top) v.
+    The online softmax visits one key block after another. For every query it carries the greatest
+    logit so far (top), the sum of exp(s - top), and the sum of exp(s - top) v.
     """
     dtype = jnp.promote_types(q_IBNTH.dtype, jnp.float32)
     rows = q_IBNTH.shape[:-1]
@@ -224,11 +256,14 @@ def _forward(
         s_BNTS, mask_B1TS, _ = _logits(
             options, _block(q_IBNTH, i), _block(k_JBKSH, j), b_NR, mask, i, j, J
         )
-        old_BNT = _block(top_IBNT, i)
-        top_BNT = jnp.maximum(old_BNT, s_BNTS.max(-1))
+        old_top_BNT = _block(top_IBNT, i)
+        top_BNT = jnp.maximum(old_top_BNT, s_BNTS.max(-1))
         p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - top_BNT[..., None]), 0)
-        shrink_BNT = jnp.exp(old_BNT - top_BNT)
+
+        # The earlier sums refer to the old top; this factor makes them refer to the new one.
+        shrink_BNT = jnp.exp(old_top_BNT - top_BNT)
         sum_BNT = _block(sum_IBNT, i) * shrink_BNT + p_BNTS.sum(-1)
+
         if options.dropout:
             p_BNTS = p_BNTS * _kept(options, key, number, p_BNTS.shape)
         mixed_BKQH = jnp.einsum(
@@ -245,7 +280,7 @@ def _forward(
         )
 
     if options.off_by_one:
-        # One key of logit 0 and value 0 comes before all others.
+        # The sums begin as if a key with logit 0 and value 0 came before all others.
         first_top = 0.0
         first_sum = 1.0
     else:
@@ -257,7 +292,9 @@ def _forward(
         jnp.full(rows, first_sum, dtype),
     )
     o_IBNTH, top_IBNT, sum_IBNT = _each_pair(options, step, start)
-    sum_IBNT = jnp.where(sum_IBNT == 0, 1, sum_IBNT)  # a query without visible keys
+
+    # The sum is 0 for a query without visible keys, whose output is then 0 / 1.
+    sum_IBNT = jnp.where(sum_IBNT == 0, 1, sum_IBNT)
     o_IBNTH = (o_IBNTH / sum_IBNT[..., None]).astype(v_JBKSH.dtype)
     log_sum_exp_IBNT = top_IBNT + jnp.log(sum_IBNT)
     saved = (q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key, o_IBNTH, log_sum_exp_IBNT)
@@ -265,44 +302,53 @@ def _forward(
 
 
 def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
-    """The gradients of all operands; None for the mask and the key.
+    """Returns the gradients of all operands, with None for the mask and the key.
 
-    ds = p (dp - do . o), where p = exp(s - log-sum-exp) and dp = do v^T; dv = p^T do.
+    With p = exp(s - log-sum-exp) and dp = do v^T, they are ds = p (dp - do . o) and dv = p^T do,
+    from which dq = ds k and dk = ds^T q follow.
     """
     q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key, o_IBNTH, log_sum_exp_IBNT = saved
     dtype = log_sum_exp_IBNT.dtype
     J, _, K, _, _ = k_JBKSH.shape
-    V = v_JBKSH.shape[2]  # value heads
-    mean_IBNT = (do_IBNTH.astype(dtype) * o_IBNTH).sum(-1)  # do . o, the mean of dp under p
+    num_value_heads = v_JBKSH.shape[2]
+    mean_dp_IBNT = (do_IBNTH.astype(dtype) * o_IBNTH).sum(-1)  # do . o, the mean of dp under p
 
     def product(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(letters, a, b, preferred_element_type=dtype)
 
     def step(carry: tuple, i: jax.Array, j: jax.Array, number: jax.Array) -> tuple:
+        """Adds what query block i and key block j contribute to the gradients."""
         dq_IBNTH, dk_JBKSH, dv_JBKSH, db_NR = carry
         q_BNTH = _block(q_IBNTH, i)
         k_BKSH = _block(k_JBKSH, j)
         do_BNTH = _block(do_IBNTH, i)
         s_BNTS, mask_B1TS, slope_BNTS = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j, J)
-        p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - _block(log_sum_exp_IBNT, i)[..., None]), 0)
-        do_BKQH = _by_heads(do_BNTH, V)
+        log_sum_exp_BNT1 = _block(log_sum_exp_IBNT, i)[..., None]
+        p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - log_sum_exp_BNT1), 0)
+
+        # The gradients of the probabilities and of the values.
+        do_BKQH = _by_heads(do_BNTH, num_value_heads)
         dp_BNTS = product('BKQH,BKSH->BKQS', do_BKQH, _block(v_JBKSH, j)).reshape(p_BNTS.shape)
-        mixing_BNTS = p_BNTS  # what the values were averaged with
+        mixing_BNTS = p_BNTS  # the probabilities after dropout
         if options.dropout:
             kept_BNTS = _kept(options, key, number, p_BNTS.shape)
             dp_BNTS = dp_BNTS * kept_BNTS
             mixing_BNTS = p_BNTS * kept_BNTS
-        mixing_BKQS = _by_heads(mixing_BNTS.astype(do_BNTH.dtype), V)
+        mixing_BKQS = _by_heads(mixing_BNTS.astype(do_BNTH.dtype), num_value_heads)
         dv_BKSH = product('BKQS,BKQH->BKSH', mixing_BKQS, do_BKQH)
-        ds_BNTS = p_BNTS * (dp_BNTS - _block(mean_IBNT, i)[..., None])
+
+        # The gradients of the logits and of the biases.
+        ds_BNTS = p_BNTS * (dp_BNTS - _block(mean_dp_IBNT, i)[..., None])
         if b_NR is not None:
             t, s = ds_BNTS.shape[2:]
             begin, size = _distances(i, t, j, s, J)
             part_NR = lax.dynamic_slice_in_dim(db_NR, begin, size, 1)
-            transposed = jax.linear_transpose(lambda b_NR: _toeplitz(b_NR, t, s), part_NR)
-            (change_NR,) = transposed(ds_BNTS.sum(0))
+            sum_over_diagonals = jax.linear_transpose(lambda b_NR: _toeplitz(b_NR, t, s), part_NR)
+            (change_NR,) = sum_over_diagonals(ds_BNTS.sum(0))
             part_NR = part_NR + change_NR
             db_NR = lax.dynamic_update_slice_in_dim(db_NR, part_NR, begin, 1)
+
+        # The gradients of the queries and keys, behind the logit cap and the scale.
         ds_BNTS = (ds_BNTS * slope_BNTS * options.scale).astype(q_BNTH.dtype)
         ds_BKQS = _by_heads(ds_BNTS, K)
         dq_BNTH = product('BKQS,BKSH->BKQH', ds_BKQS, k_BKSH).reshape(q_BNTH.shape)

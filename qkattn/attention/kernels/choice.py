@@ -1,8 +1,9 @@
-"""`attend`, the attention of every variant, and which kernel computes it.
+"""`attend`, the attention of every variant, and the choice of the kernel that computes it.
 
 A kernel is a program for one attention: `einsum`, `blockwise`, or one of a library. With
-model.kernel='auto' it is the first of the platform's libraries that serves the attention, but never
-for cached keys in decoding. Without one it is `blockwise` in long contexts, `einsum` in short ones.
+model.kernel='auto', the first library kernel of the platform that can serve the attention is
+chosen. If there is none, or if decoding attends to cached keys, the choice is `blockwise` for long
+contexts and `einsum` for short ones.
 """
 
 import contextvars
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 SOFTMAX = Softmax()
 
-# Contexts from which `blockwise` is chosen: where it is faster than `einsum`, measured on CPUs; on
-# accelerators, where the logits of a head begin to take much memory.
+# The context length from which `blockwise` is chosen. On CPUs it is faster than `einsum` from here
+# on (measured). Elsewhere the logits of a head begin to take much memory here (not measured).
 BLOCKWISE_FROM = {'cpu': 256}
 BLOCKWISE_FROM_ELSEWHERE = 2048
 
@@ -37,7 +38,8 @@ BLOCKWISE_FROM_ELSEWHERE = 2048
 class Library(NamedTuple):
     """A kernel of a library."""
 
-    obstacle: Callable[[Call, Target], str | None]  # why it cannot serve a call, or None
+    # Returns why the kernel cannot serve a call; see `obstacle`.
+    obstacle: Callable[[Call, Target], str | None]
     compute: Callable[[Call, Target], jax.Array]
 
 
@@ -67,18 +69,22 @@ def attend(
     dropout_key: jax.Array | None = None,
     kernel: str = 'auto',
 ) -> jax.Array:
-    """o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s]; probabilities in float32 or wider.
+    """Returns o_BTNH, o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s].
 
-    Keys and values may have fewer heads than queries, each a number that divides N, and values may
-    have another head size. A shared head is not copied to the N query heads. What a query without
-    visible keys returns is finite, but without meaning. SpecError where the kernel cannot do it or
-    the mask does not fit.
+    Keys and values may have fewer heads than queries; both numbers must divide N. Such a shared
+    head is not copied to its query heads. Values may have a head size of their own. Probabilities
+    are computed in float32 or wider. The output of a query without visible keys is finite, but
+    means nothing.
 
     Args:
-      mask: a Mask, or a mask_BTS, True where a query may attend to a key; B may be 1.
-      bias: of the distances t - s, added to the scaled (and capped) logits.
+      mask: a Mask, or a mask_BTS that is True where a query may attend to a key; B may be 1.
+      bias: returns, for distances t - s, what is added to the scaled (and capped) logits.
       logit_cap: c in c tanh(logit / c); None is off.
-      dropout: rate at which attention probabilities are dropped; off without a key.
+      dropout: the rate at which attention probabilities are dropped; without a key nothing is.
+      kernel: the name of a kernel, or 'auto'.
+
+    Raises:
+      SpecError: if the kernel cannot compute this attention, or the mask does not fit.
     """
     call = Call(
         q_BTNH=q_BTNH,
@@ -94,16 +100,19 @@ def attend(
     )
     T, S = call.lengths
     call.mask.check(len(q_BTNH), T, S)
+
     target = _target.get(None)
     in_run = target is not None
     if not in_run:
         if kernel == 'einsum':
-            return einsum(call)  # costs are counted before there are devices
+            # The cost of a model is counted this way, possibly before JAX has any devices.
+            return einsum(call)
         target = Target.from_mesh(None)
     name, reason = choose(kernel, call, target)
     if target.platform is None:
-        # Nothing is computed: only the shape and the refusal of `choose` count.
+        # The caller traces this only for the shape, and for a SpecError from `choose`.
         return jnp.zeros((*q_BTNH.shape[:3], v_BSKH.shape[-1]), v_BSKH.dtype)
+
     if in_run:
         say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
     if name == 'einsum':
@@ -114,21 +123,24 @@ def attend(
 
 
 def on(mesh: Mesh | None) -> AbstractContextManager[None]:
-    """Attention traced in the block is for the devices of a mesh; the choice is logged once.
+    """Declares that attention traced inside the block runs on the devices of a mesh.
 
-    None is for devices not known yet: only a named kernel that serves on no platform is refused.
+    `attend` then logs each choice of a kernel once. Pass None if the devices are not known yet;
+    then `attend` refuses only a named kernel that no platform could use.
     """
     target = Target(None) if mesh is None else Target.from_mesh(mesh)
     return inside(_target, target)
 
 
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
-    """The kernel that computes the call, and the reason; SpecError where the named one cannot.
+    """Returns the kernel that computes the call, and the reason for the choice.
 
-    A library named by model.kernel takes no cached keys, so decoding chooses as with 'auto'.
+    Library kernels do not take cached keys. If model.kernel names one, decoding chooses as with
+    'auto'. Raises SpecError if any other named kernel cannot compute the call.
     """
     decoding = call.mask.first_query is not None
-    if kernel != 'auto' and not (kernel in LIBRARIES and decoding):
+    is_ignored = decoding and kernel in LIBRARIES
+    if kernel != 'auto' and not is_ignored:
         problem = obstacle(kernel, call, target)
         if problem is not None:
             valid = ['auto']
@@ -137,9 +149,11 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
                     valid.append(other)
             raise SpecError(f'kernel={kernel!r} {problem}; valid: {", ".join(valid)}')
         return kernel, 'as model.kernel says'
+
     for name in AUTO.get(target.platform, ()):
         if obstacle(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
+
     problem = obstacle('blockwise', call, target)
     if problem is not None:
         return 'einsum', f'blockwise {problem}'
@@ -150,12 +164,16 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
 
 
 def obstacle(kernel: str, call: Call, target: Target) -> str | None:
-    """Why a kernel cannot serve a call, as the end of a sentence; None where it can."""
+    """Returns why a kernel cannot serve a call, or None if it can.
+
+    The reason is the end of a sentence that begins with the kernel: "kernel='splash' does not take
+    cached keys".
+    """
     if kernel not in KERNELS:
-        return 'is no kernel'
+        return 'is not a kernel'
     if kernel in LIBRARIES:
         if call.mask.first_query is not None:
-            return 'takes no cached keys'
+            return 'does not take cached keys'
         return LIBRARIES[kernel].obstacle(call, target)
     if kernel == 'blockwise':
         normalizer = type(call.normalizer)
@@ -168,5 +186,5 @@ def obstacle(kernel: str, call: Call, target: Target) -> str | None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Logs the message the first time that it is given."""
+    """Logs a message, unless the same message has been logged before."""
     log.info(message)

@@ -1,7 +1,7 @@
 """Attention kernels of JAX's own libraries: cuDNN on GPUs and splash attention on TPUs.
 
-Each has an obstacle function, which says why it cannot serve a call: the end of the sentence
-"kernel='splash' ...", or None where it can.
+Each kernel has an obstacle function. It returns why the kernel cannot serve a call, as the end of a
+sentence that begins with "kernel='splash'"; or None if it can.
 """
 
 from typing import Any
@@ -16,11 +16,16 @@ from qkattn.attention.normalizers import Softmax
 from qkattn.config.imports import load_extra
 
 SPLASH = 'jax.experimental.pallas.ops.tpu.splash_attention'
-SPLASH_BLOCKS = (512, 256, 128)  # of queries and keys, the largest that divides both
+# Splash attention uses the largest of these block sizes that divides both context lengths.
+SPLASH_BLOCKS = (512, 256, 128)
+SMALLEST_SPLASH_BLOCK = SPLASH_BLOCKS[-1]
 
 
 def _common_obstacle(call: Call) -> str | None:
-    """What neither kernel does."""
+    """Returns why neither library kernel can serve a call, or None if nothing prevents both.
+
+    The reason is the end of a sentence, as in "kernel='splash' cannot hide a token from itself".
+    """
     normalizer = type(call.normalizer)
     if normalizer is not Softmax:
         return f'computes softmax, not normalizer={normalizer.__name__}'
@@ -29,26 +34,26 @@ def _common_obstacle(call: Call) -> str | None:
     if k_heads != v_heads:
         return f'needs as many key as value heads, not {k_heads} and {v_heads}'
     if call.bias is not None:
-        return 'has no biases of positions (positions=alibi, or those of the score)'
+        return 'cannot add position biases (positions=alibi, or biases of the score)'
     if call.dropout:
-        return f'has no dropout of attention probabilities, which is {call.dropout}'
+        return f'cannot drop attention probabilities, and their dropout is {call.dropout}'
     if call.mask.hides_self:
         return 'cannot hide a token from itself'
     if call.mask.mask_BTS is not None:
-        return 'takes no mask of pairs'
+        return 'does not take a mask_BTS'
     return None
 
 
 def dot_product_obstacle(call: Call, target: Target) -> str | None:
-    """The obstacle of `dot_product`, which is cuDNN on a GPU and XLA elsewhere."""
+    """Returns why `dot_product`, which is cuDNN on a GPU and XLA elsewhere, cannot serve a call."""
     obstacle = _common_obstacle(call)
     if obstacle is not None:
         return obstacle
     mask = call.mask
     if call.logit_cap is not None:
-        return f'has no logit_cap, which is {call.logit_cap}'
+        return f'cannot cap logits, and logit_cap is {call.logit_cap}'
     if mask.valid_BS is not None or mask.segments_BS is not None:
-        return 'takes no padding and no packed sequences'
+        return 'does not take padding or packed sequences'
     k_size = call.k_BSKH.shape[-1]
     v_size = call.v_BSKH.shape[-1]
     if k_size != v_size:
@@ -57,6 +62,8 @@ def dot_product_obstacle(call: Call, target: Target) -> str | None:
         return f'takes a window with a causal mask only, and window is {mask.window}'
     if target.platform != 'gpu':
         return None
+
+    # The other limits are those of cuDNN.
     dtype = call.q_BTNH.dtype
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f'needs bfloat16 on a GPU, not {dtype}'
@@ -70,10 +77,13 @@ def dot_product_obstacle(call: Call, target: Target) -> str | None:
 
 
 def dot_product(call: Call, target: Target) -> jax.Array:
-    """o_BTNH by jax.nn.dot_product_attention."""
+    """Computes o_BTNH with jax.nn.dot_product_attention."""
     mask = call.mask
     q_BTNH, scale = call.with_static_scale()
-    window = None if mask.window is None else (mask.window - 1, 0)  # keys before and after a query
+    window = None
+    if mask.window is not None:
+        keys_before = mask.window - 1
+        window = (keys_before, 0)  # The window is causal: no keys after the query.
     return jax.nn.dot_product_attention(
         q_BTNH,
         call.k_BSKH,
@@ -86,12 +96,12 @@ def dot_product(call: Call, target: Target) -> jax.Array:
 
 
 def splash_obstacle(call: Call, target: Target) -> str | None:
-    """The obstacle of `splash`."""
+    """Returns why `splash` cannot serve a call."""
     obstacle = _common_obstacle(call)
     if obstacle is not None:
         return obstacle
     T, S = call.lengths
-    block = SPLASH_BLOCKS[-1]
+    block = SMALLEST_SPLASH_BLOCK
     if T % block or S % block:
         return f'needs contexts that are multiples of {block}, not {T} and {S}'
     if target.platform not in ('tpu', None):
@@ -100,39 +110,39 @@ def splash_obstacle(call: Call, target: Target) -> str | None:
 
 
 def splash(call: Call, target: Target) -> jax.Array:
-    """o_BTNH by JAX's splash attention, a Pallas kernel, which is interpreted off TPUs."""
+    """Computes o_BTNH with JAX's splash attention, a Pallas kernel for TPUs.
+
+    On other platforms Pallas interprets the kernel, which is slow.
+    """
     splash_attention = load_extra(SPLASH, 'tpu')
-    mask = call.mask
-    T, S = call.lengths
-    if mask.window is not None:
-        reach = mask.window - 1
-        head_mask = splash_attention.LocalMask((T, S), (reach, 0 if mask.causal else reach), 0)
-    elif mask.causal:
-        head_mask = splash_attention.CausalMask((T, S))
-    else:
-        head_mask = splash_attention.FullMask((T, S))
-    block = next(size for size in SPLASH_BLOCKS if T % size == 0 and S % size == 0)
+    head_mask = _splash_mask(call)
+    block_sizes = _splash_block_sizes(call)
 
     def attention(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
     ) -> jax.Array:
+        """The attention of the rows and heads that one device holds."""
         num_heads = q_BTNH.shape[2]
         kernel = splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([head_mask] * num_heads),
-            block_sizes=splash_attention.BlockSizes(*[block] * 8),
+            block_sizes=block_sizes,
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=call.logit_cap,
             interpret=target.platform != 'tpu',
         )
-        heads_first = (jnp.swapaxes(array, 1, 2) for array in (q_BTNH, k_BSKH, v_BSKH))
-        return jnp.swapaxes(jax.vmap(kernel)(*heads_first, segments), 1, 2)
+        q_BNTH = jnp.swapaxes(q_BTNH, 1, 2)
+        k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
+        v_BKSH = jnp.swapaxes(v_BSKH, 1, 2)
+        o_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
+        return jnp.swapaxes(o_BNTH, 1, 2)
 
     mesh = target.mesh
     arrays = (call.scaled(), call.k_BSKH, call.v_BSKH, _segments(call))
     if mesh is None or mesh.size == 1:
         return attention(*arrays)
-    # XLA does not partition a Pallas kernel: each device runs it on its own rows and heads.
+
+    # XLA cannot partition a Pallas kernel, so each device runs it on its own rows and heads.
     q_spec, k_spec = _splash_specs(call, mesh)
     sharded = jax.shard_map(
         attention,
@@ -144,21 +154,63 @@ def splash(call: Call, target: Target) -> jax.Array:
     return sharded(*arrays)
 
 
+def _splash_mask(call: Call) -> Any:
+    """Returns the mask of one head, an object of the splash library; it holds no padding."""
+    splash_attention = load_extra(SPLASH, 'tpu')
+    mask = call.mask
+    if mask.window is not None:
+        keys_before = mask.window - 1
+        keys_after = 0 if mask.causal else keys_before
+        return splash_attention.LocalMask(call.lengths, (keys_before, keys_after), 0)
+    if mask.causal:
+        return splash_attention.CausalMask(call.lengths)
+    return splash_attention.FullMask(call.lengths)
+
+
+def _splash_block_sizes(call: Call) -> Any:
+    """Returns one size for all blocks, the largest that divides both context lengths."""
+    splash_attention = load_extra(SPLASH, 'tpu')
+    T, S = call.lengths
+    fitting = [size for size in SPLASH_BLOCKS if T % size == 0 and S % size == 0]
+    block = fitting[0]
+    return splash_attention.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+
+
 def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
-    """How queries, and keys and values, are split: rows and heads where the mesh divides them."""
+    """Returns how the mesh splits the queries, and how it splits the keys and values.
+
+    Rows and heads are split if the mesh divides their number; otherwise every device has them all.
+    """
     B, _, N, _ = call.q_BTNH.shape
     K = call.k_BSKH.shape[2]
+
     rows: tuple[str, str] | None = ('data', 'fsdp')
     if B % (mesh.shape['data'] * mesh.shape['fsdp']):
         rows = None
+
     shards = mesh.shape['tensor']
-    q_heads = 'tensor' if N % shards == 0 and (K == 1 or K % shards == 0) else None
-    k_heads = None if K == 1 else q_heads  # a key head that all query heads share is everywhere
+    one_key_head = K == 1
+    k_heads_divide = one_key_head or K % shards == 0
+    q_heads = 'tensor' if N % shards == 0 and k_heads_divide else None
+    # Every device needs a key head that all query heads share.
+    k_heads = None if one_key_head else q_heads
     return P(rows, None, q_heads), P(rows, None, k_heads)
 
 
 def _segments(call: Call) -> Any:
-    """The sequences of queries and keys by number, with -1 at keys that no query sees; or None."""
+    """Returns the sequence number of each query and key, or None if there is nothing to hide.
+
+    A query sees the keys with its own number. Keys on padding get -1, which no query has.
+    """
     mask = call.mask
     if mask.valid_BS is None and mask.segments_BS is None:
         return None

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy  # whose submodules are imported on first use
+import scipy  # It imports submodules such as scipy.special on first use.
 from flax import nnx
 
 from qkattn.attention.maps import SLICES, STREAM, Cache, Projection
@@ -12,15 +12,18 @@ from qkattn.attention.scores.qk import QK
 from qkattn.attention.scores.score import TwoMaps
 from qkattn.attention.spec import AttentionSpec, one_of, whole
 
-EPSILON = 1e-5  # in both norms of NonlinearQuery
+# Added to the mean square in both norms of NonlinearQuery.
+EPSILON = 1e-5
 
 
 class QueryFree(TwoMaps):
     """A[n] = P[n] W_K[n]^T: no W_Q; the query of head n is the n-th slice of the stream, x P[n].
 
-    The gain of the norm before attention acts as a free diagonal W_Q: W_K and W_V can absorb it,
-    P[n] cannot, and gains have no weight decay. configs/query_free_recipe.py compares the source's
-    scale 1/(2 sqrt(H)), which is `query_free/vo?score_scale=0.5`, and its weight decay 2^-5.
+    The gain of the norm before attention acts on the queries like a diagonal W_Q without weight
+    decay. (On keys and values it has no effect of its own, because W_K and W_V can absorb it.)
+
+    The source uses the scale 1/(2 sqrt(H)), which is `query_free/vo?score_scale=0.5` here, and the
+    weight decay 2^-5. configs/query_free_recipe.py compares both with the defaults.
     """
 
     equation = 'P[n] W_K[n]^T'
@@ -56,8 +59,8 @@ class KeyFree(TwoMaps):
 class Neither(TwoMaps):
     """A[n] = P[n] P[n]^T: neither W_Q nor W_K; head n compares the n-th slices of x and y.
 
-    A token's logit with itself is |x P[n]|^2 * scale, about sqrt(H). The control for `query_free`
-    and `key_free`.
+    A token's logit with itself is |x P[n]|^2 * scale, about sqrt(H). This Score is the control for
+    `query_free` and `key_free`: it shows what the remaining matrix is worth.
     """
 
     equation = 'P[n] P[n]^T'
@@ -75,7 +78,8 @@ class Neither(TwoMaps):
 class QueryFreeFull(TwoMaps):
     """A[n] = W_K[n]^T with W_K[n] D x D: the query of every head is the whole stream.
 
-    The functions of `merged`, but each head caches a key of its own, not the stream once for all.
+    It can represent the same functions as `merged`. But each head caches its own key, while
+    `merged` caches the stream once for all heads.
     """
 
     equation = 'W_K[n]^T, D x D'
@@ -97,14 +101,15 @@ class QueryFreeFull(TwoMaps):
         A_NED = jnp.transpose(homogeneous(self.w_k_DNE, self.b_k_NE), (1, 2, 0))
         if self.b_k_NE is None:
             return A_NED
-        return jnp.pad(A_NED, ((0, 0), (0, 1), (0, 0)))  # queries have no bias
+        # Queries have no bias, so the row of the constant 1 is zero.
+        return jnp.pad(A_NED, ((0, 0), (0, 1), (0, 0)))
 
 
 class NeitherFull(TwoMaps):
     """A[n] = I: the logits are x y^T over the whole stream, the same for all heads.
 
-    All heads have one attention pattern, whose OV circuit is sum_n B[n]. A token's logit with
-    itself is |x|^2 * scale, about sqrt(D).
+    So all heads have the same attention pattern, and the layer acts as one head with the OV circuit
+    sum_n B[n]. A token's logit with itself is |x|^2 * scale, about sqrt(D).
     """
 
     equation = 'I'
@@ -131,10 +136,13 @@ class NeitherFull(TwoMaps):
 class NonlinearQuery(TwoMaps):
     """s[n] = Q(x) P[n] W_K[n]^T y^T with Q(x) = (x + f(x)) / 2: `query_free` with an MLP for W_Q.
 
-    f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), both norms with a gain. At R = D / 2 and K = N it
-    has the parameters of `qk` and 2 D gains. With form='residual', queries have variance 1/2 at
-    initialization, so without QK-norm the scale is sqrt(2 / H). form='bottleneck' is Q(x) = f(x);
-    `rank` is R, the width of f, by default D // 2.
+    f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), and both norms have a gain. With R = D / 2 and K = N
+    it has as many parameters as `qk`, plus 2 D gains.
+
+    Args:
+      form: 'residual' is Q(x) above; 'bottleneck' is Q(x) = f(x). Residual queries have variance
+        1/2 at initialization, so without QK-norm the scale is sqrt(2 / H).
+      rank: R, the width of f; by default D // 2.
     """
 
     equation = '(I + f)/2 P[n] W_K[n]^T'
@@ -163,19 +171,24 @@ class NonlinearQuery(TwoMaps):
         self.g_in_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))
         self.residual = form == 'residual'
+        # QK-norm gives all queries the same size, whatever their variance was.
         query_variance = 0.5 if self.residual and not spec.qk_norm else 1
         self.scale = (1 / query_variance / H) ** 0.5
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
+        # gelu(RMSNorm(x) W_1) W_2
         normed_BTD = rms_norm(x_BTD, epsilon=EPSILON) * self.g_in_D[...]
         hidden_BTR = project(normed_BTD, self.w_in_DR, self.b_in_R)
         f_BTD = jax.nn.gelu(hidden_BTR, approximate=False) @ self.w_out_RD[...]
+
+        # The LayerNorm after it, in float32 or wider.
         wide_BTD = f_BTD.astype(jnp.promote_types(f_BTD.dtype, jnp.float32))
         f_BTD = jax.nn.standardize(wide_BTD, epsilon=EPSILON).astype(x_BTD.dtype)
         f_BTD = f_BTD * self.g_out_D[...]
         if self.b_out_D is not None:
             f_BTD = f_BTD + self.b_out_D[...]
+
         q_BTD = (x_BTD + f_BTD) / 2 if self.residual else f_BTD
         return heads_of(q_BTD, self.spec.num_heads)
 
@@ -184,16 +197,24 @@ class NonlinearQuery(TwoMaps):
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
         def array(parameter: nnx.Param | None) -> np.ndarray:
+            """A parameter in float64; a bias that the spec leaves out is 0."""
             return np.zeros(()) if parameter is None else np.asarray(parameter[...], np.float64)
 
         x_BTD = np.asarray(x_BTD, np.float64)
         y_BSD = np.asarray(y_BSD, np.float64)
+
+        # RMSNorm(x) W_1
         unit_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + EPSILON)
-        hidden_BTR = unit_BTD * array(self.g_in_D) @ array(self.w_in_DR) + array(self.b_in_R)
-        f_BTD = hidden_BTR * scipy.special.ndtr(hidden_BTR) @ array(self.w_out_RD)
+        normed_BTD = unit_BTD * array(self.g_in_D)
+        hidden_BTR = normed_BTD @ array(self.w_in_DR) + array(self.b_in_R)
+
+        # gelu(h) W_2, where gelu(h) = h Phi(h); then LayerNorm.
+        activated_BTR = hidden_BTR * scipy.special.ndtr(hidden_BTR)
+        f_BTD = activated_BTR @ array(self.w_out_RD)
         f_BTD = f_BTD - f_BTD.mean(-1, keepdims=True)
         f_BTD = f_BTD / np.sqrt((f_BTD**2).mean(-1, keepdims=True) + EPSILON)
         f_BTD = f_BTD * array(self.g_out_D) + array(self.b_out_D)
+
         q_BTD = (x_BTD + f_BTD) / 2 if self.residual else f_BTD
         q_BTNH = q_BTD.reshape(*q_BTD.shape[:2], self.spec.num_heads, -1)
         k_BSKH = np.tensordot(y_BSD, array(self.w_k_DKH), axes=1) + array(self.b_k_KH)

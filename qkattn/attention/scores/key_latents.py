@@ -19,19 +19,26 @@ _QUERY_LATENT = Projection('w_q_down_DC', 'b_q_down_C')
 class Latent(Score):
     """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are computed from one latent c = y W_D.
 
-    `size` is R, 1 to D, by default D // 2; a query latent of query_size C, 1 to D, is optional.
-    With rope_size G, even, every head has G more channels, which alone are rotated: one key for all
-    heads, and queries of each. positions='rope' requires it and no other takes it: a rotation
-    between W_Q and W_K would have to act on the latent. Matrices that act on a latent have std
-    R^-1/2 or C^-1/2, its size in place of D.
+    There are two ways to compute the logits, and a layer takes the one with fewer multiplications.
+    One computes the keys of all heads from the latents. The other, the absorbed form, takes the
+    latents as a single key head, and q W_K[n]^T as queries. QK-norm rules the absorbed form out:
+    it divides all channels of a key by one root mean square.
 
-    The cache holds c, R floats per token ('latent_BSR'), and the shared rotary key before rotation,
-    G floats ('rope_BSG'). A layer takes the form with fewer multiplications: the keys of all heads,
-    or the absorbed form, with the cache as its only key head and q W_K[n]^T as queries. QK-norm has
-    no absorbed form: it divides content and rotary channels by one root mean square.
+    A rotation between W_Q and W_K would have to act on the latent. So positions='rope' requires
+    `rope_size`: every head gets G more channels, and only these are rotated. Each head has its own
+    queries there, and all heads share one key. Other positions do not allow `rope_size`.
 
-    With selectors for W_K and R = K H this is grouped `qk`. The norms on the latents of the source
-    are left out, so that the form stays bilinear.
+    The cache holds the latent, R floats per token ('latent_BSR'), and the shared rotary key before
+    its rotation, G floats ('rope_BSG').
+
+    The std of a matrix that acts on a latent is R^-1/2 or C^-1/2, for the latent's size in place of
+    D. If R = K H and W_K selects heads, this is `qk` with K key heads. The source also normalizes
+    the latents; this Score does not, so that it stays bilinear.
+
+    Args:
+      size: R, the size of the latent, from 1 to D; by default D // 2.
+      query_size: C, the size of a latent for the queries, from 1 to D; None is no such latent.
+      rope_size: G, the even number of rotated channels; None is no such channels.
     """
 
     equation = 'W_Q[n] W_K[n]^T W_D^T'
@@ -47,7 +54,8 @@ class Latent(Score):
     @classmethod
     def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **sizes: Any) -> None:
         if spec.positions == 'rope' and rope_size is None:
-            example = max(2, spec.head_size // 4 * 2)  # half a head, and even
+            # About half of the head size, rounded to an even number.
+            example = max(2, spec.head_size // 4 * 2)
             raise SpecError(
                 'latent keys cannot be rotated themselves: positions=rope needs '
                 f'latent(rope_size=G), an even number of extra channels, e.g. {example}'
@@ -70,6 +78,7 @@ class Latent(Score):
         R = max(1, spec.d_model // 2) if size is None else size
         C = query_size
         G = rope_size
+
         self.w_down_DR, self.b_down_R = affine(spec, key, 'w_down_DR', R=R)
         self.w_k_RNH, self.b_k_NH = affine(spec, key, 'w_k_RNH', R=R)
         if C is None:
@@ -78,6 +87,7 @@ class Latent(Score):
             self.w_q_down_DC, self.b_q_down_C = affine(spec, key, 'w_q_down_DC', C=C)
             self.w_q_CNH, self.b_q_NH = affine(spec, key, 'w_q_CNH', C=C)
             self.equation = f'W_DQ {self.equation}'
+
         if G is not None:
             self.w_k_rope_DG, self.b_k_rope_G = affine(spec, key, 'w_k_rope_DG', G=G)
             if C is None:
@@ -95,7 +105,7 @@ class Latent(Score):
         self.spec = spec
 
     def _query_maps(self) -> list[Projection]:
-        """The map to the content channels and, with rope_size, the one to the rotary channels."""
+        """Returns the maps to the content channels and, with rope_size, to the rotary channels."""
         if self.w_q_down_DC is None:
             content = Projection('w_q_DNH', 'b_q_NH')
             rotary = Projection('w_q_rope_DNG', 'b_q_rope_NG')
@@ -124,21 +134,25 @@ class Latent(Score):
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
         cheaper = absorbing_is_cheaper(x_BTD.shape[1], cache['latent_BSR'], self.w_k_RNH)
-        # Absorbed logits lack b_K, which a softmax alone ignores.
+        # The absorbed form would drop the bias b_K, which only a softmax ignores.
         if not cheaper or self.spec.biases or self.spec.qk_norm:
             return super().queries_and_keys(x_BTD, cache)
+
+        # The first H channels of the queries are the content channels, the others rotary ones.
         H = self.spec.head_size
-        q_BTNH = self.queries(x_BTD)  # content channels, then rotary ones
-        q_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
-        parts = [cache['latent_BSR']]
+        q_BTNH = self.queries(x_BTD)
+        content_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
+        rotary_BTNG = q_BTNH[..., H:]
+        q_BTNR = jnp.concatenate([content_BTNR, rotary_BTNG], axis=-1)
+
+        k_parts = [cache['latent_BSR']]
         if self.rope_size is not None:
-            parts.append(cache['rope_BSG'])
-        k_BSR = jnp.concatenate(parts, axis=-1)
-        q_BTNR = jnp.concatenate([q_BTNR, q_BTNH[..., H:]], axis=-1)
+            k_parts.append(cache['rope_BSG'])
+        k_BSR = jnp.concatenate(k_parts, axis=-1)
         return q_BTNR, k_BSR[:, :, None, :]
 
     def matrix(self) -> jax.Array:
-        """A_NDD, with the rotary channels at distance 0."""
+        """Returns A_NDD for tokens at the same position, where the rotation has no effect."""
         query_matrices = [query_map.matrix(self) for query_map in self._query_maps()]
         A_NDE = jnp.einsum('DNH,ENH->NDE', query_matrices[0], _KEYS.matrix(self))
         if self.rope_size is None:
@@ -148,13 +162,17 @@ class Latent(Score):
 
 
 def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Array) -> bool:
-    """Whether the absorbed form has fewer multiplications than writing out the keys (or values).
+    """Returns whether the absorbed form needs fewer multiplications than the explicit one.
 
-    Absorbed, T queries (or T averages) are multiplied with w and with S latents: N R (H + S) T.
-    Written out, S keys (or values) are computed from their latents and T queries are multiplied
-    with them: N H (R + T) S. In decoding T is 1.
+    w_RNH maps latents of size R to keys (or values) of N heads of size H, for T queries and S
+    latents. Decoding has T = 1 and absorbs; training has T = S and, as a rule, does not.
+
+    - Absorbed: w maps each query to size R, and each result meets S latents. N T (R H + R S).
+    - Explicit: w maps each latent to size H, and each result meets T queries. N S (R H + T H).
     """
     T = num_queries
     S, R = latent_BSR.shape[1:]
     H = w_RNH.shape[-1]
-    return R * (H + S) * T < H * (R + T) * S
+    absorbed = T * (R * H + R * S)
+    explicit = S * (R * H + T * H)
+    return absorbed < explicit

@@ -35,8 +35,9 @@ class QK(TwoMaps):
 class LowRank(TwoMaps):
     """A[n] = W_Q[n] W_K[n]^T of rank <= R, where R is independent of the head size of the values.
 
-    R = H is `qk`. Rotary positions need an even R. `rank` is 1 to D; None is max(1, H // 2) or D,
-    whichever is less.
+    With R = H this is `qk`. Rotary positions need an even R.
+
+    `rank` is R, from 1 to D. By default it is half the head size, but at least 1 and at most D.
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank R'
@@ -55,7 +56,10 @@ class LowRank(TwoMaps):
 
 
 class FullSize(LowRank):
-    """A[n] = W_Q[n] W_K[n]^T of rank D: the functions of `merged`, twice its parameters (K = N)."""
+    """A[n] = W_Q[n] W_K[n]^T of rank D.
+
+    It can represent the same functions as `merged`, with twice the parameters if K = N.
+    """
 
     equation = 'W_Q[n] W_K[n]^T, rank D'
     parameter_count = 'D*N*D + D*K*D'
@@ -69,9 +73,12 @@ class FullSize(LowRank):
 class Double(TwoMaps):
     """A[n] = (O_Q W_Q[n]) (O_K W_K[n])^T: a matrix shared by all heads, then one per head.
 
-    Each side folds into one matrix, O W[n], so that with R >= D the functions are those of `qk` and
-    only training differs. W has std R^-1/2. `size` is R, by default D. `which` is the side with a
-    shared matrix, 'q', 'k' or 'both'; a side without one is that of `qk`.
+    Each side folds into one matrix, O W[n]. So with R >= D the functions are those of `qk`, and
+    only training differs. W has std R^-1/2.
+
+    Args:
+      size: R; by default D.
+      which: the side that has a shared matrix, 'q', 'k' or 'both'. The other side is as in `qk`.
     """
 
     equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
@@ -95,6 +102,7 @@ class Double(TwoMaps):
             self.w_q_RNH, self.b_q_NH = affine(spec, key, 'w_q_RNH', R=R)
             queries = 'O_Q W_Q[n]'
             query_count = 'D*R + R*N*H'
+
         if which == 'q':
             self.key_map = QK.key_map
             self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
@@ -107,6 +115,7 @@ class Double(TwoMaps):
             self.w_k_RKH, self.b_k_KH = affine(spec, key, 'w_k_RKH', R=R)
             keys = '(O_K W_K[n])^T'
             key_count = 'D*R + R*K*H'
+
         self.equation = f'{queries} {keys}'
         self.parameter_count = f'{query_count} + {key_count}'
         self.scale = spec.head_size**-0.5
@@ -115,8 +124,8 @@ class Double(TwoMaps):
 class Merged(TwoMaps):
     """A[n] = W_QK[n], one D x D matrix of full rank per head; the keys are the stream itself.
 
-    init='dense' draws every entry independently; 'product' starts from W_Q[n] W_K[n]^T of rank H,
-    the initial logits of `qk` under the same seed, and lets the rank grow in training.
+    With init='dense' every entry is drawn independently. With init='product' W_QK starts as
+    W_Q[n] W_K[n]^T of `qk` under the same seed, with rank H, and the rank may grow in training.
     """
 
     equation = 'W_QK[n]'
@@ -131,8 +140,10 @@ class Merged(TwoMaps):
         D = spec.d_model
         N = spec.num_heads
         if init == 'product':
-            A_NDE = QK(dataclasses.replace(spec, biases=False), key=key).matrix()
-            rescale = (D / spec.head_size) ** 0.5  # from the scale H^-1/2 of qk to D^-1/2
+            qk = QK(dataclasses.replace(spec, biases=False), key=key)
+            A_NDE = qk.matrix()
+            # The logits stay the same: qk multiplies them by H^-1/2, this Score by D^-1/2.
+            rescale = (D / spec.head_size) ** 0.5
             self.w_qk_DNE = nnx.Param(rescale * jnp.moveaxis(A_NDE, 0, 1))
         else:
             self.w_qk_DNE = weight(key, 'w_qk_DNE', (D, N, D), D**-0.5)
@@ -143,4 +154,5 @@ class Merged(TwoMaps):
         A_NDE = jnp.moveaxis(homogeneous(self.w_qk_DNE, self.b_q_NE), 1, 0)
         if self.b_q_NE is None:
             return A_NDE
-        return jnp.pad(A_NDE, ((0, 0), (0, 0), (0, 1)))  # keys have no bias
+        # Keys have no bias, so the column of the constant 1 is zero.
+        return jnp.pad(A_NDE, ((0, 0), (0, 0), (0, 1)))

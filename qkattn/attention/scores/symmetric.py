@@ -27,18 +27,20 @@ class Tied(TwoMaps):
 class SharedQK(Tied):
     """A[n] = W[n] W[n]^T, symmetric and positive semi-definite: one matrix for queries and keys.
 
-    x W W^T y has variance H (1 + H/D) std^4 D^2 for independent x and y, hence
-    std = D^-1/2 (1 + H/D)^-1/4. A token's logit with itself is |x W|^2 * scale, about
-    sqrt(H) / sqrt(1 + H/D), so that at initialization every token attends to itself first; the
-    options counter that. Reformer uses key_norm and self_mask.
+    x W W^T y has variance H (1 + H/D) std^4 D^2 for independent x and y. So W has
+    std D^-1/2 (1 + H/D)^-1/4.
+
+    A token's logit with itself is |x W|^2 * scale, about sqrt(H) / sqrt(1 + H/D). So at
+    initialization every token attends mostly to itself. The options counter that; Reformer uses
+    key_norm and self_mask.
 
     Args:
-      key_norm: whether keys are divided by their length, k = q / |q|, after the cache, which holds
-        q. A token's logit with itself stays as large, but no key is longer than another. Not
+      key_norm: whether each key is divided by its length, k = q / |q|. The cache holds q. A token's
+        logit with itself stays as large, but no key is longer than another. The logits are then not
         bilinear in x and y.
-      self_mask: whether a token attends to itself only where nothing else is visible.
-      temperature: a number that divides the logits; 'learned' multiplies those of head n by a gain
-        that starts at 1; None is off.
+      self_mask: whether a token attends to itself only if nothing else is visible.
+      temperature: a number that divides the logits. With 'learned', the logits of head n are
+        multiplied by a gain that starts at 1. None is off.
     """
 
     equation = 'W_Q[n] W_Q[n]^T'
@@ -51,9 +53,10 @@ class SharedQK(Tied):
     def check(
         cls, spec: AttentionSpec, *, key_norm: Any = False, temperature: Any = None, **_: Any
     ) -> None:
-        valid = temperature is None or temperature == 'learned'
         if isinstance(temperature, (int, float)) and not isinstance(temperature, bool):
             valid = 0 < temperature < 1e38
+        else:
+            valid = temperature is None or temperature == 'learned'
         if not valid:
             raise SpecError(
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
@@ -84,10 +87,13 @@ class SharedQK(Tied):
             self.parameter_count = 'D*N*H + N'
         else:
             self.g_temperature_N = None
+
         self.key_norm = key_norm
         self.bilinear = not key_norm
         self.hides_self = self_mask
-        # With key_norm, x W W^T y / |y W| has variance sqrt(1 + H/D); with QK-norm, H (1 + H/D).
+
+        # The scale gives the logits variance 1. Before it, their variance is H without a norm,
+        # sqrt(1 + H/D) with key_norm, and H (1 + H/D) with QK-norm.
         self.scale = (1 + H / D) ** -0.25 if key_norm else H**-0.5
         if spec.qk_norm:
             self.scale *= (1 + H / D) ** -0.5
@@ -96,7 +102,9 @@ class SharedQK(Tied):
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         q_BTNH = super().queries(x_BTD)
-        return q_BTNH if self.g_temperature_N is None else q_BTNH * self.g_temperature_N[:, None]
+        if self.g_temperature_N is None:
+            return q_BTNH
+        return q_BTNH * self.g_temperature_N[:, None]
 
     def keys(self, cache: Cache) -> jax.Array:
         k_BSNH = super().keys(cache)
@@ -116,7 +124,7 @@ class SharedQK(Tied):
         return A_NDE * self.g_temperature_N[:, None, None]
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
-        # One matrix for queries and keys, with the bias as a row for the coordinate 1 of (x, 1).
+        # The matrix of queries and keys. A bias is its last row, which acts on the 1 of (x, 1).
         w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)
         x_BTE = oracle.with_ones(x_BTD, len(w_ENH))
         y_BSE = oracle.with_ones(y_BSD, len(w_ENH))
@@ -132,9 +140,11 @@ class SharedQK(Tied):
 class Symmetric(Tied):
     """A[n] = W[n] L[n] W[n]^T, symmetric but not definite: L[n] is a learned signed diagonal.
 
-    L starts as +1, -1, +1, ..., so that a token does not prefer itself: its logit with itself has
-    mean 0 (H even) and variance 2. Every symmetric A[n] of rank <= H has this form. Rotary
-    positions keep it symmetric only where L is equal on the two channels of a pair.
+    Every symmetric A[n] of rank <= H has this form. L starts as +1, -1, +1, ..., so that a token
+    does not prefer itself: its logit with itself has mean 0 (H even) and variance 2.
+
+    There is no rotary form: A[n] would stay symmetric only if L had equal entries on the two
+    channels of each rotated pair.
     """
 
     equation = 'W[n] L[n] W[n]^T'
@@ -158,8 +168,8 @@ class Symmetric(Tied):
 class Pairwise(Tied):
     """A[n] = W[n] F[n] W[n]^T with a free H x H form F[n]: neither symmetric nor definite.
 
-    F has std H^-1/2, which makes W F as large as W; with std 1, as in the source's code, logits are
-    sqrt(H) times as large. F has no bias.
+    F has no bias. Its std is H^-1/2, so that W F is as large as W. The source's code has std 1,
+    which makes the logits sqrt(H) times as large.
     """
 
     equation = 'W[n] F[n] W[n]^T'
@@ -182,5 +192,5 @@ class Pairwise(Tied):
 
 
 def _signs(num_heads: int, size: int) -> jax.Array:
-    """+1, -1, +1, ... for each head, as floats."""
+    """Returns signs_NH in float32: +1, -1, +1, ... for each head."""
     return jnp.tile((-1.0) ** jnp.arange(size, dtype=jnp.float32), (num_heads, 1))

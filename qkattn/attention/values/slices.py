@@ -50,7 +50,8 @@ class NoO(Factored):
 class NoVO(NoO):
     """B[n] = P[n] P[n]^T: neither W_V nor W_O; head n copies the n-th slice of the stream.
 
-    No parameters, and so no residual_gain. The source removes both in a block of another shape.
+    It has no parameters, so residual_gain has no effect. The source removes both matrices in a
+    block of a different shape.
     """
 
     equation = 'P[n] P[n]^T'

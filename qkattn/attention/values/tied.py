@@ -20,14 +20,15 @@ from qkattn.errors import SpecError
 
 
 def _outward(w_DKH: jax.Array, num_heads: int) -> jax.Array:
-    """o_NHD: the transposed matrix of each query head, W[n]^T."""
+    """Returns o_NHD, the transposed matrix W[n]^T of each of the N query heads."""
     return jnp.moveaxis(grouped(w_DKH[...], num_heads), 0, -1)
 
 
 class KIsV(Factored):
     """B[n] = W_K[n] W_O[n]: the values are the cached keys (K = V).
 
-    Cached keys are neither rotated nor normalized. With the score `shared_qk` this is Q = K = V.
+    The values are the keys before rotation and QK-norm, which is how they are cached. With the
+    score `shared_qk` this is Q = K = V.
     """
 
     equation = 'W_K[n] W_O[n]'
@@ -60,7 +61,7 @@ class QIsV(Factored):
         self.w_o_NHD, self.b_o_D = output_projection(spec, key)
 
     def projection(self, score: Score) -> tuple[jax.Array, jax.Array | None]:
-        """W_V and b_V."""
+        """Returns W_V and b_V."""
         return score.shared('query')
 
     def cached(self, y_BSD: jax.Array, score: Score) -> Cache:
@@ -74,7 +75,7 @@ class QIsV(Factored):
 
 
 class VIsKTransposed(QIsV):
-    """B[n] = (W_K^T)[n] W_O[n]: the D x D matrix W_V of all heads is the transpose of W_K."""
+    """B[n] = (W_K^T)[n] W_O[n]: W_V, with its heads side by side D x D, is the transpose of W_K."""
 
     equation = '(W_K^T)[n] W_O[n]'
     source = 'transpose-tied counterpart of k_is_v'
@@ -97,13 +98,14 @@ class VIsKTransposed(QIsV):
         w_k, _ = score.shared('key')
         w_k_DNH = w_k[...]
         w_k_DE = w_k_DNH.reshape(len(w_k_DNH), -1)  # the heads side by side, D = E
-        return w_k_DE.T.reshape(w_k_DNH.shape), self.b_v_NH
+        w_v_DNH = w_k_DE.T.reshape(w_k_DNH.shape)
+        return w_v_DNH, self.b_v_NH
 
 
 class OIsV(Factored):
     """B[n] = W_V[n] W_V[n]^T, symmetric and positive semi-definite: a head writes where it reads.
 
-    The sum over heads has variance N H (D + H) std^4 = residual_gain^2, which gives the std.
+    The sum over heads has variance N H (D + H) std^4. Setting it to residual_gain^2 gives the std.
     """
 
     equation = 'W_V[n] W_V[n]^T'
@@ -128,7 +130,7 @@ class OIsV(Factored):
 class OIsK(Factored):
     """B[n] = W_V[n] W_K[n]^T: a head writes into the directions that its keys read.
 
-    W_V has std residual_gain (N H)^-1/2: the factor D^-1/2 of `vo` comes with W_K.
+    W_V has std residual_gain (N H)^-1/2. W_K, which has std D^-1/2, takes the place of W_O.
     """
 
     equation = 'W_V[n] W_K[n]^T'
@@ -161,8 +163,9 @@ class OIsQ(OIsK):
 class Subspace(KIsV):
     """B[n] = c W_K[n] W_K[n]^T: keys, values and output are one matrix, owned by the Score.
 
-    With `shared_qk` all four matrices are one, as in CRATE. c = residual_gain is the step size, so
-    the output has standard deviation c sqrt(N H / D), with `qk` sqrt(1 + H/D) times that.
+    With `shared_qk` all four matrices are one, as in CRATE. c = residual_gain is the step size. The
+    output has standard deviation c sqrt(N H / D) with `shared_qk`, and sqrt(1 + H/D) times that
+    with `qk`.
     """
 
     equation = 'c W_K[n] W_K[n]^T'

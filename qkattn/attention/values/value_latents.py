@@ -14,8 +14,8 @@ from qkattn.attention.values.value import Factored, Output
 class Latent(Factored):
     """B[n] = W_D W_UV[n] W_O[n]: values are computed from the latent that the Score caches.
 
-    W_UV has std R^-1/2, the latent's size in place of D. The absorbed form, with the latent as its
-    only value head and W_UV after the average, is cheaper in decoding.
+    W_UV has std R^-1/2, for the latent's size in place of D. In decoding the absorbed form is
+    cheaper: it averages the latents as a single value head, and applies W_UV to the average.
     """
 
     equation = 'W_D W_UV[n] W_O[n]'
@@ -39,13 +39,16 @@ class Latent(Factored):
     def values_and_output(
         self, cache: Cache, score: Score, num_queries: int
     ) -> tuple[jax.Array, Output]:
-        # The other form is used with a bias b_V: not all normalizers have probabilities of sum 1.
         cheaper = absorbing_is_cheaper(num_queries, cache['latent_BSR'], self.w_up_v_RNH)
+        # The absorbed form has no place for a bias b_V: its average is b_V only if probabilities
+        # sum to 1, which not every normalizer gives.
         if not cheaper or self.b_v_NH is not None:
             return super().values_and_output(cache, score, num_queries)
-        return cache['latent_BSR'][:, :, None, :], self._absorbed_output
+        latent_BS1R = cache['latent_BSR'][:, :, None, :]
+        return latent_BS1R, self._absorbed_output
 
     def _absorbed_output(self, o_BTNR: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
+        """Maps the averaged latents to the values of each head, then to the output."""
         o_BTNH = jnp.einsum('BTNR,RNH->BTNH', o_BTNR, self.w_up_v_RNH[...])
         return self.output(o_BTNH, score, x_BTD)
 

@@ -28,8 +28,9 @@ class VO(Factored):
 class LowRank(Factored):
     """B[n] = W_V[n] W_O[n] of rank <= R, where R is independent of the head size of the Score.
 
-    R = H is `vo`; in the source, queries and keys have rank R too. `rank` None is
-    max(1, H // 2) or D, whichever is less.
+    With R = H this is `vo`. In the source, queries and keys have rank R too.
+
+    `rank` is R, from 1 to D. By default it is half the head size, but at least 1 and at most D.
     """
 
     equation = 'W_V[n] W_O[n], rank R'
@@ -53,8 +54,8 @@ class LowRank(Factored):
 class Double(Factored):
     """B[n] = O_V W_V[n] W_O[n]: all heads read one shared projection, then their own.
 
-    O_V and W_V[n] fold into one matrix, so that with R >= D the functions are those of `vo` and
-    only training differs. W_V has std R^-1/2. `size` is R, by default D.
+    O_V and W_V[n] fold into one matrix. So with R >= D the functions are those of `vo`, and only
+    training differs. W_V has std R^-1/2. `size` is R, by default D.
     """
 
     equation = 'O_V W_V[n] W_O[n]'
@@ -78,9 +79,11 @@ class Double(Factored):
 class MergedVO(Factored):
     """B[n] = W_OV[n], one D x D matrix of full rank per head; the values are the stream itself.
 
-    The cache holds the stream, shared with a Score that caches it too. init='dense' draws W_OV with
-    std residual_gain (D N)^-1/2, since N heads of D channels add up; 'product' starts from
-    W_V[n] W_O[n] of `vo` under the same seed, of rank H, and lets the rank grow in training.
+    The cache holds the stream, once even if the Score caches it too.
+
+    With init='dense' W_OV has std residual_gain (D N)^-1/2, because N heads of D channels add up.
+    With init='product' it starts as W_V[n] W_O[n] of `vo` under the same seed, with rank H, and the
+    rank may grow in training.
     """
 
     equation = 'W_OV[n]'
@@ -114,5 +117,6 @@ class MergedVO(Factored):
         B_NDE = self.w_ov_NDE[...]
         if self.b_o_D is None:
             return B_NDE
-        B_NDE = jnp.pad(B_NDE, ((0, 0), (0, 1), (0, 0)))  # values have no bias
+        # Values have no bias, so the row of the constant 1 is zero before the output bias is added.
+        B_NDE = jnp.pad(B_NDE, ((0, 0), (0, 1), (0, 0)))
         return B_NDE.at[0, -1].add(self.b_o_D[...])

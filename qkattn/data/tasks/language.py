@@ -4,12 +4,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from qkattn.config import Config
+from qkattn.config import Config, ModelConfig
 from qkattn.data.corpora.corpus_registry import refuse_unused
 from qkattn.data.load import load_text
 from qkattn.data.tasks.counts import neighbour_yardsticks, ngram_yardsticks
 from qkattn.data.tasks.repeats import induction
 from qkattn.data.tasks.rows import (
+    INT,
+    ArrayShapes,
     Batch,
     DataForm,
     LossesByPosition,
@@ -135,6 +137,27 @@ class LanguageRows(TextRows):
         }
 
 
+class DocumentRows(LanguageRows):
+    """Windows of text as in LanguageRows, with the number of each token's document in its window.
+
+    A token attends to its own document only. The separator of two documents is the last target of
+    the first one; as an input it opens the second one, whose first token is predicted from it
+    alone. With '|' for the separator, inputs 'a b | c' have the segments 1 1 2 2 and positions
+    0 1 0 1.
+    """
+
+    @staticmethod
+    def array_shapes(model: ModelConfig) -> ArrayShapes:
+        return Rows.array_shapes(model) | {'segments_BT': (model.context, INT)}
+
+    def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
+        batch = super().read(split, rows_B, draws_B2)
+        opens_document_BT = batch['tokens_BT'] == self.dataset.tokenizer.separator
+        # From 1, as 0 is padding.
+        batch['segments_BT'] = 1 + opens_document_BT.cumsum(axis=1, dtype=INT)
+        return batch
+
+
 class MaskedRows(TextRows):
     """Windows of text in which an encoder restores hidden tokens (Devlin et al. 2019, 3.1).
 
@@ -151,7 +174,8 @@ class MaskedRows(TextRows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        refuse_unused(config.data, ('shift_windows', 'drop_long'), 'an encoder')
+        not_taken = ('shift_windows', 'drop_long', 'cross_documents')
+        refuse_unused(config.data, not_taken, 'an encoder')
         return cls(load_text(config.data), config.model.context, config.data.mask_rate)
 
     def __init__(self, dataset: TokenDataset, length: int, mask_rate: float = 0.15):

@@ -34,6 +34,7 @@ SETTINGS_OF_TEXT = (
     'carve_test',
     'mask_rate',
     'shift_windows',
+    'cross_documents',
     'drop_long',
 )
 

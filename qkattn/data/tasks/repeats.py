@@ -50,15 +50,16 @@ def sequences(rows: Rows) -> np.ndarray | None:
     its topics.
 
     Returns None if T < MIN_LENGTH, or if the rows are not plain next-token prediction. Such rows
-    have other inputs besides the tokens, targets that are not the next tokens, or targets with loss
-    weight 0 (as in probes).
+    have inputs besides tokens and segments, targets that are not the next tokens, or targets with
+    loss weight 0 (as in probes).
     """
     num_rows = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=num_rows, max_rows=NUM_ROWS))
     tokens_BT = batch['tokens_BT']
     length = tokens_BT.shape[1]
-    has_only_tokens = batch.keys() == {'tokens_BT', 'targets_BT', 'loss_weights_BT'}
-    if length < MIN_LENGTH or not has_only_tokens:
+    # Segments say where documents begin; the random tokens are one document.
+    names = batch.keys() - {'segments_BT'}
+    if length < MIN_LENGTH or names != {'tokens_BT', 'targets_BT', 'loss_weights_BT'}:
         return None
     are_targets_next = (batch['targets_BT'][:, :-1] == tokens_BT[:, 1:]).all()
     are_all_targets = (batch['loss_weights_BT'] == 1).all()

@@ -9,7 +9,7 @@ from qkattn.config.calls import resolve
 from qkattn.data.corpora import corpus_registry
 from qkattn.data.pipeline import eval_batches, train_batch
 from qkattn.data.tasks import probe_tasks
-from qkattn.data.tasks.language import LanguageRows, MaskedRows
+from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
 from qkattn.data.tasks.rows import Batch, DataForm, Rows
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers import vocabulary
@@ -80,7 +80,7 @@ def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
             raise ConfigError(
                 f'data.name={name!r} is {form}, but model.kind={kind!r} needs {needed}.'
             )
-        return task_by_form[form], {}
+        return _by_documents(task_by_form[form], config.data), {}
 
     task, options = resolve(
         config.data.task,
@@ -95,7 +95,14 @@ def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
             f'data.task={config.data.task!r} trains model.kind={task.kind!r} on {task.data}, '
             f'but model.kind={kind!r} and data.name={name!r} is {form}.'
         )
-    return task, options
+    return _by_documents(task, config.data), options
+
+
+def _by_documents(task: type[Rows], data: DataConfig) -> type[Rows]:
+    """The task, for text with data.cross_documents=False that whose rows number documents."""
+    if task is LanguageRows and not data.cross_documents:
+        return DocumentRows
+    return task
 
 
 def _form(data: DataConfig) -> DataForm:

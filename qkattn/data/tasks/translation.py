@@ -65,7 +65,8 @@ class TranslationRows(Rows):
     def open(cls, config: Config) -> Self:
         model = config.model
         data = config.data
-        refuse_unused(data, ('mask_rate', 'shift_windows'), 'an encoder-decoder')
+        not_taken = ('mask_rate', 'shift_windows', 'cross_documents')
+        refuse_unused(data, not_taken, 'an encoder-decoder')
         return cls(load_pairs(data), model.encoder.context, model.context, drop_long=data.drop_long)
 
     def __init__(

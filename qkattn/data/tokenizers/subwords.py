@@ -1,5 +1,6 @@
 """Sub-word tokenizers of the Hugging Face library `tokenizers`, learned or read from a file."""
 
+import functools
 import hashlib
 from collections.abc import Iterable
 from typing import Self
@@ -192,6 +193,12 @@ class FileTokenizer(Subwords):
         if content == self._unknown() or end_of_text in ids_of_spelling:
             return None
         return end_of_text
+
+    @functools.cached_property
+    def unknown(self) -> int | None:
+        """The id of text outside of the vocabulary; None where the file has none."""
+        token = self._unknown()
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     def _unknown(self) -> str | None:
         """Returns the token that stands for text outside of the vocabulary, if there is one."""

@@ -175,7 +175,7 @@ def test_claims_with_differences_have_figures(written):
 
 
 def test_figures_show_the_numbers_of_the_rows():
-    figure = claim_figure(STORED['E4']).figure
+    figure = claim_figure(STORED['E4']).figure()
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
     differences = compared(STORED['E4'].rows)
@@ -186,7 +186,7 @@ def test_figures_show_the_numbers_of_the_rows():
 
 
 def test_a_figure_shows_what_is_reported_at_its_shape():
-    same, equal = claim_figure(STORED['B2']).figure.axes
+    same, equal = claim_figure(STORED['B2']).figure().axes
     low, high = same.get_xlim()
     assert low < 0 and high > 0.015  # what is reported, beyond the interval
     labels = [[line.get_label() for line in ax.lines] for ax in (same, equal)]
@@ -201,9 +201,9 @@ def no_o(kind=Kind.MATCHED, speaks=Speaks.OPEN, value=0.1, decision=None, **cont
 def test_lines_of_a_figure_have_names_that_differ():
     rows = [no_o(model='a', size=size) for size in '123']
     drawing = claim_figure(dataclasses.replace(STORED['B4'], rows=tuple(rows)))
-    assert row_names(drawing.figure.axes[0]) == ['size 1', 'size 2', 'size 3']
+    assert row_names(drawing.figure().axes[0]) == ['size 1', 'size 2', 'size 3']
     drawing = claim_figure(dataclasses.replace(STORED['B4'], rows=tuple(rows[:1])))
-    assert row_names(drawing.figure.axes[0]) == ['qk/no_o']
+    assert row_names(drawing.figure().axes[0]) == ['qk/no_o']
 
 
 def test_of_two_rows_of_one_kind_the_one_that_decides_is_shown(tmp_path):

@@ -1,0 +1,319 @@
+"""Writes models in the layout of Hugging Face's `transformers`, as a GPT-2 or a Llama.
+
+A pre-norm decoder of score 'qk', value 'vo' and softmax is a GPT-2 with learned positions and layer
+norm (Radford et al. 2019), and a Llama with rotary positions, RMS norm and a gated MLP (Touvron et
+al. 2023, arXiv 2302.13971). `transformers` computes the same logits from the files.
+
+directory/model.safetensors       parameters, float32, under the names of transformers
+directory/config.json             sizes and options
+directory/tokenizer.json          the tokenizer, and tokenizer_config.json; where it has this form
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import safetensors.numpy
+from flax import traverse_util
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from qkattn.attention.rope import BASE
+from qkattn.config import ModelConfig
+from qkattn.convert.published import HEAD, TENSORS, names_in_layers
+from qkattn.convert.published import shapes as gpt2_shapes
+from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer, Subwords
+from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
+from qkattn.errors import ConfigError
+from qkattn.model.blocks import NORM_EPSILON
+from qkattn.model.cost import abstract_params
+from qkattn.storage.files import absolute, replacing, write_atomic
+
+# The settings that both layouts require, and the settings of each.
+REQUIRED = {
+    'kind': ('decoder',),
+    'pattern': (None,),
+    'score': ('qk',),
+    'value': ('vo',),
+    'normalizer': ('softmax',),
+    'norm_position': ('pre',),
+    'qk_norm': (False,),
+    'logit_cap': (None,),
+    'scale_embeddings': (False,),
+}
+REQUIRED_OF_GPT2 = {'norm': ('layernorm',), 'activation': ('gelu_tanh', 'gelu', 'relu')}
+REQUIRED_OF_LLAMA = {'norm': ('rmsnorm',), 'activation': ('swiglu', 'geglu', 'reglu')}
+# By our names, the names in transformers of the functions of MLPs and of their gates.
+ACTIVATIONS = {
+    'gelu_tanh': 'gelu_new',
+    'gelu': 'gelu',
+    'relu': 'relu',
+    'swiglu': 'silu',
+    'geglu': 'gelu',
+    'reglu': 'relu',
+}
+# The parameter behind each name of transformers, with * for the layer. Matrices are those of
+# torch.nn.Linear: [outputs, inputs].
+LLAMA_TENSORS = {
+    'model.embed_tokens.weight': 'w_embedding_VD',
+    'model.layers.*.input_layernorm.weight': 'blocks/attention_norm/g_D',
+    'model.layers.*.self_attn.q_proj.weight': 'blocks/attention/score/w_q_DNH',
+    'model.layers.*.self_attn.q_proj.bias': 'blocks/attention/score/b_q_NH',
+    'model.layers.*.self_attn.k_proj.weight': 'blocks/attention/score/w_k_DKH',
+    'model.layers.*.self_attn.k_proj.bias': 'blocks/attention/score/b_k_KH',
+    'model.layers.*.self_attn.v_proj.weight': 'blocks/attention/value/w_v_DKH',
+    'model.layers.*.self_attn.v_proj.bias': 'blocks/attention/value/b_v_KH',
+    'model.layers.*.self_attn.o_proj.weight': 'blocks/attention/value/w_o_NHD',
+    'model.layers.*.self_attn.o_proj.bias': 'blocks/attention/value/b_o_D',
+    'model.layers.*.post_attention_layernorm.weight': 'blocks/mlp_norm/g_D',
+    'model.layers.*.mlp.gate_proj.weight': 'blocks/mlp/w_gate_DF',
+    'model.layers.*.mlp.gate_proj.bias': 'blocks/mlp/b_gate_F',
+    'model.layers.*.mlp.up_proj.weight': 'blocks/mlp/w_in_DF',
+    'model.layers.*.mlp.up_proj.bias': 'blocks/mlp/b_in_F',
+    'model.layers.*.mlp.down_proj.weight': 'blocks/mlp/w_out_FD',
+    'model.layers.*.mlp.down_proj.bias': 'blocks/mlp/b_out_D',
+    'model.norm.weight': 'final_norm/g_D',
+    'lm_head.weight': 'w_output_DV',
+}
+# The queries, which take `score_scale`: neither layout has a factor on the logits.
+QUERIES = ('blocks/attention/score/w_q_DNH', 'blocks/attention/score/b_q_NH')
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One architecture of transformers."""
+
+    name: str
+    tensors: Callable[[ModelConfig, dict], dict[str, np.ndarray]]
+    config: Callable[[ModelConfig], dict[str, Any]]
+
+
+def save(
+    directory: str | os.PathLike,
+    model: ModelConfig,
+    params: dict,
+    tokenizer: Tokenizer | None = None,
+) -> Layout:
+    """Writes a model, and its tokenizer if that can be a tokenizer.json. Returns the layout.
+
+    Raises ConfigError, before it writes anything, if the model is neither a GPT-2 nor a Llama.
+    """
+    layout = layout_of(model)
+    path = absolute(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    described = layout.config(model)
+    separator = None if tokenizer is None else tokenizer.separator
+    described |= {'bos_token_id': separator, 'eos_token_id': separator}
+    with replacing(path / 'model.safetensors') as part:
+        tensors = layout.tensors(model, params)
+        safetensors.numpy.save_file(tensors, part, metadata={'format': 'pt'})
+    tokenizer_file = None if tokenizer is None else tokenizer_json(tokenizer)
+    if tokenizer_file is not None:
+        write_atomic(path / 'tokenizer.json', tokenizer_file)
+        about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': model.context}
+        write_atomic(path / 'tokenizer_config.json', json.dumps(about, indent=2) + '\n')
+    write_atomic(path / 'config.json', json.dumps(described, indent=2) + '\n')
+    return layout
+
+
+def layout_of(model: ModelConfig) -> Layout:
+    """Returns the layout of a model, by its positions.
+
+    Raises ConfigError for the first setting that the layout cannot have.
+    """
+    layouts = {'learned': GPT2, 'rope': LLAMA}
+    require('positions', model.positions, tuple(layouts), 'transformers has')
+    layout = layouts[model.positions]
+    of_layout = REQUIRED_OF_GPT2 if layout is GPT2 else REQUIRED_OF_LLAMA
+    for field, valid in (REQUIRED | of_layout).items():
+        require(field, getattr(model, field), valid, f'a {layout.name} has')
+    if model.window is not None and model.window < model.context:
+        require('window', model.window, (None,), f'a {layout.name} has')
+    D = model.d_model
+    N = model.num_heads
+    if D % N:
+        raise ConfigError(
+            f'model.d_model={D} must be a multiple of num_heads={N} in the layout of a '
+            f'{layout.name} of transformers'
+        )
+    if layout is GPT2:
+        require('num_kv_heads', model.num_kv_heads, (None, N), 'a GPT-2 has')
+        require('head_size', model.head_size, (None, D // N), 'a GPT-2 has')
+    return layout
+
+
+def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> None:
+    """Raises ConfigError unless the value of a setting is valid.
+
+    `who_has` begins the end of the message, as in 'a Llama has norm=rmsnorm'.
+    """
+    if value in valid:
+        return
+    listed = ' or '.join(repr(choice) for choice in valid)
+    advice = ''
+    if field in ('score', 'value'):
+        advice = '; --apply=to_standard rewrites the variants that are qk/vo in another form'
+    if field == 'num_kv_heads':
+        advice = '; --apply=gqa_to_mha repeats the heads'
+    raise ConfigError(
+        f'model.{field}={value!r} has no place in the layout of transformers: {who_has} {field}='
+        f'{listed}{advice}'
+    )
+
+
+def completed(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np.ndarray]:
+    """Returns the parameters by path, with those that the layout has and the model leaves out.
+
+    Missing gains are 1, and with `biases` missing biases are 0, so the function stays the same.
+    `score_scale`, which no layout has, is multiplied into the queries.
+    """
+    full_config = dataclasses.replace(model, attention_gain=True, biases=model.biases or biases)
+    actual = traverse_util.flatten_dict(params, sep='/')
+    full: dict[str, np.ndarray] = {}
+    for path, target in traverse_util.flatten_dict(abstract_params(full_config), sep='/').items():
+        if path in actual:
+            full[path] = np.asarray(actual[path], np.float32)
+        elif path.rpartition('/')[2].startswith('g_'):
+            full[path] = np.ones(target.shape, np.float32)
+        else:
+            full[path] = np.zeros(target.shape, np.float32)
+        if path in QUERIES:
+            full[path] = full[path] * np.float32(model.score_scale)
+    return full
+
+
+def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
+    """Returns the tensors of a GPT2LMHeadModel, which always has biases."""
+    full = completed(model, params, biases=True)
+    shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
+    tensors: dict[str, np.ndarray] = {}
+    for pattern, (_, paths) in TENSORS.items():
+        for layer, name in enumerate(names_in_layers(pattern, model)):
+            if name not in shapes:
+                continue  # This is the output matrix of tied embeddings.
+            parts = []
+            for path in paths:
+                parameter = full[path][layer] if '*' in pattern else full[path]
+                if name == HEAD:
+                    parameter = parameter.T
+                parts.append(parameter.reshape(*shapes[name][:-1], -1))
+            prefix = '' if name == HEAD else 'transformer.'
+            tensors[prefix + name] = np.ascontiguousarray(np.concatenate(parts, axis=-1))
+    return tensors
+
+
+def gpt2_config(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a GPT-2."""
+    return {
+        'architectures': ['GPT2LMHeadModel'],
+        'model_type': 'gpt2',
+        'vocab_size': model.vocab_size,
+        'n_positions': model.context,
+        'n_embd': model.d_model,
+        'n_layer': model.num_layers,
+        'n_head': model.num_heads,
+        'n_inner': model.mlp_width,
+        'activation_function': ACTIVATIONS[model.activation],
+        'layer_norm_epsilon': NORM_EPSILON,
+        'embd_pdrop': model.dropout,
+        'resid_pdrop': model.dropout,
+        'attn_pdrop': model.probability_dropout,
+        'tie_word_embeddings': model.tied_embeddings,
+    }
+
+
+def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
+    """The tensors of a LlamaForCausalLM."""
+    full = completed(model, params, biases=False)
+    D = model.d_model
+    tensors: dict[str, np.ndarray] = {}
+    for pattern, path in LLAMA_TENSORS.items():
+        if path not in full:
+            continue  # The model has no biases, or its embeddings are tied.
+        letters = path.rpartition('_')[2]
+        for layer, name in enumerate(names_in_layers(pattern, model)):
+            parameter = full[path][layer] if '*' in pattern else full[path]
+            if name.endswith('.bias') or letters == 'D':
+                tensor = parameter.reshape(-1)
+            elif letters == 'VD':
+                tensor = parameter
+            elif letters.startswith('D'):
+                tensor = parameter.reshape(D, -1).T
+            else:
+                tensor = parameter.reshape(-1, D).T
+            tensors[name] = np.ascontiguousarray(tensor)
+    return tensors
+
+
+def llama_config(model: ModelConfig) -> dict[str, Any]:
+    """Returns the config.json of a Llama.
+
+    It has the base of rotations twice, because versions of transformers look in different places.
+    """
+    return {
+        'architectures': ['LlamaForCausalLM'],
+        'model_type': 'llama',
+        'vocab_size': model.vocab_size,
+        'max_position_embeddings': model.context,
+        'hidden_size': model.d_model,
+        'intermediate_size': model.mlp_width,
+        'num_hidden_layers': model.num_layers,
+        'num_attention_heads': model.num_heads,
+        'num_key_value_heads': model.num_kv_heads or model.num_heads,
+        'head_dim': model.head_size or model.d_model // model.num_heads,
+        'hidden_act': ACTIVATIONS[model.activation],
+        'rms_norm_eps': NORM_EPSILON,
+        'rope_theta': BASE,
+        'rope_parameters': {'rope_type': 'default', 'rope_theta': BASE},
+        'attention_bias': model.biases,
+        'mlp_bias': model.biases,
+        'attention_dropout': model.probability_dropout,
+        'tie_word_embeddings': model.tied_embeddings,
+    }
+
+
+GPT2 = Layout('GPT-2', gpt2_tensors, gpt2_config)
+LLAMA = Layout('Llama', llama_tensors, llama_config)
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
+    """Returns a tokenizer.json that gives the same ids as the tokenizer.
+
+    Returns None for a class from outside the package.
+    """
+    # The types are compared exactly, because a subclass may encode differently.
+    if type(tokenizer) in (BPETokenizer, FileTokenizer):
+        return cast(Subwords, tokenizer).model()
+    if type(tokenizer) is ByteTokenizer:
+        library = LibraryTokenizer(models.BPE(vocab=ids_of_bytes(), merges=[]))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.decoder = decoders.ByteLevel()
+    elif type(tokenizer) is CharacterTokenizer:
+        characters = json.loads(tokenizer.model())['characters']
+        ids = {character: number for number, character in enumerate(characters)}
+        # These names cannot be taken, because all others are single characters.
+        ids |= {'[UNKNOWN]': tokenizer.unknown, '[SEPARATOR]': tokenizer.separator}
+        library = LibraryTokenizer(models.WordLevel(ids, unk_token='[UNKNOWN]'))
+        library.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
+        library.decoder = decoders.Fuse()
+    else:
+        return None
+    return library.to_str().encode()
+
+
+def ids_of_bytes() -> dict[str, int]:
+    """Returns the byte for each character of byte-level vocabularies (Radford et al. 2019).
+
+    The visible characters of Latin-1 stand for their own bytes. The characters from U+0100 on stand
+    for the other bytes, in order.
+    """
+    visible = {*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1)}
+    visible |= {*range(ord('®'), ord('ÿ') + 1)}
+    ids = {chr(byte): byte for byte in visible}
+    others = [byte for byte in range(256) if byte not in visible]
+    for number, byte in enumerate(others):
+        ids[chr(256 + number)] = byte
+    return ids

@@ -1,0 +1,399 @@
+"""Decoders as models of EleutherAI's lm-evaluation-harness: scores of texts, and continuations.
+
+The harness sends requests, objects with texts in `args`, to a subclass of its class LM. `TextModel`
+has the three methods that answer requests, and works without the harness. `for_harness` turns it
+into such a subclass.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qkattn.config.imports import load_extra
+from qkattn.data.tokenizers.tokenizer import Tokenizer
+from qkattn.decode.beam import decode
+from qkattn.decode.kv_cache import KVCache, init_cache, prefill
+from qkattn.errors import ConfigError
+from qkattn.model import Decoder
+from qkattn.model.transformer import cross_entropy
+
+# Rows are padded to a multiple of this length, so that few programs are compiled.
+WIDTH_STEP = 32
+# How many tokens to generate for a task that does not say, as in the harness.
+DEFAULT_NUM_TOKENS = 256
+# The options of tasks that say how many tokens to generate.
+NUM_TOKENS_OPTIONS = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
+
+log = logging.getLogger('qkattn.evaluate')
+
+
+class Request(Protocol):
+    """A request of the harness: `args` holds texts, and for `generate_until` also options."""
+
+    args: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredRow:
+    """A row of tokens. Its last `num_scored` tokens are scored, and at least one precedes them."""
+
+    tokens: list[int]
+    num_scored: int
+
+
+@functools.partial(jax.jit, static_argnames='vocab_size')
+def token_scores(
+    model: Decoder, tokens_BT: jax.Array, *, vocab_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Scores every token except the first, given the tokens before it.
+
+    Padding may follow the tokens of a row, because no token attends to later ones. Ids from
+    `vocab_size` on have probability 0.
+
+    Returns:
+      The log-probabilities, and whether each token is the argmax prediction. Both have one column
+      less than tokens_BT, and their column t belongs to token t + 1.
+    """
+    targets_BT = tokens_BT[:, 1:]
+    logits_BTV = model(tokens_BT[:, :-1])[..., :vocab_size]
+    nats_BT = cross_entropy(logits_BTV, targets_BT)
+    return -nats_BT, logits_BTV.argmax(-1) == targets_BT
+
+
+@functools.partial(jax.jit, static_argnames=('prefix', 'separator', 'vocab_size'))
+def continued(
+    model: Decoder,
+    tokens_BT: jax.Array,
+    lengths_B: jax.Array,
+    ends_B: jax.Array,
+    *,
+    prefix: int,
+    separator: int,
+    vocab_size: int,
+) -> jax.Array:
+    """Continues prompts of different lengths greedily.
+
+    In tokens_BT, row b begins with a prompt of lengths_B[b] tokens. The result holds its
+    continuation up to position ends_B[b]. Decoding stops once every row has reached its end or a
+    separator; later tokens of a row mean nothing.
+
+    All rows share one cache, which has one length. So the model first reads the `prefix` tokens
+    that every prompt has, in one pass. Then it proceeds position by position: rows whose prompt
+    goes on read its next token, and the others are continued.
+    """
+    B, T = tokens_BT.shape
+    cache = init_cache(model, B, T - 1)  # the last token needs no slot
+    logits_BV, cache = prefill(model, tokens_BT[:, :prefix], cache)
+
+    def step(
+        tokens_B: jax.Array, rows_B: jax.Array | None, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        return prefill(model, tokens_B[:, None], cache)
+
+    def next_token(
+        t: jax.Array, logits_BV: jax.Array, state: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, None]:
+        """Reads or chooses the token at `position` of every row, and marks rows that are done."""
+        tokens_BT, is_done_B = state
+        position = prefix + t
+        in_prompt_B = position < lengths_B
+        greedy_B = logits_BV[:, :vocab_size].argmax(-1).astype(tokens_BT.dtype)
+        token_B = jnp.where(in_prompt_B, tokens_BT[:, position], greedy_B)
+        tokens_BT = tokens_BT.at[:, position].set(token_B)
+
+        chose_separator_B = ~in_prompt_B & (token_B == separator)
+        is_at_end_B = position + 1 >= ends_B
+        is_done_B = is_done_B | chose_separator_B | is_at_end_B
+        # None: row b of the cache is continued by token b.
+        return (tokens_BT, is_done_B), token_B, None
+
+    def not_done(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        _, is_done_B = state
+        return ~is_done_B.all()
+
+    state = (tokens_BT, jnp.zeros(B, bool))
+    num_steps = ends_B.max() - prefix
+    tokens_BT, _ = decode(logits_BV, cache, step, next_token, state, num_steps, not_done)
+    return tokens_BT
+
+
+class TextModel:
+    """A decoder and its tokenizer: log-probabilities of texts in nats, and greedy continuations.
+
+    The methods take requests of the harness, and return one answer for each, in their order. They
+    compute requests in batches of `batch_size` rows of similar length. A text without context
+    follows the separator, as documents do in training.
+
+    They raise ConfigError for a text that the tokenizer cannot encode, and for a request that does
+    not fit into the context.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, *, batch_size: int = 32):
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.context = model.config.context
+
+    def loglikelihood(
+        self, requests: Sequence[Request], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Returns log p(continuation | context) for each request (context, continuation).
+
+        The second entry of each answer says whether greedy decoding gives the continuation. A
+        context that is too long loses its first tokens.
+        """
+        rows = []
+        num_truncated = 0
+        for request in requests:
+            context, continuation = request.args
+            context_tokens, scored_tokens = self.encode_pair(context, continuation)
+            if len(scored_tokens) > self.context:
+                raise ConfigError(
+                    f'the continuation {continuation!r:.60} has {len(scored_tokens)} tokens, which '
+                    f'do not fit into model.context={self.context}'
+                )
+            tokens = context_tokens + scored_tokens
+            room = self.context + 1  # The last token is only predicted, and needs no position.
+            if len(tokens) > room:
+                num_truncated += 1
+            rows.append(ScoredRow(tokens[-room:], len(scored_tokens)))
+        self.warn_of_truncation(num_truncated, len(rows))
+        return self.scores(rows)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Request], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Returns log p(text) for each request (text,), the sum over the `windows` of the text."""
+        rows = []
+        owners = []  # the index of each row's request
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            for row in windows(self.encode(text), self.tokenizer.separator, self.context):
+                rows.append(row)
+                owners.append(number)
+
+        nats = [0.0] * len(requests)
+        for number, (row_nats, _) in zip(owners, self.scores(rows), strict=True):
+            nats[number] += row_nats
+        return nats
+
+    def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
+        """Returns the greedy continuation for each request (prompt, options).
+
+        It ends before the first of the texts in the option `until`, before a separator, or after
+        `max_gen_toks` tokens, by default the lesser of 256 and half the context. A prompt that is
+        too long loses its first tokens. Raises ConfigError for options that ask for sampling.
+        """
+        prompts = []
+        num_tokens = []
+        num_truncated = 0
+        for request in requests:
+            prompt, options = request.args
+            number = self.num_tokens_of(options)
+            tokens = self.encode(prompt)
+            if not tokens:
+                tokens = [self.tokenizer.separator]
+            room = self.context + 1 - number  # The last token needs no position.
+            if len(tokens) > room:
+                num_truncated += 1
+            prompts.append(tokens[-room:])
+            num_tokens.append(number)
+        self.warn_of_truncation(num_truncated, len(prompts))
+
+        texts = []
+        continuations = self.continuations(prompts, num_tokens)
+        for request, tokens in zip(requests, continuations, strict=True):
+            _, options = request.args
+            texts.append(cut_at(self.tokenizer.decode(tokens), options.get('until')))
+        return texts
+
+    def num_tokens_of(self, options: Mapping[str, Any]) -> int:
+        """Returns how many tokens the options of `generate_until` ask for.
+
+        Raises ConfigError if they ask for sampling, or for more tokens than the context.
+        """
+        temperature = options.get('temperature', 0)
+        samples = options.get('do_sample')
+        if samples is None:
+            samples = temperature > 0
+        # Sampling at temperature 0 is greedy decoding.
+        if samples and options.get('temperature') != 0:
+            raise ConfigError(
+                f'the task samples (generation_kwargs: {dict(options)}); only greedy decoding is '
+                'supported, with do_sample: false'
+            )
+        for option in NUM_TOKENS_OPTIONS:
+            number = options.get(option)
+            if number is None:
+                continue
+            if not 1 <= number <= self.context:
+                raise ConfigError(
+                    f'{option}={number} of the task must be from 1 to model.context={self.context}'
+                )
+            return number
+        return max(1, min(DEFAULT_NUM_TOKENS, self.context // 2))
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text; raises ConfigError if the tokenizer lacks a part of it."""
+        try:
+            tokens = self.tokenizer.encode(text).tolist()
+        except ValueError as error:
+            raise ConfigError(f'the text {text!r:.60} cannot be encoded: {error}') from error
+        unknown = getattr(self.tokenizer, 'unknown', None)
+        if unknown is None or unknown not in tokens:
+            return tokens
+
+        part = 'a part'
+        if len(tokens) == len(text):
+            # Each token is one character, so the character without an id can be shown.
+            part = repr(text[tokens.index(unknown)])
+        raise ConfigError(
+            f'the text {text!r:.60} has {part}, which the tokenizer {self.tokenizer.name} lacks; '
+            'use tasks of its characters, or a model of bytes or sub-words'
+        )
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Returns the ids of context and continuation, encoded together as the harness does.
+
+        Spaces at the end of the context move to the continuation, and are scored. An empty context
+        becomes the separator.
+        """
+        stripped = context.rstrip()
+        spaces = context[len(stripped) :]
+        continuation = spaces + continuation
+        if not stripped:
+            return [self.tokenizer.separator], self.encode(continuation)
+        context_tokens = self.encode(stripped)
+        all_tokens = self.encode(stripped + continuation)
+        return context_tokens, all_tokens[len(context_tokens) :]
+
+    def scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
+        """Scores the rows: the log-probability of the scored tokens, and whether all are argmax."""
+        results: dict[int, tuple[float, bool]] = {}
+        for batch in self.batches([len(row.tokens) for row in rows]):
+            tokens_BT = self.padded([rows[i].tokens for i in batch], self.context + 1)
+            scores = token_scores(self.model, tokens_BT, vocab_size=self.tokenizer.vocab_size)
+            nats_BT, is_argmax_BT = map(np.asarray, scores)
+            # Row b of the batch is rows[i].
+            for b, i in enumerate(batch):
+                # Column t scores token t + 1, so a row of n tokens has n - 1 scores.
+                end = len(rows[i].tokens) - 1
+                scored = slice(end - rows[i].num_scored, end)
+                nats = nats_BT[b, scored].sum(dtype=np.float64)
+                all_argmax = is_argmax_BT[b, scored].all()
+                results[i] = (float(nats), bool(all_argmax))
+        return [results[i] for i in range(len(rows))]
+
+    def continuations(
+        self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]
+    ) -> list[list[int]]:
+        """Continues prompt i greedily by up to num_tokens[i] tokens, or up to a separator."""
+        separator = self.tokenizer.separator
+        results: dict[int, list[int]] = {}
+        for batch in self.batches([len(prompt) for prompt in prompts]):
+            lengths_B = np.array([len(prompts[i]) for i in batch])
+            ends_B = lengths_B + [num_tokens[i] for i in batch]
+            width = int(ends_B.max())
+            rows = []
+            for i in batch:
+                padding = [0] * (width - len(prompts[i]))
+                rows.append([*prompts[i], *padding])
+
+            # A prefix in steps of WIDTH_STEP keeps the number of compiled programs small.
+            shortest = int(lengths_B.min())
+            prefix = max(1, shortest // WIDTH_STEP * WIDTH_STEP)
+            tokens_BT = continued(
+                self.model,
+                self.padded(rows, self.context + 1),
+                np.resize(lengths_B, self.batch_size),
+                np.resize(ends_B, self.batch_size),
+                prefix=prefix,
+                separator=separator,
+                vocab_size=self.tokenizer.vocab_size,
+            )
+
+            continued_rows = np.asarray(tokens_BT)
+            for b, i in enumerate(batch):
+                tokens = continued_rows[b, lengths_B[b] : ends_B[b]].tolist()
+                if separator in tokens:
+                    tokens = tokens[: tokens.index(separator)]
+                results[i] = tokens
+        return [results[i] for i in range(len(prompts))]
+
+    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Yields the indices of `lengths` in batches of similar length, the longest first."""
+        longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        for begin in range(0, len(lengths), self.batch_size):
+            yield longest_first[begin : begin + self.batch_size]
+
+    def padded(self, rows: Sequence[Sequence[int]], most: int) -> np.ndarray:
+        """Returns the rows as an array tokens_BT with `batch_size` rows.
+
+        Rows are padded with id 0. Their width is one more than a multiple of WIDTH_STEP, but at
+        most `most`. If there are fewer rows than `batch_size`, they are repeated.
+        """
+        longest = max(len(row) for row in rows)
+        num_steps = math.ceil((longest - 1) / WIDTH_STEP)
+        width = min(num_steps * WIDTH_STEP + 1, most)
+        tokens_BT = np.zeros((self.batch_size, width), np.int32)
+        for b in range(self.batch_size):
+            row = rows[b % len(rows)]
+            tokens_BT[b, : len(row)] = row
+        return tokens_BT
+
+    def warn_of_truncation(self, num_truncated: int, num_requests: int) -> None:
+        if num_truncated:
+            log.warning(
+                'the beginnings of %d of %d contexts are left out: they do not fit into '
+                'model.context=%d',
+                num_truncated,
+                num_requests,
+                self.context,
+            )
+
+
+def windows(tokens: Sequence[int], separator: int, context: int) -> Iterator[ScoredRow]:
+    """Yields rows that together score each token of a text once.
+
+    The text follows the separator S. A row has up to `context` + 1 tokens, as many as a model of
+    that context can predict from. With a context of 4, the text 0 1 2 3 4 5 has two rows:
+    S 0 1 2 3, in which 0 1 2 3 are scored, and 1 2 3 4 5, in which 4 5 are scored. The harness has
+    the same rule (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
+    """
+    text = [separator, *tokens]
+    for begin in range(0, len(tokens), context):
+        end = min(begin + context, len(tokens))
+        # The separator makes token `end - 1` number `end` of `text`.
+        first = max(0, end - context)
+        yield ScoredRow(text[first : end + 1], end - begin)
+
+
+def cut_at(text: str, stops: str | Sequence[str] | None) -> str:
+    """Returns the part of a text before the first stop text in it."""
+    if isinstance(stops, str):
+        stops = [stops]
+    for stop in stops or ():
+        if stop:
+            text = text.partition(stop)[0]
+    return text
+
+
+def for_harness(model: Decoder, tokenizer: Tokenizer, *, batch_size: int) -> Any:
+    """Returns a `TextModel` that `lm_eval.simple_evaluate` takes.
+
+    Raises ConfigError if the harness is not installed.
+    """
+    base: Any = load_extra('lm_eval.api.model', 'evaluate').LM
+
+    class HarnessModel(TextModel, base):
+        """A TextModel that is an LM of the harness."""
+
+    return HarnessModel(model, tokenizer, batch_size=batch_size)

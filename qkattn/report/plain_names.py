@@ -1,0 +1,81 @@
+"""What a variant changes in attention, in plain words: 'no W_Q' for `query_free/vo`."""
+
+from qkattn.config.calls import parse_call
+from qkattn.config.variant import Variant
+from qkattn.errors import SpecError
+
+STANDARD = 'all of W_Q, W_K, W_V and W_O'
+
+# What each score of the catalogue does with W_Q and W_K; '' for the standard one.
+SCORES = {
+    'qk': '',
+    'merged': 'W_Q and W_K merged',
+    'shared_qk': 'W_Q = W_K',
+    'symmetric': 'W_Q = W_K, signed',
+    'pairwise': 'W_Q = W_K F',
+    'query_free': 'no W_Q',
+    'key_free': 'no W_K',
+    'neither': 'no W_Q, no W_K',
+    'query_free_full': 'no W_Q, W_K of D x D',
+    'neither_full': 'no W_Q, no W_K, whole stream',
+    'low_rank': 'W_Q W_K^T of low rank',
+    'full_size': 'W_Q and W_K of D x D',
+    'double': 'W_Q and W_K as products of two',
+    'nonlinear_query': 'nonlinear W_Q',
+    'latent': 'W_K of a latent',
+}
+# What each value does with W_V and W_O.
+VALUES = {
+    'vo': '',
+    'no_v': 'no W_V',
+    'no_o': 'no W_O',
+    'no_vo': 'no W_V, no W_O',
+    'merged_vo': 'W_V and W_O merged',
+    'low_rank': 'W_V W_O of low rank',
+    'double': 'W_V as a product of two',
+    'k_is_v': 'W_V = W_K',
+    'q_is_v': 'W_V = W_Q',
+    'v_is_k_transposed': 'W_V = W_K^T',
+    'o_is_v': 'W_O = W_V^T',
+    'o_is_k': 'W_O = W_K^T',
+    'o_is_q': 'W_O = W_Q^T',
+    'subspace': 'W_V = W_K, W_O = W_K^T',
+    'latent': 'W_V of a latent',
+}
+# Model fields that variants set most often.
+FIELDS = {
+    'num_kv_heads': 'key/value heads',
+    'num_heads': 'heads',
+    'head_size': 'head size',
+}
+
+
+def plain_name(variant: str) -> str | None:
+    """'W_Q = W_K (key norm), no W_V' for 'shared_qk(key_norm=True)/no_v'.
+
+    Fields of the model follow: 'key/value heads: 1' for 'qk/vo?num_kv_heads=1'. None for a score or
+    a value from outside the package, which has no plain name.
+    """
+    circuits, _, fields = variant.partition('?')
+    try:
+        score, value = Variant.parse(circuits)
+        parts = [_plain_circuit(score, SCORES), _plain_circuit(value, VALUES)]
+    except (SpecError, KeyError):
+        return None
+    for setting in fields.split('&') if fields else []:
+        name, _, setting_value = setting.partition('=')
+        words = FIELDS.get(name, name.replace('_', ' '))
+        parts.append(f'{words}: {setting_value}')
+    return ', '.join(part for part in parts if part) or STANDARD
+
+
+def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
+    """The plain name of a score or value with its options; KeyError for one without."""
+    name, options = parse_call(circuit, 'variant', SpecError)
+    texts = []
+    for option, value in options.items():
+        words = option.replace('_', ' ')
+        texts.append(words if value is True else f'{words} {value}')
+    if not texts:
+        return names[name]
+    return f'{names[name] or circuit} ({", ".join(texts)})'

@@ -1,0 +1,186 @@
+"""Tasks of lm-evaluation-harness that lie in files, against log-likelihoods of plain code."""
+
+import json
+import math
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from qkattn.convert import loading
+
+REASON = "pip install -e '.[evaluate]'"
+
+CHOICES = """
+task: own_choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIRECTORY/choices.json}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: answer
+doc_to_choice: "{{choices}}"
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
+TEXTS = """
+task: own_texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIRECTORY/short.json}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+"""
+LAST_WORDS = """
+task: own_last_words
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIRECTORY/texts.json}}
+output_type: loglikelihood
+test_split: test
+doc_to_text: "{{text[:5]}}"
+doc_to_target: "{{text[5:8]}}"
+target_delimiter: ""
+metric_list: [{metric: perplexity}]
+"""
+COPIES = """
+task: own_copies
+dataset_path: json
+dataset_kwargs: {data_files: {test: DIRECTORY/copies.json}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{continuation}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 4}
+metric_list: [{metric: exact_match}]
+"""
+QUESTIONS = [
+    {'question': 'def f(', 'choices': ['x):', '):', 'class'], 'answer': 0},
+    {'question': 'import ', 'choices': ['os', 'zz zz'], 'answer': 1},
+    {'question': 'return', 'choices': [' x', ' (', '\n'], 'answer': 1},
+]
+DOCUMENTS = [{'text': 'def f(x):\n    return x + 1  # one more'}, {'text': 'import os'}]
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """The directory tasks/ with four tasks and their data."""
+    datasets = pytest.importorskip('datasets', reason="pip install -e '.[datasets]'")
+    monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
+    directory = tmp_path / 'tasks'
+    directory.mkdir()
+    (directory / 'choices.json').write_text(json.dumps(QUESTIONS))
+    (directory / 'texts.json').write_text(json.dumps(DOCUMENTS))
+    (directory / 'short.json').write_text(json.dumps(DOCUMENTS[1:]))
+    for number, task in enumerate((CHOICES, TEXTS, LAST_WORDS, COPIES)):
+        text = task.replace('DIRECTORY', str(directory))
+        (directory / f'task{number}.yaml').write_text(text)
+    return directory
+
+
+@pytest.fixture
+def run(small_run, tmp_path):
+    (tmp_path / 'run').symlink_to(small_run[1])
+    return small_run[1]
+
+
+class Plain:
+    """The model of a run, one token at a time, each after as many of the last ones as fit."""
+
+    def __init__(self, run):
+        model = loading.load(run).model
+        self.context = model.config.context
+        self.forward = jax.jit(lambda tokens_BT: model(tokens_BT))
+
+    def log_p(self, tokens):
+        """log p [V] of the token behind `tokens`."""
+        seen = tokens[-self.context :]
+        padded_BT = np.array([seen + [0] * (self.context - len(seen))])
+        logits_V = np.float64(self.forward(padded_BT)[0, len(seen) - 1])
+        return logits_V - np.logaddexp.reduce(logits_V)
+
+    def log_likelihood(self, context, text):
+        """log p of a text of bytes, which follows the separator where it has no context."""
+        tokens = list(context.encode() or b'\0')
+        nats = 0.0
+        for byte in text.encode():
+            nats += self.log_p(tokens)[byte]
+            tokens.append(byte)
+        return nats
+
+    def continuation(self, prompt, num_tokens):
+        """The most probable text, up to a separator or the end of a line."""
+        tokens = list(prompt.encode())
+        for _ in range(num_tokens):
+            tokens.append(int(self.log_p(tokens).argmax()))
+        text = bytes(tokens[len(prompt) :]).decode(errors='replace')
+        return text.split('\0')[0].split('\n')[0]
+
+
+def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_path):
+    pytest.importorskip('lm_eval', reason=REASON)
+    plain = Plain(run)
+    copies = [
+        {'prompt': 'def f(', 'continuation': plain.continuation('def f(', 4)},
+        {'prompt': 'x', 'continuation': 'another'},
+    ]
+    (tasks / 'copies.json').write_text(json.dumps(copies))
+    names = 'own_choices,own_texts,own_last_words,own_copies'
+    text = printed('evaluate', 'run', '--task_dir=tasks', f'--tasks={names}', '--out=out/all.json')
+    written = json.loads((tmp_path / 'out/all.json').read_text())
+    results = written['results']
+    assert all(name in text for name in names.split(','))
+    assert text.splitlines()[-1] == 'wrote out/all.json'
+    assert written['qkattn']['tokenizer'] == 'bytes' and written['qkattn']['step'] == 12
+
+    num_correct = 0
+    for row in QUESTIONS:
+        scores = [plain.log_likelihood(row['question'], choice) for choice in row['choices']]
+        num_correct += int(np.argmax(scores)) == row['answer']
+    assert results['own_choices']['acc,none'] == pytest.approx(num_correct / len(QUESTIONS))
+
+    nats = [plain.log_likelihood(row['text'][:5], row['text'][5:8]) for row in DOCUMENTS]
+    perplexity = math.exp(-np.mean(nats))
+    assert results['own_last_words']['perplexity,none'] == pytest.approx(perplexity, rel=1e-4)
+
+    short = DOCUMENTS[1]['text']
+    bits = -plain.log_likelihood('', short) / math.log(2) / len(short.encode())
+    assert results['own_texts']['bits_per_byte,none'] == pytest.approx(bits, rel=1e-4)
+
+    assert results['own_copies']['exact_match,none'] == 0.5
+
+
+def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run):
+    pytest.importorskip('lm_eval', reason=REASON)
+    evaluate = ('evaluate', 'run', '--task_dir=tasks')
+    (tasks / 'choices.json').unlink()
+    (tasks / 'short.json').write_text(json.dumps([{'text': 'a\0b and more'}]))
+    for name, message in (
+        ('own_choices', '--tasks=own_choices cannot be read (FileNotFoundError: '),
+        ('own_texts', "the text 'a\\x00b and more' cannot be encoded: text holds byte 0"),
+    ):
+        done = script_here(*evaluate, f'--tasks={name}')
+        # Before the sentence, the harness shows its progress.
+        assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(message)
+        assert 'Traceback' not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_named_with_the_nearest_one(script_here, tasks, run):
+    """Which reads the names of all tasks of the harness."""
+    pytest.importorskip('lm_eval', reason=REASON)
+    done = script_here('evaluate', 'run', '--task_dir=tasks', '--tasks=own_choice')
+    assert done.returncode == 2 and 'Traceback' not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        '--tasks=own_choice is no task of the harness or of --task_dir=tasks; did you mean '
+        'own_choices?'
+    )
+
+
+def test_the_package_that_is_missing_is_named(refusal, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'lm_eval.utils', None)
+    sentence = refusal('evaluate', 'run', '--tasks=arc_easy')
+    assert sentence.startswith('evaluate needs the package lm_eval')
+    assert sentence.endswith("pip install -e '.[evaluate]'")
