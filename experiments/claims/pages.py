@@ -551,6 +551,10 @@ def claim_figure(claim: ClaimResult) -> Drawing:
     return _drawing(f'{claim.name.lower()}_differences', panels)
 
 
+# Inches of the figure of all answers, beside whose lines their names have room.
+ANSWERS_WIDTH = 9.0
+
+
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """Draws the differences of all changes in a decoder at equal count; None without any."""
     decided = [decision.value for decision in DECIDED]
@@ -571,7 +575,9 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     if not lines:
         return None
     panels = {SHAPES[Kind.MATCHED].panel: lines}
-    return _drawing('answers', panels, Decision.NO_VERDICT.value, far=math.inf)
+    drawing = _drawing('answers', panels, Decision.NO_VERDICT.value, far=math.inf)
+    # It stands above the text of the README, which is as wide as a page.
+    return dataclasses.replace(drawing, file_width=ANSWERS_WIDTH)
 
 
 def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '') -> Line:

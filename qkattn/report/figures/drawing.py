@@ -101,6 +101,7 @@ class Drawing:
     draw: Callable[[float], Figure]
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fill heading and caption
     grid: Grid | None = None  # what it is made of, if panels
+    file_width: float = style.WIDTH  # inches of the figure in a file
 
     def figure(self, width: float = style.WIDTH) -> Figure:
         """The figure in the style of reports."""
@@ -154,7 +155,7 @@ def write_plots(plots: Path, drawn: Sequence[Drawing], formats: Sequence[str]) -
     for drawing in drawn:
         for kind in formats:
             path = plots / f'{drawing.stem}.{kind}'
-            written.add(write_atomic(path, style.render(drawing.figure(), kind)))
+            written.add(write_atomic(path, style.render(drawing.figure(drawing.file_width), kind)))
     for kind in FORMATS:
         for path in plots.glob(f'*.{kind}'):
             if path not in written:
