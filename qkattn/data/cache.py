@@ -87,7 +87,8 @@ def prepared_once(
     Raises:
       ConfigError: the data have to be prepared, but the directory cannot be written to, or is
         reached by a link below `root`.
-      NotPrepared: the data have to be prepared, inside of `nothing_prepared`.
+      NotPrepared: the data have to be prepared, but the caller is in a `nothing_prepared` block,
+        which forbids it.
     """
 
     def read_if_there() -> T:

@@ -164,8 +164,9 @@ def _extensions(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the C most probable extensions of each row's hypotheses by one token, best first.
 
-    C is 2 K, or less with a small vocabulary. Up to K of the extensions may be by the separator,
-    and K others are needed.
+    C is 2 K, or V if the vocabulary is smaller. The separator may end each of the K hypotheses, so
+    up to K of the extensions are complete translations. With 2 K of them, at least K others are
+    left, which go on as hypotheses.
 
     Returns:
       nats_BC: the log-probabilities of the extended hypotheses.

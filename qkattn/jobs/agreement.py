@@ -52,8 +52,8 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
         answer = _collect(key, value, limit)
     else:
         client().key_value_set(f'{key}/{rank}', text)
-        # Process 0 may come `limit` seconds later than this process, and then waits for the others
-        # for `limit` seconds.
+        # Process 0 may arrive up to `limit` seconds after this one. It then waits up to `limit`
+        # seconds for the others, before it publishes its answer.
         published = _get(f'{key}/all', 2 * limit + _GRACE)
         answer = {'missing': [0]} if published is None else json.loads(published)
 

@@ -98,7 +98,7 @@ class Metric:
 
 
 def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, Any]:
-    """Sums the numbers of each target over the rows of a batch; works with numpy and in jax.jit.
+    """Sums the numbers of the targets of each row; works with numpy and in jax.jit.
 
     Args:
       per_target: for each metric its numbers of each target, [B, T, ...].

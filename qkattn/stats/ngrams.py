@@ -124,8 +124,8 @@ def _extended(
     """Extends contexts by one token each; returns the numbers of the longer contexts.
 
     Args:
-        longer_C: The longer contexts that occur, as pairs c V + w in ascending order. The longer
-            context at index i has the number i.
+        longer_C: The longer contexts that occur, in ascending order. Context c with token w behind
+            it is written as the integer c V + w. The longer context at index i has the number i.
         context_M: The numbers of the contexts to extend.
         added_M: The token that each context is extended by.
         vocab_size: V.

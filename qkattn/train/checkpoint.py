@@ -89,8 +89,8 @@ class Checkpoints:
           keep: how many of the newest checkpoints stay.
           read_only: whether nothing is written or deleted. Otherwise, opening deletes the trash and
             saves that were not completed.
-          config_hash: the hash of the run's settings. It is stored with each checkpoint, and each
-            checkpoint that is read has to have it. None compares nothing.
+          config_hash: the hash of the run's settings. It is stored with each checkpoint. Reading a
+            checkpoint with another hash raises an error. With None, hashes are not compared.
         """
         self.directory = directory
         self.stall_seconds = 0.0

@@ -203,9 +203,10 @@ def _schedule_function(config: OptimizerConfig) -> Callable[..., Any]:
 def _resolved(
     text: str, field: str, registry: Mapping[str, Any], arguments: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """The function, with options, that `text` of a field names, as 'muon' or 'module:name(a=1)'.
+    """Returns the function that a setting names, with its options filled in.
 
-    ConfigError where it does not take a config and these arguments.
+    `text` is the value of the setting `field`, such as 'muon' or 'module:name(a=1)'. Raises
+    ConfigError if the function does not take a config and these arguments.
     """
     function, options = resolve(
         text,

@@ -407,10 +407,11 @@ def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Re
 
 
 def _facts(arm: TrainedArm, factors: Collection[str]) -> dict[str, Any]:
-    """Returns what an arm has to share with its baseline, by name.
+    """Returns the facts that have to be equal for an arm and its baseline, by name.
 
-    It has all settings but the factors and those of the machine, the data, the amount of evaluation
-    and the target of matching.
+    These are the settings of the run, the data, the amount of evaluation and the target of
+    matching. The settings that the study varies (`factors`), and those of the machine, are left
+    out.
     """
     trial = arm.example
     facts: dict[str, Any] = {}

@@ -182,11 +182,11 @@ def capped(corpus: Corpus) -> Corpus:
 
 
 def largest_size(sizes: Sequence[int]) -> int | None:
-    """Returns the size to which documents have to be cut, so that none is too large a share.
+    """Returns the size c at which long documents are cut, so that none dominates a split.
 
-    If documents of these sizes are cut to at most c bytes, none has more than 1 / SHARES of all
-    bytes. c solves SHARES * c = sum_i min(sizes[i], c). Returns None if nothing has to be cut, or
-    if fewer than SHARES documents have text, for which there is no solution.
+    After the cut, the longest document has 1 / SHARES of all bytes. So c solves the equation
+    SHARES * c = sum_i min(sizes[i], c). Returns None if no document is too long, or if fewer than
+    SHARES documents have text; then the equation has no solution.
     """
     nonempty_sizes = [size for size in sizes if size > 0]
     longest_first = sorted(nonempty_sizes, reverse=True)
