@@ -191,7 +191,7 @@ def read_state(path):
     state.mkdir(parents=True)
     path.rename(state / 'manifest.ocdbt')
     target = {'a': Mock(sharding=None)}
-    _, damage = checkpoints._state_of(4, target)
+    _, damage = checkpoints._read_state(4, target)
     raise RunDirectoryError(damage)
 
 

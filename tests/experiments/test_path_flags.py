@@ -21,8 +21,23 @@ from tests.refusals import refused
 
 # Flags of text that name no file and no directory.
 NOT_PATHS = {
-    *('accept', 'apply', 'claims', 'data', 'dry_run', 'prompt', 'prompt_tokens', 'score', 'suite'),
-    *('text', 'tokens', 'variant', 'variants', 'why', 'workers'),
+    'accept',
+    'apply',
+    'claims',
+    'data',
+    'dry_run',
+    'plots',
+    'prompt',
+    'prompt_tokens',
+    'score',
+    'suite',
+    'tasks',
+    'text',
+    'tokens',
+    'variant',
+    'variants',
+    'why',
+    'workers',
 }
 # Settings with the bounds of a path that are names, of which paths are made.
 NAMES = {'name', 'languages', 'task', 'corpora', 'repeats'}

@@ -345,6 +345,10 @@ class LaterStudy(Study):
     correction: str = setting('holm', 'For several comparisons.')
 
 
+# The settings of STUDY by name.
+FIELDS = {field.name: getattr(STUDY, field.name) for field in dataclasses.fields(Study)}
+
+
 def contents(path):
     return {p: p.read_bytes() for p in path.rglob('*.json*')}
 
@@ -369,7 +373,7 @@ REMATCHED = 'would train runs/shared_qk-vo.* of workdir=.* again; use the versio
         (changed(tuning=TuningConfig()), None, r'\n  tuning.*-> null'),
         (changed(trials={'seeds': (0, 1, 2, 3)}), None, r'seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]'),
         (changed(variants=('qk/vo', 'qk/k_is_v')), None, "\n  variants: 'shared_qk/vo' is left"),
-        (LaterStudy(**vars(STUDY), correction='none'), None, r'correction: "holm" -> "none"\n'),
+        (LaterStudy(**FIELDS, correction='none'), None, r'correction: "holm" -> "none"\n'),
         (changed(margin=1.0), lambda path: (path / 'study.json').unlink(), 'study.json is missing'),
         (changed(margin=0.05), lambda path: edit(path, margin=0.05), 'is not what .*declares'),
         (STUDY, lambda path: edit(path, history={}), r'history: \{\} -> absent\nSet'),
@@ -419,7 +423,7 @@ def test_settings_of_the_machine_train_nothing_again(trained, finished):
 def test_a_field_that_a_later_version_adds_trains_nothing_again(trained, finished):
     ledger.look(finished)
     before = contents(finished)
-    worker.run(LaterStudy(**vars(STUDY)), finished)
+    worker.run(LaterStudy(**FIELDS), finished)
     assert not trained and contents(finished) == before
     assert not ledger.look(finished)  # the same files
 

@@ -321,7 +321,8 @@ def test_a_config_that_was_validated_is_not_checked_again_on_the_way_to_a_gradie
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=3, context=6, **changes)
     config = qkattn.Config(model=model)
     validate(config)
-    assert len(checked) > 50
+    # Sections that are their defaults may have been checked before.
+    assert checked.count('_check_value') >= len(dataclasses.fields(model))
     checked.clear()
     state = jax.eval_shape(functools.partial(step.init_trial, config), jnp.uint32(0))
     tokens_1BT = jax.ShapeDtypeStruct((1, 2, 6), jnp.int32)
