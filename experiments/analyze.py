@@ -23,7 +23,6 @@ from absl import flags
 
 from qkattn.analysis.analyze import Analysis, analyze
 from qkattn.analysis.patterns import attention_patterns
-from qkattn.config import DataConfig
 from qkattn.convert import loading
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
@@ -54,12 +53,7 @@ REFERENCE = cli.define_path(
 )
 TEXT = flags.DEFINE_string('text', None, 'Text that the model reads.')
 TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as in "12 7 301".')
-DATA = flags.DEFINE_string(
-    'data',
-    DataConfig.name,
-    'For a source that is not a run, what its tokenizer is from: a dataset whose text is read as '
-    'bytes, a tokenizer.json, or a directory that prepare_data has written.',
-)
+DATA = cli.define_data()
 OUT = cli.define_path('out', None, 'Directory for numbers and figures.')
 
 # Columns of the printed table: heading, quantity, its subject; means over heads.

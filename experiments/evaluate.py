@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from qkattn.config import DataConfig, to_json
+from qkattn.config import to_json
 from qkattn.config.imports import load_extra
 from qkattn.convert import loading
 from qkattn.data.corpora.corpus import readable
@@ -36,12 +36,7 @@ log = logging.getLogger('qkattn.evaluate')
 SOURCE = cli.define_path('source', None, 'Model to evaluate; --source= may be left out.')
 TASKS = flags.DEFINE_list('tasks', [], 'Tasks or groups of tasks, by name.')
 TASK_DIR = cli.define_path('task_dir', None, 'Directory of tasks of your own, as YAML files.')
-DATA = flags.DEFINE_string(
-    'data',
-    DataConfig.name,
-    'For a source that is not a run, what its tokenizer is from: a dataset whose text is read as '
-    'bytes, a tokenizer.json, or a directory that prepare_data has written.',
-)
+DATA = cli.define_data()
 TRIAL = cli.define_trial()
 IMPORTS = cli.define_imports()
 NUM_FEWSHOT = flags.DEFINE_integer(

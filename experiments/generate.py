@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from absl import flags
 
-from qkattn.config import DataConfig
 from qkattn.convert import loading
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.generate import generate
@@ -28,12 +27,7 @@ log = logging.getLogger('qkattn.generate')
 SOURCE = cli.define_path(
     'source', None, 'Model that continues the text; --source= may be left out.'
 )
-DATA = flags.DEFINE_string(
-    'data',
-    DataConfig.name,
-    'For a source that is not a run, what its tokenizer is from: a dataset whose text is read as '
-    'bytes, a tokenizer.json, or a directory that prepare_data has written.',
-)
+DATA = cli.define_data()
 TRIAL = cli.define_trial()
 IMPORTS = cli.define_imports()
 PROMPT = flags.DEFINE_string('prompt', '', 'Text to continue; by default, a new document.')

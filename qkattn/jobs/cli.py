@@ -22,7 +22,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from qkattn.config import Config, Study, from_config_dict, to_config_dict
+from qkattn.config import Config, DataConfig, Study, from_config_dict, to_config_dict
 from qkattn.config.paths import expanded, read_regular, require_regular
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import (
@@ -205,6 +205,15 @@ def define_trial() -> flags.FlagHolder:
     """Defines the flag --trial of scripts that read a run."""
     description = 'Index of the trial of a run; default: the first that has not diverged.'
     return flags.DEFINE_integer('trial', None, description)
+
+
+def define_data() -> flags.FlagHolder:
+    """Defines the flag --data of scripts that need the tokenizer of a model without a run."""
+    description = (
+        'For a source that is not a run, what its tokenizer is from: a dataset whose text is read '
+        'as bytes, a tokenizer.json, or a directory that prepare_data has written.'
+    )
+    return flags.DEFINE_string('data', DataConfig.name, description)
 
 
 def define_imports() -> flags.FlagHolder:
