@@ -154,8 +154,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _listing(self, bucket: str) -> dict[str, Any]:
         """All objects below a prefix; with a delimiter, objects and folders directly below it."""
-        prefix, delimiter = self.query.get('prefix', ''), self.query.get('delimiter')
-        items, folders = [], set()
+        prefix = self.query.get('prefix', '')
+        delimiter = self.query.get('delimiter')
+        items = []
+        folders = set()
         for name in self.server.names(bucket, prefix):
             folder, separator, _ = name[len(prefix) :].partition(delimiter or '\0')
             if separator:
@@ -165,7 +167,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return {'kind': 'storage#objects', 'items': items, 'prefixes': sorted(folders)}
 
     def _download(self, stored: Stored) -> tuple[int, bytes, dict[str, str]]:
-        headers, size = OCTETS | {'x-goog-generation': str(stored.generation)}, len(stored.data)
+        headers = OCTETS | {'x-goog-generation': str(stored.generation)}
+        size = len(stored.data)
         span = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range', ''))
         if span is None:
             return 200, stored.data, headers
@@ -179,7 +182,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _upload(self, bucket: str) -> tuple[int, Any, dict[str, str]]:
         """Of one request (media), with metadata before (multipart), or of two (resumable)."""
-        query, data = self.query, self.body
+        query = self.query
+        data = self.body
         name = query.get('name', '')
         if 'upload_id' in query:
             name, query = self.server.uploads.pop(query['upload_id'])

@@ -38,7 +38,8 @@ def programs_kept(built_once, monkeypatch):
 @pytest.fixture(scope='session')
 def small_run(tiny, built_once, tmp_path_factory):
     """The config of a finished small run, and its directory, which tests only read."""
-    config, path = tiny(model=SMALL), tmp_path_factory.mktemp('small') / 'run'
+    config = tiny(model=SMALL)
+    path = tmp_path_factory.mktemp('small') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
         train(config, path)

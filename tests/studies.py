@@ -17,7 +17,8 @@ from tests.processes import ROOT
 
 RESULTS = ROOT / 'experiments/results'  # committed studies
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-SCREENING_SEEDS, VERDICT_SEEDS = (100, 101), tuple(range(8))
+SCREENING_SEEDS = (100, 101)
+VERDICT_SEEDS = tuple(range(8))
 RUN_KEY = ('run', *ARM_KEY, 'stage', 'knob')
 # What a line of results.jsonl has beside an entry of result.json.
 OF_STUDY = ('study', *RUN_KEY, 'target_parameters', 'residual')
@@ -37,7 +38,8 @@ def trial_record(
     key |= {'stage': 'single', 'knob': None}
     key |= {name: changes[name] for name in key.keys() & changes.keys()}
     run = run_name(variant, size, *(key[n] for n in ('stage', 'knob', 'corpus', 'control')))
-    attention, mlp = 4 * 4 * d_model**2 - 10 * len(variant), 8 * 4 * d_model**2
+    attention = 4 * 4 * d_model**2 - 10 * len(variant)
+    mlp = 8 * 4 * d_model**2
     parameters = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp}
     parameters['norm'] = 9 * d_model
     parameters['total'] = sum(parameters.values())
@@ -269,7 +271,8 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
 
     bits/byte are those of one byte a token, or null where no trial has any.
     """
-    first, lines = records[0], []
+    first = records[0]
+    lines = []
     scores = {n: [record.get(n) for record in records] for n in logged_fields(metrics_of(first))}
     in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
     for index in range(1, num_evals + 1):
@@ -300,7 +303,8 @@ def write_documents(
     test split (by document, of mean zero), so that without these they leave no error in a
     difference.
     """
-    weights_C, place_C = 10 + np.arange(number) % 5, np.arange(number)
+    weights_C = 10 + np.arange(number) % 5
+    place_C = np.arange(number)
     content = {}
     for split, name, total, shifts_C in (
         ('validation', 'val_loss', records[0]['eval_tokens'], 0.0),
@@ -333,9 +337,11 @@ def write_yardsticks(
     """
     losses = {split: {'5-gram': 9.0, '6-gram': 9.1} for split in ('val', 'test')}
     counted = {'task': 'language', 'seen': 307200, 'tokens': 307200, 'losses': losses}
-    groups, runs = {}, {}
+    groups = {}
+    runs = {}
     for record in (record for record in records if record['stage'] == 'verdict'):
-        key, name = {field: record[field] for field in ARM_KEY}, record['run']
+        key = {field: record[field] for field in ARM_KEY}
+        name = record['run']
         measured = (trials or {}).get(record['variant'])
         runs[name] = {'run': name, **key, 'trials': measured, 'why': None}
         if record['variant'] == baseline and record['control'] != 'equal_shape':

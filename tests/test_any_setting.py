@@ -86,7 +86,9 @@ def accepted(tmp_path_factory):
     With `text`, changes are given as on the command line, otherwise as in a file. The data is text
     that is prepared at once, in as many documents as a study asks for.
     """
-    directory, numbers, compilations = tmp_path_factory.mktemp('any'), itertools.count(), []
+    directory = tmp_path_factory.mktemp('any')
+    numbers = itertools.count()
+    compilations = []
     data = {'path': str(directory / 'texts'), 'data_dir': str(directory / 'data')}
     for split in ('train', 'validation', 'test'):
         (directory / 'texts' / split).mkdir(parents=True)

@@ -116,7 +116,7 @@ def test_a_parallel_assignment_is_told_from_sizes_swaps_and_unpacking(statement,
 def test_no_statement_assigns_unrelated_values_at_once():
     parallel = {
         f'{path.relative_to(ROOT)}, line {node.lineno}'
-        for path in FILES
+        for path in [*FILES, *ROOT.glob('tests/**/*.py')]
         for node in ast.walk(ast.parse(path.read_text()))
         if is_parallel(node)
     }

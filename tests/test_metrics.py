@@ -54,7 +54,8 @@ def config_of(*names):
 
 def test_a_metric_is_of_targets_alone_and_described_with_its_results(outside, metric):
     check_metrics(config_of(metric))
-    known, rng = metrics.named([metric]), np.random.default_rng(0)
+    known = metrics.named([metric])
+    rng = np.random.default_rng(0)
     (name,) = known.keys() - metrics.METRICS.keys()
     measure = jax.jit(functools.partial(per_target, known))
 
@@ -66,7 +67,8 @@ def test_a_metric_is_of_targets_alone_and_described_with_its_results(outside, me
         return metrics.values(sums, 1.0, known)[name]
 
     logits_XRTV = 3 * rng.standard_normal((X, R, T, V)).astype(np.float32)
-    targets_RT, weights_RT = rng.integers(0, V, (R, T)), np.float32(rng.random((R, T)) < 0.7)
+    targets_RT = rng.integers(0, V, (R, T))
+    weights_RT = np.float32(rng.random((R, T)) < 0.7)
     weights_RT[-1] = 0
     got_X = values(logits_XRTV, targets_RT, weights_RT)
     assert np.shape(got_X) == (X,) and np.isfinite(got_X).all() and got_X[0] != got_X[1]

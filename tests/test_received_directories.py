@@ -116,7 +116,8 @@ WRITERS = [
     ('place', 'write'), WRITERS, ids=lambda value: getattr(value, '__name__', value)
 )
 def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
-    outside, received = tmp_path / 'outside', tmp_path / 'received'
+    outside = tmp_path / 'outside'
+    received = tmp_path / 'received'
     for folder in ('4', 'x'):
         (outside / folder).mkdir(parents=True)
         (outside / folder / 'kept').write_text('kept')
@@ -151,7 +152,8 @@ def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, own):
 
 
 def test_what_is_replaced_or_removed_is_the_link_itself(tmp_path):
-    outside, link = tmp_path / 'outside', tmp_path / 'file.tmp'
+    outside = tmp_path / 'outside'
+    link = tmp_path / 'file.tmp'
     outside.mkdir()
     (outside / 'kept').write_text('kept')
     before = contents(outside)

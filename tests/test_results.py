@@ -41,14 +41,18 @@ def test_differences_and_verdicts(tmp_path):
     """Verdicts are those that a yardstick does not withhold."""
     beat_yardsticks(study := shutil.copytree(FAIR, tmp_path / 'fair_small'))
     found = load_findings(study)
-    losses, controls, longer = losses_of(None), losses_of('equal_shape'), losses_of('longer', 6)
-    baseline, baseline_longer = losses.pop('qk/vo'), longer.pop('qk/vo')
+    losses = losses_of(None)
+    controls = losses_of('equal_shape')
+    longer = losses_of('longer', 6)
+    baseline = losses.pop('qk/vo')
+    baseline_longer = longer.pop('qk/vo')
     decided = {arm.key.variant: arm for arm in found.arms if not arm.is_baseline}
     assert decided.keys() == losses.keys() == controls.keys() - {'qk/vo'} and len(losses) == 8
     sides = {'better': -1, 'worse': 1}
     beyond = sum(arm.verdict.decision.value in sides for arm in decided.values())
     for name, arm in decided.items():
-        d, difference = losses[name] - baseline, arm.difference
+        d = losses[name] - baseline
+        difference = arm.difference
         decision = arm.verdict.decision.value
         assert [*arm.comparison.differences.values()] == pytest.approx(d, rel=1e-12), name
         # The errors of the evaluated documents and of tuning can only widen the seeds' interval.

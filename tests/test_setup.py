@@ -182,7 +182,8 @@ def test_scripts_are_executable_and_parse():
 def test_an_installation_has_the_commands_and_the_configs(tmp_path):
     if Version(importlib.metadata.version('setuptools')) < Version('77'):
         pytest.skip('building a wheel needs setuptools >= 77')
-    source, site = tmp_path / 'source', tmp_path / 'site'  # the build writes beside its source
+    source = tmp_path / 'source'  # the build writes beside it
+    site = tmp_path / 'site'
     ignored = shutil.ignore_patterns('__pycache__', 'results', 'unfinished')
     for folder in OURS:
         shutil.copytree(ROOT / folder, source / folder, ignore=ignored)
@@ -224,8 +225,10 @@ class Sandbox:
     """A copy of what venv.sh reads, in a path with a space, and a PATH with a python and tools."""
 
     def __init__(self, directory: Path):
-        self.root, self.bin = directory / 'a tree', directory / 'bin'
-        self.venv, self.pip_log = self.root / '.venv', directory / 'pip.log'
+        self.root = directory / 'a tree'
+        self.bin = directory / 'bin'
+        self.venv = self.root / '.venv'
+        self.pip_log = directory / 'pip.log'
         (self.root / 'launch').mkdir(parents=True)
         for name in ('launch/venv.sh', 'requirements.txt', 'pyproject.toml', 'setup.py'):
             shutil.copy(ROOT / name, self.root / name)

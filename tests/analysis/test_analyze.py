@@ -50,7 +50,8 @@ def test_directionality_counts_what_exceeds_two_deviations():
 
 
 def test_drift_is_relative_to_the_reference():
-    reference, other = jnp.array([[3.0, 0.0], [0.0, 4.0]]), jnp.array([[3.0, 1.0], [0.0, 4.0]])
+    reference = jnp.array([[3.0, 0.0], [0.0, 4.0]])
+    other = jnp.array([[3.0, 1.0], [0.0, 4.0]])
     assert float(matrices.drift(reference, other)) == pytest.approx(0.2)
     assert float(matrices.drift(other, reference)) == pytest.approx(1 / 26**0.5)
 
@@ -124,10 +125,13 @@ def test_the_size_of_logits_ignores_what_softmax_ignores():
     ],
 )
 def test_the_pattern_is_that_of_the_slow_reference(score, options):
-    layer, x_BTD = layers.make((score, 'vo'), **options), layers.stream()
-    spec, value = layer.spec, layer.value
+    layer = layers.make((score, 'vo'), **options)
+    x_BTD = layers.stream()
+    spec = layer.spec
+    value = layer.value
     for y_BSD in (None, layers.stream(length=5, seed=6)):
-        cross, read_BSD = y_BSD is not None, x_BTD if y_BSD is None else y_BSD
+        cross = y_BSD is not None
+        read_BSD = x_BTD if y_BSD is None else y_BSD
         mask = Mask(causal=not cross, window=spec.window)
         measured = pattern_of(layer, x_BTD, mask, y_BSD)
         assert layer.spec is spec and layer.value is value
@@ -143,7 +147,8 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options):
 def test_a_walk_layer_by_layer_gives_what_the_model_computes():
     model = make(kind='encoder_decoder', cross_variant='merged/vo', norm_position='post')
     tokens = np.arange(16).reshape(2, 8)
-    inputs, sites = {'tokens_BT': tokens, 'source_BS': tokens[:, :6]}, []
+    inputs = {'tokens_BT': tokens, 'source_BS': tokens[:, :6]}
+    sites = []
     walked = jax.jit(lambda m, i: walk(m, i, lambda *at: sites.append(at[:2])))(model, inputs)
     expected = jax.jit(lambda m, i: m.stream(**i))(model, inputs)
     np.testing.assert_allclose(walked, expected, atol=2e-5)
@@ -186,7 +191,8 @@ def test_every_site_layer_and_head_is_measured(fields, depths):
 def test_numbers_of_a_layer_are_those_of_its_matrices():
     model = make(score_scale=0.5)
     analysis = analyze(model, induction=False)
-    score, value = model.layers()[1].score, model.layers()[1].value
+    score = model.layers()[1].score
+    value = model.layers()[1].value
     w_q, w_k = (np.asarray(w[...], np.float64) for w in (score.w_q_DNH, score.w_k_DKH))
     A = 0.5 * 8**-0.5 * w_q[:, 1] @ w_k[:, 1].T
     s_D = np.linalg.svd(A, compute_uv=False)
@@ -209,7 +215,8 @@ def test_a_circuit_without_a_matrix_is_missing():
 
 
 def test_drift_is_that_of_each_head_between_two_factorizations():
-    reference, scaled = make(), make()
+    reference = make()
+    scaled = make()
     scaled.blocks.attention.score.w_q_DNH[...] *= np.array([[1.0], [1.5]])
     analysis = analyze(converted(scaled, 'merge'), induction=False, reference=reference)
     np.testing.assert_allclose(analysis.values('drift', 'A'), [[0, 0.5]] * 2, atol=1e-5)

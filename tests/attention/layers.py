@@ -90,7 +90,8 @@ def rotary_logits(
     """
     q_BTNH = np.asarray(q_BTNH, np.float64)
     k_BSKH = np.asarray(k_BSKH, np.float64)
-    (B, T, N, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    B, T, N, H = q_BTNH.shape
+    S = k_BSKH.shape[1]
     keep = 0 if rope_size is None else H - rope_size
     half = (H - keep) // 2
     s_BNTS = np.zeros((B, N, T, S))

@@ -55,7 +55,8 @@ def test_logits_are_those_of_the_matrix(score):
         layer = make((score, 'vo'), biases=True)
         layer, x_BTD, y_BSD = wide((layer, stream(), stream(5)))
         circuit = layer.score
-        q_BTNH, k_BSKH = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
+        q_BTNH = circuit.queries(x_BTD)
+        k_BSKH = circuit.keys(circuit.cached(y_BSD))
         k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
         got = circuit.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
         want = layers.expected_logits(layer, x_BTD, y_BSD, cross=True)
@@ -100,7 +101,8 @@ def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(varia
 def test_every_parameter_has_a_finite_gradient(variant):
     gradients, _ = in_float64(variant)[2]
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
-        name, gradient = jax.tree_util.keystr(path), np.asarray(gradient)
+        name = jax.tree_util.keystr(path)
+        gradient = np.asarray(gradient)
         assert np.isfinite(gradient).all(), name
         # A constant added to every key moves all logits of a query alike: softmax ignores it.
         if 'frozen' in name:
@@ -111,7 +113,8 @@ def test_every_parameter_has_a_finite_gradient(variant):
 
 @pytest.mark.parametrize('num_kv_heads', only([2], [2, 1]), ids=['two', 'one'])
 def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
-    score, value = registry.find_score(variant[0])[0], registry.find_value(variant[1])[0]
+    score = registry.find_score(variant[0])[0]
+    value = registry.find_value(variant[1])[0]
     if not (score.uses_kv_heads or value.uses_kv_heads):
         with pytest.raises(SpecError, match='changes nothing|num_kv_heads must be'):
             make(variant, num_kv_heads=num_kv_heads)
@@ -137,7 +140,8 @@ def test_the_parameter_count_is_as_declared(variant):
 
 
 def test_bfloat16_is_near_float32(some):
-    layer, x_BTD = make(some, moved=False), stream()
+    layer = make(some, moved=False)
+    x_BTD = stream()
     half, x_half_BTD = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (layer, x_BTD))
     got = half(x_half_BTD, causal())
     assert got.dtype == jnp.bfloat16
@@ -146,7 +150,8 @@ def test_bfloat16_is_near_float32(some):
 
 def test_stacked_and_sharded_trials_equal_single_ones(some):
     """Parameters placed by the letters of their names on a mesh of 8 devices."""
-    layers, x_BTD = [make(some, seed=seed) for seed in (0, 7)], stream()
+    layers = [make(some, seed=seed) for seed in (0, 7)]
+    x_BTD = stream()
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 
     def stack(path, *leaves):

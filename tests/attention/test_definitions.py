@@ -109,7 +109,8 @@ def test_matrices_are_those_of_the_definition():
         layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)
         s = arrays(layer.score)
         v = arrays(layer.value)
-        (w_q, w_k), (w_v, w_o) = SCORES[score](s), VALUES[value](s, v)
+        w_q, w_k = SCORES[score](s)
+        w_v, w_o = VALUES[value](s, v)
         w_k, w_v = (np.repeat(w_DKH, N // w_DKH.shape[1], axis=1) for w_DKH in (w_k, w_v))
         A_NDE, B_NDE = layer.matrix()
         assert error(A_NDE, np.einsum('DNH,ENH->NDE', w_q, w_k)) < 1e-5, score

@@ -23,7 +23,9 @@ from tests.attention.layers import error
 from tests.lanes import only
 
 CPU = Target('cpu')
-T, N, LONG = 20, 4, 128
+T = 20
+N = 4
+LONG = 128
 DEFAULTS = {'bias': None, 'logit_cap': None, 'normalizer': Softmax(), 'dropout': 0.0}
 PLAIN = [(Mask(), 4), (Mask(causal=True), 2), (Mask(causal=True, window=9), 1)]
 in_blocks = functools.partial(blockwise, target=CPU, block=8)

@@ -100,9 +100,12 @@ def test_variants_are_separated_by_the_commas_outside_of_parentheses():
 
 
 BOTH = {'model.kind': 'encoder_decoder'}
-NAN, INF = float('nan'), float('inf')
+NAN = float('nan')
+INF = float('inf')
 INVERSE_SQRT = {'optimizer.schedule': 'inverse_sqrt()'}
-CROSS, ENCODER, PATTERN = 'model.cross_variant', 'model.encoder_variant', 'model.pattern'
+CROSS = 'model.cross_variant'
+ENCODER = 'model.encoder_variant'
+PATTERN = 'model.pattern'
 DOT_PRODUCT = {'model.kernel': 'dot_product'}
 
 

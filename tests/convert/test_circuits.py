@@ -132,7 +132,8 @@ def test_standard_attention_represents_every_linear_variant(variant, options):
 
 def test_gains_and_biases_of_the_norm_fold_into_the_projections():
     rng = np.random.default_rng(3)
-    gain_D, x_BTD = 1 + rng.normal(size=64) / 3, stream(d_model=64).astype(jnp.float64)
+    gain_D = 1 + rng.normal(size=64) / 3
+    x_BTD = stream(d_model=64).astype(jnp.float64)
     for options in ({'biases': False}, {'biases': True, **NORMED}):
         layer = layer_of('qk/vo', num_kv_heads=2, **options)
         for bias_D in (np.zeros(64), rng.normal(size=64)):
@@ -158,7 +159,8 @@ def test_a_zero_matrix_has_factors():
 @pytest.mark.parametrize('rank', [2, 15])
 def test_truncation_loses_what_eckart_and_young_prove(rank):
     layer = layer_of('qk/vo', biases=False)
-    (score, lost_qk), (value, lost_vo) = truncate(layer, rank=rank), truncate_vo(layer, rank=rank)
+    score, lost_qk = truncate(layer, rank=rank)
+    value, lost_vo = truncate_vo(layer, rank=rank)
     qk = [one.score.scale * one.score.matrix() for one in (layer, score)]
     vo = [one.value.matrix(None) for one in (layer, value)]
     for (exact_NDE, cut_NDE), lost in ((qk, lost_qk), (vo, lost_vo)):

@@ -33,8 +33,10 @@ def params_of(config: ModelConfig) -> dict:
     return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
 
 
-GROUPED, POST = {'num_kv_heads': 2}, {'norm_position': 'post'}
-TIED, DOUBLE = {'score': 'shared_qk', 'value': 'k_is_v'}, {'score': 'double', 'value': 'double'}
+GROUPED = {'num_kv_heads': 2}
+POST = {'norm_position': 'post'}
+TIED = {'score': 'shared_qk', 'value': 'k_is_v'}
+DOUBLE = {'score': 'double', 'value': 'double'}
 GAUGE_FIX_QK = 'examples.gauge_fixing:GAUGE_FIX_QK'
 GAUGE_FIX_VO = 'examples.gauge_fixing:GAUGE_FIX_VO'
 # Every conversion once, half of them on post-norm models.
@@ -80,7 +82,8 @@ def test_logits_are_kept(changes, steps, variant):
 
 
 def test_layers_share_a_block_that_suits_all_of_them():
-    params, H = params_of(CONFIG), 8
+    params = params_of(CONFIG)
+    H = 8
     w_LDKH = params['blocks']['attention']['score']['w_k_DKH']
     for n in range(4):  # layer 0 alone would pick rows 2 and 3, which are nearly equal in layer 1
         w_LDKH[0, n * H + 2 : n * H + 4, n] *= 100

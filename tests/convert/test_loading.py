@@ -47,7 +47,8 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
 
 
 def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
-    (source, config, state), directory = trained, tmp_path / 'run'
+    source, config, state = trained
+    directory = tmp_path / 'run'
     shutil.copytree(source, directory)
     for step, factor in ((6, 3.0), (8, 5.0)):
         trials = dict(state['trials'], alive=jnp.array([True, step == 6]))

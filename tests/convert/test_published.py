@@ -28,7 +28,8 @@ ARGUMENTS = SIZES | {'block_size': T, 'dropout': 0.1, 'bias': True}
 
 def make_tensors(*, biases=True, width=F):
     """Random GPT-2 tensors under their published names; gains near 1, nothing symmetrical."""
-    rng, tensors = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    tensors = {}
     shapes = {'wte': (V, D), 'wpe': (T, D), 'ln_f': (D,)}
     parts = {'ln_1': (D,), 'attn.c_attn': (D, 3 * D), 'attn.c_proj': (D, D)}
     parts |= {'ln_2': (D,), 'mlp.c_fc': (D, width), 'mlp.c_proj': (width, D)}
@@ -127,12 +128,14 @@ def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
 
 def test_dictionaries_and_files_hold_the_same(tmp_path):
     tensors = make_tensors(width=4 * D)
-    named, expected = as_nanogpt(tensors), load_gpt2(tensors, num_heads=N)
+    named = as_nanogpt(tensors)
+    expected = load_gpt2(tensors, num_heads=N)
 
     def same(loaded):
         jax.tree.map(np.testing.assert_array_equal, loaded[1], expected[1])
 
-    gpt2, nanogpt = tmp_path / 'gpt2.safetensors', tmp_path / 'nano.safetensors'
+    gpt2 = tmp_path / 'gpt2.safetensors'
+    nanogpt = tmp_path / 'nano.safetensors'
     save_file(tensors, gpt2)
     save_file(named, nanogpt)
     for load, source in ((load_gpt2, gpt2), (load_nanogpt, named), (load_nanogpt, nanogpt)):
@@ -186,7 +189,8 @@ def test_a_wrong_tensor_or_description_is_named(tmp_path):
         ({'activation_function': 'silu'}, "activation_function='silu' is not supported, only 'ge"),
         ({'model_type': 'gptj'}, "model_type='gptj'"),
     ):
-        tensors, described = make_tensors(), {} if callable(damage) else damage
+        tensors = make_tensors()
+        described = {} if callable(damage) else damage
         if callable(damage):
             damage(tensors)
         with refused(message):
@@ -228,7 +232,8 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
         index.write_text(json.dumps({'weight_map': files}))
         (tmp_path / 'parts/config.json').write_text(json.dumps(DESCRIPTION))
         check(r'index\.json: weight_map=.* must name a \.safetensors file', tmp_path / 'parts')
-    torch, pt = Mock(), tmp_path / 'ckpt.pt'
+    torch = Mock()
+    pt = tmp_path / 'ckpt.pt'
     monkeypatch.setitem(sys.modules, 'torch', torch)
     pt.touch()
     for content, message in (

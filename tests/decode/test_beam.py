@@ -11,7 +11,9 @@ import pytest
 from qkattn.decode.beam import beam_search
 from tests.lanes import only
 
-V, T, SEPARATOR = 3, 4, 1
+V = 3
+T = 4
+SEPARATOR = 1
 
 
 def random_tree(seed, batch=3, vocab=V, length=T, scale=2.0):
@@ -55,7 +57,8 @@ def nats(logits_V):
 def plain_search(tree_NV, beam, length_penalty, num_tokens=T):
     """What `beam_search` does, one row and one hypothesis at a time, without stopping early."""
     vocab = tree_NV.shape[1]
-    alive, finished = [(0.0, 0, [])], []
+    alive = [(0.0, 0, [])]
+    finished = []
     for t in range(num_tokens):
         grown = [
             (total + nats(tree_NV[node])[token], child(node, token, vocab), [*tokens, token])
@@ -102,7 +105,8 @@ def test_a_beam_of_one_is_greedy_to_the_last_bit():
     tree_BNV[:25] = (np.round(tree_BNV[:25] * 10) + 0) * np.float32(2**-30)
     best = search(tree_BNV, beam=1)
     for b in range(50):
-        node, greedy = 0, []
+        node = 0
+        greedy = []
         while SEPARATOR not in greedy and len(greedy) < T:
             greedy.append(int(tree_BNV[b, node].argmax()))
             node = child(node, greedy[-1], 6)
@@ -111,7 +115,8 @@ def test_a_beam_of_one_is_greedy_to_the_last_bit():
 
 
 def test_the_search_stops_when_all_rows_are_done():
-    tree_BNV, counted = random_tree(0), queue.SimpleQueue()
+    tree_BNV = random_tree(0)
+    counted = queue.SimpleQueue()
     tree_BNV[:, :, SEPARATOR] += 20
     # The logits of the first token are given; where row 1 never ends, the last is not decoded from.
     for lengths, num_steps in ([1, 1, 1], 1), ([1, T, 1], T - 1):

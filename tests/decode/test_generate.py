@@ -94,7 +94,8 @@ def test_bad_input_is_one_sentence(model):
         for function, options in ((generate, {}), (search, beam)):
             with refused(message):
                 function(model, prompts, 2, **options)
-    source, pairs = np.zeros((2, 13), int), make(**PAIRS)
+    source = np.zeros((2, 13), int)
+    pairs = make(**PAIRS)
     with refused('a source of 13 tokens does not fit into model.source_context=12'):
         search(pairs, PROMPTS, 2, (source, source == 0), **beam)
     with refused('source_BS has ids from 50 to 50'):

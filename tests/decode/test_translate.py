@@ -64,7 +64,8 @@ def test_greedy_translations_are_those_without_a_cache():
         return model(tokens_BT, source_BS=abs(source_BS), source_segments_BS=segments_BS)
 
     sources = sources_of(150)  # two full batches and a part of one
-    source_BS, tokens_BT = np.full((150, 20), -1), np.full((150, 10), SEPARATOR)
+    source_BS = np.full((150, 20), -1)
+    tokens_BT = np.full((150, 10), SEPARATOR)
     for row, source in enumerate(sources):
         source_BS[row, : len(source) + 1] = np.append(source, SEPARATOR)
     for t in range(9):
@@ -90,20 +91,23 @@ def test_every_row_of_a_batch_is_a_source(monkeypatch):
 
 
 def test_the_search_has_the_beam_and_the_length_penalty_of_the_settings():
-    sources, model = sources_of(8), make(context=5)
+    sources = sources_of(8)
+    model = make(context=5)
     short, long = (translated(sources, model, beam=4, length_penalty=a) for a in (-2.0, 4.0))
     assert sum(map(len, short)) < sum(map(len, long))
     assert translated(sources, model, beam=1) not in (short, long)
 
 
 def test_a_split_is_scored_as_its_translations_are(caplog):
-    model, tokenizer = make(vocab_size=256), ByteTokenizer()
+    model = make(vocab_size=256)
+    tokenizer = ByteTokenizer()
     sources = ['one', 'a source that is too long', 'two', 'three']
     with refused('source 2 cannot be encoded: '):
         translate.translate(model, tokenizer, ['a', 'b\0'], GREEDY)
     texts = translate.translate(model, tokenizer, [source[:19] for source in sources], GREEDY)
     # The second reference is that of the model in other letters; the others are wrong.
-    targets, sides = ['eins', texts[1].swapcase(), 'zwei', 'drei'], []
+    targets = ['eins', texts[1].swapcase(), 'zwei', 'drei']
+    sides = []
     for lines in (sources, targets):
         tokens = np.frombuffer('\0'.join([*lines, '']).encode(), np.uint8)
         sides.append(token_dataset('side', tokenizer, {'validation': tokens}))
@@ -123,7 +127,8 @@ def test_a_split_is_scored_as_its_translations_are(caplog):
 
 def test_processes_share_the_batches_and_know_all_translations(monkeypatch):
     monkeypatch.setattr(translate, 'BATCH_SIZE', 2)
-    parts, sources = {}, sources_of(7)
+    parts = {}
+    sources = sources_of(7)
     expected = translated(sources, beam=1)
     monkeypatch.setattr(jax, 'process_count', lambda: 3)
     for rank in (0, 1, 2, 0):

@@ -69,15 +69,20 @@ def save_model(path: Path, config: ModelConfig) -> None:
 def added_flags_removed():
     """Scripts define flags of the same names: what the block defines and logs to is undone."""
     app.define_help_flags()
-    known, logger = set(flags.FLAGS), logging.getLogger('qkattn')
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    known = set(flags.FLAGS)
+    logger = logging.getLogger('qkattn')
+    handlers = logger.handlers[:]
+    level = logger.level
+    propagate = logger.propagate
     try:
         yield
     finally:
         for flag in set(flags.FLAGS) - known:
             delattr(flags.FLAGS, flag)
         flags.FLAGS.unparse_flags()
-        logger.handlers, logger.level, logger.propagate = handlers, level, propagate
+        logger.handlers = handlers
+        logger.level = level
+        logger.propagate = propagate
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ RUN = suites.decoder(2, 16, 2, 12, 11, 2)
 
 
 def test_rows_take_turns_in_processes_and_one_that_fails_leaves_the_others(tmp_path, caplog):
-    here, calls = 'tests.experiments.works', {'file': str(tmp_path / 'calls')}
+    here = 'tests.experiments.works'
+    calls = {'file': str(tmp_path / 'calls')}
     rows = [
         Row('a', calls | {'letter': 'a'}, extra={'tokens': 10}, work=f'{here}:noted'),
         Row('b', calls | {'letter': 'b', 'steps': 1e6}, work=f'{here}:noted'),
@@ -88,7 +89,9 @@ def reference():
 def renamed(params):
     """The arrays as `jax_gpt` names them."""
     blocks = params['blocks']
-    score, value, mlp = (*(blocks['attention'][part] for part in ('score', 'value')), blocks['mlp'])
+    score = blocks['attention']['score']
+    value = blocks['attention']['value']
+    mlp = blocks['mlp']
     names = {'q': score['w_q_DNH'], 'k': score['w_k_DKH'], 'v': value['w_v_DKH']}
     names |= {'o': value['w_o_NHD'], 'in': mlp['w_in_DF'], 'out': mlp['w_out_FD']}
     names |= {f'{part}_gain': blocks[f'{part}_norm']['g_D'] for part in ('attention', 'mlp')}
@@ -121,7 +124,8 @@ def agree(result, expected):
 
 def test_functional_jax_computes_the_same_loss_gradients_and_step(reference):
     params, grads, loss, tokens, batch = reference
-    model, theirs = to_json(RUN.model), renamed(params)
+    model = to_json(RUN.model)
+    theirs = renamed(params)
     fresh = jax_gpt.init(model, jax.random.key(0))
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, theirs)
     result = jax.value_and_grad(functools.partial(jax_gpt.loss, model))(theirs, tokens)

@@ -5,7 +5,8 @@ import pytest
 from qkattn.config import ModelConfig
 from tests.experiments.conftest import save_model
 
-TRAIN, ABLATE = ('train', '--config=run.py'), ('ablate', '--config=study.py')
+TRAIN = ('train', '--config=run.py')
+ABLATE = ('ablate', '--config=study.py')
 POD = (*TRAIN, '--dry_run=v5e-1x1')
 TUNED = ('--config.tuning.seeds=(10,)', '--config.base.trials.learning_rates=(1e-3,2e-3,4e-3)')
 PLAN = (*ABLATE, '--dry_run', *TUNED)

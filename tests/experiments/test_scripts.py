@@ -323,7 +323,8 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
     flags = ('--text=def f(x):', '--trial=1', '--reference=run', '--out=out')
     one = printed('analyze', '--source=run', *flags)
     out = tmp_path / 'out'
-    table, written = pd.read_csv(out / 'analysis.csv'), read_json(out / 'analysis.json', {})
+    table = pd.read_csv(out / 'analysis.csv')
+    written = read_json(out / 'analysis.json', {})
     assert len(table) == len(written['rows']) and (written['step'], written['trial']) == (12, 1)
     values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}
     assert (values['drift', 'A'] == 0).all() and (values['drift', 'B'] == 0).all()
@@ -556,7 +557,8 @@ def test_a_tuned_study_of_uncommitted_code_is_warned_of(script_here, monkeypatch
 @pytest.fixture(scope='module')
 def translator(tiny, tmp_path_factory):
     """A run on words and their reversal, lower-cased; the second trial learns nothing."""
-    path, rng = tmp_path_factory.mktemp('translate'), np.random.default_rng(0)
+    path = tmp_path_factory.mktemp('translate')
+    rng = np.random.default_rng(0)
     words = sorted({''.join(rng.choice(list('abcdefgh'), rng.integers(2, 6))) for _ in range(4000)})
     rng.shuffle(words)
     for split, lines in (('validation', words[:100]), ('train', words[100:])):

@@ -34,10 +34,13 @@ class Terminal(io.StringIO):
 
     def lines(self) -> list[str]:
         """What stands on it."""
-        rows, row, column = defaultdict(str), 0, 0
+        rows = defaultdict(str)
+        row = 0
+        column = 0
         for part in re.findall(r'\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+', self.getvalue()):
             if part in '\r\n':
-                row, column = row + (part == '\n'), 0
+                row += part == '\n'
+                column = 0
             elif part[0] != '\x1b':
                 rows[row] = rows[row][:column] + part
                 column += len(part)

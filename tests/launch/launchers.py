@@ -60,7 +60,9 @@ def launch(name: str, *arguments: str, **kwargs):
 
 def launch_here(name: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess:
     """What `launch` gives of a launcher that starts nothing, in this process."""
-    code, printed, said = 0, io.StringIO(), io.StringIO()
+    code = 0
+    printed = io.StringIO()
+    said = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(printed),

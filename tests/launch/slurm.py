@@ -60,7 +60,8 @@ NODE = 'NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=2\n
 @contextlib.contextmanager
 def started(root: Path) -> Iterator['Cluster']:
     """A cluster whose nodes are idle, until the end of the block, as all that runs on it."""
-    cluster, host = Cluster(root), socket.gethostname().partition('.')[0]
+    cluster = Cluster(root)
+    host = socket.gethostname().partition('.')[0]
     (root / 'state').mkdir(parents=True)
     text = CONF.format(root=root, host=host, port=free_port(), user=getuser())
     # Packages that were unpacked and not installed have their plugins beside their programs.
@@ -147,7 +148,8 @@ class Jobs:
     """Submits the project's script from a directory of its own, where logs and results lie."""
 
     def __init__(self, cluster: Cluster, directory: Path, venv: Path):
-        self.cluster, self.directory = cluster, directory
+        self.cluster = cluster
+        self.directory = directory
         self.environment = cluster.environment | {'QKATTN_VENV': str(venv)}
 
     def submit(self, *arguments: object) -> str:

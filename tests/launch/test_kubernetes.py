@@ -74,7 +74,8 @@ def test_every_field_is_known_and_has_its_type():
 
 @pytest.mark.parametrize('case', CASES)
 def test_pods_get_chips_unchanged_arguments_and_time_to_save(case):
-    job, pod = job_of(content(case)), pod_of(content(case))
+    job = job_of(content(case))
+    pod = pod_of(content(case))
     (container,) = pod['containers']
     ((chip, count),) = container['resources']['limits'].items()
     assert (job['parallelism'], job['completions'], count) == (SIZES[case][0], *SIZES[case])
@@ -125,7 +126,8 @@ def test_processes_find_each_other():
 
 @pytest.mark.parametrize('case', CASES)
 def test_exit_codes_decide_what_restarts(case):
-    manifest, job = content(case), job_of(content(case))
+    manifest = content(case)
+    job = job_of(content(case))
     rules = [
         (rule['action'], rule['onExitCodes']['values'] if 'onExitCodes' in rule else 'disrupted')
         for rule in job['podFailurePolicy']['rules']
@@ -139,7 +141,8 @@ def test_exit_codes_decide_what_restarts(case):
     policy = manifest['spec']['failurePolicy']
     wrong, stopped = policy['rules']
     actions = wrong['action'], stopped['action'], policy['maxRestarts']
-    again, retries = 'RestartJobSetAndIgnoreMaxRestarts', 0 if case == 'any gpu' else 3
+    again = 'RestartJobSetAndIgnoreMaxRestarts'
+    retries = 0 if case == 'any gpu' else 3
     assert actions == ('FailJobSet', again, retries)
     assert {*wrong['onJobFailureReasons'], *stopped['onJobFailureReasons']} == {'PodFailurePolicy'}
     # The sentences of the controller.

@@ -42,7 +42,8 @@ def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path
     files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
     filled = [rendered(GPUS, command=('train', *AWKWARD))[0]]
     filled += [rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
-    given, env = json.dumps(files + filled), {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
+    given = json.dumps(files + filled)
+    env = {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
     command = [PYTHON, '-c', LOAD]
     output = subprocess.check_output(command, input=given, cwd=tmp_path, env=env, text=True)
     tasks = json.loads(output.splitlines()[-1])

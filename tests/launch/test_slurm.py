@@ -38,7 +38,8 @@ STUDY_OPTIONS = ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
 )
 def test_a_dry_run_prints_the_command_and_the_script(flags, command, retries, options):
     text = dry_run('slurm', *flags, command=command, QKATTN_VENV='/a v')
-    line, script = text.split('\n\n# ')[0], ROOT / 'launch/slurm.sbatch'
+    line = text.split('\n\n# ')[0]
+    script = ROOT / 'launch/slurm.sbatch'
     assert text[len(line) + 4 :] == f'{script}\n{script.read_text()}'
     variables = ['env', 'QKATTN_VENV=/a v', f'QKATTN_RETRIES={retries}']
     assert shlex.split(line) == [*variables, 'sbatch', *options, str(script), *command]

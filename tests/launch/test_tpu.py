@@ -49,7 +49,9 @@ def test_a_dry_run_prints_each_command():
 def watch(monkeypatch):
     """watch(states) -> the verbs that follow from states that are seen in turn, and the end."""
     monkeypatch.syspath_prepend(str(LAUNCH))
-    tpu, hosts, done = importlib.import_module('tpu'), '', []
+    tpu = importlib.import_module('tpu')
+    hosts = ''
+    done = []
 
     def call(states: list[str | None], *flags: str, fails: bool = False):
         given = iter(states)
@@ -58,7 +60,8 @@ def watch(monkeypatch):
             nonlocal hosts
             if command[3] == 'tpu-vm':
                 return hosts
-            state, hosts = next(given), ''
+            state = next(given)
+            hosts = ''
             if not state or state.isupper():
                 return state
             hosts = ''.join(f'qkattn h {one.replace("exit", "exit ")}\n' for one in state.split())
@@ -152,7 +155,8 @@ def test_arguments_arrive_unchanged(host):
 )
 def test_what_is_started_again(host, codes, retries, number, ended):
     (host / 'plan').write_text(codes.replace(' ', '\n'))
-    launch, program = host / 'qkattn' / 'launch', host / 'qkattn' / '.venv' / 'bin' / 'python'
+    launch = host / 'qkattn' / 'launch'
+    program = host / 'qkattn' / '.venv' / 'bin' / 'python'
     flags = [f'--retries={retries}', '--delay=0', '--', str(program), *AWKWARD]
     done = on_host(host, shlex.join([str(launch / 'supervise.sh'), *flags]))
     assert (done.returncode, len(starts(host))) == (ended, number), done.stderr

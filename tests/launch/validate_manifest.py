@@ -26,7 +26,8 @@ def unknown(given, seen, at='') -> list[str]:
 
 
 def problems(manifest: dict) -> list[str]:
-    jobs, errors = [manifest], []
+    jobs = [manifest]
+    errors = []
     if manifest['kind'] == 'JobSet':
         try:
             seen = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(manifest)).to_dict()

@@ -16,7 +16,10 @@ BOTH = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'source_context': S}
 VARIANTS = {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'}
 UNSHARED = {'shared_embeddings': False, 'positions': 'rope', 'norm_position': 'post'}
 UNTIED = {'tied_embeddings': False, 'positions': 'none', 'biases': True}
-PROJECTION, MLP, READ, UNEMBED = 2 * D * D, 4 * D * F, 2 * T * D, 2 * D * V
+PROJECTION = 2 * D * D
+MLP = 4 * D * F
+READ = 2 * T * D
+UNEMBED = 2 * D * V
 LAYER = 4 * PROJECTION + MLP + 2 * READ
 ENCODER = S * (4 * PROJECTION + MLP + 4 * S * D)
 # Queries and output of the cross-attention are per target token, keys and values per source token.

@@ -93,7 +93,10 @@ class Page(HTMLParser):
     def __init__(self, html: str):
         super().__init__()
         self.after_break = False
-        self.open, self.tags, self.ids, self.lines = [], [], [], ['']
+        self.open = []
+        self.tags = []
+        self.ids = []
+        self.lines = ['']
         self.feed(html)
         self.close()
         assert self.open == []

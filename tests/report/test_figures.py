@@ -79,7 +79,8 @@ def test_a_forest_has_every_declared_arm_with_its_interval_seeds_and_word(drawn)
     corners = band.get_extents().transformed(ax.transData.inverted())
     assert (corners.x0, corners.x1) == pytest.approx((-0.004, 0.004))
     # An outlier does not flatten the others: its mean and its seeds are arrowheads at the edge.
-    means, edge = np.concatenate(dots(ax, 'mean')), ax.get_xlim()[1]
+    means = np.concatenate(dots(ax, 'mean'))
+    edge = ax.get_xlim()[1]
     assert (means[:-1] < 0.1).all() and means[-1] > edge < 0.5
     assert np.concatenate(dots(ax, 'off the scale')).tolist() == [edge] * 2
 
@@ -117,7 +118,8 @@ def test_sweeps_show_screening_losses_fit_and_choice(drawn):
     findings, made = drawn
     axes = made['sweep_learning_rate'].axes
     swept = [arm for arm in findings.arms if arm.sweeps]
-    ax, sweep = axes[0], swept[0].sweeps['learning_rate']
+    ax = axes[0]
+    sweep = swept[0].sweeps['learning_rate']
     interval = f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
     assert ax.get_title(loc='left').splitlines() == ['qk/vo', f'{sweep.chosen:.3g}', interval]
     losses = [c.get_offsets()[:, 1] for c in ax.collections if c.get_label() == 'one seed']
@@ -161,7 +163,8 @@ def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
         assert len(seen) > 5 and figure.get_figwidth() == WIDTH
         for text in seen:
             assert text.get_fontsize() * 96 / 72 * 368 / (96 * WIDTH) >= 11, (stem, text)
-        box, whole = figure.get_tightbbox(), figure.bbox_inches
+        box = figure.get_tightbbox()
+        whole = figure.bbox_inches
         assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem
         assert -0.01 <= box.y0 and box.y1 <= whole.y1 + 0.01, stem
         for ax in figure.axes:
@@ -183,7 +186,8 @@ def large(path, number):
 def test_figures_of_many_arms_do_not_grow_further(study_dir, monkeypatch):
     monkeypatch.setattr(sys.modules[figures.__module__], 'MOST_PANELS', 3)
     monkeypatch.setattr(sys.modules[forest.__module__], 'MOST_LINES', 4)
-    few, many = large(study_dir / 'few', 4), large(study_dir / 'many', 8)
+    few = large(study_dir / 'few', 4)
+    many = large(study_dir / 'many', 8)
     for stem in ('sweep_learning_rate', 'curves'):
         assert len(few[stem].grid.panels) == len(many[stem].grid.panels) == 3
     assert few['verdicts'].values['cut'] is None and many['verdicts'].values['cut'] == (2, 8)

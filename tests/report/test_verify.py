@@ -61,8 +61,9 @@ def edit(study, name, keys, change):
     else:
         is_lines = path.suffix == '.jsonl'
         whole = [studies.read_lines(path) if is_lines else json.loads(path.read_text())]
-        *way, last = (0, *keys)
-        holder = functools.reduce(operator.getitem, way, whole)
+        path_of_keys = [0, *keys]
+        last = path_of_keys.pop()
+        holder = functools.reduce(operator.getitem, path_of_keys, whole)
         holder[last] = change(holder[last])
         studies.write_lines(path, whole[0] if is_lines else whole)
 

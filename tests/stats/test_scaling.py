@@ -7,7 +7,9 @@ from scipy import optimize, stats
 from qkattn.stats import scaling
 from qkattn.stats.scaling import Problem, ProblemCode
 
-E, A, EXPONENT = 1.2, 30.0, 0.3
+E = 1.2
+A = 30.0
+EXPONENT = 0.3
 SIZES = np.geomspace(1e5, 3.2e6, 5)
 SD = 0.005
 

@@ -126,7 +126,9 @@ def test_a_holder_gives_up_before_its_lease_expires(disk, clock):
 
 
 def test_heartbeats_are_retried_and_late_ones_do_not_count(disk, monkeypatch, clock, frequent):
-    renew, calls, does = leases._File.renew, Counter(), 'work'
+    renew = leases._File.renew
+    calls = Counter()
+    does = 'work'
 
     def renewal(lease):
         calls[does] += 1

@@ -53,7 +53,8 @@ class Writes:
     """Keeps what it is given."""
 
     def __init__(self, directory, config, step, *, fails_at=None):
-        self.file, self.fails_at = (directory / 'written').open('a'), fails_at
+        self.file = (directory / 'written').open('a')
+        self.fails_at = fails_at
 
     def write(self, step, values):
         if step == self.fails_at:

@@ -16,7 +16,8 @@ from tests.fixtures import chosen
 from tests.refusals import refused
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
-RATE, DECAY = 0.1, 0.5
+RATE = 0.1
+DECAY = 0.5
 ADAM = functools.partial(optax.adamw, RATE, b1=0.9, b2=0.99, eps=1e-8)
 
 
@@ -139,7 +140,9 @@ def test_an_optimizer_descends_and_decays_independently_of_its_rate(outside, opt
         np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], 1)
         return [params['w_embedding_VD'], params['blocks']['w_in_DF'], params['blocks']['b_in_F']]
 
-    w, w_in, b = before['w_embedding_VD'], rising, jnp.ones(4)
+    w = before['w_embedding_VD']
+    w_in = rising
+    b = jnp.ones(4)
     for first, last in zip((w, w_in, b), after(0.02, 0.0), strict=True):
         assert jnp.sum(last**2) < jnp.sum(first**2)
     w_decayed, _, b_kept = after(0.0, 0.1)

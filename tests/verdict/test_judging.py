@@ -71,7 +71,8 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
 def test_the_test_split_decides_and_validation_supports_it(study_dir, test, validation, decided):
     records = arm('qk/vo', 0), arm('b/vo', test, validation, NOISE - NOISE.mean())
     findings = findings_of(study_dir, *records)
-    verdict, compared = findings.arms[1].verdict, findings.arms[1].comparison
+    verdict = findings.arms[1].verdict
+    compared = findings.arms[1].comparison
     means = {'test': compared.difference.mean, 'validation': compared.validation}
     assert means == pytest.approx({'test': test, 'validation': validation})
     assert verdict.decision is (decided or UNDECIDED)

@@ -69,7 +69,8 @@ def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file
         assert f'{file}, line {len(path.read_text().splitlines())} is damaged' in str(raised.value)
         return
     study = load_study(study_dir)
-    (problem,), (run,) = study.problems, study.runs
+    (problem,) = study.problems
+    (run,) = study.runs
     assert message in problem and file in problem
     assert len(run.trials) == 2 and not any(trial.evaluations for trial in run.trials)
 

@@ -11,7 +11,8 @@ from qkattn.verdict import find, load_study, longer
 from qkattn.verdict.settling import Length, Settling, Trained, settle
 from tests.studies import VERDICT_SEEDS, tuned_arm, write_tuned
 
-MARGIN, ERROR = 0.01, 0.001
+MARGIN = 0.01
+ERROR = 0.001
 BASE = 2.0 + 0.002 * np.arange(8)
 NOISE = 1e-4 * np.sin(np.arange(8))
 FRESH = tuple(range(56, 64))

@@ -71,7 +71,8 @@ def test_one_side_of_the_margin_suffices():
 
 
 def test_a_reported_number_needs_the_validation_split():
-    diverged, withheld = {'reasons': DIVERGED}, {'decision': Decision.NO_VERDICT}
+    diverged = {'reasons': DIVERGED}
+    withheld = {'decision': Decision.NO_VERDICT}
     for low, high, validation, fields, expected in (
         (0.011, 0.014, 0.012, {}, FOR),
         (0.011, 0.014, 0.016, {}, OPEN),
@@ -129,7 +130,10 @@ def test_the_condition_names_contexts_where_no_factor_separates():
         assert condition_of(rows) == expected
 
 
-MARGIN, SD, SEEDS, NUMBER = 0.01, 0.006, 8, 300
+MARGIN = 0.01
+SD = 0.006
+SEEDS = 8
+NUMBER = 300
 # Three standard errors of a share of 0.05.
 SLACK = 3 * (0.05 * 0.95 / NUMBER) ** 0.5
 
@@ -156,7 +160,8 @@ def simulated(losses, size, relation, family):
 )
 def test_how_often_a_claim_in_six_contexts_is_decided(means, relation, least, most):
     """As `experiments.claims.deciding` does: all rows at once, then each at its share."""
-    rng, verdicts = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    verdicts = []
     for _ in range(NUMBER):
         losses = [rng.normal(mean, SD, SEEDS) for mean in means]
         together, apart = (
