@@ -1,7 +1,9 @@
-"""Tokens on disk: a directory of `SPLIT.bin`, `tokens.json` and, maybe, `tokenizer.json`.
+"""Tokenized corpora on disk. A directory of tokens holds these files:
 
-`SPLIT.bin` holds the ids of a split in the narrowest unsigned type, a separator after each
-document, without a header. `tokenizer.json` is a vocabulary that is learned or read from a file.
+- `SPLIT.bin` for each split: the ids, with a separator after each document. They have the narrowest
+  unsigned type, and there is no header.
+- `tokens.json`: the `Index`, which describes the other files.
+- `tokenizer.json`: the vocabulary, if the tokenizer has one.
 """
 
 import dataclasses
@@ -29,8 +31,9 @@ from qkattn.storage.records import parse_file, read
 
 INDEX = 'tokens.json'
 MODEL = 'tokenizer.json'
-# The advice where a corpus cannot be read, and what its libraries raise then besides OSError.
+# What an error advises if a corpus cannot be read.
 RESTORE = 'restore the source'
+# What libraries raise, besides OSError, if they cannot read a corpus.
 READ_ERRORS = (RuntimeError, UnicodeError)
 # Seconds between two lines of progress.
 SECONDS_PER_LOG = 10
@@ -40,13 +43,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """What `tokens.json` holds; it is written last, so its directory is whole."""
+    """The content of `tokens.json`. It is written last, so its directory is complete."""
 
-    name: str
+    name: str  # name and version of the corpus
     version: str
-    carved: Mapping[str, float]
-    tokenizer: str  # as in data.tokenizer; of a file without its directory
-    tokenizer_name: str
+    carved: Mapping[str, float]  # each split that was carved from train: its fraction of train
+    tokenizer: str  # data.tokenizer; if this is a file, without its directory
+    tokenizer_name: str  # `Tokenizer.name`, e.g. 'byte-bpe4096-0123456789ab'
     dtype: Literal['uint8', 'uint16', 'uint32']  # of an id
     splits: Mapping[str, SplitInfo]
 
@@ -54,11 +57,19 @@ class Index:
 def write_tokens(
     directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenizer, workers: int = 1
 ) -> None:
-    """Tokenizes all splits of a corpus; the caller holds a lock on the directory.
+    """Tokenizes all splits of a corpus, and writes the files of a directory of tokens.
 
-    `kind` is what data.tokenizer names, and `workers` the number of processes that tokenize, on
-    which the files do not depend. ConfigError for text that cannot be read or encoded, or a
-    split without a document.
+    The caller holds a lock on the directory.
+
+    Args:
+      directory: where the files go.
+      kind: the value of data.tokenizer.
+      corpus: the corpus to tokenize.
+      tokenizer: the tokenizer of this kind.
+      workers: the number of processes that tokenize. The files are the same for any number.
+
+    Raises:
+      ConfigError: the text cannot be read or encoded, or a split has no document.
     """
     log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
     for split, share in corpus.carved.items():
@@ -66,7 +77,9 @@ def write_tokens(
     if hasattr(tokenizer, 'model'):
         write_atomic(directory / MODEL, tokenizer.model())
     with readable(corpus.name, RESTORE, *READ_ERRORS):
+        # By split. One side of parallel text is a corpus by itself, so the language is None, too.
         documents = corpus.documents(None)
+
     splits = {}
     with encoder(kind, tokenizer, workers) as encode:
         for split in corpus.splits:
@@ -79,6 +92,7 @@ def write_tokens(
             if not info.num_documents:
                 raise ConfigError(f'{source} has no document; it must hold text')
             splits[split] = info
+
     index = Index(
         name=corpus.name,
         version=corpus.version,
@@ -92,19 +106,20 @@ def write_tokens(
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    """The narrowest unsigned type that holds all ids."""
+    """Returns the narrowest unsigned type that holds all ids."""
     return np.min_scalar_type(tokenizer.vocab_size - 1)
 
 
 def _without_directory(kind: str) -> str:
-    """What data.tokenizer names, of a file its name alone: 'a.json' for '/data/a.json'."""
+    """Removes the directory from a value of data.tokenizer: '/data/a.json' gives 'a.json'."""
     return kind.rpartition('/')[2] if kind.endswith('.json') else kind
 
 
 def _successes(results: Iterable[Result], source: str) -> Iterator[Encoded]:
-    """The documents of `source` that are encoded.
+    """Yields the encoded documents of `source`, which is named in errors.
 
-    ConfigError, which names the number of the document, for the first that cannot be.
+    A result is an encoded document, or the ValueError with which encoding failed. The first such
+    error raises ConfigError with the number of the document.
     """
     with readable(source, RESTORE, *READ_ERRORS):
         for number, result in enumerate(results, start=1):
@@ -116,7 +131,7 @@ def _successes(results: Iterable[Result], source: str) -> Iterator[Encoded]:
 
 
 class _Progress:
-    """Logs from time to time how many tokens of a split are written, and how fast."""
+    """Logs every SECONDS_PER_LOG how many tokens of a split are written, and how fast."""
 
     def __init__(self, split: str):
         self._split = split
@@ -134,9 +149,9 @@ class _Progress:
 def _write_split(
     path: Path, documents: Iterator[Encoded], tokenizer: Tokenizer, names: tuple[str, ...] | None
 ) -> SplitInfo:
-    """Writes the ids of a split document by document, and counts them.
+    """Writes the ids of a split to a file, and returns the counts of the split.
 
-    `names` are those of the documents, if they have any.
+    `names` holds the names of the documents; None if they have no names.
     """
     dtype = _dtype(tokenizer)
     digest = hashlib.sha256()
@@ -153,8 +168,9 @@ def _write_split(
                 num_tokens += len(document.ids)
                 num_bytes += document.num_bytes
                 progress.log(num_tokens)
-        # In blocks: counting document by document takes time for the whole vocabulary each. They
-        # are not mapped, since pages of a mapped file count as memory of this process.
+        # Ids are counted afterwards, in large blocks of the file: bincount fills an array of the
+        # whole vocabulary, which takes too long for each document. The file is not memory-mapped,
+        # because its pages would count as memory of this process.
         with temporary.open('rb') as file:
             while len(ids := np.fromfile(file, dtype, BLOCK)):
                 digest.update(ids.data)
@@ -170,20 +186,28 @@ def _write_split(
 
 
 def read_index(directory: Path) -> Index:
-    """The index of a directory; DamagedData if it cannot be read, or describes no tokens."""
+    """Reads and checks the index of a directory of tokens.
+
+    Raises DamagedData if it cannot be read, or if its values cannot be true.
+    """
     try:
-        record = parse_file(directory / INDEX, {'splits': {}})
+        record = parse_file(directory / INDEX, {'splits': {}})  # requires an object `splits`
         _check_splits(record['splits'])
-        splits = {split: read(SplitInfo, entry) for split, entry in record['splits'].items()}
-        for split, info in splits.items():
+        splits = {}
+        for split, entry in record['splits'].items():
+            info = read(SplitInfo, entry)
             _check_counts(split, info)
+            splits[split] = info
         return read(Index, record, splits=splits)
     except ValueError as error:
         raise DamagedData(f'{directory / INDEX} cannot be read ({error})') from error
 
 
 def _check_splits(names: Iterable[str]) -> None:
-    """Raises ValueError unless these are splits of a corpus: each becomes the name of a file."""
+    """Raises ValueError unless these are names of splits, and 'train' is one of them.
+
+    Paths of files are made from the names, so a name such as '../other' must not pass.
+    """
     for name in names:
         if name not in SPLITS:
             raise ValueError(f'split {name!r:.80} is none of {", ".join(SPLITS)}')
@@ -192,10 +216,11 @@ def _check_splits(names: Iterable[str]) -> None:
 
 
 def _check_counts(split: str, info: SplitInfo) -> None:
-    """Raises ValueError for counts of documents, bytes and names that no tokens have.
+    """Raises ValueError if the counts of a split cannot be true.
 
-    Whoever lists the documents of a split takes memory for as many as are counted. The count of
-    tokens is compared with the size of the file when that is opened.
+    Without this check, a damaged number of documents could fill the memory, because other code
+    makes lists of this length. The number of tokens is checked by `open_index`, which knows the
+    size of the file.
     """
     documents = info.num_documents
     if not 1 <= documents <= info.num_tokens:
@@ -210,16 +235,17 @@ def _check_counts(split: str, info: SplitInfo) -> None:
 def open_index(
     directory: Path, index: Index, tokenizer: Tokenizer, *, compare: bool
 ) -> TokenDataset:
-    """The dataset in a directory, memory-mapped; `compare` reads all ids for their sha256.
+    """Opens the dataset in a directory of tokens. The ids are memory-mapped.
 
-    DamagedData if a file is missing or of another size, or its sha256 is another one.
+    The sizes of the files are compared with the index. With `compare`, all ids are read, and their
+    sha256 is compared as well. Raises DamagedData if a file is missing or does not match the index.
     """
     tokens: dict[str, TokenIds] = {}
     for split, info in index.splits.items():
         path = directory / f'{split}.bin'
         try:
-            require_regular(path, most=None)
-            # Slices of a memmap take several times as long as those of its array.
+            require_regular(path, most=None)  # of any size
+            # Slicing an np.memmap takes several times as long as slicing a plain array.
             ids = np.asarray(np.memmap(path, index.dtype, 'r'))
             is_whole = len(ids) == info.num_tokens
             if is_whole and compare:
@@ -235,18 +261,22 @@ def open_index(
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether prepare_data has written a directory, or has begun to, and no other tool."""
+    """Whether a directory of tokens is one that prepare_data has written, or has begun to write."""
     return (directory / INDEX).exists() or (directory / 'lock').exists()
 
 
 def open_prepared(config: DataConfig) -> TokenDataset:
-    """The tokens in `config.path`; ConfigError if they are damaged, or settings do not fit them."""
+    """Opens the dataset in `config.path`, which prepare_data has written.
+
+    Raises ConfigError if the files are damaged, or if settings do not fit them.
+    """
     directory = local_directory(config.path, 'data.path')
     if not (directory / INDEX).exists():
-        require_preparing(f'{directory / INDEX}')
+        require_preparing(f'{directory / INDEX}')  # raises NotPrepared in a dry run
     advice = 'copy it or prepare_data again'
     try:
         index = read_index(directory)
+        # The separator of a vocabulary file is the one that the name in the index states.
         with as_recorded(index.tokenizer_name):
             tokenizer = _tokenizer_beside(directory, index, config.tokenizer, advice)
         dataset = open_index(directory, index, tokenizer, compare=False)
@@ -257,16 +287,27 @@ def open_prepared(config: DataConfig) -> TokenDataset:
             f'{directory} was tokenized with {index.tokenizer_name}, but tokenizer='
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
         )
-    _refuse_settings_of_text(config, index)
+    _refuse_settings_without_effect(config, index)
     return dataset
 
 
 def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str) -> Tokenizer:
-    """The tokenizer that the tokens in a directory were made with.
+    """Opens the tokenizer with which the tokens in a directory were made.
 
-    `requested` is data.tokenizer. What tokens.json names is data: an import path in it is imported
-    only where data.tokenizer names the same, and a file is read only from this directory.
-    ConfigError otherwise; DamagedData where the vocabulary is missing.
+    The directory may come from someone else, so its index must not decide which code is imported.
+    A tokenizer with an import path, such as 'module:Class', is imported only if the user requests
+    the same one. A vocabulary is read only from this directory.
+
+    Args:
+      directory: a directory of tokens.
+      index: its index, which names the tokenizer.
+      requested: the value of data.tokenizer.
+      advice: what an error advises if the vocabulary cannot be read.
+
+    Raises:
+      ConfigError: the tokenizer has an import path that the user does not request, or the
+        vocabulary cannot be read.
+      DamagedData: the vocabulary is missing.
     """
     kind = index.tokenizer
     if is_import_path(kind) and kind != requested:
@@ -280,12 +321,15 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
         if not has_no_vocabulary:
             raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
         return restored(kind, None)
-    with readable(str(model), advice, Exception):  # of the library of subwords
+    with readable(str(model), advice, Exception):  # the library of sub-words raises Exception
         return restored(kind, read_whole(model))
 
 
-def _refuse_settings_of_text(config: DataConfig, index: Index) -> None:
-    """Raises ConfigError for a setting of text other than the one that tokens were made with."""
+def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
+    """Raises ConfigError for a setting that would have to change tokens that exist already.
+
+    For example, data.lowercase=True has no effect, because the text is not tokenized again.
+    """
     if config.lowercase:
         field = 'lowercase'
     elif config.carve_test and 'test' not in index.splits:
@@ -305,7 +349,10 @@ def _refuse_settings_of_text(config: DataConfig, index: Index) -> None:
 
 
 def _is_same_tokenizer(requested: str, index: Index) -> bool:
-    """Whether data.tokenizer is unset, or names the tokenizer that the tokens were made with."""
+    """Whether data.tokenizer is unset, or names the tokenizer of an index.
+
+    For a file, names are not enough: the file must hold the same vocabulary.
+    """
     if requested == DataConfig.tokenizer:
         return True
     if _without_directory(requested) != index.tokenizer:

@@ -11,24 +11,30 @@ import numpy as np
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
 
-BLOCK = 1 << 22  # ids that are read at a time where a split is read through
+# How many ids are read at a time when a whole split is read.
+BLOCK = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """Counts of a split."""
+    """The counts of a split, and what else is known about it without reading its tokens."""
 
     num_documents: int
-    document_names: tuple[str, ...] | None = None  # if the corpus has names; not of 'train'
-    num_tokens: int  # with the separator that follows each document
-    # Of text that the tokens stand for, one per separator; None where the vocabulary is unknown.
+    # None for 'train', and for a corpus without names.
+    document_names: tuple[str, ...] | None = None
+    # Includes the separator after each document.
+    num_tokens: int
+    # The bytes of text that the tokens stand for; a separator counts as one byte. None if the
+    # vocabulary is unknown.
     num_bytes: int | None
-    unigram_nats_per_token: float  # entropy of the token frequencies
-    fingerprint: str  # sha256 of all tokens
+    # The entropy of the token frequencies.
+    unigram_nats_per_token: float
+    # The sha256 of all tokens.
+    fingerprint: str
 
 
 class TokenIds(Protocol):
-    """The ids of a split: an array, or several files that are read as one."""
+    """The ids of a split: an array, or several files that behave like one array."""
 
     def __len__(self) -> int: ...
 
@@ -36,23 +42,21 @@ class TokenIds(Protocol):
 
 
 def blocks(ids: TokenIds, start: int = 0) -> Iterator[np.ndarray]:
-    """All ids from `start` on in order, a few million at a time."""
+    """Yields all ids from position `start` on, in order, BLOCK at a time."""
     for first in range(start, len(ids), BLOCK):
         yield ids[first : first + BLOCK]
 
 
 def entropy(counts_V: np.ndarray) -> float:
-    """Entropy of the frequencies of ids, in nats per token."""
+    """Returns the entropy of the frequencies of ids, in nats per token."""
     frequencies = counts_V[counts_V > 0] / counts_V.sum()
     return -float(np.sum(frequencies * np.log(frequencies)))
 
 
 class TokenDataset:
-    """Token ids of the splits of one corpus; ids are in [0, vocab_size).
+    """The token ids of the splits of one corpus, and their counts. Ids are below vocab_size.
 
-    `version` is that of the text, e.g. 'py3.11.7-1.0.0'; `splits` are names, 'train' first;
-    `carved` maps the splits that were carved from train to the fraction of it that each is;
-    `document_ends` gives those of a split, by default the positions after its separators.
+    The attribute `splits` holds the names of the splits, 'train' first.
     """
 
     def __init__(
@@ -65,6 +69,18 @@ class TokenDataset:
         carved: Mapping[str, float] | None = None,
         document_ends: Callable[[str], np.ndarray] | None = None,
     ):
+        """Takes the parts of the dataset.
+
+        Args:
+          name: the name of the corpus.
+          version: the version of its text, e.g. 'py3.11.7-1.0.0'.
+          tokenizer: the tokenizer of the ids.
+          infos: the counts of each split.
+          tokens: the ids of each split.
+          carved: each split that was carved from train, with its fraction of train.
+          document_ends: returns the position after each document of a split. By default a document
+            ends with its separator.
+        """
         self.name = name
         self.version = version
         self.tokenizer = tokenizer
@@ -73,11 +89,11 @@ class TokenDataset:
         self.carved = dict(carved or {})
         self._infos = infos
         self._tokens = tokens
-        # Once for each split, which is read through.
+        # Cached by split, because finding the ends may read the whole split.
         self._ends = functools.cache(document_ends or self._document_ends)
 
     def info(self, split: str) -> SplitInfo:
-        """Counts of a split; ConfigError for an unknown one."""
+        """Returns the counts of a split; raises ConfigError for an unknown split."""
         if split not in self._infos:
             raise ConfigError(
                 f'split={split!r} is not in dataset {self.name!r}; valid: '
@@ -86,12 +102,15 @@ class TokenDataset:
         return self._infos[split]
 
     def split(self, split: str) -> TokenIds:
-        """Token ids of a split, memory-mapped."""
-        self.info(split)  # refuses an unknown one
+        """Returns the token ids of a split, memory-mapped."""
+        self.info(split)  # raises ConfigError for an unknown split
         return self._tokens[split]
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
-        """Rows of `size` consecutive tokens from these positions on, int32 [B, size]."""
+        """Returns rows of `size` consecutive tokens, int32 [B, size].
+
+        Row b begins at position first_B[b] of the split.
+        """
         ids = self.split(split)
         if isinstance(ids, np.ndarray):
             return ids[first_B[:, None] + np.arange(size)].astype(np.int32)
@@ -101,18 +120,21 @@ class TokenDataset:
         return rows_BT
 
     def document_ends(self, split: str) -> np.ndarray:
-        """The position after each document's separator, ascending."""
+        """Returns the position after each document of a split, ascending."""
         return self._ends(split)
 
     def document_names(self, split: str) -> list[str]:
-        """Names of a split's documents in order; their numbers where the corpus names none."""
+        """Returns the names of the documents of a split, in order.
+
+        If the documents have no names, these are their numbers: '0', '1' and so on.
+        """
         info = self.info(split)
         if info.document_names:
             return list(info.document_names)
         return [str(number) for number in range(info.num_documents)]
 
     def identity(self) -> dict[str, Any]:
-        """Identifies the data in results and checkpoints; JSON."""
+        """Returns JSON that identifies the data in results and checkpoints."""
         fingerprints = {split: info.fingerprint for split, info in self._infos.items()}
         identity = {
             'name': self.name,
@@ -125,17 +147,18 @@ class TokenDataset:
         return identity
 
     def unigram_nats(self, split: str) -> float:
-        """Entropy of the token frequencies of a split, in nats per token."""
+        """Returns the entropy of the token frequencies of a split, in nats per token."""
         return self.info(split).unigram_nats_per_token
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Bytes of text per token of a split, on average; None where they are unknown."""
+        """Returns the mean bytes of text per token of a split; None if they are unknown."""
         info = self.info(split)
         if info.num_bytes is None:
             return None
         return info.num_bytes / info.num_tokens
 
     def _document_ends(self, split: str) -> np.ndarray:
+        """Returns the position after each separator of a split."""
         ends = [np.zeros(0, np.int64)]
         num_read = 0
         for ids in blocks(self.split(split)):
@@ -146,12 +169,14 @@ class TokenDataset:
 
 
 class PairDataset:
-    """Tokenized parallel text: sentence i of a split is document i on both sides.
+    """Tokenized parallel text: sentence i of a split is document i of source and target.
 
-    `splits` are those that both sides have. ConfigError if one has unequally many sentences.
+    Source and target have one tokenizer, so they share `vocab_size` and `separator`. `splits` holds
+    the splits that both of them have.
     """
 
     def __init__(self, source: TokenDataset, target: TokenDataset):
+        """Pairs the sentences; raises ConfigError if a split has more of them on one side."""
         self.source = source
         self.target = target
         self.splits = tuple(split for split in source.splits if split in target.splits)
@@ -170,19 +195,23 @@ class PairDataset:
             self._bounds[split] = (np.append(0, source_ends), np.append(0, target_ends))
 
     def bounds(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target bounds [pairs + 1]: pair i is tokens [bounds[i], bounds[i + 1]).
+        """Returns the bounds [pairs + 1] of the sentences of a split, in source and in target.
 
-        The last of these tokens is the separator. Raises ConfigError for an unknown split.
+        Sentence i has the tokens [bounds[i], bounds[i + 1]). Its last token is the separator.
+        Raises ConfigError for an unknown split.
         """
         self.source.info(split)
         return self._bounds[split]
 
     def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """All source and all target tokens of a split."""
+        """Returns all source tokens and all target tokens of a split."""
         return np.asarray(self.source.split(split)), np.asarray(self.target.split(split))
 
     def sentences(self, split: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """All source and all target sentences in file order, without separators."""
+        """Returns all source and all target sentences of a split in file order.
+
+        Each sentence is an array of ids, without the separator.
+        """
 
         def cut(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
             return [tokens[start : end - 1] for start, end in itertools.pairwise(bounds)]
@@ -192,5 +221,5 @@ class PairDataset:
         return cut(source, source_bounds), cut(target, target_bounds)
 
     def identity(self) -> dict[str, Any]:
-        """Identifies the data in results and checkpoints; JSON."""
+        """Returns JSON that identifies the data in results and checkpoints."""
         return {'source': self.source.identity(), 'target': self.target.identity()}

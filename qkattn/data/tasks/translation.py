@@ -170,8 +170,9 @@ class TranslationRows(Rows):
     def with_shuffled_sources(self) -> Self:
         """Returns the same rows, except that each target gets the source of another pair.
 
-        Sources are exchanged only with sources of equal length. A model then loses the information
-        in their words, but not in their lengths. A source whose length no other has stays.
+        Only sources of equal length are exchanged. So a model loses the information in the words of
+        the sources, but keeps the information in their lengths. If no other source has the length
+        of a source, it stays where it is.
         """
         shuffled = copy.copy(self)
         shuffled._sources = {}
@@ -181,8 +182,9 @@ class TranslationRows(Rows):
             draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(lengths_I))
             # Sorted by length, and in a random order among equal lengths.
             order_I = np.lexsort((draw_I, lengths_I))
+            # A group of equal length begins where the length changes.
             first_of_length = np.flatnonzero(np.diff(lengths_I[order_I])) + 1
-            # Within a group of equal length, each target gets the next source.
+            # Within a group, each target gets the source of the next pair.
             shuffled_I = np.empty_like(order_I)
             for group in np.split(order_I, first_of_length):
                 shuffled_I[group] = np.roll(group, -1)
@@ -215,7 +217,7 @@ class TranslationRows(Rows):
         values: dict[str, list[Any]] = {}
         for x in np.flatnonzero(finished_X).tolist():
             translate = functools.partial(trained.translate, x, self.pairs.source.tokenizer)
-            for split in self.splits[1:]:
+            for split in self.splits[1:]:  # the first one is 'train'
                 scores = score_split(
                     self.pairs,
                     split,
@@ -248,13 +250,13 @@ class TranslationRows(Rows):
         dictionary = ibm1.fit(list(zip(training_sources, training_targets, strict=True)))
 
         bleu = {}
-        for split in self.splits[1:]:
+        for split in self.splits[1:]:  # the first one is 'train'
             sources, references = texts(split)
             sources = sources[: config.decode.max_sources]
             references = references[: config.decode.max_sources]
             translations = [dictionary.translate(source) for source in sources]
             scores = translation_scores(translations, references, lowercase=config.data.lowercase)
-            bleu[PREFIXES[split]] = float(scores['bleu'])
+            bleu[PREFIXES[split]] = float(scores['bleu'])  # 'val' or 'test', as in results
         return Yardsticks(task='translation', bleu=bleu)
 
     def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
@@ -305,9 +307,10 @@ def score_split(
 def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) -> list[np.ndarray]:
     """Packs sentence pairs into rows by best fit, in a shuffled order.
 
-    At any time, OPEN_ROWS rows are open. A pair goes into the open row in which it leaves the least
-    free space, summed over both sides. If it fits into no open row, the row with the least free
-    space on either side is closed, and an empty row is opened in its place.
+    A row has two sides: one for source tokens, one for target tokens. OPEN_ROWS rows are open at a
+    time. A pair goes into the open row in which it leaves the least free space, summed over both
+    sides. If it fits into no open row, one row is closed, and an empty row takes its place: the row
+    that has the least free space on one of its sides.
 
     Args:
       sizes_2I: the number of tokens of the source and of the target of each pair.
@@ -317,32 +320,28 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
     Returns:
       The numbers of the pairs in each row.
     """
-    shuffled = np.argsort(np.random.Generator(np.random.Philox(key=0)).random(len(kept)))
-    order = kept[shuffled]
+    draws = np.random.Generator(np.random.Philox(key=0)).random(len(kept))
+    order = kept[np.argsort(draws)]
+
+    # The O open rows: the number of each, and its free space on both sides.
     num_rows = OPEN_ROWS
-    # The number of each open row, and its free space on both sides.
     row_O = np.arange(num_rows)
-    free_2O = np.repeat(np.array([capacity_2]).T, num_rows, axis=1)
-    # Larger than the space left in any row that a pair fits into: a pair takes some space, because
-    # every sentence has at least one token, its separator.
-    does_not_fit = sum(capacity_2)
-    row_of_pair = []
-    for size_2 in sizes_2I.T[order]:
+    free_2O = np.tile(np.array(capacity_2)[:, None], num_rows)
+    # The pairs in each row, in the order in which they were packed.
+    pairs_of_row: dict[int, list[int]] = {}
+    for pair in order.tolist():
+        size_2 = sizes_2I[:, pair]
         # The space that the pair would leave in each open row.
         left_2O = free_2O - size_2[:, None]
-        left_O = np.where(left_2O.min(0) < 0, does_not_fit, left_2O.sum(0))
-        slot = left_O.argmin()
-        if left_O[slot] == does_not_fit:
+        fits_O = (left_2O >= 0).all(0)
+        if fits_O.any():
+            slot = np.where(fits_O, left_2O.sum(0), np.inf).argmin()
+        else:
             slot = free_2O.min(0).argmin()
             free_2O[:, slot] = capacity_2
             row_O[slot] = num_rows
             num_rows += 1
         free_2O[:, slot] -= size_2
-        row_of_pair.append(row_O[slot])
+        pairs_of_row.setdefault(int(row_O[slot]), []).append(pair)
 
-    if not row_of_pair:
-        return []
-    # Sort the pairs by their row, and split them where the next row begins.
-    pairs_by_row = order[np.argsort(row_of_pair, kind='stable')]
-    _, first_of_row = np.unique(sorted(row_of_pair), return_index=True)
-    return np.split(pairs_by_row, first_of_row[1:])
+    return [np.array(pairs_of_row[row]) for row in sorted(pairs_of_row)]

@@ -1,5 +1,6 @@
-"""Where documents of tokens end: by an id, after so many tokens, or as an index says."""
+"""Rules for where the documents end in token files of other tools."""
 
+import math
 import re
 from typing import Protocol
 
@@ -9,24 +10,29 @@ from qkattn.data.token_formats.shards import Shards
 from qkattn.data.tokens import blocks
 from qkattn.errors import ConfigError
 
-BLOCK_TOKENS = 8192  # of a document where nothing says where documents end
-RULE = re.compile(r'(id|tokens)=(\d{1,9})')  # as 'id=50256'
+# The tokens of a document if nothing says where documents end.
+BLOCK_TOKENS = 8192
+# A value of data.documents, such as 'id=50256' or 'tokens=1024'.
+RULE = re.compile(r'(id|tokens)=(\d{1,9})')
 
 
 class Documents(Protocol):
-    """A rule by which ids are cut into documents."""
+    """A rule that divides ids into documents."""
 
-    name: str  # part of the version of the tokens
+    name: str  # part of the version of the dataset
 
     def ends(self, ids: Shards) -> np.ndarray:
-        """The position after each document, ascending; the last is the number of ids."""
+        """Returns the position after each document, ascending. The last one is `len(ids)`."""
 
     def next_end(self, ids: Shards, position: int) -> int:
-        """The first end of a document that is at `position` or later."""
+        """Returns the first end of a document at `position` or later."""
 
 
 class SeparatedDocuments(Documents):
-    """An id is the end of each document, or its beginning where the first id of all is this one."""
+    """A separator stands at the end of each document, or at the beginning of each.
+
+    If the very first id is the separator, separators begin documents. Otherwise they end them.
+    """
 
     def __init__(self, separator: int):
         self.separator = separator
@@ -40,7 +46,10 @@ class SeparatedDocuments(Documents):
             separators = num_read + np.flatnonzero(block == self.separator)
             parts.append(separators + offset)
             num_read += len(block)
-        # The last document may have no separator after it.
+
+        # The last document may have no separator after it, so the end of all ids is added. `unique`
+        # drops it if it is there already. A separator that begins the first document gives end 0,
+        # at which no document ends.
         ends = np.concatenate([*parts, [len(ids)]])
         return np.unique(ends[ends > 0])
 
@@ -55,13 +64,21 @@ class SeparatedDocuments(Documents):
         return len(ids)
 
     def _offset(self, ids: Shards) -> int:
-        """From a separator to the end of a document: 0 where separators begin documents."""
+        """Returns the distance from a separator to the end of a document.
+
+        It is 0 if separators begin documents: the document before the separator ends there. It is 1
+        if separators end documents, because a document includes its separator.
+        """
         begins_documents = ids[:1][0] == self.separator
         return 0 if begins_documents else 1
 
 
 class Blocks(Documents):
-    """Blocks of so many ids, whose rows count as dependent: evaluation clusters, not texts."""
+    """Every `size` ids are a document, because the real documents are unknown.
+
+    Evaluation treats the rows of a document as dependent on each other, so blocks serve as its
+    clusters.
+    """
 
     def __init__(self, size: int):
         self.size = size
@@ -71,11 +88,12 @@ class Blocks(Documents):
         return np.append(np.arange(self.size, len(ids), self.size), len(ids))
 
     def next_end(self, ids: Shards, position: int) -> int:
-        return min(-(-position // self.size) * self.size, len(ids))
+        num_blocks = math.ceil(position / self.size)
+        return min(num_blocks * self.size, len(ids))
 
 
 class IndexedDocuments(Documents):
-    """The documents that the files themselves name."""
+    """The documents of the files' own index, `Shard.document_ends`."""
 
     name = 'index'
 
@@ -88,20 +106,35 @@ class IndexedDocuments(Documents):
 
 
 def documents_of(rule: str | None, separator: int | None, *, indexed: bool) -> Documents:
-    """The rule that data.documents names; ConfigError where it names none.
+    """Returns the rule that `rule`, the value of data.documents, names.
 
-    By default it is the index of the files, or else the separator of the tokenizer, or else blocks
-    of BLOCK_TOKENS.
+    For example, 'id=50256' gives `SeparatedDocuments(50256)`, and 'tokens=1024' gives
+    `Blocks(1024)`. If `rule` is None, it is the first of these that is available: the index of the
+    files, the separator of the tokenizer, blocks of BLOCK_TOKENS.
+
+    Args:
+      rule: the value of data.documents.
+      separator: the id that the tokenizer puts between documents; None if this is unknown.
+      indexed: whether the files have an index of their documents.
+
+    Raises:
+      ConfigError: `rule` has another form.
     """
     if rule is None:
         if indexed:
             return IndexedDocuments()
-        return Blocks(BLOCK_TOKENS) if separator is None else SeparatedDocuments(separator)
+        if separator is not None:
+            return SeparatedDocuments(separator)
+        return Blocks(BLOCK_TOKENS)
+
     match = RULE.fullmatch(rule)
     if match is None or match[0] == 'tokens=0':
         raise ConfigError(
             f"data.documents={rule!r} must be 'id=N', the id that separates documents, or "
             "'tokens=N', the tokens of a block, for data.name='tokens'"
         )
-    number = int(match[2])
-    return SeparatedDocuments(number) if match[1] == 'id' else Blocks(number)
+    kind, digits = match.groups()
+    number = int(digits)
+    if kind == 'id':
+        return SeparatedDocuments(number)
+    return Blocks(number)

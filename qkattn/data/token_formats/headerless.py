@@ -1,4 +1,4 @@
-"""Ids without a header, as nanoGPT's `train.bin` and `val.bin`."""
+"""Token files without a header, such as nanoGPT's `train.bin` and `val.bin`."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -8,18 +8,21 @@ import numpy as np
 from qkattn.data.token_formats.shards import Shard, TokenFormat, mapped
 from qkattn.errors import ConfigError
 
-DTYPE = 'uint16'  # of nanoGPT
-SAMPLE = 4096  # ids that are looked at for their type
-# Ids are below 2**20, so the upper half of an id in uint32 is below this.
+DTYPE = 'uint16'  # the type of nanoGPT's ids
+SAMPLE = 4096  # how many ids are examined to guess their type
+# Ids are below 2**20. So the upper 16 bits of an id in uint32 are below this number.
 UPPER_HALF_END = 16
-# The headers of llm.c and of tools like it are 256 int32, of which at most these first are not 0.
-HEADER_SIZE = 256
-HEADER_FIELDS = 8
+# A header of llm.c, and of tools like it, has 256 fields of type int32. At most the first 8 are in
+# use; the others are 0.
+HEADER_FIELDS = 256
+USED_FIELDS = 8
+HEADER_BYTES = 4 * HEADER_FIELDS
 
 
 class Headerless(TokenFormat):
-    """A file of ids and nothing else; they are uint16 unless data.token_dtype names another type.
+    """A file that holds ids and nothing else.
 
+    The ids are uint16, unless data.token_dtype names another type. As in nanoGPT:
     https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py
     """
 
@@ -39,27 +42,39 @@ class Headerless(TokenFormat):
 
 
 def _refuse_header(path: Path, ids: np.ndarray) -> None:
-    """Raises ConfigError where a file begins like one with a header, but with an unknown magic."""
-    start = ids[: 4 * HEADER_SIZE].tobytes()[: 4 * HEADER_SIZE]
-    if len(start) < 4 * HEADER_SIZE:
+    """Raises ConfigError if a file seems to begin with a header of an unknown format.
+
+    `ids` are the ids of the file if it has no header. A file with the header of a known format does
+    not come here, because that format opens it.
+    """
+    # An id has at least one byte, so these ids have enough bytes for a header.
+    start = ids[:HEADER_BYTES].tobytes()[:HEADER_BYTES]
+    if len(start) < HEADER_BYTES:
         return
     header = np.frombuffer(start, '<i4')
-    # Magic number, version and number of ids.
-    has_fields = header[:3].all()
-    if has_fields and not header[HEADER_FIELDS:].any():
+    # These fields of a header are never 0.
+    magic, version, num_ids = header[:3]
+    is_unused_part_zero = not header[USED_FIELDS:].any()
+    if magic and version and num_ids and is_unused_part_zero:
         raise ConfigError(
-            f'data.path: {path} begins with a header whose magic number is {header[0]}; those of '
+            f'data.path: {path} begins with a header whose magic number is {magic}; those of '
             'llm.c are 20240520 and 20240801'
         )
 
 
 def _refuse_wider_ids(path: Path, ids: np.ndarray) -> None:
-    """Raises ConfigError where ids look like the halves of ids in uint32, small and large ones."""
+    """Raises ConfigError if ids, which were read as uint16, are probably uint32.
+
+    In this case each id was read as two: its lower half, which may have any value, and its upper
+    half, which is small. For example, the ids 70000 and 9 appear as 4464, 1, 9, 0.
+    """
     lower_halves = ids[::2]
     upper_halves = ids[1::2]
-    if not len(upper_halves):
+    if len(upper_halves) == 0:
         return
-    if upper_halves.max() < UPPER_HALF_END <= lower_halves.max():
+    all_upper_are_small = upper_halves.max() < UPPER_HALF_END
+    some_lower_is_large = lower_halves.max() >= UPPER_HALF_END
+    if all_upper_are_small and some_lower_is_large:
         raise ConfigError(
             f'data.path: every other id of {path} is below {UPPER_HALF_END} in uint16, as if ids '
             "were uint32; set data.token_dtype to 'uint32', or to 'uint16' if they are not"

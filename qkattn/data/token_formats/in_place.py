@@ -1,12 +1,13 @@
-"""Tokens that another tool wrote, read where they are.
+"""Opens token files that another tool wrote, without copying them.
 
-They are read through once, for the counts of each split, its sha256 and the largest id; the counts
-are kept in `<data_dir>/tokens/in_place/` until a file changes.
+The first time, all ids are read, to check them and to count them. The counts are kept in
+`<data_dir>/tokens/in_place/`, and are used until a file or a setting changes.
 """
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from qkattn.errors import ConfigError
 from qkattn.storage.files import version_of, write_atomic
 from qkattn.storage.records import parse_file, read
 
-# The first that reads a file opens it.
+# The formats of token files. A file has the first format whose `reads` is true for it.
 FORMATS: tuple[type[TokenFormat], ...] = (Megatron, LlmC, Headerless)
 SUFFIX = '.bin'
 
@@ -40,16 +41,21 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What is known of the tokens once they are read through."""
+    """The counts of token files, for which all ids have to be read. They are stored as JSON."""
 
-    vocab_size: int  # that of the tokenizer, or else the largest id and one more
+    vocab_size: int  # the tokenizer's; without a tokenizer, the largest id plus one
     splits: Mapping[str, SplitInfo]
 
 
 def token_files(path: Path) -> dict[str, list[Path]]:
-    """The token files at data.path by split: one file, NAME of NAME.bin, or those in a directory.
+    """Finds the token files at `path`, the value of data.path; returns the paths of each split.
 
-    Empty where there are none.
+    The path is one of these:
+
+    - a directory: the names of its files say to which split they belong.
+    - a file, with or without its suffix: '/data/a' finds '/data/a.bin'. It is the train split.
+
+    The result is empty if there are no token files.
     """
     if path.is_dir():
         return files_by_split(path, [SUFFIX])
@@ -60,10 +66,16 @@ def token_files(path: Path) -> dict[str, list[Path]]:
 
 
 def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenDataset:
-    """The dataset of these token files, memory-mapped.
+    """Opens token files as a dataset. The ids are memory-mapped.
 
-    Headers are checked first, then all ids, unless the same files were opened before. ConfigError
-    for files that are damaged, that do not fit one another, or that the settings do not fit.
+    Headers are checked each time. Ids are checked the first time that the files are opened.
+
+    Args:
+      config: the settings of the data.
+      files: the paths of each split, as `token_files` returns them.
+
+    Raises:
+      ConfigError: files are damaged, do not fit each other, or do not fit the settings.
     """
     if config.lowercase:
         raise ConfigError('data.lowercase=True has no effect on tokens; leave it at False')
@@ -71,16 +83,20 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
     token_format = _format_of(files)
     if token_format is Headerless and config.token_dtype is None:
         _refuse_lost_index(files)
-    shards_of_split = _opened(files, token_format, config.token_dtype)
+
+    # The shards of each split, and the rule for where their documents end.
+    shards_of_split = _open_shards(files, token_format, config.token_dtype)
     first_shard = shards_of_split['train'].shards[0]
     documents = documents_of(
         config.documents,
         tokenizer.separator if tokenizer else None,
         indexed=first_shard.document_ends is not None,
     )
+
+    # The splits that have no files are carved from train.
     carved = _missing_splits(tuple(files), config.carve_test)
     if carved:
-        shards_of_split |= _carved(shards_of_split['train'], documents, carved)
+        shards_of_split |= _carve(shards_of_split['train'], documents, carved)
     splits = [split for split in SPLITS if split in shards_of_split]
 
     @functools.cache
@@ -88,19 +104,22 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         return documents.ends(shards_of_split[split])
 
     def count() -> Counts:
+        """Reads all ids, and counts those of each split."""
         log.info('Reading the tokens of %s once for their counts', config.path)
         infos = {}
         vocab_size = tokenizer.vocab_size if tokenizer else 0
         for split in splits:
+            shards = shards_of_split[split]
             ends = document_ends(split)
-            info, largest = _count(shards_of_split[split], len(ends), tokenizer)
+            info, largest_id = _count(shards, len(ends), tokenizer)
             if tokenizer and split != 'train':
-                num_bytes = _num_bytes(shards_of_split[split], ends, tokenizer)
-                info = dataclasses.replace(info, num_bytes=num_bytes)
+                # Only these splits report bits per byte. Decoding train would take long.
+                info = dataclasses.replace(info, num_bytes=_num_bytes(shards, ends, tokenizer))
             infos[split] = info
-            vocab_size = max(vocab_size, largest + 1)
+            vocab_size = max(vocab_size, largest_id + 1)
         return Counts(vocab_size=vocab_size, splits=infos)
 
+    # The counts depend on the files and on these settings.
     versions = []
     for split, paths in files.items():
         for path in paths:
@@ -113,6 +132,7 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         tokenizer.name if tokenizer else None,
     ]
     counts = _counted_once(config, [settings, versions], count)
+
     if tokenizer is None:
         separator = getattr(documents, 'separator', None)
         tokenizer = IdTokenizer(counts.vocab_size, separator)
@@ -130,14 +150,15 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
 
 
 def _named_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """The tokenizer that data.tokenizer names; None where it is unset.
+    """Returns the tokenizer that data.tokenizer names; None if the setting has its default value.
 
-    ConfigError for a kind that would have to be learned.
+    Raises ConfigError if this kind of tokenizer is learned from text, because there is no text.
     """
     if config.tokenizer == DataConfig.tokenizer:
         return None
     cls, _ = vocabulary.check(config.tokenizer)
-    if hasattr(cls, 'train'):
+    is_learned = hasattr(cls, 'train')
+    if is_learned:
         raise ConfigError(
             f'data.tokenizer={config.tokenizer!r} is learned from text, which tokens have not; '
             'name the tokenizer.json that they were made with, or leave it unset'
@@ -146,25 +167,30 @@ def _named_tokenizer(config: DataConfig) -> Tokenizer | None:
 
 
 def _format_of(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
-    """The one format of all files; ConfigError where they are of several."""
-    file_by_format: dict[type[TokenFormat], Path] = {}
-    for paths in files.values():
-        for path in paths:
-            matching = [token_format for token_format in FORMATS if token_format.reads(path)]
-            if not matching:
-                raise ConfigError(
-                    f'data.path: {path} is no token file; its name must end in {SUFFIX}'
-                )
-            file_by_format.setdefault(matching[0], path)
-    if len(file_by_format) > 1:
-        described = [f'{path} ({kind.name})' for kind, path in file_by_format.items()]
+    """Returns the format of all files; raises ConfigError if they have several formats."""
+    first_file_of_format: dict[type[TokenFormat], Path] = {}
+    for path in itertools.chain(*files.values()):
+        for token_format in FORMATS:
+            if token_format.reads(path):
+                first_file_of_format.setdefault(token_format, path)
+                break
+        else:  # no format reads the file
+            raise ConfigError(f'data.path: {path} is no token file; its name must end in {SUFFIX}')
+
+    if len(first_file_of_format) > 1:
+        described = [
+            f'{path} ({token_format.name})' for token_format, path in first_file_of_format.items()
+        ]
         raise ConfigError(f'data.path has files of several formats: {", ".join(described)}')
-    (token_format,) = file_by_format
-    return token_format
+    (only_format,) = first_file_of_format
+    return only_format
 
 
 def _refuse_lost_index(files: Mapping[str, list[Path]]) -> None:
-    """Raises ConfigError for files named as prepare_data names them, whose index is not there."""
+    """Raises ConfigError if the files are probably those of prepare_data, without their index.
+
+    prepare_data calls the file of a split 'validation.bin'; most other tools call it 'val.bin'.
+    """
     for path in files.get('validation', []):
         if path.name == 'validation.bin':
             raise ConfigError(
@@ -173,40 +199,53 @@ def _refuse_lost_index(files: Mapping[str, list[Path]]) -> None:
             )
 
 
-def _opened(
+def _open_shards(
     files: Mapping[str, list[Path]], token_format: type[TokenFormat], dtype: str | None
 ) -> dict[str, Shards]:
-    """The shards of each split; ConfigError where their ids are of several types."""
+    """Opens the shards of each split; raises ConfigError if their ids have several types.
+
+    `dtype` is data.token_dtype.
+    """
     shards_of_split = {}
-    shard_by_dtype: dict[str, Shard] = {}
+    first_shard_of_dtype: dict[str, Shard] = {}
     for split, paths in files.items():
         shards = [token_format.open(path, dtype) for path in paths]
         for shard in shards:
-            shard_by_dtype.setdefault(shard.ids.dtype.name, shard)
+            first_shard_of_dtype.setdefault(shard.ids.dtype.name, shard)
         shards_of_split[split] = Shards(shards)
-    if len(shard_by_dtype) > 1:
-        described = [f'{shard.path} ({name})' for name, shard in shard_by_dtype.items()]
+    if len(first_shard_of_dtype) > 1:
+        described = [f'{shard.path} ({name})' for name, shard in first_shard_of_dtype.items()]
         raise ConfigError(f'data.path has ids of several types: {", ".join(described)}')
     return shards_of_split
 
 
 def _missing_splits(splits: tuple[str, ...], carve_test: bool) -> list[str]:
-    """The splits to carve from train: as `corpora.corpus.carved`, test alone only if asked for."""
+    """Returns the splits to carve from train, by the rule of `corpora.corpus.carved`.
+
+    All missing splits are carved, except that a missing test split is left out if it is the only
+    one and `carve_test` is not set.
+    """
     missing = [split for split in SPLITS if split not in splits]
     if missing == ['test'] and not carve_test:
         return []
     return missing
 
 
-def _carved(train: Shards, documents: Documents, missing: list[str]) -> dict[str, Shards]:
-    """Train without its last documents, which are the missing splits, a tenth of the ids each."""
-    num_kept = 1 - CARVED_FRACTION * len(missing)
+def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str, Shards]:
+    """Carves the missing splits from the end of train; returns them and the rest, which is train.
+
+    A carved split takes about a tenth of the ids. With two of them, train is cut at the ends of
+    documents after 80 % and 90 %. Raises ConfigError if there are too few documents.
+    """
+    kept_fraction = 1 - CARVED_FRACTION * len(missing)
     cuts = []
     for number in range(len(missing)):
-        position = int(len(train) * (num_kept + CARVED_FRACTION * number))
+        position = int(len(train) * (kept_fraction + CARVED_FRACTION * number))
         cuts.append(documents.next_end(train, position))
+
     bounds = [0, *cuts, len(train)]
-    if sorted(set(bounds)) != bounds:
+    has_empty_split = any(start >= end for start, end in itertools.pairwise(bounds))
+    if has_empty_split:
         raise ConfigError(
             f'data.path: {train.shards[0].path} has too few documents for the splits '
             f'{" and ".join(missing)} to be carved at their ends; give a file for each split, or '
@@ -216,25 +255,29 @@ def _carved(train: Shards, documents: Documents, missing: list[str]) -> dict[str
 
 
 def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tuple[SplitInfo, int]:
-    """Counts of a split, and its largest id.
+    """Reads the ids of a split; returns its counts, without bytes, and its largest id.
 
-    ConfigError, with file and position, for an id that the tokenizer does not have.
+    Raises ConfigError, which names the file and the position, for an id that is not valid. Ids must
+    be in the vocabulary of the tokenizer, or below MAX_SIZE without one.
     """
-    end = tokenizer.vocab_size if tokenizer else MAX_SIZE
+    num_valid_ids = tokenizer.vocab_size if tokenizer else MAX_SIZE
     digest = hashlib.sha256()
-    counts_V = np.zeros(end, np.int64)
+    counts_V = np.zeros(num_valid_ids, np.int64)
     for shard in ids.shards:
-        num_read = 0
+        num_read = 0  # ids of this shard before the block
         for block in blocks(shard.ids):
-            if block.min() < 0 or block.max() >= end:
-                position = int(np.flatnonzero((block < 0) | (block >= end))[0])
-                owner = f'data.tokenizer={tokenizer.name!r} has' if tokenizer else 'valid are'
+            if block.min() < 0 or block.max() >= num_valid_ids:
+                is_invalid = (block < 0) | (block >= num_valid_ids)
+                index = int(np.flatnonzero(is_invalid)[0])
+                condition = 'valid are'
+                if tokenizer:
+                    condition = f'data.tokenizer={tokenizer.name!r} has'
                 raise ConfigError(
-                    f'data.path: {shard.path} holds id {block[position]} at token '
-                    f'{num_read + position:,}, but {owner} ids from 0 to {end - 1:,}'
+                    f'data.path: {shard.path} holds id {block[index]} at token '
+                    f'{num_read + index:,}, but {condition} ids from 0 to {num_valid_ids - 1:,}'
                 )
             digest.update(block.data)
-            counts_V += np.bincount(block, minlength=end)
+            counts_V += np.bincount(block, minlength=num_valid_ids)
             num_read += len(block)
     info = SplitInfo(
         num_documents=num_documents,
@@ -243,11 +286,12 @@ def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tupl
         unigram_nats_per_token=entropy(counts_V),
         fingerprint=digest.hexdigest(),
     )
-    return info, int(np.flatnonzero(counts_V)[-1])
+    largest_id = int(np.flatnonzero(counts_V)[-1])
+    return info, largest_id
 
 
 def _num_bytes(ids: Shards, ends: np.ndarray, tokenizer: Tokenizer) -> int:
-    """The bytes of text that ids stand for, decoded document by document."""
+    """Returns the number of bytes of text that ids stand for, decoded document by document."""
     num_bytes = 0
     start = 0
     for end in ends.tolist():
@@ -257,14 +301,20 @@ def _num_bytes(ids: Shards, ends: np.ndarray, tokenizer: Tokenizer) -> int:
 
 
 def _counted_once(config: DataConfig, key: list, count: Callable[[], Counts]) -> Counts:
-    """The counts of the files and settings that `key` describes, counted the first time."""
+    """Returns stored counts, or calls `count` and stores what it returns.
+
+    Args:
+      config: names the directory of prepared data.
+      key: describes all that the counts depend on, as JSON. They are stored under its hash.
+      count: counts the ids.
+    """
     root = data_root(config.data_dir)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     path = root / 'tokens' / 'in_place' / digest / 'counts.json'
 
     def read_counts() -> Counts:
         try:
-            record = parse_file(path, {'splits': {}})
+            record = parse_file(path, {'splits': {}})  # requires an object `splits`
             splits = {split: read(SplitInfo, info) for split, info in record['splits'].items()}
             return read(Counts, record, splits=splits)
         except ValueError as error:

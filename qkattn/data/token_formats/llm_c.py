@@ -1,4 +1,4 @@
-"""Shards of llm.c and modded-nanogpt, as `fineweb_train_000001.bin`."""
+"""Token files of llm.c and modded-nanogpt, such as `fineweb_train_000001.bin`."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -9,14 +9,17 @@ from qkattn.config.paths import open_regular
 from qkattn.data.token_formats.shards import Shard, TokenFormat, mapped, refuse_other_dtype
 from qkattn.errors import ConfigError
 
+# The first bytes of a file are a header of 256 int32.
 HEADER_BYTES = 256 * 4
-# By the magic number: the version, and the type of the ids.
-KINDS = {20240520: (1, 'uint16'), 20240801: (7, 'uint32')}  # tokens of GPT-2, of Llama 3
+# Maps the magic number of a header to the version and the type of the ids. The first kind of file
+# has tokens of GPT-2, the second tokens of Llama 3.
+KINDS = {20240520: (1, 'uint16'), 20240801: (7, 'uint32')}
 
 
 class LlmC(TokenFormat):
-    """A header of 256 int32, of which the first are magic, version and number of ids; then ids.
+    """A file with a header, then ids.
 
+    The first fields of the header are a magic number, a version and the number of ids.
     https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
     """
 
@@ -25,7 +28,7 @@ class LlmC(TokenFormat):
     @staticmethod
     def reads(path: Path) -> bool:
         header = _header(path)
-        return len(header) > 0 and int(header[0]) in KINDS
+        return len(header) > 0 and int(header[0]) in KINDS  # the magic number
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
@@ -35,14 +38,14 @@ class LlmC(TokenFormat):
                 f'data.path: {path} ends inside of its header of {HEADER_BYTES} bytes'
             )
         magic, version, num_ids = header[:3].tolist()
-        expected_version, stated_dtype = KINDS[magic]
+        expected_version, stated_dtype = KINDS[magic]  # `reads` has checked the magic number
         if version != expected_version:
             raise ConfigError(
                 f'data.path: {path} has version {version} of the magic number {magic}; valid is '
                 f'{expected_version}'
             )
         refuse_other_dtype(path, stated_dtype, dtype)
-        ids = mapped(path, np.dtype(stated_dtype).newbyteorder('<'), HEADER_BYTES)
+        ids = mapped(path, np.dtype(stated_dtype).newbyteorder('<'), offset=HEADER_BYTES)
         if len(ids) != num_ids:
             raise ConfigError(
                 f'data.path: {path} holds {len(ids):,} tokens after its header, which states '
@@ -52,10 +55,11 @@ class LlmC(TokenFormat):
 
 
 def _header(path: Path) -> np.ndarray:
-    """The first 256 int32 of a file, fewer of a shorter one."""
+    """Returns the first 256 int32 of a file, or all of a shorter file."""
     try:
         with open_regular(path) as file:
             start = file.read(HEADER_BYTES)
     except OSError as error:
         raise ConfigError(f'data.path: {path} cannot be read ({error.strerror})') from error
-    return np.frombuffer(start[: len(start) // 4 * 4], '<i4')
+    num_fields = len(start) // 4
+    return np.frombuffer(start, '<i4', count=num_fields)

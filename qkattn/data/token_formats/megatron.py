@@ -12,19 +12,20 @@ from qkattn.storage.files import read_whole
 
 MAGIC = b'MMIDIDX\x00\x00'
 VERSION = 1
-# After the magic: version, code of the ids' type, number of sequences, length of the list of
-# documents.
+# The fields after the magic number: the version, the code of the type of the ids, the number of
+# sequences, and the length of the list of documents.
 HEADER = struct.Struct('<QBQQ')
-# By the code; codes of signed types that are too narrow and of floats are refused.
+# Maps a code to its type. Other codes stand for floats, or for signed types that are too narrow for
+# ids; they are refused.
 DTYPES = {1: 'uint8', 4: 'int32', 5: 'int64', 8: 'uint16'}
 
 
 class Megatron(TokenFormat):
-    """Sequences one after another, and an index of their lengths and of the documents.
+    """Sequences of ids in one file, and an index of the sequences and documents in another.
 
-    The index has, after its header, the length of each sequence in ids (int32), the byte at which
-    it begins (int64), and for each document the number of its first sequence, then the number of
-    all (int64).
+    The index has a header and three arrays: the length of each sequence in ids (int32), the byte at
+    which it begins (int64), and the bounds of the documents (int64). Document i has the sequences
+    from bounds[i] to bounds[i + 1].
     https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
     """
 
@@ -84,5 +85,5 @@ class Megatron(TokenFormat):
                 f'end at {num_sequences:,}'
             )
         document_ends = np.unique(sequence_ends[bounds[1:]])
-        # A document without a token is none.
+        # A document without a token is left out.
         return Shard(path, ids, document_ends[document_ends > 0])

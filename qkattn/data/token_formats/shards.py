@@ -1,4 +1,4 @@
-"""Token files that other tools write: a shard is one file, and a split any number of them."""
+"""Token files that other tools write. Each file is a shard; a split has one or more shards."""
 
 import bisect
 import dataclasses
@@ -19,11 +19,14 @@ class Shard:
 
     path: Path
     ids: np.ndarray
-    # The position after each document, ascending; None where the file does not say.
+    # The position after each document, ascending. None if the file does not say.
     document_ends: np.ndarray | None = None
 
     def cut(self, start: int, end: int) -> 'Shard':
-        """The ids from `start` to `end`, which are ends of documents where these are known."""
+        """Returns the part of the shard from `start` to `end`.
+
+        If the file says where documents end, both must be bounds of documents.
+        """
         ends = self.document_ends
         if ends is not None:
             ends = ends[(ends > start) & (ends <= end)] - start
@@ -37,18 +40,18 @@ class TokenFormat(Protocol):
 
     @staticmethod
     def reads(path: Path) -> bool:
-        """Whether a file is of this format."""
+        """Whether a file has this format."""
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        """Maps a file; ConfigError where it is damaged.
+        """Opens a file, memory-mapped; raises ConfigError if it is damaged.
 
-        `dtype` is data.token_dtype, for a format that does not state the type of its ids.
+        `dtype` is data.token_dtype, the type of the ids for formats that do not state it.
         """
 
 
 class Shards:
-    """The ids of several shards, read as one array: len(shards), shards[first:end]."""
+    """The ids of several shards, which behave like one array: len(shards), shards[first:end]."""
 
     def __init__(self, shards: Sequence[Shard]):
         self.shards = tuple(shards)
@@ -61,7 +64,7 @@ class Shards:
         return self._bounds[-1]
 
     def __getitem__(self, positions: slice) -> np.ndarray:
-        """The ids of a range of positions; a view where they are in one shard."""
+        """Returns the ids of a range of positions; a view if they are all in one shard."""
         start, end, _ = positions.indices(len(self))
         number = bisect.bisect_right(self._bounds, start) - 1
         parts = []
@@ -74,14 +77,15 @@ class Shards:
             number += 1
         if len(parts) == 1:
             return parts[0]
+        # The empty array sets the type if the range is empty.
         return np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def starts(self) -> Iterator[tuple[int, Shard]]:
-        """Each shard, with the position of its first id."""
+        """Yields (position of the first id, shard) for each shard."""
         return zip(self._bounds[:-1], self.shards, strict=True)
 
     def cut(self, positions: Sequence[int]) -> list['Shards']:
-        """The ids before, between and after these ascending positions."""
+        """Cuts the ids at ascending positions: n positions give n + 1 parts."""
         bounds = [0, *positions, len(self)]
         parts = []
         for start, end in itertools.pairwise(bounds):
@@ -96,9 +100,12 @@ class Shards:
 
 
 def mapped(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
-    """The ids of a file from byte `offset` on; ConfigError where the last one is cut."""
+    """Returns the ids of a file, memory-mapped, from byte `offset` to its end.
+
+    Raises ConfigError if there are no ids, or if the bytes of the last one are incomplete.
+    """
     try:
-        require_regular(path, most=None)
+        require_regular(path, most=None)  # of any size
         num_bytes = path.stat().st_size - offset
     except OSError as error:
         raise ConfigError(f'data.path: {path} cannot be read ({error.strerror})') from error
@@ -111,12 +118,15 @@ def mapped(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
             f'bytes of an id in {np.dtype(dtype).name}; copy the file again, or set '
             'data.token_dtype'
         )
-    # Slices of a memmap take several times as long as those of its array.
+    # Slicing an np.memmap takes several times as long as slicing a plain array.
     return np.asarray(np.memmap(path, dtype, 'r', offset))
 
 
 def refuse_other_dtype(path: Path, stated: str, requested: str | None) -> None:
-    """Raises ConfigError where data.token_dtype is not the type that a file states."""
+    """Raises ConfigError if data.token_dtype differs from the type that a file states.
+
+    `requested` is data.token_dtype; None agrees with every file.
+    """
     if requested is not None and requested != stated:
         raise ConfigError(
             f'data.token_dtype={requested!r} does not fit {path}, whose header states {stated}; '

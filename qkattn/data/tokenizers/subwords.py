@@ -52,7 +52,7 @@ class Subwords(Tokenizer):
         return cls(model)
 
     def model(self) -> bytes:
-        """The tokenizer.json."""
+        """Returns the content of the tokenizer.json."""
         return self._model
 
 
@@ -173,9 +173,10 @@ class FileTokenizer(Subwords):
     def _end_of_text(self) -> int | None:
         """Returns the id of the special token that ends texts; None if there is no usable one.
 
-        This is the special token with a name in END_OF_TEXT, or otherwise the only special token.
-        Encoding must never give the separator. So the token is not usable if it stands for unknown
-        text, or if its own spelling is encoded to it.
+        The candidate is the first special token of END_OF_TEXT that the file has. If the file has
+        none of them, but only one special token, it is that token. The token becomes the separator,
+        so it is not usable if text can be encoded to it. This is so for the token of text outside
+        of the vocabulary, and for a token that its own spelling is encoded to.
         """
         id_of_special = {}
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
@@ -196,7 +197,7 @@ class FileTokenizer(Subwords):
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The id of text outside of the vocabulary; None where the file has none."""
+        """The id of text outside of the vocabulary; None if the file has no such id."""
         token = self._unknown()
         return None if token is None else self._tokenizer.token_to_id(token)
 

@@ -9,8 +9,10 @@ import numpy as np
 
 from qkattn.storage.records import parse_json
 
-REPLACEMENT = 0xFFFD  # the code point that stands for an unknown character
-NUM_CODES = 0x110000  # code points of Unicode
+# The code point that stands for an unknown character.
+REPLACEMENT = 0xFFFD
+# The number of code points of Unicode.
+NUM_CODES = 0x110000
 
 Ids = Sequence[int] | np.ndarray
 
@@ -24,25 +26,25 @@ class Tokenizer(Protocol):
 
     name: str
     vocab_size: int  # ids are in [0, vocab_size)
-    # The id that follows each document, which `encode` never returns; None only for ids of which
-    # nothing says what separates them.
+    # The id after each document, which `encode` never returns. None only for token files of other
+    # tools that do not say which id it is.
     separator: int | None
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids [num_tokens] in the narrowest unsigned dtype.
+        """Returns the token ids [num_tokens] in the narrowest unsigned dtype.
 
-        ValueError for text that cannot be encoded.
+        Raises ValueError if the text cannot be encoded.
         """
 
     def decode(self, ids: Ids) -> str:
-        """The text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
+        """Returns the text of ids; bytes that are not valid UTF-8 become U+FFFD."""
 
     def num_bytes(self, ids: Ids) -> int:
-        """Bytes of text that `ids` stand for; a separator counts as one byte."""
+        """Returns how many bytes of text ids stand for; a separator counts as one byte."""
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per byte of UTF-8; byte 0 separates documents, so that text must be free of it."""
+    """One token per byte of UTF-8. Byte 0 separates documents, so texts must not contain it."""
 
     name = 'bytes'
     vocab_size = 256
@@ -74,26 +76,27 @@ class CharacterTokenizer(Tokenizer):
     """
 
     def __init__(self, characters: str):
-        """Takes the distinct characters in the order of their ids."""
+        """Takes the distinct characters, in the order of their ids."""
         self._characters = characters
         self.name = f'characters-{hashlib.sha256(characters.encode()).hexdigest()[:12]}'
         self.vocab_size = len(characters) + 2
         self.unknown = len(characters)
         self.separator = len(characters) + 1
-        # The code point of each id; the unknown and the separator are the last two.
+
+        # The code point of each id. UTF-32 stores code points in this type.
         codes = [ord(character) for character in characters]
-        self._codes_V = np.array([*codes, REPLACEMENT, 0], '<u4')
+        self._codes_V = np.array([*codes, REPLACEMENT, 0], '<u4')  # unknown, separator
         # The id of each code point.
         dtype = np.min_scalar_type(self.separator)
         self._ids_by_code = np.full(NUM_CODES, self.unknown, dtype)
         self._ids_by_code[codes] = np.arange(len(characters))
-        # Bytes of UTF-8 that each id stands for.
+        # The bytes of UTF-8 that each id stands for.
         num_bytes = [len(character.encode()) for character in characters]
-        self._num_bytes_V = np.array([*num_bytes, 1, 1])
+        self._num_bytes_V = np.array([*num_bytes, 1, 1])  # unknown, separator
 
     @classmethod
     def train(cls, texts: Iterable[bytes]) -> Self:
-        """The tokenizer of the characters of `texts`; ValueError if one is not valid UTF-8."""
+        """Makes the tokenizer of the characters of texts; raises ValueError for invalid UTF-8."""
         characters: set[str] = set()
         for text in texts:
             characters.update(text.decode())
@@ -105,7 +108,7 @@ class CharacterTokenizer(Tokenizer):
         return cls(parse_json(model)['characters'])
 
     def model(self) -> bytes:
-        """The tokenizer as JSON."""
+        """Returns the tokenizer as JSON."""
         return json.dumps({'characters': self._characters}).encode() + b'\n'
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -121,7 +124,7 @@ class CharacterTokenizer(Tokenizer):
 
 
 class IdTokenizer(Tokenizer):
-    """Ids of an unknown vocabulary, which are written as numbers: '464 3290 318'."""
+    """Ids of an unknown vocabulary. Their text is the numbers themselves: '464 3290 318'."""
 
     def __init__(self, vocab_size: int, separator: int | None):
         self.name = f'ids-{vocab_size}'

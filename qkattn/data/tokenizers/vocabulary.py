@@ -1,9 +1,10 @@
-"""Opens tokenizers by their kind; those that are learned are trained once and cached.
+"""Opens the tokenizer that data.tokenizer names. A learned tokenizer is trained once and kept.
 
-The cache is `<data_dir>/tokenizers/<name>/<version>/<kind>/tokenizer.json`, in which the kind 'bpe'
-is `byte-bpe-<size>`. A tokenizer from outside the package is a class with the attributes of
-`Tokenizer` and keyword-only options. If it is learned, it also has `train(texts, *, options)`,
-`load(model)` and `model()`.
+Its file is `<data_dir>/tokenizers/<name>/<version>/<kind>/tokenizer.json`, in which the kind 'bpe'
+is `byte-bpe-<size>`.
+
+A tokenizer from outside the package is a class with the attributes of `Tokenizer` and keyword-only
+options. If it is learned, it also has `train(texts, *, options)`, `load(model)` and `model()`.
 """
 
 import contextlib
@@ -21,12 +22,14 @@ from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 from qkattn.storage.files import read_whole, write_atomic
 
+# The tokenizers of the package, by the value of data.tokenizer.
 KINDS: dict[str, Any] = {
     'bytes': ByteTokenizer,
     'characters': CharacterTokenizer,
     'bpe': BPETokenizer,
     'PATH.json': FileTokenizer,
 }
+# The methods that a class from outside the package must have to be a tokenizer.
 METHODS = ('encode', 'decode', 'num_bytes')
 
 # The names that `as_recorded` sets.
@@ -36,9 +39,10 @@ log = logging.getLogger(__name__)
 
 
 def check(kind: str) -> tuple[Any, dict[str, Any]]:
-    """Returns the class and the options that `data.tokenizer` names.
+    """Returns the class and the options that `kind`, the value of data.tokenizer, names.
 
-    Raises ConfigError if there is no such tokenizer.
+    For example, 'my_file:MyTokenizer(size=9)' gives (MyTokenizer, {'size': 9}). Raises ConfigError
+    if there is no such tokenizer, or if it does not take the options.
     """
     if kind.endswith('.json'):
         return FileTokenizer, {}
@@ -47,7 +51,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         return inspect.isclass(target) and all(hasattr(target, method) for method in METHODS)
 
     def takes_options(cls: Any) -> Any:
-        """The function that gets the options: the method `train` of a learned tokenizer."""
+        """Returns what the options are for: `train` of a learned tokenizer, else the class."""
         return getattr(cls, 'train', cls)
 
     methods = ', '.join(METHODS)
@@ -64,7 +68,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
 def open_tokenizer(
     root: Path, corpus: str, kind: str, size: int, texts: Callable[[], Iterable[bytes]]
 ) -> Tokenizer:
-    """Opens the tokenizer of a corpus, and trains it the first time if it is a learned one.
+    """Opens the tokenizer of a corpus. A learned tokenizer is trained the first time, and kept.
 
     Args:
       root: the directory of prepared data, in which a learned tokenizer is kept.
@@ -74,9 +78,11 @@ def open_tokenizer(
       texts: returns the texts to train on, the same in each call. It is called only to train.
     """
     cls, options = check(kind)
-    if not hasattr(cls, 'train'):
+    is_learned = hasattr(cls, 'train')
+    if not is_learned:
         return restored(kind, None)
 
+    # Tokenizers that may differ get different folders.
     folder = kind
     if kind == 'bpe':
         folder = f'byte-bpe-{size}'
@@ -101,19 +107,24 @@ def open_tokenizer(
 
 
 def is_import_path(kind: str) -> bool:
-    """Whether `data.tokenizer` names a class from outside the package, not a file."""
+    """Whether a value of data.tokenizer names a class from outside the package.
+
+    'my_file:MyTokenizer' does. 'C:/tokenizer.json' does not, because it is the path of a file.
+    """
     return ':' in kind and not kind.endswith('.json')
 
 
 @contextlib.contextmanager
 def as_recorded(*names: str) -> Iterator[None]:
-    """Inside of this context, tokenizers get the separators that the recorded names state.
+    """Inside of this context, tokenizers get the separators that recorded tokenizers had.
 
-    `names` are names of tokenizers that results, checkpoints or tokens have recorded. They matter
-    only for a vocabulary of a file (`FileTokenizer`), which may have either of two separators:
+    `names` are names of tokenizers from results, checkpoints or tokens. They matter only for the
+    vocabulary of a file (`FileTokenizer`), because one file can give two tokenizers:
 
-    - If a name states that the separator is an additional id, it is an additional id.
-    - Otherwise it is the end-of-text id of the file, if the file has one.
+    - 'file-0123456789ab-end2': the separator is the end-of-text token of the file, here id 2. This
+      is the default if the file has such a token.
+    - 'file-0123456789ab': the separator is an additional id after those of the file. This is used
+      if `names` contains the name.
     """
     token = _RECORDED.set(names)
     try:
@@ -123,10 +134,11 @@ def as_recorded(*names: str) -> Iterator[None]:
 
 
 def names_in(data: Any) -> list[str]:
-    """Returns the names of the tokenizers in a recorded identity of data.
+    """Returns the names of the tokenizers in the field `data` of a result or a checkpoint.
 
-    Results and checkpoints record this identity. Parallel text has one name for the source and one
-    for the target. `data` was read from a file, so it may have any form.
+    The field holds what `identity` of a dataset returned: {'tokenizer': NAME, ...} for text, and
+    {'source': {'tokenizer': NAME, ...}, 'target': ...} for parallel text. The field was read from a
+    file that may be damaged. Parts of another form are skipped.
     """
     if not isinstance(data, dict):
         return []
@@ -138,11 +150,11 @@ def names_in(data: Any) -> list[str]:
 
 
 def restored(kind: str, model: bytes | None) -> Tokenizer:
-    """Makes the tokenizer that `data.tokenizer` names.
+    """Makes the tokenizer that `kind`, the value of data.tokenizer, names.
 
-    `model` is what the method `model` of a learned tokenizer has returned; None for a tokenizer
-    that is not learned. The name of a tokenizer from outside the package gets a digest of its
-    options and its source.
+    `model` is the content of tokenizer.json, which the method `model` of a learned tokenizer has
+    returned. It is None for a tokenizer that is not learned. The name of a tokenizer from outside
+    the package gets a digest of its options and its source.
     """
     cls, options = check(kind)
     if model is not None:
@@ -154,6 +166,6 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
     if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
-        # The recorded tokenizer did not have the file's own separator; see `as_recorded`.
+        # The recorded tokenizer did not use the end-of-text token of the file; see `as_recorded`.
         tokenizer = tokenizer.with_added_separator()
     return tokenizer
