@@ -47,19 +47,19 @@ def short(text: str, limit: int) -> str:
 
 
 def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a table as aligned plain text; characters that a terminal obeys are escaped.
+    """Formats a table as aligned plain text. Control characters in cells are escaped.
 
     Args:
-      titles: for each column its title, and whether its cells are flush left. 'loss|nats/token' is
-        a title of two lines.
-      rows: the cells of each row. Empty rows are left out.
+      titles: pairs (title, is_flush_left), one for each column. 'loss|nats/token' is a title of
+        two lines.
+      rows: the cells of each row. Rows of empty cells are left out.
     """
     first_lines = []
     second_lines = []
     for title, _ in titles:
-        first, _, second = title.partition('|')
-        first_lines.append(first)
-        second_lines.append(second)
+        first_line, _, second_line = title.partition('|')
+        first_lines.append(first_line)
+        second_lines.append(second_line)
     head = [line for line in (first_lines, second_lines) if any(line)]
 
     body = []

@@ -3,8 +3,8 @@
 The coordinator keeps keys that all processes read and write. A thread of every process reads them
 regularly. If a process dies or hangs, jax's heartbeats notice and name it; they need no Python.
 
-The keys begin with qkattn/job/. RANK is the rank of a process, and BLOCK counts the `StopRequest`
-blocks in which the processes train.
+The keys begin with qkattn/job/. RANK is the rank of a process. BLOCK is a number: the processes
+train in one `StopRequest` block after another, and count these blocks alike from 1.
 
     left/RANK        process RANK ends: [exit code, sentence]
     request          a signal has asked some process to stop: its rank
@@ -29,8 +29,8 @@ from qkattn.jobs.detection import Job
 from qkattn.jobs.signals import EXIT_REQUEUE, StopRequest
 
 EXIT_CRASH = 1
-# Seconds between two readings of the coordinator's keys. Above _MANY_PROCESSES the interval grows
-# with their number, so that the coordinator has no more to answer.
+# Seconds between two readings of the coordinator's keys, with up to _MANY_PROCESSES processes. With
+# more, the seconds grow in proportion to their number.
 _INTERVAL = 0.5
 _MANY_PROCESSES = 256
 # Seconds for which a process that ends waits for the others to end.
@@ -44,27 +44,31 @@ _ROOT = 'qkattn/job/'
 class JobPeers:
     """Watches the other processes of a job.
 
-    A step at which all stop is agreed in two rounds. When a process sees a reason to stop, it
-    publishes its last step, and `should_stop` waits. When all have published theirs, process 0
-    publishes the largest one, and every process trains up to it.
+    The processes agree in two rounds on the step after which they stop. When a process sees a
+    reason to stop, it publishes the last step that it has done, and its `should_stop` waits. When
+    all have published theirs, process 0 publishes the largest one. Every process trains up to it.
     """
 
     def __init__(self, job: Job, seconds: int):
-        """Handles aborts from here on; processes have `seconds` seconds to connect."""
+        """Installs the handler of aborts.
+
+        `seconds` is the time that the processes have to connect, for the message of the handler.
+        """
         self._job = job
         self._seconds = seconds
-        self._watched = threading.Event()  # set when Python exits
-        self._broken = False  # whether jax has aborted this process
-        self._exit_code: int | None = None  # of this process, once it ends
+        self._python_exits = threading.Event()
+        self._is_aborted = False  # by jax
+        self._exit_code: int | None = None  # set as soon as this process is about to end
 
-        # The condition guards the fields below.
-        self._moved = threading.Condition()
-        self._block = 0  # number of the StopRequest block in which processes train
-        self._confirmed = False  # whether all processes are in this block
-        self._also = False  # whether this process has a reason to stop besides signals
-        self._last = -1  # step of the last `should_stop`
-        self._frozen = False  # whether `_last` was published, so that `should_stop` waits
-        self._stop_after: int | None = None  # the step after which all stop, once it is agreed
+        # The training thread and the thread that reads the keys share the fields below. The
+        # condition guards them.
+        self._agreement = threading.Condition()
+        self._block = 0  # the number of the current StopRequest block; 0 before the first
+        self._all_in_block = False  # whether all processes have entered this block
+        self._last_step = -1  # the last step of this process in this block
+        self._has_own_reason = False  # whether this process has a reason to stop besides signals
+        self._is_agreeing = False  # whether `should_stop` waits until all agree
+        self._stop_after: int | None = None  # the agreed step, after which all stop
 
         # If the job is broken, a thread of jax calls abort() in this process.
         self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
@@ -79,45 +83,46 @@ class JobPeers:
         atexit.register(self._unwatch, thread)
 
     def meet(self, requested: bool) -> bool:
-        """Waits for all processes, and begins the next block.
+        """Begins the next block, and waits until all processes have called this.
 
-        `requested` tells whether a stop was requested in this process. Returns whether a stop was
-        requested in any of them.
+        `requested` is whether a stop was requested in this process. Returns whether a stop was
+        requested in any process. In this case nobody trains in the block.
         """
-        with self._moved:
+        with self._agreement:
             self._block += 1
-            self._last = -1
+            self._all_in_block = False
+            self._last_step = -1
+            self._has_own_reason = False
+            self._is_agreeing = False
             self._stop_after = None
-            self._also = False
-            self._frozen = False
-            self._confirmed = False
-        stop = any(agreement.from_all(requested, limit=_MEET_LIMIT))
-        self._confirmed = not stop
-        return stop
+        is_requested_anywhere = any(agreement.from_all(requested, limit=_MEET_LIMIT))
+        self._all_in_block = not is_requested_anywhere
+        return is_requested_anywhere
 
     def should_stop(self, step: int, also: bool) -> bool:
-        """Whether all processes stop now that `step` steps are done; see StopRequest.should_stop.
+        """Whether this process stops now that `step` steps are done.
 
-        `also` tells that this process has a reason to stop besides signals. While the processes
-        agree on the last step, the function waits.
+        While the processes agree on the step after which all stop, the function waits. `also` is
+        whether this process has a reason to stop besides signals.
         """
-        with self._moved:
-            self._also |= also
-            self._moved.wait_for(lambda: not self._frozen or self._stop_after is not None)
-            if self._stop_after is not None:
-                return step > self._stop_after
-            self._last = step
-            return False
+        with self._agreement:
+            self._has_own_reason |= also
+            self._agreement.wait_for(lambda: not self._is_agreeing or self._stop_after is not None)
+            if self._stop_after is None:  # nobody has a reason to stop
+                self._last_step = step
+                return False
+            return step > self._stop_after
 
     def announce(self, code: int, sentence: str) -> None:
-        """Tells the others that this process ends, and waits until they end with it.
+        """Tells the other processes that this one ends, and waits until all are ending.
 
         `code` is the exit code of this process, and `sentence` says why it ends. The wait takes at
         most _LINGER seconds.
         """
         if self._exit_code is not None:
-            # Another thread is ending the process. This one waits, unless jax has aborted.
-            if not self._broken:
+            # Another thread is ending the process, and this one leaves it the time for that. After
+            # an abort by jax, there is nothing to wait for.
+            if not self._is_aborted:
                 time.sleep(_LINGER)
             return
 
@@ -127,32 +132,35 @@ class JobPeers:
         with contextlib.suppress(Exception):
             _set(f'{_ROOT}left/{self._job.process_id}', json.dumps([code, sentence]))
             while time.monotonic() < deadline:
-                num_left = len(client().key_value_dir_get(f'{_ROOT}left/'))
-                if num_left == self._job.num_processes:
-                    # The coordinator ends with process 0, so the others ask for the keys first.
+                ending_processes = client().key_value_dir_get(f'{_ROOT}left/')
+                if len(ending_processes) == self._job.num_processes:
+                    # The coordinator ends with process 0. So process 0 leaves the others the time
+                    # to read these keys, too.
                     if agreement.owner():
                         time.sleep(1)
                     break
                 time.sleep(0.1)
 
     def _unwatch(self, thread: threading.Thread) -> None:
-        self._watched.set()
+        """Ends the thread that reads the keys, and removes the handler of aborts."""
+        self._python_exits.set()
         thread.join(_LINGER)
         ctypes.CDLL(None).signal(signal.SIGABRT, None)
 
     def _aborted(self, number: int) -> None:
-        """Ends the process with a sentence and an exit code when jax aborts it.
+        """Handles SIGABRT: ends the process with a sentence and an exit code.
 
         jax aborts a process if the coordinator does not answer, or if another process of the job
-        has died. This is the handler of SIGABRT, whose `number` it gets.
+        has died. `number` is the number of the signal.
         """
         if self._exit_code is not None:
             # The process was about to end anyway, and has told the others.
             os._exit(self._exit_code)
 
         self._exit_code = EXIT_CRASH
-        self._broken = True  # so `announce` does not wait for the others
-        if StopRequest.peers is None:  # before `watch`: not all processes have connected
+        self._is_aborted = True  # so `announce` does not wait for the others
+        all_have_connected = StopRequest.peers is not None  # `watch` sets it
+        if not all_have_connected:
             signals.end(
                 EXIT_CRASH,
                 f'not all {self._job.num_processes} processes reached the coordinator '
@@ -166,10 +174,11 @@ class JobPeers:
         )
 
     def _run(self) -> None:
-        """Reads the keys of the job in intervals, and acts on them, until Python exits."""
+        """Reads the keys of the job at intervals, and acts on them, until Python exits."""
+        # With many processes the intervals are longer, so that the coordinator keeps up.
         interval = _INTERVAL * max(1.0, self._job.num_processes / _MANY_PROCESSES)
-        while not self._watched.wait(interval) and self._exit_code is None:
-            # If the coordinator does not answer, jax ends the process.
+        while not self._python_exits.wait(interval) and self._exit_code is None:
+            # Errors do not matter here: if the coordinator does not answer, jax ends the process.
             with contextlib.suppress(Exception):
                 if StopRequest.pending():
                     _set(f'{_ROOT}request', str(self._job.process_id))
@@ -179,12 +188,11 @@ class JobPeers:
                 self._follow(published)
 
     def _follow(self, published: dict[str, str]) -> None:
-        """Acts on the keys of the job, {key without qkattn/job/: value}.
+        """Acts on what the processes of the job have published.
 
-        The keys are listed at the top of this module.
+        `published` has the values of all keys in the list at the top of this module.
         """
-        ranks = range(self._job.num_processes)
-        for rank in ranks:
+        for rank in range(self._job.num_processes):
             left = published.get(f'left/{rank}')
             if left is not None:
                 code, sentence = json.loads(left)
@@ -192,51 +200,56 @@ class JobPeers:
 
         is_requested = 'request' in published
         if is_requested and not StopRequest.pending():
-            # Some other process got the signal. This one acts as if it had got it too.
+            # Some other process got a signal. This one acts as if it had got the signal, too.
             os.kill(os.getpid(), signal.SIGTERM)
 
-        with self._moved:
+        with self._agreement:
             block = self._block
-            also = self._also
-            has_reason = is_requested or f'also/{block}' in published
-            is_stopping = has_reason and block > 0  # before the first block nobody trains
-            is_first_sight = is_stopping and not self._frozen
-            if is_first_sight:
-                self._frozen = True  # from here on `should_stop` does not change `_last`
-        if not is_stopping:
-            if also:
-                _set(f'{_ROOT}also/{block}', str(self._job.process_id))
-            return
-        if is_first_sight:
-            _set(f'{_ROOT}at/{block}/{self._job.process_id}', str(self._last))
+            has_own_reason = self._has_own_reason
+            is_training = block > 0
+            is_stopping = is_training and (is_requested or f'also/{block}' in published)
+            begins_agreeing = is_stopping and not self._is_agreeing
+            if begins_agreeing:
+                self._is_agreeing = True  # from here on `_last_step` stays the same
+        if is_stopping:
+            if begins_agreeing:
+                _set(f'{_ROOT}at/{block}/{self._job.process_id}', str(self._last_step))
+            self._agree(block, published)
+        elif has_own_reason:
+            _set(f'{_ROOT}also/{block}', str(self._job.process_id))
 
-        # Process 0 decides once it knows the last step of every process.
-        steps = []
-        for rank in ranks:
+    def _agree(self, block: int, published: dict[str, str]) -> None:
+        """Agrees with the others on the step after which all stop, once each has published its own.
+
+        Process 0 decides. In every process, `should_stop` waits for the decision.
+        """
+        last_steps = []
+        for rank in range(self._job.num_processes):
             step = published.get(f'at/{block}/{rank}')
             if step is not None:
-                steps.append(int(step))
-        if agreement.owner() and len(steps) == len(ranks):
-            _set(f'{_ROOT}after/{block}', str(max(steps)))
+                last_steps.append(int(step))
+        if agreement.owner() and len(last_steps) == self._job.num_processes:
+            _set(f'{_ROOT}after/{block}', str(max(last_steps)))
 
-        after = published.get(f'after/{block}')
-        if after is not None:
-            with self._moved:
-                self._stop_after = int(after)
-                self._moved.notify_all()
+        decision = published.get(f'after/{block}')
+        if decision is not None:
+            with self._agreement:
+                self._stop_after = int(decision)
+                self._agreement.notify_all()
 
     def _end_after(self, rank: int, code: int, sentence: str) -> None:
-        """Ends this process because process `rank` has ended with an exit code and a sentence.
+        """Ends this process because process `rank` ends with an exit code and a sentence.
 
-        If the other process stopped on request while all are training, this process does not end
-        here: it stops at the agreed step and saves its state.
+        There is one exception. If the other process stops on request while all are training, this
+        process goes on: it stops after the agreed step, and saves its state.
         """
-        if code != EXIT_REQUEUE:
+        is_stop_on_request = code == EXIT_REQUEUE
+        if not is_stop_on_request:
             signals.end(code, f'process {rank} has ended with code {code}: {sentence}')
-        # If not all processes have confirmed the block, process `rank` has left before it began,
-        # and this process would wait for it in vain.
-        is_training = bool(StopRequest.deferring) and self._confirmed
-        if not is_training:
+
+        # If process `rank` has not entered the block, the agreement would wait for it in vain.
+        all_are_training = bool(StopRequest.deferring) and self._all_in_block
+        if not all_are_training:
             signals.end(code, f'process {rank} has {sentence}')
 
 

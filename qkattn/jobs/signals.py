@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_REQUEUE = 75
 # The scripts of experiments that use `exit_on_signal`. SIGTERM and Ctrl-C kill the others.
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
-# The lock is held during writes, so that `end` waits until they are complete.
+# A lock that is held during writes, so that `end` waits until they are complete.
 no_interrupt = threading.RLock()
 # Functions that `end` calls, the latest first, such as the release of a lease. `no_interrupt`
 # guards the list.
@@ -27,8 +27,9 @@ exit_hooks: list[Callable[[], None]] = []
 # Seconds for which `end` waits for a write in progress.
 _LONGEST_WRITE = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The sentences with which a process ends on request.
 _SAVED = 'stopped after the last step, state saved'
-_NOTHING = 'stopped with nothing to save; the same command resumes'
+_NOTHING_TO_SAVE = 'stopped with nothing to save; the same command resumes'
 INTERRUPTED = 'interrupted; the same command resumes from what is saved'
 
 
@@ -50,7 +51,7 @@ class StopRequest:
     deferring: ClassVar[list['StopRequest']] = []  # the blocks with something to save
     _depth: ClassVar[int] = 0  # number of nested blocks
     _interrupts: ClassVar[int] = 0  # how often Ctrl-C came while there was something to save
-    _exits = False  # whether the process is inside `exit_on_signal`
+    _in_exit_on_signal: ClassVar[bool] = False
 
     def __enter__(self) -> 'StopRequest':
         StopRequest._depth += 1
@@ -69,32 +70,33 @@ class StopRequest:
     def defer_exit(self) -> None:
         """Keeps signals from ending the process before the end of the block.
 
-        Call it when there is something to save; all processes of a job call it. Raises Stopped if a
-        signal has come to any of them before.
+        Call it when there is something to save. In a job, all processes call it, and wait for each
+        other. Raises Stopped if any of them has got a signal.
         """
         with no_interrupt:
             self.deferring.append(self)
-        stop = self.requested
+        is_stopping = self.requested
         if self.peers is not None:
-            stop = self.peers.meet(self.requested)
-        if stop:
+            is_stopping = self.peers.meet(self.requested)
+        if is_stopping:
             raise Stopped('stopped with nothing to save')
 
     def allow_exit(self) -> None:
         """Lets signals end the process at once again.
 
-        Call it when everything is saved; all processes of a job call it. Raises Stopped if a signal
-        has come to any of them before.
+        Call it when everything is saved. In a job, all processes call it, and wait for each other.
+        Raises Stopped if any of them has got a signal.
         """
-        all_stop = self.peers is not None and self.peers.meet(self.requested)
+        others_know = False  # of a stop that is requested in any process
+        if self.peers is not None:
+            others_know = self.peers.meet(self.requested)
         with no_interrupt:
             self._undefer()
-            # In a job, a signal may have come after `meet`, which the others do not know of. `end`
-            # tells them, and they end too.
-            came_late = self.requested and not all_stop
-            if came_late and self._exits:
+            # A signal may have come after `meet`, so that only this process knows of it. `end`
+            # tells the others, and they end too.
+            if self.requested and not others_know and self._in_exit_on_signal:
                 end(EXIT_REQUEUE, _SAVED)
-        if all_stop or self.requested:
+        if self.requested or others_know:
             raise Stopped(_SAVED)
 
     def should_stop(self, step: int, also: bool = False) -> bool:
@@ -116,14 +118,16 @@ class StopRequest:
         self.deferring[:] = [block for block in self.deferring if block is not self]
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Handles SIGTERM and Ctrl-C: sets `requested`, and tells what another Ctrl-C will do."""
+        """Handles SIGTERM and Ctrl-C: sets `requested`, and says what another Ctrl-C will do.
+
+        Python passes the number of the signal and the interrupted stack frame.
+        """
         StopRequest.requested = True
         is_ctrl_c = number == signal.SIGINT
         if not is_ctrl_c:
             return
 
-        is_in_exit_on_signal = self._exits
-        if not is_in_exit_on_signal:
+        if not self._in_exit_on_signal:
             _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
@@ -147,32 +151,34 @@ def exit_on_signal() -> Iterator[None]:
     Python runs no signal handler while XLA compiles in C++. But Python writes the number of a
     signal into a pipe at once, and a thread of this block reads it.
     """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    previous_descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     # Python only writes the numbers of signals that have a handler, so they get an empty one.
-    previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
-    threading.Thread(target=_watch, args=(reading,), name='signals', daemon=True).start()
-    StopRequest._exits = True
+    handlers_afterwards = {}
+    for number in _SIGNALS:
+        handlers_afterwards[number] = signal.signal(number, lambda *_: None)
+    threading.Thread(target=_watch, args=(read_end,), name='signals', daemon=True).start()
+    StopRequest._in_exit_on_signal = True
     try:
         yield
     except Stopped:
         # The process is ending as requested, and another request must not disturb it. At its end
         # Python removes its own handlers, but it keeps SIG_IGN.
-        previous = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
+        handlers_afterwards = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         raise
     finally:
-        StopRequest._exits = False
-        _restore(previous)
+        StopRequest._in_exit_on_signal = False
+        _restore(handlers_afterwards)
         signal.set_wakeup_fd(previous_descriptor)
-        os.close(writing)
+        os.close(write_end)  # ends the thread
 
 
 def exit_while_starting(script: str) -> None:
     """Lets signals end a RESUMABLE script with one sentence while it imports its modules."""
     if script in RESUMABLE:
         for number in _SIGNALS:
-            signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING))
+            signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING_TO_SAVE))
 
 
 def end(code: int, sentence: str) -> NoReturn:
@@ -182,12 +188,13 @@ def end(code: int, sentence: str) -> NoReturn:
     were printed. Then it tells the other processes of a job. That comes last, since they may in
     turn end this process.
     """
-    # A write may hang with its file system, and must not keep the process for ever.
+    # The process keeps the lock to its end, so that no other write begins. The time is limited
+    # because a write may hang with its file system.
     no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
         text = f'{sentence}\n'
         if os.isatty(2):
-            text = f'\n{text}'  # the cursor may be behind the progress line
+            text = f'\n{text}'  # the cursor may be at the end of a progress line
         _say(text)
         for hook in reversed(exit_hooks):
             hook()
@@ -200,27 +207,28 @@ def end(code: int, sentence: str) -> NoReturn:
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
-    """Installs the handlers that signals had before."""
+    """Installs handlers of signals, such as those that `signal.signal` has returned."""
     for number, handler in handlers.items():
         # None stands for a handler that was not installed from Python and cannot be restored.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _watch(reading: int) -> None:
-    """Acts on signals until the pipe `reading` is closed; runs in a thread of its own.
+def _watch(read_end: int) -> None:
+    """Acts on signals until the other end of a pipe is closed; runs in a thread of its own.
 
-    Python writes each signal into the pipe as one byte, its number.
+    `read_end` is the file descriptor of the pipe. Python writes the number of each signal into the
+    pipe, as one byte.
     """
-    while content := os.read(reading, 1):
+    while content := os.read(read_end, 1):
         number = content[0]
         if number not in _SIGNALS:
             continue
         with no_interrupt:
             if not StopRequest.deferring:
-                end(EXIT_REQUEUE, _NOTHING)
-            # The handler also sets this, but it may have to wait for native code.
+                end(EXIT_REQUEUE, _NOTHING_TO_SAVE)
+            # The handler sets this, too, but Python may not run it before native code returns.
             StopRequest.requested = True
-    os.close(reading)
+    os.close(read_end)
 
 
 def _say(text: str) -> None:
