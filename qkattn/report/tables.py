@@ -39,15 +39,16 @@ def files(findings: Findings) -> dict[str, str]:
 
 
 def csv_table(findings: Findings) -> str:
-    """Returns table.csv: a row per arm, controls last, with the digits of `rounded`.
+    """Returns table.csv: a row per arm, controls last.
 
-    A cell without a value is empty.
+    Numbers are rounded to a few significant digits. A cell without a value is empty.
     """
     all_columns = list(columns.columns(findings))
     rows = []
     for arm in findings.every_arm:
         row = dict[str, Any]()
         for column in all_columns:
+            # Most columns have one cell, some have several, as a loss and its standard error.
             row |= column.cells(arm)
         rows.append({name: rounded(value) for name, value in row.items()})
     return csv_text(rows)
@@ -77,9 +78,19 @@ def _as_text(cell: Any) -> Any:
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a Markdown table. Cells are escaped, unless they are `Markup`."""
-    headings = [markdown(title.replace('|/', '/').replace('|', ' ')) for title, _ in titles]
-    alignments = [':--' if left else '--:' for _, left in titles]
+    """Formats a Markdown table. Cells are escaped, unless they are `Markup`.
+
+    `titles` are pairs of a title and whether its column is aligned to the left. A bar in a title is
+    a place to break the line. Markdown has no such breaks: 'their|loss' -> 'their loss' and
+    'loss|/token' -> 'loss/token'.
+    """
+    headings = []
+    alignments = []
+    for title, is_left in titles:
+        unbroken_title = title.replace('|/', '/').replace('|', ' ')
+        headings.append(markdown(unbroken_title))
+        alignments.append(':--' if is_left else '--:')
+
     lines = [headings, alignments]
     for row in rows:
         cells = []
@@ -109,7 +120,7 @@ _ESCAPES = {
 }
 
 
-# The cells of a row by their headings.
+# The cells of a row by their headings. A bar in a heading is a place to break the line.
 Row = dict[str, str]
 
 
@@ -141,6 +152,7 @@ def sheets(findings: Findings) -> list[Sheet]:
     sheets_with_rows = []
     for name, (headings, rows) in table_by_name.items():
         if rows:
+            # The macro `name` of the template gives the title and the note of the sheet.
             title, note = prose.macro('sheets.j2', name, {'study': study}, findings=findings)
             sheets_with_rows.append(Sheet(name, headings, rows, title, note))
     return sheets_with_rows
@@ -214,10 +226,13 @@ def _parts(findings: Findings) -> Iterator[Row]:
 
 
 def _yardsticks(findings: Findings) -> Iterator[Row]:
-    """Yields each baseline with the yardsticks, such as n-grams, that it has to beat."""
+    """Yields a row for each baseline: its own numbers, and the yardsticks that it has to beat.
+
+    A yardstick is what a simple method reaches on the same data: n-grams in language modeling, or
+    word by word translation. Cells that the task does not define are NONE.
+    """
     loss_heading = f'{prose.SPLITS[findings.split]}|loss'
     for arm in rules.baselines(findings.study, findings.every_arm):
-        yardstick = arm.yardstick
         shortfalls = list(rules.untrained(arm))
         row = {
             'size': arm.size,
@@ -225,30 +240,36 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
             'trained|enough': 'no' if shortfalls else 'yes',
             'tokens|seen': prose.NOT_RECORDED,
             loss_heading: f'{arm.loss.mean:.3f}' if arm.loss else NONE,
-            'best counts|of these': NONE,
+            'best counts|of these': NONE,  # the best n-grams of the tokens that were seen
             'their|loss': NONE,
             'gain by|position': NONE,
             'BLEU': NONE,
             'word by word,|BLEU': NONE,
             'worth of|sources': NONE,
         }
-        if yardstick is not None:
-            row['tokens|seen'] = prose.si(yardstick.seen)
-            best = yardstick.best(arm.split)
-            if best:
-                name, loss = best
-                row['best counts|of these'] = name
-                row['their|loss'] = f'{loss:.3f}'
-            if yardstick.task == 'language':
-                row['gain by|position'] = _recorded(yardstick.gain, '.3f')
-            if yardstick.task == 'translation':
-                row['BLEU'] = _recorded(arm.bleu, '.1f')
-                row['word by word,|BLEU'] = _recorded(yardstick.bleu.get(arm.split), '.1f')
-                row['worth of|sources'] = _recorded(yardstick.sources, '.3f')
+        yardstick = arm.yardstick
+        if yardstick is None:
+            yield row
+            continue
+
+        row['tokens|seen'] = prose.si(yardstick.seen)
+        best_counts = yardstick.best(arm.split)
+        if best_counts is not None:
+            name, loss = best_counts
+            row['best counts|of these'] = name
+            row['their|loss'] = f'{loss:.3f}'
+        if yardstick.task == 'language':
+            row['gain by|position'] = _recorded(yardstick.gain, '.3f')
+        if yardstick.task == 'translation':
+            word_by_word_bleu = yardstick.bleu.get(arm.split)
+            row['BLEU'] = _recorded(arm.bleu, '.1f')
+            row['word by word,|BLEU'] = _recorded(word_by_word_bleu, '.1f')
+            row['worth of|sources'] = _recorded(yardstick.sources, '.3f')
         yield row
 
 
 def _recorded(value: float | None, spec: str) -> str:
+    """Formats a number, or says that it was not recorded."""
     return prose.NOT_RECORDED if value is None else format(value, spec)
 
 
@@ -328,8 +349,9 @@ def headline(findings: Findings) -> str:
     for group in prose.by_where(findings.arms, findings.study).values():
         arms += sorted(group, key=rank)
     headings, rows = columns.printed(columns.HEADLINE, findings, arms)
+
     lines = sentences('headline.j2', study=findings.study, findings=findings)
-    held_equal = summary(findings)[-1]
+    held_equal = summary(findings)[-1]  # the last sentence of a summary states what all arms share
     text = markdown(' '.join([*lines, held_equal]))
     return f'{markdown_table(headings, rows)}\n\n{text}\n'
 
@@ -348,7 +370,10 @@ def summary(findings: Findings, with_arms: bool = True) -> list[str]:
 
 
 def notes(findings: Findings) -> list[str]:
-    """Returns the notes under the table, on the meaning of the numbers and their limits."""
+    """Returns the notes under the table: what the numbers mean, and what they cannot show.
+
+    The template prints the power and the error rates that verdicts are made at.
+    """
     return sentences(
         'notes.j2',
         study=findings.study,
@@ -381,14 +406,16 @@ def report_markdown(findings: Findings) -> str:
 
 
 def _bullets(items: Iterable[str]) -> str:
+    """Formats texts as a Markdown list."""
     return '\n'.join(f'- {markdown(item)}' for item in items)
 
 
 def terminal_text(findings: Findings, page: Path) -> str:
-    """Returns what a terminal shows of a report.
+    """Formats a report for a terminal.
 
-    These are the result, the columns of the headline that fit, the yardsticks, and the paths of the
-    files with the rest. `page` is the path of report.html.
+    It has the result in sentences, a table of the results and one of the yardsticks, and the paths
+    of the full report. Columns that do not fit into WIDTH are left out. `page` is the path of
+    report.html.
     """
     study = findings.study
     lines = [f'study {study.name}']
@@ -401,8 +428,9 @@ def terminal_text(findings: Findings, page: Path) -> str:
     result_text = '\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)
     parts = [result_text]
 
-    results = columns.printed(columns.HEADLINE, findings, findings.arms)
-    for headings, rows in (results, _table(_yardsticks(findings))):
+    results_table = columns.printed(columns.HEADLINE, findings, findings.arms)
+    yardsticks_table = _table(_yardsticks(findings))
+    for headings, rows in (results_table, yardsticks_table):
         if rows:
             parts.append(_fitted(headings, rows))
     parts.append(f'all columns, notes and settings: {page.with_name("table.md")}\nreport: {page}')

@@ -3,9 +3,9 @@
 The chain from a log to a printed number:
 
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
-    plan.jsonl     a run's name is the hash of its config, its trials are the config's, in order
-    results.jsonl  tokens and residual follow from the other fields, parameter counts, FLOPs and
-                   the cache from the config (which `experiments.verify` counts again)
+    plan.jsonl     a run's name is the hash of its config, and its results are the config's trials
+    results.jsonl  tokens and residual follow from the other fields; parameter counts, FLOPs and
+                   the cache follow from the config (`experiments.verify` counts them again)
     results.jsonl -> table.md, table.csv, a page's headline                  made again
     results.jsonl -> claims.json                             decided again (experiments.claims)
     claims.json -> the blocks of pages                                       made again
@@ -15,11 +15,10 @@ The chain from a log to a printed number:
 losses with the sums of documents.json. A stored study has the files of the first lines in a zip
 archive (`qkattn.study.stored`).
 
-What a run logged, and what only copies or counts it, is compared exactly: hashes, results, counts,
-texts and verdicts. Derived numbers are not the same everywhere: processors and versions of numpy
-round exp, log and sums differently, and a fit carries the last bits to the ninth digit. So a number
-of claims.json agrees with the one made again, x, if one within TOLERANCE of x is stored like that
-(`near`), and a printed one if it is one apart in its last decimal (`close`).
+Most content is compared exactly: hashes, results, counts, texts and verdicts. Derived numbers are
+not: processors and versions of numpy round exp, log and sums differently, and a fit carries the
+last bits to the ninth digit. A number of claims.json may therefore differ by TOLERANCE before it is
+rounded (`near`), and a printed number by one unit in its last decimal (`close`).
 """
 
 import itertools
@@ -41,7 +40,7 @@ from qkattn.study.tuning import SCREENING
 from qkattn.verdict import TrainedStudy, load_findings
 from qkattn.verdict.runs import Trial
 
-# Relative, of derived numbers.
+# How far derived numbers may differ, relative to their size.
 TOLERANCE = 1e-6
 # A number as it is printed: '8', '+0.0500', '1.5e-07', '< 0.001'.
 PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
@@ -50,37 +49,52 @@ PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
 def check_study(directory: str | Path) -> int:
     """Checks the report of a study against its logs and returns how many numbers it prints.
 
-    ReportError names the first difference, and where it is.
+    Raises ReportError at the first difference, which it shows with its file and line.
     """
     findings = load_findings(directory)
     study = findings.study
-    for problem in itertools.chain(study.problems, _run_problems(study), _ledger_problems(study)):
-        raise ReportError(f'{study.directory}: {problem}')
-    count = 0
-    for name, text in tables.files(findings).items():
+    problems = itertools.chain(study.problems, _run_problems(study), _ledger_problems(study))
+    first_problem = next(problems, None)
+    if first_problem is not None:
+        raise ReportError(f'{study.directory}: {first_problem}')
+
+    num_printed = 0
+    for name, expected in tables.files(findings).items():
         path = study.directory / name
         if not path.is_file():
             raise ReportError(f'{path} does not exist; make it with python -m experiments.report')
         actual = read_whole(path).decode(errors='replace')
-        first_difference = difference(actual, text)
+        first_difference = difference(actual, expected)
         if first_difference is not None:
             raise ReportError(f'{path} does not match its logs, {first_difference}')
-        count += len(PRINT.findall(actual))
-    return count
+        num_printed += len(PRINT.findall(actual))
+    return num_printed
 
 
-# By name of a block, what makes its text. A block of a Markdown page stands between
-# `<!-- NAME: DIRECTORY -->` and `<!-- end -->`; its text is a function of the directory and of its
-# path as the page writes it.
+# A block of a Markdown page is text that a function makes from the logs in a directory:
+#
+#     <!-- headline: ../experiments/results/fair_small -->
+#     the text
+#     <!-- end -->
+#
+# This mapping has the function of each name of a block, here 'headline'. It takes the path of the
+# directory, and the directory as the page writes it, which links in the text need.
 Blocks = Mapping[str, Callable[[Path, str], str]]
 HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(load_findings(path))}
 
 
 def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = False) -> int:
-    """Checks the blocks of results in a Markdown page and returns how many there are.
+    """Makes each block of a Markdown page again, and returns how many blocks there are.
 
-    `write` replaces blocks by what their directories give; else ReportError names the first line
-    that its directory does not give.
+    Args:
+        path: The path of the page.
+        blocks: The functions that make the text of blocks, by name. Other blocks stay as they are.
+        write: Whether to write the page with its blocks made again. Otherwise they are compared
+            with the page.
+
+    Raises:
+        ReportError: The page differs from its blocks made again, and is not to be written. The
+            error shows the first line that differs.
     """
     path = Path(path)
     text = read_page(path)
@@ -88,127 +102,155 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
     start = rf'<!-- (?P<name>{names}): (?P<directory>\S+) -->\n'
     block = re.compile(rf'(?P<start>{start}).*?(?P<end><!-- end -->)', re.DOTALL)
 
-    def made_again(match: re.Match[str]) -> str:
+    def make_again(match: re.Match[str]) -> str:
+        make_text = blocks[match['name']]
         directory = match['directory']
-        content = blocks[match['name']](path.parent / directory, directory)
+        content = make_text(path.parent / directory, directory)
         return match['start'] + content + match['end']
 
-    expected, count = block.subn(made_again, text)
+    expected, num_blocks = block.subn(make_again, text)
     first_difference = difference(text, expected)
     if write and expected != text:
         write_atomic(path, expected)
     elif first_difference is not None:
         raise ReportError(f'{path} does not match its studies, {first_difference}')
-    return count
+    return num_blocks
 
 
 def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
-    """A sentence for each declaration not in the ledger, and one for files changed since a look.
+    """Yields a sentence for each way in which a study differs from its ledger.
 
-    Only a study with results beyond screening has been looked at.
+    The ledger records what the study declared, and the digests of its files at each look. A look is
+    a report on results beyond screening, so a study without such results is compared with its
+    declaration alone.
     """
     if study.ledger.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
     if study.ledger.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
-    if not any(run.stage != SCREENING and run.trials for run in study.runs):
+
+    has_results = any(run.stage != SCREENING and run.trials for run in study.runs)
+    if not has_results:
         return
     digests_then = study.ledger.looked_files
     digests_now = ledger.digests(study.files)
-    changed = []
+    changed_files = []
     for name in {**digests_then, **digests_now}:
         if digests_then.get(name) != digests_now.get(name):
-            changed.append(name)
-    if changed:
-        altered = [
+            changed_files.append(name)
+    if changed_files:
+        altered_runs = [
             f'run {run} is not what look {look} saw; ' for run, look in study.altered.items()
         ]
         yield (
-            f'{" and ".join(changed)} changed since the last look in {ledger.NAME}; '
-            f'{"".join(altered)}restore what was edited, or make the report again where results '
-            'were added'
+            f'{" and ".join(changed_files)} changed since the last look in {ledger.NAME}; '
+            f'{"".join(altered_runs)}restore what was edited, or make the report again where '
+            'results were added'
         )
 
 
 def _run_problems(study: TrainedStudy) -> Iterator[str]:
-    """A sentence for each run whose results are not those of its plan or of each other."""
+    """Yields a sentence for each way in which a run's results contradict its config or each other.
+
+    A run is named by the hash of its config. It has a result for each trial of the config: one seed
+    and one setting of the hyperparameters.
+    """
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
             yield f'run {run.name} of plan.jsonl is not the hash of its config'
         if not run.trials:
             continue
-        planned = from_json(TrialsConfig, run.config['trials']).trials()
-        if [trial.trial for trial in run.trials] != planned:
+        planned_trials = from_json(TrialsConfig, run.config['trials']).trials()
+        if [trial.trial for trial in run.trials] != planned_trials:
             yield f'run {run.name} has results that are not the trials of its config in their order'
             continue
         for trial in run.trials:
-            for field, number, expected in _derived(study, trial):
-                if not math.isclose(number, expected, rel_tol=1e-9, abs_tol=1e-12):
+            for field, stored, expected in _derived_fields(study, trial):
+                if not math.isclose(stored, expected, rel_tol=1e-9, abs_tol=1e-12):
                     yield (
-                        f'seed {trial.seed} of run {run.name} has {field} {number}, '
+                        f'seed {trial.seed} of run {run.name} has {field} {stored}, '
                         f'which is {expected} by its other fields'
                     )
 
 
-def _derived(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, float, float]]:
-    """Fields of a result that follow from others: name, stored number, number that follows.
+def _derived_fields(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, float, float]]:
+    """Yields (name, stored value, expected value) of the fields of a result that others determine.
 
-    The residual is the relative distance of a matched quantity from its target.
+    These are the number of tokens and, in a study that matches its arms in cost, the residual: the
+    relative distance of the matched quantity from its target.
     """
     run = trial.run
-    tokens_of_a_step = run.config['train']['batch_size'] * run.config['model']['context']
-    yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens_of_a_step
+    tokens_per_step = run.config['train']['batch_size'] * run.config['model']['context']
+    yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens_per_step
+
     if study.match is not None and run.target:
         total = trial.parameters['total']
-        measured = {
+        cost_by_quantity = {
             'total': total,
             'non_embedding': total - trial.parameters['embedding'],
             'flops': trial.flops_per_token,
             'cache': trial.cache_floats_per_token,
-        }[study.match]
-        yield 'residual', run.residual, measured / run.target - 1
+        }
+        cost = cost_by_quantity[study.match]
+        yield 'residual', run.residual, cost / run.target - 1
 
 
 def near(stored: float, number: float) -> bool:
-    """Whether a number within TOLERANCE of `number` is stored as `stored`."""
-    return stored in {rounded(number * (1 + shift)) for shift in (-TOLERANCE, 0, TOLERANCE)}
+    """Returns whether `stored` is the rounded form of a number within TOLERANCE of `number`."""
+    lowest = number * (1 - TOLERANCE)
+    highest = number * (1 + TOLERANCE)
+    return stored in (rounded(lowest), rounded(number), rounded(highest))
 
 
 def close(printed: str, expected: str) -> bool:
-    """Whether two prints of a number differ by one in the last decimal at most; counts not at all.
+    """Returns whether two printed numbers differ by at most one unit in the last decimal.
 
-    So far goes what rounds in another way, as '0.082' and '0.083', or '< 0.001' and '0.001'.
+    Two values that agree in all but the last bits may round apart by one unit: '0.082' and '0.083'
+    are close, and so are '< 0.001' and '0.001'. Whole numbers are counts, and must be equal.
     """
-    a = Decimal(printed.removeprefix('< '))
-    b = Decimal(expected.removeprefix('< '))
-    # The exponent of the last digit: -3 of '0.082', 0 of a count.
-    exponent = min(int(number.as_tuple().exponent) for number in (a, b))
-    allowed = Decimal(1).scaleb(exponent) if exponent < 0 else 0
-    return abs(a - b) <= allowed
+    printed_number = Decimal(printed.removeprefix('< '))
+    expected_number = Decimal(expected.removeprefix('< '))
+    # The exponent of the last digit: -3 for '0.082', 0 for a count.
+    printed_exponent = int(printed_number.as_tuple().exponent)
+    expected_exponent = int(expected_number.as_tuple().exponent)
+    exponent = min(printed_exponent, expected_exponent)
+
+    one_unit = Decimal(1).scaleb(exponent)
+    is_count = exponent >= 0
+    allowed = 0 if is_count else one_unit
+    return abs(printed_number - expected_number) <= allowed
 
 
 def difference(actual: str, expected: str, agree: Callable[[str, str], bool] = close) -> str | None:
-    """The first difference between two texts: "line 3: 'a', expected 'b'"; None if they agree.
+    """Describes the first difference between two texts, or returns None if the texts agree.
 
-    They agree if they are equal but for numbers, and numbers at the same place are equal or
-    `agree`.
+    The description is, for example, "line 3: '0.081', expected '0.085'".
+
+    Args:
+        actual: The text to check.
+        expected: The text that it is compared with.
+        agree: Returns whether two printed numbers agree. Everything else has to be equal.
     """
     actual_lines = actual.splitlines()
     expected_lines = expected.splitlines()
     pairs = zip(actual_lines, expected_lines, strict=False)
     for number, (line, expected_line) in enumerate(pairs, start=1):
         if not _lines_agree(line, expected_line, agree):
+            # Lines may be long: show them from shortly before their first difference.
             equal_length = len(os.path.commonprefix([line, expected_line]))
-            shown = slice(max(equal_length - 20, 0), equal_length + 40)
-            return f'line {number}: {line[shown]!r}, expected {expected_line[shown]!r}'
+            start = max(equal_length - 20, 0)
+            end = equal_length + 40
+            return f'line {number}: {line[start:end]!r}, expected {expected_line[start:end]!r}'
     if len(actual_lines) != len(expected_lines):
         return f'it has {len(actual_lines)} lines, expected {len(expected_lines)}'
     return None
 
 
 def _lines_agree(line: str, expected: str, agree: Callable[[str, str], bool]) -> bool:
-    """Whether two lines are equal but for numbers that `agree`."""
-    if PRINT.sub('0', line) != PRINT.sub('0', expected):
+    """Returns whether two lines have equal text, and numbers that are equal or `agree`."""
+    text = PRINT.sub('0', line)
+    expected_text = PRINT.sub('0', expected)
+    if text != expected_text:
         return False
     pairs = zip(PRINT.findall(line), PRINT.findall(expected), strict=True)
     return all(number == other or agree(number, other) for number, other in pairs)

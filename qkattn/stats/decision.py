@@ -20,15 +20,17 @@ LEFT_FOR_REPEATS = 0.2
 def level(look: int = 1) -> float:
     """Returns the error rate at which look number `look` tests a question.
 
+    A look is one test of a question. If a study leaves the question open, a later study may ask it
+    again with further seeds. All looks share ALPHA:
+
         level(k) = ALPHA (1 - r) r^(k - 1)  with r = LEFT_FOR_REPEATS
 
     The first look tests at 4 %, the second at 0.8 %, the third at 0.16 %, and so on.
 
-    A look is one test of a question. If a study leaves the question open, a later study may ask it
-    again with further seeds. Look k is false with probability level(k) at most, and all levels
-    sum to ALPHA. By Bonferroni, the probability of any false look is therefore at most ALPHA, for
-    any number of looks. This holds however the looks depend on each other, and whatever decides
-    whether another look follows.
+    Look k decides falsely with probability level(k) at most, and all levels sum to ALPHA. By
+    Bonferroni, the probability of any false decision is therefore at most ALPHA, for any number of
+    looks. This holds however the looks depend on each other, and whatever decides whether another
+    look follows.
 
     This is the simplest form of alpha spending (Lan and DeMets 1983, Biometrika 70:659), for a
     number of looks that is not planned. Testing each of L looks at ALPHA / L would not work: nobody
@@ -212,17 +214,19 @@ def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
     leaving_alphas = [0.0, *sorted(p_margins_holm)]
     smallest_alpha = 1.0
     for num_left in range(num_arms):
+        # Alpha suffices if these arms have left at it, and the test is rejected among the others.
         num_remaining = num_arms - num_left
         bonferroni_p = min(1.0, num_remaining * p)
-        smallest_alpha = min(smallest_alpha, max(leaving_alphas[num_left], bonferroni_p))
+        sufficient_alpha = max(leaving_alphas[num_left], bonferroni_p)
+        smallest_alpha = min(smallest_alpha, sufficient_alpha)
     return smallest_alpha
 
 
 def _detectable(difference: Any, alpha: float) -> float:
     """Returns the |difference| (nats per token) that tests at level `alpha` find.
 
-    It is the larger one of the samples with and without outlying seeds, because a finding has to
-    hold in both. Imperfect tuning may hide a further tuning_low + tuning_high.
+    A finding has to hold with and without outlying seeds, so it is the larger one of both samples.
+    Settings that miss their optimum may hide up to tuning_low + tuning_high, which is added.
     """
     samples = [difference]
     if difference.typical is not None:
@@ -231,4 +235,5 @@ def _detectable(difference: Any, alpha: float) -> float:
     for sample in samples:
         error = math.hypot(sample.error_seeds, sample.error_evaluation)
         detectable_by_sample.append(detectable_difference(error, sample.df, alpha))
-    return max(detectable_by_sample) + (difference.tuning_low + difference.tuning_high)
+    hidden_by_tuning = difference.tuning_low + difference.tuning_high
+    return max(detectable_by_sample) + hidden_by_tuning

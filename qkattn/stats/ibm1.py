@@ -54,8 +54,8 @@ class _Cells(NamedTuple):
     source_X: np.ndarray  # the number of e_i
     target_X: np.ndarray  # the number of f_j
     position_X: np.ndarray  # the target position j, counted over all sentence pairs
-    # The number of source words, l + 1 with the empty word, that the word at j may come from.
-    choices_J: np.ndarray
+    # The number of source words that the word at j may come from: l + 1 with the empty word.
+    num_choices_J: np.ndarray
     source_words: list[str]
     target_words: list[str]
     num_pairs: int  # the number of sentence pairs
@@ -67,12 +67,17 @@ def words(text: str) -> list[str]:
 
 
 def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dictionary:
-    """Fits t(f | e) by expectation-maximization, and keeps the most likely f of each e.
+    """Fits a dictionary to sentence pairs: the most likely target word of each source word.
 
-    `pairs` are (source, target) sentences. The fit uses the first ones, up to MAX_CELLS cells.
+    Expectation-maximization fits t(f | e). The axes of its arrays are
 
-    Axes: X cells, J target positions and K different pairs of a source and a target word. A cell is
-    a word at a target position together with one source word that it may come from.
+        J  the positions of all target sentences, each with a word f_j
+        X  the cells: a position j together with one source word e_i that f_j may come from
+        K  the different word pairs (e, f) in the cells.
+
+    Args:
+        pairs: (source, target) sentences. The fit uses the first ones, up to MAX_CELLS cells.
+        iterations: The number of iterations of expectation-maximization.
     """
     cells = _cells(pairs)
     if cells is None:
@@ -89,7 +94,7 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
     for iteration in range(iterations + 1):
         t_X = t_K[pair_X]
         t_summed_J = np.bincount(cells.position_X, t_X)  # sum_i t(f_j | e_i)
-        log_probability_J = np.log(t_summed_J / cells.choices_J)
+        log_probability_J = np.log(t_summed_J / cells.num_choices_J)
         log_likelihoods.append(float(np.mean(log_probability_J)))
         if iteration == iterations:
             break
@@ -100,25 +105,40 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
         total_by_source = np.bincount(source_K, expected_count_K)
         t_K = expected_count_K / total_by_source[source_K]
 
-    # Sort by source word, then by t. Of equally likely target words, the one read first is last.
-    order_K = np.lexsort((-target_K, t_K, source_K))
-    # A pair is the likeliest of its source word if the next pair has another source word.
-    is_likeliest_K = np.diff(source_K[order_K], append=-1) != 0
     likeliest: dict[str, str] = {}
-    for pair in order_K[is_likeliest_K]:
-        source_word = cells.source_words[source_K[pair]]
+    for source, target in _likeliest_pairs(source_K, target_K, t_K):
+        source_word = cells.source_words[source]
         if source_word != _EMPTY_WORD:
-            likeliest[source_word] = cells.target_words[target_K[pair]]
+            likeliest[source_word] = cells.target_words[target]
     return Dictionary(likeliest, cells.num_pairs, log_likelihoods)
 
 
+def _likeliest_pairs(
+    source_K: np.ndarray, target_K: np.ndarray, t_K: np.ndarray
+) -> list[tuple[int, int]]:
+    """Returns for each source word the pair (source, target) with the largest t, as numbers.
+
+    Of equally likely target words, the one that was read first is taken.
+    """
+    # Sort the pairs by source, then by t, then by target in descending order.
+    order_K = np.lexsort((-target_K, t_K, source_K))
+    # The likeliest pair of a source word is its last one: the next pair has another source word.
+    is_last_K = np.diff(source_K[order_K], append=-1) != 0
+    likeliest = order_K[is_last_K]
+    return list(zip(source_K[likeliest].tolist(), target_K[likeliest].tolist(), strict=True))
+
+
 def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
-    """Returns the cells of the first sentence pairs, at most MAX_CELLS; None if there are none."""
+    """Pairs each target word with the source words of its sentence, and numbers the words.
+
+    Uses the first sentence pairs, up to MAX_CELLS cells. Returns None if there are no cells.
+    """
     source_ids: dict[str, int] = {}
     target_ids: dict[str, int] = {}
+    # One array for each sentence pair.
     sources = []
     targets = []
-    choices = []
+    num_choices = []
     num_cells = 0
     for source, target in pairs:
         source_W = _numbered([_EMPTY_WORD, *words(source)], source_ids)
@@ -133,19 +153,19 @@ def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
             # Each target word meets every source word.
             sources.append(np.tile(source_W, num_targets))
             targets.append(np.repeat(target_W, num_sources))
-            choices.append(np.full(num_targets, num_sources))
+            num_choices.append(np.full(num_targets, num_sources))
 
     if not sources:
         return None
-    choices_J = np.concatenate(choices)
+    num_choices_J = np.concatenate(num_choices)
     return _Cells(
         source_X=np.concatenate(sources),
         target_X=np.concatenate(targets),
-        position_X=np.repeat(np.arange(len(choices_J)), choices_J),
-        choices_J=choices_J,
+        position_X=np.repeat(np.arange(len(num_choices_J)), num_choices_J),
+        num_choices_J=num_choices_J,
         source_words=list(source_ids),
         target_words=list(target_ids),
-        num_pairs=len(choices),
+        num_pairs=len(num_choices),
     )
 
 

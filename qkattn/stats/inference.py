@@ -261,22 +261,24 @@ def combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float
     if not variance:
         # The formula for df is 0 / 0; the degrees of freedom of all errors add up.
         return 0.0, sum(df or 0 for _, df in errors)
-    spread = sum(error**4 / df for error, df in errors if df)
-    if not spread:
-        return variance**0.5, _MANY
-    return variance**0.5, min(variance**2 / spread, _MANY)
+    error_of_sum = variance**0.5
+    denominator = sum(error**4 / df for error, df in errors if df)
+    if not denominator:
+        return error_of_sum, _MANY  # every error above 0 is known exactly
+    return error_of_sum, min(variance**2 / denominator, _MANY)
 
 
 def typical(values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the values without outliers, which lie more than APART from the median.
+    """Returns the values that are not outliers.
 
-    APART is in standard deviations. The standard deviation is estimated as 1.4826 times the median
-    absolute deviation, which outliers cannot raise unless they are half of the values. All values
-    are returned if there are fewer than MIN_TO_LEAVE_OUT, or if half of them are equal.
+    An outlier lies more than APART standard deviations from the median. The standard deviation is
+    estimated as 1.4826 times the median absolute deviation, which a few outliers hardly change.
+    With fewer than MIN_TO_LEAVE_OUT values, or if half of them are equal, no value is an outlier.
 
     A sample of 8 normal values has an outlier with probability 5 %; one of 16 values with 2 %.
     """
-    is_typical = _is_typical(values, strata=[0] * len(values))
+    one_stratum = [0] * len(values)  # all values come from the same study
+    is_typical = _is_typical(values, one_stratum)
     return tuple(values[index] for index in range(len(values)) if is_typical[index])
 
 
@@ -305,17 +307,17 @@ def _centred(
 def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, float]:
     """Returns the standard error due to the choice of documents, and its degrees of freedom.
 
-    Another sample of evaluation documents would give another difference between arm and baseline.
-    The error is that of the mean difference over seeds.
+    Another sample of evaluation documents would give another difference D between arm and baseline.
+    With the share w_C of document C in all tokens, and its own difference D_C per token,
 
-    Document C has the share w_C = tokens_C / sum(tokens) and the difference D_C, which is the mean
-    over seeds of nats_SC / tokens_C. The overall difference is D. Its variance is robust to
-    dependence within a document (Bell and McCaffrey 2002). Its degrees of freedom hold for
-    documents that vary equally:
-
+        w_C = tokens_C / sum_C tokens_C
+        D_C = (mean over S of nats_SC) / tokens_C
         D = sum_C w_C D_C
         variance = sum_C w_C^2 (D_C - D)^2 / (1 - w_C)
         df = (sum_C w_C^2)^2 / sum_C w_C^4 - 1.
+
+    This is the variance of D by Bell and McCaffrey (2002). It allows for dependence between the
+    tokens of a document. The degrees of freedom assume that all documents vary equally.
 
     Args:
         nats_SC: Nats of the arm minus nats of the baseline, summed over the tokens of each document
@@ -339,8 +341,8 @@ def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> 
     """Returns the |difference| that a two-sided t test at `alpha` finds with probability POWER.
 
     `error` is the standard error of the mean difference, estimated with `df` degrees of freedom.
-    More than half of such estimates are too low: their median is sqrt(chi2_median(df) / df) times
-    the true error. So the estimate is first divided by that factor.
+    Such an estimate is more often too low than too high: its median is the true error times
+    sqrt(chi2_median(df) / df). The estimate is divided by that factor.
 
     The test statistic is noncentral t with noncentrality difference / error. The result is the
     difference at which the statistic exceeds the critical value, on the difference's own side, with
@@ -364,9 +366,10 @@ def to_find(
 ) -> tuple[int, float] | None:
     """Plans a study that can tell the mean difference from a bound.
 
-    n pairs of seeds have error_seeds = sd / sqrt(n), and k times as many documents have an error of
-    error_evaluation / sqrt(k). The error of tuning stays as it is. If further pairs suffice, k
-    is 1; otherwise the seeds and the documents each get half of the variance.
+    With n pairs of seeds, the error of seeds is sd / sqrt(n). With k times as many documents, the
+    error of evaluation is error_evaluation / sqrt(k). The error of tuning stays as it is. If
+    further pairs suffice, k is 1; otherwise the seeds and the documents each get half of the
+    variance.
 
     Outlying seeds (`Difference.typical`) need no plan of their own. Without them the pairs vary
     less, so the same number suffices.
@@ -383,32 +386,33 @@ def to_find(
     sd = difference.sd
     error_evaluation = difference.error_evaluation
     tuning = difference.tuning_high if apart > 0 else difference.tuning_low
-    distance = abs(apart) - tuning
+    distance = abs(apart) - tuning  # the |difference| that the planned study has to find
     if sd is None or error_evaluation is None or distance <= 0:
         return None
 
-    def fewest_pairs(documents: float) -> int:
-        """Returns the fewest pairs that suffice with `documents` times as many documents.
+    def detectable_with(num_pairs: int, document_factor: float) -> float:
+        """Returns the |difference| that n pairs and k times as many documents find."""
+        variance_seeds = sd**2 / num_pairs
+        variance = variance_seeds + error_evaluation**2 / document_factor
+        df = math.inf
+        if variance_seeds:
+            df = (num_pairs - 1) * (variance / variance_seeds) ** 2  # Satterthwaite
+        return detectable_difference(variance**0.5, min(df, _MANY), alpha)
 
-        Returns _NEVER if no number of pairs suffices.
-        """
+    def fewest_pairs(document_factor: float) -> int:
+        """Returns the fewest pairs that find `distance`, or _NEVER if no number of pairs does."""
 
-        def suffice(n: int) -> bool:
-            """Returns whether n pairs find a difference as large as the distance."""
-            variance_seeds = sd**2 / n
-            variance = variance_seeds + error_evaluation**2 / documents
-            df = math.inf
-            if variance_seeds:
-                df = (n - 1) * (variance / variance_seeds) ** 2  # Satterthwaite
-            return detectable_difference(variance**0.5, min(df, _MANY), alpha) <= distance
+        def suffice(num_pairs: int) -> bool:
+            return detectable_with(num_pairs, document_factor) <= distance
 
+        # More pairs find smaller differences, so bisection finds the first number that suffices.
         return bisect.bisect_left(range(_NEVER), True, lo=MIN_PAIRS, key=suffice)
 
-    num_pairs = fewest_pairs(documents=1.0)
+    num_pairs = fewest_pairs(document_factor=1.0)
     if num_pairs < _NEVER:
         return num_pairs, 1.0
 
     # With this many documents, half of the variance is left for the seeds.
     detectable = error_evaluation * detectable_difference(1.0, _MANY, alpha)
-    documents = max(1.0, 2 * (detectable / distance) ** 2)
-    return fewest_pairs(documents), documents
+    document_factor = max(1.0, 2 * (detectable / distance) ** 2)
+    return fewest_pairs(document_factor), document_factor

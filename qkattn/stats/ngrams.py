@@ -60,7 +60,8 @@ class _Counts(NamedTuple):
         and types(h) as 1, so that P_k is P_{k-1}.
         """
         pair_M = _find(self.pairs_P, context_M * vocab_size + target_M)
-        # MISSING is -1, so it selects the appended value.
+        # Where the pair or the context is MISSING, which is -1, the index selects the last value.
+        # So each array gets the value for a missing one appended.
         count_M = np.append(self.count_P, 0)[pair_M]
         total_M = np.append(self.total_C, 0)[context_M]
         types_M = np.append(self.types_C, 1)[context_M]
@@ -124,15 +125,15 @@ def _extended(
     """Extends contexts by one token each; returns the numbers of the longer contexts.
 
     Args:
-        longer_C: The longer contexts that occur, in ascending order. Context c with token w behind
-            it is written as the integer c V + w. The longer context at index i has the number i.
+        longer_C: The longer contexts that occur, in ascending order. Each is the integer c V + w
+            of the context number c and the added token w. Its index is its own number.
         context_M: The numbers of the contexts to extend.
         added_M: The token that each context is extended by.
         vocab_size: V.
 
     Returns:
-        The numbers; MISSING if the context or the token is MISSING, or if the longer context does
-        not occur.
+        The numbers of the longer contexts. A number is MISSING if the context or the token is
+        MISSING, or if the longer context does not occur.
     """
     number_M = _find(longer_C, context_M * vocab_size + added_M)
     is_complete_M = (context_M != MISSING) & (added_M != MISSING)
@@ -149,23 +150,27 @@ def _find(ascending: np.ndarray, wanted_M: np.ndarray) -> np.ndarray:
 
 
 def preceding(rows_RL: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the contexts and targets of a language model: the first token of a row is no target.
+    """Returns the contexts and targets of a language model.
+
+    Every token of a row but the first is a target, and the tokens before it are its context:
+    row [5, 6, 7] and K = 2 give the contexts [5, MISSING] and [6, 5] of the targets 6 and 7.
 
     Args:
         rows_RL: R rows of L token ids.
-        number: How many tokens K before a target its context has, 1 or more.
+        number: K, the number of tokens in a context, 1 or more.
 
     Returns:
-        contexts_KN, nearest first and MISSING before the start of the row, and targets_N. The
-        N = R (L - 1) targets are in the order of the rows.
+        contexts_KN, with the nearest token first and MISSING before the start of the row, and
+        targets_N. The N = R (L - 1) targets are in the order of the rows.
     """
     length = rows_RL.shape[1]
+    num_targets = length - 1  # of each row
     padded_RL = np.pad(rows_RL, ((0, 0), (number, 0)), constant_values=MISSING)
+    first_target = number + 1  # the column of padded_RL with the first target
     chain = []
     for distance in range(1, number + 1):
-        # The first target is in column 1 of rows_RL, which is column number + 1 of padded_RL.
-        first = number + 1 - distance
-        chain.append(padded_RL[:, first : first + length - 1])
+        start = first_target - distance
+        chain.append(padded_RL[:, start : start + num_targets])
     contexts_KRT = np.stack(chain)
     return contexts_KRT.reshape(number, -1), rows_RL[:, 1:].ravel()
 
@@ -244,13 +249,13 @@ class _Targets(NamedTuple):
     def read(
         cls, shown_RT: np.ndarray, rows_RT: np.ndarray, hidden_RT: np.ndarray, order: int
     ) -> '_Targets':
-        """Finds the masked tokens of R rows and up to `order` nearest visible neighbours of each.
+        """Finds the masked tokens of R rows, and the nearest visible neighbours of each.
 
         Args:
             shown_RT: The visible ids; MISSING where the text is hidden.
             rows_RT: The ids of the text.
             hidden_RT: True at the M targets.
-            order: The number K of neighbours to look for.
+            order: K, the largest number of neighbours of a target.
         """
         row_M, column_M = np.nonzero(hidden_RT)
         length = rows_RT.shape[1]
@@ -259,7 +264,7 @@ class _Targets(NamedTuple):
         tokens_KM = np.full((order, num_targets), MISSING)
         num_found_M = np.zeros(num_targets, np.int64)  # neighbours found so far
 
-        # -1, +1, -2, +2, ...: the nearest first.
+        # Look at one offset of all targets at a time, the nearest first: -1, +1, -2, +2, ....
         offsets = [sign * distance for distance in range(1, length) for sign in (-1, 1)]
         for offset in offsets:
             neighbour_M = column_M + offset
@@ -267,11 +272,11 @@ class _Targets(NamedTuple):
             token_M = shown_RT[row_M, np.clip(neighbour_M, 0, length - 1)]
             is_visible_M = is_inside_M & (token_M != MISSING)
 
-            # The neighbour is added to the targets that see it and have fewer than `order`.
+            # Where it is visible and the target lacks neighbours, it is the target's next one.
             targets = np.flatnonzero(is_visible_M & (num_found_M < order))
-            slots = num_found_M[targets]
-            offsets_KM[slots, targets] = offset
-            tokens_KM[slots, targets] = token_M[targets]
+            next_row = num_found_M[targets]
+            offsets_KM[next_row, targets] = offset
+            tokens_KM[next_row, targets] = token_M[targets]
             num_found_M[targets] += 1
             if np.all(num_found_M == order):
                 break
@@ -281,8 +286,9 @@ class _Targets(NamedTuple):
 class _Node(NamedTuple):
     """A node of the tree of offset chains: all targets whose chains begin with the same offsets.
 
-    A context is the tokens at these offsets. The contexts of the node's targets are numbered from
-    0. The node counts them at every position of the text that has one of them.
+    The node -1, +1 has the targets whose two nearest visible neighbours are directly before and
+    behind them. A context is the tokens at these offsets. The contexts of the node's targets are
+    numbered from 0. The node counts them at every position of the text that has one of them.
     """
 
     depth: int  # the number of offsets
@@ -304,20 +310,27 @@ class _Node(NamedTuple):
     def children(
         self, text: np.ndarray, targets: _Targets, vocab_size: int, probability_M: np.ndarray
     ) -> Iterator['_Node']:
-        """Yields a node for each offset that continues the chain of a target of this node.
+        """Yields a child for each offset that comes next in the chain of a target of this node.
 
-        `probability_M` is the probability of the targets at this node.
+        A child has the targets with this next offset. Their contexts, and those at the positions of
+        the text, are longer by the token at the offset.
+
+        Args:
+            text: The counted text, all rows in one array.
+            targets: All targets, not only those of this node.
+            vocab_size: The number of ids.
+            probability_M: The probability of each target of this node (see `probability`).
         """
         offset_M = targets.offsets_KM[self.depth, self.target_M]
-        is_continued_M = offset_M != 0
-        for offset in np.unique(offset_M[is_continued_M]):
+        has_next_M = offset_M != 0
+        for offset in np.unique(offset_M[has_next_M]):
             # Extend the contexts of the targets that have this offset.
             members = np.flatnonzero(offset_M == offset)
             added_M = targets.tokens_KM[self.depth, self.target_M[members]]
             longer_M = self.context_M[members] * vocab_size + added_M
             longer_C, context_M = np.unique(longer_M, return_inverse=True)
 
-            # Extend the contexts in the text; only positions with a target's context stay.
+            # Extend the contexts in the text. Only positions that have a target's context stay.
             added_N = text[self.position_N + offset]
             context_N = _extended(longer_C, self.context_N, added_N, vocab_size)
             is_kept_N = context_N != MISSING

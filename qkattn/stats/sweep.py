@@ -94,9 +94,9 @@ class Sweep:
     def chosen(self) -> float:
         """The value to train at, rounded to three significant digits.
 
-        If `choice` is 'vertex', it is the optimum of the parabola. If `choice` is 'minimax', it is
-        the value with the smallest bound on its excess over the optimum. If that value does not lie
-        between the neighbours of `best` on the grid, it is `best`.
+        With the choice 'vertex', this is the optimum of the parabola. With 'minimax', it is the
+        value with the smallest `excess`. Both have to lie between the neighbours of `best` on the
+        grid; otherwise `best` itself is chosen.
         """
         index = self.values.index(self.best)
         is_at_end = index in (0, len(self.values) - 1)
@@ -109,7 +109,7 @@ class Sweep:
         if self.choice == 'minimax' and self._curves is not None:
             lowest = max(below, self.fitted[0])
             highest = min(above, self.fitted[-1])
-            candidates = np.geomspace(lowest, highest, 2 * POINTS)[1:-1]
+            candidates = np.geomspace(lowest, highest, 2 * POINTS)[1:-1]  # without the ends
             value = min(candidates.tolist(), key=self.excess)
 
         rounded = float(f'{value:.3g}')
@@ -139,16 +139,18 @@ class Sweep:
         return self.best * math.exp(self._curves.optimum_C.max())
 
     def excess(self, value: float) -> float:
-        """Bounds how far the loss at `value` lies above the loss at the optimum, in nats, at 95 %.
+        """Bounds how far the loss at `value` lies above the loss at the optimum, in nats per token.
 
-        The bound is the largest excess of any curve C g_k(x - x0) that `_possible_curves` finds. It
-        is infinite if the data do not bound the optimum.
+        Each curve that the losses do not refute at 95 % has its own optimum and its own excess at
+        `value`. The bound is the largest of these. It is infinite if the data do not bound the
+        optimum.
         """
-        if self._curves is None:
-            return math.inf
         curves = self._curves
+        if curves is None:
+            return math.inf
         from_optimum_C = math.log(value / self.best) - curves.optimum_C
-        return float(np.max(curves.scale_C * _curve(from_optimum_C, curves.skew_C)))
+        excess_C = curves.scale_C * _curve(from_optimum_C, curves.skew_C)
+        return float(np.max(excess_C))
 
     @functools.cached_property
     def _curves(self) -> '_Curves | None':
@@ -236,9 +238,10 @@ def _variance_of_slopes(x_V: np.ndarray, losses_VS: np.ndarray) -> float:
 def _zoomed(
     possible_C: np.ndarray, grid_P: np.ndarray, limits: tuple[float, float]
 ) -> tuple[float, float]:
-    """Returns the range of the possible values, widened by a grid step on each side.
+    """Returns the range in which to refine the grid of one coordinate of the curves.
 
-    The result stays within `limits`.
+    The range covers the coordinate of all possible curves, and one step of the grid more on each
+    side, within `limits`.
     """
     step = grid_P[1] - grid_P[0]
     lower_limit, upper_limit = limits
@@ -248,9 +251,11 @@ def _zoomed(
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """Returns u^2 / 2 (1 + skew u), continued along its tangent beyond u = -1 / (3 skew).
+    """Returns the convex curve u^2 / 2 (1 + skew u), a parabola made skew by a cubic term.
 
-    There the curve has its inflection: the second derivative, 1 + 3 skew u, is 0. The slope is u/2.
+    The cubic term would bend the curve downwards where the second derivative, 1 + 3 skew u, is
+    below 0. From the inflection u0 = -1 / (3 skew) on, the curve continues along its tangent there,
+    with slope u0 / 2.
     """
     inflection = -1 / np.where(skew, 3 * skew, np.inf)
     is_convex = 1 + 3 * skew * u >= 0
@@ -325,12 +330,18 @@ def _mean_or_inf(finished_losses: tuple[float, ...], num_seeds: int) -> float:
 def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tuple[float, ...]:
     """Returns the values to screen next, in ascending order.
 
-    The grid grows by one step of `ratio` (> 1) on each side of the best value that has no worse
-    value (see `Sweep.bracketed`; with a single seed, every larger loss is worse). New values are
-    smaller than `end`, and the grid has at most `max_points` values. If there is room for one more
-    value only, or if every value diverged, the grid grows downwards.
+    If the best value has no worse value below it, the grid needs one more value below; likewise
+    above it. `Sweep` says what worse means; with a single seed, every larger loss is worse. If
+    there is room for one more value only, or if every value diverged, the grid grows downwards.
 
-    Returns () if the best value is bracketed or the grid is full.
+    Args:
+        sweep: The values that were screened.
+        ratio: The ratio of neighbouring values of the grid, above 1.
+        max_points: The largest number of values in the grid.
+        end: All values are below it.
+
+    Returns:
+        Up to two values; () if the best value is bracketed or the grid is full.
     """
     best = sweep.values.index(sweep.best)
     below, above = _nearest_worse(sweep.losses, sweep.means, best)
@@ -351,8 +362,13 @@ def _nearest_worse(
 ) -> tuple[int | None, int | None]:
     """Finds the nearest worse value below the best one, and the nearest worse value above it.
 
-    With several seeds, a value is worse if the test of `Sweep` says so or if a seed diverged there.
-    A single seed allows no test; every larger loss is worse.
+    With several seeds, a value is worse if the t test that `Sweep` describes says so, or if a seed
+    diverged there. A single seed allows no test; every larger loss is worse.
+
+    Args:
+        losses: For each value of the grid, the losses of the seeds that finished.
+        means: The mean loss at each value; infinite if a seed diverged.
+        best: The index of the value with the lowest mean.
 
     Returns:
         The indices of both values. An index is None if no value on that side is worse.
@@ -361,12 +377,14 @@ def _nearest_worse(
     num_seeds = len(losses[best])
     finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     if num_seeds > 1 and finished:
+        # Test the finished values in the order of their means. The first one is the best.
         best_first = sorted(finished, key=lambda index: means[index])
         sorted_losses = [losses[index] for index in best_first]
         critical = _critical_differences(sorted_losses, len(means) - 1).tolist()
         for rank, index in enumerate(best_first):
             if rank > 0:
                 is_worse[index] = means[index] - means[best] > critical[rank]
+
     below = [index for index in range(best) if is_worse[index]]
     above = [index for index in range(best + 1, len(means)) if is_worse[index]]
     return max(below, default=None), min(above, default=None)
@@ -375,32 +393,40 @@ def _nearest_worse(
 def _critical_differences(losses: list[tuple[float, ...]], num_compared: int) -> np.ndarray:
     """Returns how far a mean has to exceed the best mean to be worse at 95 % confidence.
 
-    `losses` holds the losses of V values, in ascending order of their means. The k-th result is for
-    the k-th value, with the residual variance pooled over the best k values. A residual is what
-    remains of a loss after one level per value and one per seed. `num_compared` is the number of
-    comparisons in Bonferroni's correction.
+    The k-th result is the critical difference of the k-th best value. It is a t test whose variance
+    is pooled over the residuals of the best k values: what remains of each loss after one level per
+    value and one level per seed.
+
+    Args:
+        losses: The losses of V values by seed, in ascending order of their means.
+        num_compared: The number of comparisons in Bonferroni's correction.
     """
     losses_VS = np.array(losses)
     num_seeds = losses_VS.shape[1]
-    number_V = np.arange(1, len(losses) + 1)
+    k_V = np.arange(1, len(losses) + 1)
 
-    # Sums of squared residuals of the best 1, 2, ... values: the squares around the mean of each
-    # value, minus the part that one level per seed explains.
+    # The squares around the mean of each value, summed over the best k values.
     deviation_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
-    total_squares_V = np.cumsum(np.sum(deviation_VS**2, axis=1))
-    squares_of_seeds_V = np.sum(np.cumsum(deviation_VS, axis=0) ** 2, axis=1) / number_V
-    residual_squares_V = np.maximum(total_squares_V - squares_of_seeds_V, 0)
+    squares_V = np.cumsum(np.sum(deviation_VS**2, axis=1))
+    # The level of a seed is the mean of its k deviations. In all k values together, it explains
+    # k * (sum of the deviations / k)^2 of the squares.
+    deviations_summed_VS = np.cumsum(deviation_VS, axis=0)
+    squares_of_seeds_V = np.sum(deviations_summed_VS**2, axis=1) / k_V
+    residual_squares_V = np.maximum(squares_V - squares_of_seeds_V, 0)
 
-    df_V = np.maximum((number_V - 1) * (num_seeds - 1), 1)
+    df_V = np.maximum((k_V - 1) * (num_seeds - 1), 1)
+    variance_V = residual_squares_V / df_V
     t_V = scipy.special.stdtrit(df_V, 1 - (1 - LEVEL) / max(num_compared, 1))
-    return t_V * np.sqrt(residual_squares_V / df_V * 2 / num_seeds)
+    # The difference of two means over seeds has twice the variance of one mean.
+    return t_V * np.sqrt(variance_V * 2 / num_seeds)
 
 
 def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> dict[str, Any]:
     """Fits L_s(v) = a_s + b x + c x^2 with x = ln(v / best), by least squares.
 
-    Returns the fields curvature, optimum, loss and bounded of `Sweep`. If the parabola is not
-    convex, or its vertex lies outside `values`, it returns the curvature alone.
+    Returns the fields of `Sweep` that describe the parabola, by name: `curvature`, `optimum`,
+    `loss` and `bounded`. If the parabola is not convex, or if its vertex lies outside `values`,
+    there is only the curvature.
     """
     x_V = np.log(np.array(values) / best)
     V, S = losses_VS.shape
@@ -417,13 +443,14 @@ def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> 
     if not c > 0:
         return parabola
     vertex = -b / (2 * c)
-    # A vertex at an end of the values is not lost to rounding.
+    # Rounding may put a vertex at an end of the values slightly outside.
     is_inside = x_V[0] - ROUNDING <= vertex <= x_V[-1] + ROUNDING
     if not is_inside:
         return parabola
     parabola['optimum'] = float(best * math.exp(vertex))
     parabola['loss'] = float(np.mean(level_S) + b * vertex + c * vertex**2)
 
+    # A t test of the coefficient c, which needs more losses than the S + 2 coefficients.
     df = V * S - (S + 2)
     if df > 0:
         residuals_N = losses_N - design_NP @ coefficients_P
