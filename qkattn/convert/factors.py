@@ -48,31 +48,32 @@ class Factors:
 
     def with_kv_heads(self, num_heads: int) -> 'Factors':
         """Repeats key and value heads until there are `num_heads` of each."""
-        repeated: dict[str, Any] = {
-            name: np.repeat(array, num_heads // array.shape[-2], axis=-2)
-            for name, array in vars(self).items()
-            if 'K' in name
-        }
+        repeated: dict[str, Any] = {}
+        for name, array in vars(self).items():
+            if 'K' in name:  # the names end in their axes, as w_k_DKH does
+                repeats = num_heads // array.shape[-2]
+                repeated[name] = np.repeat(array, repeats, axis=-2)
         return dataclasses.replace(self, **repeated)
 
     def with_head_size(self, size: int) -> 'Factors':
-        """Pads every head with zeros up to a size."""
+        """Pads every head with zeros up to a size: the axis H of each array that has one."""
+        arrays = self.qk() | self.vo()
         padded: dict[str, Any] = {}
-        for name, array in (self.qk() | self.vo()).items():
-            letters = name.rpartition('_')[2]
+        for name, array in arrays.items():
+            axes = name.rpartition('_')[2]  # 'w_q_DNH' -> 'DNH'
             padding = [(0, 0)] * array.ndim
-            if 'H' in letters:
-                axis = letters.index('H')
-                padding[axis] = (0, size - array.shape[axis])
+            if 'H' in axes:
+                head_axis = axes.index('H')
+                padding[head_axis] = (0, size - array.shape[head_axis])
             padded[name] = np.pad(array, padding)
         return dataclasses.replace(self, **padded)
 
     def logit_matrices(self) -> np.ndarray:
-        """Returns A_NEF, with E = F = D + 1, so that the logits are (x, 1) A[n] (y, 1)^T.
+        """Returns a matrix A[n] for each head, with logits (x, 1) A[n] (y, 1)^T; shape [N, E, F].
 
-        A includes the scale. Its last row comes from the bias of the queries. Its last column comes
-        from the bias of the keys; it adds the same number to all logits of a query, which softmax
-        ignores.
+        E = F = D + 1, because a 1 is appended to x and y for the biases. A includes the scale. Its
+        last row comes from the bias of the queries. Its last column comes from the bias of the
+        keys. That bias adds the same number to all logits of a query, so softmax ignores it.
         """
         heads = self.with_kv_heads(len(self.b_q_NH))
         q_ENH = np.concatenate([self.w_q_DNH, self.b_q_NH[None]])
@@ -171,15 +172,17 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
 
 
 def qk_factors(layer: Attention) -> Factors:
-    """Returns the factors of a layer, and checks that a conversion may rewrite A[n].
+    """Returns the factors of a layer, and checks that a conversion may replace W_Q and W_K.
 
-    The logits of the layer must be scale x A[n] y^T. Raises ConversionError for anything that
-    stands in the way:
+    A conversion keeps the product A[n] = W_Q[n] W_K[n]^T, or approximates it. This keeps the
+    function of the layer only if its logits are scale x A[n] y^T. So the following raise
+    ConversionError:
 
-    - RoPE or QK-norm, which act on queries and keys between W_Q and W_K;
-    - a Score that is not bilinear, masks the diagonal, or adds a bias to the logits;
-    - a Value that shares a matrix of the Score, which would change with it;
-    - a bias of the keys under a logit cap, which does not ignore it as softmax does.
+    - RoPE and QK-norm: they act on queries and keys between W_Q and W_K.
+    - A Score that is not bilinear, masks the diagonal, or adds a bias to the logits.
+    - A Value that uses a matrix of the Score: the matrix would change in both.
+    - A bias of the keys under a logit cap: conversions drop the bias. Softmax ignores that, but a
+      cap does not.
     """
     spec = layer.spec
     require(
@@ -227,19 +230,30 @@ def logit_scale(layer: Attention) -> float:
 
 
 def empty_layer(source: Attention, **changes: Any) -> Attention:
-    """Returns a layer without values, for `fill`; only QK-norm gains are copied from `source`.
+    """Returns a layer whose parameters have shapes but no values yet; `fill` sets them.
 
-    Its spec is that of `source` with changes. num_kv_heads becomes num_heads if neither circuit
-    can share heads. Raises ConversionError if the QK-norm gains do not fit the new queries.
+    Only the gains of QK-norm, if there are any, are copied from `source` already.
+
+    Args:
+      source: the layer that is converted.
+      changes: the fields of its spec that are different in the returned layer.
+
+    Raises:
+      ConversionError: the gains of QK-norm do not fit the size of the queries.
     """
     spec = dataclasses.replace(source.spec, **changes)
+
+    # If neither circuit can share heads, the spec must not ask for shared ones.
     score_class, _ = registry.find_score(spec.score)
     value_class, _ = registry.find_value(spec.value)
     if not (score_class.uses_kv_heads or value_class.uses_kv_heads):
         spec = dataclasses.replace(spec, num_kv_heads=spec.num_heads)
+
+    # `eval_shape` gives the parameters their shapes without computing initial values.
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     if not spec.qk_norm:
         return layer
+
     for name in ('g_q_H', 'g_k_H'):
         gain_H = getattr(source, name)
         size = getattr(layer, name).shape[0]
@@ -255,19 +269,28 @@ def empty_layer(source: Attention, **changes: Any) -> Attention:
 def fill(
     layer: Attention, source: Attention, *, score: Arrays | None = None, value: Arrays | None = None
 ) -> Attention:
-    """Sets every parameter of an empty layer, in the dtype of `source`, and returns the layer.
+    """Sets every parameter of an empty layer and returns the layer.
 
-    `score` and `value` hold the parameters by name; None copies those of `source`. Raises
-    ConversionError for a bias that is not zero if the circuit has no parameter for it.
+    Args:
+      layer: the return value of `empty_layer`.
+      source: the layer that is converted. Its dtype is the dtype of the parameters.
+      score: the parameters of the Score by name; None copies the Score of `source`.
+      value: the parameters of the Value by name; None copies the Value of `source`.
+
+    Raises:
+      ConversionError: a given bias is not zero, but the circuit has no biases.
     """
-    for part, arrays in (('score', score), ('value', value)):
-        circuit = getattr(layer, part)
+    for circuit_name, arrays in (('score', score), ('value', value)):
+        circuit = getattr(layer, circuit_name)
         if arrays is None:
-            source_state = nnx.state(getattr(source, part))
+            source_state = nnx.state(getattr(source, circuit_name))
             nnx.update(circuit, jax.tree.map(jnp.array, source_state))
             continue
 
-        parameters = {name: a for name, a in vars(circuit).items() if isinstance(a, nnx.Param)}
+        parameters = {}
+        for name, attribute in vars(circuit).items():
+            if isinstance(attribute, nnx.Param):
+                parameters[name] = attribute
         for name, parameter in parameters.items():
             assert parameter.shape == arrays[name].shape, (name, arrays[name].shape)
             setattr(circuit, name, nnx.Param(jnp.array(arrays[name], dtype_of(source))))
@@ -281,14 +304,16 @@ def fill(
 
 
 def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Factors A[n] = U S V^T into U S^1/2 and V S^1/2, of the given rank.
+    """Splits each matrix A[n] = U S V^T into two factors, U S^1/2 and V S^1/2.
 
-    The product is the best approximation of A[n] of this rank (Eckart & Young 1936). Of all factors
-    with this product, these have the least sum of squares. Zeros fill columns beyond the size of A.
+    Only the `rank` largest singular values are kept, so the product of the factors is the best
+    approximation of A[n] with this rank (Eckart & Young 1936). Of all factors with this product,
+    these have the least sum of squares. If A has fewer singular values than `rank`, columns of
+    zeros are appended.
 
     Returns:
-      left_ENR and right_DNR, and the norm of the difference relative to the norm of A, over all
-      heads.
+      left_ENR and right_DNR, and the error of their product: the norm of the difference divided by
+      the norm of A, both over all heads.
     """
     left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
     norm = float(np.linalg.norm(A_NED))

@@ -159,11 +159,17 @@ def load(
 
 
 def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
-    """Returns the tokenizer of a run; for a model without a run, that of the flag --data.
+    """Returns the tokenizer of a loaded model.
 
-    Raises ConfigError if the tokenizer has more tokens than the model, if the data has changed
-    since the run, or as `tokenizer_of_flag` does. Errors suggest the flag `otherwise`, which takes
-    token ids in place of text.
+    Args:
+      source: the model. If it is a run, its config names the tokenizer.
+      data: the value of the flag --data, which names the tokenizer of a model without a run.
+      otherwise: what errors advise to give instead. '--prompt_tokens', for example, is a flag that
+        takes token ids in place of text.
+
+    Raises:
+      ConfigError: the tokenizer has more tokens than the model, the data has changed since the run,
+        or the flag names no tokenizer.
     """
     if source.config is None:
         tokenizer = tokenizer_of_flag(data, otherwise)
@@ -179,37 +185,43 @@ def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
 
 
 def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
-    """Returns the tokenizer of a run's data.
+    """Opens the tokenizer of a run's data.
 
-    Raises ConfigError if it is not the tokenizer of the training, which the checkpoint names.
+    Raises ConfigError if the run was trained with another one. Checkpoints record its name.
     """
     directory = absolute(path) / 'checkpoints'
     with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
         restored = checkpoints.restore({})
     assert restored is not None  # `load` has read this checkpoint before.
     _, record = restored
-    trained_with = names_in(record['data'])
-    with as_recorded(*trained_with):
+
+    # One name, or for parallel text the names of the source and the target.
+    recorded_names = names_in(record['data'])
+    # The recorded name says which of two separators the tokenizer of a file has.
+    with as_recorded(*recorded_names):
         tokenizer = tokenizer_of(data)
-    if trained_with and tokenizer.name != trained_with[0]:
+    if recorded_names and tokenizer.name != recorded_names[0]:
         raise ConfigError(
-            f'{path} was trained with the tokenizer {trained_with[0]}, but its data has '
+            f'{path} was trained with the tokenizer {recorded_names[0]}, but its data has '
             f'changed since and gives {tokenizer.name}; restore the data'
         )
     return tokenizer
 
 
 def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
-    """Returns the tokenizer that the flag --data names. It names one of
+    """Opens the tokenizer that the flag --data names.
 
-    - a tokenizer.json, or another such file;
-    - a directory that prepare_data has written;
-    - the import path of a dataset, which is opened for its tokenizer;
-    - the name of a dataset that needs no other setting, whose tokens are bytes.
+    Args:
+      data: the value of the flag, one of
+        - a .json file in the format of tokenizer.json;
+        - a directory that prepare_data has written: the tokenizer of its tokens;
+        - the import path of a dataset, as in 'package.module:name': the dataset's tokenizer;
+        - the name of a dataset that needs no other setting, as in 'stdlib': bytes are the tokens.
+      otherwise: what errors advise to give instead; see `tokenizer_for`.
 
-    Raises ConfigError for anything else, for files that cannot be read, and for a directory whose
-    tokens come from a tokenizer outside the package. Errors suggest the flag `otherwise`, which
-    takes token ids in place of text.
+    Raises:
+      ConfigError: `data` is none of these, a file cannot be read, or the tokens of a directory come
+        from a tokenizer outside the package.
     """
     advice = (
         'give a dataset that needs no other setting '
@@ -221,9 +233,11 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
         with readable(f'--data={data}', advice, Exception):
             return FileTokenizer(read_whole(as_path(data)))
 
+    # INDEX is the file that prepare_data writes beside the tokens.
     if data and (as_path(data) / INDEX).exists():
-        kind = read_index(as_path(data)).tokenizer
+        kind = read_index(as_path(data)).tokenizer  # a value of data.tokenizer
         if is_import_path(kind):
+            # A file of data must not decide which code is imported.
             raise ConfigError(
                 f'--data={data} has tokens of {kind!r:.200}, code that only a config can name; '
                 f'give {otherwise}'

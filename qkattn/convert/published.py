@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,28 +35,41 @@ OUTPUT_MATRIX = 'w_output_DV'
 # Where the Decoder keeps the parameters of its Score and its Value.
 QK = 'blocks/attention/score'
 VO = 'blocks/attention/value'
+
+
+class Contents(NamedTuple):
+    """What a tensor of a GPT-2 file holds.
+
+    `axes` has a letter for each axis: D = d_model, C = 3 D, F = mlp_width, V = vocab_size,
+    T = context. `paths` are the parameters of the Decoder that lie side by side along the last
+    axis. For example, c_attn.weight [D, C] holds W_Q, W_K and W_V.
+    """
+
+    axes: str
+    paths: tuple[str, ...]
+
+
 # The tensors of a GPT-2 under their names in Hugging Face's files, without the prefix
-# `transformer.` and with * for the number of the layer. Each has its axes (C = 3 D), and the
-# parameters of the Decoder that it concatenates along the last axis. Matrices are
-# [inputs, outputs]; heads are in order.
-TENSORS: dict[str, tuple[str, tuple[str, ...]]] = {
-    'wte.weight': ('VD', ('w_embedding_VD',)),
-    'wpe.weight': ('TD', ('w_position_TD',)),
-    'h.*.ln_1.weight': ('D', ('blocks/attention_norm/g_D',)),
-    'h.*.ln_1.bias': ('D', ('blocks/attention_norm/b_D',)),
-    'h.*.attn.c_attn.weight': ('DC', (f'{QK}/w_q_DNH', f'{QK}/w_k_DKH', f'{VO}/w_v_DKH')),
-    'h.*.attn.c_attn.bias': ('C', (f'{QK}/b_q_NH', f'{QK}/b_k_KH', f'{VO}/b_v_KH')),
-    'h.*.attn.c_proj.weight': ('DD', (f'{VO}/w_o_NHD',)),
-    'h.*.attn.c_proj.bias': ('D', (f'{VO}/b_o_D',)),
-    'h.*.ln_2.weight': ('D', ('blocks/mlp_norm/g_D',)),
-    'h.*.ln_2.bias': ('D', ('blocks/mlp_norm/b_D',)),
-    'h.*.mlp.c_fc.weight': ('DF', ('blocks/mlp/w_in_DF',)),
-    'h.*.mlp.c_fc.bias': ('F', ('blocks/mlp/b_in_F',)),
-    'h.*.mlp.c_proj.weight': ('FD', ('blocks/mlp/w_out_FD',)),
-    'h.*.mlp.c_proj.bias': ('D', ('blocks/mlp/b_out_D',)),
-    'ln_f.weight': ('D', ('final_norm/g_D',)),
-    'ln_f.bias': ('D', ('final_norm/b_D',)),
-    HEAD: ('VD', (OUTPUT_MATRIX,)),  # a second name of wte.weight if embeddings are tied
+# `transformer.` and with * for the number of the layer. Matrices are [inputs, outputs]. Heads are
+# in order.
+TENSORS: dict[str, Contents] = {
+    'wte.weight': Contents('VD', ('w_embedding_VD',)),
+    'wpe.weight': Contents('TD', ('w_position_TD',)),
+    'h.*.ln_1.weight': Contents('D', ('blocks/attention_norm/g_D',)),
+    'h.*.ln_1.bias': Contents('D', ('blocks/attention_norm/b_D',)),
+    'h.*.attn.c_attn.weight': Contents('DC', (f'{QK}/w_q_DNH', f'{QK}/w_k_DKH', f'{VO}/w_v_DKH')),
+    'h.*.attn.c_attn.bias': Contents('C', (f'{QK}/b_q_NH', f'{QK}/b_k_KH', f'{VO}/b_v_KH')),
+    'h.*.attn.c_proj.weight': Contents('DD', (f'{VO}/w_o_NHD',)),
+    'h.*.attn.c_proj.bias': Contents('D', (f'{VO}/b_o_D',)),
+    'h.*.ln_2.weight': Contents('D', ('blocks/mlp_norm/g_D',)),
+    'h.*.ln_2.bias': Contents('D', ('blocks/mlp_norm/b_D',)),
+    'h.*.mlp.c_fc.weight': Contents('DF', ('blocks/mlp/w_in_DF',)),
+    'h.*.mlp.c_fc.bias': Contents('F', ('blocks/mlp/b_in_F',)),
+    'h.*.mlp.c_proj.weight': Contents('FD', ('blocks/mlp/w_out_FD',)),
+    'h.*.mlp.c_proj.bias': Contents('D', ('blocks/mlp/b_out_D',)),
+    'ln_f.weight': Contents('D', ('final_norm/g_D',)),
+    'ln_f.bias': Contents('D', ('final_norm/b_D',)),
+    HEAD: Contents('VD', (OUTPUT_MATRIX,)),  # a second name of wte.weight if embeddings are tied
 }
 # The values in config.json with which GPT-2 is the Decoder; the default of transformers is first.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -111,39 +124,41 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
       ConfigError: if the tensors or the config.json are not those of a GPT-2, or d_model is not a
         multiple of the number of heads.
     """
-    named: Any = source
-    described: dict[str, Any] = {}  # the contents of config.json
+    arrays: Any = source
+    settings: dict[str, Any] = {}  # the contents of config.json
     if not isinstance(source, Mapping):
         path = as_path(source)
         directory = path if path.is_dir() else path.parent
         config_file = directory / 'config.json'
         if path.is_dir() or config_file.exists():
             # True is the default of transformers.
-            described = {'tie_word_embeddings': True} | _read_json(config_file)
-        named = _read_safetensors(path)
+            settings = {'tie_word_embeddings': True} | _read_json(config_file)
+        arrays = _read_safetensors(path)
 
     for name, choices in SUPPORTED.items():
         default = choices[0]
-        value = described.get(name, default)
+        value = settings.get(name, default)
         if value not in choices:
             supported = ' or '.join(repr(choice) for choice in choices)
             raise ConfigError(f'config.json: {name}={value!r} is not supported, only {supported}')
 
-    # A width of null in config.json is four times n_embd, which transformers sets to 768 if absent.
-    width = described.get('n_embd', 768)
-    if described.get('n_inner', 0) is None and isinstance(width, int):
-        described['n_inner'] = 4 * width
+    # "n_inner": null, the width of the MLP, stands for 4 * n_embd. The default of n_embd in
+    # transformers is 768.
+    n_embd = settings.get('n_embd', 768)
+    has_default_width = 'n_inner' in settings and settings['n_inner'] is None
+    if has_default_width and isinstance(n_embd, int):
+        settings['n_inner'] = 4 * n_embd
 
-    config, params = _decoder(_normalized(named), described, 'config.json', num_heads)
-    activation: Any = ACTIVATIONS[described.get('activation_function', 'gelu_new')]
+    config, params = _decoder(_normalized(arrays), settings, 'config.json', num_heads)
+    activation: Any = ACTIVATIONS[settings.get('activation_function', 'gelu_new')]
     return dataclasses.replace(config, activation=activation), params
 
 
 def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[ModelConfig, dict]:
     """Reads a model saved by nanoGPT or a descendant of it, as a config and float32 parameters.
 
-    The model may have biases or none, a padded vocabulary, and a tied or untied output matrix. The
-    config has the exact GELU of nanoGPT's MLP (`nn.GELU()`).
+    The model may have biases or none, a padded vocabulary, and a tied or untied output matrix. Its
+    activation is the exact GELU, as in nanoGPT's MLP (`nn.GELU()`).
 
     Args:
       source: one of
@@ -156,35 +171,38 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
     Raises:
       ConfigError: if the tensors do not have this layout, or torch is missing.
     """
-    named: Any = source
+    # A checkpoint is a dictionary with the keys model and model_args. Other sources are only the
+    # arrays by name.
+    content: Any = source
     if not isinstance(source, Mapping):
         path = as_path(source)
-        read = _read_safetensors if path.suffix == '.safetensors' else _read_torch
-        named = read(path)
+        is_safetensors = path.suffix == '.safetensors'
+        content = _read_safetensors(path) if is_safetensors else _read_torch(path)
+    arrays = content
+    settings: dict[str, Any] = {}
+    if isinstance(content, Mapping) and isinstance(content.get('model'), Mapping):
+        arrays = content['model']
+        model_args = content.get('model_args') or {}
+        if not isinstance(model_args, Mapping):
+            raise ConfigError(f'model_args={model_args!r:.80} must be a dictionary, as of nanoGPT')
+        settings = dict(model_args)
 
-    described: dict[str, Any] = {}  # the model_args of a checkpoint
-    if isinstance(named, Mapping) and isinstance(named.get('model'), Mapping):
-        arguments = named.get('model_args') or {}
-        named = named['model']
-        if not isinstance(arguments, Mapping):
-            raise ConfigError(f'model_args={arguments!r:.80} must be a dictionary, as of nanoGPT')
-        described = dict(arguments)
-        # Dropout has no effect on a trained model.
-        described.pop('dropout', None)
-    for name, value in described.items():
+    settings.pop('dropout', None)  # dropout has no effect on a trained model
+    for name, value in settings.items():
         if name not in FIELDS:
             raise ConfigError(f'model_args: {name}={value!r} is not an argument of nanoGPT')
 
-    tensors = _normalized(named)
+    # nanoGPT stores some matrices as [outputs, inputs], GPT-2 as [inputs, outputs].
+    tensors = _normalized(arrays)
     for name, tensor in tensors.items():
         if name.endswith(TRANSPOSED):
             tensors[name] = np.ascontiguousarray(tensor.T)
-    config, params = _decoder(tensors, described, 'model_args', num_heads)
+    config, params = _decoder(tensors, settings, 'model_args', num_heads)
     return dataclasses.replace(config, activation='gelu'), params
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of a GPT-2 with this config, by name."""
+    """Returns the shape of every tensor of a GPT-2, by name: {'wte.weight': (V, D), ...}."""
     D = config.d_model
     size_of_axis = {
         'D': D,
@@ -194,12 +212,12 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         'T': config.context,
     }
     shape_of_name: dict[str, tuple[int, ...]] = {}
-    for pattern, (axes, _) in TENSORS.items():
+    for pattern, contents in TENSORS.items():
         is_left_out_bias = pattern.endswith('.bias') and not config.biases
         is_tied = pattern == HEAD and config.tied_embeddings
         if is_left_out_bias or is_tied:
             continue
-        shape = tuple(size_of_axis[axis] for axis in axes)
+        shape = tuple(size_of_axis[axis] for axis in contents.axes)
         for name in names_in_layers(pattern, config):
             shape_of_name[name] = shape
     return shape_of_name
@@ -213,58 +231,70 @@ def names_in_layers(pattern: str, config: ModelConfig) -> list[str]:
 
 
 def _decoder(
-    tensors: dict[str, np.ndarray], described: Mapping[str, Any], where: str, num_heads: int | None
+    tensors: dict[str, np.ndarray],
+    settings: Mapping[str, Any],
+    settings_name: str,
+    num_heads: int | None,
 ) -> tuple[ModelConfig, dict]:
-    """Returns the config and the parameters of the Decoder with these tensors.
+    """Makes the config and the parameters of a Decoder from the tensors of a GPT-2.
 
     Args:
       tensors: float32 arrays under GPT-2's names, matrices [inputs, outputs].
-      described: the settings of config.json or of model_args, as far as there are any.
-      where: 'config.json' or 'model_args', for errors.
-      num_heads: the number of heads; None takes n_head of `described`.
+      settings: what config.json or model_args says about the model; may be empty.
+      settings_name: 'config.json' or 'model_args', for errors.
+      num_heads: the number of heads; None takes n_head of `settings`.
 
     Raises:
       ConfigError: if a tensor is missing, unexpected or wrong, or a setting contradicts them.
     """
-    config = _config_of_tensors(tensors, described, where, num_heads)
+    config = _config_of_tensors(tensors, settings, settings_name, num_heads)
     _check_tensors(tensors, config)
     for name, field in FIELDS.items():
-        if name in described and described[name] != getattr(config, field):
+        if name in settings and settings[name] != getattr(config, field):
             raise ConfigError(
-                f'{where}: {name}={described[name]!r} does not fit the tensors, which have '
+                f'{settings_name}: {name}={settings[name]!r} does not fit the tensors, which have '
                 f'{field}={getattr(config, field)!r}'
             )
 
-    # Each tensor holds one or more parameters, side by side along its last axis.
-    part_of_path: dict[str, np.ndarray] = {}
+    # Stack each tensor over the layers, and split it into the parameters that it holds.
     expected = traverse_util.flatten_dict(abstract_params(config), sep='/')
-    for pattern, (_, paths) in TENSORS.items():
+    array_of_path: dict[str, np.ndarray] = {}
+    for pattern, contents in TENSORS.items():
+        paths = contents.paths
         if paths[0] not in expected:
-            continue  # This is the output matrix of tied embeddings, or a bias of a model without.
+            continue  # The model has no biases, or its embeddings are tied.
         stack = np.stack([tensors[name] for name in names_in_layers(pattern, config)])
-        parts = np.split(stack, len(paths), axis=-1)
-        part_of_path |= dict(zip(paths, parts, strict=True))
+        arrays = np.split(stack, len(paths), axis=-1)
+        array_of_path |= dict(zip(paths, arrays, strict=True))
 
+    # Give each parameter the axes that the Decoder expects, such as [layers, D, N, H].
     parameters = {}
     for path, parameter in expected.items():
-        part = part_of_path[path]
+        array = array_of_path[path]
         if path == OUTPUT_MATRIX:
-            part = np.swapaxes(part, 1, 2)  # [1, V, D] -> [1, D, V]
-        parameters[path] = jnp.asarray(part.reshape(parameter.shape))
+            array = np.swapaxes(array, 1, 2)  # [1, V, D] -> [1, D, V]
+        parameters[path] = jnp.asarray(array.reshape(parameter.shape))
     return config, traverse_util.unflatten_dict(parameters, sep='/')
 
 
 def _config_of_tensors(
-    tensors: dict[str, np.ndarray], described: Mapping[str, Any], where: str, num_heads: int | None
+    tensors: dict[str, np.ndarray],
+    settings: Mapping[str, Any],
+    settings_name: str,
+    num_heads: int | None,
 ) -> ModelConfig:
-    """Returns the config with the sizes of the tensors; only num_heads does not follow from them.
+    """Derives the config of a GPT-2 from the shapes of its tensors.
 
-    The arguments and the errors are those of `_decoder`.
+    The shapes do not tell the number of heads. So it is `num_heads`, or else n_head of `settings`.
+    `_decoder` describes the arguments.
+
+    Raises ConfigError if the number of heads is not given, if a tensor whose shape is needed is
+    missing or not a matrix, or if the output matrix should be tied to the embedding but differs.
     """
-    if num_heads is None and 'n_head' not in described:
+    if num_heads is None and 'n_head' not in settings:
         raise ConfigError(
-            f'--num_heads=N of convert (num_heads= in Python) is required where no {where} gives '
-            'n_head; other commands read what convert writes to --out'
+            '--num_heads=N of convert (num_heads= in Python) is required where no '
+            f'{settings_name} gives n_head; other commands read what convert writes to --out'
         )
     for name in ('wte.weight', 'wpe.weight', 'h.0.mlp.c_fc.weight'):
         if name not in tensors:
@@ -272,8 +302,9 @@ def _config_of_tensors(
         if tensors[name].ndim != 2:
             raise ConfigError(f'tensor {name!r} is not a matrix')
 
+    # A file of tied embeddings holds the output matrix as a copy, or leaves it out.
     is_same = HEAD not in tensors or np.array_equal(tensors[HEAD], tensors['wte.weight'])
-    tied = described.get('tie_word_embeddings', is_same)
+    tied = settings.get('tie_word_embeddings', is_same)
     if tied and not is_same:
         raise ConfigError(f"tensor {HEAD!r} differs from 'wte.weight', to which it should be tied")
 
@@ -286,7 +317,7 @@ def _config_of_tensors(
     config = ModelConfig(
         d_model=tensors['wte.weight'].shape[1],
         num_layers=len(layers),
-        num_heads=described['n_head'] if num_heads is None else num_heads,
+        num_heads=settings['n_head'] if num_heads is None else num_heads,
         d_ff=tensors['h.0.mlp.c_fc.weight'].shape[1],
         context=len(tensors['wpe.weight']),
         vocab_size=len(tensors['wte.weight']),
@@ -316,23 +347,19 @@ def _check_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> None:
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Reads all tensors of a file, of a model directory, or of the files in a .index.json."""
+    """Reads all tensors of a file, of a model directory, or of the files in a .index.json.
+
+    A large model has several files, and an index that names them.
+    """
     if path.is_dir():
         single = path / 'model.safetensors'
         index = path / 'model.safetensors.index.json'
-        path = index if index.exists() and not single.exists() else single
+        has_several_files = index.exists() and not single.exists()
+        path = index if has_several_files else single
 
     if path.suffix == '.json':
-        # weight_map has the name of the file for each tensor.
-        file_of_tensor = _read_json(path).get('weight_map')
-        if not isinstance(file_of_tensor, dict) or not all(map(_is_part, file_of_tensor.values())):
-            raise ConfigError(
-                f'{path}: weight_map={file_of_tensor!r:.80} must name a .safetensors file beside '
-                'it for each tensor'
-            )
-        file_names = [component(name) for name in set(file_of_tensor.values())]
         tensors: dict[str, np.ndarray] = {}
-        for file_name in sorted(file_names):
+        for file_name in _files_of_index(path):
             tensors |= _read_safetensors(path.parent / file_name)
         return tensors
 
@@ -343,9 +370,26 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         raise ConfigError(f'{path} cannot be read as safetensors: {error}') from error
 
 
-def _is_part(name: Any) -> bool:
-    """Returns whether the name of a file in an index leads nowhere else than its directory."""
-    return isinstance(name, str) and name.endswith('.safetensors') and Path(name).name == name
+def _files_of_index(index: Path) -> list[str]:
+    """Returns the names of the .safetensors files that an index lists, sorted.
+
+    Its weight_map says which file holds which tensor, as in
+    {"wte.weight": "model-00001-of-00002.safetensors"}. Raises ConfigError unless every file lies in
+    the directory of the index.
+    """
+    weight_map = _read_json(index).get('weight_map')
+    error = ConfigError(
+        f'{index}: weight_map={weight_map!r:.80} must name a .safetensors file beside it for each '
+        'tensor'
+    )
+    if not isinstance(weight_map, dict):
+        raise error
+    for name in weight_map.values():
+        if not isinstance(name, str) or not name.endswith('.safetensors'):
+            raise error
+        if Path(name).name != name:  # a path to another directory
+            raise error
+    return sorted({component(name) for name in weight_map.values()})
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -376,27 +420,31 @@ def _read_torch(path: Path) -> dict[str, Any]:
 
 
 def _require_whole(file: str | os.PathLike) -> None:
-    """Raises ValueError for a zip archive whose members are larger than the archive itself.
+    """Raises ValueError for a zip archive that unpacks to more bytes than it has.
 
-    Torch does not compress what it stores, so such a file is not from torch. When it loads one, it
-    allocates whatever size the archive declares.
+    Torch saves archives without compression, so it has not saved this one. Loading it could exhaust
+    the memory, because torch allocates the size that the archive declares.
     """
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            unpacked = sum(member.file_size for member in archive.infolist())
-        if unpacked > os.path.getsize(file):
-            raise ValueError(f'it unpacks to {unpacked:,} bytes, more than it has')
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > os.path.getsize(file):
+        raise ValueError(f'it unpacks to {unpacked:,} bytes, more than it has')
 
 
-def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the tensors as float32 numpy arrays, under GPT-2's names without prefixes.
+def _normalized(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Converts tensors of numpy, jax or torch to float32 numpy arrays under GPT-2's names.
 
-    Saved causal masks are left out. Raises ConfigError for anything that is not a tensor by name.
+    Prefixes are dropped: 'transformer.wte.weight' -> 'wte.weight'. Saved causal masks are left out.
+
+    Raises ConfigError if the argument is not a dictionary of tensors by name, if two names are
+    equal without their prefixes, or if a tensor has an unsupported dtype or is incomplete.
     """
     tensors: dict[str, np.ndarray] = {}
-    if not isinstance(named, Mapping):
-        raise ConfigError(f'a {type(named).__name__} is not a dictionary of tensors by name')
-    for original, value in named.items():
+    if not isinstance(arrays, Mapping):
+        raise ConfigError(f'a {type(arrays).__name__} is not a dictionary of tensors by name')
+    for original, value in arrays.items():
         if not isinstance(original, str) or not hasattr(value, 'dtype'):
             raise ConfigError(f'{original!r}: a {type(value).__name__} is not a tensor by name')
 
@@ -412,7 +460,8 @@ def _normalized(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 f'tensor {original!r} is of {dtype}; supported are float32, float16 and bfloat16'
             )
 
-        # A tensor of torch may claim more numbers than are stored, by a stride of 0.
+        # A tensor of torch with a stride of 0 repeats a stored number. With it, a small file could
+        # claim a shape that does not fit into memory.
         if hasattr(value, 'untyped_storage'):
             claimed_bytes = value.numel() * value.element_size()
             if claimed_bytes > value.untyped_storage().nbytes():

@@ -46,7 +46,7 @@ REQUIRED = {
 }
 REQUIRED_OF_GPT2 = {'norm': ('layernorm',), 'activation': ('gelu_tanh', 'gelu', 'relu')}
 REQUIRED_OF_LLAMA = {'norm': ('rmsnorm',), 'activation': ('swiglu', 'geglu', 'reglu')}
-# By our names, the names in transformers of the functions of MLPs and of their gates.
+# The activation function of an MLP, or of its gate: our name and the name in transformers.
 ACTIVATIONS = {
     'gelu_tanh': 'gelu_new',
     'gelu': 'gelu',
@@ -55,8 +55,9 @@ ACTIVATIONS = {
     'geglu': 'gelu',
     'reglu': 'relu',
 }
-# The parameter behind each name of transformers, with * for the layer. Matrices are those of
-# torch.nn.Linear: [outputs, inputs].
+# The names of a Llama's tensors in transformers, with * for the number of the layer, and the
+# parameter of the Decoder that each one holds. Matrices are [outputs, inputs], as those of
+# torch.nn.Linear.
 LLAMA_TENSORS = {
     'model.embed_tokens.weight': 'w_embedding_VD',
     'model.layers.*.input_layernorm.weight': 'blocks/attention_norm/g_D',
@@ -97,41 +98,52 @@ def save(
     params: dict,
     tokenizer: Tokenizer | None = None,
 ) -> Layout:
-    """Writes a model, and its tokenizer if that can be a tokenizer.json. Returns the layout.
+    """Writes a model in the layout of transformers and returns the layout.
+
+    The tokenizer is written, too, unless it is a class from outside the package.
 
     Raises ConfigError, before it writes anything, if the model is neither a GPT-2 nor a Llama.
     """
     layout = layout_of(model)
     path = absolute(directory)
     path.mkdir(parents=True, exist_ok=True)
-    described = layout.config(model)
-    separator = None if tokenizer is None else tokenizer.separator
-    described |= {'bos_token_id': separator, 'eos_token_id': separator}
-    with replacing(path / 'model.safetensors') as part:
+
+    with replacing(path / 'model.safetensors') as temporary_file:
         tensors = layout.tensors(model, params)
-        safetensors.numpy.save_file(tensors, part, metadata={'format': 'pt'})
+        safetensors.numpy.save_file(tensors, temporary_file, metadata={'format': 'pt'})
+
     tokenizer_file = None if tokenizer is None else tokenizer_json(tokenizer)
     if tokenizer_file is not None:
         write_atomic(path / 'tokenizer.json', tokenizer_file)
-        about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': model.context}
-        write_atomic(path / 'tokenizer_config.json', json.dumps(about, indent=2) + '\n')
-    write_atomic(path / 'config.json', json.dumps(described, indent=2) + '\n')
+        tokenizer_config = {
+            'tokenizer_class': 'PreTrainedTokenizerFast',
+            'model_max_length': model.context,
+        }
+        write_atomic(path / 'tokenizer_config.json', json.dumps(tokenizer_config, indent=2) + '\n')
+
+    # One token separates documents, so it stands for their beginning and for their end.
+    separator = None if tokenizer is None else tokenizer.separator
+    model_config = layout.config(model) | {'bos_token_id': separator, 'eos_token_id': separator}
+    write_atomic(path / 'config.json', json.dumps(model_config, indent=2) + '\n')
     return layout
 
 
 def layout_of(model: ModelConfig) -> Layout:
-    """Returns the layout of a model, by its positions.
+    """Returns GPT2 for learned positions and LLAMA for RoPE.
 
-    Raises ConfigError for the first setting that the layout cannot have.
+    Raises ConfigError, with the first setting that does not fit, if the model is neither of them.
     """
     layouts = {'learned': GPT2, 'rope': LLAMA}
     require('positions', model.positions, tuple(layouts), 'transformers has')
     layout = layouts[model.positions]
-    of_layout = REQUIRED_OF_GPT2 if layout is GPT2 else REQUIRED_OF_LLAMA
-    for field, valid in (REQUIRED | of_layout).items():
+    layout_settings = REQUIRED_OF_GPT2 if layout is GPT2 else REQUIRED_OF_LLAMA
+    for field, valid in (REQUIRED | layout_settings).items():
         require(field, getattr(model, field), valid, f'a {layout.name} has')
+
+    # A window as long as the context hides nothing.
     if model.window is not None and model.window < model.context:
         require('window', model.window, (None,), f'a {layout.name} has')
+
     D = model.d_model
     N = model.num_heads
     if D % N:
@@ -146,13 +158,14 @@ def layout_of(model: ModelConfig) -> Layout:
 
 
 def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> None:
-    """Raises ConfigError unless the value of a setting is valid.
+    """Raises ConfigError unless the value of a setting is one of the valid values.
 
-    `who_has` begins the end of the message, as in 'a Llama has norm=rmsnorm'.
+    With who_has='a Llama has', the message is "model.norm='layernorm' has no place in the layout
+    of transformers: a Llama has norm='rmsnorm'". The message advises a conversion if one helps.
     """
     if value in valid:
         return
-    listed = ' or '.join(repr(choice) for choice in valid)
+    choices = ' or '.join(repr(choice) for choice in valid)
     advice = ''
     if field in ('score', 'value'):
         advice = '; --apply=to_standard rewrites the variants that are qk/vo in another form'
@@ -160,53 +173,61 @@ def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> Non
         advice = '; --apply=gqa_to_mha repeats the heads'
     raise ConfigError(
         f'model.{field}={value!r} has no place in the layout of transformers: {who_has} {field}='
-        f'{listed}{advice}'
+        f'{choices}{advice}'
     )
 
 
 def completed(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np.ndarray]:
-    """Returns the parameters by path, with those that the layout has and the model leaves out.
+    """Returns every parameter that a layout needs, by path, as float32.
 
-    Missing gains are 1, and with `biases` missing biases are 0, so the function stays the same.
-    `score_scale`, which no layout has, is multiplied into the queries.
+    A model may leave out parameters that the layout has. Missing gains become 1. Missing biases
+    become 0 if `biases` is True, and stay missing otherwise. The layouts have no setting for
+    `score_scale`, so it is multiplied into W_Q and b_Q. The function of the model stays the same.
     """
     full_config = dataclasses.replace(model, attention_gain=True, biases=model.biases or biases)
+    expected = traverse_util.flatten_dict(abstract_params(full_config), sep='/')
     actual = traverse_util.flatten_dict(params, sep='/')
     full: dict[str, np.ndarray] = {}
-    for path, target in traverse_util.flatten_dict(abstract_params(full_config), sep='/').items():
+    for path, parameter in expected.items():
+        name = path.rpartition('/')[2]  # 'blocks/mlp_norm/g_D' -> 'g_D'
         if path in actual:
             full[path] = np.asarray(actual[path], np.float32)
-        elif path.rpartition('/')[2].startswith('g_'):
-            full[path] = np.ones(target.shape, np.float32)
+        elif name.startswith('g_'):
+            full[path] = np.ones(parameter.shape, np.float32)
         else:
-            full[path] = np.zeros(target.shape, np.float32)
+            full[path] = np.zeros(parameter.shape, np.float32)
         if path in QUERIES:
             full[path] = full[path] * np.float32(model.score_scale)
     return full
 
 
 def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """Returns the tensors of a GPT2LMHeadModel, which always has biases."""
+    """Returns the tensors of a GPT2LMHeadModel by name. It always has biases."""
     full = completed(model, params, biases=True)
     shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
     tensors: dict[str, np.ndarray] = {}
-    for pattern, (_, paths) in TENSORS.items():
+    for pattern, contents in TENSORS.items():
+        # 'h.*.ln_1.weight' has a name for each layer, 'wte.weight' only one.
+        is_in_layers = '*' in pattern
         for layer, name in enumerate(names_in_layers(pattern, model)):
             if name not in shapes:
                 continue  # This is the output matrix of tied embeddings.
+
+            # A tensor may hold several parameters, side by side along its last axis.
+            leading_axes = shapes[name][:-1]
             parts = []
-            for path in paths:
-                parameter = full[path][layer] if '*' in pattern else full[path]
+            for path in contents.paths:
+                parameter = full[path][layer] if is_in_layers else full[path]
                 if name == HEAD:
                     parameter = parameter.T
-                parts.append(parameter.reshape(*shapes[name][:-1], -1))
+                parts.append(parameter.reshape(*leading_axes, -1))
             prefix = '' if name == HEAD else 'transformer.'
             tensors[prefix + name] = np.ascontiguousarray(np.concatenate(parts, axis=-1))
     return tensors
 
 
 def gpt2_config(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a GPT-2."""
+    """Returns the config.json of a GPT-2."""
     return {
         'architectures': ['GPT2LMHeadModel'],
         'model_type': 'gpt2',
@@ -226,23 +247,24 @@ def gpt2_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """The tensors of a LlamaForCausalLM."""
+    """Returns the tensors of a LlamaForCausalLM by name."""
     full = completed(model, params, biases=False)
     D = model.d_model
     tensors: dict[str, np.ndarray] = {}
     for pattern, path in LLAMA_TENSORS.items():
         if path not in full:
             continue  # The model has no biases, or its embeddings are tied.
-        letters = path.rpartition('_')[2]
+        axes = path.rpartition('_')[2]  # 'blocks/attention/score/w_q_DNH' -> 'DNH'
+        is_in_layers = '*' in pattern
         for layer, name in enumerate(names_in_layers(pattern, model)):
-            parameter = full[path][layer] if '*' in pattern else full[path]
-            if name.endswith('.bias') or letters == 'D':
+            parameter = full[path][layer] if is_in_layers else full[path]
+            if name.endswith('.bias') or axes == 'D':
                 tensor = parameter.reshape(-1)
-            elif letters == 'VD':
+            elif axes == 'VD':  # the embedding, which torch does not transpose
                 tensor = parameter
-            elif letters.startswith('D'):
+            elif axes.startswith('D'):  # from the stream: DNH, DKH, DF and DV
                 tensor = parameter.reshape(D, -1).T
-            else:
+            else:  # to the stream: NHD and FD
                 tensor = parameter.reshape(-1, D).T
             tensors[name] = np.ascontiguousarray(tensor)
     return tensors
@@ -251,7 +273,8 @@ def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
 def llama_config(model: ModelConfig) -> dict[str, Any]:
     """Returns the config.json of a Llama.
 
-    It has the base of rotations twice, because versions of transformers look in different places.
+    The base of RoPE stands in two places, because versions of transformers differ in where they
+    look for it.
     """
     return {
         'architectures': ['LlamaForCausalLM'],
@@ -287,7 +310,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
     # The types are compared exactly, because a subclass may encode differently.
     if type(tokenizer) in (BPETokenizer, FileTokenizer):
         return cast(Subwords, tokenizer).model()
+
     if type(tokenizer) is ByteTokenizer:
+        # Byte-level BPE without merges: every byte is a token.
         library = LibraryTokenizer(models.BPE(vocab=ids_of_bytes(), merges=[]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         library.decoder = decoders.ByteLevel()
@@ -297,7 +322,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
         # These names cannot be taken, because all others are single characters.
         ids |= {'[UNKNOWN]': tokenizer.unknown, '[SEPARATOR]': tokenizer.separator}
         library = LibraryTokenizer(models.WordLevel(ids, unk_token='[UNKNOWN]'))
-        library.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
+        # Text is split after each character (newlines too), and joined without spaces.
+        any_character = Regex(r'[\s\S]')
+        library.pre_tokenizer = pre_tokenizers.Split(any_character, 'isolated')
         library.decoder = decoders.Fuse()
     else:
         return None
@@ -305,15 +332,19 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
 
 
 def ids_of_bytes() -> dict[str, int]:
-    """Returns the byte for each character of byte-level vocabularies (Radford et al. 2019).
+    """Returns GPT-2's alphabet of bytes: from the character of each byte to the byte.
 
-    The visible characters of Latin-1 stand for their own bytes. The characters from U+0100 on stand
-    for the other bytes, in order.
+    Byte-level vocabularies write every byte as one visible character (Radford et al. 2019). A
+    visible character of Latin-1 stands for its own byte: 'A' -> 65. The characters from U+0100 on
+    stand for the other bytes, in order: 'Ā' -> 0.
     """
-    visible = {*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1)}
-    visible |= {*range(ord('®'), ord('ÿ') + 1)}
-    ids = {chr(byte): byte for byte in visible}
-    others = [byte for byte in range(256) if byte not in visible]
-    for number, byte in enumerate(others):
-        ids[chr(256 + number)] = byte
-    return ids
+    visible = {
+        *range(ord('!'), ord('~') + 1),
+        *range(ord('¡'), ord('¬') + 1),
+        *range(ord('®'), ord('ÿ') + 1),
+    }
+    byte_of_character = {chr(byte): byte for byte in visible}
+    invisible = [byte for byte in range(256) if byte not in visible]
+    for number, byte in enumerate(invisible):
+        byte_of_character[chr(256 + number)] = byte
+    return byte_of_character

@@ -66,10 +66,17 @@ def to_standard(layer: Attention) -> Attention:
 
 
 def fold_double(layer: Attention) -> Attention:
-    """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact."""
-    folds_score = layer.spec.score.partition('(')[0] == 'double'
-    folds_value = layer.spec.value.partition('(')[0] == 'double'
+    """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact.
+
+    A circuit that is not `double` stays as it is.
+    """
+    score_name, _, _ = layer.spec.score.partition('(')  # 'double(size=64)' -> 'double'
+    value_name, _, _ = layer.spec.value.partition('(')
+    folds_score = score_name == 'double'
+    folds_value = value_name == 'double'
     require(folds_score or folds_value, f'{layer.spec.variant} has no double projection to fold')
+
+    # A Score that stays need not be linear, so its factors are not extracted.
     factors = extract_factors(layer, of_qk=folds_score)
     changes = {}
     arrays = {}
@@ -109,19 +116,21 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
 
 
 def fold_biases(layer: Attention) -> Attention:
-    """qk/vo -> the same with b_V = 0, added to b_O, and b_K = 0. Exact.
+    """qk/vo -> qk/vo with b_K = b_V = 0, by moving b_V into b_O and dropping b_K. Exact.
 
-    b_V can move to b_O because the probabilities of a head sum to 1 (without dropout). b_K can go
-    because it adds the same number to all logits of a query. Raises ConversionError if b_K is not
-    zero under RoPE, QK-norm or a logit cap, which act on it before the softmax.
+    b_V can move because the probabilities of a head sum to 1 (without dropout). b_K can be dropped
+    because it adds the same number to all logits of a query, which softmax ignores.
+
+    Raises ConversionError if b_K is not zero and the layer has RoPE, QK-norm or a logit cap. They
+    act before the softmax, so b_K has an effect.
     """
     factors = _factors_of_standard(layer)
     if factors.b_k_KH.any():
         qk_factors(layer)  # Raises ConversionError if the bias of the keys has an effect.
     factors.b_k_KH[...] = 0
 
-    _, b_of_values_and_output_E = factors.output_matrices()
-    factors.b_o_D[...] = b_of_values_and_output_E
+    _, b_o_with_values_D = factors.output_matrices()  # b_O + sum_n b_V[n] W_O[n]
+    factors.b_o_D[...] = b_o_with_values_D
     factors.b_v_KH[...] = 0
     return _standard(layer, factors)
 
