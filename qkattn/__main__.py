@@ -37,39 +37,43 @@ _NAME_WIDTH = 26
 def main() -> None:
     """Runs the script that the first argument names, with the other arguments.
 
-    Without arguments, or with --help, it prints the commands and configs instead; with --version
-    the version.
+    `qkattn train --flag` runs experiments/train.py with --flag. Without arguments, or with --help,
+    prints the commands and configs. With --version, prints the version.
     """
     scripts = cli.shipped('experiments')
     name, *arguments = sys.argv[1:] or ['--help']
     if name in ('--version', '--help', '-h', 'help'):
+        text = __version__ if name == '--version' else _help(scripts)
+        # The reader may close the pipe early, as in `qkattn --help | head`.
         with output.ending_unread():
-            print(__version__ if name == '--version' else _help(scripts))
+            print(text)
         return
     if name not in scripts:
         cli.exit_with(f'unknown command {name!r}; known: {", ".join(scripts)}')
 
     sys.argv = [f'qkattn {name}', *arguments]
+    # A setting may name code in the working directory, so Python must look there, as with
+    # `python -m`. The option -P of Python (safe_path) forbids it.
     if not sys.flags.safe_path:
-        sys.path.insert(0, '')  # as `python -m` does, for import paths of the working directory
-    directory_of_experiments = scripts['train'].parents[1]
-    sys.path.append(str(directory_of_experiments))
+        sys.path.insert(0, '')
+    # Scripts import each other as `experiments.NAME`, from the directory that holds experiments/.
+    experiments = scripts['train'].parent
+    sys.path.append(str(experiments.parent))
     runpy.run_path(str(scripts[name]), run_name='__main__')
 
 
 def _help(scripts: dict[str, Path]) -> str:
-    """Returns the names of commands and configs, with the first line of each one's docstring.
+    """Returns the text of `qkattn --help`, which lists all commands and configs.
 
-    The files are parsed, not imported.
+    Each has one entry: its name, and the first line of the docstring of its file.
     """
-    files_by_title = {
-        'commands': scripts,
-        'configs, as --config=NAME; --config=FILE.py is one of your own': cli.shipped_configs(),
-    }
+    configs_title = 'configs, as --config=NAME; --config=FILE.py is one of your own'
+    files_by_title = {'commands': scripts, configs_title: cli.shipped_configs()}
     lines = ['usage: qkattn COMMAND [--FLAG=VALUE ...]; qkattn COMMAND --help lists the flags']
     for title, files in files_by_title.items():
         lines.append(f'\n{title}')
         for name, path in files.items():
+            # The file is parsed, because importing all of them would take seconds.
             module = ast.parse(path.read_text('utf-8'))
             docstring = ast.get_docstring(module) or ''
             first_line = docstring.partition('\n')[0]

@@ -15,9 +15,9 @@ from qkattn.errors import ConfigError
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer, inputs_of
 
-# (site, layer, matrix). The matrix 'A' is the QK circuit of that layer, and 'B' its OV circuit. A
-# site is a place of attention layers in a model: 'attention', 'cross_attention' or
-# 'encoder/attention'.
+# The name of a circuit, (site, layer, matrix). The matrix is 'A' for the layer's QK circuit, and
+# 'B' for its OV circuit. A site is a place of attention layers in a model: 'attention',
+# 'cross_attention' or 'encoder/attention'.
 Circuit = tuple[str, int, str]
 
 
@@ -44,10 +44,11 @@ class Analysis:
     def values(
         self, quantity: str, subject: str | None = None, site: str = 'attention'
     ) -> np.ndarray:
-        """Returns the values [L, N] of a quantity at a site, NaN in layers that do not have it.
+        """Returns one quantity of all L layers and N heads of a site, [L, N].
 
-        Raises KeyError if the quantity was not measured at the site, or if it was measured of
-        several subjects and `subject` does not say which one.
+        For example, `values('effective_rank', 'A')` is the effective rank of every A[n]. A layer
+        without the quantity has NaN. Raises KeyError if no layer of the site has the quantity, or
+        if both A and B have it and `subject` is None.
         """
         site_rows = [row for row in self.rows if row.site == site]
         rows = [row for row in site_rows if row.quantity == quantity]
@@ -62,9 +63,12 @@ class Analysis:
             listed = ' and of '.join(sorted(subjects))
             raise KeyError(f'{quantity} is of {listed}; give the subject')
 
-        # Layers without this quantity count too, as long as anything is known of them.
+        # L is the number of all layers of the site. A layer without this quantity is in a row of
+        # another quantity, or among the missing circuits.
         layers = [row.layer for row in site_rows]
-        layers += [layer for missing_site, layer, _ in self.missing if missing_site == site]
+        for missing_site, layer, _ in self.missing:
+            if missing_site == site:
+                layers.append(layer)
         num_layers = max(layers) + 1
         num_heads = max(row.head for row in rows) + 1
         values_LN = np.full((num_layers, num_heads), np.nan)
@@ -131,10 +135,11 @@ def analyze(
 
 
 def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
-    """Returns A[n] and B[n], [N, D, D], of every attention layer, in float32 or wider.
+    """Returns the matrices A[n] and B[n] of all heads, [N, D, D], for every attention layer.
 
-    A includes the scale of the logits. A circuit that is not a matrix (a score that is not
-    bilinear, a value that is not linear) has None.
+    The logits are x A[n] y^T, and a head adds y B[n] to the stream. A includes the scale. Both
+    matrices are float32 or wider. A is None if the Score is not bilinear, and B is None if the
+    Value is not linear.
     """
     D = model.config.d_model
     matrices: dict[Circuit, jax.Array | None] = {}
@@ -144,7 +149,8 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
             score = attention.score
             value = attention.value
 
-            # Slicing to D drops the rows and columns of biases.
+            # With biases, a matrix has D + 1 rows: the last one belongs to the bias. So does the
+            # last column of A. Slicing to D drops them.
             matrices[site, layer, 'A'] = None
             if score.bilinear:
                 scale = score.scale * attention.spec.score_scale
@@ -165,10 +171,10 @@ def _in_float32(array: jax.Array) -> jax.Array:
 
 @jax.jit
 def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Array]:
-    """Returns the `drift` [N] of each circuit from the reference to the other model.
+    """Returns how far each circuit has moved from the reference, |other - reference| / |reference|.
 
-    Circuits that are not matrices in both models are left out. Raises ConfigError if the models
-    differ in layers, heads or d_model.
+    The result has one number per head, [N]. A circuit that is not a matrix in both models is left
+    out. Raises ConfigError if the models differ in layers, heads or d_model.
     """
     before = circuit_matrices(reference)
     after = circuit_matrices(other)
@@ -194,20 +200,20 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
 
 
 def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
-    """Returns tokens_BT in which every row repeats its first half, for `induction_score`.
+    """Returns a batch for `induction_score`: random tokens_BT whose rows repeat their first half.
 
-    The tokens are uniform and random. The half is not longer than the window, so that a query sees
-    the token after its previous occurrence. Returns None if the half would have fewer than two
-    tokens, or for an encoder-decoder.
+    Returns None for an encoder-decoder, and if the half would have fewer than two tokens.
     """
     config = model.config
     half = config.context // 2
     if config.window is not None:
+        # The key of the score is half - 1 tokens before the query, and must lie in the window.
         half = min(half, config.window)
     if half < 2 or isinstance(model, EncoderDecoder):
         return None
-    r_BH = np.random.default_rng(0).integers(0, config.vocab_size, (8, half))
-    return {'tokens_BT': np.tile(r_BH, 2)}
+    random = np.random.default_rng(0)
+    first_half_BT = random.integers(0, config.vocab_size, (8, half))
+    return {'tokens_BT': np.tile(first_half_BT, 2)}
 
 
 @jax.jit
@@ -222,7 +228,7 @@ def of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
 def _of_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], dict[str, jax.Array]]:
-    """Measures the attention patterns: quantities [N] by name, of each (site, layer)."""
+    """Returns {(site, layer): {quantity: its value per head, [N]}} of all attention patterns."""
     results = {}
     for (site, layer), pattern in attention_patterns(model, inputs).items():
         quantities = pattern_quantities(site)
@@ -242,9 +248,11 @@ def _induction_scores(
 
 
 def _by_head(source: tuple[str, int, str], quantities: Mapping[str, np.ndarray]) -> list[Row]:
-    """Returns a row per quantity and head, from values [N] by name.
+    """Returns one `Row` for each quantity and head.
 
-    `source` is (site, layer, subject).
+    Args:
+      source: (site, layer, subject), which all the rows share.
+      quantities: the values of each quantity by its name, one value per head, [N].
     """
     site, layer, subject = source
     rows = []

@@ -49,11 +49,11 @@ def symmetric_share(a_NDD: jax.Array) -> jax.Array:
 
 
 def directionality(a_NDD: jax.Array) -> jax.Array:
-    """(c - r) / (c + r), from -1 (rows dominate) to 1 (columns dominate).
+    """Whether the largest norms are norms of rows (-1) or of columns (1): (c - r) / (c + r).
 
-    r = sum_i max(0, |row i| - bound), where the bound is two standard deviations above the mean
-    norm of all rows. c is the same for the columns. The result is 0 if no norm exceeds its bound,
-    and NaN if A is zero.
+    r is what the large rows have above a bound: sum_i max(0, |row i| - bound). The bound is the
+    mean norm of the rows plus two standard deviations. c is the same sum over columns. If no norm
+    exceeds its bound, the result is 0. If A is zero, it is NaN.
 
     Rows of A act on queries, columns on keys. A large column is a direction of the keys that all
     queries look for. Saponati et al. 2025, arXiv 2502.10927, find values above 0 in autoregressive
@@ -61,7 +61,7 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
     """
 
     def excess(norms_ND: jax.Array) -> jax.Array:
-        """Returns r or c of each head, from the norms of its rows or columns."""
+        """Returns r from the norms of the rows, or c from the norms of the columns."""
         bound_N = norms_ND.mean(-1) + 2 * norms_ND.std(-1, ddof=1)
         return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
 

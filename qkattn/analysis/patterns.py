@@ -21,8 +21,9 @@ from qkattn.attention.values.value import Value
 from qkattn.model.stack import layer_of
 from qkattn.model.transformer import EncoderDecoder, Stream, Transformer
 
-# A Visit is called at every attention layer with (site, layer, attention, x_BTD, mask, y_BSD). A
-# site is a place of attention layers in a model, e.g. 'encoder/attention'. y_BSD is None in
+# A function that `walk` calls at every attention layer: visit(site, layer, attention, x_BTD, mask,
+# y_BSD). A site is a place of attention layers in a model, e.g. 'encoder/attention'. The layer is
+# its index there, from 0. The rest are the attention and its inputs; y_BSD is None in
 # self-attention.
 Visit = Callable[[str, int, Attention, jax.Array, Mask, jax.Array | None], None]
 
@@ -59,8 +60,8 @@ def previous_token_mass(pattern: Pattern) -> jax.Array:
 def logit_deviation(pattern: Pattern) -> jax.Array:
     """Standard deviation of a query's logits over its visible keys, in nats.
 
-    It is the square root of the mean variance over all queries. Subtracting the mean of each query
-    loses nothing, because softmax ignores it.
+    The variance is computed for each query, and averaged over all queries; the result is its root.
+    Each query's own mean is subtracted, because softmax ignores it.
     """
     mask_B1TS = pattern.mask_BTS[:, None]
     count_B1T1 = jnp.maximum(mask_B1TS.sum(-1, keepdims=True), 1)
@@ -68,7 +69,8 @@ def logit_deviation(pattern: Pattern) -> jax.Array:
     mean_BNT1 = s_BNTS.sum(-1, keepdims=True) / count_B1T1
     deviation_BNTS = jnp.where(mask_B1TS, s_BNTS - mean_BNT1, 0)
     variance_BNT = (deviation_BNTS**2).sum(-1) / count_B1T1[..., 0]
-    return jnp.sqrt(_mean(variance_BNT, pattern.mask_BTS.any(-1)))
+    sees_any_BT = pattern.mask_BTS.any(-1)  # queries with at least one visible key
+    return jnp.sqrt(_mean(variance_BNT, sees_any_BT))
 
 
 def largest_logit(pattern: Pattern) -> jax.Array:
@@ -116,14 +118,15 @@ def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
 
 
 def sites(model: Transformer) -> dict[str, list[Attention]]:
-    """Returns the attention layers at every site of a model, first to last.
+    """Returns the attention layers of a model by site, those of a site from first to last.
 
     The sites are 'attention', and in an encoder-decoder also 'cross_attention' and
     'encoder/attention'.
     """
     layers = {}
     for prefix, stream in streams(model).items():
-        for name, part in vars(layer_of(stream.blocks, 0)).items():
+        first_block = layer_of(stream.blocks, 0)  # All blocks of a stream have the same attributes.
+        for name, part in vars(first_block).items():
             if isinstance(part, Attention):
                 layers[prefix + name] = stream.layers(name)
     return layers
@@ -132,7 +135,10 @@ def sites(model: Transformer) -> dict[str, list[Attention]]:
 def attention_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], Pattern]:
-    """Returns the pattern of every attention layer, by (site, layer), in order of computation."""
+    """Computes a model for a batch, and returns the `Pattern` of every attention layer.
+
+    The keys of the result are (site, layer), in the order in which the model computes the layers.
+    """
     patterns: dict[tuple[str, int], Pattern] = {}
 
     def measure(
@@ -151,7 +157,8 @@ def attention_patterns(
 
 def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Array:
     """Computes `model.stream(**inputs)`, and calls `visit` at every attention layer."""
-    # In a copy of the model, a loop over the layers replaces the scan.
+    # The model runs its layers in a scan, which traces only one of them. In a copy of the model, a
+    # loop over the layers replaces the scan.
     copy = jax.tree.map(lambda leaf: leaf, model)
     for prefix, stream in streams(copy).items():
         stream.run = functools.partial(_run, stream, prefix, visit)  # type: ignore[method-assign]
@@ -161,11 +168,11 @@ def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Arr
 def pattern_of(
     attention: Attention, x_BTD: jax.Array, mask: Mask, y_BSD: jax.Array | None = None
 ) -> Pattern:
-    """Returns the pattern of one layer for x, or for x and y in cross-attention.
+    """Returns the logits and probabilities of one layer for x, in cross-attention for x and y.
 
-    The layer's own code computes the logits. The trick is a copy of the layer with two changes: its
-    normalizer is `Logits`, which returns the logits, and the value of key s is unit vector s. The
-    sum of the values, weighted by the logits, is then the vector of the logits.
+    An attention layer returns sum_s p[t, s] v[s], and neither p nor the logits. So a copy of the
+    layer gets other values and another normalizer. With the unit vectors as values, the sum is
+    the vector of all p[t, s]. With the normalizer `Logits`, p[t, s] is the logit itself.
     """
     T = x_BTD.shape[1]
     S = T if y_BSD is None else y_BSD.shape[1]
@@ -175,13 +182,13 @@ def pattern_of(
     mask_B1TS = mask_BTS[:, None]
 
     copy = jax.tree.map(lambda leaf: leaf, attention)
-    logits_name = f'{__name__}:{Logits.__name__}'
-    copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=logits_name)
     copy.value = _UnitValues(S)
+    import_path = f'{__name__}:{Logits.__name__}'  # A spec names a normalizer by its import path.
+    copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=import_path)
     s_BTNS = copy(x_BTD, mask, y_BSD=y_BSD)
     s_BNTS = jnp.swapaxes(s_BTNS, 1, 2)
 
-    # The probabilities follow from the logits, as in the kernel `einsum`.
+    # The layer's own normalizer turns the logits into probabilities, as in the kernel `einsum`.
     masked_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(s_BNTS.dtype).min / 2)
     normalizer = find_normalizer(attention.spec.normalizer)
     p_BNTS = normalizer(masked_BNTS, mask_B1TS)
@@ -190,7 +197,7 @@ def pattern_of(
 
 
 class Logits(Normalizer):
-    """Returns the logits in place of probabilities, and 0 at masked keys."""
+    """Returns the logits in place of probabilities, and 0 at masked keys; see `pattern_of`."""
 
     source = 'none: the logits themselves'
     simplex = False
@@ -200,7 +207,7 @@ class Logits(Normalizer):
 
 
 class _UnitValues(Value):
-    """The value of key s is unit vector s, so a query's average is its row of probabilities."""
+    """The value of key s is the s-th unit vector, so the output of a query is its row p[t]."""
 
     def __init__(self, num_keys: int):
         self.num_keys = num_keys
@@ -233,19 +240,25 @@ def _run(
     dropout_key: None = None,
     **shared: Any,
 ) -> jax.Array:
-    """Does what `Stream.run` does without dropout, and calls `visit` at every attention layer."""
+    """Passes x through all blocks and the final norm, and calls `visit` at every attention layer.
+
+    `walk` puts it in place of `Stream.run`, whose arguments begin with x_BTD. Nothing is dropped,
+    so `dropout_key` is None. `prefix` is the beginning of the names of the stream's sites, '' or
+    'encoder/'.
+    """
     for index in range(stream.config.num_layers):
         block = layer_of(stream.blocks, index)
-        # Replaces the attention layers of the block, which is a copy, by functions that visit them.
+        # The block is a copy. In it, a function that calls `visit` replaces each attention layer.
         for name, part in list(vars(block).items()):
             if isinstance(part, Attention):
-                setattr(block, name, _visited(part, prefix + name, index, visit))
+                site = f'{prefix}{name}'
+                setattr(block, name, _visited(part, site, index, visit))
         x_BTD = block(x_BTD, mask, **shared)
     return stream.normed(x_BTD)
 
 
 def _visited(attention: Attention, site: str, layer: int, visit: Visit) -> Callable[..., jax.Array]:
-    """Wraps an attention in a function that calls `visit` with its inputs before it computes it."""
+    """Returns a function that calls `visit` with its inputs, then computes the attention."""
 
     def attend(
         x_BTD: jax.Array, mask: Mask, *, y_BSD: jax.Array | None = None, **dropout: Any
