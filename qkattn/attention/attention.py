@@ -26,8 +26,12 @@ class Attention(nnx.Module):
     Several steps act between the projections and the softmax (or `spec.normalizer`), in this order:
     QK-norm, rotary positions, the scale, the logit cap, position biases, the mask.
 
-    The parameters are drawn with `key`, or with the stream 'params' of `rngs`. Raises SpecError if
-    `spec` cannot be built.
+    Args:
+      spec: the variant, its sizes and its options.
+      key: the random key that draws the parameters; `rngs` may replace it.
+      rngs: random streams of flax; the key is the next one of its stream 'params'.
+
+    Raises SpecError if `spec` cannot be built.
     """
 
     def __init__(
@@ -36,9 +40,11 @@ class Attention(nnx.Module):
         self.spec = spec
         self.score, self.value = registry.build(spec, key=one_key(key, rngs))
         if spec.qk_norm:
-            # The Score decides the size of queries and keys, which need not be the head size.
+            # The gains have the size of queries and keys. It need not be the head size, so it is
+            # read from the shape of the Score's queries; eval_shape computes nothing.
             x_BTD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
-            H = jax.eval_shape(self.score.queries, x_BTD).shape[-1]
+            q_BTNH = jax.eval_shape(self.score.queries, x_BTD)
+            H = q_BTNH.shape[-1]
             self.g_q_H = nnx.Param(jnp.ones((H,), jnp.float32))
             self.g_k_H = nnx.Param(jnp.ones((H,), jnp.float32))
         else:
@@ -64,33 +70,35 @@ class Attention(nnx.Module):
         return copy
 
     def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
-        """Returns the arrays [B, S, ...] that decoding caches for the tokens y.
+        """Returns the arrays [B, S, ...] that decoding caches for the tokens y, by name.
 
-        `attend_to` computes keys and values from these arrays. If one of them is the keys
-        themselves, it is stored after QK-norm and rotation, so that later steps need not repeat
-        them. `first` is the position of the first token of y.
+        `attend_to` computes keys and values from these arrays. Where possible, keys are cached
+        after QK-norm and rotation, so that later steps need not repeat them. `first` is the
+        position of the first token of y.
         """
         cache_of_score = self.score.cached(y_BSD)
         cache_of_value = self.value.cached(y_BSD, self.score)
         cache = cache_of_score | cache_of_value
 
-        keys_name = self._stored_keys(cache)
+        keys_name = self._finished_keys(cache)
         if keys_name is not None:
             cache[keys_name] = self._norm_and_rotate(cache[keys_name], self.g_k_H, first)
         return cache
 
-    def _stored_keys(self, cache: Cache) -> str | None:
-        """Returns the name of the cached array that is stored after QK-norm and rotation.
+    def _finished_keys(self, cache: Cache) -> str | None:
+        """Returns the name of the cached keys, if they are cached after QK-norm and rotation.
 
-        There is no such array, and the result is None, in three cases: the layer has neither
-        QK-norm nor rotary positions; the Value also uses the keys, which it needs unchanged; or the
-        cache holds something from which keys are computed, such as the stream or a latent.
+        Otherwise returns None, and `attend_to` has to norm and rotate the keys, if the spec asks
+        for either.
         """
-        if not self.spec.qk_norm and self.spec.positions != 'rope':
+        changes_keys = self.spec.qk_norm or self.spec.positions == 'rope'
+        if not changes_keys:
             return None
+        # A Value that shares the keys, such as `k_is_v`, needs them as they were projected.
         if 'key' in self.value.shares:
             return None
-        # A Score that caches its keys returns the cached array itself.
+        # A Score that caches its keys returns the cached array itself. Other Scores cache the
+        # stream or a latent, and compute a further array from it.
         k_BSKH = self.score.keys(cache)
         for name, array in cache.items():
             if array is k_BSKH:
@@ -102,7 +110,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Applies QK-norm and rotary positions to queries or keys, if the spec asks for them.
 
-        The T tokens are at positions `first`, `first` + 1, ...
+        `gain_H` is the gain of QK-norm. The tokens have the positions `first`, `first` + 1, ...
         """
         if self.spec.qk_norm:
             heads_BTNH = rms_norm(heads_BTNH, epsilon=QK_NORM_EPSILON) * gain_H[...]
@@ -139,7 +147,7 @@ class Attention(nnx.Module):
         q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
         v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
         q_BTNH = self._norm_and_rotate(q_BTNH, self.g_q_H, mask.start)
-        if self._stored_keys(cache) is None:
+        if self._finished_keys(cache) is None:
             k_BSKH = self._norm_and_rotate(k_BSKH, self.g_k_H, 0)
 
         bias = self.bias(cross)
@@ -177,19 +185,21 @@ class Attention(nnx.Module):
         return output(o_BTNH, self.score, x_BTD)
 
     def bias(self, cross: bool) -> Bias | None:
-        """Returns the function from distances t - s to the biases b_NTS of the logits.
+        """Returns a function that computes the biases b_NTS of the logits from distances t - s.
 
-        The biases are those of ALiBi, those of the Score, or their sum; None if there are neither.
-        The Score has none in cross-attention, where t and s count different sequences.
+        ALiBi and the Score may each have biases. With both, the function returns their sum; with
+        neither, the result is None.
         """
         alibi: Bias | None = None
         if self.spec.positions == 'alibi':
             alibi = functools.partial(linear_bias, self.spec.num_heads)
 
+        # Cross-attention leaves out the biases of the Score: t and s count different sequences.
         relative: Bias | None = None
         if not cross:
-            example_NTS = self.score.relative_bias(jnp.zeros((1, 1), int))
-            if example_NTS is not None:
+            # A Score without biases returns None for any distance.
+            distance_11 = jnp.zeros((1, 1), int)
+            if self.score.relative_bias(distance_11) is not None:
                 relative = self.score.relative_bias
 
         if relative is None:
@@ -211,15 +221,20 @@ class Attention(nnx.Module):
         dropout: float = 0.0,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns out_BTD of self-attention, or of cross-attention if y is given.
+        """Computes self-attention of x, or cross-attention from x to y, and returns out_BTD.
 
-        Without a mask, self-attention is causal and stays within spec.window, and cross-attention
-        sees all of y. A mask replaces both causality and spec.window. `dropout` is as in
-        `attend_to`.
+        Args:
+          x_BTD: the stream of the queries; in self-attention also of the keys and values.
+          mask: which keys a query may attend to. By default, self-attention is causal and within
+            spec.window, and cross-attention sees all of y. A mask replaces both.
+          y_BSD: the stream of keys and values in cross-attention.
+          dropout: the rate at which attention probabilities are dropped.
+          dropout_key: the key of the dropout; without it nothing is dropped.
         """
         cross = y_BSD is not None
         if mask is None:
             mask = Mask() if cross else Mask(causal=True, window=self.spec.window)
+        # If the Value shares a projection with the Score, it is computed once for both.
         with products_once():
             cache = self.cached(y_BSD if cross else x_BTD)
             return self.attend_to(

@@ -29,6 +29,39 @@ BLOCK_ELSEWHERE = 512  # not measured
 HIDDEN = 1e30
 
 
+class _Grid(NamedTuple):
+    """How T queries and S keys are cut into blocks of equal size; the last ones are padded.
+
+    The letters of array names are I for blocks of queries and J for blocks of keys. Within a block,
+    T and S stand for `q_size` and `k_size`.
+    """
+
+    num_q_blocks: int  # I
+    q_size: int  # queries in a block
+    num_k_blocks: int  # J
+    k_size: int  # keys in a block
+
+    @classmethod
+    def of_lengths(cls, num_queries: int, num_keys: int, block: int) -> '_Grid':
+        """Returns as few blocks as possible, of at most `block` queries and `block` keys.
+
+        Their sizes are the smallest for these numbers of blocks, so there is little padding.
+        """
+        num_q_blocks = math.ceil(num_queries / block)
+        num_k_blocks = math.ceil(num_keys / block)
+        return cls(
+            num_q_blocks=num_q_blocks,
+            q_size=math.ceil(num_queries / num_q_blocks),
+            num_k_blocks=num_k_blocks,
+            k_size=math.ceil(num_keys / num_k_blocks),
+        )
+
+    @property
+    def padded_lengths(self) -> tuple[int, int]:
+        """The numbers of queries and keys in all blocks together."""
+        return self.num_q_blocks * self.q_size, self.num_k_blocks * self.k_size
+
+
 class _Options(NamedTuple):
     """The arguments that are not arrays. They are constants of the compiled program."""
 
@@ -36,26 +69,22 @@ class _Options(NamedTuple):
     logit_cap: float | None
     off_by_one: bool  # as if every query had one more key, of logit 0 and value 0
     dropout: float
+    grid: _Grid
     pairs: tuple[tuple[int, int], ...]  # (i, j) of the blocks of queries and keys that are computed
 
 
 def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array:
     """Computes o_BTNH of `attend` block by block; the normalizer is softmax or softmax_off_by_one.
 
-    A query without visible keys gets 0. Dropout draws different numbers than `einsum` does. `block`
-    is the most queries, and the most keys, in a block.
+    The output of a query without visible keys is 0. Dropout draws other numbers than `einsum` does.
+    A block has at most `block` queries and `block` keys.
     """
     B, T, N, _ = call.q_BTNH.shape
     S = call.k_BSKH.shape[1]
     if block is None:
         block = BLOCK.get(target.platform, BLOCK_ELSEWHERE)
-
-    # There are I = q_blocks blocks of t queries and J = k_blocks blocks of s keys. t and s are the
-    # smallest sizes for these numbers of blocks, so there is little padding.
-    q_blocks = math.ceil(T / block)
-    k_blocks = math.ceil(S / block)
-    t = math.ceil(T / q_blocks)
-    s = math.ceil(S / k_blocks)
+    grid = _Grid.of_lengths(T, S, block)
+    padded_T, padded_S = grid.padded_lengths
 
     mask = call.mask
     q_BTNH, scale = call.with_static_scale()
@@ -64,26 +93,28 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
         logit_cap=call.logit_cap,
         off_by_one=isinstance(call.normalizer, SoftmaxOffByOne),
         dropout=call.dropout,
-        pairs=_pairs(mask, q_blocks, t, k_blocks, s),
+        grid=grid,
+        pairs=_visible_pairs(mask, grid),
     )
 
     b_NR = None
     if call.bias is not None:
-        # A bias depends only on the distance t - s, which takes R values: the least is that of the
-        # first query and the last key, the greatest that of the last query and the first key.
-        distances_R = mask.queries(1) + jnp.arange(1 - k_blocks * s, q_blocks * t)
+        # A bias depends only on the distance of the query from the key, so it is computed once for
+        # each of the R distances. The least is from the last key to the first query, the greatest
+        # from the first key to the last query.
+        distances_R = mask.queries(1) + jnp.arange(1 - padded_S, padded_T)
         b_NR = call.bias(distances_R[None])[:, 0]
 
     o_IBNTH = _attention(
         options,
-        _blocks(q_BTNH, q_blocks, t),
-        _blocks(call.k_BSKH, k_blocks, s),
-        _blocks(call.v_BSKH, k_blocks, s),
+        _blocks(q_BTNH, grid.num_q_blocks, grid.q_size),
+        _blocks(call.k_BSKH, grid.num_k_blocks, grid.k_size),
+        _blocks(call.v_BSKH, grid.num_k_blocks, grid.k_size),
         b_NR,
-        mask.padded(S, more_queries=q_blocks * t - T, more_keys=k_blocks * s - S),
+        mask.padded(S, more_queries=padded_T - T, more_keys=padded_S - S),
         call.dropout_key if call.dropout else None,
     )
-    o_BTNH = jnp.transpose(o_IBNTH, (1, 0, 3, 2, 4)).reshape(B, q_blocks * t, N, -1)
+    o_BTNH = jnp.transpose(o_IBNTH, (1, 0, 3, 2, 4)).reshape(B, padded_T, N, -1)
     return o_BTNH[:, :T]
 
 
@@ -94,34 +125,41 @@ def _blocks(x_BTNH: jax.Array, count: int, size: int) -> jax.Array:
     return jnp.transpose(x_BTNH.reshape(B, count, size, N, H), (1, 0, 3, 2, 4))
 
 
-def _pairs(mask: Mask, q_blocks: int, t: int, k_blocks: int, s: int) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs (i, j) of blocks that the causal mask and the window do not hide entirely.
+def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
+    """Returns the pairs (i, j) of a query block and a key block that have to be computed.
 
-    If the position of the first query is an array, its value is not known here, and all pairs are
-    returned.
+    The others are hidden entirely, by the causal mask or by the window. In decoding the position of
+    the first query is an array, whose value is not known here. Then all pairs are returned.
     """
-    pairs_IJ = np.ones((q_blocks, k_blocks), bool)
+    visible_IJ = np.ones((grid.num_q_blocks, grid.num_k_blocks), bool)
     if isinstance(mask.start, int):
-        # The first query position and the last key position of every block.
-        first_t_I1 = mask.start + np.arange(q_blocks)[:, None] * t
-        last_s_J = np.arange(1, k_blocks + 1) * s - 1
-        # The least and the greatest distance t - s in every pair of blocks.
-        least_IJ = first_t_I1 - last_s_J
-        most_IJ = least_IJ + t + s - 2
+        first_query_I1 = mask.start + np.arange(grid.num_q_blocks)[:, None] * grid.q_size
+        last_query_I1 = first_query_I1 + grid.q_size - 1
+        first_key_J = np.arange(grid.num_k_blocks) * grid.k_size
+        last_key_J = first_key_J + grid.k_size - 1
+        # The least and the greatest distance of a query from a key, in each pair of blocks.
+        least_IJ = first_query_I1 - last_key_J
+        greatest_IJ = last_query_I1 - first_key_J
         if mask.causal:
-            pairs_IJ &= most_IJ >= 0
+            visible_IJ &= greatest_IJ >= 0
         if mask.window is not None:
-            pairs_IJ &= (least_IJ < mask.window) & (most_IJ > -mask.window)
-    return tuple((int(i), int(j)) for i, j in np.argwhere(pairs_IJ))
+            visible_IJ &= least_IJ < mask.window
+            visible_IJ &= greatest_IJ > -mask.window
+    return tuple((int(i), int(j)) for i, j in np.argwhere(visible_IJ))
 
 
 def _each_pair(options: _Options, step: Callable, carry: tuple) -> tuple:
     """Runs `carry = step(carry, i, j, number)` for every pair of blocks, and returns the carry.
 
-    `number` counts the pairs from 0.
+    Args:
+      options: options.pairs are the pairs (i, j).
+      step: the function to call. `number` counts the pairs from 0.
+      carry: the first carry.
     """
-    i_P, j_P = np.array(options.pairs, np.int32).reshape(-1, 2).T
-    number_P = np.arange(len(i_P), dtype=np.int32)
+    pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # P may be 0.
+    i_P = pairs_P2[:, 0]
+    j_P = pairs_P2[:, 1]
+    number_P = np.arange(len(pairs_P2), dtype=np.int32)
 
     def body(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         i, j, number = pair
@@ -144,7 +182,8 @@ def _with_block(array: jax.Array, block: jax.Array, index: jax.Array) -> jax.Arr
 def _by_heads(x_BNTS: jax.Array, heads: int) -> jax.Array:
     """Reshapes [B, N, T, S] to [B, K, Q, S], where K = `heads`.
 
-    The N / K query heads that share a key or value head become further rows: Q = N / K * T.
+    M = N / K query heads share a key or value head. Their queries become the Q = M T rows of that
+    head.
     """
     return x_BNTS.reshape(len(x_BNTS), heads, -1, x_BNTS.shape[-1])
 
@@ -157,22 +196,31 @@ def _logits(
     mask: Mask,
     i: jax.Array,
     j: jax.Array,
-    num_blocks: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | float]:
-    """Computes the logits of query block i and key block j; `num_blocks` is J.
+    """Computes the logits of one pair of blocks.
+
+    Args:
+      options: the scale, the logit cap and the grid.
+      q_BNTH: query block number i.
+      k_BKSH: key block number j.
+      b_NR: the biases by distance, for the distances of all blocks.
+      mask: the mask of all blocks.
+      i: the number of the query block, from 0.
+      j: the number of the key block, from 0.
 
     Returns:
       s_BNTS: the logits, very low where masked.
       mask_B1TS: False where masked.
       slope_BNTS: the derivative of each logit with respect to the logit before the cap.
     """
-    B, N, t, _ = q_BNTH.shape
-    _, K, s, _ = k_BKSH.shape
+    grid = options.grid
+    B, N, T, _ = q_BNTH.shape
+    _, K, S, _ = k_BKSH.shape
     dtype = jnp.promote_types(q_BNTH.dtype, jnp.float32)
     s_BKQS = jnp.einsum(
         'BKQH,BKSH->BKQS', _by_heads(q_BNTH, K), k_BKSH, preferred_element_type=dtype
     )
-    s_BNTS = s_BKQS.reshape(B, N, t, s) * options.scale
+    s_BNTS = s_BKQS.reshape(B, N, T, S) * options.scale
 
     slope_BNTS: jax.Array | float = 1.0
     if options.logit_cap is not None:
@@ -181,53 +229,58 @@ def _logits(
         slope_BNTS = 1 - jnp.square(tanh_BNTS)
 
     if b_NR is not None:
-        start, size = _distances(i, t, j, s, num_blocks)
-        b_of_blocks_NR = lax.dynamic_slice_in_dim(b_NR, start, size, 1)
-        s_BNTS = s_BNTS + _toeplitz(b_of_blocks_NR, t, s)
+        first, count = _distances(grid, i, j)
+        b_of_blocks_NR = lax.dynamic_slice_in_dim(b_NR, first, count, 1)
+        s_BNTS = s_BNTS + _toeplitz(b_of_blocks_NR, T, S)
 
+    # The block begins at this query and this key.
+    first_query = i * grid.q_size
+    first_key = j * grid.k_size
     if mask.hides_self:
-        q_position_T1 = i * t + mask.queries(t)[:, None]
-        k_position_S = j * s + jnp.arange(s)
+        q_position_T1 = first_query + mask.queries(T)[:, None]
+        k_position_S = first_key + jnp.arange(S)
         is_itself_TS = q_position_T1 == k_position_S
         s_BNTS = jnp.where(is_itself_TS, s_BNTS - HIDDEN, s_BNTS)
 
-    mask_B1TS = mask.block(i * t, t, j * s, s)[:, None]
+    mask_B1TS = mask.block(first_query, T, first_key, S)[:, None]
     s_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(dtype).min / 2)
     return s_BNTS, mask_B1TS, slope_BNTS
 
 
-def _distances(
-    i: jax.Array, t: int, j: jax.Array, s: int, num_blocks: int
-) -> tuple[jax.Array, int]:
-    """Returns which of the R distances belong to blocks i and j: the first one, and how many."""
-    begin = i * t + (num_blocks - 1 - j) * s
-    return begin, t + s - 1
+def _distances(grid: _Grid, i: jax.Array, j: jax.Array) -> tuple[jax.Array, int]:
+    """Returns which of the R distances occur in blocks i and j: the first one, and how many."""
+    first = i * grid.q_size + (grid.num_k_blocks - 1 - j) * grid.k_size
+    return first, grid.q_size + grid.k_size - 1
 
 
-def _toeplitz(b_NR: jax.Array, t: int, s: int) -> jax.Array:
-    """Returns b_NTS of t queries and s keys, with the element b_NR[n, i - j + s - 1] at [n, i, j].
+def _toeplitz(b_NR: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
+    """Returns the biases b_NTS of T queries and S keys, from one bias for each distance.
 
-    R is t + s - 1. Reshapes do this faster than a gather would.
+    There are R = T + S - 1 distances. For 2 queries and 3 keys, [0 1 2 3] -> [[2 1 0], [3 2 1]].
     """
     N = len(b_NR)
-    # A row of R + 1 elements is repeated, and the result is cut into rows of R + 2. Each of these
-    # begins one element later in b than the one before it, as the distances of a query do.
-    row_NR = jnp.pad(b_NR, ((0, 0), (0, 1)))
-    repeated_NX = jnp.tile(row_NR, (1, t + 1))[:, : t * (t + s + 1)]
-    rows_NTR = repeated_NX.reshape(N, t, t + s + 1)
-    # The distance decreases from key to key, so each row is read backwards from element s - 1.
-    return rows_NTR[:, :, s - 1 :: -1]
+    T = num_queries
+    S = num_keys
+    # A gather would be slower than these reshapes. In the example, _ is the padding:
+    # [0 1 2 3 _] is repeated, [0 1 2 3 _ 0 1 2 3 _ 0 ...], and cut into rows that are one element
+    # longer, so that each begins one element later: [0 1 2 3 _ 0], [1 2 3 _ 0 1].
+    row_NX = jnp.pad(b_NR, ((0, 0), (0, 1)))
+    longer = T + S + 1
+    repeated_NX = jnp.tile(row_NX, (1, T + 1))[:, : T * longer]
+    rows_NTX = repeated_NX.reshape(N, T, longer)
+    # The first S elements of each row, backwards.
+    return rows_NTX[:, :, S - 1 :: -1]
 
 
 def _kept(options: _Options, key: jax.Array, number: jax.Array, shape: tuple) -> jax.Array:
-    """Returns the factors of dropout for one pair of blocks: 0 or 1 / (1 - rate)."""
+    """Returns the factors of dropout for pair number `number` of blocks: 0 or 1 / (1 - rate)."""
     keep = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - options.dropout, shape)
     return keep / (1 - options.dropout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: _Options, *operands: Any) -> jax.Array:
-    """Returns o_IBNTH; the operands are those of `_forward`, whose gradient is `_backward`."""
+    """Returns o_IBNTH. It takes the operands of `_forward`, and its gradient is `_backward`."""
     o_IBNTH, _ = _forward(options, *operands)
     return o_IBNTH
 
@@ -244,35 +297,35 @@ def _forward(
     """Returns o_IBNTH, and the arrays that `_backward` needs.
 
     The online softmax visits one key block after another. For every query it carries the greatest
-    logit so far (top), the sum of exp(s - top), and the sum of exp(s - top) v.
+    logit so far (top), the sum of exp(s - top), and the sum of exp(s - top) v. `key` is the random
+    key of dropout.
     """
     dtype = jnp.promote_types(q_IBNTH.dtype, jnp.float32)
-    rows = q_IBNTH.shape[:-1]
-    J, _, K, _, H = v_JBKSH.shape
+    num_blocks, B, N, T, _ = q_IBNTH.shape
+    K, _, H = v_JBKSH.shape[2:]
 
     def step(carry: tuple, i: jax.Array, j: jax.Array, number: jax.Array) -> tuple:
-        """Adds key block j to the sums of query block i."""
+        """Adds the keys and values of block j to what query block i carries."""
         o_IBNTH, top_IBNT, sum_IBNT = carry
-        s_BNTS, mask_B1TS, _ = _logits(
-            options, _block(q_IBNTH, i), _block(k_JBKSH, j), b_NR, mask, i, j, J
-        )
+        q_BNTH = _block(q_IBNTH, i)
+        k_BKSH = _block(k_JBKSH, j)
+        v_BKSH = _block(v_JBKSH, j)
+        s_BNTS, mask_B1TS, _ = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j)
+
+        # The sums so far refer to the old top; the factor `shrink` makes them refer to the new one.
         old_top_BNT = _block(top_IBNT, i)
         top_BNT = jnp.maximum(old_top_BNT, s_BNTS.max(-1))
-        p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - top_BNT[..., None]), 0)
-
-        # The earlier sums refer to the old top; this factor makes them refer to the new one.
         shrink_BNT = jnp.exp(old_top_BNT - top_BNT)
+        p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - top_BNT[..., None]), 0)
         sum_BNT = _block(sum_IBNT, i) * shrink_BNT + p_BNTS.sum(-1)
 
+        # Dropout acts on the weights of the values, but not on the sum that normalizes them.
         if options.dropout:
             p_BNTS = p_BNTS * _kept(options, key, number, p_BNTS.shape)
-        mixed_BKQH = jnp.einsum(
-            'BKQS,BKSH->BKQH',
-            _by_heads(p_BNTS.astype(v_JBKSH.dtype), K),
-            _block(v_JBKSH, j),
-            preferred_element_type=dtype,
-        )
-        o_BNTH = _block(o_IBNTH, i) * shrink_BNT[..., None] + mixed_BKQH.reshape(*rows[1:], H)
+        p_BKQS = _by_heads(p_BNTS.astype(v_BKSH.dtype), K)
+        pv_BKQH = jnp.einsum('BKQS,BKSH->BKQH', p_BKQS, v_BKSH, preferred_element_type=dtype)
+        pv_BNTH = pv_BKQH.reshape(B, N, T, H)
+        o_BNTH = _block(o_IBNTH, i) * shrink_BNT[..., None] + pv_BNTH
         return (
             _with_block(o_IBNTH, o_BNTH, i),
             _with_block(top_IBNT, top_BNT, i),
@@ -287,9 +340,9 @@ def _forward(
         first_top = float(jnp.finfo(dtype).min / 2)
         first_sum = 0.0
     start = (
-        jnp.zeros((*rows, H), dtype),
-        jnp.full(rows, first_top, dtype),
-        jnp.full(rows, first_sum, dtype),
+        jnp.zeros((num_blocks, B, N, T, H), dtype),
+        jnp.full((num_blocks, B, N, T), first_top, dtype),
+        jnp.full((num_blocks, B, N, T), first_sum, dtype),
     )
     o_IBNTH, top_IBNT, sum_IBNT = _each_pair(options, step, start)
 
@@ -304,12 +357,13 @@ def _forward(
 def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
     """Returns the gradients of all operands, with None for the mask and the key.
 
-    With p = exp(s - log-sum-exp) and dp = do v^T, they are ds = p (dp - do . o) and dv = p^T do,
-    from which dq = ds k and dk = ds^T q follow.
+    dx is the gradient of x. The probabilities are p = exp(s - log-sum-exp), and theirs are
+    dp = do v^T. The values have dv = p^T do, the logits ds = p (dp - do . o). The queries and keys
+    have dq = ds k and dk = ds^T q.
     """
     q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key, o_IBNTH, log_sum_exp_IBNT = saved
     dtype = log_sum_exp_IBNT.dtype
-    J, _, K, _, _ = k_JBKSH.shape
+    num_key_heads = k_JBKSH.shape[2]
     num_value_heads = v_JBKSH.shape[2]
     mean_dp_IBNT = (do_IBNTH.astype(dtype) * o_IBNTH).sum(-1)  # do . o, the mean of dp under p
 
@@ -317,42 +371,53 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
         return jnp.einsum(letters, a, b, preferred_element_type=dtype)
 
     def step(carry: tuple, i: jax.Array, j: jax.Array, number: jax.Array) -> tuple:
-        """Adds what query block i and key block j contribute to the gradients."""
+        """Adds what query block i and key block j contribute to the gradients in the carry."""
         dq_IBNTH, dk_JBKSH, dv_JBKSH, db_NR = carry
         q_BNTH = _block(q_IBNTH, i)
         k_BKSH = _block(k_JBKSH, j)
+        v_BKSH = _block(v_JBKSH, j)
         do_BNTH = _block(do_IBNTH, i)
-        s_BNTS, mask_B1TS, slope_BNTS = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j, J)
+        mean_dp_BNT1 = _block(mean_dp_IBNT, i)[..., None]
         log_sum_exp_BNT1 = _block(log_sum_exp_IBNT, i)[..., None]
+
+        # The probabilities, computed again, and the factors of the same dropout.
+        s_BNTS, mask_B1TS, slope_BNTS = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j)
         p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - log_sum_exp_BNT1), 0)
+        kept_BNTS = None
+        if options.dropout:
+            kept_BNTS = _kept(options, key, number, p_BNTS.shape)
 
         # The gradients of the probabilities and of the values.
         do_BKQH = _by_heads(do_BNTH, num_value_heads)
-        dp_BNTS = product('BKQH,BKSH->BKQS', do_BKQH, _block(v_JBKSH, j)).reshape(p_BNTS.shape)
-        mixing_BNTS = p_BNTS  # the probabilities after dropout
-        if options.dropout:
-            kept_BNTS = _kept(options, key, number, p_BNTS.shape)
+        dp_BKQS = product('BKQH,BKSH->BKQS', do_BKQH, v_BKSH)
+        dp_BNTS = dp_BKQS.reshape(p_BNTS.shape)
+        dropped_p_BNTS = p_BNTS
+        if kept_BNTS is not None:
             dp_BNTS = dp_BNTS * kept_BNTS
-            mixing_BNTS = p_BNTS * kept_BNTS
-        mixing_BKQS = _by_heads(mixing_BNTS.astype(do_BNTH.dtype), num_value_heads)
-        dv_BKSH = product('BKQS,BKQH->BKSH', mixing_BKQS, do_BKQH)
+            dropped_p_BNTS = p_BNTS * kept_BNTS
+        dropped_p_BKQS = _by_heads(dropped_p_BNTS.astype(do_BNTH.dtype), num_value_heads)
+        dv_BKSH = product('BKQS,BKQH->BKSH', dropped_p_BKQS, do_BKQH)
 
         # The gradients of the logits and of the biases.
-        ds_BNTS = p_BNTS * (dp_BNTS - _block(mean_dp_IBNT, i)[..., None])
+        ds_BNTS = p_BNTS * (dp_BNTS - mean_dp_BNT1)
         if b_NR is not None:
-            t, s = ds_BNTS.shape[2:]
-            begin, size = _distances(i, t, j, s, J)
-            part_NR = lax.dynamic_slice_in_dim(db_NR, begin, size, 1)
-            sum_over_diagonals = jax.linear_transpose(lambda b_NR: _toeplitz(b_NR, t, s), part_NR)
-            (change_NR,) = sum_over_diagonals(ds_BNTS.sum(0))
-            part_NR = part_NR + change_NR
-            db_NR = lax.dynamic_update_slice_in_dim(db_NR, part_NR, begin, 1)
+            T, S = ds_BNTS.shape[2:]
+            first, count = _distances(options.grid, i, j)
+            db_of_blocks_NR = lax.dynamic_slice_in_dim(db_NR, first, count, 1)
+            # `_toeplitz` copies a bias to all logits of one distance. Its transpose adds up their
+            # gradients.
+            sum_by_distance = jax.linear_transpose(
+                lambda b_NR: _toeplitz(b_NR, T, S), db_of_blocks_NR
+            )
+            (added_NR,) = sum_by_distance(ds_BNTS.sum(0))
+            db_NR = lax.dynamic_update_slice_in_dim(db_NR, db_of_blocks_NR + added_NR, first, 1)
 
-        # The gradients of the queries and keys, behind the logit cap and the scale.
+        # The gradients of the queries and keys, through the logit cap and the scale.
         ds_BNTS = (ds_BNTS * slope_BNTS * options.scale).astype(q_BNTH.dtype)
-        ds_BKQS = _by_heads(ds_BNTS, K)
+        ds_BKQS = _by_heads(ds_BNTS, num_key_heads)
+        q_BKQH = _by_heads(q_BNTH, num_key_heads)
         dq_BNTH = product('BKQS,BKSH->BKQH', ds_BKQS, k_BKSH).reshape(q_BNTH.shape)
-        dk_BKSH = product('BKQS,BKQH->BKSH', ds_BKQS, _by_heads(q_BNTH, K))
+        dk_BKSH = product('BKQS,BKQH->BKSH', ds_BKQS, q_BKQH)
         return (
             _with_block(dq_IBNTH, _block(dq_IBNTH, i) + dq_BNTH, i),
             _with_block(dk_JBKSH, _block(dk_JBKSH, j) + dk_BKSH, j),
