@@ -23,12 +23,19 @@ class Hypotheses(NamedTuple):
     scores_BK: jax.Array
 
 
+class Choice(NamedTuple):
+    """The tokens that were chosen at one position, for M rows, and the state after them."""
+
+    state: Any
+    tokens_M: jax.Array
+    # The row of the cache that each token continues. None if token m continues row m.
+    rows_M: jax.Array | None
+
+
 class _State(NamedTuple):
-    """The state of a beam search: K unfinished hypotheses, most probable first, and finished ones.
+    """The state of a beam search: the K best unfinished and the K best finished hypotheses."""
 
-    `nats_BK` are the log-probabilities of the unfinished ones.
-    """
-
+    # The unfinished hypotheses, most probable first, and their log-probabilities.
     tokens_BKT: jax.Array
     nats_BK: jax.Array
     finished: Hypotheses
@@ -38,7 +45,7 @@ def decode(
     logits_MV: jax.Array,
     cache: Cache,
     step: Step,
-    choose: Callable[[jax.Array, jax.Array, Any], tuple[Any, jax.Array, jax.Array | None]],
+    choose: Callable[[jax.Array, jax.Array, Any], Choice],
     state: Any,
     num_tokens: int | jax.Array,
     not_done: Callable[[Any], jax.Array | bool] = lambda state: True,
@@ -51,28 +58,26 @@ def decode(
       logits_MV: the logits of the first token, for M rows.
       cache: the cache before that token.
       step: see `Step`.
-      choose: maps (t, logits_MV, state) to the next state, the chosen tokens number t, and the rows
-        of the cache that they continue (None for row m at token m).
-      state: the first state.
+      choose: maps (t, logits_MV, state) to the choice of token number t, counted from 0.
+      state: the state before the first token; its form is up to `choose`.
       num_tokens: the most tokens to choose.
       not_done: whether to go on after a state.
     """
+    # The carry is (number of tokens chosen so far, cache without the last of them, last choice).
 
-    def has_next(carry: Any) -> jax.Array:
+    def has_next(carry: tuple[jax.Array, Cache, Choice]) -> jax.Array:
         t, _, choice = carry
-        state, _, _ = choice
-        return (t < num_tokens) & not_done(state)
+        return (t < num_tokens) & not_done(choice.state)
 
-    def body(carry: Any) -> Any:
+    def body(carry: tuple[jax.Array, Cache, Choice]) -> tuple[jax.Array, Cache, Choice]:
         t, cache, choice = carry
-        state, tokens_M, rows_M = choice
-        logits_MV, cache = step(tokens_M, rows_M, cache)
-        return t + 1, cache, choose(t, logits_MV, state)
+        logits_MV, cache = step(choice.tokens_M, choice.rows_M, cache)
+        return t + 1, cache, choose(t, logits_MV, choice.state)
 
     first_choice = choose(jnp.int32(0), logits_MV, state)
-    _, _, last_choice = jax.lax.while_loop(has_next, body, (jnp.int32(1), cache, first_choice))
-    state, _, _ = last_choice
-    return state
+    start = (jnp.int32(1), cache, first_choice)
+    _, _, last_choice = jax.lax.while_loop(has_next, body, start)
+    return last_choice.state
 
 
 def beam_search(
@@ -115,21 +120,23 @@ def beam_search(
     V = logits_MV.shape[1]
     B = len(logits_MV) // K
     dtype = jnp.promote_types(logits_MV.dtype, jnp.float32)
+    # What the log-probability of a hypothesis of t + 1 tokens is divided by.
     divisors_T = jnp.asarray(np.arange(1, T + 1) ** float(length_penalty), dtype)
 
-    def extend(t: jax.Array, logits_MV: jax.Array, state: _State) -> tuple:
-        """Chooses token number t: returns the state after it, the tokens, and their cache rows."""
+    def extend(t: jax.Array, logits_MV: jax.Array, state: _State) -> Choice:
+        """Chooses token number t of K unfinished hypotheses per row; M is B * K."""
         logits_BKV = logits_MV.astype(dtype).reshape(B, K, V)
         nats_BC, tokens_BC, parents_BC = _extensions(logits_BKV, state.nats_BK)
         ends_BC = tokens_BC == separator
 
-        # Separators among the K best extensions finish hypotheses, in rows that are not done.
+        # Separators among the K best extensions finish hypotheses, in rows that are not done. Token
+        # t of these hypotheses holds the separator already, as do all positions after the last
+        # chosen token.
         ending_BK = ends_BC[:, :K] & _not_done(state)[:, None]
         ended = Hypotheses(
-            # Positions after the last token hold separators from the start.
-            _take(state.tokens_BKT, parents_BC[:, :K]),
-            jnp.full((B, K), t + 1, jnp.int32),
-            jnp.where(ending_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf),
+            tokens_BKT=_take(state.tokens_BKT, parents_BC[:, :K]),
+            lengths_BK=jnp.full((B, K), t + 1, jnp.int32),
+            scores_BK=jnp.where(ending_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf),
         )
 
         # The K best extensions by other tokens are the unfinished hypotheses of the next step.
@@ -137,9 +144,11 @@ def beam_search(
         parents_BK = _take(parents_BC, chosen_BK)
         tokens_BK = _take(tokens_BC, chosen_BK)
         tokens_BKT = _take(state.tokens_BKT, parents_BK).at[:, :, t].set(tokens_BK)
+
+        # Hypothesis k of row b is row b * K + k of the cache.
         rows_BK = jnp.arange(B)[:, None] * K + parents_BK
         state = _State(tokens_BKT, nats_BK, _best(state.finished, ended))
-        return state, tokens_BK.reshape(-1), rows_BK.reshape(-1)
+        return Choice(state, tokens_BK.reshape(-1), rows_BK.reshape(-1))
 
     def not_done(state: _State) -> jax.Array:
         return _not_done(state).any()
@@ -164,9 +173,12 @@ def _extensions(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the C most probable extensions of each row's hypotheses by one token, best first.
 
-    C is 2 K, or V if the vocabulary is smaller. The separator may end each of the K hypotheses, so
-    up to K of the extensions are complete translations. With 2 K of them, at least K others are
-    left, which go on as hypotheses.
+    C is 2 K, or fewer if there are fewer extensions. At most K extensions end with the separator,
+    one for each hypothesis. So at least K of 2 K extensions are left to go on as hypotheses.
+
+    Args:
+      logits_BKV: the logits of the next token of K hypotheses per row.
+      nats_BK: the log-probabilities of the hypotheses.
 
     Returns:
       nats_BC: the log-probabilities of the extended hypotheses.
@@ -174,20 +186,22 @@ def _extensions(
       parents_BC: the hypotheses that are extended, from 0 to K - 1.
     """
     B, K, V = logits_BKV.shape
-    # The tokens of a hypothesis are ranked by logits, as in greedy decoding. Log-probabilities can
-    # lose the small differences between logits.
+    # The C best extensions of each hypothesis contain the C best of all. They are ranked by logits,
+    # as in greedy decoding, because log-probabilities can lose small differences between logits.
     logits_BKC, tokens_BKC = jax.lax.top_k(logits_BKV, min(2 * K, V))
     total_BK1 = jax.nn.logsumexp(logits_BKV, axis=-1, keepdims=True)
     # If all logits are -inf, the total is -inf too, and the difference would be NaN.
     gains_BKC = jnp.where(logits_BKC == -jnp.inf, -jnp.inf, logits_BKC - total_BK1)
-    # A NaN must reach the scores. top_k ranks NaN first but -NaN last, so all become NaN.
+    # A NaN must be among the best, so that it reaches the scores. top_k ranks a NaN with a negative
+    # sign last, so all NaNs get a positive sign.
     gains_BKC = jnp.where(jnp.isnan(gains_BKC), jnp.nan, gains_BKC)
 
-    # The best of all hypotheses' extensions, by log-probability.
+    # The best extensions of all K hypotheses together, by log-probability.
     flat_BC = (nats_BK[:, :, None] + gains_BKC).reshape(B, -1)
     nats_BC, flat_index_BC = jax.lax.top_k(flat_BC, min(2 * K, flat_BC.shape[1]))
     tokens_BC = _take(tokens_BKC.reshape(B, -1), flat_index_BC)
-    parents_BC = flat_index_BC // logits_BKC.shape[-1]
+    extensions_per_parent = logits_BKC.shape[-1]
+    parents_BC = flat_index_BC // extensions_per_parent
     return nats_BC, tokens_BC, parents_BC
 
 

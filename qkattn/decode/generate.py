@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qkattn.decode.beam import Hypotheses, Step, beam_search, decode
+from qkattn.decode.beam import Choice, Hypotheses, Step, beam_search, decode
 from qkattn.decode.kv_cache import KVCache, encode_source, init_cache, prefill, take_rows
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder, EncoderDecoder
@@ -93,8 +93,9 @@ def generate(
       vocab_size: ids from here on are never generated; by default model.vocab_size.
 
     Raises:
-      ConfigError: for an option or an id out of range, an empty prompt, an encoder, or more tokens
-        than model.context. (The last token needs no position.)
+      ConfigError: an option or an id is out of range, a prompt is empty, the model is not a
+        decoder, or prompt and new tokens do not fit into model.context. (The last token need not
+        fit, because the model does not read it.)
     """
     finite = 0 <= temperature < math.inf
     require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
@@ -103,12 +104,12 @@ def generate(
     if key is None:
         key = jax.random.key(0)  # It has no effect, because greedy decoding draws nothing.
 
-    def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> tuple:
+    def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> Choice:
         """Chooses token number t of every row; the state is the tokens so far."""
         step_key = jax.random.fold_in(key, t)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(B))
         tokens_B = choose(logits_BV, keys_B, temperature=temperature).astype(jnp.int32)
-        return tokens_BT.at[:, t].set(tokens_B), tokens_B, None
+        return Choice(tokens_BT.at[:, t].set(tokens_B), tokens_B, rows_M=None)
 
     logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size)
     tokens_BT = jnp.zeros((B, num_tokens), jnp.int32)
@@ -172,7 +173,7 @@ def _started(
     require(len(shape) == 2, f'prompts of shape {shape} must have two axes, rows and tokens')
     B, T = shape
     V = config.vocab_size if vocab_size is None else vocab_size
-    S = T + num_tokens - 1  # slots of the cache; the last token needs none
+    S = T + num_tokens - 1  # slots of the cache; the model does not read the last token
     needed = 'decoder' if source is None else 'encoder_decoder'
 
     require(

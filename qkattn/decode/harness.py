@@ -18,7 +18,7 @@ import numpy as np
 
 from qkattn.config.imports import load_extra
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.decode.beam import decode
+from qkattn.decode.beam import Choice, decode
 from qkattn.decode.kv_cache import KVCache, init_cache, prefill
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder
@@ -89,7 +89,7 @@ def continued(
     goes on read its next token, and the others are continued.
     """
     B, T = tokens_BT.shape
-    cache = init_cache(model, B, T - 1)  # the last token needs no slot
+    cache = init_cache(model, B, T - 1)  # the model does not read the last token
     logits_BV, cache = prefill(model, tokens_BT[:, :prefix], cache)
 
     def step(
@@ -99,8 +99,12 @@ def continued(
 
     def next_token(
         t: jax.Array, logits_BV: jax.Array, state: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, None]:
-        """Reads or chooses the token at `position` of every row, and marks rows that are done."""
+    ) -> Choice:
+        """Sets the token of every row at the t-th position after the prefix.
+
+        It is the token of the prompt while the prompt goes on, and then the argmax prediction. The
+        state is (tokens_BT, is_done_B): the tokens of the rows, and whether a row is complete.
+        """
         tokens_BT, is_done_B = state
         position = prefix + t
         in_prompt_B = position < lengths_B
@@ -111,8 +115,7 @@ def continued(
         chose_separator_B = ~in_prompt_B & (token_B == separator)
         is_at_end_B = position + 1 >= ends_B
         is_done_B = is_done_B | chose_separator_B | is_at_end_B
-        # None: row b of the cache is continued by token b.
-        return (tokens_BT, is_done_B), token_B, None
+        return Choice((tokens_BT, is_done_B), token_B, rows_M=None)
 
     def not_done(state: tuple[jax.Array, jax.Array]) -> jax.Array:
         _, is_done_B = state
@@ -161,7 +164,7 @@ class TextModel:
                     f'do not fit into model.context={self.context}'
                 )
             tokens = context_tokens + scored_tokens
-            room = self.context + 1  # The last token is only predicted, and needs no position.
+            room = self.context + 1  # The model does not read the last token, only predicts it.
             if len(tokens) > room:
                 num_truncated += 1
             rows.append(ScoredRow(tokens[-room:], len(scored_tokens)))
@@ -188,9 +191,9 @@ class TextModel:
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
         """Returns the greedy continuation for each request (prompt, options).
 
-        It ends before the first of the texts in the option `until`, before a separator, or after
-        `max_gen_toks` tokens, by default the lesser of 256 and half the context. A prompt that is
-        too long loses its first tokens. Raises ConfigError for options that ask for sampling.
+        A continuation ends before the first of the texts in the option `until`, before a separator,
+        or after as many tokens as `num_tokens_of` returns. A prompt that is too long loses its
+        first tokens. Raises ConfigError for options that ask for sampling.
         """
         prompts = []
         num_tokens = []
@@ -201,7 +204,8 @@ class TextModel:
             tokens = self.encode(prompt)
             if not tokens:
                 tokens = [self.tokenizer.separator]
-            room = self.context + 1 - number  # The last token needs no position.
+            # The tokens that a prompt may have. The model does not read the last new token.
+            room = self.context + 1 - number
             if len(tokens) > room:
                 num_truncated += 1
             prompts.append(tokens[-room:])
@@ -218,14 +222,15 @@ class TextModel:
     def num_tokens_of(self, options: Mapping[str, Any]) -> int:
         """Returns how many tokens the options of `generate_until` ask for.
 
-        Raises ConfigError if they ask for sampling, or for more tokens than the context.
+        Without such an option it is half the context, but at most DEFAULT_NUM_TOKENS. Raises
+        ConfigError if the options ask for sampling, or for more tokens than the context.
         """
-        temperature = options.get('temperature', 0)
-        samples = options.get('do_sample')
-        if samples is None:
-            samples = temperature > 0
-        # Sampling at temperature 0 is greedy decoding.
-        if samples and options.get('temperature') != 0:
+        do_sample = options.get('do_sample')
+        if do_sample is None:
+            do_sample = options.get('temperature', 0) > 0
+        # At temperature 0, sampling is the same as greedy decoding, and allowed.
+        is_greedy = not do_sample or options.get('temperature') == 0
+        if not is_greedy:
             raise ConfigError(
                 f'the task samples (generation_kwargs: {dict(options)}); only greedy decoding is '
                 'supported, with do_sample: false'
@@ -276,7 +281,10 @@ class TextModel:
         return context_tokens, all_tokens[len(context_tokens) :]
 
     def scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
-        """Scores the rows: the log-probability of the scored tokens, and whether all are argmax."""
+        """Returns (log-probability, is_argmax) of the scored tokens of each row.
+
+        `is_argmax` says whether each of them is the argmax prediction.
+        """
         results: dict[int, tuple[float, bool]] = {}
         for batch in self.batches([len(row.tokens) for row in rows]):
             tokens_BT = self.padded([rows[i].tokens for i in batch], self.context + 1)
@@ -284,7 +292,8 @@ class TextModel:
             nats_BT, is_argmax_BT = map(np.asarray, scores)
             # Row b of the batch is rows[i].
             for b, i in enumerate(batch):
-                # Column t scores token t + 1, so a row of n tokens has n - 1 scores.
+                # Column t scores token t + 1, so a row of n tokens has n - 1 scores. The scored
+                # tokens are the last ones.
                 end = len(rows[i].tokens) - 1
                 scored = slice(end - rows[i].num_scored, end)
                 nats = nats_BT[b, scored].sum(dtype=np.float64)
@@ -295,7 +304,10 @@ class TextModel:
     def continuations(
         self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Continues prompt i greedily by up to num_tokens[i] tokens, or up to a separator."""
+        """Continues prompts greedily; returns the new tokens of each.
+
+        Prompt i gets up to num_tokens[i] tokens, or fewer if a separator comes first.
+        """
         separator = self.tokenizer.separator
         results: dict[int, list[int]] = {}
         for batch in self.batches([len(prompt) for prompt in prompts]):
@@ -307,9 +319,12 @@ class TextModel:
                 padding = [0] * (width - len(prompts[i]))
                 rows.append([*prompts[i], *padding])
 
-            # A prefix in steps of WIDTH_STEP keeps the number of compiled programs small.
+            # The prefix that all prompts have is read in one pass. Each length of it compiles a
+            # program, so it is rounded down to a multiple of WIDTH_STEP.
             shortest = int(lengths_B.min())
-            prefix = max(1, shortest // WIDTH_STEP * WIDTH_STEP)
+            num_steps = shortest // WIDTH_STEP
+            prefix = max(1, num_steps * WIDTH_STEP)
+            # `padded` repeats rows to fill the batch, and np.resize repeats their numbers.
             tokens_BT = continued(
                 self.model,
                 self.padded(rows, self.context + 1),
@@ -337,8 +352,9 @@ class TextModel:
     def padded(self, rows: Sequence[Sequence[int]], most: int) -> np.ndarray:
         """Returns the rows as an array tokens_BT with `batch_size` rows.
 
-        Rows are padded with id 0. Their width is one more than a multiple of WIDTH_STEP, but at
-        most `most`. If there are fewer rows than `batch_size`, they are repeated.
+        Rows are padded with id 0. The width is one more than a multiple of WIDTH_STEP, because the
+        model reads all tokens but the last. It is at most `most`. If there are fewer rows than
+        `batch_size`, they are repeated.
         """
         longest = max(len(row) for row in rows)
         num_steps = math.ceil((longest - 1) / WIDTH_STEP)
@@ -363,17 +379,16 @@ class TextModel:
 def windows(tokens: Sequence[int], separator: int, context: int) -> Iterator[ScoredRow]:
     """Yields rows that together score each token of a text once.
 
-    The text follows the separator S. A row has up to `context` + 1 tokens, as many as a model of
-    that context can predict from. With a context of 4, the text 0 1 2 3 4 5 has two rows:
-    S 0 1 2 3, in which 0 1 2 3 are scored, and 1 2 3 4 5, in which 4 5 are scored. The harness has
-    the same rule (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
+    The text follows the separator S. A row has up to `context` + 1 tokens, because the model reads
+    all but the last. With a context of 4, the text 0 1 2 3 4 5 has two rows: S 0 1 2 3, in which
+    0 1 2 3 are scored, and 1 2 3 4 5, in which 4 5 are scored. The harness has the same rule
+    (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
     """
     text = [separator, *tokens]
-    for begin in range(0, len(tokens), context):
-        end = min(begin + context, len(tokens))
-        # The separator makes token `end - 1` number `end` of `text`.
-        first = max(0, end - context)
-        yield ScoredRow(text[first : end + 1], end - begin)
+    for begin in range(1, len(text), context):
+        end = min(begin + context, len(text))
+        first = max(0, end - (context + 1))
+        yield ScoredRow(text[first:end], num_scored=end - begin)
 
 
 def cut_at(text: str, stops: str | Sequence[str] | None) -> str:

@@ -1,4 +1,9 @@
-"""Decoding with a key/value cache, which holds what `Attention.cached` returns for each layer."""
+"""Decoding with a key/value cache. It holds what `Attention.cached` returns for each layer.
+
+A model may have a pattern: its layers then have several variants of attention in turn. Variants may
+cache arrays of different shapes, so layers of one variant are stacked, and each variant has a stack
+of its own.
+"""
 
 from typing import Any, NamedTuple
 
@@ -14,12 +19,12 @@ from qkattn.model.stack import layer_of, scan_layers, stacks_of
 class KVCache(NamedTuple):
     """The cached keys and values of all layers. Slots that are not filled yet are zero."""
 
-    # One entry per variant of the model's pattern, or a single entry without a pattern: arrays
-    # [L, B, S, ...] by name, where L is the number of layers that have the variant.
+    # One entry per variant, so a single entry without a pattern: arrays [L, B, S, ...] by name,
+    # where L is the number of layers that have the variant.
     layers: tuple[Cache, ...]
     length: jax.Array  # the number of filled slots
-    # In an encoder-decoder, what cross-attention caches of the encoder's output, and False on the
-    # padding of the source.
+    # Only for an encoder-decoder: what cross-attention caches of the encoder's output, as arrays
+    # [L, B, S, ...], and False on the padding of the source.
     source: Cache | None = None
     source_valid_BS: jax.Array | None = None
 
@@ -27,9 +32,9 @@ class KVCache(NamedTuple):
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
     """Returns an empty cache with `length` slots for `batch` rows.
 
-    The model may have shapes in place of arrays, because only shapes are computed here.
+    The parameters of the model may be shapes in place of arrays, because only shapes are computed.
     """
-    # The layers have P variants in turn: layer l has variant l mod P. Without a pattern P is 1.
+    # Layer l has variant l mod P. Without a pattern, P is 1.
     L = model.config.num_layers
     P = len(stacks_of(model.blocks))
 
@@ -39,16 +44,15 @@ def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCa
         return [layer_of(model.blocks, index).attention.cached(x_BTD) for index in range(P)]
 
     layers = []
-    for variant, arrays in enumerate(jax.eval_shape(cached, model)):
-        layers_of_variant = range(variant, L, P)
-        num_layers = len(layers_of_variant)
+    arrays_of_variants = jax.eval_shape(cached, model)  # each array of one token is [B, 1, ...]
+    for variant, arrays in enumerate(arrays_of_variants):
+        num_layers = len(range(variant, L, P))  # layers variant, variant + P, variant + 2 P ...
         slots: Cache = {}
         for name, array in arrays.items():
-            # The array of one token is [B, 1, ...].
             shape = (num_layers, batch, length, *array.shape[2:])
             slots[name] = jnp.zeros(shape, array.dtype)
         layers.append(slots)
-    return KVCache(tuple(layers), jnp.int32(0))
+    return KVCache(tuple(layers), length=jnp.int32(0))
 
 
 def encode_source(
@@ -59,9 +63,11 @@ def encode_source(
     The cache has `length` empty slots for target tokens. valid_BS is False on padding, which
     follows the tokens of a row.
     """
-    y_BSD = model.encode(source_BS, valid_BS.astype(jnp.int32))
+    segments_BS = valid_BS.astype(jnp.int32)  # a row is one segment, number 1; padding is 0
+    y_BSD = model.encode(source_BS, segments_BS)
 
     def cached(block: CrossBlock, layer: jax.Array) -> Cache:
+        """Returns the keys and values of one layer."""
         return block.at(layer).cross_attention.cached(y_BSD)
 
     layers_L = jnp.arange(model.config.num_layers)
@@ -73,7 +79,7 @@ def encode_source(
 def prefill(
     model: Decoder | EncoderDecoder, tokens_BT: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Appends T tokens in one pass, and returns the next token's logits_BV and the longer cache.
+    """Appends T tokens in one pass; returns the next token's logits_BV and the longer cache.
 
     Logits are float32 or wider. The cache must have T free slots; jit cannot detect an overflow.
     """
@@ -91,21 +97,25 @@ def prefill(
         layer_index: tuple[int, jax.Array],
         source: Cache | None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """Computes one layer: the stream after it, and the caches with its keys and values."""
-        x_BTD, layers = carry
-        variant, index = layer_index  # the layer is number `index` of those with this variant
-        updated: Cache = {}  # the cache of all layers of this variant, filled by `attend`
+        """Runs one layer; returns the residual stream after it, and the updated caches.
+
+        The carry is the stream x_BTD and the caches of all layers (`KVCache.layers`). The layer is
+        number `index` of those of its variant, where layer_index = (variant, index). `source` is
+        what its cross-attention caches; None in a decoder.
+        """
+        x_BTD, caches = carry
+        variant, index = layer_index
+        stack = caches[variant]  # arrays [L, B, S, ...] of all layers of the variant
+        updated_stack: Cache = {}  # filled by `attend`
 
         def attend(z_BTD: jax.Array) -> jax.Array:
-            """Writes the tokens' keys and values into the cache, then attends to the cache."""
-            layer_cache: Cache = {}
+            """Writes keys and values of the new tokens into the cache, then attends to it."""
             for name, array in block.attention.cached(z_BTD, first).items():
                 # The array [B, T, ...] goes to [index, :, first : first + T].
                 start = (index, zero, first) + (zero,) * (array.ndim - 2)
-                updated[name] = jax.lax.dynamic_update_slice(
-                    layers[variant][name], array[None], start
-                )
-            for name, array in updated.items():
+                updated_stack[name] = jax.lax.dynamic_update_slice(stack[name], array[None], start)
+            layer_cache: Cache = {}  # arrays [B, S, ...] of this layer
+            for name, array in updated_stack.items():
                 layer_cache[name] = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
             return block.attention.attend_to(z_BTD, layer_cache, mask)
 
@@ -115,14 +125,15 @@ def prefill(
             source_mask = Mask(valid_BS=cache.source_valid_BS)
 
             def cross_attend(z_BTD: jax.Array) -> jax.Array:
+                """Attends to the source, whose keys and values are cached."""
                 return cross_attention.attend_to(z_BTD, source, source_mask, cross=True)
 
             attends.append(cross_attend)
 
-        out_BTD = block.around(attends, x_BTD)
-        caches = list(layers)
-        caches[variant] = updated
-        return out_BTD, tuple(caches)
+        out_BTD = block.around(attends, x_BTD)  # calls `attend`
+        updated_caches = list(caches)
+        updated_caches[variant] = updated_stack
+        return out_BTD, tuple(updated_caches)
 
     # The scan carries the whole cache, which it updates in place. It would copy an input.
     x_BTD, layers = scan_layers(
@@ -136,14 +147,18 @@ def prefill(
 def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     """Returns a cache whose row m is row rows_M[m] of `cache`.
 
-    If the number of rows stays the same, the caches of the sources are not moved. Then a row may
-    only be taken from a row with the same source, as among the hypotheses of a beam.
+    If the number of rows stays the same, cached sources are not moved, which saves a copy. So
+    each row must then come from a row with the same source. This holds in a beam search: rows only
+    change places with the other hypotheses of the same source.
     """
 
     def take(arrays: Any) -> Any:
+        """Takes the rows of arrays [L, B, ...]."""
         return jax.tree.map(lambda array: array[:, rows_M], arrays)
 
     taken = cache._replace(layers=take(cache.layers))
-    if cache.source is None or len(rows_M) == len(cache.source_valid_BS):
+    if cache.source is None:
+        return taken
+    if len(rows_M) == len(cache.source_valid_BS):
         return taken
     return taken._replace(source=take(cache.source), source_valid_BS=cache.source_valid_BS[rows_M])
