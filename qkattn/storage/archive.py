@@ -47,8 +47,8 @@ class Archive:
           path: the path of the archive, for errors.
           content: the bytes of the archive.
 
-        Raises ReportError if the archive is damaged, or if a member is not a plain file, has a name
-        that could lead elsewhere, or is larger than MAX_MEMBER.
+        Raises ReportError if the archive is damaged, if its members are too large, or if a member
+        is not a plain file with a path below the archive.
         """
         self.path = path
         try:
@@ -92,8 +92,9 @@ class Archive:
         declared_size = member.file_size
         try:
             with self._zip.open(member) as file:
-                # A member may inflate to more bytes than it declares, so the read has a limit. The
-                # limit is one byte more, since zipfile compares the checksum at the member's end.
+                # A member may inflate to more bytes than it declares, so the read has a limit. One
+                # byte more than declared is read, because zipfile compares the checksum only when
+                # the end of the member is reached.
                 content = file.read(declared_size + 1)
             if len(content) != declared_size:
                 raise ValueError(f'it has {len(content):,} bytes, not {declared_size:,}')

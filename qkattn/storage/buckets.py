@@ -50,9 +50,9 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def to_path(url: str | os.PathLike[str]) -> Path:
-    """Returns the path of a gs:// URL.
+    """Returns the path of a gs:// URL, after checking that its bucket can be listed.
 
-    Raises RunDirectoryError for any other URL, or if the bucket cannot be listed.
+    Raises RunDirectoryError if the bucket cannot be listed, or for any other URL.
     """
     text = os.fspath(url)
     bucket, _ = _split(text)
@@ -102,7 +102,7 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
       generation: the generation of the object to replace; 0 if there must not be an object; None to
         replace any object.
 
-    Raises FileExistsError if the bucket holds another generation.
+    Raises FileExistsError if the object in the bucket has another generation.
     """
     with _request(path, 'write') as blob:
         try:
@@ -113,8 +113,8 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
                 **_patience(),
             )
         except _api('PreconditionFailed') as error:
-            # If the answer to the first request was lost, the repeated request finds the object
-            # that the first one has written. That is a success.
+            # A request is repeated if its answer was lost. The first one may have succeeded, so the
+            # second one finds another generation: the object of this process itself.
             if content:
                 with contextlib.suppress(FileNotFoundError):
                     stored = read(path)
@@ -170,15 +170,18 @@ def _client() -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _prepare() -> None:
-    """Sets up the libraries that access buckets, once and before their first use.
+    """Sets up the other libraries that access buckets, once and before their first use.
 
-    tensorstore reads environment variables; gcsfs reads the settings of fsspec.
+    These are tensorstore, for checkpoints, and gcsfs, for paths. They use the emulator if there is
+    one. Settings of the user come first.
     """
     emulator = os.environ.get('STORAGE_EMULATOR_HOST')
     if emulator:
+        # tensorstore reads environment variables.
         os.environ.setdefault('TENSORSTORE_GCS_HTTP_URL', emulator)
         os.environ.setdefault('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'none')
 
+    # gcsfs reads the settings of fsspec.
     load_extra('gcsfs', EXTRA)
     fsspec_settings = load_extra('fsspec.config', EXTRA).conf
     gcs_settings = fsspec_settings.setdefault('gcs', {})
@@ -188,12 +191,13 @@ def _prepare() -> None:
 
 @contextlib.contextmanager
 def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> Iterator[Any]:
-    """A block of requests: yields the `Blob` at `path`, and translates the errors of Google's code.
+    """Yields the `Blob` at `path`; if a request in the block fails, raises an error of Python.
 
     Args:
       path: the URL of an object, or of a bucket.
       task: 'read' or 'write', for errors.
-      opening: whether a user has just named the bucket, so that a failure is a wrong setting.
+      opening: whether this is the first use of a bucket that a user has named. Any failure is then
+        an error of the setting.
 
     Raises:
       RunDirectoryError: the bucket does not exist or may not be used; with `opening` also if it
@@ -206,33 +210,44 @@ def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> 
     try:
         yield _client().bucket(bucket).blob(name)
     except (FileNotFoundError, FileExistsError, ConnectionError, RunDirectoryError):
-        raise
+        raise  # the block has raised it for its caller
     except Exception as error:
-        if isinstance(error, _api('NotFound')):
-            if task == 'read' and not opening:
-                raise FileNotFoundError(f'{os.fspath(path)} does not exist') from error
-            raise RunDirectoryError(
-                f'{SCHEME}{bucket} does not exist; create the bucket or give another'
-            ) from error
+        translated = _translated(error, path, task, opening)
+        if translated is None:
+            raise
+        raise translated from error
 
-        if isinstance(error, (_api('Forbidden'), _api('Unauthorized'))):
-            raise RunDirectoryError(
-                f'{SCHEME}{bucket} may not be used to {task}: give this account {ROLES} on the '
-                'bucket'
-            ) from error
 
-        if _is_out_of_reach(error):
-            lines = str(error).splitlines() or [type(error).__name__]
-            reason = lines[0][:_SHOWN].rstrip('.')
-            problem = (
-                f'{SCHEME}{bucket} cannot be reached ({reason}); check the network and '
-                'STORAGE_EMULATOR_HOST, or run `gcloud auth application-default login` and set '
-                'GOOGLE_CLOUD_PROJECT'
-            )
-            if opening:
-                raise RunDirectoryError(problem) from error
-            raise ConnectionError(problem) from error
-        raise
+def _translated(
+    error: Exception, path: str | os.PathLike[str], task: str, opening: bool
+) -> Exception | None:
+    """Returns the error that `_request` raises for an error of Google's libraries.
+
+    Returns None for an error that is not about the bucket. The arguments are those of `_request`.
+    """
+    bucket, _ = _split(path)
+    if isinstance(error, _api('NotFound')):
+        if task == 'read' and not opening:
+            return FileNotFoundError(f'{os.fspath(path)} does not exist')
+        return RunDirectoryError(
+            f'{SCHEME}{bucket} does not exist; create the bucket or give another'
+        )
+
+    if isinstance(error, (_api('Forbidden'), _api('Unauthorized'))):
+        return RunDirectoryError(
+            f'{SCHEME}{bucket} may not be used to {task}: give this account {ROLES} on the bucket'
+        )
+
+    if _is_out_of_reach(error):
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason = lines[0][:_SHOWN].rstrip('.')
+        problem = (
+            f'{SCHEME}{bucket} cannot be reached ({reason}); check the network and '
+            'STORAGE_EMULATOR_HOST, or run `gcloud auth application-default login` and set '
+            'GOOGLE_CLOUD_PROJECT'
+        )
+        return RunDirectoryError(problem) if opening else ConnectionError(problem)
+    return None
 
 
 def _is_out_of_reach(error: Exception) -> bool:

@@ -21,7 +21,7 @@ from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
 # Why writing fails and what a user can do about it, by the system's error number.
-_FAILED = {
+_WRITE_FAILURES = {
     errno.ENOSPC: 'the disk is full; make room',
     errno.EDQUOT: 'the quota of this user is used up; make room',
     errno.EFBIG: 'a file is larger than this process may write; raise the limit',
@@ -31,11 +31,11 @@ _FAILED = {
     errno.EROFS: 'its file system is read-only; make it writable',
     errno.EACCES: 'this user may not write there; make it writable',
 }
-# Error numbers that tell about the content of a directory: nothing is at a path, or a file instead
-# of a directory, or a directory instead of a file. All other errors are failures of the system.
-_CONTENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# Error numbers that do not mean that the system failed: nothing is at a path, or a file instead of
+# a directory, or a directory instead of a file.
+_MISSING_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # Words by which tensorstore names failures, most of them of a bucket.
-_STATUSES = (
+_TENSORSTORE_FAILURES = (
     'ABORTED',
     'CANCELLED',
     'DEADLINE_EXCEEDED',
@@ -89,11 +89,11 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def component(name: str) -> str:
-    """Returns `name` after checking that it names one entry of a directory.
+    """Returns `name` after checking that it is a plain name of a file or directory.
 
-    A name that was read from a file could otherwise lead to any place of the disk. Raises
-    RunDirectoryError if the name is empty, '.' or '..', contains a slash or a null character, or
-    has 256 bytes or more.
+    Use it for names that were read from a file: a name with slashes or '..' could lead to any place
+    of the disk. Raises RunDirectoryError if the name is empty, '.' or '..', contains a slash or a
+    null character, or has PART_END = 256 bytes or more.
     """
     is_special = name in ('', os.curdir, os.pardir)
     has_forbidden_character = '/' in name or '\0' in name
@@ -107,9 +107,13 @@ def component(name: str) -> str:
 
 
 def run_path(study: Files, directory: str) -> Files:
-    """Returns the directory of a run, which a plan names relative to its study, as in runs/NAME.
+    """Returns the path of a run's directory inside the directory of its study.
 
-    Raises RunDirectoryError if the directory is not inside the study. Plans may come from anybody.
+    Args:
+      study: the directory of the study.
+      directory: the directory of the run as the study's plan names it, such as 'runs/NAME'.
+
+    Raises RunDirectoryError if `directory` leads out of the study. Plans may come from anybody.
     """
     try:
         names = [component(name) for name in directory.split('/')]
@@ -124,11 +128,11 @@ def run_path(study: Files, directory: str) -> Files:
 
 
 def below(directory: Path, *names: str) -> Path:
-    """Returns directory/names[0]/names[1]/... after checking that no component is a link.
+    """Returns directory/names[0]/names[1]/... after checking that none of `names` is a link.
 
-    Call it before writing or deleting there: a directory that somebody else made may link to
-    anything. Each of `names` is a `component`. `directory` itself may be a link, since the user
-    names it. Raises RunDirectoryError if one of `names` is a link. Buckets have no links.
+    Call it before writing or deleting there: a directory from somebody else may have links to any
+    file of this user. `directory` itself may be a link, since the user names it. Buckets have no
+    links. Raises RunDirectoryError if one of `names` is a link or is not a `component`.
     """
     link = first_link(directory, *names)
     if link is not None:
@@ -150,11 +154,12 @@ def first_link(directory: Path, *names: str) -> Path | None:
 
 
 def in_place(path: str, flags: int) -> int:
-    """An `opener` for the function open(); use it for files that are changed in place.
+    """Opens a file that is changed in place, for use as the `opener` of the function open().
 
-    Raises RunDirectoryError if the path is a link, or not a regular file.
+    Returns the file descriptor. Raises RunDirectoryError if the path is a link, or not a regular
+    file.
     """
-    # Opening a pipe would wait for a reader; with O_NONBLOCK it returns, and is refused below.
+    # Without O_NONBLOCK, opening a pipe would wait for a reader. A pipe is refused below.
     safe_flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, safe_flags, 0o666)
@@ -234,7 +239,7 @@ def check_directory(
         existing = directory
         while not existing.exists():
             existing = existing.parent
-        # Only writing a file shows that the file system takes files; permissions do not.
+        # Permissions do not tell whether the file system is writable, so a file is written.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -296,7 +301,7 @@ def version_of(path: Path) -> tuple[int, int]:
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Writes `content` to `path`, and returns `path`.
+    """Writes a file as a whole, and returns its path.
 
     Text is written as UTF-8, and the directory is created if needed. Readers see either the old
     file or the whole new one, also after a crash. When the function returns, the new file is on the
@@ -311,7 +316,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     name = _TEMPORARY.format(path.name, uuid.uuid4().hex)
-    # Not by tempfile, whose files only their owner may read: the umask sets the permissions.
+    # tempfile would make a file that only its owner may read. The umask decides for this one.
     with no_interrupt, _replacing(path, name) as temporary:
         temporary.write_bytes(data)
     return path
@@ -333,8 +338,9 @@ def remove_unfinished(directory: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which replaces `path` if the block succeeds.
 
-    For a path in a bucket the temporary file is on a local disk. The name is always the same, so
-    the next writer overwrites what a killed one left. Two writers of the same path need a lock.
+    For a path in a bucket, the temporary file is on a local disk. On a file system, it is always
+    PATH.tmp, so a writer overwrites the file of an earlier writer that was killed. Two writers of
+    the same path need a lock.
     """
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:
@@ -344,9 +350,9 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     with _replacing(path, f'{path.name}.tmp') as temporary:
         temporary.unlink(missing_ok=True)
-        temporary.touch(exist_ok=False)  # fails if a link is there
-        # safetensors makes files that only their owner can read. The new file gets the mode that
-        # the umask gives.
+        temporary.touch(exist_ok=False)  # fails if somebody has put a link there
+        # safetensors makes files that only their owner can read. The new file gets the mode of
+        # this empty one, which the umask has decided.
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)
@@ -383,12 +389,12 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def local_copy(path: Path) -> Iterator[Path]:
-    """Yields `path`, or for a path in a bucket a local copy of the file, with the same name.
+    """Yields the path of a file on a local disk: `path` itself, or a copy if it is in a bucket.
 
-    Raises UnsuitableFileError for a pipe or a device.
+    The copy has the same name. Raises UnsuitableFileError for a pipe or a device.
     """
     if not buckets.is_url(path):
-        require_regular(path, most=None)
+        require_regular(path, most=None)  # a file of any size
         yield path
         return
     with tempfile.TemporaryDirectory() as directory:
@@ -408,15 +414,15 @@ def disk_errors(path: Path) -> Iterator[None]:
     except DiskError:
         raise
     except Exception as error:
-        # A file was not found: name the outermost directory that is missing.
+        # If a file was not found, name the outermost directory that is missing.
         if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
             for ancestor in (*reversed(path.parents), path):
                 if not os.path.lexists(ancestor):
                     raise _gone(ancestor) from error
 
         directory = path if os.path.isdir(path) else path.parent
-        for number, reason in _FAILED.items():
-            if _is_system_error(error, number):
+        for error_number, reason in _WRITE_FAILURES.items():
+            if _is_system_error(error, error_number):
                 raise DiskError(f'{directory} cannot be written: {reason} {_RESUME}') from error
         raise
 
@@ -435,23 +441,31 @@ def _is_system_error(error: Exception, number: int) -> bool:
 def read_errors(path: Readable) -> Iterator[None]:
     """A block that reads at or below `path`: raises ReadError if the system fails to read.
 
-    A failing disk or an unreachable bucket does not mean that a file is damaged. Errors about the
-    content of a file are raised as they are.
+    The caller can then tell a failing disk or an unreachable bucket from a damaged file: errors
+    about the content of a file are raised as they are.
     """
     try:
         yield
     except Exception as error:
-        # Libraries raise their own errors, and the system's error is the cause of theirs.
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in _causes(error):
             reason = _failure(cause)
             if reason is not None:
                 raise ReadError(
                     f'{path} cannot be read ({reason}); nothing was changed: run the same command '
                     'again once it can be'
                 ) from error
-            cause = cause.__cause__ or cause.__context__
         raise
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, the error that caused it, the cause of that one, and so on.
+
+    Libraries raise their own errors, and the system's error is the cause of theirs.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _failure(error: BaseException) -> str | None:
@@ -462,14 +476,15 @@ def _failure(error: BaseException) -> str | None:
     """
     if isinstance(error, MemoryError):
         return 'out of memory'
+    if isinstance(error, FileNotFoundError | UnsuitableFileError):
+        return None
     if isinstance(error, OSError):
-        is_missing = error.errno in _CONTENT or isinstance(error, FileNotFoundError)
-        if is_missing or isinstance(error, UnsuitableFileError):
-            return None
-        return error.strerror or str(error)
+        is_missing = error.errno in _MISSING_FILE
+        return None if is_missing else error.strerror or str(error)
 
-    system_texts = [os.strerror(number) for number in errno.errorcode if number not in _CONTENT]
-    for text in (*system_texts, *_STATUSES):
+    failure_numbers = [number for number in errno.errorcode if number not in _MISSING_FILE]
+    system_texts = [os.strerror(number) for number in failure_numbers]
+    for text in (*system_texts, *_TENSORSTORE_FAILURES):
         if text in str(error):
             return text
     return None

@@ -140,7 +140,7 @@ class Lease:
         interval = EXPIRY / _BEATS
         while not self._released.wait(interval) and not self.lost:
             start = seconds()
-            # After an error, the next round tries again. `lost` says when it is too late.
+            # If renewing fails, the next round tries again, until the lease is too old.
             with contextlib.suppress(Exception):
                 is_still_held = self.renew()
                 if not is_still_held:
@@ -168,13 +168,13 @@ class _File(Lease):
 
     def read(self) -> _State | None:
         """Reads the lease, its last heartbeat and the time on the file system's clock."""
-        # The file system's clock tells the time when a file is created. It is read before the
-        # lease: a heartbeat in between can then only lower the lease's age.
+        # A file that is created now has the time on the file system's clock. This time is read
+        # before the lease. A heartbeat in between makes the lease look younger, never older.
         with tempfile.TemporaryFile(dir=self._prefix.parent) as probe:
             now = os.fstat(probe.fileno()).st_mtime
         with contextlib.suppress(FileNotFoundError), open_regular(self.path()) as file:
             content = file.read()
-            # fstat of the open file, because NFS may answer stat from a cache of a minute ago.
+            # NFS may answer stat from a cache that is a minute old, but not fstat of an open file.
             heartbeat = os.fstat(file.fileno()).st_mtime
             return _State(content, heartbeat, now)
         return None
@@ -251,7 +251,7 @@ def acquire(directory: Path, run: str) -> Lease | None:
     """
     with disk_errors(directory):
         lease = _lease(directory, run)
-        while _holder(lease) is None:
+        while _holder(lease) is None:  # while the lease is free
             # `start` raises FileExistsError if another process was faster, or if the listing of the
             # directory was out of date. The loop then looks at the lease that is there.
             with contextlib.suppress(FileExistsError), no_interrupt:
@@ -261,9 +261,9 @@ def acquire(directory: Path, run: str) -> Lease | None:
 
 
 def holders(directory: Path) -> dict[str, str]:
-    """Returns who holds the runs of a study, as {run: 'process 12 on host'}, without free runs.
+    """Returns the holder of each run that is not free: {run: 'process 12 on host'}.
 
-    `directory` is the directory leases/ of the study.
+    `directory` is the directory leases/ of a study.
     """
     if not directory.exists():
         return {}
@@ -273,7 +273,7 @@ def holders(directory: Path) -> dict[str, str]:
         if buckets.is_url(path):
             runs.add(path.name)
         else:
-            runs.add(path.stem)  # RUN of RUN.N
+            runs.add(path.stem)  # the file RUN.N is a lease of RUN
 
     holder_by_run = {}
     for run in sorted(runs):
@@ -317,23 +317,24 @@ def _holder(lease: Lease) -> _Holder | None:
     host = description['host']
     pid = description['pid']
     name = f'process {pid} on {host}'
-    # The holder has written its `_process`, whose first two words identify its machine.
+    # What `_process` returned for the holder. The first two words identify its machine.
     holder_process = str(description.get('process'))
     this_process = _process(os.getpid())
     if this_process is None or holder_process.split()[:2] != this_process.split()[:2]:
         return _Holder(name, is_alive_here=False)
-    # Without the holder, its id has no process, or one that started at another time.
-    if _process(pid) != holder_process:
+    # If the holder has ended, no process has its id, or another process that started later.
+    has_ended = _process(pid) != holder_process
+    if has_ended:
         return None
     return _Holder(name, is_alive_here=True)
 
 
 def _process(pid: int) -> str | None:
-    """Returns a unique name of a live process of this machine, 'BOOT NAMESPACE PID START'.
+    """Returns a text 'BOOT NAMESPACE PID START' that identifies a live process of this machine.
 
     BOOT identifies the machine since it was booted, and NAMESPACE its container, if any. START is
-    the time when the process started, because systems use the id of an ended process again. None if
-    the process has ended, or on a system without /proc.
+    the time when the process started: systems give the id of an ended process to another one.
+    Returns None if the process has ended, or on a system without /proc.
     """
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
@@ -355,20 +356,33 @@ def _process(pid: int) -> str | None:
 def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
     """Holds an exclusive lock on the file `path` while the block runs.
 
-    Yields a function that returns whether the lock was lost. On a file system a lock is never lost,
-    and the kernel frees it when the holder dies. In a bucket the lock is a lease, see `Lease.lost`.
+    Yields a function that returns whether the lock was lost. On a file system, this never happens.
+    In a bucket, the lock is a lease: see `Lease.lost`.
 
-    Without `wait`, a lock that a live process holds raises BlockingIOError, whose text names the
-    process. In a bucket this may take EXPIRY seconds: a dead holder on another machine is only
-    known by a lease that expires.
+    Args:
+      path: the lock file, which is created if needed.
+      wait: whether to wait while another process holds the lock.
 
-    Raises ConfigError if the directory cannot be written, or if its file system has no locks.
+    Raises:
+      BlockingIOError: without `wait`, a live process holds the lock; the text names the process. In
+        a bucket this may take EXPIRY seconds, because the lease of a dead process on another
+        machine has to expire first.
+      ConfigError: the directory cannot be written, or its file system has no locks.
     """
     if buckets.is_url(path):
         with _lock_in_bucket(path, wait) as lease:
             yield lambda: lease.lost
         return
+    with _file_lock(path, wait):
+        yield lambda: False
 
+
+@contextlib.contextmanager
+def _file_lock(path: Path, wait: bool) -> Iterator[None]:
+    """Holds a lock on a file of a file system. If the process dies, the kernel frees the lock.
+
+    The arguments and errors are those of `locked`.
+    """
     with contextlib.ExitStack() as exits:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -385,14 +399,14 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
                 'user can write to, as workdir for results or as data_dir or QKATTN_DATA for data'
             ) from error
 
-        # Other processes that do not wait either read the holder's name for their error.
+        # The file names its holder, for the error of another process that does not wait.
         if not wait:
-            # The lock holds even if a full disk takes no name.
+            # If the disk is full, the file has no name, but it is locked.
             with contextlib.suppress(OSError):
                 file.truncate(0)
                 holder = f'process {os.getpid()} on {socket.gethostname()}\n'
                 os.write(file.fileno(), holder.encode())
-        yield lambda: False
+        yield
 
 
 def _name_in(file: TextIO) -> str:
@@ -408,8 +422,9 @@ def _lock_in_bucket(path: Path, wait: bool) -> Lease:
     """Takes a lock in a bucket, and returns its lease.
 
     With `wait`, it waits until the lock is free. Without `wait`, it raises BlockingIOError as soon
-    as the holder is known to live. A holder on this machine is looked up. A holder on another
-    machine lives if it still holds the lock after EXPIRY seconds, since it has renewed its lease.
+    as it knows that the holder lives. For a process of this machine, it knows at once. A process of
+    another machine lives if it still holds the lock after EXPIRY seconds: otherwise its lease would
+    have expired.
     """
     deadline = seconds() + EXPIRY
     has_warned = False

@@ -46,7 +46,8 @@ ARMS_ADDED = 'arms_added'
 LOOKED = 'looked'
 ACCEPTED = 'accepted'
 REPEATS = 'repeats'
-# What may be accepted: runs with uncommitted changes, or of different commits.
+# Reasons to withhold every verdict of a study that a person may accept: its runs had uncommitted
+# changes, or are of different commits.
 ACCEPTABLE = ('uncommitted', 'commits')
 YARDSTICKS = 'yardsticks.json'
 # Holds the SHA-256 of a documents.json that a stored study leaves out of a run.
@@ -148,25 +149,25 @@ class Ledger:
         return looks[-1]['files'] if looks else {}
 
     def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
-        """Finds the runs that have changed, or are gone, since a look saw them first.
+        """Finds the runs that have changed, or are gone, since the first look at them.
 
         Args:
           runs: the digest of every run as it is on disk, from `seen`.
 
-        Returns the number (1, 2, ...) of the first look at each such run.
+        Returns {run: number (1, 2, ...) of the first look at it} for these runs.
         """
-        seen_digests: dict[str, str] = {}
-        look_numbers: dict[str, int] = {}
-        # From the last look to the first: what the first look at a run saw overwrites the others.
+        first_digests: dict[str, str] = {}
+        first_looks: dict[str, int] = {}
+        # Go from the last look to the first, so that the first look at a run overwrites the others.
         for entry in reversed(self._entries_of(LOOKED)):
-            for run, seen_digest in entry.get('runs', {}).items():
-                seen_digests[run] = seen_digest
-                look_numbers[run] = entry['look']
+            for run, run_digest in entry.get('runs', {}).items():
+                first_digests[run] = run_digest
+                first_looks[run] = entry['look']
 
         altered = {}
-        for run, seen_digest in seen_digests.items():
-            if runs.get(run) != seen_digest:
-                altered[run] = look_numbers[run]
+        for run, first_digest in first_digests.items():
+            if runs.get(run) != first_digest:
+                altered[run] = first_looks[run]
         return altered
 
     @property
@@ -176,17 +177,19 @@ class Ledger:
 
 
 def _repeat_in_retrospect(entry: Entry) -> Repeat:
-    """Returns the repeat that a line with the event REPEATS declares."""
-    lost = entry.get('lost')  # describes the repeated study if it is not kept
-    if lost is None:
-        return Repeat(entry['study'], entry['entry'], retrospective=True)
-    return Repeat(
-        entry['study'],
-        entry['entry'],
-        retrospective=True,
-        commit=lost['commit'],
-        seeds=tuple(lost['seeds']),
-        arms=frozenset(arm_key(arm) for arm in lost['arms']),
+    """Reads a line that declares, after results are known, that the study repeats another one.
+
+    The line has the event REPEATS; the top of this module lists its fields.
+    """
+    repeat = Repeat(study=entry['study'], entry=entry['entry'], retrospective=True)
+    lost_study = entry.get('lost')  # describes the repeated study if it is not kept
+    if lost_study is None:
+        return repeat
+    return dataclasses.replace(
+        repeat,
+        commit=lost_study['commit'],
+        seeds=tuple(lost_study['seeds']),
+        arms=frozenset(arm_key(arm) for arm in lost_study['arms']),
     )
 
 
@@ -252,7 +255,8 @@ def declare(
     Args:
       directory: the study's directory.
       declared: the content of study.json.
-      repeats: {study, entry} of the study that this one repeats; see the top of the module.
+      repeats: if the study asks an earlier study's question again, {'study': the name of the
+        earlier one, 'entry': the hash of the last line of its ledger}.
     """
     path = directory / NAME
     before = read(path) if path.exists() else None
@@ -267,7 +271,7 @@ def declare(
         is_baseline = arm['variant'] == declared['baseline']
         if not is_control and not is_baseline:
             family += 1
-    common = {'declaration': digest(declared), 'family': family}
+    common_fields = {'declaration': digest(declared), 'family': family}
 
     if before is not None:
         added_arms = [arm for arm in arms if arm_key(arm) not in before.arms]
@@ -276,25 +280,27 @@ def declare(
             has_looked = before.first_look is not None
             has_verdicts = declared['tuning'] is not None
             is_post_hoc = has_looked and has_verdicts
-            append(path, ARMS_ADDED, arms=added_arms, post_hoc=is_post_hoc, **common)
+            append(path, ARMS_ADDED, arms=added_arms, post_hoc=is_post_hoc, **common_fields)
             return
 
     fields = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
     if repeats is not None:
         fields['repeats'] = repeats
-    append(path, DECLARED, **common, **fields, post_hoc=False)
+    append(path, DECLARED, **common_fields, **fields, post_hoc=False)
 
 
 def look(directory: Path, logs: Files | None = None) -> bool:
-    """Enters a look into the ledger: a report on more than screening is made from these files.
+    """Enters into the ledger that somebody looks at results, with digests of what they see.
+
+    A look is a report on results beyond screening. Call this before the report is made.
 
     Args:
       directory: the study's directory, which has the ledger.
       logs: the directory with the plan, results and logs; by default `directory`. A stored study
         keeps its logs in an archive.
 
-    Returns False, and enters nothing, if the files are as at the last look, or if a run has changed
-    since a look saw it.
+    Returns False, and enters nothing, if the files are those of the last look, or if a run has
+    changed since the first look at it. Returns True otherwise.
     """
     path = directory / NAME
     if logs is None:
@@ -302,7 +308,7 @@ def look(directory: Path, logs: Files | None = None) -> bool:
     files = digests(logs)
     runs = seen(logs)
 
-    # Without a look to enter no lock is taken, so that a copy of a study stays as it is.
+    # Check before locking: locking creates a file, and a copy of a study should stay as it is.
     ledger = read(path)
     if files == ledger.looked_files or ledger.altered(runs):
         return False
@@ -311,20 +317,22 @@ def look(directory: Path, logs: Files | None = None) -> bool:
         ledger = read(path)
         # Another process may have entered the same look in between.
         if files != ledger.looked_files:
-            number = 1
-            for entry in ledger.entries:
-                if entry['event'] == LOOKED:
-                    number += 1
-            append(path, LOOKED, look=number, files=files, runs=runs)
+            earlier_looks = [entry for entry in ledger.entries if entry['event'] == LOOKED]
+            append(path, LOOKED, look=len(earlier_looks) + 1, files=files, runs=runs)
     return True
 
 
 def accept(directory: Path, codes: Sequence[str], why: str) -> None:
-    """Accepts remarks that would withhold every verdict, and enters the reason into the ledger.
+    """Accepts reasons to withhold every verdict, so that the study gets its verdicts.
 
-    `codes` name the remarks, and `why` is the reason. A code that was accepted before for the same
-    reason is not entered again. Raises ReportError, and enters nothing, if a code is not among
-    ACCEPTABLE or if `why` is blank.
+    The acceptance is entered into the ledger, once for each code and reason.
+
+    Args:
+      directory: the study's directory.
+      codes: what is accepted, some of ACCEPTABLE.
+      why: why it does not matter for the verdicts.
+
+    Raises ReportError, and enters nothing, if a code is not among ACCEPTABLE or if `why` is blank.
     """
     for code in codes:
         if code not in ACCEPTABLE:
@@ -355,10 +363,10 @@ def digest_of_entry(entry: Entry) -> str:
 
 
 def digests(directory: Files) -> dict[str, str | None]:
-    """Returns the SHA-256 of each file of a study that a look covers, or None if it is missing.
+    """Returns {name: SHA-256} for the files of a study that a report is made from.
 
-    The entry 'logs' covers the logs of all planned runs without their training records. Only some
-    studies have yardsticks: without the file there is no entry.
+    The value is None if a file is missing. The entry 'logs' covers the logs of all planned runs,
+    without their training records. A study without yardsticks has no entry for them.
     """
     digest_by_name: dict[str, str | None] = {}
     for name in ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS):
@@ -373,9 +381,9 @@ def digests(directory: Files) -> dict[str, str | None]:
 def seen(directory: Files) -> dict[str, str]:
     """Returns {run: SHA-256 of its results and logs} for each planned run that has results.
 
-    A look records these digests, so that `Ledger.altered` notices when a run changes later. Of a
-    result the digest covers the fields _SEEN and the metrics. A line of results.jsonl that cannot
-    be read is skipped, because the report names it.
+    A look records these digests, so that `Ledger.altered` notices when a run changes later. They
+    cover the metrics of a result and its fields _SEEN. A line of results.jsonl that cannot be read
+    is skipped: the report has a sentence about it.
     """
     results_by_run: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(directory / 'results.jsonl'):
@@ -401,12 +409,17 @@ def seen(directory: Files) -> dict[str, str]:
 
 
 def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
-    """Yields each line of a study's plan, with [SHA-256 of documents.json, of the evaluations].
+    """Yields the runs of a study's plan, with the hashes of their logs.
 
-    The evaluations are all lines of metrics.jsonl but the training records. A line of the plan
-    whose run cannot be read is skipped, because the report names it.
+    Yields:
+      planned: the line of plan.jsonl, a JSON object.
+      hashes: the SHA-256 of documents.json, or None if it is missing, and the SHA-256 of the
+        evaluations: all lines of metrics.jsonl but the training records.
+
+    A run that cannot be read is skipped: the report has a sentence about it.
     """
     for line in _lines(directory / 'plan.jsonl'):
+        # These are the errors of a plan or a log that is damaged in any way.
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OSError):
             planned = parse_json(line)
             run = run_path(directory, planned['directory'])
