@@ -48,9 +48,10 @@ def require_preparing(name: str) -> None:
 
 
 def local_directory(path: str | os.PathLike[str], field: str) -> Path:
-    """Returns the path of a directory of token files; raises ConfigError for the URL of a bucket.
+    """Returns the path of a directory of token files.
 
-    Token files are memory-mapped, which needs a file system.
+    Raises ConfigError for the URL of a bucket, because token files are memory-mapped. `field` names
+    the setting that holds `path`, for the message.
     """
     if '://' in os.fspath(path):
         raise ConfigError(
@@ -75,20 +76,19 @@ def prepared_once(
     """Reads data, and prepares them first if they are missing or damaged.
 
     Any number of processes may call this at the same time. One of them takes the file `lock` beside
-    `path` and prepares the data; the others wait for it.
+    `path` and prepares the data. The others wait for it.
 
     Args:
       path: the file that exists once the data are prepared.
-      read: reads the data. It raises DamagedData if they have to be prepared again, which is
-        logged as a warning.
+      read: reads the data. It raises DamagedData if they have to be prepared again. This is logged
+        as a warning.
       prepare: writes the data.
       root: the directory that the user has named; `path` is below it.
 
     Raises:
       ConfigError: the data have to be prepared, but the directory cannot be written to, or is
         reached by a link below `root`.
-      NotPrepared: the data have to be prepared, but the caller is in a `nothing_prepared` block,
-        which forbids it.
+      NotPrepared: the data have to be prepared, but a `nothing_prepared` block forbids it.
     """
 
     def read_if_there() -> T:
@@ -97,18 +97,19 @@ def prepared_once(
             raise FileNotFoundError(path)
         return read()
 
-    try:
-        # The lock is not needed to read. So prepared data may be on a read-only disk.
+    # The lock is not needed to read. So prepared data may be on a read-only disk.
+    with contextlib.suppress(FileNotFoundError, DamagedData):
         return read_if_there()
-    except (FileNotFoundError, DamagedData):
-        require_preparing(str(path))
-        below(root, *path.parent.relative_to(root).parts)
-        with locked(path.with_name('lock')):
-            try:
-                return read_if_there()  # another process may have prepared it
-            except FileNotFoundError:
-                pass
-            except DamagedData as error:
-                log.warning('%s; preparing it again', error)
-            prepare()
-            return read()
+
+    require_preparing(str(path))
+    below(root, *path.parent.relative_to(root).parts)  # refuses a link below the root
+    with locked(path.with_name('lock')):
+        # Another process may have prepared the data before this one got the lock.
+        try:
+            return read_if_there()
+        except FileNotFoundError:
+            pass
+        except DamagedData as error:
+            log.warning('%s; preparing it again', error)
+        prepare()
+        return read()

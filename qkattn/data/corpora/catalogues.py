@@ -1,7 +1,7 @@
 """Corpora from prepared sets of the tfds catalogue, and from sets of Hugging Face `datasets`.
 
-A document is an example of the set. If a set has no validation split, one is carved from its train
-split. Examples of Hugging Face sets whose text is missing or empty are left out.
+Each example of a set is a document. If a set has no validation split, one is carved from its train
+split. Examples of Hugging Face sets without text are left out.
 """
 
 import re
@@ -20,7 +20,8 @@ from qkattn.errors import ConfigError
 # How many examples of a tfds set are read together. One by one takes four times as long. More would
 # take much memory, because an example may be a book.
 READ_TOGETHER = 128
-# Names without an owner by which the Hugging Face library loads local files of a format.
+# Names without an owner for which the Hugging Face library does not download a set: 'csv', for
+# example, loads the CSV files of the working directory.
 # fmt: off
 LOADERS = (
     'arrow', 'audiofolder', 'cache', 'conll', 'csv', 'eval', 'fasta', 'fastq', 'genbank',
@@ -36,9 +37,11 @@ SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'],
 def tfds_set(config: DataConfig) -> Corpus:
     """Opens the corpus 'tfds:NAME' or 'tfds:NAME/CONFIG'.
 
-    It is the newest version below the data directory. Raises NotPrepared if there is none.
+    The newest version in the data directory is opened. Raises NotPrepared if there is none.
     """
     (name,) = _matched(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
+
+    # A prepared set is the directory <root>/<name>/<version>, such as ag_news_subset/1.0.0.
     root = data_root(config.data_dir)
     version = tfds.core.Version
     directories = []
@@ -54,13 +57,14 @@ def tfds_set(config: DataConfig) -> Corpus:
     builder = tfds.builder_from_directory(directory)
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
-        """The examples of a split, with all their columns."""
+        """Yields the examples of a split with all their features, not only those of `columns`."""
         advice = 'delete it and prepare it again as array_record'
         with readable(str(directory), advice, NotImplementedError, RuntimeError):
             source = builder.as_data_source(split)
             for start in range(0, len(source), READ_TOGETHER):
-                numbers = range(len(source))[start : start + READ_TOGETHER]
-                yield from source.__getitems__(numbers)
+                end = min(start + READ_TOGETHER, len(source))
+                # `__getitems__` is the method of tfds that reads several examples at once.
+                yield from source.__getitems__(range(start, end))
 
     texts = []
     translations = {}
@@ -86,9 +90,10 @@ def hugging_face(config: DataConfig) -> Corpus:
             sets = library.load_dataset(name)
         else:
             sets = library.load_dataset(name, set_config)
-    # All splits have the same features and revision, so the first one stands for all.
+
+    # `sets` has a set for each split. All have the same features and the same revision, so the
+    # first one stands for all. The library names the directory of its files by the revision.
     first_set = list(sets.values())[0]
-    # The library names the directory of a published set by its revision.
     first_file = Path(first_set.cache_files[0]['filename'])
     revision = first_file.parent.name
 
@@ -99,9 +104,10 @@ def hugging_face(config: DataConfig) -> Corpus:
             texts.append(feature_name)
         # A translation is a mapping from languages to texts. In older versions of the library it
         # is a feature `Translation` with the attribute `languages`.
-        languages = getattr(feature, 'languages', feature)
-        if isinstance(languages, Mapping | list | tuple):
-            translations[feature_name] = list(languages)
+        elif isinstance(feature, Mapping):
+            translations[feature_name] = list(feature)
+        elif isinstance(getattr(feature, 'languages', None), list | tuple):
+            translations[feature_name] = list(feature.languages)
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
         return iter(sets[split].select_columns(columns))
@@ -113,7 +119,7 @@ def hugging_face(config: DataConfig) -> Corpus:
 def _require_published(field: str, name: str) -> None:
     """Raises ConfigError for a name that the library would read from the working directory.
 
-    `field` is the value of data.name, `name` the part of it that the library gets.
+    `field` is the value of data.name, such as 'hf:csv'. `name` is what the library gets, 'csv'.
     """
     remedy = (
         "give a set of the Hub, 'hf:OWNER/NAME', or text of your own with data.name='text' and "
@@ -149,16 +155,16 @@ def _corpus(
     translations: Mapping[str, list[str]],
     examples: Callable[[str, list[str]], Iterator[Any]],
 ) -> Corpus:
-    """Makes a corpus of the text, or the translation, of a set that the settings name.
+    """Makes a corpus from a set of a catalogue.
 
     Args:
       config: the settings; `feature` and `languages` choose among the features of the set.
       version: the version of the set.
       available: the splits of the set.
-      texts: the names of its features that are text.
-      translations: the languages of each of its features that holds sentences by language.
-      examples: reads the examples of a split. The second argument names the features to read;
-        there may be others.
+      texts: the names of the features that are text.
+      translations: by name, the features that map languages to sentences, with their languages.
+      examples: the function (split, columns) that reads the examples of a split as dictionaries
+        with the features `columns`, and perhaps others.
     """
     languages: tuple[str, ...] = ()
     if config.languages:
@@ -172,19 +178,12 @@ def _corpus(
             name_of_split[split] = present[0]
 
     def read(split: str, language: str | None) -> Iterator[bytes]:
-        """Yields the texts of a split; if it is a translation, those in `language`."""
-        has_feature_per_language = columns == languages
+        """Yields the text of each example of a split. For a translation, `language` chooses it."""
         side = languages.index(language) if language else 0
         for example in examples(name_of_split[split], list(columns)):
-            if not languages:
-                sentences = [example[columns[0]]]
-            else:
-                by_language = example if has_feature_per_language else example[columns[0]]
-                by_language = by_language or {}
-                sentences = [by_language.get(code) for code in languages]
-
-            # Examples in which a text is missing or empty are left out. Empty texts of tfds, which
-            # are bytes, stay.
+            sentences = _sentences(example, columns, languages)
+            # An example is left out if any sentence is missing or an empty str. Texts of tfds are
+            # bytes; empty ones stay.
             if None in sentences or '' in sentences:
                 continue
             text = sentences[side]
@@ -206,31 +205,56 @@ def _columns(
     texts: list[str],
     translations: Mapping[str, list[str]],
 ) -> tuple[str, ...]:
-    """Returns the names of the features that hold the text.
+    """Chooses the features of a set that hold the text, and returns their names.
 
-    This is one feature, or one feature for each language. The arguments are those of `_corpus`.
-    Raises ConfigError unless the settings fit exactly one choice.
+    - Without languages it is a feature of text: ('text',).
+    - With languages it is a feature that maps languages to sentences, ('translation',), or else a
+      feature of text for each language, ('en', 'de').
+
+    Args:
+      config: the settings. If `feature` is set, it is the only choice.
+      languages: the source and the target language, or ().
+      texts, translations: the features of the set, as in `_corpus`.
+
+    Raises ConfigError if no feature fits, or more than one.
     """
-    # Features that fit: a text, a translation, or a text for each language.
-    choices: list[tuple[str, ...]] = []
-    if not languages:
-        choices = [(name,) for name in texts]
-    else:
+    if config.feature is None and languages and set(languages) <= set(texts):
+        return languages
+
+    fitting = texts
+    if languages:
+        fitting = []
         for name, languages_of_feature in translations.items():
             if set(languages) <= set(languages_of_feature):
-                choices.append((name,))
+                fitting.append(name)
     if config.feature is not None:
-        choices = [columns for columns in choices if columns == (config.feature,)]
-    elif languages and set(languages) <= set(texts):
-        choices = [languages]
-    if len(choices) == 1:
-        return choices[0]
+        fitting = [name for name in fitting if name == config.feature]
+    if len(fitting) == 1:
+        return (fitting[0],)
 
+    # Say what the set has, as in 'translation (de, en)'.
+    listed_texts = ', '.join(sorted(texts)) or 'none'
     described = []
     for name, languages_of_feature in translations.items():
         described.append(f'{name} ({", ".join(sorted(languages_of_feature))})')
+    listed_translations = ', '.join(described) or 'none'
     raise ConfigError(
         f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
-        f'one text of {config.name}; its texts are {", ".join(sorted(texts)) or "none"}, its '
-        f'translations {", ".join(described) or "none"}.'
+        f'one text of {config.name}; its texts are {listed_texts}, its translations '
+        f'{listed_translations}.'
     )
+
+
+def _sentences(
+    example: Mapping[str, Any], columns: tuple[str, ...], languages: tuple[str, ...]
+) -> list[Any]:
+    """Returns the text of an example, or its sentence in each language; None for a missing one.
+
+    `columns` are the names that `_columns` has chosen.
+    """
+    if not languages:
+        return [example[columns[0]]]
+    sentence_of_language = example
+    if columns != languages:  # the sentences are in one feature
+        sentence_of_language = example[columns[0]] or {}
+    return [sentence_of_language.get(language) for language in languages]

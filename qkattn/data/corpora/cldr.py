@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import babel
 from babel import Locale, UnknownLocaleError, dates, lists, localedata, numbers, units
@@ -24,7 +24,8 @@ VERSION = f'babel{babel.__version__}-1.0.0'
 # Longer texts, which are fewer than 1 %, are left out.
 MAX_BYTES = 120
 
-# phrase(locale=...) formats one value in the language of the locale.
+# phrase(locale=...) formats one value in the language of the locale. Formatting both sides of a
+# pair from one phrase makes the translation correct.
 Phrase = Callable[..., str]
 # The locales of the source and of the target.
 Pair = tuple[Locale, Locale]
@@ -70,7 +71,7 @@ def _shared(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
     source, target = pair
     source_keys = set(getattr(source, field))
     target_keys = set(getattr(target, field))
-    shared = source_keys & target_keys - {None, ''}
+    shared = (source_keys & target_keys) - {None, ''}
     if not among:
         return sorted(shared)
     return [key for key in among if key in shared]
@@ -94,9 +95,15 @@ def _moments(
     rng: Random,
     pair: Pair,
 ) -> Iterator[Phrase]:
-    """Yields `count` random dates or times in all forms.
+    """Yields `count` random dates or times, each in all forms that both languages have.
 
-    `formatted` is the function of Babel that formats a moment in one of the `widths`.
+    Args:
+      count: the number of dates or times.
+      formatted: the function of Babel that formats a moment in one of the `widths`.
+      widths: the general forms, such as 'long'.
+      skeletons: the forms by parts, such as 'yMMMd' for a year, a short month and a day.
+      rng: draws the moments.
+      pair: the locales of source and target.
     """
     shared_skeletons = _shared(pair, 'datetime_skeletons', skeletons)
     for _ in range(count):
@@ -108,7 +115,7 @@ def _moments(
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields intervals of days, such as 'Jan 3 – 10, 1926', and of hours of one day."""
+    """Yields intervals of days, 'Jan 3 – 10, 1926', and intervals of hours within one day."""
     skeletons = _shared(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared(pair, 'interval_formats', TIME_INTERVALS)
     for number in range(900):
@@ -143,10 +150,12 @@ def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
     for currency in _shared(pair, 'currencies'):
         yield partial(in_words, 1, currency)
         for _ in range(16):
-            amount = rng.randrange(2, 10 ** rng.randrange(1, 7))
+            num_digits = rng.randrange(1, 7)
+            amount = rng.randrange(2, 10**num_digits)
             yield partial(in_words, amount, currency)
         for _ in range(6):
-            cents = rng.randrange(10 ** rng.randrange(3, 9))
+            num_digits = rng.randrange(3, 9)
+            cents = rng.randrange(10**num_digits)
             yield partial(numbers.format_currency, cents / 100, currency)
 
 
@@ -155,9 +164,12 @@ def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
     compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
     widths = _shared(pair, 'compact_decimal_formats')
     for _ in range(700):
-        number = rng.randrange(1, 10 ** rng.randrange(4, 13))
+        num_digits = rng.randrange(4, 13)
+        number = rng.randrange(1, 10**num_digits)
         yield partial(numbers.format_decimal, number / 100)
-        fraction = number % 10**4 / 1000
+        # The last four digits make a percentage from 0 % to 999.9 %.
+        last_digits = number % 10_000
+        fraction = last_digits / 1000
         yield partial(numbers.format_percent, fraction, decimal_quantization=False)
         for width in widths:
             yield partial(compact, number, format_type=width)
@@ -173,15 +185,15 @@ def _measure(rng: Random, unit: str) -> Phrase:
 
 
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields measures in every unit, and, for the RATED kinds, measures per unit of time."""
+    """Yields measures in every unit, '3 miles', and rates of RATED kinds, '3 miles per hour'."""
     for unit in _shared(pair, 'unit_display_names'):
-        # The first measure is of 1, because languages have a singular.
         singular = partial(units.format_unit, 1, unit)
         for number in range(24):
-            phrase = singular if number == 0 else _measure(rng, unit)
-            yield partial(phrase, length='long')
+            measure = singular if number == 0 else _measure(rng, unit)
+            yield partial(measure, length='long')
             if number < 8:
-                yield partial(phrase, length='short')
+                yield partial(measure, length='short')
+
         if unit.startswith(RATED):
             for rate in RATES:
                 per_time = partial(units.format_compound_unit, denominator_unit=rate)
@@ -214,7 +226,7 @@ def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields lists joined by 'and' or 'or': of two to four names of a kind, and of measures."""
+    """Yields lists of two to four names, and of two or three measures, joined by 'and' or 'or'."""
     styles = _shared(pair, 'list_patterns', ('standard', 'or'))
     # Short lists are more frequent than long ones.
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
@@ -222,14 +234,16 @@ def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
         if len(keys) < 4:  # the locale data of some languages have hardly any names
             continue
         for _ in range(count):
-            sample = rng.sample(keys, rng.choice((2, 2, 3, 3, 4)))
+            length = rng.choice((2, 2, 3, 3, 4))
+            sample = rng.sample(keys, length)
             items = [partial(_name, field, key) for key in sample]
             for style in styles:
                 yield partial(_list, items, style)
 
     keys = _shared(pair, 'unit_display_names')
     for _ in range(2500):
-        sample = rng.sample(keys, rng.choice((2, 2, 3)))
+        length = rng.choice((2, 2, 3))
+        sample = rng.sample(keys, length)
         items = [partial(_measure(rng, unit), length='long') for unit in sample]
         yield partial(_list, items, rng.choice(styles))
 
@@ -250,7 +264,8 @@ CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
 def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str, str]]:
     """Yields all pairs of two languages as (category, source text, target text).
 
-    Each source text occurs once. Pairs of equal texts, and of long ones, are left out.
+    Each source text occurs once. A pair is left out if its texts are equal, or if one of them is
+    empty or has more than MAX_BYTES bytes.
     """
     source_locale = Locale.parse(source_language)
     target_locale = Locale.parse(target_language)
@@ -261,7 +276,8 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
 
     seen = set()
     for category, phrases in CATEGORIES.items():
-        for phrase in phrases(Random(f'cldr {category}'), (source_locale, target_locale)):
+        rng = Random(f'cldr {category}')
+        for phrase in phrases(rng, (source_locale, target_locale)):
             source = text(phrase, source_locale)
             target = text(phrase, target_locale)
             if not source or not target or source == target:
@@ -274,37 +290,46 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
                 yield category, source, target
 
 
+class _Row(NamedTuple):
+    """A pair with its split. Sorting rows by the hash of the source mixes the categories."""
+
+    split: str
+    source_hash: int
+    source: str
+    target: str
+
+
 # The cache serves the readers of a corpus, which read each side for the vocabulary and for tokens.
 @functools.lru_cache(maxsize=1)
-def _ordered(languages: tuple[str, str]) -> list[tuple[str, int, str, str]]:
-    """Returns all pairs as rows (split, hash of the source, source, target), sorted.
+def _ordered(languages: tuple[str, str]) -> list[_Row]:
+    """Returns all pairs of two languages, in the order of their splits and hashes.
 
-    Sorting by the hash mixes the categories. The split of a pair also follows from its source;
-    train has about 90 %, validation and test have about 5 % each.
+    The source text decides the split: about 90 % of the pairs are in train, and about 5 % each in
+    validation and test.
     """
     rows = []
     for _, source, target in pairs(*languages):
         split = split_of(source, train=90, validation=5)
-        rows.append((split, hash64(source.encode()), source, target))
+        rows.append(_Row(split, hash64(source.encode()), source, target))
     return sorted(rows)
 
 
 def corpus(config: DataConfig) -> Corpus:
-    """Opens the corpus of a pair of languages that Babel knows.
+    """Opens the corpus of two languages that Babel knows.
 
-    The texts are composed when they are read.
+    Its texts are made when they are read. Raises ConfigError for other languages.
     """
     field = f'data.languages={config.languages!r}'
     advice = "name two of Babel's locales, such as en, de, fr, pt_BR or zh_Hans"
     with readable(field, advice, ValueError, UnknownLocaleError):
-        # Codes get Babel's own spelling, so that each language has one name.
+        # Babel spells each language in one way: 'EN' -> 'en', 'zh_CN' -> 'zh_Hans_CN'.
         languages = parse_languages(config, lambda code: str(Locale.parse(code)))
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
         texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-        for split, _, source, target in _ordered(languages):
-            text = source if language == languages[0] else target
-            texts[split].append(text.encode())
+        for row in _ordered(languages):
+            text = row.source if language == languages[0] else row.target
+            texts[row.split].append(text.encode())
         return texts
 
     return Corpus(

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -15,8 +14,8 @@ from qkattn.config import DataConfig
 from qkattn.errors import ConfigError
 
 SPLITS = ('train', 'validation', 'test')
-# The fraction of the documents of train that a carved split takes. If there are few documents, it
-# is the fraction of the bytes of each.
+# The fraction of the documents of train that a carved split takes. With fewer than SHARES
+# documents, it is the fraction of the bytes of each document.
 CARVED_FRACTION = 0.1
 # Changes whenever the same documents would be carved differently.
 CARVING = 2
@@ -51,7 +50,7 @@ class Corpus:
 def readable(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
     """Turns an OSError, or one of `errors`, inside of a block into a ConfigError.
 
-    The message says that `name` cannot be read, why, and ends with `advice`.
+    The message is '<name> cannot be read (<reason>); <advice>.'
     """
     try:
         yield
@@ -88,13 +87,15 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     A missing validation split is always carved. A missing test split is carved if `test` is set, or
     if validation is missing as well.
 
-    The tenth of the train documents with the smallest sha256 is the test split, the next tenth the
-    validation split. The order of the documents does not matter. For parallel text, the hash is
-    that of the text in the language that comes first in the alphabet. With fewer than SHARES
-    documents, each document is cut instead, at the ends of the lines that reach 80 % and 90 % of
-    its bytes.
+    The test split gets the tenth of the train documents with the smallest sha256. The validation
+    split gets the next tenth. So the order of the documents does not matter. Parallel text is
+    hashed in the language that comes first in the alphabet.
 
-    Raises ConfigError if there is no train split and, while documents are read, as `cut_at_lines`.
+    With fewer than SHARES documents, each document is cut instead: train gets its first part, and
+    each missing split gets the next tenth of its bytes, up to the end of a line.
+
+    Raises ConfigError if there is no train split. Reading the documents also raises ConfigError if
+    a document that has to be cut has too few lines.
     """
     if 'train' not in corpus.splits:
         splits = ', '.join(corpus.splits) or 'none'
@@ -103,115 +104,148 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     if not missing or (missing == ('test',) and not test):
         return corpus
 
-    @functools.cache  # train may be large
-    def split_of_document() -> np.ndarray | None:
-        """The split of each document of train; None if every document is cut."""
-        language = min(corpus.languages, default=None)
-        texts = corpus.documents(language)['train']
-        hashes = np.fromiter(map(hash64, texts), np.uint64)
-        if len(hashes) < SHARES:
-            return None
-        # Equal documents have equal ranks, so they are in the same split.
-        ranks = np.searchsorted(np.sort(hashes), hashes) / len(hashes)
-        splits = np.full(len(hashes), 'train', dtype='U10')
-        if 'validation' in missing:
-            splits[(ranks >= CARVED_FRACTION) & (ranks < 2 * CARVED_FRACTION)] = 'validation'
-        if 'test' in missing:
-            splits[ranks < CARVED_FRACTION] = 'test'
-        return splits
-
-    def documents(language: str | None) -> dict[str, Iterable[bytes]]:
-        """The documents by split, with those of train divided among train and missing splits."""
-        texts = dict(corpus.documents(language))
-        assigned = split_of_document()
-        for part, split in enumerate(('train', *missing)):
-            # Train is read again for each split, so that no split has to fit into memory.
-            train = corpus.documents(language)['train']
-            if assigned is not None:
-                texts[split] = itertools.compress(train, assigned == split)
-                continue
-            # If only one split is missing, it is the last tenth of each document.
-            percents = (80, 90) if len(missing) == 2 else (90,)
-            cuts = (cut_at_lines(text, percents, corpus.name) for text in train)
-            texts[split] = map(operator.itemgetter(part), cuts)
-        return texts
-
-    def names(split: str) -> list[str]:
-        """The names of a split's documents. Documents that are cut keep their name in each part."""
-        if split not in ('train', *missing):
-            return corpus.names(split)
-        train = corpus.names('train')
-        assigned = split_of_document()
-        if assigned is None:
-            return train
-        return list(itertools.compress(train, assigned == split))
-
+    carving = _Carving(corpus, missing)
     all_splits = {*corpus.splits, *missing}
     return dataclasses.replace(
         corpus,
         version='-'.join((corpus.version, f'carved{CARVING}', *missing)),
         splits=tuple(split for split in SPLITS if split in all_splits),
-        documents=documents,
-        names=names if corpus.names else None,
+        documents=carving.documents,
+        names=carving.names if corpus.names else None,
         carved=dict.fromkeys(missing, CARVED_FRACTION),
     )
 
 
-def capped(corpus: Corpus) -> Corpus:
-    """Returns a corpus whose evaluation documents are cut to at most 1 / SHARES of their split."""
+@dataclasses.dataclass(frozen=True)
+class _Carving:
+    """Divides the train documents of a corpus among train and its missing splits; see `carved`."""
 
-    def cut(texts: Iterable[bytes], size: int) -> Iterator[bytes]:
-        for text in texts:
-            if len(text) > size:
-                # A character that would be cut in two is left out.
-                text = text[:size].decode(errors='ignore').encode()
-            yield text
+    corpus: Corpus
+    missing: tuple[str, ...]  # 'validation', 'test' or both, in this order
+
+    @functools.cached_property  # train may be large
+    def split_of_document(self) -> np.ndarray | None:
+        """The name of the split of each train document; None if every document is cut instead."""
+        # Both languages of parallel text are divided alike, because only one of them is hashed.
+        language = min(self.corpus.languages, default=None)
+        texts = self.corpus.documents(language)['train']
+        hashes = np.fromiter(map(hash64, texts), np.uint64)
+        if len(hashes) < SHARES:
+            return None
+
+        # Ranks are fractions in [0, 1). Equal documents have equal ranks, so one split gets all.
+        ranks = np.searchsorted(np.sort(hashes), hashes) / len(hashes)
+        splits = np.full(len(hashes), 'train', dtype='U10')
+        if 'validation' in self.missing:
+            splits[(ranks >= CARVED_FRACTION) & (ranks < 2 * CARVED_FRACTION)] = 'validation'
+        if 'test' in self.missing:
+            splits[ranks < CARVED_FRACTION] = 'test'
+        return splits
+
+    def documents(self, language: str | None) -> dict[str, Iterable[bytes]]:
+        """Returns the documents of every split, in one language of parallel text."""
+        texts = dict(self.corpus.documents(language))
+        for split in ('train', *self.missing):
+            # Train is read again for each split, so that no split has to fit into memory.
+            train = self.corpus.documents(language)['train']
+            if self.split_of_document is None:
+                texts[split] = self._parts(train, split)
+            else:
+                texts[split] = itertools.compress(train, self.split_of_document == split)
+        return texts
+
+    def _parts(self, train: Iterable[bytes], split: str) -> Iterator[bytes]:
+        """Cuts each train document and yields the part of it that belongs to a split."""
+        part_of_split = ('train', *self.missing).index(split)
+        # Each missing split is a tenth: documents are cut at 90 %, or at 80 % and 90 %.
+        percents = (80, 90) if len(self.missing) == 2 else (90,)
+        for text in train:
+            parts = cut_at_lines(text, percents, self.corpus.name)
+            yield parts[part_of_split]
+
+    def names(self, split: str) -> list[str]:
+        """Returns the names of a split's documents. Each part of a document has its name."""
+        if split not in ('train', *self.missing):
+            return self.corpus.names(split)
+        train = self.corpus.names('train')
+        if self.split_of_document is None:
+            return train
+        return list(itertools.compress(train, self.split_of_document == split))
+
+
+def capped(corpus: Corpus) -> Corpus:
+    """Returns a corpus in which no document dominates an evaluation.
+
+    Long documents of validation and test are cut, so that none has more than 1 / SHARES of the
+    bytes of its split. A split of fewer than SHARES documents stays whole, and so does train.
+    """
 
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
-        """The documents by split, with those of validation and test cut."""
+        """Returns the documents by split, with long ones of validation and test cut."""
         texts = dict(corpus.documents(language))
         # The texts are read twice, so that no split has to fit into memory.
         texts_to_measure = corpus.documents(language)
-        for split in corpus.splits[1:]:
-            size = largest_size([len(text) for text in texts_to_measure[split]])
-            if size is not None:
-                texts[split] = cut(texts[split], size)
+        evaluation_splits = corpus.splits[1:]  # the first one is train
+        for split in evaluation_splits:
+            sizes = [len(text) for text in texts_to_measure[split]]
+            limit = largest_size(sizes)
+            if limit is not None:
+                texts[split] = _cut_to(limit, texts[split])
         return texts
 
     return dataclasses.replace(corpus, documents=documents)
 
 
-def largest_size(sizes: Sequence[int]) -> int | None:
-    """Returns the size c at which long documents are cut, so that none dominates a split.
+def _cut_to(limit: int, texts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields texts, the long ones cut to `limit` bytes."""
+    for text in texts:
+        if len(text) > limit:
+            # A character that would be cut in two is left out.
+            text = text[:limit].decode(errors='ignore').encode()
+        yield text
 
-    After the cut, the longest document has 1 / SHARES of all bytes. So c solves the equation
-    SHARES * c = sum_i min(sizes[i], c). Returns None if no document is too long, or if fewer than
-    SHARES documents have text; then the equation has no solution.
+
+def largest_size(sizes: Sequence[int]) -> int | None:
+    """Returns the size c to which documents are cut so that none dominates a split.
+
+    A document of c bytes has 1 / SHARES of all bytes after the cut. So c solves the equation
+    SHARES * c = sum_i min(sizes[i], c).
+
+    Returns None if no document is too long. Also returns None if fewer than SHARES documents have
+    text, because then the equation has no solution.
     """
     nonempty_sizes = [size for size in sizes if size > 0]
     longest_first = sorted(nonempty_sizes, reverse=True)
-    # The bytes of the documents that are not cut.
-    uncut_bytes = sum(longest_first)
-    for num_cut, size in enumerate(longest_first[:SHARES]):
-        # With the `num_cut` longest documents cut to c and all others whole, the equation is
-        # (SHARES - num_cut) * c = uncut_bytes.
-        if size * (SHARES - num_cut) <= uncut_bytes:
+
+    # If the `num_cut` longest documents are cut and the others are whole, the equation becomes
+    # (SHARES - num_cut) * c = whole_bytes. It holds if the longest whole document has c or fewer
+    # bytes. Find the smallest such num_cut.
+    whole_bytes = sum(longest_first)
+    for num_cut, longest_whole in enumerate(longest_first[:SHARES]):
+        num_shares = SHARES - num_cut
+        if longest_whole * num_shares <= whole_bytes:
             if num_cut == 0:
                 return None
-            return uncut_bytes // (SHARES - num_cut)
-        uncut_bytes -= size
+            return whole_bytes // num_shares
+        whole_bytes -= longest_whole
     return None
 
 
 def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]:
-    """Cuts a text at the ends of the lines that reach these percentages of its bytes.
+    """Cuts a text into parts at ends of lines.
+
+    `percents` say how much of the text comes before each cut: (80, 90) gives parts of about 80 %,
+    10 % and 10 % of its bytes. The cut is the end of the line that crosses the percentage.
 
     Raises ConfigError, with the `name` of the corpus, if a part would be empty.
     """
     bounds = [0]
     for percent in percents:
-        bounds.append(text.find(b'\n', len(text) * percent // 100) + 1)
+        first_byte = len(text) * percent // 100
+        line_end = text.find(b'\n', first_byte)
+        bounds.append(line_end + 1)
     bounds.append(len(text))
+
     parts = []
     for start, end in itertools.pairwise(bounds):
         if end <= start:

@@ -35,7 +35,7 @@ CORPORA = {
     'cldr': Source(cldr.corpus, required=('languages',)),
     'tokens': Source(_tokens, required=('path',), optional=('documents', 'token_dtype')),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
-    # Of any name that begins like this.
+    # These two stand for all names that begin with 'tfds:' or 'hf:'.
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
     'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
@@ -60,25 +60,17 @@ def in_catalogue(name: str) -> bool:
 
 
 def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
-    """Returns the source that `config` names, after checking the settings that it takes.
+    """Returns the source that data.name names, and checks the settings of the data.
 
-    Raises ConfigError if the name is unknown, a required setting is missing, or a setting has no
-    effect. `others` are further valid names, which the message on an unknown name lists.
+    Args:
+      config: the settings.
+      others: further valid names, such as those of probes. The message on an unknown name lists
+        them.
+
+    Raises:
+      ConfigError: the name is unknown, a required setting is missing, or a setting has no effect.
     """
-    if in_catalogue(config.name):
-        catalogue, _, _ = config.name.partition(':')
-        source = CORPORA[f'{catalogue}:NAME']
-    else:
-        source, options = resolve(
-            config.name,
-            {**CORPORA, **dict.fromkeys(others)},
-            'data.name',
-            needs='a function (config, *, options) that returns a Corpus',
-            fits=takes('config'),
-            call=lambda target: getattr(target, 'corpus', target),
-        )
-        if not isinstance(source, Source):  # a function from outside, named by its import path
-            source = Source(functools.partial(_from_outside, source, options), optional=SETTINGS)
+    source = _source(config.name, others)
     taken = (*source.required, *source.optional)
     not_taken = [field for field in SETTINGS if field not in taken]
     refuse_unused(config, not_taken)
@@ -90,11 +82,44 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
     return source
 
 
-def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None = None) -> None:
-    """Raises ConfigError for a field that is set but has no effect on `target`, e.g. 'a decoder'.
+def _source(name: str, others: Iterable[str]) -> Source:
+    """Returns the source of a name: of a catalogue, of CORPORA, or of a function from outside.
 
-    Without the error, the record of a run would show the setting as if it had an effect. By default
-    the target is the dataset.
+    Raises ConfigError for other names. `check` describes the arguments.
+    """
+    if in_catalogue(name):
+        catalogue, _, _ = name.partition(':')  # 'hf:OWNER/NAME' -> 'hf'
+        return CORPORA[f'{catalogue}:NAME']
+
+    def function_of(target: Any) -> Callable[..., Corpus]:
+        """The function whose keyword-only parameters are the options of a name."""
+        return getattr(target, 'corpus', target)
+
+    source_or_function, options = resolve(
+        name,
+        {**CORPORA, **dict.fromkeys(others)},
+        'data.name',
+        needs='a function (config, *, options) that returns a Corpus',
+        fits=takes('config'),
+        call=function_of,
+    )
+    if isinstance(source_or_function, Source):
+        return source_or_function
+    # The name is the import path of a function from outside the package. It may read any setting.
+    function = functools.partial(_from_outside, source_or_function, options)
+    return Source(function, optional=SETTINGS)
+
+
+def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None = None) -> None:
+    """Raises ConfigError if one of these settings of the data is set although it has no effect.
+
+    Without the error, the record of a run would show the setting as if it had an effect.
+
+    Args:
+      config: the settings.
+      fields: the names of the settings without an effect.
+      target: what they have no effect on, in words for the message, as in 'a decoder'. By default
+        it is the dataset.
     """
     if target is None:
         target = f'data.name={config.name!r}'
@@ -108,10 +133,13 @@ def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None 
 
 
 def find(config: DataConfig) -> Corpus:
-    """Returns the corpus that `config` names, with a validation split.
+    """Opens the corpus that data.name names, and prepares its text as the settings say.
 
-    A missing validation split is carved from train. Only sets of 'hf:...' are downloaded at once;
-    others are downloaded when `documents` are read. Raises ConfigError as `check` does.
+    The text is put in lower case, cut into documents, divided into splits, and long documents of
+    the evaluation splits are shortened, in this order. The corpus always has a validation split.
+
+    Sets of Hugging Face, 'hf:...', are downloaded at once. Others are downloaded when `documents`
+    are read. Raises ConfigError as `check` does.
     """
     source = check(config)
     corpus = source.corpus(config)
@@ -126,7 +154,7 @@ def find(config: DataConfig) -> Corpus:
         corpus = divided(corpus, config.documents)
     corpus = carved(corpus, config.carve_test)
     if corpus.languages:
-        return corpus
+        return corpus  # shortening one language would separate it from the other
     return capped(corpus)
 
 
@@ -143,48 +171,54 @@ def _lowercased(corpus: Corpus, language: str | None) -> dict[str, Iterable[byte
 def _from_outside(
     function: Callable[..., Corpus], options: dict[str, Any], config: DataConfig
 ) -> Corpus:
-    """Calls a function from outside the package and checks the corpus that it returns.
+    """Opens the corpus of a function from outside the package.
 
     The version of the corpus gets a digest of the options and of the source code of the function.
     Raises ConfigError if the function fails or returns something unusable.
     """
 
-    def checked() -> Corpus:
+    def opened() -> Corpus:
         corpus = function(config, **options)
-        if not isinstance(corpus, Corpus):
-            raise ConfigError(f'data.name={config.name!r} must return a Corpus, not {corpus!r:.80}')
-
-        is_parallel_wanted = bool(config.languages)
-        is_parallel = bool(corpus.languages)
-        if is_parallel != is_parallel_wanted:
-            returned = 'in one language'
-            if is_parallel:
-                returned = f'of {"-".join(corpus.languages)}'
-            raise ConfigError(
-                f'data.languages={config.languages!r}, but {config.name!r} returns text {returned}'
-            )
-
-        # A misspelled validation split would not be used; another one would be carved from train.
-        for split in corpus.splits:
-            if split not in SPLITS:
-                valid = ', '.join(SPLITS)
-                raise ConfigError(f'data.name={config.name!r}: split {split!r} is none of {valid}')
-
+        _check_corpus(corpus, config)
         return dataclasses.replace(
             corpus,
             version=f'{corpus.version}-{digest(config.name)}',
             documents=functools.partial(_checked_documents, corpus, config.name),
         )
 
-    return called('data.name', config.name, checked)
+    # `called` turns exceptions of the function into a ConfigError.
+    return called('data.name', config.name, opened)
+
+
+def _check_corpus(corpus: Any, config: DataConfig) -> None:
+    """Raises ConfigError if what a function from outside has returned is no usable corpus."""
+    name = config.name
+    if not isinstance(corpus, Corpus):
+        raise ConfigError(f'data.name={name!r} must return a Corpus, not {corpus!r:.80}')
+
+    is_parallel = bool(corpus.languages)
+    needs_parallel = bool(config.languages)
+    if is_parallel != needs_parallel:
+        returned = f'of {"-".join(corpus.languages)}' if is_parallel else 'in one language'
+        raise ConfigError(
+            f'data.languages={config.languages!r}, but {name!r} returns text {returned}'
+        )
+
+    # Other names are refused. Without that, a split 'valid' would be ignored, and the validation
+    # split would be carved from train.
+    for split in corpus.splits:
+        if split not in SPLITS:
+            valid = ', '.join(SPLITS)
+            raise ConfigError(f'data.name={name!r}: split {split!r} is none of {valid}')
 
 
 def _checked_documents(
     corpus: Corpus, name: str, language: str | None
 ) -> dict[str, Iterable[bytes]]:
-    """Returns the documents of a corpus by split; reading one that is not bytes raises ConfigError.
+    """Returns the documents of a corpus by split, each of which is checked when it is read.
 
-    `name` is the value of data.name, for the message.
+    A document that is not bytes raises ConfigError. `name` is the value of data.name, for the
+    message.
     """
 
     def checked(text: bytes) -> bytes:

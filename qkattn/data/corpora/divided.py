@@ -1,4 +1,4 @@
-"""Long texts that are cut into documents, as data.documents says."""
+"""Cuts long texts into documents, as the setting data.documents says."""
 
 import dataclasses
 import hashlib
@@ -11,32 +11,44 @@ from qkattn.data.corpora.corpus import Corpus
 from qkattn.errors import ConfigError
 
 BLANK_LINE = 'blank_line'
-# Blank lines after a line: the last two ends of lines in 'a\n\n \nb'.
+# One or more blank lines that follow a line: '\n \n' in 'a\n\n \nb'.
 AFTER_BLANK_LINES = re.compile(rb'(?<=\n)(?:[ \t\r]*\n)+')
-# As in 'kB=16'.
+# Blocks of so many kilobytes, as in 'kB=16'.
 BLOCK = re.compile(r'kB=(\d{1,6})')
 KILOBYTE = 1000
 
 
 class Cuts(Protocol):
-    """Finds where documents begin in a text."""
+    """A function that finds where documents begin in a text."""
 
     def __call__(self, text: bytes) -> Iterator[int]:
-        """The bytes at which documents begin, ascending, with or without 0."""
+        """Yields the positions, in bytes, at which documents begin, in ascending order.
+
+        The first document begins at 0, whether or not 0 is yielded.
+        """
 
 
 def divided(corpus: Corpus, rule: str) -> Corpus:
-    """The corpus with each of its texts cut into documents, which together are the text.
+    """Returns a corpus in which each text is cut into documents.
 
-    `rule` is data.documents: 'blank_line' cuts after blank lines, 'kB=16' at the first end of a
-    line after so many kilobytes, and any other text is a regular expression, at whose matches
-    documents begin ('^ACT ', with ^ at the beginning of each line). ConfigError where it is none.
+    The documents of a text, one after the other, are the text.
+
+    Args:
+      corpus: the corpus with whole texts.
+      rule: the value of data.documents, which says where documents begin.
+        - 'blank_line': after blank lines.
+        - 'kB=16': at the first line that begins 16 kilobytes or more after the last cut.
+        - Another text is a regular expression: where it matches. In '^ACT ', for example, ^ is the
+          beginning of any line.
+
+    Raises:
+      ConfigError: the rule is no regular expression either.
     """
     cuts = _cuts_of(rule)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
-        texts = corpus.documents(language)
-        return {split: _documents(texts[split], cuts) for split in texts}
+        texts_of_split = corpus.documents(language)
+        return {split: _documents(texts, cuts) for split, texts in texts_of_split.items()}
 
     digest = hashlib.sha256(rule.encode()).hexdigest()[:8]
     return dataclasses.replace(
@@ -48,27 +60,38 @@ def divided(corpus: Corpus, rule: str) -> Corpus:
 
 
 def _documents(texts: Iterable[bytes], cuts: Cuts) -> Iterator[bytes]:
-    """The documents of texts; those of white space alone belong to the one before."""
+    """Yields the documents of texts. A document is never white space only.
+
+    A cut that would end a document of white space is left out.
+    """
     for text in texts:
-        bounds = [0]
+        starts = [0]
         for start in cuts(text):
-            if text[bounds[-1] : start].strip():
-                bounds.append(start)
-        # What is left at the end, if it is white space, too.
-        if len(bounds) > 1 and not text[bounds[-1] :].strip():
-            bounds.pop()
-        bounds.append(len(text))
-        for start, end in itertools.pairwise(bounds):
+            last_document = text[starts[-1] : start]
+            if last_document.strip():
+                starts.append(start)
+        # White space at the end of the text belongs to the document before it.
+        rest = text[starts[-1] :]
+        if len(starts) > 1 and not rest.strip():
+            starts.pop()
+        for start, end in itertools.pairwise([*starts, len(text)]):
             yield text[start:end]
 
 
 def _cuts_of(rule: str) -> Cuts:
-    """The cuts that data.documents names; ConfigError where it names none."""
-    block = BLOCK.fullmatch(rule)
-    if block is not None and int(block[1]):
-        return _Blocks(int(block[1]) * KILOBYTE)
+    """Returns the function that finds where documents begin; `divided` describes the rules.
+
+    Raises ConfigError for a rule that is none of them.
+    """
     if rule == BLANK_LINE:
         return _after_blank_lines
+
+    block = BLOCK.fullmatch(rule)
+    num_kilobytes = 0 if block is None else int(block[1])
+    if num_kilobytes > 0:
+        return _Blocks(num_kilobytes * KILOBYTE)
+
+    # 'id=' and 'tokens=' are rules for text that is tokenized already, not regular expressions.
     if block is not None or rule.startswith(('id=', 'tokens=')):
         raise ConfigError(
             f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
@@ -85,13 +108,14 @@ def _cuts_of(rule: str) -> Cuts:
 
 
 def _after_blank_lines(text: bytes) -> Iterator[int]:
+    """Yields the ends of blank lines."""
     for match in AFTER_BLANK_LINES.finditer(text):
         yield match.end()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks(Cuts):
-    """Cuts at the first end of a line that is at least `size` bytes after the last cut."""
+    """Cuts before the first line that begins `size` bytes or more after the last cut."""
 
     size: int
 
@@ -113,9 +137,11 @@ class _Matches(Cuts):
 
     def __call__(self, text: bytes) -> Iterator[int]:
         characters = text.decode()
+        # A match has its position in characters, and a cut in bytes.
+        last_start = 0
         num_bytes = 0
-        last = 0
         for match in self.pattern.finditer(characters):
-            num_bytes += len(characters[last : match.start()].encode())
-            last = match.start()
+            start = match.start()
+            num_bytes += len(characters[last_start:start].encode())
+            last_start = start
             yield num_bytes
