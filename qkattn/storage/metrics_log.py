@@ -74,8 +74,8 @@ def _parse(
     """Reads a log line by line, and yields each record with the line that holds it.
 
     Reading starts behind the lines of `after`. A crash can leave a partial last line: reading stops
-    there without an error. Any other damaged line raises RunDirectoryError, which names its number,
-    and so does a step that is below the step before.
+    there without an error. Raises RunDirectoryError, which names the line, if any other line is
+    damaged, or if its step is below the step of the line before.
     """
     last_step = -math.inf if after.last_step is None else after.last_step
     number = after.lines
@@ -114,9 +114,10 @@ def _reading(path: Readable) -> Iterator[IO[bytes]]:
 
 
 def _opened(path: Readable) -> IO[bytes]:
+    """Opens a file for reading; one in a bucket or an archive is read into memory."""
     if isinstance(path, Path) and not buckets.is_url(path):
         return open_regular(path)
-    return io.BytesIO(path.read_bytes())  # from a bucket or an archive
+    return io.BytesIO(path.read_bytes())
 
 
 def _is_complete(line: bytes) -> bool:
@@ -128,12 +129,12 @@ def _is_complete(line: bytes) -> bool:
 
 
 def _record(path: Readable, number: int, line: bytes) -> dict[str, Any]:
-    """Parses a line of a log, and removes its checksum.
+    """Parses a whole line of a log, and removes its checksum.
 
     Raises RunDirectoryError, which names the `number` of the line, if the line is damaged.
     """
     try:
-        record: Any = parse_json(line) if line.endswith(b'\n') else None
+        record = parse_json(line)
         check(record, {'step': int})
         if CHECKSUM in record:
             remove_checksum(record)
@@ -155,11 +156,11 @@ def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
     size = 0
     crc32 = 0
     last_line = b''
-    has_part = False  # whether a line without a newline follows
+    ends_in_part = False  # whether the log ends in a line without a newline
     with _reading(path) as file:
         for line in itertools.islice(file, limit):
             if not line.endswith(b'\n'):
-                has_part = True
+                ends_in_part = True
                 break
             last_line = line
             num_lines += 1
@@ -168,10 +169,11 @@ def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
     if num_lines == 0:
         return _Beginning()
 
-    # A crash can also leave a last line that has a newline but is not a record.
-    is_at_end = limit is None and not has_part
-    if is_at_end and not _is_complete(last_line):
-        return _beginning(path, num_lines - 1)
+    # A crash may also leave a last line of the log that has a newline but is not a record. Then
+    # only the lines before it are complete.
+    is_last_of_log = limit is None and not ends_in_part
+    if is_last_of_log and not _is_complete(last_line):
+        return _beginning(path, limit=num_lines - 1)
     last_step = _record(path, num_lines, last_line)['step']
     return _Beginning(num_lines, size, crc32, last_step)
 
@@ -193,6 +195,7 @@ class MetricsFile:
         Raises RunDirectoryError if the last complete line is damaged.
         """
         self.path = as_path(path)
+        # The log on a disk, or the copy in memory of a log in a bucket.
         self._file: Any = io.BytesIO()
         try:
             if not buckets.is_url(self.path):
@@ -205,9 +208,11 @@ class MetricsFile:
                     self._file = io.BytesIO(self.path.read_bytes())
         except OSError as error:
             raise damaged(self.path, error) from error
-        # The lines that were read or written. `_cut` removes what follows them.
+
+        # The lines to keep: those that were complete when the log was opened, and those that were
+        # written since. `_cut` removes what follows them.
         self._kept = _Beginning()
-        self.flush()
+        self.flush()  # creates the log in a bucket, so that `_beginning` can read it
         self._kept = _beginning(self.path)
 
     @property
@@ -218,9 +223,9 @@ class MetricsFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes a record as one line.
 
-        The line survives the death of this process; in a bucket only after `flush`. Raises
+        If this process is killed, the line is kept; in a bucket, only after `flush`. Raises
         ValueError if `step` is missing or below the last step. Raises DiskError if the disk fails
-        or is full, and then writes nothing.
+        or is full; the line is then not written.
         """
         values = to_jsonable(record)
         check(values, {'step': int})
@@ -231,7 +236,7 @@ class MetricsFile:
         with disk_errors(self.path):
             self._cut()
             num_written = self._file.write(line)
-            if num_written != len(line):
+            if num_written != len(line):  # the disk is full
                 self._cut()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._kept = self._kept.followed_by(line, values['step'])
@@ -252,27 +257,28 @@ class MetricsFile:
     def check(self) -> None:
         """Raises RunDirectoryError unless the file holds the lines that were written."""
         written = self.flush()
-        self._first(written)
+        self._require_beginning(written)
 
     def rewind(
         self, step: int, *, evaluated: bool = True, written: Mapping[str, Any] | None = None
     ) -> None:
-        """Removes the records that a run which resumes at `step` writes again.
+        """Removes the records that the run writes again when it resumes at `step`.
 
         Args:
           step: the step of the checkpoint, or 0.
           evaluated: whether to keep an evaluation at `step`; only used without `written`.
-          written: what `flush` returned before the checkpoint, which tells the lines to keep. None
-            before the first checkpoint; then the steps of the records tell them.
+          written: what `flush` returned before the checkpoint: the number of lines to keep and
+            their checksum. If it is None, as before the first checkpoint, the lines to keep are
+            those of earlier steps.
 
         Raises RunDirectoryError if a line to keep is damaged or differs from what was written.
         Lines to remove may be damaged; a warning names the first such line.
         """
         self.flush()
         if written is None:
-            self._kept = self._until(step, evaluated)
+            self._kept = self._lines_before(step, evaluated)
         else:
-            self._kept = self._first(written)
+            self._kept = self._require_beginning(written)
         self._warn_of_damage_after(self._kept)
         self._cut()
 
@@ -284,47 +290,47 @@ class MetricsFile:
             finally:
                 self._file.close()
 
-    def _first(self, written: Mapping[str, Any]) -> _Beginning:
+    def _require_beginning(self, written: Mapping[str, Any]) -> _Beginning:
         """Checks that the file begins with the lines that were written, and describes these lines.
 
         `written` is {'lines': number of lines, 'crc32': their checksum}. Raises RunDirectoryError
         if the file begins with other lines.
         """
         num_written = written['lines']
-        # The checksum proves the lines without parsing them. `_beginning` parses the last one, and
-        # raises if it is damaged; the error below then names the first damaged line.
+        # The checksum shows that no line has changed, so the lines need not be parsed. An error of
+        # `_beginning` is suppressed, because the error below names the first damaged line.
         with contextlib.suppress(RunDirectoryError):
             beginning = _beginning(self.path, num_written)
             has_all_lines = beginning.lines == num_written
             if has_all_lines and beginning.crc32 == written['crc32']:
                 return beginning
 
-        # `_parse` raises at the first damaged line. If none is, the lines are other ones.
+        # `_parse` raises at the first damaged line. If no line is damaged, their content differs.
         num_sound = sum(1 for _ in itertools.islice(_parse(self.path), num_written))
         raise RunDirectoryError(
             f'{self.path}: its first {num_sound} lines are not the {num_written} that the run has '
             f'written; {ADVICE}'
         )
 
-    def _until(self, step: int, evaluated: bool) -> _Beginning:
-        """Describes the lines to keep when a run resumes at `step` without a checkpoint's help.
+    def _lines_before(self, step: int, evaluated: bool) -> _Beginning:
+        """Describes the lines that a run keeps when it resumes at `step`, by their steps alone.
 
-        They are the lines up to `step`. At `step` itself, a resumed run writes the final record
-        again, and also the evaluation unless `evaluated`, so these lines are not kept.
+        These are the lines up to `step`. The run writes the final record at `step` again, and the
+        evaluation at `step` unless `evaluated`. So the lines end before these records.
         """
         kinds_written_again = ['final']
         if not evaluated:
             kinds_written_again.append('eval')
 
-        beginning = _Beginning()
-        kept = beginning
+        lines_read = _Beginning()
+        kept = lines_read
         for record, line in _parse(self.path):
             if record['step'] > step:
                 break
-            beginning = beginning.followed_by(line, record['step'])
+            lines_read = lines_read.followed_by(line, record['step'])
             is_before = record['step'] < step
             if is_before or record.get('kind') not in kinds_written_again:
-                kept = beginning
+                kept = lines_read
         return kept
 
     def _warn_of_damage_after(self, kept: _Beginning) -> None:

@@ -161,7 +161,10 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
 
 
 def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
-    """Reads a file as `read_json` does, but raises ValueError with only the reason if damaged."""
+    """Reads a JSON file for a caller that makes its own error: raises ValueError if it is damaged.
+
+    The text of the error is only the reason. Otherwise this is `read_json`.
+    """
     path = as_readable(path)
     try:
         with read_errors(path):
@@ -190,24 +193,29 @@ def read_lines(
     advice: str = ADVICE,
     take: Callable[[Any], object] = lambda record: None,
 ) -> list[Any]:
-    """Reads a file of JSON Lines, and checks each line against a schema.
+    """Reads a file of JSON Lines, and returns its values.
 
-    `take` is called with each value, and may raise ValueError to refuse it. RunDirectoryError names
-    the first line that is damaged or refused.
+    Args:
+      path: the file.
+      schema: what each value must contain (see the top of this module).
+      advice: the end of an error: what a user can do about a damaged file.
+      take: is called with each value. It may raise ValueError to refuse the value.
+
+    Raises RunDirectoryError, which names the first line that is damaged or refused.
     """
-    place = str(path)  # what an error names: the file, or a line of it
+    location = str(path)  # what an error names: the file, or a line of it
     records = []
     try:
         with read_errors(path):
             lines = read_whole(path).splitlines()
         for number, line in enumerate(lines, start=1):
-            place = f'{path}, line {number}'
+            location = f'{path}, line {number}'
             record = parse_json(line)
             check(record, schema)
             take(record)
             records.append(record)
     except (OSError, ValueError) as error:
-        raise damaged(place, error, advice) from error
+        raise damaged(location, error, advice) from error
     return records
 
 
@@ -222,9 +230,10 @@ def damaged(
 
 
 def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
-    """Reads the results of the run of a config from its result.json.
+    """Reads result.json of a run: a result for each trial of its `config`, in their order.
 
-    Raises RunDirectoryError if the file is damaged, or if it has the results of another run.
+    A trial is one seed and one setting of the hyperparameters. Raises RunDirectoryError if the file
+    is damaged, or if it has the results of another run.
     """
     results = read_json(path, [{}], _RESULT_ADVICE)
     config_hash = fingerprint(config)
@@ -254,10 +263,11 @@ def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
 def check_result(record: Any) -> None:
     """Raises ValueError, which names the field, unless `record` is an entry of result.json.
 
-    The record may have fields that are not listed anywhere.
+    Fields without a known type are allowed.
     """
     check(record, RESULT)
 
+    # The metrics of the result: losses have to be there, the other fields may be missing.
     required = _loss_fields()
     schema = {}
     type_by_field = result_fields(metrics_of(record)) | _OPTIONAL
@@ -271,27 +281,29 @@ def check_result(record: Any) -> None:
 
 
 def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
-    """Returns METRICS and the metrics from outside the package that a result describes, by name.
+    """Returns the metrics of a result by name: those of the package, and those that it describes.
 
-    Raises ValueError if a description is not valid.
+    A result describes its metrics from outside the package (see `described`). Raises ValueError if
+    a description is not valid.
     """
     if OUTSIDE not in result:
         return METRICS
     check(result, {OUTSIDE: dict})
-    described_metrics = []
+    outside_metrics = []
     for name, description in result[OUTSIDE].items():
         try:
-            described_metrics.append(read(Metric, description, name=name, details={}))
+            # A description has no `details`, which are Python types.
+            outside_metrics.append(read(Metric, description, name=name, details={}))
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error
-    return with_outside(described_metrics)
+    return with_outside(outside_metrics)
 
 
 def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
     """Describes the metrics from outside the package, as a field of a result.
 
     Returns {OUTSIDE: {name: description}}, or {} if all metrics are those of the package. Raises
-    ConfigError for a metric whose description could not be read again.
+    ConfigError if `metrics_of` could not read a description.
     """
     descriptions = {}
     for name, metric in outside(metrics).items():
@@ -324,27 +336,33 @@ def check(value: Any, schema: Any) -> None:
 
     if not isinstance(value, dict):
         raise ValueError(f'expected an object, found {type(value).__name__}')
-    for name, hint in schema.items():
+    for name, field_schema in schema.items():
         if name not in value:
             raise ValueError(f'field {name!r} is missing')
         field_value = value[name]
-        is_nested = isinstance(hint, dict | list)
-        kind: Any = type(hint) if is_nested else hint
-        fits = _fits(kind)
+        # The schema of a field is a type, or the schema of an object or a list.
+        is_nested = isinstance(field_schema, dict | list)
+        field_type: Any = type(field_schema) if is_nested else field_schema
+        fits = _fits(field_type)
         if not fits(field_value):
-            expected = kind.__name__ if isinstance(kind, type) else str(kind)
+            expected = field_type.__name__ if isinstance(field_type, type) else str(field_type)
             expected = expected.removeprefix('typing.')
             raise ValueError(f'field {name!r} is {field_value!r:.80}, expected {expected}')
         if is_nested:
-            check(field_value, hint)
+            check(field_value, field_schema)
 
 
 def read(cls: type[T], record: Any, **fixed: Any) -> T:
     """Builds a dataclass from the fields of a JSON object, with lists as tuples.
 
-    Fields in `fixed` have that value, whatever the object says. The object may lack fields that
-    have a default, and may have fields that the class lacks. Raises ValueError, which names the
-    field, if a value does not fit the annotation of its field.
+    The object may lack fields that have a default, and may have fields that the class lacks.
+
+    Args:
+      cls: the dataclass.
+      record: the JSON object.
+      fixed: fields to set to these values. If the object has them, too, its values are not used.
+
+    Raises ValueError, which names the field, if a value does not fit the annotation of its field.
     """
     check(record, {})  # raises unless the record is an object
     hints = typing.get_type_hints(cls)
@@ -380,23 +398,27 @@ def _as_tuples(value: Any) -> Any:
 def _fits(hint: Any) -> Callable[[Any], bool]:
     """Returns a function that tells whether a JSON value fits a type hint.
 
-    A hint is for example `float` or `tuple[int, ...] | None`. It is taken apart only once, because
-    files hold millions of values.
+    The function is made once for each hint, because files hold millions of values.
     """
+    # For tuple[int, ...], the origin is `tuple` and the arguments are (int, ...).
     origin = typing.get_origin(hint) or hint
     arguments = typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
+
+    if origin in (types.UnionType, typing.Union):  # such as int | None
         fits_options = [_fits(option) for option in arguments]
         return lambda value: any(fits_option(value) for fits_option in fits_options)
-    if origin is typing.Literal:
+
+    if origin is typing.Literal:  # such as Literal['finished', 'diverged']
         return lambda value: value in arguments
-    if origin is tuple:
+
+    if origin is tuple:  # such as tuple[int, ...], a list in JSON
         fits_item = _fits(arguments[0])
         return lambda value: isinstance(value, list) and all(map(fits_item, value))
-    has_typed_values = bool(arguments) and arguments[-1] is not Any
-    if origin is Mapping and has_typed_values:
-        fits_item = _fits(arguments[-1])
+
+    if origin is Mapping and arguments and arguments[1] is not Any:  # such as Mapping[str, float]
+        fits_item = _fits(arguments[1])
         return lambda value: isinstance(value, dict) and all(map(fits_item, value.values()))
+
     types_in_json = _TYPES.get(origin, (origin,))
 
     def fits(value: Any) -> bool:

@@ -86,7 +86,7 @@ class RunDirectory(contextlib.ExitStack):
             _record_start(directory, config)
             self.metrics = MetricsFile(directory / 'metrics.jsonl')
             self.callback(self._close_metrics)
-        except BlockingIOError as error:  # from `locked`; its text names the holder
+        except BlockingIOError as error:  # `locked` raises it; the text names the holder
             raise InUseError(
                 f'workdir={directory} is in use by {error}; wait for it, stop it, or give another'
             ) from error
@@ -134,14 +134,16 @@ def _check_config(directory: Path, config: Config) -> None:
 
 
 def _require_same_config(path: Path, config: Config) -> None:
-    """Raises ConfigError, with a line per setting that differs, unless a config.json has `config`.
+    """Raises ConfigError unless the configuration in config.json is `config`.
 
-    Settings of the machine, such as the mesh, may differ: the fingerprint does not cover them.
+    The error lists the settings that differ. Settings of the machine, such as the mesh, may differ:
+    the fingerprint does not cover them.
     """
     stored = _stored_config(path)
     if fingerprint(stored) == fingerprint(config):
         return
-    comparable = with_machine_of(config, stored)  # so that no setting of the machine is listed
+    # With the stored settings of the machine, so that the error does not list them.
+    comparable = with_machine_of(config, stored)
     changes = differences(dataclasses.asdict(stored), dataclasses.asdict(comparable))
     change_lines = '\n  '.join(changes)
     raise ConfigError(
@@ -153,11 +155,13 @@ def _require_same_config(path: Path, config: Config) -> None:
 def _stored_config(path: Path) -> Config:
     """Reads a config.json; raises ConfigError if it is damaged or from a later version."""
     record = read_json(path, CONFIG)
+    config_json = record['config']
     try:
-        if fingerprint_of(record['config']) != record['hash']:
+        # A hash that does not match is reported like any other damage, below.
+        if fingerprint_of(config_json) != record['hash']:
             raise ConfigError('its hash does not match its config')
-        return from_json(Config, record['config'])
-    except UnknownFieldError as error:
+        return from_json(Config, config_json)
+    except UnknownFieldError as error:  # of a later version
         raise ConfigError(f'{path} has an {error}; or give another workdir') from error
     except ConfigError as error:
         raise damaged(path, error) from error
@@ -185,8 +189,8 @@ def command_line() -> list[str]:
 def describe_start() -> dict[str, Any]:
     """Describes this process: its command, machine, code, versions and devices, as JSON.
 
-    jax opens its devices here. The caller fills `imported`, which lists the code from outside the
-    package that a run imports.
+    jax opens its devices here. The field `imported` stays empty: a caller that has a run fills it
+    with the code from outside the package that the run imports.
     """
     device = jax.devices()[0]
     return {

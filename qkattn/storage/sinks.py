@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 def trial_names(config: Config) -> list[str]:
     """Returns a name for each trial of a run, made of the settings in which the trials differ.
 
-    Two seeds with one learning rate are called 'seed=0' and 'seed=1'. The name is '' if the run has
-    a single trial.
+    A trial is one seed and one setting of the hyperparameters. Two seeds with one learning rate are
+    called 'seed=0' and 'seed=1'. The name is '' if the run has a single trial.
     """
     trials = config.trials.trials()
     differing_settings = []
@@ -63,19 +63,20 @@ class TensorBoard:
     def __init__(self, directory: Path, config: Config, step: int):
         """Opens an event file for each trial; `step` steps of the run are done."""
         package = load_extra(self.package, 'tensorboard')
-        events = package.event_file_writer
-        self._scalar = package.summary.scalar
-        self._event = events.event_pb2.Event
+        self._scalar = package.summary.scalar  # makes the summary of a number
+        self._event = package.event_file_writer.event_pb2.Event
+        # An EventsWriter writes at once. A SummaryWriter has a queue, which would be lost if the
+        # process is killed.
+        events_writer = package.event_file_writer.EventsWriter
         self._writers = []
         for name in trial_names(config):
             path = below(directory, 'tensorboard')
             if name:
                 path = below(path, name)
             path.mkdir(parents=True, exist_ok=True)
-            # tensorboardX names the file after the second of the start. The suffix with the step
-            # tells two starts in one second apart. A SummaryWriter has a queue, which is lost if
-            # the process is killed; an EventsWriter has none.
-            writer = events.EventsWriter(str(path / 'events'), f'.{step}')
+            # The name of the file has the time in seconds. The suffix tells two starts in the same
+            # second apart.
+            writer = events_writer(str(path / 'events'), f'.{step}')
             # The start of a session tells TensorBoard to drop later steps of earlier files.
             session_start = self._event(step=step + 1, session_log={'status': _SESSION_START})
             writer.write_event(session_start)
@@ -103,7 +104,7 @@ class WandB:
     def __init__(self, directory: Path, config: Config, step: int, *, project: str = 'qkattn'):
         """Starts or continues the log of a run in a project of Weights & Biases."""
         wandb = load_extra(self.package, 'wandb')
-        # The id by which a run that resumes finds its log.
+        # A run that resumes finds its log by the id in this file.
         id_file = below(directory, 'wandb', 'id')
         if not id_file.exists():
             write_atomic(id_file, uuid.uuid4().hex)
@@ -114,7 +115,7 @@ class WandB:
             name=directory.name,
             dir=str(directory),
             id=read_whole(id_file).decode(),
-            resume='allow',
+            resume='allow',  # continues the log with this id, or starts one
             config=to_json(config),
             settings=wandb.Settings(console='off'),
         )
@@ -143,9 +144,10 @@ class Sinks:
     """The open sinks of a run; a sink that fails is dropped."""
 
     def __init__(self, config: Config, directory: Path):
-        """Opens nothing yet. Raises ConfigError for a key of SINKS if `directory` is in a bucket.
+        """Checks that the sinks of `train.sinks` can write to the run directory; `open` opens them.
 
-        Their packages only write to a file system.
+        Raises ConfigError if the directory is in a bucket and a sink is one of SINKS. The packages
+        of these only write to a file system.
         """
         names = {_name_of(sink) for sink in config.train.sinks}
         local_names = sorted(names & SINKS.keys())
@@ -156,7 +158,7 @@ class Sinks:
             )
         self._config = config
         self._directory = directory
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, Any] = {}  # by entry of `train.sinks`
 
     def open(self, step: int) -> None:
         """Opens the sinks of `train.sinks`; `step` steps are done."""
@@ -166,21 +168,23 @@ class Sinks:
                 self._open[name] = cls(self._directory, self._config, step, **options)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes a record of metrics.jsonl to every sink.
+        """Writes the numbers of a record of metrics.jsonl to every sink.
 
-        Sinks take the fields that have a number for each trial, and the speeds of the run.
+        These are the fields with a number for each trial, and the speeds of the run, which are
+        repeated for each trial. Other fields are left out: texts, settings of trials, and numbers
+        of the run.
         """
         num_trials = len(self._config.trials.trials())
         values = {}
         for name, value in record.items():
+            label = f'{record["kind"]}/{name}'  # such as 'train/loss'
+            is_per_trial = name != 'trials' and np.ndim(value) == 1
             if name in SPEEDS:
-                # Of the whole run: a sink gets it for each trial.
-                values[f'{record["kind"]}/{name}'] = np.full(num_trials, value)
-            if name == 'trials' or np.ndim(value) != 1:
-                continue
-            has_text = any(isinstance(entry, str) for entry in value)
-            if not has_text:
-                values[f'{record["kind"]}/{name}'] = np.array(value, np.float64)
+                values[label] = np.full(num_trials, value)
+            elif is_per_trial:
+                has_text = any(isinstance(entry, str) for entry in value)
+                if not has_text:
+                    values[label] = np.array(value, np.float64)
 
         # A copy, because a sink that fails is removed in the loop.
         for name, sink in list(self._open.items()):
@@ -211,15 +215,15 @@ def _name_of(sink: str) -> str:
 
 
 def _resolve(sink: str) -> tuple[Any, dict[str, Any]]:
-    """Returns the class that an entry of `train.sinks` names, and its options.
+    """Returns the class and the options of an entry of `train.sinks`.
 
-    Raises ConfigError as `check_sinks` does.
+    'wandb(project="x")' -> (WandB, {'project': 'x'}). Raises ConfigError as `check_sinks` does.
     """
-    needs = 'a class of (directory, config, step) with write and close'
-    cls, options = resolve(sink, SINKS, 'train.sinks', needs=needs, fits=_is_sink)
+    description_of_sink = 'a class of (directory, config, step) with write and close'
+    cls, options = resolve(sink, SINKS, 'train.sinks', needs=description_of_sink, fits=_is_sink)
     name = _name_of(sink)
     if name in SINKS:
-        load_extra(cls.package, name)
+        load_extra(cls.package, name)  # raises if the package of the sink is missing
     return cls, options
 
 

@@ -18,8 +18,8 @@ EXPECTED = ('better', 'worse', 'not better', 'not worse')
 class ArmKey(NamedTuple):
     """Identifies an arm within its study."""
 
-    # Its label, with ' [destination]' if the study has several; a same-shape control has no
-    # destination, so its label is the variant alone.
+    # The label: the variant, followed by ' [destination]' if the study has several destinations of
+    # saved parameters. A control at the baseline's shape saves none, so its label is the variant.
     variant: str
     size: str  # as written in the study, such as 'd_model=128'
     corpus: str  # data.name
@@ -48,10 +48,13 @@ class Expected(NamedTuple):
 
 
 def parse_expected(text: str) -> Expected:
-    """Parses 'VARIANT is DECISION' or 'VARIANT is DECISION at equal shape'.
+    """Parses a positive control, which states the decision on a variant with a known effect.
 
-    VARIANT is the label of an arm, such as 'qk/no_o' or 'qk/no_o [d_ff]'. ConfigError for any other
-    text.
+    'qk/vo is worse' -> Expected('qk/vo', 'worse', same_shape=False)
+    'qk/no_o [d_ff] is not better at equal shape' -> Expected('qk/no_o [d_ff]', 'not better', True)
+
+    The brackets hold the destination of the saved parameters. 'at equal shape' means the variant
+    with the sizes of the baseline. Raises ConfigError for any other text.
     """
     label = r'\S+(?: \[\w+\])?'
     decision = '|'.join(EXPECTED)
@@ -61,4 +64,5 @@ def parse_expected(text: str) -> Expected:
             f'expected={text!r} must be a variant and a decision, {", ".join(EXPECTED)}, as in '
             "'qk/vo?num_heads=1 is worse' or 'shared_qk/vo is worse at equal shape'"
         )
-    return Expected(match[1], match[2], match[3] is not None)
+    variant, decision, shape = match.groups()
+    return Expected(variant, decision, same_shape=shape is not None)

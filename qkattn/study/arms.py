@@ -228,8 +228,11 @@ def _model_at_baseline_shape(
 ) -> ModelConfig:
     """Returns the model of a variant at the baseline's shape, before it is matched in cost.
 
-    It is the study's base model with the fields that the size sets (`size_fields`) and the fields
-    that the variant sets: 'qk/no_o?qk_norm=True' sets score, value and qk_norm.
+    Args:
+        study: The study, which has the base model.
+        size_fields: The model fields that the size sets, such as {'d_model': 128}.
+        variant: The variant, which sets fields of its own: 'qk/no_o?qk_norm=True' sets score, value
+            and qk_norm.
 
     Raises:
         ConfigError: The variant sets a field that the size also sets or that is tuned.
@@ -239,6 +242,7 @@ def _model_at_baseline_shape(
     if set_twice:
         raise ConfigError(f'variant {variant!r} and sizes both set {set_twice[0]}')
 
+    # A study tunes a model field, such as score_scale, if its grid has values: `score_scales`.
     for name in MODEL_KNOBS:
         grid = getattr(study.tuning, f'{name}s')
         if name in variant_fields and grid:
