@@ -18,10 +18,11 @@ from typing import Literal
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.config.paths import open_regular, require_regular
+from qkattn.config.paths import open_regular
 from qkattn.data.cache import DamagedData, local_directory, require_preparing
 from qkattn.data.corpora.corpus import SPLITS, Corpus, readable
 from qkattn.data.encoding import Encoded, Result, encoder
+from qkattn.data.mapped import map_ids
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, restored
 from qkattn.data.tokens import BLOCK, SplitInfo, TokenDataset, TokenIds, entropy
@@ -244,9 +245,7 @@ def open_index(
     for split, info in index.splits.items():
         path = directory / f'{split}.bin'
         try:
-            require_regular(path, most=None)  # of any size
-            # Slicing an np.memmap takes several times as long as slicing a plain array.
-            ids = np.asarray(np.memmap(path, index.dtype, 'r'))
+            ids = map_ids(path, index.dtype)
             is_whole = len(ids) == info.num_tokens
             if is_whole and compare:
                 with open_regular(path) as file:

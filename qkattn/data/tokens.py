@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from qkattn.data.mapped import read_ahead
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
 
@@ -44,7 +45,9 @@ class TokenIds(Protocol):
 def blocks(ids: TokenIds, start: int = 0) -> Iterator[np.ndarray]:
     """Yields all ids from position `start` on, in order, BLOCK at a time."""
     for first in range(start, len(ids), BLOCK):
-        yield ids[first : first + BLOCK]
+        block = ids[first : first + BLOCK]
+        read_ahead(block)
+        yield block
 
 
 def entropy(counts_V: np.ndarray) -> float:

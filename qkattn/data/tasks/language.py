@@ -10,6 +10,7 @@ from qkattn.data.load import load_text
 from qkattn.data.tasks.counts import neighbour_yardsticks, ngram_yardsticks
 from qkattn.data.tasks.repeats import induction
 from qkattn.data.tasks.rows import (
+    FLOAT,
     INT,
     ArrayShapes,
     Batch,
@@ -103,7 +104,7 @@ class LanguageRows(TextRows):
             first_B = first_B + self._offsets_B(draws_B2)
         # Windows have T + 1 tokens, because the last target is not an input.
         tokens_BT1 = self.dataset.windows(split, first_B, self.length + 1)
-        weights_BT = np.ones((len(rows_B), self.length))
+        weights_BT = np.ones((len(rows_B), self.length), FLOAT)
         return token_batch(tokens_BT1[:, :-1], tokens_BT1[:, 1:], weights_BT)
 
     def _offsets_B(self, draws_B2: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from qkattn.config.paths import require_regular
+from qkattn.data.mapped import map_ids, read_ahead
 from qkattn.errors import ConfigError
 
 
@@ -77,6 +78,8 @@ class Shards:
             number += 1
         if len(parts) == 1:
             return parts[0]
+        for part in parts:
+            read_ahead(part)
         # The empty array sets the type if the range is empty.
         return np.concatenate([np.zeros(0, self.dtype), *parts])
 
@@ -118,8 +121,7 @@ def mapped(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
             f'bytes of an id in {np.dtype(dtype).name}; copy the file again, or set '
             'data.token_dtype'
         )
-    # Slicing an np.memmap takes several times as long as slicing a plain array.
-    return np.asarray(np.memmap(path, dtype, 'r', offset))
+    return map_ids(path, dtype, offset)
 
 
 def refuse_other_dtype(path: Path, stated: str, requested: str | None) -> None:
