@@ -62,19 +62,20 @@ class Metric:
     # Computes one or more numbers for each target, [B, T, ...], which do not depend on the other
     # targets; jittable. `row_sums` sums them.
     per_target: Callable[[Predictions], Any] | None = None
-    # Computes the value of every trial [X] from the sums and, if the targets are text, the bytes
-    # per target; None if the value is not defined. The default is the mean over targets, or nothing
-    # for a metric without `per_target`.
+    # Called with the sums and, if the targets are text, the bytes per target. Returns the value of
+    # every trial [X], or None if the value is not defined. The default is the mean over targets, or
+    # nothing for a metric without `per_target`.
     value: Callable[[Sums, float | None], Any] | None = None
 
     def __post_init__(self) -> None:
-        """Sets label, direction, logged and value if they were left out."""
-        is_evaluated = self.per_target is not None
+        """Sets label, direction, logged and value to their defaults if they were left out."""
+        lower_is_better = self.role in ('loss', 'error')
+        has_number_per_target = self.per_target is not None
         defaults = {
             'label': self.name.replace('_', ' '),
-            'direction': 'lower' if self.role in ('loss', 'error') else 'higher',
-            'logged': is_evaluated,
-            'value': functools.partial(_mean, self.name) if is_evaluated else None,
+            'direction': 'lower' if lower_is_better else 'higher',
+            'logged': has_number_per_target,
+            'value': functools.partial(_mean, self.name) if has_number_per_target else None,
         }
         for field, default in defaults.items():
             if getattr(self, field) in (None, ''):
@@ -98,15 +99,17 @@ class Metric:
 
 
 def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, Any]:
-    """Sums the numbers of the targets of each row; works with numpy and in jax.jit.
+    """Sums the numbers of each metric over the targets of a row; works with numpy and in jax.jit.
 
     Args:
       per_target: for each metric its numbers of each target, [B, T, ...].
       loss_weights_BT: the weight of each target in the loss; 0 if a position has no target.
 
-    Returns the weighted sums [B, ...] of each metric. It also returns 'weight', the sum of the
-    weights [B], and 'rows', whether a row has a target [B]. Numbers at positions without a target
-    do not count, even if they are NaN.
+    Returns:
+      For each metric its weighted sums, [B, ...]. Numbers at positions without a target do not
+        count, even if they are NaN.
+      'weight': the sum of the weights, [B].
+      'rows': whether the row has a target, [B]. Its sum over rows is the number of such rows.
     """
     array_library = loss_weights_BT.__array_namespace__()
     sums = {}
@@ -131,8 +134,9 @@ mean_loss = functools.partial(_mean, 'loss')  # cross-entropy per target [X]
 def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
     """Returns the standard error of the loss over rows [X]; NaN for fewer than two rows.
 
-    The loss is the ratio sum(n) / sum(w) over R rows, with n the nats and w the weight of a row.
-    The variance of this ratio is
+    `bytes_per_target` has no effect, but every `Metric.value` takes it. The loss is the ratio
+    sum(n) / sum(w) over R rows, with n the nats and w the weight of a row. The variance of this
+    ratio is
 
         R / (R - 1) * sum (n - loss * w)^2 / (sum w)^2
 
@@ -295,16 +299,16 @@ _METRICS = (
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _METRICS}
 # Names that metrics from outside the package cannot have: names of metrics, of other fields of a
 # result, and of sums.
-_TAKEN = {*METRICS, 'tokens', 'weight', 'rows'}
+_RESERVED_NAMES = {*METRICS, 'tokens', 'weight', 'rows'}
 for _metric in _METRICS:
-    _TAKEN.update(_metric.details)
+    _RESERVED_NAMES.update(_metric.details)
 
 
 def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
     """Returns METRICS and metrics from outside the package, by name.
 
-    Raises ConfigError if a metric from outside has a name that is not valid or is taken, or a role
-    other than 'score'.
+    Raises ConfigError if a metric from outside has a role other than 'score', a malformed name, or
+    the name of another metric, field or sum.
     """
     metrics = dict(METRICS)
     for metric in outside:
@@ -314,7 +318,7 @@ def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
                 f'metric {metric.name!r} of role {metric.role!r} must have a name of lower-case '
                 "letters, digits and underscores, and the role 'score'"
             )
-        if metric.name in _TAKEN or metric.name in metrics:
+        if metric.name in _RESERVED_NAMES or metric.name in metrics:
             raise ConfigError(
                 f'metric {metric.name!r} has the name of another; give it a name of its own'
             )
@@ -331,32 +335,33 @@ def named(texts: Sequence[str]) -> Mapping[str, Metric]:
 
 
 def _imported_metric(text: str) -> Metric:
-    """Imports a metric.
+    """Imports the metric that an entry of train.metrics names.
 
-    `text` names either a Metric, as in 'my_file:METRIC', or a function that returns one, as in
-    'my_file:top(k=5)'.
+    `text` is the import path of a Metric, as in 'my_file:METRIC', or of a function that returns
+    one. Options of the function may follow, as in 'my_file:top(k=5)'. Raises ConfigError if this
+    gives no Metric.
     """
-    can_be_called = takes()  # without positional arguments
+    takes_options_only = takes()  # a check: can an object be called without positional arguments?
 
     def is_metric_or_function(target: Any) -> bool:
-        return isinstance(target, Metric) or can_be_called(target)
+        return isinstance(target, Metric) or takes_options_only(target)
 
-    def function_with_options(target: Any) -> Callable[..., Any]:
-        if callable(target):
-            return target
-        return lambda: target  # a Metric, which has no options
+    def function_of(target: Any) -> Callable[..., Any]:
+        """Returns the function that gives the metric. For a Metric it takes no options."""
+        if isinstance(target, Metric):
+            return lambda: target
+        return target
 
+    # `options` are checked: they are keyword arguments of `function_of(target)`.
     target, options = resolve(
         text,
         {},
         'train.metrics',
         needs='a Metric, or a function (*, options) that returns one',
         fits=is_metric_or_function,
-        call=function_with_options,
+        call=function_of,
     )
-    if isinstance(target, Metric):
-        return target
-    metric = called('train.metrics', text, lambda: target(**options))
+    metric = called('train.metrics', text, lambda: function_of(target)(**options))
     if not isinstance(metric, Metric):
         raise ConfigError(f'train.metrics={text!r} must return a Metric, not {metric!r:.80}')
     return metric
@@ -372,7 +377,8 @@ def values(
 ) -> dict[str, np.ndarray | None]:
     """Computes the value [X] of every evaluated metric, by name.
 
-    `sums` are those of R rows, [R, X, ...]. `bytes_per_target` is None if the targets are not text.
+    `sums` are the sums of R rows, [R, X, ...]. `bytes_per_target` is None if the targets are not
+    text.
     """
     value_by_name = {}
     for name, metric in metrics.items():
@@ -382,14 +388,14 @@ def values(
 
 
 def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:
-    """Returns the fields that metrics have in a result, with their types.
+    """Returns the fields that metrics have in a result, with types: {'val_loss': float, ...}.
 
     A field may also be null, if the metric was not measured.
     """
     fields: dict[str, type] = {}
     for metric in metrics.values():
         for prefix in metric.prefixes:
-            fields[f'{prefix}_{metric.name}'] = float
+            fields[metric.field(prefix)] = float
             for detail, detail_type in metric.details.items():
                 fields[f'{prefix}_{detail}'] = detail_type
     return fields

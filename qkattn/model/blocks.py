@@ -80,9 +80,12 @@ class MLP(nnx.Module):
         self.activation = config.activation
         self.dropout = config.activation_dropout
         with initialization(config.init, config.init_mlp):
-            self.w_in_DF = weight(key, 'w_in_DF', (D, F), D**-0.5)
-            self.w_out_FD = weight(key, 'w_out_FD', (F, D), F**-0.5, config.num_branches**-0.5)
-            self.w_gate_DF = weight(key, 'w_gate_DF', (D, F), D**-0.5) if gated else None
+            self.w_in_DF = weight(key, 'w_in_DF', (D, F), std=D**-0.5)
+            # The last matrix of a residual branch: its gain keeps the variance of the stream from
+            # growing with the number of branches.
+            gain = config.num_branches**-0.5
+            self.w_out_FD = weight(key, 'w_out_FD', (F, D), std=F**-0.5, gain=gain)
+            self.w_gate_DF = weight(key, 'w_gate_DF', (D, F), std=D**-0.5) if gated else None
         self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if biased else None
         self.b_out_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if biased else None
         self.b_gate_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if gated and biased else None
@@ -164,10 +167,15 @@ class Block(nnx.Module):
         x_BTD: jax.Array,
         keys: Sequence[jax.Array | None] | None = None,
     ) -> jax.Array:
-        """Applies the branches `attends` in place of the block's attention layers, then the MLP.
+        """Returns the stream after the attention branches `attends` and the MLP.
 
-        Decoding, for example, passes branches that attend to cached keys. `keys` has a dropout key
-        for each branch, the last for the MLP; None is no dropout.
+        A caller may replace the attention layers of the block. Decoding, for example, passes
+        branches that attend to cached keys.
+
+        Args:
+          attends: the residual branches that come before the MLP, one for each attention norm.
+          x_BTD: the stream before the block.
+          keys: a dropout key for each branch, and one for the MLP. None is no dropout.
         """
         if keys is None:
             keys = [None] * (len(attends) + 1)
@@ -176,7 +184,7 @@ class Block(nnx.Module):
         for attend, norm, key in zip(attends, norms, attention_keys, strict=True):
             x_BTD = self.add(attend, norm, x_BTD, key)
 
-        # The MLP has a dropout of its own, on its hidden layer, besides the one on its branch.
+        # The MLP drops hidden activations, too, with another key than its branch.
         inner_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
 
         def mlp(x_BTD: jax.Array) -> jax.Array:
@@ -219,12 +227,11 @@ class CrossBlock(Block):
 
         y_BSD is the encoder's output, and cross_mask says which of its positions are visible.
         """
-        probability_key, cross_probability_key, *branch_keys = split_key(dropout_key, 5)
-        attends = [
-            self.attend(self.attention, mask, probability_key),
-            self.attend(self.cross_attention, cross_mask, cross_probability_key, y_BSD),
-        ]
-        return self.around(attends, x_BTD, branch_keys)
+        # Keys for the probabilities of both attention layers, then for the three branches.
+        self_key, cross_key, *branch_keys = split_key(dropout_key, 5)
+        attend = self.attend(self.attention, mask, self_key)
+        cross_attend = self.attend(self.cross_attention, cross_mask, cross_key, y_BSD)
+        return self.around([attend, cross_attend], x_BTD, branch_keys)
 
     def attention_norms(self) -> list[Norm]:
         return [self.attention_norm, self.cross_norm]

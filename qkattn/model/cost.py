@@ -38,6 +38,7 @@ def group_of(path: str) -> str:
     for group in ('attention', 'mlp'):
         if any(module.endswith(group) for module in modules):
             return group
+    # The embeddings are parameters of the model itself, or of its encoder.
     is_outside_of_blocks = modules in ([], ['encoder'])
     if is_outside_of_blocks and name.startswith(('w_embedding', 'w_position', 'w_output')):
         return 'embedding'
@@ -65,10 +66,10 @@ def flops_per_token(config: ModelConfig) -> float:
 
 
 def training_flops_per_token(config: ModelConfig) -> float:
-    """Counts as `flops_per_token` does, for a forward and a backward pass.
+    """Counts the FLOPs of a forward and a backward pass per token, as `flops_per_token` does.
 
-    The result is about three times as much. Gradients that nothing trained needs are not computed,
-    and model.remat repeats parts of the forward pass.
+    There are about three times as many as in the forward pass alone. There are fewer if some
+    parameters do not train, and more if model.remat repeats parts of the forward pass.
     """
 
     def loss(model: Transformer, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -78,7 +79,7 @@ def training_flops_per_token(config: ModelConfig) -> float:
 
 
 def _flops_per_token(config: ModelConfig, program: Callable) -> float:
-    """Returns the FLOPs of program(model, inputs) on one row of full context, per token of it."""
+    """Returns the FLOPs per token of program(model, inputs) on one row of full context."""
     config = dataclasses.replace(config, kernel='einsum')
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
     if config.kind == 'encoder_decoder':
@@ -90,36 +91,47 @@ def _flops_per_token(config: ModelConfig, program: Callable) -> float:
 def _matmul_flops(jaxpr: Jaxpr) -> int:
     """Returns the FLOPs of all dot_generals in a program.
 
-    A value that is computed twice counts once, because the compiler merges the two. Two equations
-    compute the same value if they have the same primitive, parameters and input values.
+    If two equations compute the same value, it counts once, because the compiler merges them. They
+    do so if they have the same primitive, the same parameters and the same values as inputs.
     """
     flops = 0
-    value_ids: dict[Any, Any] = {}  # equal for two variables that hold the same value
+    # Two variables with the same id hold the same value.
+    id_of_variable: dict[Any, Any] = {}
     computed: set[int] = set()
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
-        inputs = []
+        input_ids = []
         for variable in equation.invars:
             if isinstance(variable, Literal):
-                inputs.append(repr(variable))
+                input_ids.append(repr(variable))
             else:
-                inputs.append(value_ids.get(variable, id(variable)))
-        value_id = hash((primitive, str(equation.params), tuple(inputs)))
+                # An argument of the program is computed by no equation, and only equals itself.
+                input_ids.append(id_of_variable.get(variable, id(variable)))
+        computation = hash((primitive, str(equation.params), tuple(input_ids)))
         for index, variable in enumerate(equation.outvars):
-            value_ids[variable] = (value_id, index)
-        if value_id in computed:
+            id_of_variable[variable] = (computation, index)
+        if computation in computed:
             continue
-        computed.add(value_id)
+        computed.add(computation)
 
         if primitive == 'dot_general':
             flops += _dot_general_flops(equation)
-
-        # The programs inside an equation, e.g. of a jit or a scan, are among its parameters.
         repeats = equation.params['length'] if primitive == 'scan' else 1
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                flops += repeats * _matmul_flops(getattr(inner, 'jaxpr', inner))
+        for inner_jaxpr in _inner_jaxprs(equation):
+            flops += repeats * _matmul_flops(inner_jaxpr)
     return flops
+
+
+def _inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
+    """Returns the programs among the parameters of an equation, e.g. the body of a scan."""
+    parameters = list(equation.params.values())
+    jaxprs = []
+    for value in jax.tree.leaves(parameters, is_leaf=_is_jaxpr):
+        if isinstance(value, ClosedJaxpr):
+            jaxprs.append(value.jaxpr)
+        elif isinstance(value, Jaxpr):
+            jaxprs.append(value)
+    return jaxprs
 
 
 def _dot_general_flops(equation: JaxprEqn) -> int:
@@ -139,26 +151,27 @@ def _is_jaxpr(value: object) -> bool:
 def cache_floats_per_token(config: ModelConfig) -> int:
     """Returns how many floats the key/value cache of decoding holds per token, over all layers.
 
-    For an encoder-decoder it is the sum of one target token and one source token, and for an
-    encoder, which does not decode, it is 0.
+    An encoder-decoder caches target tokens and source tokens. Its number is the floats of one
+    target token plus the floats of one source token. An encoder does not decode: its number is 0.
     """
     if config.kind == 'encoder':
         return 0
+    # The attributes of a block that hold attention layers.
     sites = ['attention']
     if config.kind == 'encoder_decoder':
         sites.append('cross_attention')
-    y_BSD = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
 
-    def cached(model: Transformer, y_BSD: jax.Array) -> list[Cache]:
+    def cached(model: Transformer, token_11D: jax.Array) -> list[Cache]:
         """Returns what each layer caches of one token."""
         caches = []
         for site in sites:
             for layer in model.layers(site):
-                caches.append(layer.cached(y_BSD))
+                caches.append(layer.cached(token_11D))
         return caches
 
-    arrays = jax.tree.leaves(jax.eval_shape(cached, abstract_model(config), y_BSD))
-    return sum(math.prod(array.shape) for array in arrays)
+    token_11D = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
+    caches = jax.eval_shape(cached, abstract_model(config), token_11D)
+    return sum(math.prod(array.shape) for array in jax.tree.leaves(caches))
 
 
 @functools.lru_cache(maxsize=1024)

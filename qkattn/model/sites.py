@@ -29,8 +29,11 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     The same config always gives the same object, so that its check runs only once. Raises SpecError
     if the sizes do not fit together.
     """
-    if SPEC in vars(config):
-        return vars(config)[SPEC]
+    # A ModelConfig is frozen, but its attributes can be set through vars().
+    attributes = vars(config)
+    if SPEC in attributes:
+        return attributes[SPEC]
+
     # The fields have the same names in both classes, except for the residual gain.
     fields = {}
     for field in dataclasses.fields(AttentionSpec):
@@ -40,7 +43,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         # Learned and sinusoidal positions are added to the stream, outside of attention.
         fields['positions'] = 'none'
     spec = AttentionSpec(**fields, residual_gain=config.num_branches**-0.5)
-    vars(config)[SPEC] = spec
+    attributes[SPEC] = spec
     return spec
 
 
@@ -51,69 +54,76 @@ def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
     decides it: 'model'; with a pattern also 'model.pattern[0]', 'model.pattern[1]', ...; and in an
     encoder-decoder also 'model.encoder_variant' and 'model.cross_variant'.
 
-    The functions raise SpecError if the settings do not fit together. So a caller can name the
-    setting of the site that fails.
+    A function raises SpecError if the settings of its site do not fit together. Since it is called
+    for one site at a time, the caller can name the setting that fails.
     """
-    specs: dict[str, Callable[[], AttentionSpec]] = {}
 
-    def add(setting: str, layer_config: Callable[[], ModelConfig]) -> None:
-        specs[setting] = lambda: attention_spec(layer_config())
+    def spec_in_pattern(index: int) -> AttentionSpec:
+        return attention_spec(config.cycle[index])
 
-    def config_of_variant(index: int) -> Callable[[], ModelConfig]:
-        return lambda: config.cycle[index]
-
-    add('model', lambda: config)
+    spec_makers: dict[str, Callable[[], AttentionSpec]] = {}
+    spec_makers['model'] = lambda: attention_spec(config)
     if config.pattern is not None:
-        for index in range(len(split_pattern(config.pattern))):
-            add(f'model.pattern[{index}]', config_of_variant(index))
+        num_variants = len(split_pattern(config.pattern))
+        for index in range(num_variants):
+            spec_makers[f'model.pattern[{index}]'] = functools.partial(spec_in_pattern, index)
     if config.kind == 'encoder_decoder':
-        add('model.encoder_variant', lambda: config.encoder)
-        add('model.cross_variant', lambda: config.cross)
-    return specs
+        spec_makers['model.encoder_variant'] = lambda: attention_spec(config.encoder)
+        spec_makers['model.cross_variant'] = lambda: attention_spec(config.cross)
+    return spec_makers
 
 
 def validate(config: Config) -> None:
     """Raises ConfigError for the first invalid setting of a run. It does not compile anything."""
     validate_settings(config)
     for setting, make_spec in sites(config.model).items():
-        with _refused(setting):
-            spec = make_spec()
-        check = _refused(setting)(functools.partial(registry.check, spec))
-
-        # A name with a colon is the import path of a class from outside the package.
-        outside = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
-        if not outside:
-            check()
-            continue
-
-        # The code of such classes may raise anything, and `called` turns it into a ConfigError.
-        # Their arrays may not fit together, so one attention is traced. The plain kernel will do
-        # here, because `check_kernel` below checks the others.
-        names = ', '.join(outside)
-        called(setting, names, check)
-        spec = dataclasses.replace(spec, kernel='einsum')
-        packed = not config.data.cross_documents
-        attend_once = functools.partial(_attend_once, config.model, setting, spec, packed)
-        called(setting, names, attend_once)
+        _check_site(config, setting, make_spec)
     check_kernel(config, None)
 
 
-def check_kernel(config: Config, mesh: Mesh | None) -> None:
-    """Raises ConfigError if model.kernel cannot serve a layer at the context lengths of training.
+def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionSpec]) -> None:
+    """Raises ConfigError if the attention of a site cannot be built; see `sites` for a site."""
+    with _as_config_error(setting):
+        spec = make_spec()
 
-    `mesh` is that of the devices, or None if they are not known yet.
-    """
-    model = config.model
-    packed = not config.data.cross_documents
-    if model.kernel == 'auto':
+    def check_spec() -> None:
+        with _as_config_error(setting):
+            registry.check(spec)
+
+    # A name with a colon is the import path of a class from outside the package.
+    outside_names = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
+    if not outside_names:
+        check_spec()
         return
-    for setting, make_spec in sites(model).items():
-        with _refused(setting), choice.on(mesh):
-            _attend_once(model, setting, make_spec(), packed=packed)
+
+    # Code from outside may raise anything. `called` turns every exception into a ConfigError.
+    joined_names = ', '.join(outside_names)
+    called(setting, joined_names, check_spec)
+
+    def trace() -> None:
+        # The plain kernel computes every variant. Other kernels are for `check_kernel` to check.
+        plain_spec = dataclasses.replace(spec, kernel='einsum')
+        _trace_attention(config, setting, plain_spec)
+
+    # Arrays of code from outside may not fit together, and a trace finds that out.
+    called(setting, joined_names, trace)
+
+
+def check_kernel(config: Config, mesh: Mesh | None) -> None:
+    """Raises ConfigError if the kernel of model.kernel cannot compute a layer in training.
+
+    `mesh` has the devices of the run. It is None if they are not known yet; then only a kernel that
+    no platform could use is refused.
+    """
+    if config.model.kernel == 'auto':
+        return
+    for setting, make_spec in sites(config.model).items():
+        with _as_config_error(setting), choice.on(mesh):
+            _trace_attention(config, setting, make_spec())
 
 
 @contextlib.contextmanager
-def _refused(setting: str) -> Iterator[None]:
+def _as_config_error(setting: str) -> Iterator[None]:
     """Turns a SpecError raised inside the block into a ConfigError that names the setting."""
     try:
         yield
@@ -121,41 +131,46 @@ def _refused(setting: str) -> Iterator[None]:
         raise ConfigError(f'{setting}: {error}') from error
 
 
-def _attend_once(
-    model: ModelConfig, setting: str, spec: AttentionSpec, packed: bool = False
-) -> None:
-    """Traces the layer of one site with the shapes and the mask of training, without computing it.
+def _trace_attention(config: Config, setting: str, spec: AttentionSpec) -> None:
+    """Traces one attention layer as in training, without computing it.
 
-    The trace raises what the layer's code would raise in training. `packed` rows hold several
-    documents; rows of an encoder-decoder always hold several pairs.
+    The trace raises what the layer's code would raise in training.
+
+    Args:
+      config: the settings of the run.
+      setting: the key of the layer's site; see `sites`.
+      spec: the specification of the layer. It may differ from the site's in the kernel.
     """
-    in_encoder = setting == 'model.encoder_variant'
-    cross = setting == 'model.cross_variant'
-    T = model.encoder.context if in_encoder else model.context
-    S = model.encoder.context if cross else T
+    model = config.model
+    is_in_encoder = setting == 'model.encoder_variant'
+    is_cross = setting == 'model.cross_variant'
+    is_causal = model.kind != 'encoder' and not is_in_encoder and not is_cross
+    T = model.encoder.context if is_in_encoder else model.context
+    S = model.encoder.context if is_cross else T
+    # A row holds several documents, or several pairs in an encoder-decoder.
+    has_segments = not config.data.cross_documents or model.kind == 'encoder_decoder'
 
     def attend(layer: Attention, x_BTD: jax.Array, y_BSD: jax.Array) -> jax.Array:
         """Attends from T queries to S keys with the mask of this site."""
-        causal = not in_encoder and not cross and model.kind != 'encoder'
-        mask = Mask(causal=causal, window=spec.window)
-        if packed or model.kind == 'encoder_decoder':
-            mask = dataclasses.replace(
-                mask,
-                segments_BT=jnp.ones((1, T), jnp.int32),
-                segments_BS=jnp.ones((1, S), jnp.int32),
-            )
+        mask = Mask(
+            causal=is_causal,
+            window=spec.window,
+            segments_BT=jnp.ones((1, T), jnp.int32) if has_segments else None,
+            segments_BS=jnp.ones((1, S), jnp.int32) if has_segments else None,
+        )
         return layer.attend_to(
             x_BTD,
             layer.cached(y_BSD),
             mask,
-            cross=cross,
+            cross=is_cross,
             dropout=model.probability_dropout,
             dropout_key=jax.random.key(0),
         )
 
+    # Shapes stand in for arrays. The parameters have the dtype in which training computes.
     dtype = jnp.dtype(model.compute_dtype)
     layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
-    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), layer)
+    layer = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype), layer)
     x_BTD = jax.ShapeDtypeStruct((1, T, model.d_model), dtype)
     y_BSD = jax.ShapeDtypeStruct((1, S, model.d_model), dtype)
     jax.eval_shape(attend, layer, x_BTD, y_BSD)

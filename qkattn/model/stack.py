@@ -4,7 +4,7 @@ import contextvars
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,17 +67,21 @@ def stacks_of(blocks: Blocks) -> list[Block]:
 
 
 def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> Blocks:
-    """Initializes L blocks, as one stack per variant.
+    """Initializes the blocks of all layers, as one stack for each variant.
 
-    In a stack, every parameter has a leading axis over the layers of that variant.
+    In a stack, every parameter has a leading axis over the layers of that variant. Without a
+    pattern, the only stack is returned as it is.
     """
     keys_L = jax.random.split(key, config.num_layers)
-    period = len(config.cycle)
+    period = len(config.cycle)  # the number of variants
+    if period == 1:
+        return jax.vmap(functools.partial(kind, config.cycle[0]))(key=keys_L)
+
     stacks = []
     for number, layer_config in enumerate(config.cycle):
-        keys = keys_L if period == 1 else keys_L[number::period]
-        stacks.append(jax.vmap(functools.partial(kind, layer_config))(key=keys))
-    return stacks[0] if period == 1 else Pattern(stacks)
+        keys_of_stack = keys_L[number::period]
+        stacks.append(jax.vmap(functools.partial(kind, layer_config))(key=keys_of_stack))
+    return Pattern(stacks)
 
 
 def layer_of(blocks: Blocks, index: int) -> Block:
@@ -86,6 +90,18 @@ def layer_of(blocks: Blocks, index: int) -> Block:
     row, number = divmod(index, len(stacks))
     block = _items(stacks[number], row)
     return block.at(index)
+
+
+class _StackInputs(NamedTuple):
+    """What a stack contributes to the scan: arrays whose leading axis is over its layers.
+
+    In an iteration, it holds the items of one layer.
+    """
+
+    block: Block
+    layer: jax.Array  # the number of the layer in the model
+    index: jax.Array  # the number of the layer in the stack
+    row: Any  # the layer's part of the `rows` of `scan_layers`
 
 
 def scan_layers(
@@ -98,38 +114,45 @@ def scan_layers(
 ) -> Any:
     """Runs `carry = step(carry, block, index, row)` for every layer, and returns the last carry.
 
-    There is one scan. An iteration is one layer of each variant, so a single layer without a
-    pattern. If the last iteration would be incomplete, its layers follow the scan.
+    The layers run in a scan. With a pattern, each iteration runs one layer of each variant. Layers
+    that do not fill an iteration follow the scan: 7 layers of 3 variants are 2 iterations, and the
+    last layer follows.
 
     Args:
-      step: called with the block of the layer; `index`, the number of its stack and its index in
-        that stack; and `row`, the layer's part of `rows`.
+      step: the function of a layer. Its `index` is a pair, the number of the layer's stack and the
+        number of the layer in this stack. Its `row` is the layer's part of `rows`.
+      carry: what the first layer gets.
+      blocks: the layers.
       rows: a tree of arrays [L, ...].
+      config: the settings of the model.
     """
     stacks = stacks_of(blocks)
     L = config.num_layers
     P = len(stacks)
 
-    # Each stack contributes its blocks. Each block comes with the number of its layer in the model,
-    # its index in the stack, and its row.
     inputs = []
     for number, stack in enumerate(stacks):
         layers = jnp.arange(number, L, P, dtype=jnp.int32)
         indices = jnp.arange(len(layers), dtype=jnp.int32)
-        stack_rows = rows if P == 1 else _items(rows, slice(number, None, P))
-        inputs.append((stack, layers, indices, stack_rows))
+        rows_of_stack = rows if P == 1 else _items(rows, slice(number, None, P))
+        inputs.append(_StackInputs(stack, layers, indices, rows_of_stack))
 
-    def iteration(carry: Any, inputs: list[tuple]) -> tuple[Any, None]:
+    def iteration(carry: Any, inputs: list[_StackInputs]) -> tuple[Any, None]:
         """Runs one layer of each stack in `inputs`."""
-        for number, (block, layer, index, row) in enumerate(inputs):
-            carry = step(carry, block.at(layer), (number, index), row)
+        for number, layer in enumerate(inputs):
+            block = layer.block.at(layer.layer)
+            carry = step(carry, block, (number, layer.index), layer.row)
         return carry, None
 
-    # Every stack has a layer in each whole iteration; the first `num_left` stacks have one more.
+    # Every stack has a layer in each iteration. The first `num_left` stacks have one more layer.
     num_iterations, num_left = divmod(L, P)
-    scanned = inputs if num_left == 0 else _items(inputs, slice(num_iterations))
+    scanned = inputs
+    if num_left > 0:
+        scanned = _items(inputs, slice(num_iterations))
+    # config.unroll counts layers, and an iteration has P.
     unroll = max(1, config.unroll // P)
     carry, _ = jax.lax.scan(iteration, carry, scanned, unroll=unroll)
+
     left = _items(inputs[:num_left], num_iterations)
     carry, _ = iteration(carry, left)
     return carry
@@ -152,6 +175,7 @@ def run_blocks(
     """Passes x through all layers. Every block gets the arguments in `shared`."""
 
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
+        """Runs one layer, and places the stream on the devices before and after it."""
         x_BTD = placed(x_BTD, 'BTD')
         return placed(block(x_BTD, mask, key, **shared), 'BTD')
 
@@ -161,7 +185,7 @@ def run_blocks(
     def step(
         x_BTD: jax.Array, block: Block, index: tuple[int, jax.Array], key: jax.Array | None
     ) -> jax.Array:
-        """Calls `layer` for `scan_layers`, whose `index` is not needed here."""
+        """Calls `layer` with the arguments that `scan_layers` passes; it needs no index."""
         return layer(x_BTD, block, key)
 
     keys_L = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)

@@ -36,17 +36,24 @@ class Stream(nnx.Module):
         block: type[Block] = Block,
         own_embedding: bool = True,
     ):
+        """Initializes the parameters.
+
+        Without `own_embedding` there is no embedding matrix, and `embed` must get one.
+        """
         D = config.d_model
         V = config.vocab_size
         T = config.context
         std = D**-0.5
-        learned = config.positions == 'learned'
-        self.config = config
+        w_embedding_VD = None
+        w_position_TD = None
         with initialization(config.init, config.init_embedding):
-            self.w_embedding_VD = (
-                weight(key, 'w_embedding_VD', (V, D), std) if own_embedding else None
-            )
-            self.w_position_TD = weight(key, 'w_position_TD', (T, D), std) if learned else None
+            if own_embedding:
+                w_embedding_VD = weight(key, 'w_embedding_VD', (V, D), std)
+            if config.positions == 'learned':
+                w_position_TD = weight(key, 'w_position_TD', (T, D), std)
+        self.config = config
+        self.w_embedding_VD = w_embedding_VD
+        self.w_position_TD = w_position_TD
         self.blocks = stack_blocks(config, key=key, kind=block)
         self.final_norm = Norm(config) if config.norm_position == 'pre' else None
 
@@ -59,8 +66,10 @@ class Stream(nnx.Module):
     ) -> jax.Array:
         """Returns x_BTD, the token embeddings plus learned or sinusoidal position embeddings.
 
-        By default, positions count from 0 in every row, and the embedding matrix is the Stream's
-        own.
+        Args:
+          tokens_BT: the ids of the tokens.
+          positions_BT: their positions; by default they count from 0 in every row.
+          w_embedding_VD: the embedding matrix, by default the Stream's own.
         """
         config = self.config
         if w_embedding_VD is None:
@@ -75,10 +84,11 @@ class Stream(nnx.Module):
             else:
                 x_BTD = x_BTD + w_position_TD[positions_BT]
         elif config.positions == 'sinusoidal':
-            t_BT = jnp.arange(T) if positions_BT is None else positions_BT
+            # [B, T], or [T] if they are the same in every row.
+            positions = jnp.arange(T) if positions_BT is None else positions_BT
             # Sinusoids have unit variance, and are scaled to the initial std of token embeddings.
             std = std_of(config.init, D**-0.5) * config.init_embedding
-            x_BTD = x_BTD + (sinusoids(t_BT, D) * std).astype(x_BTD.dtype)
+            x_BTD = x_BTD + (sinusoids(positions, D) * std).astype(x_BTD.dtype)
 
         if config.scale_embeddings:
             x_BTD = x_BTD * D**0.5
@@ -109,7 +119,7 @@ class Stream(nnx.Module):
 
         `site` is the attribute of a block that holds the attention: 'attention', or in an
         encoder-decoder also 'cross_attention'. The layers of the encoder are `encoder.layers()`.
-        With pre-norm, the inputs x and y of a layer are the normed stream.
+        To call a layer of a pre-norm model by itself, pass it the stream after the block's norm.
 
         Raises ValueError if the blocks have no such attribute.
         """
@@ -140,6 +150,11 @@ class Transformer(Stream):
         rngs: nnx.Rngs | None = None,
         block: type[Block] = Block,
     ):
+        """Initializes the parameters with `key`, or with a key that is drawn from `rngs`.
+
+        `block` is the class of the layers. Raises ConfigError for a setting that is out of its
+        bounds, or for a kind of model that is not the kind of the class.
+        """
         check_section('model.', config)
         if config.kind != self.kind:
             raise ConfigError(
@@ -189,11 +204,15 @@ class Decoder(Transformer):
     ) -> jax.Array:
         """Returns the normed stream x_BTD after the last block, the argument of `logits`.
 
-        No position attends to padding, where valid_BT is False. segments_BT gives the number of
-        each token's document in its row: 1, 2, ... in the order of the documents, and 0 on padding.
-        A token then attends to its own document only, and its position is counted from the start of
-        the document. None is one document a row. Without a key, dropout is off. Raises ValueError
-        if a row has more tokens than config.context.
+        Args:
+          tokens_BT: the ids of the tokens.
+          valid_BT: False on padding, to which no token attends.
+          segments_BT: the number of each token's document in its row, as in [1, 1, 2, 2, 2, 0],
+            where 0 is padding. A token attends to its own document only, and its position counts
+            from the start of the document. By default a row is one document.
+          dropout_key: the key of all dropout. None is no dropout.
+
+        Raises ValueError if a row has more tokens than config.context.
         """
         self.check_length(tokens_BT)
         positions_BT = None if segments_BT is None else positions_of(segments_BT)
@@ -248,10 +267,16 @@ class EncoderDecoder(Transformer):
     ) -> jax.Array:
         """Returns the normed stream x_BTD of the targets; its logits predict the next target token.
 
-        The segment of a token is the number of its pair, from 1; 0 is padding. The pairs of a row
-        follow one another without gaps. Without segments, each row is one pair. Without a key,
-        dropout is off. Raises ValueError if a row has more tokens than config.context, or more
-        source tokens than config.encoder.context.
+        Args:
+          tokens_BT: the ids of the target tokens.
+          source_BS: the ids of the source tokens.
+          source_segments_BS: the number of each source token's pair in its row, as in
+            [1, 1, 2, 2, 2, 0], where 0 is padding. By default a row is one pair.
+          segments_BT: the number of each target token's pair, in the same way.
+          dropout_key: the key of all dropout. None is no dropout.
+
+        Raises ValueError if a row has more tokens than config.context, or more source tokens than
+        config.encoder.context.
         """
         self.check_length(tokens_BT)
         encoder_key, decoder_key = split_key(dropout_key, 2)
@@ -273,11 +298,12 @@ class EncoderDecoder(Transformer):
         *,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the encoder's output y_BSD; see `stream` for the segments."""
+        """Returns the encoder's output y_BSD. The arguments are those of `stream`."""
         self.encoder.check_length(source_BS, 'model.source_context')
         segments_BS = source_segments_BS
         if segments_BS is None:
             segments_BS = jnp.ones_like(source_BS)
+        # With shared embeddings, the encoder has no embedding matrix of its own.
         shared_VD = self.w_embedding_VD[...] if self.config.shared_embeddings else None
         x_BSD = self.encoder.embed(source_BS, positions_of(segments_BS), w_embedding_VD=shared_VD)
         window = self.config.window
