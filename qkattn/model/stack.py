@@ -99,8 +99,8 @@ class _StackInputs(NamedTuple):
     """
 
     block: Block
-    layer: jax.Array  # the number of the layer in the model
-    index: jax.Array  # the number of the layer in the stack
+    number: jax.Array  # the number of the layer in the model
+    number_in_stack: jax.Array
     row: Any  # the layer's part of the `rows` of `scan_layers`
 
 
@@ -132,16 +132,16 @@ def scan_layers(
 
     inputs = []
     for number, stack in enumerate(stacks):
-        layers = jnp.arange(number, L, P, dtype=jnp.int32)
-        indices = jnp.arange(len(layers), dtype=jnp.int32)
+        numbers = jnp.arange(number, L, P, dtype=jnp.int32)
+        numbers_in_stack = jnp.arange(len(numbers), dtype=jnp.int32)
         rows_of_stack = rows if P == 1 else _items(rows, slice(number, None, P))
-        inputs.append(_StackInputs(stack, layers, indices, rows_of_stack))
+        inputs.append(_StackInputs(stack, numbers, numbers_in_stack, rows_of_stack))
 
     def iteration(carry: Any, inputs: list[_StackInputs]) -> tuple[Any, None]:
         """Runs one layer of each stack in `inputs`."""
         for number, layer in enumerate(inputs):
-            block = layer.block.at(layer.layer)
-            carry = step(carry, block, (number, layer.index), layer.row)
+            block = layer.block.at(layer.number)
+            carry = step(carry, block, (number, layer.number_in_stack), layer.row)
         return carry, None
 
     # Every stack has a layer in each iteration. The first `num_left` stacks have one more layer.

@@ -26,13 +26,15 @@ from qkattn.verdict import Findings, TrainedStudy, find, load_findings, load_stu
 
 log = logging.getLogger(__name__)
 
+PAGE_NAME = 'report.html'
+
 __all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write_report']
 
 
 def documents(findings: Findings, pictures: Sequence[Picture]) -> dict[str, str]:
     """Returns the files of a report by name: tables, and a page with the pictures."""
     texts = tables.files(findings)
-    texts['report.html'] = _page(findings, pictures)
+    texts[PAGE_NAME] = _page(findings, pictures)
     return texts
 
 
@@ -45,35 +47,46 @@ def show_report(study_dir: str | Path, plots: Sequence[str] = ()) -> str:
 def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Findings, Path]:
     """Writes the report of a study; returns its findings and the path of report.html.
 
-    Writes table.md, table.csv and, last, report.html into the directory. The page holds the
-    figures. `plots` are further formats of them, 'png', 'pdf' or 'svg', for files in plots/, from
-    which figures of earlier reports are removed. If the study has results beyond screening, the
-    report is a look at them (an interim analysis), and the study's ledger records it.
+    The report is table.md, table.csv and report.html in the study's directory. The page holds the
+    figures. A report on more than screening is a look at the results (an interim analysis), and the
+    study's ledger records it.
+
+    Args:
+      study_dir: the directory of the study.
+      plots: formats in which the figures are also written to the folder plots/: 'png', 'pdf' or
+        'svg'. Figures of earlier reports are removed from this folder.
 
     Raises ReportError if the directory is not a study, has no result, or has a damaged ledger, and
     ConfigError for another format.
     """
-    for kind in plots:
-        if kind not in FORMATS:
-            raise ConfigError(f'plots={kind!r} is no format; valid are {", ".join(FORMATS)}')
+    for plot_format in plots:
+        if plot_format not in FORMATS:
+            raise ConfigError(f'plots={plot_format!r} is no format; valid are {", ".join(FORMATS)}')
+
     study = load_study(study_dir)
     is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
-    if is_beyond_screening and ledger.look(study.directory, study.files):
-        # The look has changed the ledger only, so no other file is read again.
-        new_ledger = ledger.read(study.directory / ledger.NAME)
-        study = dataclasses.replace(study, ledger=new_ledger, altered={})
+    if is_beyond_screening:
+        is_entered = ledger.look(study.directory, study.files)
+        if is_entered:
+            # The look changes only the ledger, so no other file is read again. A look is not
+            # entered if a run was altered since an earlier look, so there is no such run.
+            new_ledger = ledger.read(study.directory / ledger.NAME)
+            study = dataclasses.replace(study, ledger=new_ledger, altered={})
+
     findings = find(study)
     drawings = figures(findings)
     write_plots(study.directory / 'plots', drawings, plots)
     pictures = [picture(drawing) for drawing in drawings]
+    # The page is the last document, so that it only appears beside complete tables.
     for name, text in documents(findings, pictures).items():
-        written = write_atomic(study.directory / name, text)
-    return findings, written
+        write_atomic(study.directory / name, text)
+    return findings, study.directory / PAGE_NAME
 
 
 def export(study_dir: str | Path, destination: str | Path) -> Path:
-    """Writes a study's stored form (see `qkattn.study.stored`), table.md and table.csv.
+    """Exports a study: writes its stored form, table.md and table.csv.
 
+    The stored form is a few files in place of a directory for each run; see `qkattn.study.stored`.
     `experiments.report --study` writes a whole report from an export. A copy of an export is a
     working directory, in which the study can continue with the runs that have no result.
 
@@ -96,13 +109,13 @@ def _warn_of_directories(declaration: Path) -> None:
     The export keeps these settings, because the ledger and the names of runs are hashes of them.
     """
 
-    def has_directory(text: Any) -> bool:
-        return isinstance(text, str) and without_directories(text) != text
+    def has_path(value: Any) -> bool:
+        return isinstance(value, str) and without_directories(value) != value
 
     settings_with_paths = []
     for setting, value in flat(parse_file(declaration, {})):
-        texts = value if isinstance(value, list) else [value]
-        if any(has_directory(text) for text in texts):
+        entries = value if isinstance(value, list) else [value]
+        if any(has_path(entry) for entry in entries):
             settings_with_paths.append(setting)
     if settings_with_paths:
         log.warning(
@@ -117,23 +130,26 @@ def _warn_of_directories(declaration: Path) -> None:
 def check_export(study_dir: str | Path, destination: str | Path) -> None:
     """Raises ReportError unless a study can be exported to `destination`.
 
-    That has to be missing, empty, or an earlier export of the same study.
+    The destination has to be missing, empty, or an earlier export of the same study.
     """
     destination = as_path(destination)
     if not destination.exists():
         return
-    if destination.is_dir() and not any(destination.iterdir()):
+    is_empty = destination.is_dir() and not any(destination.iterdir())
+    if is_empty:
         return
-    study = _name(as_path(study_dir))
+
+    name = _study_name(as_path(study_dir))
+    # A study that is being trained has this file. An export has it in its archive.
     is_working_directory = (destination / 'plan.jsonl').exists()
-    if _name(destination) != study or is_working_directory:
+    if _study_name(destination) != name or is_working_directory:
         raise ReportError(
-            f'{str(destination)!r} holds something other than an export of study {study!r}; '
+            f'{str(destination)!r} holds something other than an export of study {name!r}; '
             'give an empty directory.'
         )
 
 
-def _name(directory: Path) -> str | None:
+def _study_name(directory: Path) -> str | None:
     """Returns the name of the study in a directory; None if it has no readable study.json."""
     with contextlib.suppress(ValueError):
         return parse_file(directory / 'study.json', {'name': str})['name']
@@ -148,7 +164,7 @@ def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
     return template.render(
         study=findings.study,
         findings=findings,
-        figures=[_figure(findings, shown) for shown in pictures],
+        figures=[_figure_values(findings, drawn) for drawn in pictures],
         summary=tables.summary(findings, with_arms=False),
         first_screen=printed(FIRST_SCREEN, findings, findings.arms),
         whole_table=printed(PAGE, findings, findings.arms),
@@ -161,24 +177,32 @@ def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
     )
 
 
-def _figure(findings: Findings, shown: Picture) -> dict[str, Any]:
-    """What the template of the page says of a figure, with its SVG as URLs."""
-    figure = described(findings, shown.drawing)
-    if shown.drawing.grid is None:
-        return figure | {'narrow': _data_url(shown.narrow), 'wide': _data_url(shown.wide)}
-    panels = [
-        {'variant': panel.variant, 'notes': panel.notes, 'source': _data_url(panel.svg)}
-        for panel in shown.panels
-    ]
-    return figure | {
-        'panels': panels,
-        'legend': _data_url(shown.legend),
-        'xlabel': shown.drawing.grid.xlabel,
-        'ylabel': shown.drawing.grid.ylabel,
-    }
+def _figure_values(findings: Findings, drawn: Picture) -> dict[str, Any]:
+    """Returns the values with which the page's template shows a figure.
+
+    These are its title and caption, and its images as URLs: either panels with a legend, or the
+    whole figure in two widths.
+    """
+    values = described(findings, drawn.drawing)
+    grid = drawn.drawing.grid
+    if grid is None:
+        values['narrow'] = _data_url(drawn.narrow)
+        values['wide'] = _data_url(drawn.wide)
+        return values
+
+    panels = []
+    for panel in drawn.panels:
+        source = _data_url(panel.svg)
+        panels.append({'variant': panel.variant, 'notes': panel.notes, 'source': source})
+    values['panels'] = panels
+    values['legend'] = _data_url(drawn.legend)
+    values['xlabel'] = grid.xlabel
+    values['ylabel'] = grid.ylabel
+    return values
 
 
 def _data_url(svg: bytes) -> str:
+    """Returns a URL that contains the image itself."""
     return f'data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'
 
 
@@ -195,7 +219,7 @@ def described(findings: Findings, drawing: Drawing) -> dict[str, Any]:
 
 
 def _provenance(study: TrainedStudy) -> dict[str, list[str]]:
-    """Collects what the trials record of their origin: the different values of each fact.
+    """Collects what the trials record about their origin: the different values of each fact.
 
     For example, {'python': ['3.12.1'], 'devices: kind': ['cpu', 'NVIDIA H200']}.
     """
@@ -204,13 +228,12 @@ def _provenance(study: TrainedStudy) -> dict[str, list[str]]:
         facts = {
             'data': trial.data,
             'eval tokens': trial.eval_tokens,
-            'lifting': trial.lifting,
+            'lifting': trial.lifting,  # how the trials of a run were computed together
             **trial.provenance,
         }
-        for fact, value in flat(facts, ': '):
-            text = value
-            if not isinstance(value, str):
-                text = json.dumps(value, ensure_ascii=False)
+        # A fact may be a mapping of facts: {'devices': {'kind': ...}} gives 'devices: kind'.
+        for fact, value in flat(facts, separator=': '):
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             values = values_by_fact.setdefault(fact, [])
             if text not in values:
                 values.append(text)

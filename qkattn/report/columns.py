@@ -1,8 +1,9 @@
 """The columns of a report. Each is declared once in `columns`, for all tables.
 
-A column with a heading is printed in its `tables`: the page and table.md (PAGE), the first table of
-the page (FIRST_SCREEN), the headline of a Markdown page (HEADLINE), the table of controls
-(CONTROL). A column with a key is written to table.csv, in the unit of the result files.
+A column with a heading is printed in its `tables`. These are the full table of report.html and
+table.md (PAGE), the first table of report.html (FIRST_SCREEN), the table of a Markdown page about
+the study (HEADLINE) and the table of controls (CONTROL). A column with a key is also written to
+table.csv, in the unit of the result files.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from qkattn.stats.inference import Estimate
 from qkattn.stats.scaling import Interval
 from qkattn.study.tuning import KNOBS
 from qkattn.verdict.findings import PARTS, Findings
+from qkattn.verdict.runs import Trial
 from qkattn.verdict.trained_arm import TrainedArm
 
 PAGE = 'page'
@@ -46,10 +48,10 @@ DIFFERENCE = (
     'tuning_low',
     'tuning_high',
 )
-# The headings of the parts of a difference that are printed.
-_HEADINGS = {'same_shape': 'at the same shape', 'reinvesting': 'reinvesting'}
+# The parts of a difference that are printed, with their headings.
+_HEADING_OF_PART = {'same_shape': 'at the same shape', 'reinvesting': 'reinvesting'}
 # The parts of a difference that have another name in table.csv than in code.
-_KEYS = {'same_shape': 'removing'}
+_KEY_OF_PART = {'same_shape': 'removing'}
 # The parts of a learning-rate sweep that table.csv has.
 SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
@@ -98,15 +100,17 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
     """Returns the metrics that a report shows, in the order of their columns.
 
     The first is the loss that decides: the test loss, or the validation loss if there is no test
-    split. Then come the metrics with one of the ROLES, each on the test split, or on validation if
-    it has no value on test. If the test loss decides, the validation loss comes last.
+    split. Then come scores and probes, each on the test split, or on validation if it has no value
+    on test. If the test loss decides, the validation loss comes last.
     """
-    trials = [trial for arm in findings.arms for trial in arm.chosen]
+    trials = list[Trial]()
+    for arm in findings.arms:
+        trials += arm.chosen
 
     def has_value(measure: Measure) -> bool:
         return any(trial.metrics.get(measure.field) is not None for trial in trials)
 
-    # Metrics from outside the package, which the results describe.
+    # All metrics of the results, also those from outside the package.
     declared = dict[str, Metric]()
     for trial in trials:
         declared |= trial.declared_metrics
@@ -117,8 +121,7 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
         for metric in metrics:
             if metric.role != role:
                 continue
-            # The prefixes of splits are in the order 'val', 'test'; the last one with a value is
-            # shown.
+            # Prefixes are in the order 'val', 'test'. The last one with a value is shown.
             for split in reversed(metric.prefixes):
                 measure = Measure(metric, split)
                 if has_value(measure):
@@ -132,7 +135,11 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of table.csv, of printed tables, or of both."""
+    """A column of table.csv, of printed tables, or of both.
+
+    Column('d_ff', 'example.config.d_ff', 'width') is named 'd_ff' in table.csv, has the value
+    arm.example.config.d_ff, and is printed under the heading 'width'.
+    """
 
     # Its name in table.csv; '' for a column that is only printed.
     key: str
@@ -141,6 +148,7 @@ class Column:
     # The printed heading with the unit, which '|' breaks into two lines; '' for a column that is
     # not printed.
     heading: str = ''
+    _: dataclasses.KW_ONLY
     # How a value that is not None is printed: a format specification, or a function.
     text: str | Callable[[Any], str] = ''
     # The tables that print the column.
@@ -188,7 +196,10 @@ def follow(value: Any, path: str) -> Any:
 
 
 def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table:
-    """Returns the columns that PAGE, HEADLINE or CONTROL prints, with a row for each arm."""
+    """Returns the headings and rows of a table, with a row for each arm.
+
+    `table` is PAGE, FIRST_SCREEN, HEADLINE or CONTROL.
+    """
     shown_columns = []
     for column in columns(findings):
         if column.heading and table in column.tables:
@@ -200,122 +211,158 @@ def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table
 
 def columns(findings: Findings) -> Iterator[Column]:
     """Yields the columns of a study. Results come first, so that a narrow screen shows them."""
-    yield from _of_arm(findings)
-    yield from _of_difference(findings)
-    yield from _of_verdict(findings)
-    yield from _of_parts(findings)
-    yield from _of_metrics(findings)
-    yield from _of_settings(findings)
-    yield Column('correlation', 'comparison.correlation', 'correlation|over seeds', '+.2f')
+    yield from _arm_columns(findings)
+    yield from _difference_columns(findings)
+    yield from _verdict_columns(findings)
+    yield from _part_columns(findings)
+    yield from _metric_columns(findings)
+    yield from _setting_columns(findings)
+    yield Column('correlation', 'comparison.correlation', 'correlation|over seeds', text='+.2f')
     yield from COSTS
     if findings.scaling:
         yield _exchange_rate(findings)
 
 
-def _of_arm(findings: Findings) -> Iterator[Column]:
+def _arm_columns(findings: Findings) -> Iterator[Column]:
     """Yields the columns that identify an arm.
 
-    All tables print the size if the study has several sizes, and the corpus if it has several
-    corpora.
+    If the study has only one size, only the full table prints it. A corpus is printed only if the
+    study has several corpora.
     """
     study = findings.study
-    tables_of_size = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
+    tables_with_size = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     corpus_heading = 'corpus' if len(study.corpora) > 1 else ''
+
+    def is_post_hoc(arm: TrainedArm) -> int:
+        """Returns 1 if the arm was declared after a look at results, else 0."""
+        return int(arm.key.declared in study.ledger.post_hoc)
+
     yield Column('variant', 'variant', 'variant', tables=EVERYWHERE, left=True)
-    yield Column('size', 'size', 'size', tables=tables_of_size, left=True)
+    yield Column('size', 'size', 'size', tables=tables_with_size, left=True)
     yield Column('corpus', 'corpus', corpus_heading, tables=EVERYWHERE, left=True)
     yield Column(
-        'control', 'key.control', 'control', prose.control_words, tables=(CONTROL,), left=True
+        'control',
+        'key.control',
+        'control',
+        text=prose.control_words,
+        tables=(CONTROL,),
+        left=True,
     )
     yield Column('is_baseline', 'is_baseline')
-    yield Column('post_hoc', lambda arm: int(arm.key.declared in study.ledger.post_hoc))
+    yield Column('post_hoc', is_post_hoc)
 
 
-def _of_difference(findings: Findings) -> Iterator[Column]:
+def _difference_columns(findings: Findings) -> Iterator[Column]:
+    """Yields the columns of the difference from the baseline."""
     unit = 'nats/token [95 % interval]' if findings.has_intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
     yield Column('difference', 'difference', parts=DIFFERENCE)
-    yield Column('', _difference, heading, tables=EVERYWHERE)
+    yield Column('', _difference_text, heading, tables=EVERYWHERE)
 
 
-def _of_verdict(findings: Findings) -> Iterator[Column]:
+def _verdict_columns(findings: Findings) -> Iterator[Column]:
     """Yields the columns of the verdict, whether it is settled, and the tests behind it.
 
-    They are printed only for a study with tuning.
+    A study without tuning has no verdicts, so its tables do not print them.
     """
     study = findings.study
     margin = f'{study.margin:g}'
 
     def heading(text: str) -> str:
+        """Returns the heading of a column, or '' if the column is not printed."""
         return text if study.tuned else ''
 
+    # The decision alone goes to table.csv. The printed text also says whether it is settled.
     yield Column('verdict', 'verdict.decision.value')
-    verdict_heading = heading(f'verdict,|margin {margin}')
-    verdict_tables = (PAGE, FIRST_SCREEN, HEADLINE)
-    yield Column('', _verdict, verdict_heading, tables=verdict_tables, left=True)
+    yield Column(
+        '',
+        _verdict_text,
+        heading(f'verdict,|margin {margin}'),
+        tables=(PAGE, FIRST_SCREEN, HEADLINE),
+        left=True,
+    )
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')
-    heading_by_key = {
+
+    # The p values are corrected for multiple comparisons.
+    test_by_key = {
         'p_holm': 'p',
         'p_margin_holm': f'p of more than {margin}',
         'p_equivalence_holm': f'p of less than {margin}',
     }
-    for key, test in heading_by_key.items():
-        yield Column(key, f'verdict.{key}', heading(f'{test},|corrected'), p_value)
-    yield Column('', _p_of_verdict, heading('p,|corrected'), p_value, tables=(HEADLINE,))
-    detectable = heading('detectable difference,|nats/token')
-    yield Column('detectable_holm', 'verdict.detectable', detectable, '.4f')
+    for key, test in test_by_key.items():
+        yield Column(key, f'verdict.{key}', heading(f'{test},|corrected'), text=p_value)
+    yield Column('', _p_of_verdict, heading('p,|corrected'), text=p_value, tables=(HEADLINE,))
+    yield Column(
+        'detectable_holm',
+        'verdict.detectable',
+        heading('detectable difference,|nats/token'),
+        text='.4f',
+    )
 
 
-def _of_parts(findings: Findings) -> Iterator[Column]:
+def _part_columns(findings: Findings) -> Iterator[Column]:
     """Yields the parts of a difference, the reasons of the verdict, and the data that decide."""
     for name in PARTS:
-        heading = ''
         is_measured = any(getattr(arm.parts, name) for arm in findings.arms)
-        if name in _HEADINGS and is_measured:
-            heading = f'{_HEADINGS[name]},|nats/token'
-        key = _KEYS.get(name, name)
-        difference = f'parts.{name}.difference'
-        bounds = ('mean', 'low', 'high')
-        yield Column(key, difference, heading, interval, (HEADLINE,), parts=bounds)
+        heading = ''
+        if is_measured and name in _HEADING_OF_PART:
+            heading = f'{_HEADING_OF_PART[name]},|nats/token'
+        yield Column(
+            _KEY_OF_PART.get(name, name),
+            f'parts.{name}.difference',
+            heading,
+            text=interval,
+            tables=(HEADLINE,),
+            parts=('mean', 'low', 'high'),
+        )
     yield Column('reason', lambda arm: arm.verdict and reasons(arm))
     yield Column('split', 'comparison.split')
     yield Column('difference_validation', 'comparison.validation')
     yield Column('num_documents', 'comparison.num_documents')
 
 
-def _of_metrics(findings: Findings) -> Iterator[Column]:
-    """Yields the metrics over seeds. Tables of controls have only the first, which decides."""
+def _metric_columns(findings: Findings) -> Iterator[Column]:
+    """Yields the metrics over seeds. The table of controls has only the loss that decides."""
     measures = measured(findings)
+    deciding_loss = measures[0]
     for measure in measures:
-        tables = (PAGE, CONTROL) if measure == measures[0] else (PAGE,)
+        tables = (PAGE, CONTROL) if measure == deciding_loss else (PAGE,)
         yield Column(
             measure.field,
             measure.over_seeds,
             f'{measure.heading}|mean ± sd',
-            measure.printed,
+            text=measure.printed,
             tables=tables,
             parts=ESTIMATE,
         )
+
+    # Bits per byte are in table.csv only.
     for split in PREFIXES.values():
         per_byte = Measure(METRICS['bits_per_byte'], split)
         if any(per_byte.over_seeds(arm) for arm in findings.arms):
             yield Column(per_byte.field, per_byte.over_seeds, parts=ESTIMATE)
 
 
-def _of_settings(findings: Findings) -> Iterator[Column]:
-    """Yields the tuned settings, or the learning rate of a study without tuning."""
+def _setting_columns(findings: Findings) -> Iterator[Column]:
+    """Yields the settings that studies may tune (the knobs), such as the learning rate.
+
+    Those that the study tunes are printed. The learning rate is also printed for a study without
+    tuning.
+    """
     for knob in KNOBS:
         yield Column(knob, partial(setting, knob))
-        if any(knob in arm.sweeps for arm in findings.arms):
+        is_tuned = any(knob in arm.sweeps for arm in findings.arms)
+        if is_tuned:
+            has_intervals = any(knob in arm.bounded_knobs for arm in findings.arms)
             heading = f'tuned {words(knob)}'
-            if any(knob in arm.bounded_knobs for arm in findings.arms):
+            if has_intervals:
                 heading += '|[95 % interval]'
-            yield Column('', partial(_setting, knob), heading, tables=(PAGE, CONTROL))
+            yield Column('', partial(_setting_text, knob), heading, tables=(PAGE, CONTROL))
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == 'learning_rate' and not findings.study.tuned:
-            yield Column('', partial(_setting, knob), 'learning|rate')
+            yield Column('', partial(_setting_text, knob), 'learning|rate')
 
 
 def _exchange_rate(findings: Findings) -> Column:
@@ -323,18 +370,19 @@ def _exchange_rate(findings: Findings) -> Column:
 
     The number is estimated over all sizes of a variant, so its arms have the same number.
     """
-    rates = {}
+    worth_of_variant = {}
     for scaling in findings.scaling:
         if isinstance(scaling.worth, Interval):
-            rates[scaling.variant, scaling.corpus] = scaling.worth
-    return Column(
-        'multiplier',
-        lambda arm: rates.get((arm.variant, arm.corpus)),
-        parts=('value', 'low', 'high'),
-    )
+            worth_of_variant[scaling.variant, scaling.corpus] = scaling.worth
+
+    def worth(arm: TrainedArm) -> Interval | None:
+        return worth_of_variant.get((arm.variant, arm.corpus))
+
+    return Column('multiplier', worth, parts=('value', 'low', 'high'))
 
 
-def _difference(arm: TrainedArm) -> str:
+def _difference_text(arm: TrainedArm) -> str:
+    """Formats the difference of an arm from the baseline; for the baseline, its loss."""
     if arm.is_baseline and not arm.chosen:
         return 'baseline, no result yet'
     if arm.is_baseline:
@@ -342,7 +390,7 @@ def _difference(arm: TrainedArm) -> str:
     return prose.marked(interval(arm.difference), bool(arm.shortfalls))
 
 
-def _verdict(arm: TrainedArm) -> str | None:
+def _verdict_text(arm: TrainedArm) -> str | None:
     """Returns the decision, and whether it is settled or holds only at this training length."""
     if arm.verdict is None:
         return None
@@ -367,18 +415,20 @@ def _p_of_verdict(arm: TrainedArm) -> float | None:
 def setting(knob: str, arm: TrainedArm) -> float | None:
     """Returns an arm's value of a tuned setting.
 
-    It is the value of the verdict runs, or otherwise the one that screening has chosen so far.
+    It is the value in the trials that decide, or before them the one that screening has chosen so
+    far. All trials that decide have the same settings.
     """
     if knob == 'learning_rate' and arm.tuning is None:
         return arm.learning_rate
     if arm.verdict_trials:
-        return arm.verdict_trials[0].settings[KNOBS.index(knob)]
+        settings = arm.verdict_trials[0].settings  # in the order of KNOBS
+        return settings[KNOBS.index(knob)]
     if knob in arm.sweeps:
         return arm.sweeps[knob].chosen
     return None
 
 
-def _setting(knob: str, arm: TrainedArm) -> str:
+def _setting_text(knob: str, arm: TrainedArm) -> str:
     """Formats a tuned setting with the interval of its optimum: '0.0042 [0.0038, 0.0047]'.
 
     A star, as in '0.016*', says that the optimum may lie beyond the values that were tried.
@@ -388,10 +438,11 @@ def _setting(knob: str, arm: TrainedArm) -> str:
         return NONE
     sweep = arm.sweeps.get(knob)
     if sweep is not None:
-        is_bracketed = sweep.bracketed
+        may_lie_beyond = not sweep.bracketed
     else:
-        is_bracketed = arm.tuning is not None or not arm.at_edge
-    star = '' if is_bracketed else '*'
+        # Without tuning, `at_edge` says whether the best learning rate was the highest or lowest.
+        may_lie_beyond = arm.tuning is None and arm.at_edge
+    star = '*' if may_lie_beyond else ''
     return f'{value:g}{star} {prose.optimum(sweep)}'
 
 
@@ -402,6 +453,11 @@ def _of_run(field: str, arm: TrainedArm) -> float | None:
     return getattr(arm.verdict_trials[0], field)
 
 
+def _signed_percent(fraction: float) -> str:
+    """Formats a fraction in percent: 0.00123 -> '+0.123'."""
+    return f'{100 * fraction:+.3f}'
+
+
 # The arguments of a column that is printed on the page and for controls.
 _BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
 # The same for a column that is also on the first screen.
@@ -409,15 +465,25 @@ _FIRST: Mapping[str, Any] = {'tables': (PAGE, FIRST_SCREEN, CONTROL)}
 # Seeds, parameters, shape, costs, and how trials ended.
 COSTS = (
     Column('', lambda arm: len(arm.chosen), 'seeds', **_BOTH),
-    Column('parameters', 'example.parameters.total', 'parameters', ',', **_FIRST),
-    Column('residual', 'example.run.residual', 'residual,|%', lambda r: f'{100 * r:+.3f}', **_BOTH),
-    Column('parameters_attention', 'example.parameters.attention', 'attention|parameters', ','),
+    Column('parameters', 'example.parameters.total', 'parameters', text=',', **_FIRST),
+    Column('residual', 'example.run.residual', 'residual,|%', text=_signed_percent, **_BOTH),
+    Column(
+        'parameters_attention',
+        'example.parameters.attention',
+        'attention|parameters',
+        text=',',
+    ),
     Column('d_model', 'example.config.d_model', 'd_model', **_FIRST),
     Column('d_ff', 'example.config.d_ff', 'd_ff', **_BOTH),
-    Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', si),
-    Column('cache_floats_per_token', 'example.cache_floats_per_token', 'cache|floats/token', si),
-    Column('tokens_per_second', partial(_of_run, 'tokens_per_second'), 'tokens|/s', si),
-    Column('train_seconds', partial(_of_run, 'train_seconds'), 'run time,|s', si),
+    Column('flops_per_token', 'example.flops_per_token', 'FLOPs|/token', text=si),
+    Column(
+        'cache_floats_per_token',
+        'example.cache_floats_per_token',
+        'cache|floats/token',
+        text=si,
+    ),
+    Column('tokens_per_second', partial(_of_run, 'tokens_per_second'), 'tokens|/s', text=si),
+    Column('train_seconds', partial(_of_run, 'train_seconds'), 'run time,|s', text=si),
     Column('diverged', 'num_diverged'),
     Column('', lambda arm: f'{arm.num_diverged}/{len(arm.verdict_trials)}', 'diverged', **_BOTH),
     Column('trials', lambda arm: len(arm.verdict_trials)),
