@@ -18,6 +18,7 @@ from qkattn.storage.sinks import check_sinks
 from qkattn.study.arm_key import SAME_SHAPE, ArmKey, parse_expected
 from qkattn.study.matching import COSTS, match, violated_constraint
 from qkattn.study.protocol import check_protocol, resolved
+from qkattn.study.remedies import Refusal, remedy
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.trials import check_metrics
@@ -85,7 +86,7 @@ def build_arms(study: Study) -> list[PlannedArm]:
 
     The arms are ordered by corpus, then by size. Raises ConfigError for an impossible variant, size
     or setting. If no model of a variant costs as much as the baseline, the error is a MatchError
-    with one line for each such variant of a size.
+    with the reason for each such variant of a size, and a last line on how all arms match.
     """
     check_section('', study)
     check_protocol(study)
@@ -101,8 +102,13 @@ def build_arms(study: Study) -> list[PlannedArm]:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
 
     arms_on_first_corpus: list[PlannedArm] = []
+    refusals: list[Refusal] = []
     for size in study.sizes:
-        arms_on_first_corpus += _arms_at_size(study, size)
+        arms_at_size, refusals_at_size = _arms_at_size(study, size)
+        arms_on_first_corpus += arms_at_size
+        refusals += refusals_at_size
+    if refusals:
+        raise MatchError(_refusal_text(study, refusals))
     _require_different_models(arms_on_first_corpus)
     _require_expected_arms(study, arms_on_first_corpus)
 
@@ -153,13 +159,40 @@ def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
         )
 
 
-def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
+def _refusal_text(study: Study, refusals: Sequence[Refusal]) -> str:
+    """Returns a line for each reason to refuse variants, and one on how all arms match."""
+    variants_of_reason: dict[tuple[str, str], list[str]] = {}
+    for refusal in refusals:
+        variants = variants_of_reason.setdefault((refusal.size, refusal.reason), [])
+        variants.append(repr(refusal.variant))
+    lines: list[str] = []
+    for (size, reason), variants in variants_of_reason.items():
+        subject = f'variant {variants[0]}'
+        if len(variants) > 1:
+            subject = f'each of the variants {", ".join(variants)}'
+        if len(study.sizes) > 1:
+            subject += f' at {size!r}'
+        lines.append(f'{subject} {reason}')
+
+    def matches(study: Study, size: str) -> bool:
+        """Returns whether all arms of a study can be matched at a size."""
+        try:
+            arms, refusals = _arms_at_size(study, size)
+            _require_different_models(arms)
+        except ConfigError:
+            return False
+        return not refusals
+
+    lines.append(remedy(study, refusals, matches))
+    return '\n'.join(lines)
+
+
+def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refusal]]:
     """Returns the arms of a size on the first corpus, in the order of the variants.
 
     Each variant has one arm for each destination of the saved parameters, matched in cost to the
     baseline. The variant's control at the baseline's shape follows, if the study asks for it and
-    the variant costs less there. Raises MatchError with one line for each variant that cannot be
-    matched.
+    the variant costs less there. Arms that no model matches are returned as refusals.
     """
     size_fields = parse_fields(size, f'size {size!r}')
     which = study.match or 'total'  # the cost that is made equal
@@ -187,7 +220,7 @@ def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
         return PlannedArm(variant, destination, key, model, target, residual)
 
     arms: list[PlannedArm] = []
-    refused: list[str] = []
+    refusals: list[Refusal] = []
     for variant in study.variants:
         if variant == study.baseline:
             arms.append(planned_arm(variant, baseline))
@@ -208,7 +241,7 @@ def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
                         destination=destination,
                     )
                 except MatchError as error:
-                    refused.append(f'variant {variant!r} {error}')
+                    refusals.append(Refusal(size, baseline, variant, str(error)))
                     continue
             arms.append(planned_arm(variant, model, destination))
 
@@ -218,9 +251,7 @@ def _arms_at_size(study: Study, size: str) -> list[PlannedArm]:
             costs_less = can_be_built and cost.measured(model, which) < target
             if costs_less and model not in [arm.model for arm in arms]:
                 arms.append(planned_arm(variant, model, control=SAME_SHAPE))
-    if refused:
-        raise MatchError('\n'.join(refused))
-    return arms
+    return arms, refusals
 
 
 def _model_at_baseline_shape(

@@ -33,6 +33,17 @@ def violated_constraint(config: ModelConfig) -> str | None:
     return None
 
 
+def uses_slices(config: ModelConfig) -> bool:
+    """Returns whether heads of a model are slices of the stream, which need N H = D."""
+    for attention_spec in sites(config).values():
+        spec = attention_spec()
+        score, _ = registry.find_score(spec.score)
+        value, _ = registry.find_value(spec.value)
+        if score.uses_slices or value.uses_slices:
+            return True
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Dimension:
     """A dimension of a model that matching solves for. `match` says what follows each dimension."""
@@ -104,6 +115,16 @@ class Dimension:
             if violated_constraint(self.resized(value)) is None:
                 return value
         return None
+
+    def across(self, value: int, target: float) -> int | None:
+        """Returns the usable value next to `value` in the direction of `target`.
+
+        None if there is none below SEARCH_LIMIT times the baseline's value.
+        """
+        if self.cost(value) < target:
+            limit = SEARCH_LIMIT * self.baseline_value
+            return self.first_usable(range(value + self.step, limit, self.step))
+        return self.first_usable(range(value - self.step, 0, -self.step))
 
     def nearest(self, target: float) -> int:
         """Returns the usable value whose cost is nearest to `target`.
@@ -196,18 +217,51 @@ def match(
     gap = cost_before_fill / target - 1
     is_unchanged = destination != 'd_ff' and value == dimension.baseline_value
     if is_unchanged and abs(gap) > tolerance:
-        raise MatchError(
-            f'is {gap:+.2%} from the target at {destination}={value}, and no other {destination} '
-            'is nearer, so d_ff would absorb it all: use the destination d_ff '
-            '(--config.destinations=\'("d_ff",)\'), or a baseline of another size'
-        )
+        raise MatchError(_why_unchanged(dimension, target))
     residual = cost.measured(solved, which) / target - 1
     if abs(residual) > tolerance:
         sizes = f'{destination}={value}'
         if destination != 'd_ff':
             sizes += f' and d_ff={solved.mlp_width}'
+        is_rounded = fill is not None or destination == 'd_ff'
+        if is_rounded and abs(residual) < cost_of_unit / target:
+            sizes += f', as each unit of d_ff is {cost_of_unit / target:.2%}'
         raise MatchError(
-            f'reaches {target_in_words} only to {100 * residual:+.3g}%, at {sizes}; choose another '
-            f'size, or a tolerance above {tolerance:g}'
+            f'reaches {target_in_words} only to {100 * residual:+.3g}%, at {sizes}; choose '
+            f'another size, or a tolerance above {tolerance:g}'
         )
     return solved
+
+
+def _why_unchanged(dimension: Dimension, target: float) -> str:
+    """Says why a dimension stays at the baseline's value, although the costs differ there.
+
+    The sentence has no subject, as those of `match`.
+    """
+    name = dimension.name
+    value = dimension.baseline_value
+    gap = dimension.cost(value) / target - 1
+    following = dimension.across(value, target)
+    if following is None:
+        sentence = (
+            f'is {gap:+.2%} from the target at {name}={value}, and no other {name} is nearer, so '
+            'd_ff would absorb it all'
+        )
+        beside = value + dimension.step if gap < 0 else value - dimension.step
+        if beside > 0:
+            sentence += f': at {name}={beside} it {violated_constraint(dimension.resized(beside))}'
+        return sentence
+    following_gap = dimension.cost(following) / target - 1
+    sentence = (
+        f'is {gap:+.2%} from the target at {name}={value} and {following_gap:+.2%} at '
+        f'{name}={following}, and no other {name} is nearer, so d_ff would absorb it all'
+    )
+    spacing = abs(following - value)
+    if name == 'd_model' and spacing == dimension.smallest_width and uses_slices(dimension.config):
+        sentence += (
+            f': d_model moves in steps of {spacing}, as heads that are slices of the stream need '
+            'num_heads * head_size = d_model'
+        )
+        if dimension.head_size_step > 1:
+            sentence += ', and rotary positions an even head_size'
+    return sentence

@@ -1,7 +1,9 @@
 """Variants x destinations x sizes become arms of equal cost; a study breaks no rule."""
 
+import ast
 import dataclasses
 import itertools
+import shlex
 
 import pytest
 
@@ -111,16 +113,82 @@ def test_a_wrong_study_is_one_sentence(study, fields, message):
         build_arms(changed(study, **fields))
 
 
+def refused_arms(study):
+    """The lines of the error on a study whose arms cannot all be matched."""
+    with pytest.raises(MatchError) as caught:
+        build_arms(study)
+    return str(caught.value).splitlines()
+
+
 def test_each_variant_that_no_model_matches_is_named():
     variants = ('qk/vo', 'shared_qk/vo', 'qk/no_v')
     study = dataclasses.replace(UNTUNED, variants=variants, sizes=UNTUNED.sizes[:1], fill=None)
-    with pytest.raises(MatchError) as caught:
-        build_arms(study)
-    for line, variant in zip(str(caught.value).splitlines(), variants[1:], strict=True):
+    *lines, _ = refused_arms(study)
+    for line, variant in zip(lines, variants[1:], strict=True):
         assert line.startswith(f'variant {variant!r} reaches ')
         assert 'd_ff=' in line and line.endswith(
             '; choose another size, or a tolerance above 0.001'
         )
+
+
+# Slices of the stream and rotary positions: d_model moves by twice the number of heads.
+ROTARY = changed(
+    UNTUNED,
+    model={'num_heads': 4, 'context': 64, 'positions': 'rope', 'activation': 'swiglu'},
+    variants=('qk/vo', 'shared_qk/vo', 'query_free/vo', 'qk/no_v'),
+    sizes=('d_model=96',),
+)
+
+
+def values_of_flags(line, name):
+    """The values that a line gives a setting of a study, as a shell and --config read them."""
+    flags = [word for word in shlex.split(line) if word.startswith(f'--config.{name}=')]
+    return [ast.literal_eval(flag.partition('=')[2]) for flag in flags]
+
+
+def test_a_size_that_some_arms_do_not_fit_names_sizes_that_all_fit():
+    reason, last_line = refused_arms(ROTARY)
+    assert reason == (
+        "each of the variants 'query_free/vo', 'qk/no_v' is -7.49% from the target at d_model=96 "
+        'and +7.57% at d_model=104, and no other d_model is nearer, so d_ff would absorb it all: '
+        'd_model moves in steps of 8, as heads that are slices of the stream need '
+        'num_heads * head_size = d_model, and rotary positions an even head_size'
+    )
+    sizes = values_of_flags(last_line, 'sizes')
+    assert sizes == [('d_model=104',), ('d_model=112',)]
+    for value in sizes:
+        assert len(build_arms(dataclasses.replace(ROTARY, sizes=value))) == 4
+    (destinations,) = values_of_flags(last_line, 'destinations')
+    assert len(build_arms(dataclasses.replace(ROTARY, destinations=destinations))) == 4
+    assert last_line.startswith('all arms match with ')
+
+
+def test_sizes_that_all_arms_fit_stay_and_arms_that_fit_no_size_are_named():
+    study = changed(
+        ROTARY,
+        variants=('qk/vo', 'shared_qk/vo', 'qk/no_v', 'merged/vo'),
+        sizes=('d_model=104', 'd_model=96&num_layers=1'),
+    )
+    lines = refused_arms(study)
+    assert [line.partition(': ')[0][:55] for line in lines[:2]] == [
+        "variant 'merged/vo' at 'd_model=104' cannot be built",
+        "variant 'qk/no_v' at 'd_model=96&num_layers=1' is -6.80",
+    ]
+    assert lines[-1].startswith("all arms but 'merged/vo' match with ")
+    assert not values_of_flags(lines[-1], 'destinations')
+    for sizes in values_of_flags(lines[-1], 'sizes'):
+        assert sizes[0] == 'd_model=104' and sizes[1].endswith('&num_layers=1')
+        kept = dataclasses.replace(study, sizes=sizes, variants=study.variants[:-1])
+        assert len(build_arms(kept)) == 6
+
+
+def test_where_only_the_destination_d_ff_matches_all_arms_it_alone_is_named():
+    """Heads of a given size that are slices of the stream fit one d_model only."""
+    study = changed(ROTARY, model={'head_size': 24}, variants=('qk/vo', 'qk/no_v'))
+    assert refused_arms(study)[-1] == (
+        "all arms but 'qk/no_v' match at these sizes; "
+        'all arms match with --config.destinations=\'("d_ff",)\''
+    )
 
 
 SAVING = dataclasses.replace(
@@ -280,7 +348,7 @@ WIDE = {'d_model': 128, 'head_size': 32}
             SHARED,
             'd_model',
             {'tolerance': 1e-7, 'target': 252385},
-            '0.0456%, .* above 1e-07',
+            '0.0456%, .*, as each unit of d_ff is 0.16%; .* above 1e-07',
         ),
         ({}, {'score': 'query_free', 'value': 'low_rank(rank=0)'}, 'd_model', {}, 'built: .*rank'),
         ({'num_heads': 32}, {}, 'd_model', {'target': 500}, 'more than 500 .* at d_ff=1'),
