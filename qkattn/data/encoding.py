@@ -1,4 +1,4 @@
-"""Documents to token ids, in this process or in several."""
+"""Encodes documents as token ids, in this process or in several."""
 
 import collections
 import concurrent.futures
@@ -17,53 +17,62 @@ from qkattn.data.tokenizers.vocabulary import as_recorded, restored
 from qkattn.errors import ConfigError
 from qkattn.jobs.children import end_with_parent
 
-# Documents that a worker is given at a time: so many, or fewer of so many bytes in all.
+# A worker encodes a batch of documents at a time. It ends after this many documents or bytes.
 BATCH_DOCUMENTS = 256
 BATCH_BYTES = 2**20
-# Batches that are given out, for each worker; the texts of no more are in memory.
+# How many batches per worker are in memory at a time.
 BATCHES_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """The ids of a document, with the separator after it, and the bytes that they stand for."""
+    """The ids of a document, with the separator at the end, and how many bytes they stand for."""
 
     ids: np.ndarray
     num_bytes: int
 
 
-# A ValueError says why a document cannot be encoded.
+# The result for one document. A ValueError says why it cannot be encoded.
 Result = Encoded | ValueError
+# A function that takes documents and yields the result for each of them, in their order.
 Encode = Callable[[Iterable[bytes]], Iterator[Result]]
 
 
 @contextlib.contextmanager
 def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
-    """Yields a function from documents to their results, in the order of the documents.
+    """Yields a function that encodes documents, for use in a `with` block.
 
-    `kind` is what data.tokenizer names, from which each of several workers makes the tokenizer
-    again. The results do not depend on their number; one is this process itself.
+    Args:
+      kind: the value of data.tokenizer.
+      tokenizer: the tokenizer of this kind. If there are several workers, each makes it again.
+      workers: the number of processes; 1 is this process alone. The results do not depend on it.
     """
     if workers == 1:
         yield functools.partial(map, functools.partial(_encode, tokenizer))
         return
+
+    # A learned tokenizer has a method `model`. Workers restore it from the result.
     model = None
     if hasattr(tokenizer, 'model'):
         model = tokenizer.model()
     pool = concurrent.futures.ProcessPoolExecutor(
         workers,
-        # Not forked: threads of libraries may hold locks.
+        # Workers are not forked, because threads of libraries may hold locks.
         mp_context=multiprocessing.get_context('spawn'),
         initializer=_begin,
         initargs=(os.getpid(), kind, model, tokenizer.name),
     )
-    # Leaving waits for the batches that are begun.
+    # At the end of the block, the pool waits for the batches that were begun.
     with pool:
         yield functools.partial(_encoded_by, pool, BATCHES_AHEAD * workers)
 
 
 def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
-    """The result of one document; an error also where the tokenizer gives invalid ids."""
+    """Encodes one document.
+
+    Returns a ValueError, instead of raising it, if the text cannot be encoded or the tokenizer
+    gives invalid ids. So the caller can name the document.
+    """
     try:
         ids = np.append(tokenizer.encode(text), tokenizer.separator)
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
@@ -78,15 +87,21 @@ def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
 def _encoded_by(
     pool: concurrent.futures.Executor, num_ahead: int, texts: Iterable[bytes]
 ) -> Iterator[Result]:
-    """The results of texts by the workers of a pool, at most `num_ahead` batches of them ahead."""
+    """Encodes texts with the workers of a pool, and yields the results in the order of the texts.
+
+    At most `num_ahead` batches are waiting or being encoded at a time. Raises ConfigError if a
+    worker was killed.
+    """
     pending: collections.deque[concurrent.futures.Future] = collections.deque()
     try:
         for batch in _batches(texts):
             pending.append(pool.submit(_encode_batch, batch))
             if len(pending) >= num_ahead:
-                yield from pending.popleft().result()
+                oldest = pending.popleft()
+                yield from oldest.result()
         while pending:
-            yield from pending.popleft().result()
+            oldest = pending.popleft()
+            yield from oldest.result()
     except concurrent.futures.BrokenExecutor as error:
         raise ConfigError(
             'a process that tokenizes was killed, perhaps for want of memory; give fewer --workers'
@@ -94,7 +109,7 @@ def _encoded_by(
 
 
 def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """The texts in lists of BATCH_DOCUMENTS or about BATCH_BYTES."""
+    """Groups texts into lists of BATCH_DOCUMENTS texts, or fewer if they reach BATCH_BYTES."""
     batch: list[bytes] = []
     num_bytes = 0
     for text in texts:
@@ -108,12 +123,19 @@ def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield batch
 
 
-# Of a worker; set when it begins.
+# The tokenizer of this process, if it is a worker. `_begin` sets it.
 _tokenizer: Tokenizer | None = None
 
 
 def _begin(parent: int, kind: str, model: bytes | None, name: str) -> None:
-    """Called in a worker before its first batch: makes the tokenizer, whose name is known."""
+    """Makes the tokenizer of a worker, before its first batch.
+
+    Args:
+      parent: the id of the process that started the worker. The worker ends with it.
+      kind: the value of data.tokenizer.
+      model: what the method `model` of a learned tokenizer has returned; None for others.
+      name: the name of the tokenizer in the parent, which the one of the worker must have.
+    """
     global _tokenizer
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
@@ -123,4 +145,5 @@ def _begin(parent: int, kind: str, model: bytes | None, name: str) -> None:
 
 
 def _encode_batch(texts: list[bytes]) -> list[Result]:
+    """Encodes a batch of documents in a worker."""
     return [_encode(_tokenizer, text) for text in texts]

@@ -1,4 +1,4 @@
-"""Makes token datasets from settings: finds the corpus, its tokenizer, and its tokens.
+"""Makes token datasets from settings: opens the corpus, its tokenizer, and its tokens.
 
 Tokens are cached in `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
 """
@@ -66,7 +66,10 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
 
 
 def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
-    """Returns the tokenizer of a corpus. Both languages of parallel text share one."""
+    """Opens the tokenizer of a corpus, and trains it the first time if it is a learned one.
+
+    Both languages of parallel text share one tokenizer.
+    """
 
     def training_texts() -> Iterator[bytes]:
         for language in corpus.languages or (None,):
@@ -74,11 +77,11 @@ def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
     try:
         return open_tokenizer(
-            data_root(config.data_dir),
-            f'{corpus.name}/{corpus.version}',
-            config.tokenizer,
-            config.tokenizer_size,
-            training_texts,
+            root=data_root(config.data_dir),
+            corpus=f'{corpus.name}/{corpus.version}',
+            kind=config.tokenizer,
+            size=config.tokenizer_size,
+            texts=training_texts,
         )
     except ConfigError:
         raise
@@ -87,7 +90,7 @@ def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _load_sides(config: DataConfig) -> list[TokenDataset]:
-    """Opens the tokens of a corpus: source and target of parallel text, or one dataset of text."""
+    """Opens the tokens of a corpus: two datasets for parallel text, source and target, else one."""
     corpus = find(config)
     root = data_root(config.data_dir)
     tokenizer = _tokenizer_of_corpus(config, corpus)
@@ -97,7 +100,8 @@ def _load_sides(config: DataConfig) -> list[TokenDataset]:
     datasets = []
     for side in sides:
         directory = root / 'tokens' / side.name / side.version / tokenizer.name
-        datasets.append(_written_once(directory, side, config.tokenizer, tokenizer, root=root))
+        dataset = _written_once(directory, side, config.tokenizer, tokenizer, root=root)
+        datasets.append(dataset)
     return datasets
 
 
@@ -119,17 +123,18 @@ def _written_once(
     root: Path,
     workers: int = 1,
 ) -> TokenDataset:
-    """Opens the tokens of a corpus in a directory; writes them if they are missing or damaged.
+    """Opens the tokens of a corpus, and writes them first if they are missing or damaged.
 
     Args:
       directory: the directory of the tokens.
-      corpus: the text.
-      kind: the value of data.tokenizer.
+      corpus: the text in one language.
+      kind: the value of data.tokenizer, which is stored beside the tokens.
       tokenizer: the tokenizer of this kind.
       root: the directory that the user has named: `directory` itself or a parent of it.
       workers: the number of processes that tokenize.
 
-    Raises ConfigError if the directory holds tokens of another corpus or tokenizer.
+    Raises:
+      ConfigError: the directory holds tokens of another corpus or tokenizer.
     """
 
     def read() -> TokenDataset:
@@ -171,7 +176,8 @@ def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
             'one language'
         )
     corpus = find(config)
-    # If the directory has tokens already, the tokenizer gets the separator that they have.
+    # The tokenizer of a file may have either of two separators. If the directory has tokens
+    # already, the name of their tokenizer tells which one.
     with as_recorded(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
     return _written_once(directory, corpus, config.tokenizer, tokenizer, directory, workers)

@@ -129,31 +129,50 @@ def _stacked(parts: list[Batch]) -> Batch:
 def eval_batches(
     rows: Rows, split: str, *, batch_size: int, max_rows: int | None = None, part: Part = None
 ) -> Iterator[Batch]:
-    """Yields the batches of an evaluation, in a fixed order.
+    """Returns the batches of an evaluation, in a fixed order.
 
     They hold every row of the split once, or `max_rows` rows at equal distances. The last batch is
-    padded to `batch_size` with rows of zeros, whose loss weights are 0, too. `part` says which rows
-    of each batch to read. Raises ConfigError at the call if the split is unknown or has no rows.
+    padded to `batch_size` with rows of zeros. Their loss weights are 0, too, so they do not count.
+
+    Args:
+      rows: the task.
+      split: the split to evaluate on.
+      batch_size: the number of rows of the global batch.
+      max_rows: the most rows to read; None for all.
+      part: which rows of each batch to read; None for all.
+
+    Raises:
+      ConfigError: the split is unknown or has no rows. It is raised at the call, not at the first
+        batch.
     """
-    numbers_B = selected(batch_size, part)
+    rows_of_part_B = selected(batch_size, part)
     evaluated_R = eval_rows(rows, split, max_rows)
+    starts = range(0, len(evaluated_R), batch_size)
+    return (_eval_batch(rows, split, evaluated_R, start + rows_of_part_B) for start in starts)
 
-    def batches() -> Iterator[Batch]:
-        for start in range(0, len(evaluated_R), batch_size):
-            position_B = start + numbers_B
-            is_real_B = position_B < len(evaluated_R)
-            # In the place of padding, the first row is read and then set to zero.
-            row_B = evaluated_R[np.where(is_real_B, position_B, 0)]
-            draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
 
-            batch = {}
-            for name, array in rows.read(split, row_B, draws_B2).items():
-                trailing_axes = (1,) * (array.ndim - 1)
-                is_real = is_real_B.reshape(-1, *trailing_axes)
-                batch[name] = np.where(is_real, array, 0)
-            yield batch
+def _eval_batch(rows: Rows, split: str, evaluated_R: np.ndarray, position_B: np.ndarray) -> Batch:
+    """Reads one batch of an evaluation.
 
-    return batches()
+    Args:
+      rows: the task.
+      split: the split.
+      evaluated_R: the numbers of all rows of the evaluation.
+      position_B: the rows of the batch, as positions in `evaluated_R`. A position beyond its end
+        gives a row of zeros.
+    """
+    is_real_B = position_B < len(evaluated_R)
+    # In the place of padding, the first row is read and then set to zero.
+    row_B = evaluated_R[np.where(is_real_B, position_B, 0)]
+    # The randomness of a row comes from the pair (0, number of the row).
+    draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
+
+    batch = {}
+    for name, array in rows.read(split, row_B, draws_B2).items():
+        trailing_axes = (1,) * (array.ndim - 1)
+        is_real = is_real_B.reshape(-1, *trailing_axes)
+        batch[name] = np.where(is_real, array, 0)
+    return batch
 
 
 def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray:
@@ -174,18 +193,19 @@ def selected(batch_size: int, part: Part) -> np.ndarray:
 
 
 def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[str], np.ndarray]:
-    """Groups the rows that `eval_batches` reads into clusters, which are resampled as units.
+    """Assigns each row that `eval_batches` reads to a cluster, for confidence intervals.
 
-    A cluster is a document, because the rows of a document depend on each other. If a task has no
+    Rows of one document depend on each other, so each document is a cluster. If a task has no
     documents, its rows are dealt out in turn to at most MAX_CLUSTERS clusters '0', '1' and so on.
 
-    Returns the names of the clusters, and the number of each row's cluster.
+    Returns:
+      The names of the clusters, and for each row the index of its cluster, [R].
     """
     evaluated_R = eval_rows(rows, split, max_rows)
     documents = rows.documents(split)
     if documents is not None:
-        names, document_R = documents
-        return names, document_R[evaluated_R]
+        names, document_of_row = documents
+        return names, document_of_row[evaluated_R]
     num_clusters = min(MAX_CLUSTERS, len(evaluated_R))
     names = [str(number) for number in range(num_clusters)]
     return names, np.arange(len(evaluated_R)) % num_clusters
@@ -194,36 +214,30 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
 def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) -> None:
     """Raises ConfigError unless a study can decide between variants on these data.
 
-    The data need a test split, and each evaluation has to read at least `minimum` documents. Tasks
-    without documents have no such minimum. `data` are the settings of the rows.
+    The data need a test split, and each evaluation has to read enough documents.
+
+    Args:
+      rows: the task.
+      data: the settings of its data.
+      minimum: the least number of documents. It does not apply to a task without documents.
     """
     name = f'data.name={data.name!r}'
     if data.path is not None:
         name += f', data.path={data.path!r}'
 
-    for split in rows.splits[1:]:
+    evaluation_splits = rows.splits[1:]  # the first one is train
+    for split in evaluation_splits:
         if rows.documents(split) is None:
             continue
-        evaluated = _num_documents_read(rows, split, data.eval_sequences)
-        if evaluated >= minimum:
-            continue
-
-        total = _num_documents_read(rows, split, None)
-        num_rows = data.eval_sequences
-        if num_rows is None or total < minimum:
-            remedy = (
-                "choose a corpus of more documents, such as 'stdlib' or 'text' with a folder of "
-                'files per split, or cut its texts with data.documents'
+        num_read = _num_documents_read(rows, split, data.eval_sequences)
+        if num_read < minimum:
+            total = _num_documents_read(rows, split, None)
+            remedy = _remedy_for_few_documents(rows, split, data.eval_sequences, minimum)
+            raise ConfigError(
+                f'data.eval_sequences={data.eval_sequences} evaluates {num_read} of {total} '
+                f'documents in split {split!r} of {name}, but a study that decides between '
+                f'variants needs at least {minimum}; {remedy}.'
             )
-        else:
-            while _num_documents_read(rows, split, num_rows) < minimum:
-                num_rows *= 2
-            remedy = f'raise it to {num_rows}'
-        raise ConfigError(
-            f'data.eval_sequences={data.eval_sequences} evaluates {evaluated} of {total} '
-            f'documents in split {split!r} of {name}, but a study that decides between '
-            f'variants needs at least {minimum}; {remedy}.'
-        )
 
     if 'test' not in rows.splits:
         raise ConfigError(
@@ -232,7 +246,20 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
         )
 
 
+def _remedy_for_few_documents(rows: Rows, split: str, num_rows: int | None, minimum: int) -> str:
+    """Returns advice if an evaluation of `num_rows` rows reads fewer than `minimum` documents."""
+    total = _num_documents_read(rows, split, None)
+    if num_rows is None or total < minimum:
+        return (
+            "choose a corpus of more documents, such as 'stdlib' or 'text' with a folder of files "
+            'per split, or cut its texts with data.documents'
+        )
+    while _num_documents_read(rows, split, num_rows) < minimum:
+        num_rows *= 2
+    return f'raise it to {num_rows}'
+
+
 def _num_documents_read(rows: Rows, split: str, max_rows: int | None) -> int:
-    """Counts the documents of which an evaluation with at most `max_rows` rows reads a row."""
-    _, document_R = clusters(rows, split, max_rows)
-    return len(np.unique(document_R))
+    """Counts the documents that an evaluation reads, in whole or in part."""
+    _, document_of_row = clusters(rows, split, max_rows)
+    return len(np.unique(document_of_row))

@@ -82,39 +82,50 @@ def multi30k(config: DataConfig) -> Corpus:
 
 
 def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
-    """Returns the content of a file, which is downloaded once and kept in the data directory.
+    """Returns the content of a file. The first call downloads the file and keeps it.
 
-    If `config.manual_dir` is given, the file is copied from there instead of downloaded. `dataset`
-    is the name of the directory in which it is kept. Raises ConfigError if the file cannot be
-    fetched, or its sha256 is not the one in SHA256.
+    Args:
+      dataset: the name of the directory that keeps the file, below the data directory.
+      url: where the file is.
+      config: the settings. If `manual_dir` is set, the file is copied from this directory instead
+        of downloaded.
+
+    Raises:
+      ConfigError: the file cannot be fetched, or its sha256 is not the one in SHA256.
     """
     name = url.rpartition('/')[2]
     root = data_root(config.data_dir)
-    path = root / 'downloads' / dataset / name
+    kept_file = root / 'downloads' / dataset / name
     advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
 
     def checked(content: bytes, source: str) -> bytes:
+        """Returns the content; raises DamagedData, which names its source, for another sha256."""
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 != SHA256[name]:
             raise DamagedData(f'{source} has sha256 {sha256}, not {SHA256[name]}; {advice}')
         return content
 
     def read() -> bytes:
-        return checked(read_whole(path), str(path))
+        return checked(read_whole(kept_file), str(kept_file))
 
     def prepare() -> None:
-        """Downloads the file, or copies it from `config.manual_dir`, and keeps it."""
+        """Writes the file that `read` reads."""
         if config.manual_dir is None:
+            content = _downloaded(url, advice)
             source = url
-            with readable(source, advice):  # the errors of requests are subclasses of OSError
-                response = requests.get(url, timeout=TIMEOUT)
-                response.raise_for_status()
-                content = response.content
         else:
-            file = as_path(config.manual_dir) / name
-            source = str(file)
+            manual_file = as_path(config.manual_dir) / name
+            source = str(manual_file)
             with readable(source, advice):
-                content = read_whole(file)
-        write_atomic(path, checked(content, source))
+                content = read_whole(manual_file)
+        write_atomic(kept_file, checked(content, source))
 
-    return prepared_once(path, read, prepare, root=root)
+    return prepared_once(kept_file, read, prepare, root=root)
+
+
+def _downloaded(url: str, advice: str) -> bytes:
+    """Downloads a file. Raises ConfigError, which ends with `advice`, if this fails."""
+    with readable(url, advice):  # the errors of requests are subclasses of OSError
+        response = requests.get(url, timeout=TIMEOUT)
+        response.raise_for_status()
+        return response.content

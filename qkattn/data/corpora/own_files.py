@@ -1,7 +1,6 @@
-"""The user's own files as a corpus: text, records of texts, or parallel text.
+"""Corpora of the user's own files: plain text, records with a field of text, or parallel text.
 
-A line ends at '\\n' ('\\r\\n' counts as one end), and at no other character that Unicode calls a
-line break.
+A line ends with '\\n' or '\\r\\n'. Other characters that Unicode calls line breaks end no line.
 """
 
 import codecs
@@ -9,6 +8,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora import records
@@ -19,8 +19,8 @@ from qkattn.storage.files import as_path, read_whole, version_of
 
 # Suffixes of text, plain or compressed.
 TEXT = ('.txt', '.txt.gz', '.txt.zst')
-# Suffixes of other files, which hold no plain text, or hold it inside of braces and quotes that a
-# model would learn.
+# Suffixes of files that hold no plain text. Some do hold text, but inside of braces and quotes that
+# a model would learn.
 # fmt: off
 NOT_TEXT = (
     '.arrow', '.avro', '.bin', '.bz2', '.csv', '.docx', '.epub', '.feather', '.gz', '.h5',
@@ -31,12 +31,19 @@ NOT_TEXT = (
 
 
 def text(config: DataConfig) -> Corpus:
-    """The corpus 'text': `config.path` is a file or a directory of plain text or of records.
+    """Opens the corpus 'text': the file or directory at `config.path`.
 
-    A file of plain text is cut at the ends of the lines that reach 90 % and 95 % of its bytes, and
-    each part is one document. In a directory a document is the file of a split, each file of a
-    split's folder or, where no file or folder is named after a split, each file. The documents of
-    records are the texts in their field `config.feature`.
+    What a document is depends on the files:
+
+    - A file of plain text is cut at ends of lines after 90 % and 95 % of its bytes. Each of the
+      three parts is one document, and one split.
+    - In a directory, a file train.txt is the document of a split, and so is each text file in a
+      folder train. The same holds for validation and test.
+    - If no file and no folder has the name of a split, each text file is a document of train.
+    - In files of records (JSON lines, Parquet), each record is a document. The field
+      `config.feature` holds its text.
+
+    Raises ConfigError if there is no text, or if it is unclear which text belongs to a split.
     """
     path = as_path(config.path)
     if not path.is_dir() and records.is_records(path):
@@ -45,7 +52,7 @@ def text(config: DataConfig) -> Corpus:
         _refuse_feature(config)
         return _text_of_one_file(path)
 
-    # By split: the files by the names of the documents.
+    # files[split][name of the document] is the path of the document.
     files: dict[str, dict[str, Path]] = {}
     empty_folders = []
     for split in SPLITS:
@@ -60,7 +67,8 @@ def text(config: DataConfig) -> Corpus:
             return _text_of_records(config, files_of_records)
         if not empty_folders:
             files['train'] = _text_files(path, path)
-    if empty_folders:  # else a split is carved in the place of the user's
+    if empty_folders:
+        # Without this error, a split would be carved from train although the user has a folder.
         raise ConfigError(f'data.path: {str(empty_folders[0])!r} holds no .txt file.')
     if not files.get('train'):
         raise ConfigError(
@@ -85,7 +93,7 @@ def text(config: DataConfig) -> Corpus:
 
 
 def _refuse_feature(config: DataConfig) -> None:
-    """Raises ConfigError where data.feature is set for plain text."""
+    """Raises ConfigError if data.feature is set, for plain text."""
     if config.feature is not None:
         raise ConfigError(
             f'data.feature={config.feature!r} has no effect on plain text; leave it at None.'
@@ -93,8 +101,15 @@ def _refuse_feature(config: DataConfig) -> None:
 
 
 def _text_of_records(config: DataConfig, files: dict[str, list[Path]]) -> Corpus:
-    """The corpus of the texts in one field of the records of these files, by split."""
+    """Makes a corpus from files of records. Each record is a document.
+
+    Args:
+      config: the settings; `feature` names the field that holds the text.
+      files: the files of each split.
+    """
     field = config.feature or records.FIELD
+
+    # The version of the corpus is a digest of the field and of all files.
     lines = f'feature {field}\n'
     for split, paths in files.items():
         for path in paths:
@@ -113,7 +128,13 @@ def _text_of_records(config: DataConfig, files: dict[str, list[Path]]) -> Corpus
 
 
 def _text_of_one_file(path: Path) -> Corpus:
-    if path.suffix.lower() in NOT_TEXT and not path.name.lower().endswith(TEXT):
+    """Makes a corpus from a file of plain text: 90 % are train, 5 % validation, 5 % test.
+
+    Raises ConfigError for a suffix of other files.
+    """
+    # 'a.gz' is no text, but 'a.txt.gz' is.
+    is_text = path.name.lower().endswith(TEXT)
+    if path.suffix.lower() in NOT_TEXT and not is_text:
         raise ConfigError(
             f'data.path: {str(path)!r} is a {path.suffix} file, which is not read; give plain '
             'text in UTF-8, as in book.txt, or .jsonl or .parquet files of records'
@@ -127,23 +148,30 @@ def _text_of_one_file(path: Path) -> Corpus:
 
 
 def parallel(config: DataConfig) -> Corpus:
-    """The corpus 'parallel': a directory with train.en, train.de, validation.en and so on.
+    """Opens the corpus 'parallel': a directory with train.en, train.de, validation.en and so on.
 
-    A line is a document. Pairs of which a side is blank are left out.
+    Line i of train.de translates line i of train.en. Each line is a document. A pair of lines is
+    left out if one of them is blank. Raises ConfigError if the files of a split have different
+    numbers of lines.
     """
     languages = parse_languages(config)
-    path = as_path(config.path)
-    # By split: the files of source and target.
-    files: dict[str, list[Path]] = {}
+    directory = as_path(config.path)
+    # The files of source and target, by split.
+    pairs: dict[str, list[Path]] = {}
     for split in SPLITS:
-        pair = [path / f'{split}.{language}' for language in languages]
+        pair = [directory / f'{split}.{language}' for language in languages]
         if split == 'train' or any(file.exists() for file in pair):
-            files[split] = pair
-    all_files = {file.name: file for pair in files.values() for file in pair}
+            pairs[split] = pair
+
+    all_files = {}
+    for pair in pairs.values():
+        for file in pair:
+            all_files[file.name] = file
     version = _version(all_files)
-    for source, target in files.values():
-        _, source_lines = _scan(source)
-        _, target_lines = _scan(target)
+
+    for source, target in pairs.values():
+        source_lines = _scan(source).num_lines
+        target_lines = _scan(target).num_lines
         if source_lines != target_lines:
             raise ConfigError(
                 f'{str(source)!r} and {str(target)!r} must have equal numbers of lines, not '
@@ -152,68 +180,85 @@ def parallel(config: DataConfig) -> Corpus:
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         side = languages.index(str(language))
-        return {split: _lines_of_side(pair, side) for split, pair in files.items()}
+        return {split: _lines_of_side(pair, side) for split, pair in pairs.items()}
 
     return Corpus(
         name='-'.join(('parallel', *languages)),
         version=version,
         languages=languages,
-        splits=tuple(files),
+        splits=tuple(pairs),
         documents=documents,
     )
 
 
 def _lines_of_side(pair: list[Path], side: int) -> Iterator[bytes]:
-    """The lines of one file of a pair, without those that are blank in either of them."""
-    sides = [_read(file).removesuffix(b'\n').split(b'\n') for file in pair]
-    for lines in zip(*sides, strict=True):
+    """Yields the lines of one file of a pair. Lines that are blank in either file are left out.
+
+    `side` is 0 for the source and 1 for the target.
+    """
+    lines_of_files = [_read(file).removesuffix(b'\n').split(b'\n') for file in pair]
+    for lines in zip(*lines_of_files, strict=True):
         is_blank = any(not line.decode().strip() for line in lines)
         if not is_blank:
             yield lines[side].removesuffix(b'\r')
 
 
 def _files_of_split(directory: Path, split: str) -> dict[str, Path]:
-    """The file of a split, or the text files of its folder, by the name of the document.
+    """Returns the text files of a split, by the names of their documents.
 
-    Empty where the directory has neither, or an empty folder; ConfigError where it has both.
+    - A file train.txt is one document: {'train': directory / 'train.txt'}.
+    - Each text file in a folder train is a document: {'train/a.txt': directory / 'train/a.txt'}.
+
+    Returns {} if there is no such file and no such folder, or if the folder holds no text. Raises
+    ConfigError if there is both a file and a folder, or more than one file.
     """
     candidates = [directory / f'{split}{suffix}' for suffix in TEXT]
-    candidates.append(directory / split)
+    candidates.append(directory / split)  # the folder
     existing = [path for path in candidates if path.exists()]
     if not existing:
         return {}
     if len(existing) > 1:
         names = f'{existing[-1].name} and {existing[0].name}'
         raise ConfigError(f'{str(directory)!r} holds both {names}; keep one.')
-    if existing[0].name != split:
-        return {split: existing[0]}
-    return _text_files(existing[0], directory)
+
+    (path,) = existing
+    is_folder = path.name == split
+    if is_folder:
+        return _text_files(path, directory)
+    return {split: path}
 
 
 def _text_files(folder: Path, directory: Path) -> dict[str, Path]:
-    """The text files below a folder by their paths in `directory`, which are names of documents."""
+    """Returns the text files below a folder, by the names of their documents.
+
+    The name of a document is the path of its file in `directory`, such as 'train/a.txt'.
+    """
     with readable(repr(str(folder)), 'give its text as a file', NotImplementedError):  # in a bucket
         files = sorted(path for path in folder.rglob('*') if path.name.endswith(TEXT))
     return {file.relative_to(directory).as_posix(): file for file in files}
 
 
 def _version(files: dict[str, Path]) -> str:
-    """The version of a corpus: the sha256 of the names and contents of its files."""
+    """Returns the version of a corpus: a digest of the names and contents of its files."""
     lines = ''
     for name, file in files.items():
-        sha256, _ = _scan(file)
-        lines += f'{name} {sha256}\n'
+        lines += f'{name} {_scan(file).sha256}\n'
     return f'sha256-{hashlib.sha256(lines.encode()).hexdigest()[:16]}'
 
 
 def _sha256(path: Path) -> str:
-    """The sha256 of a file, which may be larger than the memory; ConfigError if it is empty."""
+    """Returns the sha256 of a file, which may be larger than the memory.
+
+    Raises ConfigError if the file is empty or cannot be read.
+    """
     with readable(f'data.path: {str(path)!r}', 'give a file'):
         return _sha256_of_version(path, version_of(path))
 
 
+# A run opens its corpus more than once. The cache has an entry for each version of a file.
 @functools.cache
 def _sha256_of_version(path: Path, version: tuple[int, int]) -> str:
+    """As `_sha256`. `version` is the size and the time of change of the file."""
     size, _ = version
     if not size:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
@@ -221,36 +266,45 @@ def _sha256_of_version(path: Path, version: tuple[int, int]) -> str:
         return hashlib.file_digest(file, 'sha256').hexdigest()  # type: ignore[arg-type]
 
 
-def _scan(path: Path) -> tuple[str, int]:
-    """The sha256 of a file and the number of its lines; ConfigError if it is not text."""
+class _Scan(NamedTuple):
+    """What one reading of a text file tells."""
+
+    sha256: str
+    num_lines: int
+
+
+def _scan(path: Path) -> _Scan:
+    """Reads a text file once. Raises ConfigError if it is empty, or not text in UTF-8."""
     with readable(f'data.path: {str(path)!r}', 'give a file of UTF-8', UnicodeDecodeError):
         return _scan_version(path, version_of(path))
 
 
-# A run opens its corpus more than once; `version` changes with the file.
+# A run opens its corpus more than once. The cache has an entry for each version of a file.
 @functools.cache
-def _scan_version(path: Path, version: tuple[int, int]) -> tuple[str, int]:
+def _scan_version(path: Path, version: tuple[int, int]) -> _Scan:
+    """As `_scan`. `version`, the size and the time of change of the file, is only for the cache."""
     content = _content(path)
-    content.decode()  # raises where it is not UTF-8
+    content.decode()  # raises UnicodeDecodeError if it is not UTF-8
     if not content:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
-    position = content.find(0)
-    if position >= 0:
+    zero_position = content.find(0)
+    if zero_position >= 0:
         raise ConfigError(
-            f'data.path: {str(path)!r} holds byte 0 at byte {position}, so it is not text; give '
-            'plain text in UTF-8, as in book.txt'
+            f'data.path: {str(path)!r} holds byte 0 at byte {zero_position}, so it is not text; '
+            'give plain text in UTF-8, as in book.txt'
         )
     num_lines = content.removesuffix(b'\n').count(b'\n') + 1
-    return hashlib.sha256(content).hexdigest(), num_lines
+    return _Scan(hashlib.sha256(content).hexdigest(), num_lines)
 
 
 def _read(path: Path) -> bytes:
+    """Reads the text of a file, in UTF-8."""
     # The byte order mark that some editors put in front of UTF-8 is not text.
     return _content(path).removeprefix(codecs.BOM_UTF8)
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a file, decompressed where it ends in '.gz' or '.zst'."""
+    """Reads the bytes of a file, and decompresses them if it ends in '.gz' or '.zst'."""
     if not path.name.lower().endswith(TEXT[1:]):
         return read_whole(path, most=None)
     damaged = readable(f'data.path: {str(path)!r}', 'copy it again', *records.DAMAGED)

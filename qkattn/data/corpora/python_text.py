@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SPLITS, Corpus, split_of
 
-# Tests, vendored and site packages; what distributions put into packages of their own or leave out;
-# generated tables.
+# Tests, vendored packages, installed packages and generated tables. Also parts that distributions
+# of Python leave out or put into packages of their own.
 # fmt: off
 DIRECTORIES_LEFT_OUT = {
     '__phello__', '__pycache__', 'dist-packages', 'distutils', 'encodings', 'ensurepip', 'idlelib',
@@ -22,11 +22,11 @@ FILES_LEFT_OUT = ('_sysconfigdata*.py', 'sitecustomize.py', 'usercustomize.py')
 
 
 def stdlib(config: DataConfig) -> Corpus:
-    """The standard library; a file is a document, in the order of the paths.
+    """Opens the standard library of the running interpreter. Each file is a document.
 
-    Its version names that of the interpreter. The splits of about 40/30/30 follow from a module's
-    name and not its bytes, so that a module that one interpreter validates on is not trained on in
-    another.
+    The documents are in the order of their paths. About 40 % are in train, and about 30 % each in
+    validation and test. The name of a module decides its split. So a module is in the same split
+    under every version of Python, even if its text differs.
     """
 
     def names(split: str) -> list[str]:
@@ -47,26 +47,29 @@ def stdlib(config: DataConfig) -> Corpus:
 
 
 def _split(path: str) -> str:
-    """The split of a module by its name: of json.decoder for 'json/decoder.py'."""
+    """Returns the split of a module, by its name: 'json/decoder.py' is the module json.decoder."""
     parts = PurePosixPath(path).with_suffix('').parts
-    if parts[-1] == '__init__':  # of a package: 'json/__init__.py' is json
+    if parts[-1] == '__init__':  # 'json/__init__.py' is the module json
         parts = parts[:-1]
     return split_of('.'.join(parts), train=40, validation=30)
 
 
-# Once: the library's directory also holds all that is installed.
+# The result is cached, because the directory is large: it also holds all installed packages.
 @functools.cache
 def modules() -> dict[str, Path]:
-    """The files of the standard library that belong to it, by their paths inside, sorted."""
+    """Returns the files of the corpus by their paths in the library, such as 'json/decoder.py'.
+
+    The paths are sorted.
+    """
     root = Path(sysconfig.get_path('stdlib'))
-    kept = []
+    paths = []
     for file in root.rglob('*.py'):
         path = PurePosixPath(file.relative_to(root).as_posix())
         directories = path.parts[:-1]
-        # A directory that is no package (config-3.x-<platform>, lib-dynload) is generated.
-        in_package = all(name.isidentifier() for name in directories)
-        is_left_out = not DIRECTORIES_LEFT_OUT.isdisjoint(directories)
-        is_left_out |= any(path.match(pattern) for pattern in FILES_LEFT_OUT)
-        if in_package and not is_left_out:
-            kept.append(str(path))
-    return {path: root / path for path in sorted(kept)}
+        # Directories that cannot be packages, such as lib-dynload, hold generated files.
+        is_in_package = all(name.isidentifier() for name in directories)
+        has_left_out_directory = not DIRECTORIES_LEFT_OUT.isdisjoint(directories)
+        is_left_out_file = any(path.match(pattern) for pattern in FILES_LEFT_OUT)
+        if is_in_package and not has_left_out_directory and not is_left_out_file:
+            paths.append(str(path))
+    return {path: root / path for path in sorted(paths)}

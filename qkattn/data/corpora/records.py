@@ -1,6 +1,6 @@
-"""Files of records, of which one field is the text of a document: JSON lines and Parquet.
+"""Reads files of records, JSON lines and Parquet. One field of a record is the text of a document.
 
-They are read a record at a time, so that a corpus may be larger than the memory.
+Records are read one at a time, so a corpus may be larger than the memory.
 """
 
 import gzip
@@ -26,14 +26,15 @@ DAMAGED = (EOFError, zlib.error, ValueError)
 
 
 def is_records(path: Path) -> bool:
-    """Whether a file holds records, by its suffixes."""
+    """Whether a file holds records, which its suffix tells."""
     return path.name.lower().endswith(tuple(SUFFIXES))
 
 
 def texts(path: Path, field: str) -> Iterator[bytes]:
-    """The texts in a field of the records of a file, in their order, without empty and null ones.
+    """Yields the text in one field of each record of a file. Empty and null texts are left out.
 
-    ConfigError, which names the line or row, where a record lacks the field or it is not text.
+    Raises ConfigError if the file cannot be read, or if a record lacks the field or holds something
+    else than text in it.
     """
     for suffix, read in SUFFIXES.items():
         if path.name.lower().endswith(suffix):
@@ -42,64 +43,68 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[bytes]:
-    """The texts of a file with a JSON object in each line; blank lines are left out."""
-    damaged = readable(f'data.path: {str(path)!r}', 'copy it again', *DAMAGED)
-    with damaged, open_decompressed(path) as file:
+    """Yields the texts of a file with a JSON object in each line; see `texts`."""
+    name = f'data.path: {str(path)!r}'
+    with readable(name, 'copy it again', *DAMAGED), open_decompressed(path) as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
                 continue
-            place = f'data.path: line {number:,} of {str(path)!r}'
-            text = _text_of_line(line, field, place)
+            line_name = f'data.path: line {number:,} of {str(path)!r}'
+            text = _text_of_line(line, field, line_name)
             if text:
-                yield _encoded(text, place)
+                yield _encoded(text, line_name)
 
 
-def _text_of_line(line: bytes, field: str, place: str) -> str | None:
-    """The text in a field of a JSON object; ConfigError, which names `place`, where it has none."""
+def _text_of_line(line: bytes, field: str, line_name: str) -> str | None:
+    """Returns the text in a field of a JSON object, or None if the field is null.
+
+    Raises ConfigError, which begins with `line_name`, if the line is no object with such a field.
+    """
     try:
         record = parse_json(line)
     except ValueError as error:
-        raise ConfigError(f'{place} cannot be read: {error}') from error
+        raise ConfigError(f'{line_name} cannot be read: {error}') from error
     if not isinstance(record, dict):
-        raise ConfigError(f'{place} is no JSON object but {record!r:.40}')
+        raise ConfigError(f'{line_name} is no JSON object but {record!r:.40}')
     if field not in record:
-        raise ConfigError(f'{place} has no field {field!r}; {_advice(list(record))}')
+        raise ConfigError(f'{line_name} has no field {field!r}; {_advice(list(record))}')
     text = record[field]
     if text is not None and not isinstance(text, str):
         raise ConfigError(
-            f'{place} has {text!r:.40} in the field {field!r}, which is no text; '
+            f'{line_name} has {text!r:.40} in the field {field!r}, which is no text; '
             f'{_advice(list(record))}'
         )
     return text
 
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
-    """The texts in a column of a Parquet file."""
+    """Yields the texts in a column of a Parquet file; see `texts`."""
     parquet = _arrow('pyarrow.parquet', path)
     types = _arrow('pyarrow.types', path)
+    name = f'data.path: {str(path)!r}'
     # The library raises exceptions of many kinds.
-    damaged = readable(f'data.path: {str(path)!r}', 'copy it again', Exception)
-    with damaged, opened(path) as stored, parquet.ParquetFile(stored) as file:
-        columns = {column.name: column.type for column in file.schema_arrow}
-        if field not in columns:
+    damaged = readable(name, 'copy it again', Exception)
+    with damaged, opened(path) as file, parquet.ParquetFile(file) as table:
+        type_of_column = {column.name: column.type for column in table.schema_arrow}
+        advice = _advice(list(type_of_column))
+        if field not in type_of_column:
+            raise ConfigError(f'{name} has no column {field!r}; {advice}')
+        column_type = type_of_column[field]
+        if not types.is_string(column_type) and not types.is_large_string(column_type):
             raise ConfigError(
-                f'data.path: {str(path)!r} has no column {field!r}; {_advice(list(columns))}'
+                f'data.path: column {field!r} of {str(path)!r} holds {column_type}, which is no '
+                f'text; {advice}'
             )
-        kind = columns[field]
-        if not types.is_string(kind) and not types.is_large_string(kind):
-            raise ConfigError(
-                f'data.path: column {field!r} of {str(path)!r} holds {kind}, which is no text; '
-                f'{_advice(list(columns))}'
-            )
-        if not file.metadata.num_rows:
-            raise ConfigError(f'data.path: {str(path)!r} has no rows; it must hold text')
-        for batch in file.iter_batches(ROWS_PER_READ, columns=[field]):
+        if not table.metadata.num_rows:
+            raise ConfigError(f'{name} has no rows; it must hold text')
+
+        for batch in table.iter_batches(ROWS_PER_READ, columns=[field]):
             for text in batch.column(0).to_pylist():
                 if text:
                     yield text.encode()
 
 
-# By suffix: reads the texts in a field of a file.
+# The function that reads a file with this suffix: from its path and a field to the texts.
 SUFFIXES: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
     '.jsonl': _json_lines,
     '.jsonl.gz': _json_lines,
@@ -112,27 +117,30 @@ SUFFIXES: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
 
 
 def _advice(fields: list[str]) -> str:
-    """Which fields data.feature may name."""
+    """Returns the end of a message: which fields data.feature may name."""
     return f'set data.feature to one of {", ".join(fields) or "its fields, of which it has none"}'
 
 
-def _encoded(text: str, place: str) -> bytes:
-    """The text in UTF-8; ConfigError for half a character, which JSON can write."""
+def _encoded(text: str, line_name: str) -> bytes:
+    """Returns a text of JSON in UTF-8.
+
+    Raises ConfigError for half a surrogate pair, which JSON can write and UTF-8 cannot.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f'{place} has text that is not Unicode ({error.reason})') from error
+        raise ConfigError(f'{line_name} has text that is not Unicode ({error.reason})') from error
 
 
 def opened(path: Path) -> BinaryIO:
-    """A file on a disk or in a bucket, opened to be read."""
+    """Opens a file on a disk or in a bucket for reading."""
     if buckets.is_url(path):
         return cast(BinaryIO, path.open('rb'))
     return open_regular(path)
 
 
 def open_decompressed(path: Path) -> BinaryIO:
-    """As `opened`; a file that ends in '.gz' or '.zst' gives what was compressed."""
+    """Opens a file for reading, and decompresses it if its name ends in '.gz' or '.zst'."""
     suffix = path.suffix.lower()
     if suffix == '.gz':
         return cast(BinaryIO, gzip.open(opened(path)))
@@ -143,7 +151,10 @@ def open_decompressed(path: Path) -> BinaryIO:
 
 
 def _arrow(module: str, path: Path) -> Any:
-    """A module of pyarrow, which comes with the extra `datasets`; ConfigError without it."""
+    """Imports a module of pyarrow to read `path`.
+
+    Raises ConfigError if pyarrow, which the extra `datasets` installs, is missing.
+    """
     try:
         return load_extra(module, 'datasets')
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Which files of the user's are which split, by the words in their names."""
+"""Sorts the user's files into splits, by the words in their names."""
 
 import re
 from collections.abc import Sequence
@@ -20,39 +20,64 @@ WORDS = {
 
 
 def files_by_split(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Path]]:
-    """The files below a directory that end in one of `suffixes`, by split, in order of their names.
+    """Sorts the files below a directory into splits.
 
-    'fineweb_val_000000.bin', 'val.bin' and 'val/0.bin' are of the validation split. Files of which
-    none names a split are all of 'train'. ConfigError where only some do, or one names two.
+    A word in the name of a file or of its folder tells the split: 'val.bin', 'val/0.bin' and
+    'fineweb_val_000000.bin' belong to validation. If no file names a split, all belong to train.
+
+    Args:
+      directory: the directory. Files in its folders count, too.
+      suffixes: the endings of the names of the files that count.
+
+    Returns:
+      The splits that have files, in the order of SPLITS, with their files sorted. {} if there are
+      no files.
+
+    Raises:
+      ConfigError: only some files name a split, a file names two, or none belongs to train.
     """
-    files = []
-    with readable(
-        f'data.path: {str(directory)!r}', 'give a local or mounted directory', NotImplementedError
-    ):
-        for path in sorted(directory.rglob('*')):
-            if path.name.lower().endswith(tuple(suffixes)) and path.is_file():
-                files.append(path)
+    files = _files_below(directory, suffixes)
     files_of_split: dict[str, list[Path]] = {}
-    without_split = []
+    files_without_split = []
     for path in files:
-        name = path.relative_to(directory).as_posix().lower()
-        words = re.split('[^a-z]+', name)
-        splits = {WORDS[word] for word in words if word in WORDS}
-        if len(splits) > 1:
-            raise ConfigError(
-                f'data.path: {path} names the splits {" and ".join(sorted(splits))}; rename it'
-            )
-        if splits:
-            files_of_split.setdefault(splits.pop(), []).append(path)
+        split = _split_of_name(path, directory)
+        if split is None:
+            files_without_split.append(path)
         else:
-            without_split.append(path)
-    if not files_of_split and without_split:
-        return {'train': without_split}
-    if without_split:
+            files_of_split.setdefault(split, []).append(path)
+
+    if files_without_split and not files_of_split:
+        return {'train': files_without_split}
+    if files_without_split:
         raise ConfigError(
-            f'data.path: {without_split[0]} names no split, but other files there do; name it like '
-            'train.bin, val_000.bin or test/000.bin, or move it'
+            f'data.path: {files_without_split[0]} names no split, but other files there do; name '
+            'it like train.bin, val_000.bin or test/000.bin, or move it'
         )
     if files_of_split and 'train' not in files_of_split:
         raise ConfigError(f'data.path: {str(directory)!r} has no file of the split train')
     return {split: files_of_split[split] for split in SPLITS if split in files_of_split}
+
+
+def _files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Returns the files below a directory that end in one of `suffixes`, sorted."""
+    name = f'data.path: {str(directory)!r}'
+    files = []
+    # Directories in a bucket raise NotImplementedError.
+    with readable(name, 'give a local or mounted directory', NotImplementedError):
+        for path in sorted(directory.rglob('*')):
+            if path.name.lower().endswith(tuple(suffixes)) and path.is_file():
+                files.append(path)
+    return files
+
+
+def _split_of_name(path: Path, directory: Path) -> str | None:
+    """Returns the split that a file's path below `directory` names; None if it names no split.
+
+    Raises ConfigError if it names more than one.
+    """
+    name = path.relative_to(directory).as_posix().lower()
+    words = re.split('[^a-z]+', name)  # 'val/part_0.bin' -> ['val', 'part', 'bin']
+    splits = sorted({WORDS[word] for word in words if word in WORDS})
+    if len(splits) > 1:
+        raise ConfigError(f'data.path: {path} names the splits {" and ".join(splits)}; rename it')
+    return splits[0] if splits else None
