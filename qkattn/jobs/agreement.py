@@ -27,7 +27,7 @@ OWNER_LIMIT = 86_400.0
 _GRACE = 10.0
 # Counts the calls of `from_all`. All processes count alike, so a number identifies a call.
 _numbers = itertools.count()
-# Keys of earlier calls, which process 0 deletes later.
+# The keys of earlier calls whose values process 0 has not deleted yet.
 _published: list[str] = []
 
 
@@ -66,10 +66,17 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """Collects the values of a call of `from_all` in process 0, and publishes the answer.
+    """Does the part of process 0 in a call of `from_all`: collects all values, and publishes them.
 
-    Every other process sets its value under {key}/RANK, and reads the answer under {key}/all. The
-    answer, which is also returned, is {'missing': ranks without a value, 'values': list}.
+    Every other process sets its value under {key}/RANK, and reads the answer under {key}/all.
+
+    Args:
+      key: identifies the call.
+      own_value: the value of process 0.
+      limit: the seconds for which process 0 waits for the values of the others.
+
+    Returns:
+      The answer: {'missing': ranks without a value, 'values': the values by rank}.
     """
     deadline = time.monotonic() + limit
     values = [own_value]
@@ -81,7 +88,8 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
         else:
             values.append(json.loads(text))
 
-    # A process that has come to this call has read the answers of earlier calls.
+    # If all processes have come to this call, all have read the answers of the earlier calls, so
+    # these can be deleted.
     if not missing_ranks:
         for earlier_key in _published:
             client().key_value_delete(earlier_key)
@@ -90,7 +98,7 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
     _published.append(key)
     text = json.dumps({'missing': missing_ranks, 'values': values})
     client().key_value_set(f'{key}/all', text)
-    return json.loads(text)
+    return json.loads(text)  # exactly what the other processes get
 
 
 def on_owner(call: Callable[[], Any]) -> Any:
@@ -100,6 +108,7 @@ def on_owner(call: Callable[[], Any]) -> Any:
     process 0 raises this error and the others raise ProcessError. The others also raise
     ProcessError if process 0 takes more than OWNER_LIMIT seconds.
     """
+    # Process 0 sends {'value': RESULT} or {'error': CLASS, 'text': MESSAGE}; the others send None.
     if not owner():
         answer = from_all(None, limit=OWNER_LIMIT)[0]
         if 'error' in answer:
@@ -115,7 +124,7 @@ def on_owner(call: Callable[[], Any]) -> Any:
         if name is None:
             name = 'ProcessError'
             text = f'process 0 raised {type(error).__name__}: {error}'
-        # If another process is missing, too, the error of `call` tells more.
+        # If a process is missing, `from_all` raises ProcessError. The error of `call` tells more.
         with contextlib.suppress(ProcessError):
             from_all({'error': name, 'text': text})
         raise
@@ -124,9 +133,9 @@ def on_owner(call: Callable[[], Any]) -> Any:
 
 
 def _name_in_qkattn(error: Exception) -> str | None:
-    """Returns the name of the class in qkattn.errors to which an exception belongs.
+    """Returns the name of the class in qkattn.errors that an exception is an instance of.
 
-    For a subclass of such a class it is the name of that class; None for other errors.
+    If there are several, it is the most specific one. None for other exceptions.
     """
     for cls in type(error).__mro__:
         if cls in vars(errors).values():
@@ -180,11 +189,12 @@ def owned(make: Callable[[], T]) -> T:
 def owner_first(make: Callable[[], T]) -> T:
     """Calls `make` in process 0, then in the others, and returns its result in each.
 
-    Process 0 thereby prepares files for the others. Each process calls `make` itself, because hosts
-    may not share a disk. Returns once all are done. If `make` raises in process 0, all raise.
+    So process 0 can prepare files for the others, which find them. The others call `make`, too,
+    because their hosts may have disks of their own. Returns once all are done. If `make` raises in
+    process 0, all raise.
     """
-    value = owned(make)
-    if isinstance(value, _Nothing):
+    value = owned(make)  # waits until process 0 is done; useless in the other processes
+    if not owner():
         value = make()
     barrier('prepared', limit=OWNER_LIMIT)
     return value

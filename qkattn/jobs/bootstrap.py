@@ -1,4 +1,4 @@
-"""Joins the processes of a job; for a process without a job this costs nothing."""
+"""Joins the processes of a job. For a process without a job this costs nothing."""
 
 import contextlib
 import functools
@@ -37,7 +37,8 @@ def start() -> Job:
     seconds = connect_seconds()
     if job.process_id == 0:
         _require_port(job)
-    # jax's service would take SIGTERM from Python's handlers. JobPeers does its work.
+    # jax has a service that lets all processes stop at the same step after a SIGTERM. It would take
+    # the signal from Python's handlers, so JobPeers serves this purpose instead.
     jax.config.update('jax_enable_preemption_service', False)
     peers = JobPeers(job, seconds)
     jax.distributed.initialize(
@@ -51,15 +52,15 @@ def start() -> Job:
         shutdown_timeout_seconds=HEARTBEAT,
         coordinator_bind_address=bind_address(job),
     )
-    peers.watch()
+    peers.watch()  # all processes are connected
     return job
 
 
 def in_job(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a script's main function, so that it joins the other processes and ends with them.
 
-    If a process fails, it ends by os._exit. Python's own exit would wait for the other processes,
-    which wait for this one.
+    A process that fails ends by os._exit. Python's own exit would wait for the other processes,
+    while they wait for this one.
     """
 
     @functools.wraps(main)
@@ -75,26 +76,25 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
                 printed = sys.stdout if agreement.owner() else nowhere
                 with contextlib.redirect_stdout(printed):
                     main()
-            # A process that is early waits here, since it must answer the others until they end.
+            # A process that is done early waits for the others, which may still need its answers.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
             outcome = cli.outcome(error)
-            if outcome is None:
-                outcome = f'{type(error).__name__}: {error}', EXIT_CRASH
-            sentence, code = outcome
-            if code == EXIT_CRASH:
+            if outcome is None:  # a bug
+                outcome = cli.Outcome(f'{type(error).__name__}: {error}', EXIT_CRASH)
+            if outcome.code == EXIT_CRASH:
                 traceback.print_exc()
-            # An error of jax mostly means that another process has died. By waiting, this process
-            # lets jax's heartbeats end it first, with the rank of the process that died.
+            # An error of jax mostly means that another process has died. jax's heartbeats then end
+            # this process with a message that names the dead one, so it waits for them.
             if _from_jax(error):
                 time.sleep(HEARTBEAT + 5)
-            signals.end(code, sentence)
+            signals.end(outcome.code, outcome.sentence)
 
     return joined
 
 
 def _from_jax(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, is from XLA, such as a failed collective."""
+    """Whether an error, or one of its causes, comes from XLA, such as a failed collective."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, jax.errors.JaxRuntimeError):

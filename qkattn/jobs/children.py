@@ -26,7 +26,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def parent() -> Connection | None:
-    """Returns the pipe to the process that started this one as a `Child`; None without such one."""
+    """Returns the pipe to the process that started this one; None if this one is no `Child`."""
     text = os.environ.pop(_PIPE, None)
     if text is None:
         return None
@@ -45,8 +45,8 @@ class Child:
     def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
         """Starts a command.
 
-        `pipe` carries messages between the two processes. `output` is the descriptor of the child's
-        output, so that a caller can wait for it.
+        The attribute `pipe` carries messages between the two processes. `output` is the descriptor
+        of the child's output, so that a caller can wait for it.
 
         Args:
           line: the command line.
@@ -59,11 +59,13 @@ class Child:
         os.set_blocking(self.output, False)
         environment = {**os.environ, **variables, _PIPE: str(childs_pipe.fileno())}
 
-        # Until `_begin` has run, the child has the signal handlers of this process. Signals wait.
+        # The child begins with the signal handlers of this process, until `_begin` replaces them.
+        # Signals are blocked until then, in both processes.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # Python warns of forks in general. After this fork only `_begin` runs.
+                # jax warns of forks, because its threads may hold locks that the child needs. But
+                # this child runs only `_begin` before the command.
                 warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
                 self._process = subprocess.Popen(
                     line,
@@ -130,8 +132,11 @@ def _begin(cores: Sequence[int], parent: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Called in a child process: it gets SIGTERM once its parent, of this id, ends, on Linux."""
+    """Makes this process get SIGTERM once its parent ends. It does nothing outside of Linux.
+
+    `parent` is the process id of the parent.
+    """
     if sys.platform == 'linux':
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # which has ended before
+        if os.getppid() != parent:  # the parent has ended before the call
             os._exit(EXIT_REQUEUE)

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TextIO, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TextIO, cast
 
 import absl.logging
 from absl import app, flags
@@ -49,19 +49,22 @@ from qkattn.jobs.signals import (
 # Flags that functions of this module define, as --config, are flags of the script that calls them.
 flags.disclaim_key_flags()
 
-# Paths of files that the shell has opened for this process begin so, as in --file=<(command).
+# The beginnings of paths of files that the shell has opened for this process, as for
+# --file=<(command).
 DESCRIPTORS = ('/dev/fd/', '/dev/stdin')
 
-# The class of settings that a config file returns.
+# The class of the settings that get_config() of a config file returns.
 Kind = type[Config] | type[Study]
 
 # The errors that parsing raises for unknown flags or fields, for values of a wrong type and for
 # malformed literals.
 MALFORMED = (flags.Error, AttributeError, KeyError, TypeError, ValueError, SyntaxError)
 
-# '--config.model.d_model=3', '-noconfig.model.biases'; the group is the name of the field.
+# An override of a setting: '--config.model.d_model=3' or '-noconfig.model.biases'. The group is the
+# name of the field.
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)')
-# absl's sentence on an override that does not parse begins so: 'flag --config.train.seed=x: ...'.
+# The beginning of absl's message on an override that does not parse, as in
+# 'flag --config.train.seed=x: ...'. The groups are the name of the field and the value.
 _WRONG_OVERRIDE = re.compile(r'flag --config\.([\w.]+)=(.*?): ')
 
 
@@ -162,19 +165,27 @@ class _ConfigParser(ConfigFileFlagParser):
         except UnsuitableFileError as error:
             raise ValueError(f'{error}; give a Python file') from error
         except Exception as error:
-            # If the code of the file fails, the error names the last line of the file that ran.
-            file_lines = []
-            for frame in traceback.extract_tb(error.__traceback__):
-                if os.path.abspath(frame.filename) == os.path.abspath(file):
-                    file_lines.append(frame.lineno)
-            if file_lines:
+            line = _last_line_that_ran(file, error)
+            if line is not None:  # the code of the file has failed
                 error_name = type(error).__name__
-                raise ValueError(f'line {file_lines[-1]}: {error_name}: {error}') from error
+                raise ValueError(f'line {line}: {error_name}: {error}') from error
             if isinstance(error, SyntaxError):  # the file is not Python
                 raise ValueError(str(error)) from error
             raise
         finally:
             absl_log.disabled = False
+
+
+def _last_line_that_ran(file: str, error: BaseException) -> int | None:
+    """Returns the number of the line of a file that was running when an error was raised.
+
+    It is the innermost one in the traceback. None if no code of the file was running.
+    """
+    line = None
+    for frame in traceback.extract_tb(error.__traceback__):  # the outermost frame comes first
+        if os.path.abspath(frame.filename) == os.path.abspath(file):
+            line = frame.lineno
+    return line
 
 
 def _config_dict(returned: Any) -> Any:
@@ -365,7 +376,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
       130  interrupted without saving
       141  the reader of the output has gone, as in `... | head`
     """
-    script_globals = inspect.unwrap(main).__globals__
+    script_globals = inspect.unwrap(main).__globals__  # of the module that defines `main`
     kind = _kind() if 'config' in flags.FLAGS else None
 
     def parse_flags(argv: Sequence[str]) -> list[str]:
@@ -380,7 +391,11 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             exit_with(_describe_malformed(error, kind))
 
     def run_main(argv: list[str]) -> None:
-        """Runs `main`, and turns its errors into exit codes."""
+        """Runs `main`, and turns its errors into exit codes.
+
+        `argv` is what `parse_flags` returned. Arguments that are not flags are the value of
+        `positional`; a script without this flag refuses them.
+        """
         unnamed = argv[1:]
         if positional is not None and _takes_unnamed(positional, unnamed):
             flags.FLAGS[positional.name].parse(','.join(unnamed))
@@ -395,14 +410,14 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
                 main()
         except Exception as error:
             expected = outcome(error)
-            if expected is None:
+            if expected is None:  # a bug
                 raise
-            sentence, code = expected
-            exit_with(sentence, code)
+            exit_with(expected.sentence, expected.code)
         except KeyboardInterrupt:
             # Another Ctrl-C would print a traceback.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            is_resumable = Path(script_globals['__file__']).stem in RESUMABLE
+            script_file = Path(script_globals['__file__'])
+            is_resumable = script_file.stem in RESUMABLE
             exit_with(INTERRUPTED if is_resumable else 'interrupted', EXIT_INTERRUPTED)
 
     try:
@@ -422,17 +437,19 @@ def _takes_unnamed(flag: flags.FlagHolder, unnamed: Sequence[str]) -> bool:
 
 
 def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
-    """Returns a sentence on arguments that cannot be parsed.
+    """Returns a sentence that tells the user why the arguments of a script cannot be parsed.
 
     Args:
       error: what parsing them raised, an error of MALFORMED.
       kind: the class of settings of --config; None for a script without --config.
     """
+    # An override of a setting that does not exist.
     if kind is not None:
         misspelt = _misspelt(sys.argv[1:], kind)
         if misspelt is not None:
             return misspelt
 
+    # An override with a value that does not parse.
     lines = (str(error) or type(error).__name__).strip().splitlines()
     sentence = lines[0]
     override = _WRONG_OVERRIDE.match(sentence)
@@ -442,27 +459,28 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
         if field is not None:
             return f'--config.{name}={value} must be {_expected(field)}'
 
-    # ml_collections imports the file of --config as a module named config_config.
     if "'config_config' has no attribute 'get_config'" in sentence:
+        # ml_collections imports the file of --config as a module named config_config.
         sentence = 'the file of --config has no function get_config()'
     elif isinstance(error, KeyError):
-        # `_misspelt` knows the field, so the file has a config of the other class.
+        # `_misspelt` knows the field, but the config of the file does not have it. So the file is
+        # one for the other script.
         name = sentence.strip('\'"')
         other_script = script('train' if kind is Study else 'ablate')
         sentence = (
             f'the config has no field {name!r} to override; if it is for {other_script}, run that'
         )
     if 'Traceback' in str(error):
-        # A config file has failed. The last line of the traceback is 'ERROR: REASON'.
+        # The code of the file has failed. The last line of the traceback is 'ERROR: REASON'.
         _, _, reason = lines[-1].partition(': ')
         sentence += f' {reason}'
     return sentence
 
 
 def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:
-    """Returns a sentence on the first --config.FIELD that names no setting; None without one."""
+    """Returns a sentence on the first --config.FIELD that does not exist; None if all exist."""
     known = settings(kind)
-    sections = {name.rpartition('.')[0] for name in known}
+    sections = {name.rpartition('.')[0] for name in known}  # 'model' of 'model.d_model'
     for argument in arguments:
         override = _OVERRIDE.match(argument)
         if override is None:
@@ -474,30 +492,37 @@ def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:
     return None
 
 
-def outcome(error: BaseException) -> tuple[str, int] | None:
-    """Returns the sentence and the exit code with which a script ends after an error.
+class Outcome(NamedTuple):
+    """How a script ends after an error: with a sentence on standard error, and an exit code."""
 
-    None for any other error, which is a bug and prints its traceback.
+    sentence: str
+    code: int
+
+
+def outcome(error: BaseException) -> Outcome | None:
+    """Returns how a script ends after an error.
+
+    None for an unexpected error, such as a bug. Its traceback is printed.
     """
     problem = environment.platform_problem(error)
     if problem is not None:
-        return problem, EXIT_CONFIG
+        return Outcome(problem, EXIT_CONFIG)
     if isinstance(error, ConfigError | CheckpointError):
-        return str(error), EXIT_CONFIG
+        return Outcome(str(error), EXIT_CONFIG)
     if isinstance(error, Stopped):
-        return f'{error}; the same command resumes', EXIT_REQUEUE
+        return Outcome(f'{error}; the same command resumes', EXIT_REQUEUE)
     if isinstance(error, Lost | ProcessError | ReadError):
-        return str(error), 1
+        return Outcome(str(error), 1)
     if isinstance(error, UnsuitableFileError):
-        return f'{error.filename} cannot be read: {error}', EXIT_CONFIG
+        return Outcome(f'{error.filename} cannot be read: {error}', EXIT_CONFIG)
 
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
         sentence = f'{error.filename} cannot be used ({error.strerror}); give another path'
-        return sentence, EXIT_CONFIG
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Outcome(sentence, EXIT_CONFIG)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # disk is full
         target = error.filename or 'standard output or error'
         reason = f'({error.strerror}); make room and run the command again'
-        return f'{target} cannot be written {reason}', EXIT_CONFIG
+        return Outcome(f'{target} cannot be written {reason}', EXIT_CONFIG)
 
     if isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED'):
         # XLA's first line is 'RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.'.
@@ -507,7 +532,7 @@ def outcome(error: BaseException) -> tuple[str, int] | None:
             f'the devices are out of memory ({reason}); reduce train.batch_size, model.context '
             'or the trials of a run, or set train.accumulation or model.remat'
         )
-        return sentence, EXIT_CONFIG
+        return Outcome(sentence, EXIT_CONFIG)
     return None
 
 
@@ -519,7 +544,7 @@ def exit_with(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
 
 
 def _write_or_discard(text: str, stream: TextIO) -> None:
-    """Writes text; if the disk is full, the text is lost and only the exit code tells."""
+    """Writes text, or drops it if it cannot be written, for example on a full disk."""
     try:
         say(text, stream)
     except OSError:
@@ -609,9 +634,9 @@ def _type(annotation: Any) -> str:
 
 
 def _expected(setting: Setting) -> str:
-    """Returns what a setting takes, as in 'int, at least 1 and below 2**31'.
+    """Returns which values a setting takes, as in 'int, at least 1 and below 2**31'.
 
-    The longest length of a text is not mentioned.
+    Bounds are described for numbers only. For a tuple of numbers they apply to each entry.
     """
     value_type = concrete_types(setting.kind)[0]
     if value_type is tuple:

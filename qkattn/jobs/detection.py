@@ -12,8 +12,10 @@ from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 from qkattn.errors import ConfigError
 from qkattn.jobs import machine
 
-# The three variables that describe a job without an engine.
-TRIPLE = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+# The three variables that describe a job without an engine. In a job of an engine, the address may
+# be set alone.
+ADDRESS = 'JAX_COORDINATOR_ADDRESS'
+TRIPLE = (ADDRESS, 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 # The variable that sets the port of the coordinator in a job of an engine.
 PORT = 'JAX_COORDINATOR_PORT'
 # The classes by which jax reads the variables of each engine. They are not public, but the public
@@ -60,14 +62,14 @@ class Job:
 def detect() -> Job:
     """Returns the job of this process; without the variables of a job, a single process.
 
-    The variables of TRIPLE come first. Without them, jax detects in this order Open MPI, a Slurm
-    step of several tasks, GKE, and the metadata server of a TPU VM. In a job of these engines
-    JAX_COORDINATOR_PORT replaces the coordinator's port, and JAX_COORDINATOR_ADDRESS its whole
+    The variables of TRIPLE come first. Without them, jax looks in this order for Open MPI, a Slurm
+    step of several tasks, GKE, and the metadata server of a TPU VM. In a job of these engines,
+    JAX_COORDINATOR_PORT replaces the port of the coordinator, and JAX_COORDINATOR_ADDRESS its whole
     address.
 
     Raises ConfigError if variables are incomplete or malformed.
     """
-    address_name, count_name, rank_name = TRIPLE
+    _, count_name, rank_name = TRIPLE
     if count_name in os.environ or rank_name in os.environ:
         missing = [name for name in TRIPLE if name not in os.environ]
         if missing:
@@ -79,7 +81,7 @@ def detect() -> Job:
         rank = os.environ[rank_name]
         if not (count.isdecimal() and rank.isdecimal()):
             raise ConfigError(f'{count_name}={count!r} and {rank_name}={rank!r} must be integers')
-        return Job(int(count), int(rank), 'explicit', os.environ[address_name])
+        return Job(int(count), int(rank), 'explicit', os.environ[ADDRESS])
 
     for engine, cluster in ENGINES.items():
         try:
@@ -89,13 +91,13 @@ def detect() -> Job:
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f'the variables of {engine} are incomplete or malformed ({error!r}); set '
-                f'{address_name}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
+                f'{ADDRESS}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
             ) from error
         if job is not None:
             return job
 
-    if address_name in os.environ:
-        raise ConfigError(f'{address_name} is set, but not {count_name} and {rank_name}')
+    if ADDRESS in os.environ:
+        raise ConfigError(f'{ADDRESS} is set, but not {count_name} and {rank_name}')
     return Job()
 
 
@@ -108,38 +110,44 @@ def connect_seconds() -> int:
 
 
 def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
-    """Returns the job of an engine, as jax reads it.
+    """Returns the job that an engine has started, if this process is in one; otherwise None.
 
-    None if the engine has not started this process, or has started only this one.
+    A job of a single process counts as none.
+
+    Args:
+      engine: a key of ENGINES.
+      cluster: the class of jax that reads the variables of the engine.
     """
-    is_for_any_platform = cluster in (OmpiCluster, SlurmCluster)
+    # Engines of TPUs are skipped if JAX may not use TPUs.
+    starts_only_tpus = cluster not in (OmpiCluster, SlurmCluster)
     may_use_tpus = 'tpu' in os.environ.get('JAX_PLATFORMS', 'tpu')
-    fits_platform = is_for_any_platform or may_use_tpus
-    if not fits_platform or not cluster.is_env_present():
+    if starts_only_tpus and not may_use_tpus:
+        return None
+    if not cluster.is_env_present():
         return None
 
-    count = cluster.get_process_count()
+    num_processes = cluster.get_process_count()
     if cluster is SlurmCluster:  # jax counts the tasks of the allocation; a step may have fewer
-        count = int(os.environ.get('SLURM_STEP_NUM_TASKS', count))
-    if count == 1:
+        num_processes = int(os.environ.get('SLURM_STEP_NUM_TASKS', num_processes))
+    if num_processes == 1:
         return None
 
     rank = cluster.get_process_id()
-    address = os.environ.get(TRIPLE[0])
+    address = os.environ.get(ADDRESS)
     if address is None:
         address = cluster.get_coordinator_address(connect_seconds(), os.environ.get(PORT))
-    return Job(count, rank, engine, address, _gpus(engine, count))
+    return Job(num_processes, rank, engine, address, _gpus(engine, num_processes))
 
 
-def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
-    """Returns the GPUs that this task uses, as indices among the GPUs that it sees.
+def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
+    """Returns the GPUs that this process uses, as indices among the GPUs that it sees.
 
-    If the engine has given each task its own GPUs, the task uses all that it sees. If every task
-    sees all GPUs of the node, the tasks share them equally. None leaves the choice to jax: without
-    GPUs, or for an engine of TPUs.
+    If the engine has given each process of a node its own GPUs, the process uses all that it sees.
+    If every process sees all GPUs of the node, the processes share them equally. None leaves the
+    choice to jax: without GPUs, or for an engine of TPUs.
 
-    Raises ConfigError if the GPUs do not divide over the tasks. `count` is the number of tasks of
-    the whole job.
+    `num_processes` is the size of the whole job. Raises ConfigError if the GPUs do not divide over
+    the processes.
     """
     cuda_devices = os.environ.get('CUDA_VISIBLE_DEVICES')
     if cuda_devices is None:  # Open MPI does not set the variable
@@ -150,10 +158,12 @@ def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
     if num_visible == 0:
         return None
 
+    # The rank of this process among those of the node ("tasks"), their number, and the number of
+    # GPUs of the node.
     num_on_node = num_visible
     if engine == 'slurm':
         task_on_node = int(os.environ['SLURM_LOCALID'])
-        num_tasks = count // int(os.environ['SLURM_STEP_NUM_NODES'])
+        num_tasks = num_processes // int(os.environ['SLURM_STEP_NUM_NODES'])
         num_on_node = int(os.environ.get('SLURM_GPUS_ON_NODE', num_visible))
     elif engine == 'openmpi':
         task_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
@@ -161,9 +171,11 @@ def _gpus(engine: str, count: int) -> tuple[int, ...] | None:
     else:
         return None
 
-    if num_visible * num_tasks == num_on_node:
+    has_own_gpus = num_visible * num_tasks == num_on_node
+    if has_own_gpus:
         return tuple(range(num_visible))
-    if num_visible == num_on_node and num_visible % num_tasks == 0:
+    sees_all_gpus = num_visible == num_on_node
+    if sees_all_gpus and num_visible % num_tasks == 0:
         share = num_visible // num_tasks
         first = task_on_node * share
         return tuple(range(first, first + share))

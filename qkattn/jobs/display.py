@@ -15,20 +15,21 @@ import numpy as np
 
 from qkattn.jobs.output import say, short
 
-# Least seconds between two drawings on a terminal.
+# On a terminal, at least this many seconds pass between two drawings.
 _DRAWN_EVERY = 0.2
 # Seconds after which the display is drawn again even if nothing was reported.
 _TICK = 1.0
-# Least seconds between two plain lines.
+# Elsewhere, at least this many seconds pass between two lines.
 _QUIET = 4.0
-# Plain lines come at intervals of this fraction of the run so far, so that a long run does not fill
-# its log.
+# Elsewhere, at least this fraction of the time since the start passes between two lines. So a long
+# run does not fill its log.
 _PLAIN_FRACTION = 0.05
-# Most characters of a label on a terminal.
+# The most characters of a label on a terminal.
 _LABEL = 24
-# To this many characters a label is shortened on a narrow terminal.
+# On a narrow terminal, a label is shortened to this many characters.
 _SHORTEST_LABEL = 8
-# Least seconds between two counts of what is left of the study, which read its directory.
+# At least this many seconds pass between two counts of what is left of the study. To count, its
+# directory is read.
 _STUDY_EVERY = 60.0
 _UNIT = ' nats/token'
 # Makes a terminal erase its line.
@@ -99,16 +100,16 @@ class StudyLeft:
 
 @dataclasses.dataclass
 class _Pause:
-    """A phase that recurs between steps, such as an evaluation."""
+    """The times of a phase that comes again and again between steps, such as an evaluation."""
 
-    first_step: int
-    first_seconds: float  # includes costs that come once, such as compilation
-    last_step: int
-    later_seconds: float = 0.0  # of all phases but the first
+    first_step: int  # the step after which it came first
+    first_seconds: float  # the first time includes costs that come once, such as compilation
+    last_step: int  # the step after which it came last
+    later_seconds: float = 0.0  # the sum of all times but the first
 
     @property
     def per_step(self) -> float:
-        """The phase's seconds per step of the run; 0 until it has recurred at a later step."""
+        """The seconds of the phase per step of the run; 0 until it has come again later."""
         if self.last_step == self.first_step:
             return 0.0
         return self.later_seconds / (self.last_step - self.first_step)
@@ -123,7 +124,7 @@ class Pace:
     """
 
     def __init__(self, opened: float):
-        """Begins at the time `opened`, the start of the run."""
+        """Begins at the time `opened`, when the run starts."""
         self._opened = opened
         self._first: tuple[int, float] | None = None  # step and time of the first report
         self._step = 0
@@ -145,18 +146,27 @@ class Pace:
         self._pause_start = now
 
     def resume(self, name: str, now: float) -> None:
-        """Takes the end of the phase `name`, which began at the last `pause`."""
+        """Takes the end of the phase `name`, which began at the last `pause`.
+
+        The time of the phase does not count as training. After the first report, it is also added
+        to the times of this name, from which estimates are made.
+        """
+        # A phase that has contained another one has no start left. It counts as 0 seconds.
         start = now if self._pause_start is None else self._pause_start
         seconds = now - start
         self._pause_start = None
         self._paused += seconds
 
-        pause = self._pauses.get(name)
-        if pause is not None:
-            pause.later_seconds += seconds
-            pause.last_step = self._step
-        elif self._first is not None:
-            self._pauses[name] = _Pause(self._step, seconds, self._step)
+        if self._first is None:
+            return
+        if name not in self._pauses:
+            self._pauses[name] = _Pause(
+                first_step=self._step, first_seconds=seconds, last_step=self._step
+            )
+            return
+        pause = self._pauses[name]
+        pause.later_seconds += seconds
+        pause.last_step = self._step
 
     @property
     def step_seconds(self) -> float | None:
@@ -232,18 +242,19 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._tokens_per_step = tokens_per_step
         self._study = study
         self._study_left: StudyLeft | None = None
-        self._study_asked = -math.inf  # time of the last answer
+        self._study_asked = -math.inf  # when `study` was called last
         self._screen = Screen() if screen is None else screen
         self._unit = '' if self._screen.terminal else _UNIT
         self._clock = clock
         self._opened = clock()
         self._pace = Pace(self._opened)
         self._phase: tuple[str, float] | None = None  # name and start of the current phase
-        self._step: int | None = None  # step of the newest report
-        self._shown: int | None = None  # step of the report that is shown
-        self._loss: Any = None  # newest training loss
-        self._validation_loss: Any = None  # newest validation loss
-        self._speeds: Mapping[str, float] = {}  # of the newest training record
+        # The newest report, and the step of the report that was shown last.
+        self._step: int | None = None
+        self._shown: int | None = None
+        self._loss: Any = None
+        self._validation_loss: Any = None
+        self._speeds: Mapping[str, float] = {}  # metrics of speed, such as 'mfu'
         self._next_time = self._opened + _QUIET  # nothing is shown before this time
         # Reentrant, because log messages also go through this object and may come at any time.
         self._lock = threading.RLock()
@@ -308,14 +319,16 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._screen.print(text)
 
     def close(self) -> None:
-        """Shows the last report if it was not shown, and ends the display; may be called twice."""
+        """Shows the last report, and ends the display; may be called twice."""
         with self._lock:
             if self._closed.is_set():
                 return
             self._closed.set()
+            # A terminal may still show a phase, so it is drawn again. Elsewhere, a report that was
+            # printed already is not printed again.
             self._phase = None
             if self._screen.terminal or self._step != self._shown:
-                self._next_time = 0.0
+                self._next_time = 0.0  # at once
                 self._show(self._clock())
             self._screen.close(keep=self._step is not None)
             Progress._open = None
@@ -344,7 +357,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._study_asked = self._clock()
 
     def _show(self, now: float) -> None:
-        """Shows the phase or the last report, unless something was shown a moment ago.
+        """Shows the current phase, or else the newest report, unless `_next_time` is not reached.
 
         A terminal shows a phase at once.
         """
@@ -363,11 +376,12 @@ class Progress(contextlib.AbstractContextManager['Progress']):
 
         if self._screen.terminal:
             self._screen.draw(self._row(fields, self._screen.room))
-            self._next_time = now + _DRAWN_EVERY
+            quiet_seconds = _DRAWN_EVERY
         else:
             self.print(f'{self._label}: {", ".join(fields)}')
-            interval_seconds = _PLAIN_FRACTION * (now - self._opened)
-            self._next_time = now + max(_QUIET, interval_seconds)
+            seconds_so_far = now - self._opened
+            quiet_seconds = max(_QUIET, _PLAIN_FRACTION * seconds_so_far)
+        self._next_time = now + quiet_seconds
 
     def _fields(self, now: float) -> list[str]:
         """Returns the parts of the last report in words, the most important ones first."""
@@ -406,15 +420,19 @@ class Progress(contextlib.AbstractContextManager['Progress']):
     def _row(self, fields: list[str], room: int) -> str:
         """Returns the label and as many fields as fit into `room` characters.
 
-        If room is short, the label is shortened before fields are left out.
+        If room is short, the label is shortened before fields are left out. A shorter field may
+        follow one that is left out.
         """
+        # The fields get all room but that of the shortest label.
         shortest_label = min(len(self._label), _SHORTEST_LABEL)
+        room_of_fields = room - shortest_label - len(': ')
         text = fields[0]
         for field in fields[1:]:
             longer_text = f'{text}, {field}'
-            if shortest_label + len(': ') + len(longer_text) <= room:
+            if len(longer_text) <= room_of_fields:
                 text = longer_text
 
+        # The label gets the room that is left.
         label_room = room - len(': ') - len(text)
         longest_label = min(_LABEL, max(_SHORTEST_LABEL, label_room))
         return f'{short(self._label, longest_label)}: {text}'

@@ -34,12 +34,13 @@ def check() -> None:
 
 
 def platform_problem(error: BaseException) -> str | None:
-    """Returns why JAX cannot open the devices that JAX_PLATFORMS names; None for other errors.
+    """Describes an error that a wrong value of JAX_PLATFORMS has caused; None for other errors.
 
-    None, too, if the machine has accelerators: they may only be busy, which is not a wrong setting.
+    The value is wrong if it names a platform that JAX does not know, or if this machine has no
+    accelerator. Accelerators that JAX cannot open may only be busy, so the value may be right.
     """
     value = os.environ.get(PLATFORMS)
-    if not value or not _is_of_opening(error):
+    if not value or not _is_of_devices(error):
         return None
     unknown = _UNKNOWN_PLATFORM.search(str(error))
     if unknown is not None:
@@ -55,7 +56,7 @@ def platform_problem(error: BaseException) -> str | None:
     )
 
 
-def _is_of_opening(error: BaseException) -> bool:
+def _is_of_devices(error: BaseException) -> bool:
     """Whether JAX has raised an error because it could not open its devices."""
     if isinstance(error, AssertionError):  # JAX has found no device at all
         frames = traceback.extract_tb(error.__traceback__)

@@ -99,15 +99,18 @@ def cpu() -> str:
 
 
 def listed(visible: str) -> list[str]:
-    """Splits a value of CUDA_VISIBLE_DEVICES into the GPUs that it names; '' and '-1' hide all."""
+    """Splits a value of CUDA_VISIBLE_DEVICES into the GPUs that it names: '0,1' gives ['0', '1'].
+
+    '' and '-1' name no GPU.
+    """
     return [gpu for gpu in visible.split(',') if gpu not in ('', '-1')]
 
 
 def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | None:
-    """Returns the NVIDIA GPUs that JAX may use, as indices or names of CUDA_VISIBLE_DEVICES.
+    """Returns the NVIDIA GPUs that JAX may use, as entries of CUDA_VISIBLE_DEVICES: ['0', '1'].
 
-    The list is empty on a machine without accelerators. None stands for other accelerators, which
-    one process uses together.
+    The list is empty if there are no accelerators. None means that there are accelerators of
+    another kind, which are all used by one process.
 
     Args:
       platforms: the value of JAX_PLATFORMS; None allows all platforms.

@@ -405,7 +405,7 @@ def estimate(study: Study, arms: Sequence[PlannedArm]) -> str:
         outcome = cli.outcome(error)
         if outcome is None:
             raise
-        note = f'no time, as this machine cannot train it: {outcome[0]}'
+        note = f'no time, as this machine cannot train it: {outcome.sentence}'
 
     runs_of_stage: dict[str, list[PlannedRun]] = {}
     for run in planned:

@@ -251,9 +251,8 @@ def _train(
             # The other processes of a job may not have the error; they would wait for this one.
             if isinstance(error, JaxRuntimeError) and jax.process_count() > 1:
                 raise
-            reason, _ = outcome
-            log.error('skipping %s: %s', leased['directory'], reason)
-            reason_of_failed[run_id] = reason
+            log.error('skipping %s: %s', leased['directory'], outcome.sentence)
+            reason_of_failed[run_id] = outcome.sentence
 
 
 def of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
