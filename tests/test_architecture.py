@@ -109,7 +109,7 @@ def is_parallel(node: ast.AST) -> bool:
         ('a = b, c', False),
     ],
 )
-def test_a_parallel_assignment_is_told_from_sizes_swaps_and_unpacking(statement, parallel):
+def test_a_parallel_assignment_is_recognized(statement, parallel):
     assert is_parallel(ast.parse(statement).body[0]) == parallel
 
 
@@ -181,7 +181,7 @@ def test_every_room_has_its_layer_and_nothing_lies_flat():
     assert entries - files | PACKAGES <= LAYER.keys()
 
 
-def test_the_package_and_the_bottom_of_a_verdict_import_without_jax():
+def test_what_reads_results_is_imported_without_jax():
     names = ('config', 'metrics', 'stats', 'verdict', 'report.verify')
     rooms = [f'qkattn.{name}' for name in names]
     program = f"""
@@ -193,7 +193,7 @@ assert 'jax' not in sys.modules"""
     assert subprocess.run([sys.executable, '-c', program], cwd=ROOT).returncode == 0
 
 
-def test_every_name_of_the_package_is_exported_and_listed():
+def test_every_public_name_is_exported():
     for name in qkattn.__all__:
         assert callable(getattr(qkattn, name)) and name in dir(qkattn)
         assert not (ROOT / 'qkattn' / name).exists(), 'the name of a package'

@@ -52,7 +52,7 @@ def config_of(*names):
     return Config(model=ModelConfig(vocab_size=V), train=TrainConfig(metrics=names))
 
 
-def test_a_metric_is_of_targets_alone_and_described_with_its_results(outside, metric):
+def test_a_metric_keeps_its_contract(outside, metric):
     check_metrics(config_of(metric))
     known = metrics.named([metric])
     rng = np.random.default_rng(0)

@@ -74,7 +74,7 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil, tmp_pat
             loading.load(tmp_path / 'w', imports=[evil])
 
 
-def test_a_study_is_reported_and_verified_without_what_it_names(evil, tmp_path):
+def test_a_study_is_read_without_importing_what_it_names(evil, tmp_path):
     """Metrics from outside are read as data, and yardsticks open only data that the user names."""
     records = [studies.outside_record(variant, corpus=evil) for variant in ('qk/vo', f'{evil}/vo')]
     path = studies.write_study(tmp_path / 'study', records)

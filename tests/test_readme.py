@@ -174,7 +174,7 @@ def printed(source: str, namespace: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.stored
-def test_the_notebook_runs_and_its_text_is_what_is_stored():
+def test_the_notebook_prints_its_stored_text():
     namespace: dict[str, Any] = {}
     for cell in json.loads((ROOT / 'docs/notebook.ipynb').read_text())['cells']:
         if cell['cell_type'] == 'code':

@@ -217,7 +217,7 @@ READERS = {
 
 
 @pytest.mark.parametrize('read', READERS.values(), ids=READERS)
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, read):
+def test_a_pipe_is_refused_at_once(tmp_path, read):
     os.mkfifo(tmp_path / 'pipe')
     errors = ConfigError, UnsuitableFileError
     with limited(10), refused('is a pipe|no regular file|no file', errors):

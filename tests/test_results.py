@@ -37,7 +37,7 @@ def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]
     return {arm: np.array([by_seed[n] for n in sorted(by_seed)]) for arm, by_seed in losses.items()}
 
 
-def test_differences_and_verdicts(tmp_path):
+def test_verdicts_follow_from_the_losses(tmp_path):
     """Verdicts are those that a yardstick does not withhold."""
     beat_yardsticks(study := shutil.copytree(FAIR, tmp_path / 'fair_small'))
     found = load_findings(study)

@@ -124,11 +124,11 @@ def run_without_extras(program: str, directory: Path = ROOT) -> subprocess.Compl
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True)
 
 
-def test_the_core_is_jax_with_flax_numpy_and_scipy():
+def test_the_core_needs_four_packages():
     assert by_name(CORE, '3.11').keys() == {'jax', 'flax', 'numpy', 'scipy'}
 
 
-def test_layers_and_models_run_without_extras():
+def test_a_model_runs_without_extras():
     page = (ROOT / 'docs/extend.md').read_text('utf-8')
     snippet = page.split('## Without the laboratory')[1].split('```python\n')[1].split('```')[0]
     done = run_without_extras(snippet)
@@ -179,7 +179,7 @@ def test_scripts_are_executable_and_parse():
         subprocess.run(['bash', '-n', script], check=True)
 
 
-def test_an_installation_has_the_commands_and_the_configs(tmp_path):
+def test_an_installation_has_all_files_of_the_package(tmp_path):
     if Version(importlib.metadata.version('setuptools')) < Version('77'):
         pytest.skip('building a wheel needs setuptools >= 77')
     source = tmp_path / 'source'  # the build writes beside it
@@ -300,7 +300,7 @@ def test_a_complete_environment_is_reused_and_never_changed_under_a_job(sandbox)
     assert sandbox.pip_calls() == 3 and (sandbox.venv / 'of a job').exists()
 
 
-def test_an_environment_that_is_not_of_this_tree_and_machine_is_left_alone(sandbox, tmp_path):
+def test_an_environment_made_elsewhere_is_left_alone(sandbox, tmp_path):
     sandbox.run()
     (tmp_path / 'mount').symlink_to(sandbox.root)
     same = tmp_path / 'mount/.venv'  # a second path is no copy

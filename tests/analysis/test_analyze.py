@@ -175,7 +175,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(('fields', 'depths'), only(MEASURED[:2], MEASURED), ids=str)
-def test_every_site_layer_and_head_is_measured(fields, depths):
+def test_every_head_of_every_site_is_measured(fields, depths):
     model = make(**fields)
     source = {'source_BS': TOKENS[:, :6]} if fields is BOTH else {}
     analysis = analyze(model, {'tokens_BT': TOKENS} | source)

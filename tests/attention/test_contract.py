@@ -72,7 +72,7 @@ def is_random(parameter: np.ndarray) -> bool:
     return np.ptp(np.abs(parameter)) > 0
 
 
-def test_a_factor_scales_the_random_matrices_of_its_group_and_nothing_else(variant):
+def test_a_factor_scales_only_the_random_matrices_of_its_group(variant):
     before = initial(variant)
     for factor, group in (('init_qk', 'score.'), ('init_vo', 'value.')):
         for path, after in initial(variant, **{factor: 2.0}).items():
@@ -80,7 +80,7 @@ def test_a_factor_scales_the_random_matrices_of_its_group_and_nothing_else(varia
             np.testing.assert_array_equal(after, (2 if scaled else 1) * before[path], err_msg=path)
 
 
-def test_initialization_as_in_nanogpt_has_one_std_and_a_gain_on_the_output(variant):
+def test_initialization_is_that_of_nanogpt(variant):
     fan_in = initial(variant)
     one, quarter = (initial(variant, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
     gains = {}
@@ -148,7 +148,7 @@ def test_bfloat16_is_near_float32(some):
     assert 1e-5 < error(got, layer(x_BTD, causal())) < 0.06
 
 
-def test_stacked_and_sharded_trials_equal_single_ones(some):
+def test_trials_on_a_mesh_equal_single_ones(some):
     """Parameters placed by the letters of their names on a mesh of 8 devices."""
     layers = [make(some, seed=seed) for seed in (0, 7)]
     x_BTD = stream()

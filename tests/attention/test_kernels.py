@@ -184,7 +184,7 @@ def test_blocks_beyond_the_mask_are_not_computed():
     assert counts == [64, 36, 15, 22]
 
 
-def test_blocks_of_sharded_rows_and_heads_are_computed_where_they_lie():
+def test_sharded_blocks_are_computed_where_they_lie():
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2))
     (*arrays, _), _ = inputs((N, N, 8, 8, T))
     options = {'mask': Mask(causal=True), 'bias': ALIBI}
@@ -252,7 +252,7 @@ def test_splash_attention_lowers_for_a_tpu(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['merged', 'packed'])
-def test_splash_attention_of_a_stack_is_computed_where_rows_and_heads_lie(case):
+def test_splash_attention_of_a_stack_is_computed_where_its_shards_lie(case):
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
     w_BTNH = w_BTNH * options['mask'].dense(LONG, LONG).any(-1)[..., None, None]

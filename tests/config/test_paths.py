@@ -33,7 +33,7 @@ def test_only_a_regular_file_is_read(special, kind, read):
         read(special[kind])
 
 
-def test_a_regular_file_and_a_link_to_one_are_read(tmp_path):
+def test_a_regular_file_is_read_also_through_a_link(tmp_path):
     (tmp_path / 'file').write_bytes(b'content')
     (tmp_path / 'link').symlink_to('file')
     assert read_regular(tmp_path / 'file') == read_regular(tmp_path / 'link') == b'content'
@@ -51,7 +51,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
         read_regular(tmp_path / 'file')
 
 
-def test_a_tree_holds_files_and_directories_only(special, tmp_path):
+def test_a_tree_that_holds_a_pipe_is_refused(special, tmp_path):
     (tmp_path / 'tree/folder').mkdir(parents=True)
     (tmp_path / 'tree/folder/file').touch()
     require_regular_tree(tmp_path / 'tree')

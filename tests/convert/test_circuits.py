@@ -130,7 +130,7 @@ def test_standard_attention_represents_every_linear_variant(variant, options):
     assert difference(target, layer) < 1e-12
 
 
-def test_gains_and_biases_of_the_norm_fold_into_the_projections():
+def test_the_norm_folds_into_the_projections():
     rng = np.random.default_rng(3)
     gain_D = 1 + rng.normal(size=64) / 3
     x_BTD = stream(d_model=64).astype(jnp.float64)
@@ -157,7 +157,7 @@ def test_a_zero_matrix_has_factors():
 
 
 @pytest.mark.parametrize('rank', [2, 15])
-def test_truncation_loses_what_eckart_and_young_prove(rank):
+def test_truncation_has_the_error_of_eckart_young(rank):
     layer = layer_of('qk/vo', biases=False)
     score, lost_qk = truncate(layer, rank=rank)
     value, lost_vo = truncate_vo(layer, rank=rank)

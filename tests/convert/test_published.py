@@ -126,7 +126,7 @@ def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
         assert_logits(loaded, forward(tensors))
 
 
-def test_dictionaries_and_files_hold_the_same(tmp_path):
+def test_every_source_holds_the_same_model(tmp_path):
     tensors = make_tensors(width=4 * D)
     named = as_nanogpt(tensors)
     expected = load_gpt2(tensors, num_heads=N)

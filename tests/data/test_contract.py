@@ -165,7 +165,7 @@ def test_other_objects_are_refused_in_one_sentence(data, outside):
         find(dataclasses.replace(data, languages='en-de'))
 
 
-def test_a_changed_source_or_option_is_another_dataset_and_tokenizer(outside, data):
+def test_a_changed_source_or_option_has_another_identity(outside, data):
     data = dataclasses.replace(data, tokenizer='nibbles:Nibbles')
     before = load_text(data).identity()
     other = dataclasses.replace(data, tokenizer='nibbles:Nibbles(high_first=False)')

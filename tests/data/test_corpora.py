@@ -124,7 +124,7 @@ def test_lower_case_shows_in_the_version(monkeypatch):
     assert sum(len({*texts}) for texts in splits.values()) == 95 and all(splits.values())
 
 
-def test_settings_that_are_needed_and_those_without_effect_are_named():
+def test_settings_that_do_not_fit_a_dataset_are_refused():
     for name, source in CORPORA.items():
         given = dict.fromkeys(source.required, 'x-y')
         for field in {*SETTINGS} - {*source.optional}:
@@ -247,7 +247,7 @@ TEXT = b'one\ntwo\n'
 URL = 'https://files.example.org/lines.txt'
 
 
-def test_a_file_is_fetched_once_checked_and_again_if_it_is_damaged(tmp_path, monkeypatch, warnings):
+def test_a_download_is_checked(tmp_path, monkeypatch, warnings):
     served = {}
 
     def get(url, timeout):
@@ -394,7 +394,7 @@ def read(corpus, language=None):
     return {split: [text.decode() for text in texts] for split, texts in sides.items()}
 
 
-def test_text_and_translations_are_those_that_the_settings_name(config):
+def test_settings_name_what_is_read(config):
     assert read(find(config('own'))) == dict.fromkeys(('train', 'validation'), VALUES['en'])
     corpus = find(config('texts', feature='de'))
     assert corpus.name in ('tfds-texts-de', 'hf-texts-de') and corpus.carved == {'validation': 0.1}
@@ -457,7 +457,7 @@ def test_nothing_in_the_working_directory_is_read_as_a_published_set(tmp_path, m
     assert known.keys() <= set(catalogues.LOADERS)
 
 
-def test_a_published_set_is_asked_for_by_owner_name_and_config(tmp_path, monkeypatch):
+def test_a_published_set_is_asked_for_by_its_full_name(tmp_path, monkeypatch):
     datasets = pytest.importorskip('datasets')
     hf_set(tmp_path, 'own')
 
@@ -482,7 +482,7 @@ def pairs():
     return list(cldr.pairs('en', 'de'))
 
 
-def test_texts_of_every_category_are_distinct_short_and_tidy(pairs):
+def test_texts_of_every_category_are_tidy(pairs):
     sizes = collections.Counter(category for category, _, _ in pairs)
     assert set(sizes) == set(cldr.CATEGORIES) and min(sizes.values()) > 800
     translations = {source: target for _, source, target in pairs}
@@ -516,7 +516,7 @@ def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeyp
         assert {categories[source] for source in texts[0][:150]} == set(categories.values())
 
 
-def test_stdlib_is_the_library_without_tests_and_tables():
+def test_stdlib_is_the_library_without_its_tests():
     paths = list(python_text.modules())
     corpus = find(DataConfig())
     assert paths == sorted(paths) and len(paths) > 200

@@ -34,7 +34,7 @@ def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_pa
         data_root('gs://bucket/x')
 
 
-def test_of_those_that_race_one_prepares_and_another_if_it_fails(tmp_path):
+def test_of_those_that_race_one_prepares(tmp_path):
     prepared = []
 
     def prepare():

@@ -51,7 +51,7 @@ def test_hosts_together_read_the_global_batches():
             assert np.array_equal(np.concatenate([part[name] for part in shares]), array)
 
 
-def test_draws_are_the_seed_and_the_position_in_the_endless_sequence():
+def test_a_row_is_drawn_by_its_place_in_the_endless_sequence():
     rows = windows(train=500, validation=74)
     rows.read = lambda split, rows_B, draws_B2: {'draws': draws_B2}
     batch = pipeline.train_batch(rows, part=slice(1, 4), seed=7, step=2, batch_size=4)
@@ -60,7 +60,7 @@ def test_draws_are_the_seed_and_the_position_in_the_endless_sequence():
     assert batch['draws'].tolist() == [[0, 0], [0, 3], [0, 6]] and batch['draws'].dtype == np.uint64
 
 
-def test_train_batches_are_train_batch_of_seed_and_step():
+def test_batches_of_training_are_those_of_their_steps():
     rows = windows(train=500)
     settings = {'batch_size': 6, 'part': slice(2, 5)}
     steps = {'start_step': 11, 'num_steps': 8, 'steps_per_read': 3}
@@ -74,7 +74,7 @@ def test_train_batches_are_train_batch_of_seed_and_step():
     assert list(pipeline.train_batches(rows, seeds=(0,), num_steps=0, batch_size=1)) == []
 
 
-def test_one_thread_reads_ahead_shares_seeds_and_ends_when_closed():
+def test_one_thread_reads_ahead():
     rows = windows(train=500)
     read = rows.read
     threads = []

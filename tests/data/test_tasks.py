@@ -41,7 +41,7 @@ def test_a_window_that_is_longer_than_the_split_is_refused(rows, message):
         rows.count('train')
 
 
-def test_shifted_windows_move_together_and_anew_in_every_epoch():
+def test_shifted_windows_move_together():
     rows = LanguageRows(numbers(train=105, validation=106), 7, shift=True)
     assert rows.count('train') == 14
     offsets = []
@@ -141,7 +141,7 @@ def opened(name: str) -> probe_tasks.ProbeRows:
     return probe_tasks.ProbeRows(*probe_tasks.find(name))
 
 
-def test_shapes_types_and_range():
+def test_rows_of_probes_are_well_formed():
     for name in (*SMALL, *TIGHT):
         rows = opened(name)
         batch = read_rows(rows, 'train', range(300))
@@ -186,7 +186,7 @@ def test_answers_follow_from_what_a_row_shows(name):
 
 
 @pytest.mark.parametrize('name', PROBES)
-def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name):
+def test_rows_are_those_of_their_draws_or_numbers(name):
     rows = opened(name)
     assert rows.identity() == {'name': name, 'version': 1, 'options': vars(PROBES[name]())}
     assert [rows.count(split) for split in rows.splits] == [2**24, 1024, 1024]
@@ -298,7 +298,7 @@ def unpack(batch):
             yield source[source_segments == segment].tolist(), *sides
 
 
-def test_every_pair_is_in_one_row_whole_and_with_its_own_translation():
+def test_every_pair_is_in_one_row_beside_its_translation():
     expected = sorted(
         ([*source, SEPARATOR], [SEPARATOR, *target], [*target, SEPARATOR])
         for source, target in zip(SOURCES['train'], TARGETS['train'], strict=True)
@@ -335,7 +335,7 @@ def test_the_identity_of_translation_rows_has_the_packing():
     assert ROWS.unigram_nats('train') == PARALLEL.target.unigram_nats('train')
 
 
-def test_the_packing_is_fixed_and_shuffled():
+def test_the_packing_is_a_fixed_shuffle():
     first = [source for source, _, _ in unpack(read(ROWS, 'validation'))]
     in_file_order = [[*s, SEPARATOR] for s in PARALLEL.sentences('validation')[0]]
     # Written down, so that a library that draws differently does not go unnoticed.

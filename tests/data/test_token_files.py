@@ -39,7 +39,7 @@ def test_blocks_hold_all_ids(monkeypatch):
     assert [len(block) for block in tokens.blocks(np.arange(30))] == [12, 12, 6]
 
 
-def test_identity_and_documents_of_datasets_and_pairs(monkeypatch):
+def test_a_dataset_has_the_identity_of_its_parts(monkeypatch):
     monkeypatch.setattr(tokens, 'BLOCK', 3)
     text = {'train': np.frombuffer(b'aab\0c\0', np.uint8)}
     source, target = (token_dataset(name, ByteTokenizer(), text) for name in 'ab')

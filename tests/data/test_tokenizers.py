@@ -54,7 +54,7 @@ def test_text_that_is_cut_or_no_text_is_decoded_with_a_mark_or_refused():
 PHRASES = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
 
 
-def test_a_tokenizer_is_trained_once_and_again_if_it_is_damaged(tmp_path, warnings):
+def test_a_tokenizer_is_trained_once_unless_it_is_damaged(tmp_path, warnings):
     def opened(kind, texts=PHRASES, size=270):
         return open_tokenizer(
             tmp_path, 'corpus/1.0.0', kind, size, lambda: texts or pytest.fail('texts are read')

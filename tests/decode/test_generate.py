@@ -28,7 +28,7 @@ def test_greedy_tokens_are_those_without_a_cache(model):
     assert len(np.unique(greedy_BT)) > 3
 
 
-def test_sampling_depends_on_the_key_and_on_nothing_else(model):
+def test_sampling_depends_only_on_the_key(model):
     draws = {'key': jax.random.key(3), 'temperature': 1.0}
     first = generate(model, PROMPTS, 6, **draws)
     np.testing.assert_array_equal(first, generate(model, PROMPTS, 6, **draws))

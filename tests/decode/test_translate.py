@@ -90,7 +90,7 @@ def test_every_row_of_a_batch_is_a_source(monkeypatch):
     assert valid_BS.any(1).all()
 
 
-def test_the_search_has_the_beam_and_the_length_penalty_of_the_settings():
+def test_the_search_follows_its_settings():
     sources = sources_of(8)
     model = make(context=5)
     short, long = (translated(sources, model, beam=4, length_penalty=a) for a in (-2.0, 4.0))
@@ -125,7 +125,7 @@ def test_a_split_is_scored_as_its_translations_are(caplog):
     assert got['num_sentences'] == 1 and caplog.messages == [truncated] * 2
 
 
-def test_processes_share_the_batches_and_know_all_translations(monkeypatch):
+def test_processes_share_the_work_of_a_translation(monkeypatch):
     monkeypatch.setattr(translate, 'BATCH_SIZE', 2)
     parts = {}
     sources = sources_of(7)

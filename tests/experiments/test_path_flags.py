@@ -81,7 +81,7 @@ def test_the_home_directory_may_be_written_as_a_tilde(refusal, script, flag):
     assert 'names no home directory' in refusal(script, f'--{flag}=~not a user/a')
 
 
-def test_a_tilde_is_expanded_in_one_path_and_in_several(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_in_each_path(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     assert PathParser().parse('~/a') == f'{tmp_path}/a'
     assert PathsParser().parse('~/a,b') == [f'{tmp_path}/a', 'b']

@@ -64,7 +64,7 @@ def run(small_run, tmp_path):
 # Help, and what nobody reads
 
 
-def test_help_names_every_script_and_every_config(printed):
+def test_help_lists_all_that_can_be_run(printed):
     text = printed('--help')
     assert text == printed() and printed('--version') == f'{__version__}\n'
     assert all(len(line) <= 80 for line in text.splitlines())
@@ -81,7 +81,7 @@ def entries(text):
 
 
 @pytest.mark.parametrize('name', SCRIPTS)
-def test_every_flag_and_field_has_type_bounds_default_and_description(printed, name):
+def test_every_setting_is_explained(printed, name):
     text = printed(name, '-h')
     assert all(len(x) <= 80 for x in text.splitlines())
     flags = entries(text)
@@ -212,9 +212,7 @@ RECALL = """
 """
 
 
-def test_training_prints_its_losses_and_where_everything_lies(
-    script_here, printed, tmp_path, outside
-):
+def test_training_prints_where_its_results_are(script_here, printed, tmp_path, outside):
     done = script_here('train', '--config=run.py', '--workdir=out', *RECALL.split())
     assert done.returncode == 0, done.stderr
     loss = r'\d\.\d{4} to \d\.\d{4} nats/token'
@@ -266,7 +264,7 @@ def test_a_run_continues_a_prompt(script_here, printed, run):
     assert len(text('--prompt_tokens=100 101 102 32 102').split()) == 12
 
 
-def test_a_run_is_converted_and_generates_the_same_text(refusal, printed, run):
+def test_a_converted_run_generates_the_same_text(refusal, printed, run):
     flags = ('convert', '--source=run', '--trial=1', '--apply=merge', '--out=merged')
     text = printed(*flags)
     assert 'merge: merged/vo, largest relative logit change' in text
@@ -285,7 +283,7 @@ def test_a_run_is_converted_and_generates_the_same_text(refusal, printed, run):
     assert 'unmerge(rank=1) cannot be applied: layer 0' in sentence
 
 
-def test_a_run_is_written_for_transformers_and_generates_the_same_text(printed, run, tmp_path):
+def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tmp_path):
     text = printed('convert', 'run', '--layout=transformers', '--out=gpt2')
     assert text.splitlines()[-1] == 'wrote gpt2, a GPT-2 in the layout of transformers'
     names = {'model.safetensors', 'config.json', 'tokenizer.json', 'tokenizer_config.json'}
@@ -339,7 +337,7 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
 
 
 @pytest.mark.slow
-def test_other_kinds_of_models_and_files_are_measured(printed, tmp_path):
+def test_any_kind_of_model_is_measured(printed, tmp_path):
     sizes = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'context': 12, 'vocab_size': 257}
     save_model(tmp_path / 'nonlinear', ModelConfig(score='nonlinear_query', **sizes))
     text = printed('analyze', '--source=nonlinear', '--tokens=1 2 3')
@@ -353,7 +351,7 @@ def test_other_kinds_of_models_and_files_are_measured(printed, tmp_path):
     assert 'induction' in text and 'entropy' not in text  # nothing was read
 
 
-def test_tokens_are_made_trained_on_and_decoded(printed, tiny, tmp_path):
+def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
     write_texts(tmp_path / 'files')
     data = ('--config.data.name=text', '--config.data.path=files')
     flags = ('prepare_data', '--config=run.py', '--out=made', *data)
@@ -491,7 +489,7 @@ def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
 
 
 @pytest.mark.parametrize('workers', only([1], [1, 2]))
-def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
+def test_a_repeated_ablation_trains_only_what_is_missing(
     script_here, tmp_path, monkeypatch, workers
 ):
     flags = ('--config=study.py', '--workdir=out')
@@ -528,7 +526,7 @@ def test_an_ablation_runs_skips_what_is_done_and_takes_an_outside_variant(
     assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
 
 
-def test_a_dry_run_prints_the_runs_and_writes_nothing(printed, tmp_path):
+def test_a_dry_run_writes_nothing(printed, tmp_path):
     text = printed('ablate', '--config=study.py', '--dry_run')
     assert 'small: 2 arms' in text and 'residual' in text
     # 3 trials of 40 steps of 4 rows of 16 tokens, for each of two runs.
@@ -586,7 +584,7 @@ def test_reversal_is_learned_from_files(translator):
     assert result['test_loss'] is result['test_accuracy'] is None and 'test_bleu' not in result
 
 
-def test_text_and_files_are_translated_line_by_line(printed, translator, tmp_path):
+def test_text_is_translated_line_by_line(printed, translator, tmp_path):
     translate_run = ('translate', f'--source={translator[0]}')
     assert printed(*translate_run, '--text=bad\ncafe') == 'dab\nefac\n'
     # The run is of lower-cased text. The last line needs no end.

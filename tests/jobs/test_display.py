@@ -101,7 +101,7 @@ def test_plain_lines_stand_at_intervals(show, clock):
     ]
 
 
-def test_the_display_shows_utilization_and_waits_for_input(show, clock):
+def test_the_display_shows_what_a_step_measured(show, clock):
     stream = io.StringIO()
     with show(stream, 'x', 100, tokens_per_step=10) as progress:
         progress.update(1)

@@ -24,7 +24,7 @@ def group(tmp_path):
     return write
 
 
-def test_the_narrowest_control_group_limits_cores_and_memory(group, tmp_path):
+def test_the_narrowest_control_group_is_the_limit(group, tmp_path):
     paths = [tmp_path / name for name in ('cgroup', 'membership', 'meminfo')]
 
     def left() -> tuple[float, float]:

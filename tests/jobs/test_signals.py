@@ -93,7 +93,7 @@ LEAVE = """
 
 
 @pytest.mark.parametrize('held', ['not held', 'not held, unread', 'held'])
-def test_exit_on_signal_cuts_no_file_and_keeps_no_lease(held, tmp_path):
+def test_exit_on_signal_leaves_a_clean_directory(held, tmp_path):
     """Where a request is held, there is something to save: the program itself ends."""
     process = start_python(LEAVE, tmp_path, held)
     if 'unread' in held:
@@ -200,7 +200,7 @@ END = """
 """
 
 
-def test_a_thread_that_ends_the_process_waits_for_a_write_and_prints_results_first(tmp_path):
+def test_a_thread_that_ends_the_process_waits_for_its_output(tmp_path):
     """The others of a job, once they know of it, may end this process, too."""
     process = start_python(END, tmp_path / 'file', PYTHONUNBUFFERED='')
     printed, errors = process.communicate(timeout=60)

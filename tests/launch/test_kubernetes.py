@@ -57,7 +57,7 @@ def expanded(text: str, env: dict[str, str]) -> str:
 
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_KUBERNETES_PYTHON: see validate_manifest.py')
-def test_every_field_is_known_and_has_its_type():
+def test_every_field_is_valid():
     texts = {case: rendered(*flags) for case, flags in CASES.items()}
     broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
     texts['broken'] = broken.replace('parallelism', 'paralelism')
@@ -73,7 +73,7 @@ def test_every_field_is_known_and_has_its_type():
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_pods_get_chips_unchanged_arguments_and_time_to_save(case):
+def test_pods_get_what_a_run_needs(case):
     job = job_of(content(case))
     pod = pod_of(content(case))
     (container,) = pod['containers']
@@ -94,7 +94,7 @@ def test_pods_get_chips_unchanged_arguments_and_time_to_save(case):
     assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
 
 
-def test_nodes_are_selected_by_accelerator_and_topology():
+def test_nodes_are_selected_by_their_accelerator():
     for case, selected in (
         ('tpu', {'tpu-accelerator': 'tpu-v6e-slice', 'tpu-topology': '4x4', 'spot': 'true'}),
         ('gpu', {'accelerator': 'nvidia-h100-80gb'}),

@@ -58,7 +58,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(('name', 'arguments', 'words'), WRONG, ids=lambda x: str(x)[-60:])
-def test_a_wrong_command_line_is_one_sentence_and_calls_nothing(name, arguments, words, tmp_path):
+def test_a_wrong_command_line_is_refused_before_anything_is_called(
+    name, arguments, words, tmp_path
+):
     for tool in TOOLS.values():
         stand_in(tmp_path / tool, f'#!/bin/sh\ntouch {tmp_path}/called\n')
     env = before_path(tmp_path) | {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6'}

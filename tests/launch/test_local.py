@@ -92,7 +92,7 @@ def test_a_job_is_started_again_by_its_exit_code(plan, code, number, words, tmp_
         ('saves saves', signal.SIGKILL, -signal.SIGKILL, 0),
     ],
 )
-def test_all_may_save_and_who_does_not_end_in_time_is_killed(plan, number, code, saved, tmp_path):
+def test_what_does_not_end_in_time_is_killed(plan, number, code, saved, tmp_path):
     """Also what a process has started and left behind, which holds its standard output."""
     job = start(tmp_path, plan, '--grace=2', '--retries=0')
     until(lambda: len(starts(tmp_path)) == 2)

@@ -38,7 +38,7 @@ def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
 
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
-def test_skypilot_reads_the_tasks_as_they_are_and_as_they_are_filled_in(tmp_path):
+def test_skypilot_reads_the_tasks(tmp_path):
     files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
     filled = [rendered(GPUS, command=('train', *AWKWARD))[0]]
     filled += [rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
@@ -68,7 +68,7 @@ def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
     return {name: starts(folder)[-1]['env'].get(name) for name in TRIPLE}
 
 
-def test_arguments_arrive_unchanged_and_processes_find_each_other(tmp_path):
+def test_a_task_starts_its_command_on_every_node(tmp_path):
     text, _ = rendered(GPUS, '--nodes=2', command=('train', *AWKWARD, 'a\r\x07\tb'))
     node = {'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8', 'SKYPILOT_NODE_RANK': '1'}
     node['PATH'] = f'{tmp_path}/gpus:{os.environ["PATH"]}'

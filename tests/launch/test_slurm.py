@@ -36,7 +36,7 @@ STUDY_OPTIONS = ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
         (('--workers=8', '--retries=0'), ('ablate', '--workdir', 'runs/s'), 0, STUDY_OPTIONS),
     ],
 )
-def test_a_dry_run_prints_the_command_and_the_script(flags, command, retries, options):
+def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, options):
     text = dry_run('slurm', *flags, command=command, QKATTN_VENV='/a v')
     line = text.split('\n\n# ')[0]
     script = ROOT / 'launch/slurm.sbatch'
@@ -113,7 +113,7 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
     ('rank', 'code', 'restarts', 'words'),
     [(1, 1, 1, 'crashed 2 times'), (0, 2, 0, 'has a wrong setting or directory')],
 )
-def test_crashes_are_retried_and_wrong_settings_are_not(rank, code, restarts, words, stand_in):
+def test_only_crashes_are_retried(rank, code, restarts, words, stand_in):
     # One that has not begun when the other fails dies of srun's SIGTERM, which counts as a crash.
     begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
     failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
@@ -126,7 +126,7 @@ def test_crashes_are_retried_and_wrong_settings_are_not(rank, code, restarts, wo
 
 
 @pytest.mark.slow
-def test_a_job_that_is_asked_to_stop_or_preempted_goes_on_and_may_still_crash(stand_in):
+def test_a_job_that_is_stopped_or_preempted_goes_on(stand_in):
     """Slurm sends SIGTERM to the processes before the time limit, as scancel --signal does."""
     script = f"""
     case $SLURM_RESTART_COUNT in
@@ -211,7 +211,7 @@ def kill(job: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_nodes_that_is_preempted_and_crashes_ends_bitwise_equal(training):
+def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
     (training.directory / 'run.py').write_text(RUN)
     run = ('--nodes=2', '--', 'train', '--config=run.py')
     job = training.submit(*run, '--workdir=undisturbed')

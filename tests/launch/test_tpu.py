@@ -163,7 +163,7 @@ def test_what_is_started_again(host, codes, retries, number, ended):
     assert {tuple(start['arguments']) for start in starts(host)} == {AWKWARD}
 
 
-def test_a_host_is_stopped_with_its_checkpoint_and_started_once(host):
+def test_a_host_runs_once_until_it_is_stopped(host):
     assert state_of(host) == 'new'
     (host / 'plan').write_text('saves\nsaves')
     (run,) = gcloud_commands('run', *WHERE, command=TRAIN)

@@ -58,7 +58,7 @@ def drawn(tmp_path_factory):
     return findings, made
 
 
-def test_a_forest_has_every_declared_arm_with_its_interval_seeds_and_word(drawn):
+def test_a_forest_shows_every_declared_arm(drawn):
     findings, made = drawn
     (ax,) = made['verdicts'].axes
     names = row_names(ax)
@@ -114,7 +114,7 @@ def test_no_box_of_a_text_covers_another_however_few_lines_there_are(number):
         assert not any(box.overlaps(other) for other in boxes[:place])
 
 
-def test_sweeps_show_screening_losses_fit_and_choice(drawn):
+def test_sweeps_show_how_a_rate_was_chosen(drawn):
     findings, made = drawn
     axes = made['sweep_learning_rate'].axes
     swept = [arm for arm in findings.arms if arm.sweeps]
@@ -229,7 +229,7 @@ def test_a_picture_of_a_page_has_the_same_bytes_each_time():
     assert picture(drawing).wide != picture(drawing).narrow
 
 
-def test_names_and_texts_of_a_wide_forest_stand_beside_its_axes():
+def test_labels_of_a_wide_forest_stand_beside_its_axes():
     lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0, (1.0, 1.1), right='gjy') for n in range(3)]
     with style_sheet():
         figure = forest({'': lines}, 'x', styles([line.arm for line in lines], None), width=WIDE)
@@ -252,7 +252,7 @@ def test_a_legend_shows_the_marks_of_several_arms():
     assert len(colors) == 3
 
 
-def test_panels_of_a_page_have_axes_at_the_same_place_and_all_their_labels(grids):
+def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
     for grid in grids:
         with style_sheet():
             panels = grid.draw_alone()

@@ -118,7 +118,7 @@ def test_what_does_not_agree_or_cannot_be_read_is_named(numbers, tmp_path, name,
         'covered: 3 of 4',
     ],
 )
-def test_names_code_blocks_targets_and_citations_need_no_entry(page):
+def test_what_is_no_result_needs_no_entry(page):
     assert not [*uncovered(page, ['covered: 3 of 4'])]
 
 

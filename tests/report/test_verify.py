@@ -200,7 +200,7 @@ def test_an_export_does_not_overwrite_something_else(written, tmp_path, monkeypa
     assert report.export(written, report.export(written, tmp_path / 'twice')) == tmp_path / 'twice'
 
 
-def test_a_headline_is_written_and_checked(study, tmp_path):
+def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
     page = tmp_path / 'README.md'
     page.write_text('before\n<!-- headline: kept -->\n<!-- end -->\nafter 1.5\n')
     with pytest.raises(ReportError, match='README.md does not match its studies, line 3'):
@@ -214,9 +214,7 @@ def test_a_headline_is_written_and_checked(study, tmp_path):
         check_page(page)
 
 
-def test_an_export_to_a_bucket_is_there_and_not_below_this_directory(
-    written, bucket, tmp_path, monkeypatch
-):
+def test_an_export_to_a_bucket_writes_nothing_here(written, bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         report.export(written, 'gs://runs/kept')

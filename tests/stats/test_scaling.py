@@ -138,7 +138,7 @@ def noisy_law():
     return scaling.fit(SIZES, means(np.random.default_rng(1), SIZES, SD / 2))
 
 
-def test_what_arm_and_baseline_share_at_a_size_is_no_part_of_their_difference(noisy_law):
+def test_errors_shared_at_a_size_are_no_part_of_a_difference(noisy_law):
     same = scaling.multiplier(noisy_law, [(n, n, 0.0) for n in SIZES])
     assert (same.low, same.value, same.high) == pytest.approx((1, 1, 1))
 

@@ -222,7 +222,7 @@ def test_neither_tuning_nor_skewed_sweeps_nor_bad_trials_decide(case, choice):
     assert case.startswith('bad') or counts.coverage >= 0.94
 
 
-def test_intervals_over_seeds_and_documents_cover():
+def test_intervals_over_two_sources_of_error_cover():
     both, seeds = crossed(400)
     assert both >= 0.94 > 0.8 > seeds
 

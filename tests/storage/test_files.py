@@ -33,7 +33,7 @@ def names(directory):
 
 
 @pytest.mark.parametrize('mask', [0o002, 0o077])
-def test_a_file_is_replaced_and_has_the_mode_that_the_umask_gives(file, mask):
+def test_a_replaced_file_has_the_mode_that_the_umask_gives(file, mask):
     file.with_name('file.tmp').touch(0o600)  # what a killed writer left
     with umask(mask), replacing(file) as temporary:
         temporary.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def test_a_file_is_replaced_and_has_the_mode_that_the_umask_gives(file, mask):
 
 @pytest.mark.parametrize('call', ['fsync', 'replace', 'block', 'library'])
 @pytest.mark.parametrize('code', [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_a_failed_write_is_named_and_leaves_the_file_as_it_was(file, monkeypatch, call, code):
+def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, call, code):
     def fail(*_):
         raise OSError(code, os.strerror(code))
 

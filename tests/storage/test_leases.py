@@ -125,7 +125,7 @@ def test_a_holder_gives_up_before_its_lease_expires(disk, clock):
             assert held.lost is lost
 
 
-def test_heartbeats_are_retried_and_late_ones_do_not_count(disk, monkeypatch, clock, frequent):
+def test_failed_heartbeats_are_retried_until_they_are_late(disk, monkeypatch, clock, frequent):
     renew = leases._File.renew
     calls = Counter()
     does = 'work'
@@ -164,7 +164,7 @@ def test_a_holder_sees_at_its_next_heartbeat_what_happened_to_its_lease(storage,
 
 
 @pytest.mark.parametrize('error', [None, SystemExit])
-def test_leaving_frees_the_run_at_once_and_stops_the_heartbeat(storage, error):
+def test_leaving_releases_the_lease(storage, error):
     with contextlib.suppress(SystemExit), storage.acquire() as held:
         assert held._thread.is_alive() and storage.acquire() is None
         assert list(storage.holders()) == ['run']

@@ -62,7 +62,7 @@ def altered(directory):
     return read(directory).altered(ledger.seen(directory))
 
 
-def test_a_ledger_says_what_was_declared_and_when(directory):
+def test_a_ledger_says_what_was_declared(directory):
     kept = read(directory)
     events = [entry['event'] for entry in kept.entries]
     assert events == ['declared', 'looked', 'arms_added', 'accepted']

@@ -14,7 +14,7 @@ from tests.refusals import refused
 from tests.studies import outside_record
 
 
-def test_to_jsonable_covers_numpy_jax_and_containers():
+def test_to_jsonable_covers_what_records_hold():
     pairs = [
         (np.float32(0.5), 0.5),
         (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),

@@ -112,7 +112,7 @@ def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch, outside):
     assert first['imported'] == {'lion:lion': sha256}
 
 
-def test_git_state_in_and_outside_a_checkout(tmp_path, monkeypatch):
+def test_git_state_is_that_of_the_package(tmp_path, monkeypatch):
     package = tmp_path / 'repository' / 'package'
     outside = package / '.venv' / 'package'
     for directory in (package, outside):

@@ -134,9 +134,7 @@ def test_workers_that_end_in_any_way(tmp_path):
         (2, 0, 2, 3, 2**31, 2),  # asked for by number
     ],
 )
-def test_workers_are_no_more_than_there_is_room_and_work_for(
-    monkeypatch, number, gpus, wanted, runs, free, most
-):
+def test_workers_are_no_more_than_are_of_use(monkeypatch, number, gpus, wanted, runs, free, most):
     """So many cores, accelerators and bytes; None: not known."""
     monkeypatch.setattr(machine, 'free_memory', lambda: free)
     monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))

@@ -169,7 +169,7 @@ def decided_plan(controlled_study, controlled_arms):
     return plan.runs(controlled_study, controlled_arms, DECIDING)
 
 
-def test_decided_arms_and_the_baseline_are_trained_longer(decided_plan):
+def test_decided_arms_are_trained_longer_beside_the_baseline(decided_plan):
     longer_runs = longer(decided_plan)
     assert decided_plan[-len(longer_runs) :] == longer_runs
     verdicts = [run.arm.key.variant for run in longer_runs if run.stage == 'verdict']

@@ -58,7 +58,7 @@ def replanned(kept, directory):
     return b''.join([*lines, json.dumps(run).encode() + b'\n'])
 
 
-def test_all_comes_back_but_training_and_documents_of_screening(study, kept):
+def test_all_comes_back_that_a_verdict_reads(study, kept):
     before = files(study)
     after = logs_of(kept) | {name: (kept / name).read_bytes() for name in stored.WHOLE_FILES}
     left_out = {name for name in before if 'screening' in name and name.endswith('documents.json')}

@@ -319,7 +319,7 @@ def test_a_worker_that_waits_names_the_run_that_another_holds(waited, caplog):
     assert f'waiting for {waited.directory}, held by process' in ' '.join(messages)
 
 
-def test_what_is_planned_and_what_is_left_are_of_one_moment(trained, tmp_path, monkeypatch):
+def test_a_plan_is_that_of_its_moment(trained, tmp_path, monkeypatch):
     """Another worker ends the last open run just after the plan was made without it."""
     path = tmp_path / 'out'
     planned = plan.runs

@@ -99,7 +99,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_with_the_version_that_reads_i
     assert names_in(tmp_path) == ['4', '8']
 
 
-def test_a_checkpoint_of_another_config_is_refused_again_and_again(tmp_path):
+def test_a_checkpoint_of_another_config_is_refused_each_time(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as saved:
         saved.save(4, state_of(4), RECORD)
     message = f"^{tmp_path}/4 is of a run with another configuration .config_hash 'abc', not 'def'"

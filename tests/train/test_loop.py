@@ -97,7 +97,7 @@ def test_the_time_of_training_includes_that_of_its_parts(finished):
     assert sum(result[part] for part in PARTS) < result['train_seconds']
 
 
-def test_losses_and_fractions_are_plausible_on_every_split(finished):
+def test_results_are_plausible_on_every_split(finished):
     result = finished.results[0]
     rows = rows_of(finished.config)
     for split in rows.splits[1:]:
@@ -126,7 +126,7 @@ def test_the_last_evaluation_that_is_logged_is_that_of_the_results(finished):
     assert evaluations[-1]['val_solved'] == [r['val_solved'] for r in finished.results]
 
 
-def test_a_run_logs_evaluates_and_saves_by_its_plan(small, tmp_path, monkeypatch):
+def test_a_run_follows_its_plan(small, tmp_path, monkeypatch):
     losses = {}
     phases = Counter()
     splits = []

@@ -60,7 +60,7 @@ def test_steps_of_sgd_are_those_of_optax():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), *sgd)
 
 
-def test_muon_makes_each_head_near_orthogonal_and_takes_steps_of_adam_elsewhere():
+def test_muon_makes_the_step_of_each_head_near_orthogonal():
     """Of singular values from 0.7 to 1.2 (Jordan et al. 2024), times 0.2 sqrt(longer side)."""
     params, gradients, _ = trees()
     after, adam = both(named(name='muon'), ADAM(nesterov=True, weight_decay=0.0))
@@ -116,7 +116,7 @@ def pytest_generate_tests(metafunc):
     chosen(metafunc, 'schedule', [*SCHEDULES, 'cooldown:cooldown', 'cooldown:cooldown(decay=0.5)'])
 
 
-def test_an_optimizer_descends_and_decays_independently_of_its_rate(outside, optimizer):
+def test_an_optimizer_keeps_its_contract(outside, optimizer):
     """Eight steps down the sum of squares, by one program; what is frozen stays."""
     config = OptimizerConfig(name=optimizer, clip_norm=None)
     rising = jnp.linspace(1, 2, 12).reshape(3, 4)
@@ -151,7 +151,7 @@ def test_an_optimizer_descends_and_decays_independently_of_its_rate(outside, opt
     assert step._cache_size() == 1
 
 
-def test_a_schedule_warms_up_to_the_peak_and_ends_where_it_says(outside, schedule):
+def test_a_schedule_keeps_its_contract(outside, schedule):
     config = OptimizerConfig(schedule=schedule, warmup_steps=4, final_fraction=0.1)
     check_optimizer(config, 60)
     fractions = np.asarray(jax.vmap(optimizers.schedule(config, 60))(jnp.arange(61)))

@@ -54,7 +54,7 @@ class Device:
     device_kind: str = 'H100'
 
 
-def test_fsdp_and_tensor_stay_inside_a_node_where_they_can():
+def test_inner_axes_stay_inside_a_node_where_they_can():
     # In an order that is not that of the nodes.
     devices = [Device(id=i, slice_index=i % 2) for i in range(8)]
     for mesh, crossing in (
@@ -90,7 +90,7 @@ CONFIG = Config(
 )
 
 
-def test_parameters_gradients_and_a_batch_have_to_fit(monkeypatch):
+def test_a_training_step_has_to_fit_into_memory(monkeypatch):
     model = dataclasses.replace(CONFIG.model, vocab_size=2**31 - 1)
     with pytest.raises(ConfigError, match='model.vocab_size=2147483647.* 768.0 GiB, more than the'):
         sharding.require_memory(dataclasses.replace(CONFIG, model=model))
@@ -111,7 +111,7 @@ JOBS = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]], [[0, 1, 2], 
 
 @pytest.mark.parametrize('job', JOBS, ids=['blocks', 'spread', 'unequal'])
 @pytest.mark.parametrize('mesh', MESHES, ids=str)
-def test_processes_read_what_their_devices_hold_and_place_the_batch(mesh, job, monkeypatch):
+def test_processes_read_what_their_devices_hold(mesh, job, monkeypatch):
     train = TrainConfig(steps_per_dispatch=3, batch_size=16, accumulation=2)
     trials = TrialsConfig(seeds=(0, 1, 2, 3))
     config = dataclasses.replace(CONFIG, train=train, trials=trials, mesh=mesh)

@@ -152,7 +152,7 @@ def test_a_step_in_bfloat16_keeps_parameters_in_float32(four):
     assert np.abs(np.asarray(got['loss'][0] - want['loss'][0])).max() > 1e-6
 
 
-def test_dropout_depends_on_seed_and_step_only(four):
+def test_dropout_is_drawn_by_seed_at_each_step(four):
     points = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
     runs = (three_steps(four(points, dropout=rate)) for rate in (0.1, 0.1, 0.0))
     losses_CX, again_CX, without_CX = (np.asarray(metrics['loss']) for _, metrics in runs)
@@ -163,7 +163,7 @@ def test_dropout_depends_on_seed_and_step_only(four):
     assert four(attention_dropout=0.1).model.drops and four(activation_dropout=0.1).model.drops
 
 
-def test_remat_and_unroll_change_no_gradient_and_what_is_kept(four):
+def test_remat_keeps_less_for_the_same_gradient(four):
     config = four()
     grads = {}
     kept = {}
@@ -257,7 +257,7 @@ def gradient(config, params, batch):
 
 
 @pytest.mark.parametrize('compute', [gradient, trials.row_sums])
-def test_chunks_change_no_result_and_hold_the_logits_of_a_chunk(tiny, compute):
+def test_chunks_compute_the_same_in_less_memory(tiny, compute):
     rng = np.random.default_rng(0)
     params = params_of(tiny(model=LARGE))
     reached = {}

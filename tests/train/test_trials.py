@@ -156,7 +156,7 @@ def results_of(config, evaluations, end_metrics=None, alive=None):
     return results.trial_results(stack, evaluations, {}, {}, {})
 
 
-def test_rows_without_documents_are_dealt_out_and_empty_clusters_left_out(tiny):
+def test_rows_without_documents_are_dealt_into_clusters(tiny):
     config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': 300})
     nats_R = np.arange(304.0)
     targets_R = np.where(np.arange(304) < 256, 2.0, 0.0)

@@ -68,7 +68,7 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
         (0.0004, -0.006, None),
     ],
 )
-def test_the_test_split_decides_and_validation_supports_it(study_dir, test, validation, decided):
+def test_the_test_split_decides_where_validation_agrees(study_dir, test, validation, decided):
     records = arm('qk/vo', 0), arm('b/vo', test, validation, NOISE - NOISE.mean())
     findings = findings_of(study_dir, *records)
     verdict = findings.arms[1].verdict
@@ -116,7 +116,7 @@ def shifted(directory, variant, sd):
 
 
 @pytest.mark.parametrize(('sd', 'decided'), [(0.02, BETTER), (0.3, UNDECIDED)])
-def test_the_interval_includes_the_errors_of_tuning_and_of_documents(study_dir, sd, decided):
+def test_the_interval_includes_every_source_of_error(study_dir, sd, decided):
     records = arm('qk/vo', 0) + arm('b/vo', -0.03)
     draws = np.random.default_rng(4).normal(0, 0.012, len(records) // 2)
     for place, record in enumerate(records):  # a mean over the two screening seeds is kept
@@ -169,9 +169,7 @@ LOST = [None, *LOWER[1:]]
         ([None, *BASE[1:]], LOWER, BETTER, ['DIVERGED', 'DIFFERENT', 'BEYOND_MARGIN'], {}),
     ],
 )
-def test_reasons_of_small_noisy_few_and_diverged_differences(
-    study_dir, base, losses, decided, reasons, data
-):
+def test_a_verdict_has_its_reasons(study_dir, base, losses, decided, reasons, data):
     arms = {'qk/vo': base, 'b/vo': losses}
     records = [studies.tuned_arm(variant, losses=list(arms[variant])) for variant in arms]
     verdict = findings_of(study_dir, *records).arms[1].verdict
@@ -186,7 +184,7 @@ def test_reasons_of_small_noisy_few_and_diverged_differences(
 SCREENED = 10  # the records of an arm's screening, which stand before those of its verdict
 
 
-def test_an_arm_whose_verdict_has_not_begun_has_none_and_is_corrected_for(study_dir):
+def test_an_arm_whose_verdict_has_not_begun_counts_as_a_comparison(study_dir):
     begun = arm('c/vo', 0.02)[:SCREENED]
     _, b, c = findings_of(study_dir, arm('qk/vo', 0), arm('b/vo', 0.02), begun).arms
     assert codes(c.verdict.reasons) == ['NO_VERDICT_TRIALS']
@@ -225,7 +223,7 @@ def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
     assert 'b/vo is expected to be worse' in ' '.join(tables.summary(find(study)))
 
 
-def test_scaling_over_sizes_that_are_bracketed_and_trained_enough(study_dir):
+def test_scaling_is_fitted_over_sound_sizes(study_dir):
     """Two arms on a scaling law; the baseline is not bracketed at one size."""
     records = []
     for d, (variant, worth) in itertools.product(

@@ -222,7 +222,7 @@ def sound(tmp_path_factory):
         (DOCUMENTS, lambda d: put(d['test']['nats'][1], 0, 1e9), 'its result', WITHHELD),
     ],
 )  # fmt: skip
-def test_evidence_that_is_damaged_is_named_and_what_rests_on_it_is_withheld(
+def test_a_verdict_that_rests_on_damaged_evidence_is_withheld(
     sound, study_dir, file, damage, message, decisions
 ):
     """Without documents an interval would be narrower."""

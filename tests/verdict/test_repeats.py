@@ -108,13 +108,13 @@ def test_a_shared_seed_of_one_question_is_refused(repeated):
 
 
 @pytest.mark.parametrize('call', [write_report, verify.check_study])
-def test_reports_and_verification_find_a_ledger_that_is_not_the_declared_one(repeated, call):
+def test_a_ledger_other_than_the_declared_one_is_refused(repeated, call):
     studies.write_tuned(repeated / 'first', [*arm('qk/vo', 0), *arm('b/vo', 0.004)], margin=0.02)
     with refused("repeats 'first' as of the entry .* does not have", ReportError):
         call(repeated / 'second')
 
 
-def test_a_table_names_the_study_and_the_look(repeated):
+def test_a_table_names_what_it_repeats(repeated):
     write_report(repeated / 'second')
     table = (repeated / 'second/table.md').read_text()
     assert 'Earlier study of its questions: first, as was declared in retrospect' in table

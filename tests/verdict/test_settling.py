@@ -32,9 +32,7 @@ FRESH = tuple(range(56, 64))
         (0.05, -0.05, 1.0, False, Length.TURNS, 'better'),  # whatever the errors
     ],
 )
-def test_a_difference_is_settled_if_sign_and_size_last(
-    short, long, error, equivalent, code, towards
-):
+def test_a_difference_is_settled_if_it_lasts(short, long, error, equivalent, code, towards):
     pair = Trained(400, short, error), Trained(1600, long, error)
     settling = settle(*pair, MARGIN, equivalent=equivalent)
     assert (settling.code, settling.towards, settling.times) == (code, towards, 4)

@@ -305,7 +305,7 @@ def test_measures_decide_by_what_they_read_of_a_study(results):
     assert (decided.rows[0].quantity, decided.rows[0].study) == ('fair_small', 'fair_small')
 
 
-def test_a_claim_has_the_commit_and_seconds_of_its_training(results):
+def test_a_claim_has_the_provenance_of_its_training(results):
     decided = decide(MEASURED, 'cpu', results)
     trial = results.study('fair_small').study.trials[0]
     assert decided.commit == trial.provenance['git']['commit'][:12] and decided.seconds > 50
