@@ -64,22 +64,31 @@ def imported(node: ast.AST) -> Iterator[str]:
     yield from (name for name in names if name.split('.')[0] in FOLDERS)
 
 
-def problems_of(path: Path) -> Iterator[str]:
-    name = path.relative_to(ROOT)
+def upward_imports(path: Path) -> Iterator[str]:
     room = room_of(module_of(path))
+    if room is None:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        for other in {room_of(module) for module in imported(node)} - {room, None}:
+            if LAYER[other] >= LAYER[room]:
+                yield f'{path.relative_to(ROOT)}: imports {other}'
+
+
+def test_imports_point_down():
+    assert not {problem for path in FILES for problem in upward_imports(path)}
+
+
+def imports_in_blocks(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        optional = isinstance(node, ast.Import) and {a.name for a in node.names} <= OPTIONAL
-        is_import = isinstance(node, ast.Import | ast.ImportFrom) and not optional
-        if is_import and node not in tree.body:
-            yield f'{name}: import inside a block'
-        for there in {room_of(other) for other in imported(node)} - {room, None}:
-            if room and LAYER[there] >= LAYER[room]:
-                yield f'{name}: imports {there}'
+        if isinstance(node, ast.Import) and {alias.name for alias in node.names} <= OPTIONAL:
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom) and node not in tree.body:
+            yield f'{path.relative_to(ROOT)}, line {node.lineno}'
 
 
-def test_imports_point_down_and_stand_at_the_top():
-    assert not {problem for path in FILES for problem in problems_of(path)}
+def test_imports_stand_at_the_top():
+    assert not {place for path in FILES for place in imports_in_blocks(path)}
 
 
 def is_parallel(node: ast.AST) -> bool:
@@ -174,11 +183,16 @@ def test_attention_layers_need_few_packages(graph):
     assert packages - sys.stdlib_module_names == {'flax', 'jax', 'numpy', 'qkattn', 'scipy'}
 
 
-def test_every_room_has_its_layer_and_nothing_lies_flat():
-    entries = {path.name for path in ROOT.glob('qkattn/*') if path.name != '__pycache__'}
-    files = {name for name in entries if '.' in name}
-    assert files == {'__init__.py', '__main__.py', 'errors.py', 'py.typed'}
-    assert entries - files | PACKAGES <= LAYER.keys()
+ENTRIES = {path.name for path in ROOT.glob('qkattn/*') if path.name != '__pycache__'}
+TOP_FILES = {'__init__.py', '__main__.py', 'errors.py', 'py.typed'}
+
+
+def test_modules_are_in_subpackages():
+    assert {name for name in ENTRIES if '.' in name} == TOP_FILES
+
+
+def test_every_room_has_its_layer():
+    assert ENTRIES - TOP_FILES | PACKAGES <= LAYER.keys()
 
 
 def test_what_reads_results_is_imported_without_jax():

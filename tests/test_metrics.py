@@ -28,11 +28,14 @@ def test_the_table_is_complete():
         metrics.METRICS['induction_gain'].field('test')
 
 
-def test_perplexity_and_bits_per_byte_of_a_uniform_guess(recwarn):
+def test_perplexity_of_a_uniform_guess(recwarn):
     assert metrics.perplexity(math.log(50)) == pytest.approx(50)
     assert metrics.perplexity(1e4) == metrics.perplexity(math.inf) == math.inf
     assert math.isnan(metrics.perplexity(math.nan))
     assert not recwarn.list
+
+
+def test_bits_per_byte_of_a_uniform_guess():
     assert metrics.bits_per_byte(math.log(2**12), 4.0) == pytest.approx(3)
     with pytest.raises(ConfigError, match='bytes_per_token=nan must be above 0'):
         metrics.bits_per_byte(1.0, math.nan)

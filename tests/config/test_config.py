@@ -221,10 +221,13 @@ def wider(**model):
     return WiderConfig(model=WiderModel(**{'window': None} | model))
 
 
-def test_configs_make_round_trips_and_take_overrides_of_their_type():
+def test_configs_make_round_trips():
     for config in (Config(), Study()):
         assert from_json(type(config), to_json(config)) == config
         assert serialize.from_config_dict(serialize.to_config_dict(config)) == config
+
+
+def test_a_config_takes_overrides_of_the_type_of_a_field():
     values = serialize.to_config_dict(Config())
     values.model.d_ff = 300
     values.model.scan_unroll = None

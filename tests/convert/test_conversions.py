@@ -53,8 +53,11 @@ KEPT = [
 ]
 
 
-def test_every_conversion_is_tried_and_named_as_its_function():
+def test_every_conversion_is_named_as_its_function():
     assert all(c.function.__name__ == name for name, c in CONVERSIONS.items())
+
+
+def test_every_conversion_is_tried():
     tried = {step.partition('(')[0] for _, steps, _ in KEPT for step in steps}
     assert tried == {*CONVERSIONS, GAUGE_FIX_QK, GAUGE_FIX_VO}
 

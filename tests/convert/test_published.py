@@ -197,45 +197,59 @@ def test_a_wrong_tensor_or_description_is_named(tmp_path):
             load_gpt2(write(tmp_path, tensors, **described))
 
 
-def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tmp_path):
-    def check(message, source=tmp_path, load=load_gpt2, **options):
-        with refused(message):
-            load(source, **options)
+def check_refused(message, source, load=load_gpt2, **options):
+    with refused(message):
+        load(source, **options)
 
-    check(r'config\.json cannot be read')
+
+def test_a_directory_that_is_no_model_is_named(tmp_path):
+    check_refused(r'config\.json cannot be read', tmp_path)
     for text, message in (('[]', r'config\.json cannot be read'), ('{"n_inner": null}', 'n_head')):
         (tmp_path / 'config.json').write_text(text)
         save_file(make_tensors(), tmp_path / 'model.safetensors')
-        check(message)
+        check_refused(message, tmp_path)
     weights = write(tmp_path, make_tensors()) / 'model.safetensors'
-    check('n_head=2 .* num_heads=4', num_heads=4)
+    check_refused('n_head=2 .* num_heads=4', tmp_path, num_heads=4)
     weights.write_bytes(weights.read_bytes()[:1000])
-    check(r'model\.safetensors cannot be read as safetensors')
+    check_refused(r'model\.safetensors cannot be read as safetensors', tmp_path)
+
+
+def test_narrow_floats_are_widened_exactly(tmp_path):
     narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in make_tensors().items()}
-    embedding_VD = load_gpt2(write(tmp_path, narrow))[1]['w_embedding_VD']  # widened exactly
+    embedding_VD = load_gpt2(write(tmp_path, narrow))[1]['w_embedding_VD']
     np.testing.assert_array_equal(embedding_VD, narrow['wte.weight'].astype(np.float32))
-    named = as_nanogpt(make_tensors(width=4 * D))
-    for wrong, message in (
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'message'),
+    [
         ({'block_size': 11}, 'block_size=11 .* context=10'),
         ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
-    ):
-        check(message, {'model': named, 'model_args': ARGUMENTS | wrong}, load_nanogpt)
-    for files in (
-        None,
-        ['a.safetensors'],
-        {'wte.weight': 3},
-        {'wte.weight': '/etc/passwd'},
-        OUTSIDE,
-    ):
-        (tmp_path / 'parts').mkdir(exist_ok=True)
-        index = tmp_path / 'parts/model.safetensors.index.json'
-        index.write_text(json.dumps({'weight_map': files}))
-        (tmp_path / 'parts/config.json').write_text(json.dumps(DESCRIPTION))
-        check(r'index\.json: weight_map=.* must name a \.safetensors file', tmp_path / 'parts')
+    ],
+)
+def test_a_wrong_argument_of_nanogpt_is_named(wrong, message):
+    named = as_nanogpt(make_tensors(width=4 * D))
+    check_refused(message, {'model': named, 'model_args': ARGUMENTS | wrong}, load_nanogpt)
+
+
+@pytest.mark.parametrize(
+    'files',
+    [None, ['a.safetensors'], {'wte.weight': 3}, {'wte.weight': '/etc/passwd'}, OUTSIDE],
+    ids=str,
+)
+def test_an_index_names_files_beside_it(files, tmp_path):
+    index = tmp_path / 'model.safetensors.index.json'
+    index.write_text(json.dumps({'weight_map': files}))
+    (tmp_path / 'config.json').write_text(json.dumps(DESCRIPTION))
+    check_refused(r'index\.json: weight_map=.* must name a \.safetensors file', tmp_path)
+
+
+def test_a_wrong_torch_checkpoint_is_named(monkeypatch, tmp_path):
+    named = as_nanogpt(make_tensors(width=4 * D))
     torch = Mock()
-    pt = tmp_path / 'ckpt.pt'
+    path = tmp_path / 'ckpt.pt'
     monkeypatch.setitem(sys.modules, 'torch', torch)
-    pt.touch()
+    path.touch()
     for content, message in (
         ({'model': named, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
         ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is not a tensor by name"),
@@ -244,11 +258,17 @@ def test_what_is_no_model_is_named_and_narrow_floats_are_widened(monkeypatch, tm
         ([1], 'a list is not a dictionary of tensors'),
     ):
         torch.load.return_value = content
-        check(message, pt, load_nanogpt)
+        check_refused(message, path, load_nanogpt)
     torch.load.side_effect = KeyError
-    check('ckpt.pt cannot be read as a torch checkpoint: KeyError', pt, load_nanogpt)
+    message = 'ckpt.pt cannot be read as a torch checkpoint: KeyError'
+    check_refused(message, path, load_nanogpt)
+
+
+def test_a_torch_checkpoint_needs_torch(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'torch', None)
-    check(r'ckpt\.pt can only be read with torch', tmp_path / 'ckpt.pt', load_nanogpt)
+    (tmp_path / 'ckpt.pt').touch()
+    message = r'ckpt\.pt can only be read with torch'
+    check_refused(message, tmp_path / 'ckpt.pt', load_nanogpt)
 
 
 def test_sizes_in_weights_are_compared_with_their_file(tmp_path, monkeypatch):

@@ -153,23 +153,27 @@ def test_file_is_cut_at_line_ends_90_5_5(tmp_path):
     assert list(documents(corpus).values()) == [[part] for part in parts]
 
 
-def test_a_split_is_a_file_or_a_folder_and_the_version_is_that_of_the_text(tmp_path):
-    # A byte order mark is no text.
-    files = {'train.txt': '\ufeffa\n', 'validation/b.txt': 'b\n', 'validation/a.txt': b'a\n'}
-    corpus = opened(tmp_path, files | {'validation/c.md': 'c', 'validation/sub/d.txt': 'd\n'})
+# A byte order mark is no text.
+SPLITS = {'train.txt': '\ufeffa\n', 'validation/b.txt': 'b\n', 'validation/a.txt': b'a\n'}
+
+
+def test_a_split_is_a_file_or_a_folder(tmp_path):
+    corpus = opened(tmp_path, SPLITS | {'validation/c.md': 'c', 'validation/sub/d.txt': 'd\n'})
     assert documents(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
     names = ['validation/a.txt', 'validation/b.txt', 'validation/sub/d.txt']
     assert (corpus.names('train'), corpus.names('validation')) == (['train'], names)
-    versions = [corpus.version]
-    for name, content in (('train.txt', 'b\n'), ('validation/b.txt', 'B\n'), ('test.txt', 'e\n')):
-        versions.append(opened(tmp_path, {name: content}).version)
-    (tmp_path / 'validation/b.txt').rename(tmp_path / 'validation/0.txt')
-    assert len({*versions, opened(tmp_path, {}).version}) == 5
-    (tmp_path / 'test.txt').unlink()
     with refused("test' holds no .txt file"):
         opened(tmp_path, {'test/a.text': 'a\n'})
     with refused('holds both validation and validation.txt; keep one'):
         opened(tmp_path, {'validation.txt': 'e\n'})
+
+
+def test_the_version_of_a_text_is_that_of_its_content(tmp_path):
+    versions = [opened(tmp_path, SPLITS).version]
+    for name, content in (('train.txt', 'b\n'), ('validation/b.txt', 'B\n'), ('test.txt', 'e\n')):
+        versions.append(opened(tmp_path, {name: content}).version)
+    (tmp_path / 'validation/b.txt').rename(tmp_path / 'validation/0.txt')
+    assert len({*versions, opened(tmp_path, {}).version}) == 5
 
 
 def test_text_in_a_bucket_is_a_file_per_split(tmp_path, bucket):

@@ -189,12 +189,15 @@ def test_text_is_read_by_document_where_attention_does_not_cross_documents(files
         assert repeats.sequences(rows) is not None  # they are measured for induction
 
 
-def test_both_sides_share_a_vocabulary_of_the_training_split_and_settings_reach_the_rows(files):
+def test_both_sides_share_a_vocabulary_of_the_training_split(files):
     pairs = load(config_of('encoder_decoder', PAIRS, tokenizer='characters').data)
     assert pairs.source.tokenizer is pairs.target.tokenizer
     decode = pairs.source.tokenizer.decode
     for language, sentences in zip(('en', 'de'), pairs.sentences('test'), strict=True):
         assert [decode(ids) for ids in sentences] == LINES[language][32:]
+
+
+def test_settings_reach_the_rows(files):
     assert rows_of(config_of('decoder', TEXT, shift_windows=True)).shift
     masked = rows_of(config_of('encoder', TEXT, mask_rate=0.5))
     assert read_rows(masked, 'train', np.arange(3))['loss_weights_BT'].sum() == 3 * 20

@@ -97,7 +97,7 @@ def test_one_thread_reads_ahead():
     assert not threads[0].is_alive() and list(batches) == []
 
 
-def test_an_evaluation_predicts_every_token_once_and_pads_the_last_batch():
+def test_an_evaluation_predicts_every_token_once():
     # 10 windows of 7, 3 tokens over.
     rows = windows(validation=74)
     batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
@@ -108,7 +108,10 @@ def test_an_evaluation_predicts_every_token_once_and_pads_the_last_batch():
     assert real.sum(1).tolist() == [7] * 10 + [0] * 2 and not whole['loss_weights_BT'][~real].any()
     assert (whole['targets_BT'] - whole['tokens_BT'] == real).all()
     assert whole['targets_BT'][real].tolist() == list(range(1, 71))
-    # A subset is evenly spaced.
+
+
+def test_a_subset_of_an_evaluation_is_evenly_spaced():
+    rows = windows(validation=74)
     assert pipeline.eval_rows(rows, 'validation', 4).tolist() == [0, 2, 5, 7]
     (batch,) = pipeline.eval_batches(rows, 'validation', batch_size=4, max_rows=4)
     assert (batch['tokens_BT'][:, 0] // 7).tolist() == [0, 2, 5, 7]
@@ -129,13 +132,16 @@ def test_bad_settings_are_one_sentence_at_the_call():
         pipeline.eval_batches(rows, 'test', batch_size=4)
 
 
-def test_batches_of_a_configuration_go_on_in_training_and_end_in_an_evaluation(tiny):
+def test_training_batches_of_a_configuration_go_on(tiny):
     config = tiny(data={'eval_sequences': 11})
     for step, batch in enumerate(itertools.islice(batches(config, seed=3), 3)):
         expected = pipeline.train_batch(rows_of(config), seed=3, step=step, batch_size=8)
         assert batch.keys() == expected.keys()
         assert all(np.array_equal(array, expected[name]) for name, array in batch.items())
-    first, second = batches(config, 'validation')
+
+
+def test_evaluation_batches_of_a_configuration_end(tiny):
+    first, second = batches(tiny(data={'eval_sequences': 11}), 'validation')
     assert first['tokens_BT'].shape == (8, 16)
     assert second['loss_weights_BT'].any(axis=1).tolist() == [True] * 3 + [False] * 5
 

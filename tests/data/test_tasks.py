@@ -309,13 +309,17 @@ def test_every_pair_is_in_one_row_beside_its_translation():
         assert [ids.tolist() for ids in read_back] == [ids.tolist() for ids in side['train']]
 
 
-def test_rows_are_well_filled_and_padded_with_zeros_behind_the_pairs():
+def test_rows_are_well_filled():
     batch = read(ROWS)
     for name, array in read_rows(ROWS, 'train', [3, 0, 3]).items():
         assert np.array_equal(array, batch[name][[3, 0, 3]])
     assert np.array_equal(batch['loss_weights_BT'], (batch['segments_BT'] > 0).astype(np.float32))
     # A pair takes 12 and 10 tokens on average, about two fit into a row.
     assert batch['loss_weights_BT'].mean() > 0.85
+
+
+def test_rows_are_padded_with_zeros_behind_the_pairs():
+    batch = read(ROWS)
     sides = {'source_segments_BS': ['source_BS'], 'segments_BT': ['tokens_BT', 'targets_BT']}
     for name, arrays in sides.items():
         padding = (segments := batch[name]) == 0
@@ -342,13 +346,18 @@ def test_the_packing_is_a_fixed_shuffle():
     assert [in_file_order.index(source) for source in first[:8]] == [0, 43, 38, 9, 21, 33, 4, 2]
 
 
-def test_long_pairs_are_refused_or_dropped_and_counted():
-    splits = {split: list(zip(*PARALLEL.sentences(split), strict=True)) for split in ROWS.splits}
-    long = sum(len(source) > 21 for pairs in splits.values() for source, _ in pairs)
+PAIRS = {split: list(zip(*PARALLEL.sentences(split), strict=True)) for split in ROWS.splits}
+
+
+def test_long_pairs_are_refused():
+    long = sum(len(source) > 21 for pairs in PAIRS.values() for source, _ in pairs)
     with refused(f'^{long} sentence pairs .*source_context=22 .*context=20; .*at least 24 and 20'):
         TranslationRows(PARALLEL, 22, LENGTH)
+
+
+def test_dropped_pairs_are_counted():
     short = TranslationRows(PARALLEL, 22, 16, drop_long=True)
-    for split, pairs in splits.items():
+    for split, pairs in PAIRS.items():
         kept = [[*s, SEPARATOR] for s, t in pairs if len(s) < 22 and len(t) < 16]
         assert sorted(source for source, _, _ in unpack(read(short, split))) == sorted(kept)
         assert short.identity()['dropped_pairs'][split] == len(pairs) - len(kept) > 0

@@ -186,16 +186,27 @@ def test_blocks_are_the_evaluation_clusters_where_nothing_separates_documents(to
     assert cluster_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
-def test_a_named_vocabulary_gives_separator_and_bytes(tokens, files, tmp_path):
-    path = vocabulary(tmp_path / 'words.json')
+def write_words(files):
+    """Both splits of three words, with a separator behind the second and the third."""
     ids = np.array([1, 2, 400, 3, 400] * 40, np.uint16)
     nanogpt(files / 'train.bin', ids)
     nanogpt(files / 'val.bin', ids)
+    return ids
+
+
+def test_a_named_vocabulary_decodes_the_tokens(tokens, files, tmp_path):
+    path = vocabulary(tmp_path / 'words.json')
+    ids = write_words(files)
     dataset = load_text(tokens(tokenizer=str(path)))
     assert dataset.tokenizer.decode([1, 2]) == 'word1 word2'
     assert dataset.info('validation').num_documents == 80
     num_bytes = 40 * len('word1 word2\0word3\0')
     assert dataset.bytes_per_token('validation') == num_bytes / len(ids)
+
+
+def test_a_vocabulary_that_does_not_fit_the_tokens_is_refused(tokens, files, tmp_path):
+    path = vocabulary(tmp_path / 'words.json')
+    ids = write_words(files)
     ids[7] = 401
     nanogpt(files / 'val.bin', ids)
     with refused('val.bin holds id 401 at token 7, but .* has ids from 0 to 400'):

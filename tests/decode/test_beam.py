@@ -127,7 +127,7 @@ def test_the_search_stops_when_all_rows_are_done():
         tree_BNV[1, :, SEPARATOR] -= 40
 
 
-def test_minus_infinity_is_never_chosen_and_never_nan():
+def test_minus_infinity_is_never_chosen():
     tree_BNV = random_tree(3, batch=12)
     rng = np.random.default_rng(3)
     tree_BNV[rng.random(tree_BNV.shape) < 0.4] = -np.inf
@@ -138,6 +138,9 @@ def test_minus_infinity_is_never_chosen_and_never_nan():
             expected = plain_search(tree_BNV[b], beam, 0.6)
             check(best, b, [one for one in expected if one[0] > -np.inf])
         assert np.all(best.lengths_BK[0] == 0)
+
+
+def test_a_score_that_is_no_number_spoils_its_row_alone():
     for wrong in (np.nan, -np.nan, np.inf):
         tree_BNV = random_tree(3, batch=2)
         tree_BNV[1, 0, 0] = wrong
@@ -155,11 +158,14 @@ def test_ties_go_to_the_lower_beam_then_to_the_lower_id():
     assert np.ptp(best.scores_BK) == 0
 
 
-def test_bfloat16_is_added_up_in_float32_and_a_vocabulary_may_be_one_token():
+def test_bfloat16_is_added_up_in_float32():
     tree_BNV = jnp.asarray(random_tree(5), jnp.bfloat16)
     best = search(tree_BNV, beam=4, num_tokens=1)
     assert best.scores_BK.dtype == np.float32 and best.tokens_BKT.dtype == np.int32
     for b in range(3):
         check(best, b, plain_search(np.float32(tree_BNV[b]), 4, 1.0, num_tokens=1))
+
+
+def test_a_vocabulary_may_be_one_token():
     best = search(np.zeros((1, 4, 1), np.float32), separator=0, beam=2)
     assert best.lengths_BK.tolist() == [[1, 0]] and best.scores_BK.tolist() == [[0, -np.inf]]

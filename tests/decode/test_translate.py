@@ -144,13 +144,17 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
     assert last == expected
 
 
-def test_scores_are_those_of_sacrebleu_and_case_counts_unless_lowercase(monkeypatch):
+def test_scores_are_those_of_sacrebleu(monkeypatch):
     monkeypatch.setattr(socket, 'socket', None)  # nothing is downloaded
     # Pooled over both sentences, the precisions of n = 1 to 4 are 5 / 7, 3 / 5, 2 / 3, 1 / 2.
     scores = translation_scores(['the cat sat on the', 'a b'], ['the cat sat on a mat', 'a c'])
     precision = math.prod((5 / 7, 3 / 5, 2 / 3, 1 / 2)) ** (1 / 4)
     assert scores['bleu'] == pytest.approx(100 * math.exp(1 - 8 / 7) * precision)
     assert scores['num_sentences'] == 2 and scores['exact_match'] == 0.0
+
+
+def test_case_counts_unless_lowercase(monkeypatch):
+    monkeypatch.setattr(socket, 'socket', None)
     texts = ['EIN HUND LÄUFT HIER', 'ja'], ['Ein Hund läuft hier', 'nein']
     cased, uncased = (translation_scores(*texts, lowercase=lower) for lower in (False, True))
     assert (cased['exact_match'], uncased['exact_match']) == (0.0, 0.5)

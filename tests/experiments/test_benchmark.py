@@ -154,9 +154,12 @@ def test_torch_computes_the_same_gradients(reference):
     agree({n: p.grad.numpy() for n, p in model.named_parameters()}, of_torch(renamed(grads)))
 
 
-def test_a_step_is_one_of_one_trial_and_the_cache_is_as_large_as_the_cost_predicts():
+def test_a_step_is_one_of_one_trial():
     stack = suites.train(to_json(suites.varied(RUN, steps_per_dispatch=2, trials=3, lifting='map')))
     assert stack.steps == 2 * 3 and stack.run(1)['loss'].shape == (2, 3)
+
+
+def test_the_cache_is_as_large_as_the_cost_predicts():
     work = suites.greedy(to_json(RUN.model), rows=2, prompt=2, tokens=3)
     assert work.extra['cache_bytes'] == 4 * 2 * 12 * cost.cache_floats_per_token(RUN.model)
     assert (work.steps, work.extra['tokens']) == (3, 2)

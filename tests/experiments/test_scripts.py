@@ -419,10 +419,13 @@ def literal(setting):
     return name, value if is_number else repr(value)
 
 
-def test_a_bench_is_printed_and_the_package_that_it_needs_is_named(refusal, printed, monkeypatch):
+def test_a_bench_is_printed(printed):
     pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
     expected = worked(Bench('shared_qk/no_vo'))
     assert printed('explore', '--variant=shared_qk/no_vo') == expected
+
+
+def test_the_package_that_a_bench_needs_is_named(refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, 'sympy', None)
     sympy.cache_clear()
     sentence = refusal('explore', '--variant=qk/vo')
@@ -464,7 +467,7 @@ def study(tmp_path):
     return studies.write_study(tmp_path / 'study', studies.named_by_hash(records))
 
 
-def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
+def test_a_wrong_acceptance_is_refused(study, refusal):
     for flags, message in (
         (['--accept=commits'], "accept=commits needs a reason, why=''"),
         (['--accept=commits,dirty', '--why=x'], "accept='dirty' must be uncommitted or commits"),
@@ -473,13 +476,18 @@ def test_a_study_is_accepted_kept_and_checked(study, printed, refusal):
     ):
         assert message in refusal('report', '--study=study', *flags)
     assert not ledger.read(study / 'ledger.jsonl').accepted
+
+
+def test_a_study_is_kept_with_what_was_accepted(study, printed):
     accept = ('--accept=uncommitted,commits', '--why=docs alone differ')
     printed('report', '--study=study', *accept, '--export=kept/study')
     entries = ledger.read(study.parent / 'kept/study/ledger.jsonl')
     assert entries.accepted == dict.fromkeys(('uncommitted', 'commits'), 'docs alone differ')
     text = printed('verify', '--results=kept', '--pages=')
     assert 'numbers agree with the logs, the costs of 1 run with the configs' in text
-    # Counts that the config does not give.
+
+
+def test_counts_that_the_config_does_not_give_are_refused(study, refusal):
     results = studies.read_lines(study / 'results.jsonl')
     for name in ('flops_per_token', 'cache_floats_per_token'):
         lines = [result | {name: result[name] + 1} for result in results]

@@ -50,13 +50,17 @@ def test_one_signal_ends_a_process_in_order_two_interrupts_at_once(first, then, 
     assert ('press Ctrl-C again' in errors) == (first == signal.SIGINT and 'unread' not in then)
 
 
-def test_a_request_holds_inside_and_one_that_comes_too_late_outside():
+def test_a_request_holds_in_later_inner_blocks():
     with StopRequest():
         with StopRequest() as inner:
             assert not inner.requested
         signal.raise_signal(signal.SIGTERM)
         with StopRequest() as inner:
             assert inner.requested
+    assert not StopRequest.requested
+
+
+def test_a_request_that_an_inner_block_missed_holds_outside():
     with StopRequest() as outer:
         with StopRequest():
             signal.raise_signal(signal.SIGTERM)

@@ -180,7 +180,7 @@ def test_a_host_runs_once_until_it_is_stopped(host):
     assert state_of(host) == 'lost'
 
 
-def test_setup_updates_no_packages_of_a_job_and_a_stop_that_is_too_slow_is_reported(host):
+def test_setup_updates_no_packages_under_a_job(host):
     (host / 'plan').write_text('0\n0\nsaves')
     stand_in(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
     (host / 'qkattn' / '.venv' / 'qkattn-stamp').touch()
@@ -191,6 +191,13 @@ def test_setup_updates_no_packages_of_a_job_and_a_stop_that_is_too_slow_is_repor
     until(lambda: len(starts(host)) == 3)
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
     assert len(starts(host)) == 4 and starts(host)[3]['arguments'] != update
+    assert on_host(host, 'qkattn/launch/host.sh stop 30').returncode == 0
+
+
+def test_a_stop_that_is_too_slow_is_reported(host):
+    (host / 'plan').write_text('saves')
+    on_host(host, remote(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
+    until(lambda: starts(host))
     done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
     assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
     until(lambda: state_of(host) == 'exit 75')

@@ -156,13 +156,17 @@ def test_panels_of_long_names_that_differ_in_the_middle_have_titles_of_their_own
         assert titles[-2:] == names
 
 
-def test_text_is_legible_on_a_narrow_screen_and_nothing_overlaps(drawn):
+def test_text_is_legible_on_a_narrow_screen(drawn):
     """At least 11 pixels at 368 of 400, the rest of which is the margin of the page."""
     for stem, figure in drawn[1].items():
         seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
         assert len(seen) > 5 and figure.get_figwidth() == WIDTH
         for text in seen:
             assert text.get_fontsize() * 96 / 72 * 368 / (96 * WIDTH) >= 11, (stem, text)
+
+
+def test_nothing_overlaps(drawn):
+    for stem, figure in drawn[1].items():
         box = figure.get_tightbbox()
         whole = figure.bbox_inches
         assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem
@@ -288,11 +292,14 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
 
 
-def test_heat_maps_are_symmetric_around_zero_and_singular_values_relative_to_the_largest():
+def test_heat_maps_are_symmetric_around_zero():
     values = {'norm': np.array([[np.nan, 1.5], [2.0, 3.0]]), 'drift': np.array([[-2.0], [1.0]])}
     norm, drift = (ax.images[0] for ax in attention_figure.heat_maps(values).axes[:2])
     assert norm.get_clim() == (0, 3) and drift.get_clim() == (-2, 2)
     assert norm.get_array().mask.tolist() == [[True, False], [False, False]]
+
+
+def test_singular_values_are_relative_to_the_largest():
     layers = {0: np.array([[4.0, 2.0, 1e-7], [0.0, 0.0, 0.0]])}
     (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
     np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])

@@ -259,7 +259,7 @@ def controlled():
     return records + studies.tuned_arm('b/vo', losses=list((BASE - 0.31 + 2 * NOISE)[:6]), **rates)
 
 
-def test_controls_have_no_verdict_and_steps_of_their_own(study_dir):
+def test_controls_have_no_verdict(study_dir):
     findings = findings_of(study_dir, controlled(), controls=CONTROLS)
     parts = findings.arms[1].parts
     assert list(parts.longer.differences.values()) == pytest.approx(list(2 * NOISE[:6] - 0.01))
@@ -272,7 +272,10 @@ def test_controls_have_no_verdict_and_steps_of_their_own(study_dir):
     assert judging.pair(load_study(study_dir), other, baseline, (), 1).decision is BETTER
     # A longer arm is tuned around the rate of the primary one.
     assert [len(a.sweeps['learning_rate'].values) for a in findings.controls] == [5, 3, 3]
-    # Baselines that are not trained enough leave parts without a verdict.
+
+
+def test_a_baseline_below_its_yardstick_withholds_the_verdict_but_no_part(study_dir):
+    findings_of(study_dir, controlled(), controls=CONTROLS)
     studies.write_yardsticks(study_dir, controlled(), losses={'test': {'5-gram': 1.0}})
     findings = find(load_study(study_dir))
     assert findings.arms[1].verdict.decision is NO_VERDICT

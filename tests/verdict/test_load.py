@@ -50,37 +50,58 @@ def planned(**changes):
         ('plan.jsonl', planned(run=RUN), 'is planned twice, differently'),
         ('plan.jsonl', planned() | {'directory': '../x'}, "'directory' is '../x', expected one"),
         ('plan.jsonl', planned() | {'trials': 0}, "field 'trials' is 0, expected 1 or more"),
-        (LOG, EVALUATION, 'does not end with the last evaluation'),
-        (LOG, f'{EVALUATION}\n{FINAL}', 'does not have one loss for each of 2 trials'),
     ],
 )
-def test_a_bad_line_of_a_study_is_refused_and_a_bad_log_left_out(study_dir, file, line, message):
-    arms = [key(v)._asdict() for v in ('qk/vo', 'b/vo')]
+def test_a_bad_line_of_a_study_is_refused(study_dir, file, line, message):
     records = [result(seed=0), result(seed=1)]
-    path = studies.write_study(study_dir, records, arms=arms, variants=['qk/vo', 'b/vo']) / file
+    path = study_of_two_arms(study_dir, records) / file
     # A repeated line counts once.
     studies.write_lines(study_dir / 'results.jsonl', [*records, *records])
     assert [trial.seed for trial in load_study(study_dir).trials] == [0, 1]
-    with path.open('a') as text:
-        text.write((line if isinstance(line, str) else json.dumps(line)) + '\n')
-    if file != LOG:
-        with pytest.raises(ReportError, match=re.escape(message)) as raised:
-            load_study(study_dir)
-        assert f'{file}, line {len(path.read_text().splitlines())} is damaged' in str(raised.value)
-        return
+    add_line(path, line if isinstance(line, str) else json.dumps(line))
+    with pytest.raises(ReportError, match=re.escape(message)) as raised:
+        load_study(study_dir)
+    assert f'{file}, line {len(path.read_text().splitlines())} is damaged' in str(raised.value)
+
+
+def study_of_two_arms(directory, records):
+    arms = [key(variant)._asdict() for variant in ('qk/vo', 'b/vo')]
+    return studies.write_study(directory, records, arms=arms, variants=['qk/vo', 'b/vo'])
+
+
+def add_line(path, line):
+    with path.open('a') as file:
+        file.write(f'{line}\n')
+
+
+@pytest.mark.parametrize(
+    ('lines', 'message'),
+    [
+        (EVALUATION, 'does not end with the last evaluation'),
+        (f'{EVALUATION}\n{FINAL}', 'does not have one loss for each of 2 trials'),
+    ],
+)
+def test_a_bad_log_is_left_out(study_dir, lines, message):
+    study_of_two_arms(study_dir, [result(seed=0), result(seed=1)])
+    add_line(study_dir / LOG, lines)
     study = load_study(study_dir)
     (problem,) = study.problems
     (run,) = study.runs
-    assert message in problem and file in problem
+    assert message in problem and LOG in problem
     assert len(run.trials) == 2 and not any(trial.evaluations for trial in run.trials)
 
 
-def test_evaluations_need_every_result_and_end_where_a_trial_diverges(study_dir):
-    """Those of other trials would stand in their columns."""
+def test_evaluations_end_where_a_trial_diverges(study_dir):
     records = [result(val_loss=0.5), result(seed=1, val_loss=None)]
     one, other = load_study(studies.write_study(study_dir, records, num_evals=4)).trials
     assert [*one.evaluations] == [100, 200, 300, 400] and one.evaluations[400] == 0.5
     assert other.evaluations == {100: 3.5, 200: 3.5}
+
+
+def test_evaluations_of_a_run_without_all_results_are_left_out(study_dir):
+    """Those of other trials would stand in their columns."""
+    records = [result(val_loss=0.5), result(seed=1, val_loss=None)]
+    studies.write_study(study_dir, records, num_evals=4)
     studies.write_lines(study_dir / 'results.jsonl', records[1:])
     study = load_study(study_dir)
     assert [trial.seed for trial in study.trials] == [1] and study.problems == ()

@@ -176,7 +176,7 @@ def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
     assert named == [('train.batch_size', 's64')]
 
 
-def test_what_blocks_the_baseline_blocks_every_arm_and_what_all_share_is_one_remark(study_dir):
+def test_what_blocks_the_baseline_blocks_every_arm(study_dir):
     write_tuned(study_dir, records_of())
     edit_plan(study_dir, VERDICT['qk/vo'], optimizer__schedule='constant')
     findings, decisions, _ = checked(study_dir)
@@ -184,7 +184,11 @@ def test_what_blocks_the_baseline_blocks_every_arm_and_what_all_share_is_one_rem
     reason = findings.arms[1].verdict.reasons[-1]
     assert reason.code is ReasonCode.BASELINE_BLOCKED
     assert reason.data == {'baseline': 'qk/vo', 'remarks': findings.arms[0].blocks}
-    for variant in ('b/vo', 'c/vo'):
+
+
+def test_what_blocks_all_arms_is_one_remark(study_dir):
+    write_tuned(study_dir, records_of())
+    for variant in ('qk/vo', 'b/vo', 'c/vo'):
         edit_plan(study_dir, VERDICT[variant], optimizer__schedule='constant')
     findings, decisions, (remark,) = checked(study_dir)
     assert decisions == ALL_WITHHELD
