@@ -3,6 +3,7 @@
 Language models are compared with n-grams, masked models with counts of visible neighbours.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -30,21 +31,23 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
     """
 
     def text_of(batch: Batch) -> np.ndarray:
+        """The L = T + 1 tokens of each row: the inputs, and the last target."""
         first_tokens_B1 = batch['tokens_BT'][:, :1]
         return np.concatenate([first_tokens_B1, batch['targets_BT']], axis=1)
 
+    # Each of the N training targets has a context of K = MAX_ORDER - 1 tokens before it.
     text_RL = _training_text(rows, config, text_of)
     contexts_KN, targets_N = ngrams.preceding(text_RL, MAX_ORDER - 1)
 
-    splits = rows.splits[1:]
+    splits = rows.splits[1:]  # the first one is train
     batches = [_evaluated(rows, config, split) for split in splits]
     evaluated = [ngrams.preceding(text_of(batch), MAX_ORDER - 1) for batch in batches]
-    nats = ngrams.losses(contexts_KN, targets_N, evaluated, rows.vocab_size)
+    nats_of_split = ngrams.losses(contexts_KN, targets_N, evaluated, rows.vocab_size)
 
-    # The O orders of n-grams, each with the loss of M targets.
+    # nats_OM has a row for each of the O orders, and a column for each of the M targets of a split.
     names = [f'{order}-gram' for order in range(1, MAX_ORDER + 1)]
     losses = {}
-    for split, batch, nats_OM in zip(splits, batches, nats, strict=True):
+    for split, batch, nats_OM in zip(splits, batches, nats_of_split, strict=True):
         weights_M = batch['loss_weights_BT'].ravel()
         means_O = np.average(nats_OM, axis=1, weights=weights_M)
         losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
@@ -53,30 +56,33 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
 
 
 def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
-    """Computes the losses of predictions from frequencies, and from 1 to MAX_NEIGHBOURS neighbours.
+    """Computes the losses of predicting hidden tokens from counts, for a masked model to beat.
 
-    The targets are those of a masked model: hidden tokens, most of which are replaced by the id
-    `mask`. They are predicted from counts of the training tokens of the first trial, given the
-    nearest tokens of the row that are visible.
+    A hidden token is predicted from its 0 to MAX_NEIGHBOURS nearest visible tokens in the row. With
+    0 of them, the prediction is the frequency of each token. The counts are those of the training
+    tokens of the first trial. `mask` is the id that most hidden tokens have in the inputs.
     """
 
     def text_of(batch: Batch) -> np.ndarray:
-        return batch['targets_BT']  # before masking
+        return batch['targets_BT']  # the tokens before masking
 
     text_RT = _training_text(rows, config, text_of)
-    splits = rows.splits[1:]
+    splits = rows.splits[1:]  # the first one is train
     evaluated = []
     for split in splits:
         batch = _evaluated(rows, config, split)
         tokens_BT = batch['tokens_BT']
+        # A prediction may use a token unless the model sees the mask in its place.
         shown_BT = np.where(tokens_BT == mask, ngrams.MISSING, tokens_BT)
-        evaluated.append((shown_BT, text_of(batch), batch['loss_weights_BT'] > 0))
-    nats = ngrams.masked_losses(text_RT, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
+        is_target_BT = batch['loss_weights_BT'] > 0
+        evaluated.append((shown_BT, text_of(batch), is_target_BT))
+    nats_of_split = ngrams.masked_losses(text_RT, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
 
+    # nats_OM has a row for each number of neighbours, and a column for each target of a split.
     names = ['frequencies', 'nearest visible neighbour']
     names += [f'{number} nearest visible neighbours' for number in range(2, MAX_NEIGHBOURS + 1)]
     losses = {}
-    for split, nats_OM in zip(splits, nats, strict=True):
+    for split, nats_OM in zip(splits, nats_of_split, strict=True):
         means_O = np.average(nats_OM, axis=1)
         losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
     num_tokens = len(text_RT) * config.model.context
@@ -86,26 +92,30 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
 def _training_text(
     rows: Rows, config: Config, text_of: Callable[[Batch], np.ndarray]
 ) -> np.ndarray:
-    """Returns the rows on which the first trial is trained, each once, as tokens [rows, length].
+    """Returns the text on which the first trial is trained, as tokens [rows, length].
 
-    It returns about MAX_TOKENS tokens at most. `text_of` returns the text of a batch.
+    Rows that training reads more than once are returned once. Only the first rows are returned if
+    there are more than MAX_TOKENS tokens. `text_of` returns the text of a batch.
     """
     num_rows = min(
         config.train.num_steps * config.train.batch_size,
         rows.count('train'),
         max(MAX_TOKENS // config.model.context, 1),
     )
+    # Training visits the same sequence of rows in batches of any size. So larger batches than those
+    # of the run read the same rows.
     seed = config.trials.seeds[0]
-    size = min(num_rows, ROWS_PER_READ)
-    # The sequence of training rows does not depend on the size of the batches.
+    batch_size = min(num_rows, ROWS_PER_READ)
+    num_batches = math.ceil(num_rows / batch_size)
     texts = []
-    for step in range(-(-num_rows // size)):
-        texts.append(text_of(train_batch(rows, seed=seed, step=step, batch_size=size)))
+    for step in range(num_batches):
+        batch = train_batch(rows, seed=seed, step=step, batch_size=batch_size)
+        texts.append(text_of(batch))
     return np.concatenate(texts)[:num_rows]
 
 
 def _evaluated(rows: Rows, config: Config, split: str) -> Batch:
-    """Returns the rows that an evaluation reads as one batch, padded by rows of loss weight 0."""
+    """Returns all rows of an evaluation as one batch, padded with rows whose loss weights are 0."""
     max_rows = config.data.eval_sequences
     batches = list(eval_batches(rows, split, batch_size=ROWS_PER_READ, max_rows=max_rows))
     arrays = {}

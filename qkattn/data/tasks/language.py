@@ -25,7 +25,7 @@ from qkattn.data.tasks.rows import (
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
-# The position, counted from 1, whose loss stands for a short context.
+# How many tokens are a short context: the loss of the EARLY-th target of a row is measured.
 EARLY = 4
 
 
@@ -124,13 +124,17 @@ class LanguageRows(TextRows):
         return ngram_yardsticks(self, config)
 
     def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
-        """Measures the loss at position EARLY, and the mean loss over the last half of the context.
+        """Measures the loss after a short context, 'early', and after a long one, 'late'.
 
-        Returns {} if the context is too short to compare the two.
+        'early' is the loss at the EARLY-th position. 'late' is the mean loss over the second half
+        of the positions. Both are arrays [X], in nats/token. Returns {} if the rows are too short
+        to compare them.
         """
         half = self.length // 2
         if half < EARLY:
             return {}
+        # The losses of X trials at each position, and the weights of the targets there, summed over
+        # rows.
         nats_XT, weights_T = losses_by_position(self)
         return {
             'early': nats_XT[:, EARLY - 1] / weights_T[EARLY - 1],
@@ -139,12 +143,11 @@ class LanguageRows(TextRows):
 
 
 class DocumentRows(LanguageRows):
-    """Windows of text as in LanguageRows, with the number of each token's document in its window.
+    """Windows of text as in LanguageRows, in which a token attends to its own document only.
 
-    A token attends to its own document only. The separator of two documents is the last target of
-    the first one; as an input it opens the second one, whose first token is predicted from it
-    alone. With '|' for the separator, inputs 'a b | c' have the segments 1 1 2 2 and positions
-    0 1 0 1.
+    Segments number the documents of a window from 1. A separator is the last target of a document.
+    As an input, it is the first token of the next document. With '|' for the separator, the inputs
+    'a b | c' have the segments 1 1 2 2 and the positions 0 1 0 1.
     """
 
     @staticmethod
@@ -153,9 +156,9 @@ class DocumentRows(LanguageRows):
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         batch = super().read(split, rows_B, draws_B2)
-        opens_document_BT = batch['tokens_BT'] == self.dataset.tokenizer.separator
-        # From 1, as 0 is padding.
-        batch['segments_BT'] = 1 + opens_document_BT.cumsum(axis=1, dtype=INT)
+        begins_document_BT = batch['tokens_BT'] == self.dataset.tokenizer.separator
+        # Segments begin with 1, because 0 is padding.
+        batch['segments_BT'] = 1 + begins_document_BT.cumsum(axis=1, dtype=INT)
         return batch
 
 
@@ -192,28 +195,37 @@ class MaskedRows(TextRows):
         return num_tokens // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Reads windows by number, and hides their targets with the randomness of `draws_B2`."""
+        """Reads windows by number, and hides tokens in them at random."""
         targets_BT = self.dataset.windows(split, np.asarray(rows_B) * self.length, self.length)
+
+        # Each position has three random numbers in [0, 1).
         u_B3T = uniform(draws_B2, (3, self.length))
-        position_BT = u_B3T[:, 0]
-        action_BT = u_B3T[:, 1]
-        token_BT = u_B3T[:, 2]
-        # Each position has a random number. Those with the smallest numbers are the targets, which
-        # is a draw without replacement.
-        order_BT = np.argsort(position_BT, axis=1)
+        u_order_BT = u_B3T[:, 0]
+        u_action_BT = u_B3T[:, 1]
+        u_token_BT = u_B3T[:, 2]
+
+        # The positions with the smallest numbers are the targets, a draw without replacement.
+        order_BT = np.argsort(u_order_BT, axis=1)
+        target_positions = order_BT[:, : self.num_masked]
         is_target_BT = np.zeros(targets_BT.shape, bool)
-        np.put_along_axis(is_target_BT, order_BT[:, : self.num_masked], True, axis=1)
+        np.put_along_axis(is_target_BT, target_positions, True, axis=1)
+
+        # Of the targets, 80 % become the mask, and 10 % a random token. The others stay.
+        is_masked_BT = is_target_BT & (u_action_BT < 0.8)
+        is_random_BT = is_target_BT & (u_action_BT >= 0.8) & (u_action_BT < 0.9)
+        tokens_BT = np.where(is_masked_BT, self.mask, targets_BT)
+        tokens_BT = np.where(is_random_BT, self._random_tokens(u_token_BT), tokens_BT)
+        return token_batch(tokens_BT, targets_BT, is_target_BT)
+
+    def _random_tokens(self, u_BT: np.ndarray) -> np.ndarray:
+        """Converts uniform numbers in [0, 1) to ids, uniform over all tokens but the separator."""
+        vocab_size = self.dataset.vocab_size
         separator = self.dataset.tokenizer.separator
         if separator is None:
-            random_BT = (token_BT * self.dataset.vocab_size).astype(np.int32)
-        else:
-            # A random id but the separator's: ids from that on move up by one.
-            random_BT = (token_BT * (self.dataset.vocab_size - 1)).astype(np.int32)
-            random_BT += random_BT >= separator
-        hidden_BT = np.where(action_BT < 0.8, self.mask, random_BT)
-        is_replaced_BT = is_target_BT & (action_BT < 0.9)
-        tokens_BT = np.where(is_replaced_BT, hidden_BT, targets_BT)
-        return token_batch(tokens_BT, targets_BT, is_target_BT)
+            return (u_BT * vocab_size).astype(np.int32)
+        ids_BT = (u_BT * (vocab_size - 1)).astype(np.int32)
+        # The ids from the separator's on move up by one, so that none is the separator.
+        return ids_BT + (ids_BT >= separator)
 
     def identity(self) -> dict[str, Any]:
         return self.dataset.identity() | {'masking': {'version': 1, 'rate': self.mask_rate}}

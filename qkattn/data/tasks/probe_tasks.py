@@ -165,21 +165,24 @@ class Induction(Probe):
 
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`."""
-        # A row is a random order of N = num_units units. With R = repeats, the units r and R + r,
-        # r < R, are both the bigram of the symbols 2r and 2r + 1 of the row. Unit n >= 2R is the
-        # single symbol n.
+        # A row is a random order of N = num_units units. The first 2 R units, with R = repeats, are
+        # bigrams: units r and R + r are the same bigram r. The others are single symbols. Bigram r
+        # has the symbols number 2 r and 2 r + 1 of the row. Single unit n has symbol number n.
         R = self.repeats
         u_symbols_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
-        symbols_BV = np.argsort(u_symbols_BV, axis=1)
+        symbols_BV = np.argsort(u_symbols_BV, axis=1)  # the id of each symbol number
         units_BN = np.argsort(u_order_BN, axis=1)
 
-        # The unit of each token: a bigram is repeated to take two tokens.
-        lengths = np.where(units_BN.ravel() < 2 * R, 2, 1)
-        unit_BT1 = np.repeat(units_BN, lengths).reshape(len(u_BU), self.length + 1)
+        # Write the unit of each token: twice for a bigram, once for a single symbol.
+        num_tokens = np.where(units_BN.ravel() < 2 * R, 2, 1)
+        unit_BT1 = np.repeat(units_BN, num_tokens).reshape(len(u_BU), self.length + 1)
+        is_bigram_BT1 = unit_BT1 < 2 * R
         is_second_of_bigram_BT1 = np.diff(unit_BT1, axis=1, prepend=-1) == 0
 
-        symbol_of_bigram_BT1 = unit_BT1 % R * 2 + is_second_of_bigram_BT1
-        number_BT1 = np.where(unit_BT1 < 2 * R, symbol_of_bigram_BT1, unit_BT1)
+        # Replace units by the numbers of their symbols, and these by ids.
+        bigram_BT1 = unit_BT1 % R
+        number_in_bigram_BT1 = 2 * bigram_BT1 + is_second_of_bigram_BT1
+        number_BT1 = np.where(is_bigram_BT1, number_in_bigram_BT1, unit_BT1)
         sequence_BT1 = np.take_along_axis(symbols_BV, number_BT1, axis=1)
 
         # The next token is predicted at the first symbol of a bigram that occurred before.
@@ -217,15 +220,17 @@ class Recall(Probe):
         P = self.pairs
         u_keys_BK, u_values_BP, u_order_BP = np.split(u_BU, [self.keys, self.keys + P], axis=1)
 
+        # The first half: P different keys, each followed by its value.
         keys_BP = np.argsort(u_keys_BK, axis=1)[:, :P]
         values_BP = self.keys + _whole(u_values_BP, self.values)
         pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
 
+        # The second half: the same pairs in a random order.
         order_BP = np.argsort(u_order_BP, axis=1)
         queries_BP2 = np.take_along_axis(pairs_BP2, order_BP[..., None], axis=1)
         sequence_BT1 = np.concatenate([pairs_BP2, queries_BP2], axis=1).reshape(len(u_BU), -1)
 
-        # The next token is predicted at each key of the second half.
+        # The value that comes next is predicted at each key of the second half.
         position_T = np.arange(4 * P - 1)
         is_second_half_T = position_T >= 2 * P
         is_key_T = position_T % 2 == 0
@@ -267,9 +272,12 @@ class Successor(Probe):
         # The first half of the numbers draws the order of the keys, the second half the payloads.
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
         keys_BT = np.argsort(u_order_BT, axis=1)
-        payloads_BK = _whole(u_payloads_BK, self.payloads)
+        payloads_BK = _whole(u_payloads_BK, self.payloads)  # the payload of each key
+
         payloads_BT = np.take_along_axis(payloads_BK, keys_BT, axis=1)
         tokens_BT = keys_BT * self.payloads + payloads_BT
+
+        # The target is the payload of the next key on the circle.
         next_keys_BT = (keys_BT + 1) % self.keys
         targets_BT = np.take_along_axis(payloads_BK, next_keys_BT, axis=1)
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)

@@ -21,17 +21,19 @@ Copy = Literal['first', 'second']
 
 
 def induction(rows: Rows, trained: TrainedTrials) -> dict[str, np.ndarray]:
-    """Measures how X trained models use earlier tokens of their context; returns values [X].
+    """Measures how well X trained models predict random tokens that occurred in their context.
 
     Random tokens are shown twice (Olsson et al. 2022, 'In-context learning and induction heads').
     A model does better on the second copy only if it finds the first one in its context. The gain
-    is the loss on the first copy minus the loss on the second. Returns {} for rows that have no
-    `sequences`.
+    is the loss on the first copy minus the loss on the second.
+
+    Returns values [X] by field of a result; {} if the rows have no `sequences`.
     """
     r_BH = sequences(rows)
     if r_BH is None:
         return {}
     length = trained.config.model.context
+    # Sums over the targets of each row, [R, X]: their losses, weights and correct predictions.
     first = trained.sums(functools.partial(batches, r_BH, length, 'first'))
     second = trained.sums(functools.partial(batches, r_BH, length, 'second'))
     loss_of_first_X = first['loss'].sum(0) / first['weight'].sum(0)
@@ -43,15 +45,15 @@ def induction(rows: Rows, trained: TrainedTrials) -> dict[str, np.ndarray]:
 
 
 def sequences(rows: Rows) -> np.ndarray | None:
-    """Returns the random tokens of the first copy, [B, H], int32, with H = (T + 1) // 2.
+    """Draws the random tokens of a copy from the corpus: [B, H], int32, with H = (T + 1) // 2.
 
     They are the tokens of up to NUM_ROWS rows at equal distances in the validation split, shuffled
     across all of these rows. So they have the token frequencies of the corpus, but not its order or
     its topics.
 
-    Returns None if T < MIN_LENGTH, or if the rows are not plain next-token prediction. Such rows
-    have other inputs besides tokens and segments, targets that are not the next tokens, or targets
-    with loss weight 0 (as in probes).
+    Returns None if rows of T tokens are shorter than MIN_LENGTH, or if some of their positions are
+    not trained to predict the next token. So rows must have no inputs but tokens and segments, the
+    next tokens as targets, and no loss weight of 0 (as rows of probes have).
     """
     num_rows = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=num_rows, max_rows=NUM_ROWS))
@@ -75,7 +77,7 @@ def sequences(rows: Rows) -> np.ndarray | None:
 def batches(
     r_BH: np.ndarray, length: int, copy: Copy, *, batch_size: int, part: Part = None
 ) -> Iterator[Batch]:
-    """Yields batches of rows r_1 .. r_H r_1 .. r_H, in which one copy is to be predicted.
+    """Yields batches of rows r_1 .. r_H r_1 .. r_H, in which one of the copies is predicted.
 
     The targets are r_2 .. r_H of that copy. Nothing tells where the second copy begins, so r_1
     is not a target of either copy. The last batch is padded to `batch_size` with rows of zeros,
@@ -83,9 +85,10 @@ def batches(
 
     Args:
       r_BH: the tokens of a copy.
-      length: T, the tokens of a row: 2 H - 1, or 2 H, of which the last predicts nothing.
+      length: the number T of input tokens of a row, 2 H - 1 or 2 H. With 2 H, the last position
+        predicts nothing.
       copy: which copy has targets.
-      batch_size: the rows of a batch.
+      batch_size: the number of rows of a batch.
       part: which of these rows to read; None for all.
     """
     num_rows, half = r_BH.shape
@@ -93,12 +96,14 @@ def batches(
     # Rows have T + 1 tokens, because the last target is not an input.
     twice_RT1 = np.zeros((num_batches * batch_size, length + 1), np.int32)
     twice_RT1[:num_rows, : 2 * half] = np.tile(r_BH, 2)
+
+    # Position t predicts token t + 1, so the positions of r_1 .. r_(H-1) predict r_2 .. r_H.
     first_target = 0 if copy == 'first' else half
     loss_weights_RT = np.zeros((len(twice_RT1), length), np.float32)
     loss_weights_RT[:num_rows, first_target : first_target + half - 1] = 1
 
-    numbers_B = selected(batch_size, part)
+    rows_of_part_B = selected(batch_size, part)
     for start in range(0, len(twice_RT1), batch_size):
-        rows_B = start + numbers_B
+        rows_B = start + rows_of_part_B
         tokens_BT1 = twice_RT1[rows_B]
         yield token_batch(tokens_BT1[:, :-1], tokens_BT1[:, 1:], loss_weights_RT[rows_B])

@@ -55,17 +55,19 @@ class Rows(Protocol):
         """
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Reads rows by number; returns the arrays [B, length] that `array_shapes` describes.
-
-        These are tokens_BT, targets_BT, loss_weights_BT, which is 0 at positions that predict
-        nothing, and any other inputs of the model by the names of its arguments.
+        """Reads B rows by number.
 
         Args:
           split: one of `splits`.
           rows_B: the numbers of the rows.
-          draws_B2: a pair of uint64 for each row, from which all its randomness comes. In training
-            it is the seed, and the row's position in the endless training sequence. In an
-            evaluation it is 0, and the number of the row.
+          draws_B2: two uint64 for each row, the source of all its randomness. In training they are
+            the seed, and the position of the row in the endless training sequence. In an evaluation
+            they are 0, and the number of the row.
+
+        Returns:
+          The arrays that `array_shapes` describes, by name, each with a leading axis of rows:
+          tokens_BT, targets_BT, loss_weights_BT, and other inputs under the names of the model's
+          arguments. The loss weight is 0 at positions that predict nothing.
         """
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:
@@ -169,13 +171,17 @@ def token_batch(
 
 
 def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], part: int = 0) -> np.ndarray:
-    """Draws random numbers in [0, 1), [B, *shape]. Those of a row depend only on its `draws`.
+    """Draws random numbers in [0, 1) for B rows: an array [B, *shape].
 
-    Numbers with another `part` are independent of these.
+    Args:
+      draws_B2: two uint64 for each row. They alone decide its numbers.
+      shape: the shape of the numbers of a row.
+      part: another part gives other numbers, independent of these.
     """
     u = np.empty((len(draws_B2), *shape))
     for draws_2, u_row in zip(np.asarray(draws_B2, np.uint64), u, strict=True):
-        # The high word of the counter puts the parts 2^192 draws apart.
+        # Philox counts its draws with 256 bits. The part is the highest of its four words, so the
+        # parts are 2^192 draws apart.
         generator = np.random.Philox(key=draws_2, counter=part << 192)
         np.random.Generator(generator).random(out=u_row)
     return u

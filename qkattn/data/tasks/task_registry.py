@@ -27,7 +27,7 @@ INTERFACE = ('kind', 'data', *(name for name in vars(Rows) if not name.startswit
 
 
 def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[Batch]:
-    """Yields the batches that a run with this configuration reads, arrays [batch_size, length].
+    """Returns the batches that a run with this configuration reads, arrays [batch_size, length].
 
     For 'train' these are the batches of a trial with this seed, without end. For 'validation' and
     'test' these are the batches of one evaluation of data.eval_sequences rows. Raises ConfigError
@@ -51,7 +51,10 @@ def task_of(config: Config) -> type[Rows]:
 
 
 def rows_of(config: Config) -> Rows:
-    """Opens the rows that the configured model trains on; ConfigError if they do not fit it."""
+    """Opens the rows on which the model of a configuration is trained.
+
+    Raises ConfigError if they cannot be opened or do not fit the model.
+    """
     task, options = _task_and_options(config)
     rows = task.open(config, **options)
     if rows.vocab_size > config.model.vocab_size:
@@ -67,46 +70,73 @@ def rows_of(config: Config) -> Rows:
 def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
     """Returns the class of the task of a configuration, and the options of its method `open`.
 
-    If data.task is set, it names the task. Otherwise it is the task of TASKS for model.kind and the
-    form of the data. Raises ConfigError if no task fits the model and the data.
+    If data.task is set, it names the task and its options. Otherwise the task of TASKS is taken
+    that trains this model.kind on data of this form. Raises ConfigError if no task fits the model
+    and the data.
+    """
+    options: dict[str, Any] = {}
+    if config.data.task is None:
+        task = _default_task(config)
+    else:
+        task, options = _named_task(config)
+    # Windows of text in which tokens attend to their own document only are another class.
+    if task is LanguageRows and not config.data.cross_documents:
+        task = DocumentRows
+    return task, options
+
+
+def _default_task(config: Config) -> type[Rows]:
+    """Returns the task of TASKS for the kind of model and the form of the data.
+
+    Raises ConfigError if there is none: a translation set, for example, needs an encoder-decoder.
     """
     form = _form(config.data)
     kind = config.model.kind
-    name = config.data.name
-    if config.data.task is None:
-        task_by_form = {task.data: task for task in TASKS.values() if task.kind == kind}
-        if form not in task_by_form:
-            needed = ' or '.join(task_by_form)
-            raise ConfigError(
-                f'data.name={name!r} is {form}, but model.kind={kind!r} needs {needed}.'
-            )
-        return _by_documents(task_by_form[form], config.data), {}
+    task_of_form = {task.data: task for task in TASKS.values() if task.kind == kind}
+    if form not in task_of_form:
+        needed = ' or '.join(task_of_form)
+        raise ConfigError(
+            f'data.name={config.data.name!r} is {form}, but model.kind={kind!r} needs {needed}.'
+        )
+    return task_of_form[form]
+
+
+def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
+    """Returns the task that data.task names, and the options that follow the name.
+
+    Raises ConfigError if there is no such task, or if it does not fit the model or the data.
+    """
+    form = _form(config.data)
+    kind = config.model.kind
+
+    def is_task(target: Any) -> bool:
+        return all(hasattr(target, attribute) for attribute in INTERFACE)
+
+    def function_with_options(target: Any) -> Any:
+        """The function whose keyword-only parameters are the options of a task."""
+        return target.open
 
     task, options = resolve(
         config.data.task,
         TASKS,
         'data.task',
         needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
-        fits=lambda target: all(hasattr(target, attribute) for attribute in INTERFACE),
-        call=lambda target: target.open,
+        fits=is_task,
+        call=function_with_options,
     )
     if (task.kind, task.data) != (kind, form):
         raise ConfigError(
             f'data.task={config.data.task!r} trains model.kind={task.kind!r} on {task.data}, '
-            f'but model.kind={kind!r} and data.name={name!r} is {form}.'
+            f'but model.kind={kind!r} and data.name={config.data.name!r} is {form}.'
         )
-    return _by_documents(task, config.data), options
-
-
-def _by_documents(task: type[Rows], data: DataConfig) -> type[Rows]:
-    """The task; that of text becomes DocumentRows with data.cross_documents=False."""
-    if task is LanguageRows and not data.cross_documents:
-        return DocumentRows
-    return task
+    return task, options
 
 
 def _form(data: DataConfig) -> DataForm:
-    """Returns the form of the data that data.name names; raises ConfigError if it is unknown."""
+    """Returns the form of the data that data.name names, such as 'text in one language'.
+
+    Raises ConfigError if the name is unknown.
+    """
     if probe_tasks.is_probe(data.name):
         _, probe = probe_tasks.find(data.name)
         return 'a causal probe' if probe.causal else 'a labelling probe'

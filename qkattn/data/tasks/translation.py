@@ -72,29 +72,37 @@ class TranslationRows(Rows):
     def __init__(
         self, pairs: PairDataset, source_length: int, length: int, *, drop_long: bool = False
     ):
-        """Packs the pairs of all splits into rows of S = source_length and T = length tokens."""
+        """Packs the pairs of all splits into rows of S = source_length and T = length tokens.
+
+        Raises ConfigError if a pair is too long for a row, unless `drop_long` leaves it out.
+        """
         self.pairs = pairs
         self.source_length = source_length
         self.length = length
         self.splits = pairs.splits
         self.vocab_size = pairs.vocab_size
+        # How many pairs of each split are left out.
         self.num_dropped: dict[str, int] = {}
-        # By split: the numbers of the pairs in each row.
+        # _packed[split][row] holds the numbers of the pairs in a row.
         self._packed: dict[str, list[np.ndarray]] = {}
-        # By split: the pair from which each target gets its source; see `with_shuffled_sources`. A
-        # split that is missing has the original sources.
+        # _sources[split][pair] is the number of the pair from which a pair gets its source, after
+        # `with_shuffled_sources`. It is empty before, because each pair has its own source.
         self._sources: dict[str, np.ndarray] = {}
 
         longest_source = 0
         longest_target = 0
         for split in self.splits:
+            # The number of tokens of source and target, for each of the I pairs of a split.
             source_bounds, target_bounds = pairs.bounds(split)
-            sizes_2I = np.stack([np.diff(source_bounds), np.diff(target_bounds)])
-            fits_I = (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
+            source_sizes_I = np.diff(source_bounds)
+            target_sizes_I = np.diff(target_bounds)
+            longest_source = max(longest_source, source_sizes_I.max(initial=0))
+            longest_target = max(longest_target, target_sizes_I.max(initial=0))
+
+            fits_I = (source_sizes_I <= source_length) & (target_sizes_I <= length)
             self.num_dropped[split] = int(np.sum(~fits_I))
+            sizes_2I = np.stack([source_sizes_I, target_sizes_I])
             self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), (source_length, length))
-            longest_source = max(longest_source, sizes_2I[0].max(initial=0))
-            longest_target = max(longest_target, sizes_2I[1].max(initial=0))
 
         num_dropped = sum(self.num_dropped.values())
         if num_dropped and not drop_long:
@@ -117,43 +125,24 @@ class TranslationRows(Rows):
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         """Reads rows by number. The rows have no randomness, so `draws_B2` is not used."""
-        # The P pairs of the batch, row after row: their number, row, and segment in the row.
+        # The P pairs of the batch, row after row.
         pairs_of_row = [self._packed[split][row] for row in rows_B]
         pair_P = np.concatenate(pairs_of_row)
         num_pairs_B = [len(pairs) for pairs in pairs_of_row]
-        row_P = np.repeat(np.arange(len(rows_B)), num_pairs_B)
-        segment_P = np.concatenate([np.arange(count) + 1 for count in num_pairs_B])
 
-        def laid_out(
-            tokens: np.ndarray, bounds: np.ndarray, sentence_P: np.ndarray, length: int
-        ) -> tuple[np.ndarray, np.ndarray]:
-            """Lays out one side of the pairs in rows: sentence after sentence, then zeros.
-
-            Returns tokens and segments [B, length]. `sentence_P` holds the number of each sentence.
-            """
-            starts_P = bounds[sentence_P]
-            ends_P = bounds[sentence_P + 1]
-            sizes_P = ends_P - starts_P
-            sentences = [tokens[start:end] for start, end in zip(starts_P, ends_P, strict=True)]
-            num_tokens_B = np.bincount(row_P, sizes_P, len(rows_B))
-
-            # Filling the used positions in row-major order puts each sentence into its row.
-            is_used_BT = np.arange(length) < num_tokens_B[:, None]
-            tokens_BT = np.zeros(is_used_BT.shape, INT)
-            tokens_BT[is_used_BT] = np.concatenate(sentences)
-            segments_BT = np.zeros(is_used_BT.shape, INT)
-            segments_BT[is_used_BT] = np.repeat(segment_P, sizes_P)
-            return tokens_BT, segments_BT
-
-        source, target = self.pairs.tokens(split)
-        source_bounds, target_bounds = self.pairs.bounds(split)
+        # The source of a pair is its own, or that of another pair if the sources are shuffled.
         source_P = pair_P
         if split in self._sources:
             source_P = self._sources[split][pair_P]
-        source_BS, source_segments_BS = laid_out(
-            source, source_bounds, source_P, self.source_length
+
+        source_tokens, target_tokens = self.pairs.tokens(split)
+        source_bounds, target_bounds = self.pairs.bounds(split)
+        source_BS, source_segments_BS = _laid_out(
+            source_tokens, source_bounds, source_P, num_pairs_B, self.source_length
         )
-        targets_BT, segments_BT = laid_out(target, target_bounds, pair_P, self.length)
+        targets_BT, segments_BT = _laid_out(
+            target_tokens, target_bounds, pair_P, num_pairs_B, self.length
+        )
 
         # The inputs are the targets, shifted by one. Each target ends with the separator, so the
         # separator comes before the tokens of the next pair.
@@ -212,10 +201,15 @@ class TranslationRows(Rows):
         """Scores the translations of every finished trial with BLEU and the other scores.
 
         All splits except 'train' are scored; see `score_split`.
+
+        Returns:
+          The scores of the X trials by field of a result: {'val_bleu': [21.5, None], ...}. Trials
+          that are not finished have None.
         """
         config = trained.config
         values: dict[str, list[Any]] = {}
         for x in np.flatnonzero(finished_X).tolist():
+            # Trial x translates a list of sources.
             translate = functools.partial(trained.translate, x, self.pairs.source.tokenizer)
             for split in self.splits[1:]:  # the first one is 'train'
                 scores = score_split(
@@ -228,8 +222,7 @@ class TranslationRows(Rows):
                 )
                 for name, score in scores.items():
                     field = f'{PREFIXES[split]}_{name}'
-                    if field not in values:
-                        values[field] = [None] * len(finished_X)
+                    values.setdefault(field, [None] * len(finished_X))
                     values[field][x] = score
         return values
 
@@ -263,6 +256,44 @@ class TranslationRows(Rows):
         """Measures the loss if every target gets the source of another sentence."""
         nats_XT, weights_T = losses_by_position(self.with_shuffled_sources())
         return {'shuffled': nats_XT.sum(1) / weights_T.sum()}
+
+
+def _laid_out(
+    tokens: np.ndarray,
+    bounds: np.ndarray,
+    sentence_P: np.ndarray,
+    num_sentences_B: Sequence[int],
+    length: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts P sentences into B rows, one after the other, and fills up each row with zeros.
+
+    Args:
+      tokens: the tokens of all sentences of a split.
+      bounds: sentence i has the tokens from bounds[i] to bounds[i + 1].
+      sentence_P: the number i of each sentence, row after row.
+      num_sentences_B: how many of the P sentences are in each row.
+      length: T, the number of tokens of a row.
+
+    Returns:
+      tokens_BT, and segments_BT, which number the sentences of a row from 1. 0 is padding.
+    """
+    starts_P = bounds[sentence_P]
+    ends_P = bounds[sentence_P + 1]
+    sizes_P = ends_P - starts_P
+    sentences = [tokens[start:end] for start, end in zip(starts_P, ends_P, strict=True)]
+
+    num_rows = len(num_sentences_B)
+    row_P = np.repeat(np.arange(num_rows), num_sentences_B)
+    segment_P = np.concatenate([np.arange(count) + 1 for count in num_sentences_B])
+    num_tokens_B = np.bincount(row_P, sizes_P, num_rows)
+
+    # Filling the used positions in row-major order puts each sentence into its row.
+    is_used_BT = np.arange(length) < num_tokens_B[:, None]
+    tokens_BT = np.zeros(is_used_BT.shape, INT)
+    tokens_BT[is_used_BT] = np.concatenate(sentences)
+    segments_BT = np.zeros(is_used_BT.shape, INT)
+    segments_BT[is_used_BT] = np.repeat(segment_P, sizes_P)
+    return tokens_BT, segments_BT
 
 
 def score_split(
