@@ -194,11 +194,9 @@ def read_index(directory: Path) -> Index:
     try:
         record = parse_file(directory / INDEX, {'splits': {}})  # requires an object `splits`
         _check_splits(record['splits'])
-        splits = {}
-        for split, entry in record['splits'].items():
-            info = read(SplitInfo, entry)
+        splits = {split: read(SplitInfo, entry) for split, entry in record['splits'].items()}
+        for split, info in splits.items():
             _check_counts(split, info)
-            splits[split] = info
         return read(Index, record, splits=splits)
     except ValueError as error:
         raise DamagedData(f'{directory / INDEX} cannot be read ({error})') from error

@@ -170,12 +170,11 @@ def _format_of(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
     """Returns the format of all files; raises ConfigError if they have several formats."""
     first_file_of_format: dict[type[TokenFormat], Path] = {}
     for path in itertools.chain(*files.values()):
-        for token_format in FORMATS:
-            if token_format.reads(path):
-                first_file_of_format.setdefault(token_format, path)
-                break
-        else:  # no format reads the file
+        # All formats are asked, so that a file that cannot be opened is refused here.
+        formats_of_file = [token_format for token_format in FORMATS if token_format.reads(path)]
+        if not formats_of_file:
             raise ConfigError(f'data.path: {path} is no token file; its name must end in {SUFFIX}')
+        first_file_of_format.setdefault(formats_of_file[0], path)
 
     if len(first_file_of_format) > 1:
         described = [
