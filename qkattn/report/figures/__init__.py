@@ -22,20 +22,22 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy
 
-# A figure of more panels is larger than a page shows and an image may be.
+# The most panels of a figure. With more it would be larger than a page shows and an image may be.
 MOST_PANELS = 60
-# Parameter counts within this ratio are equal.
+# Parameter counts are equal if the largest is at most this many times the smallest.
 EQUAL = 1.01
-# Of a learning curve, the first part of the training is not drawn: variants do not differ there.
+# Learning curves leave out this first fraction of the training, in which variants do not differ.
 NOT_DRAWN = 0.2
 _VAL_LOSS = 'val loss (nats/token)'
 
 
 def figures(findings: Findings) -> list[Drawing]:
-    """All figures that the results allow, the main ones first."""
+    """Returns all figures that the results allow, the main one first."""
     study = findings.study
     styles = style.styles(study.variants, study.baseline)
     drawings = [forest.differences(findings, styles)]
+    # A group is a size and a corpus, such as 'd_model=128, stdlib'. A study of one size and one
+    # corpus has a single group, '', and its figures need no number.
     arms_by_group = prose.by_where(findings.arms, study)
     for number, (group, arms) in enumerate(arms_by_group.items(), start=1):
         suffix = f'_{number}' if group else ''
@@ -47,9 +49,10 @@ def figures(findings: Findings) -> list[Drawing]:
 
 
 def _of_grid(stem: str, grid: Grid, group: str, num_arms: int, **values: object) -> Drawing:
-    """A figure of panels, of the arms of a size and corpus; its caption says if some are left out.
+    """Returns a figure of panels for the arms of a group.
 
-    `num_arms` is the number of arms that there are to draw.
+    `num_arms` is the number of arms that could be drawn. If it exceeds MOST_PANELS, the caption
+    says so. `values` are further values for the caption.
     """
     cut = (MOST_PANELS, num_arms) if num_arms > MOST_PANELS else None
     return Drawing(stem, grid.draw, {'size': group or None, 'cut': cut, **values}, grid)
@@ -58,46 +61,70 @@ def _of_grid(stem: str, grid: Grid, group: str, num_arms: int, **values: object)
 def _sweeps(
     knob: str, arms: Sequence[TrainedArm], styles: style.Styles, suffix: str, group: str
 ) -> Drawing | None:
-    """Screening loss against a setting, a panel for each arm that is tuned in it."""
-    swept = [arm for arm in arms if knob in arm.sweeps]
-    if not swept:
+    """Returns the figure of screening losses against a setting, with a panel for each tuned arm.
+
+    Returns None if the setting is not tuned. `suffix` ends the name of the figure, and `group` is
+    the size and corpus of the arms.
+    """
+    tuned_arms = [arm for arm in arms if knob in arm.sweeps]
+    if not tuned_arms:
         return None
-    shown = swept[:MOST_PANELS]
-    values = sorted({value for arm in shown for value in arm.sweeps[knob].values})
+
+    drawn_arms = tuned_arms[:MOST_PANELS]
+    tried_values = set[float]()
+    for arm in drawn_arms:
+        tried_values.update(arm.sweeps[knob].values)
     panels = []
-    for arm in shown:
+    for arm in drawn_arms:
         sweep = arm.sweeps[knob]
+        chosen = f'{sweep.chosen:.3g}'
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
         draw = functools.partial(
-            _draw_sweep, sweep=sweep, values=values, keywords=styles[arm.variant]
+            _draw_sweep, sweep=sweep, values=sorted(tried_values), keywords=styles[arm.variant]
         )
-        panels.append(Panel(arm.variant, draw, (f'{sweep.chosen:.3g}', interval)))
+        panels.append(Panel(arm.variant, draw, notes=(chosen, interval)))
     grid = Grid(panels, f'{prose.words(knob)} (log scale)', _VAL_LOSS, title_length=36)
-    is_minimax = any(_is_beside_vertex(arm.sweeps[knob]) for arm in shown)
-    stem = f'sweep_{knob}{suffix}'
-    return _of_grid(stem, grid, group, len(swept), knob=knob, minimax=is_minimax)
+
+    # If a chosen value is not at the vertex of its parabola, the caption explains why.
+    is_minimax = any(_is_beside_vertex(arm.sweeps[knob]) for arm in drawn_arms)
+    return _of_grid(
+        f'sweep_{knob}{suffix}', grid, group, len(tuned_arms), knob=knob, minimax=is_minimax
+    )
 
 
 def _is_beside_vertex(sweep: Sweep) -> bool:
-    """Whether the chosen value is another than the optimum of the parabola, to three digits."""
+    """Whether the chosen value differs from the optimum of the parabola, to three digits."""
     return sweep.optimum is not None and sweep.chosen != float(f'{sweep.optimum:.3g}')
 
 
 def _draw_sweep(ax: Axes, sweep: Sweep, values: Sequence[float], keywords: dict[str, Any]) -> None:
-    """Draws the losses of a sweep, their parabola, the chosen value and the optimum's interval.
+    """Draws the losses of a sweep, the fitted parabola and the chosen value.
 
-    The x axis has the ascending `values` of all panels. The y axis ends at the losses of the values
-    that the parabola is fitted to. Means above it are arrowheads at its top, as infinite ones of
-    values at which a seed diverged, so that they do not flatten the parabola.
+    Args:
+      ax: the axes of the panel.
+      sweep: the losses at each value of a setting, and what was fitted to them.
+      values: the values that any panel has, ascending; they are the ticks of the x axis.
+      keywords: the style of the arm, as keywords of `Axes.plot`.
     """
-    color = keywords['color']
-    # A panel has room for three labels.
-    labelled = values[::-1][:: math.ceil(len(values) / 3)]
+    # A panel has room for three labels. The largest value always has one.
+    label_every = math.ceil(len(values) / 3)
+    labelled_values = values[::-1][::label_every]
     ax.set(xscale='log', xlim=(values[0] / 1.3, values[-1] * 1.3))
-    ax.set_xticks(labelled, [f'{value:.3g}' for value in labelled])
+    ax.set_xticks(labelled_values, [f'{value:.3g}' for value in labelled_values])
     ax.set_xticks(values, [''] * len(values), minor=True)
     ax.locator_params(axis='y', nbins=4)
+    _draw_sweep_losses(ax, sweep, keywords)
+    _draw_sweep_fit(ax, sweep, keywords['color'])
 
+
+def _draw_sweep_losses(ax: Axes, sweep: Sweep, keywords: dict[str, Any]) -> None:
+    """Draws a dot for each seed and a marker for each mean.
+
+    The y axis shows the losses at the values to which the parabola is fitted. Other losses may be
+    much higher, or infinite where a seed diverged, and would flatten the parabola. A mean above the
+    axis is an arrowhead at its top.
+    """
+    color = keywords['color']
     seeds_x = list[float]()
     seeds_y = list[float]()
     fitted_losses = list[float]()
@@ -112,11 +139,18 @@ def _draw_sweep(ax: Axes, sweep: Sweep, values: Sequence[float], keywords: dict[
         pad = 0.1 * (max(fitted_losses) - min(fitted_losses)) or 0.01
         ax.set_ylim(min(fitted_losses) - pad, max(fitted_losses) + pad)
 
-    top = ax.get_ylim()[1]
-    above = [v for v, mean in zip(sweep.values, sweep.means, strict=True) if mean > top]
-    if above:
+    _, top = ax.get_ylim()
+    values_above = []
+    for value, mean in zip(sweep.values, sweep.means, strict=True):
+        if mean > top:
+            values_above.append(value)
+    if values_above:
         arrowhead = {'marker': '^', 's': 30, 'color': color, 'zorder': 4, 'clip_on': False}
-        ax.scatter(above, [top] * len(above), label=style.BEYOND, **arrowhead)
+        ax.scatter(values_above, [top] * len(values_above), label=style.BEYOND, **arrowhead)
+
+
+def _draw_sweep_fit(ax: Axes, sweep: Sweep, color: str) -> None:
+    """Draws the parabola in log(value), the chosen value, and the interval of the optimum."""
     if sweep.loss is not None and sweep.curvature is not None and sweep.optimum is not None:
         x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
         parabola = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
@@ -135,55 +169,68 @@ def _learning_curves(
     suffix: str,
     group: str,
 ) -> Drawing | None:
-    """Validation loss over training of one size and corpus: a panel an arm, beside the baseline.
+    """Returns the figure of validation losses during training, for the arms of a group.
 
-    None without any curve. The baseline has a panel where it is alone.
+    There is a panel for each variant, which also shows the baseline. The baseline has a panel of
+    its own only if no other arm has a curve. Returns None if no arm has a curve. `suffix` ends the
+    name of the figure.
     """
     baselines = [arm for arm in arms if arm.is_baseline]
-    others = [arm for arm in arms if not arm.is_baseline]
+    other_arms = [arm for arm in arms if not arm.is_baseline]
     curves = dict[str, pd.DataFrame]()
-    for arm in baselines + others[:MOST_PANELS]:
+    for arm in baselines + other_arms[:MOST_PANELS]:
         curve = _curve(arm)
         if not curve.empty:
             curves[arm.variant] = curve
     if not curves:
         return None
-    shown = [variant for variant in curves if variant != study.baseline] or list(curves)
-    # The panels have the same axes.
-    lowest = min(curve.min(axis=None) for curve in curves.values())
-    highest = max(curve.max(axis=None) for curve in curves.values())
-    first = min(curve.index[0] for curve in curves.values())
-    last = max(curve.index[-1] for curve in curves.values())
+    variants = [variant for variant in curves if variant != study.baseline]
+    if not variants:
+        variants = list(curves)
+
+    # All panels have the same axes.
+    lowest_loss = min(curve.min(axis=None) for curve in curves.values())
+    highest_loss = max(curve.max(axis=None) for curve in curves.values())
+    first_tokens = min(curve.index[0] for curve in curves.values())
+    last_tokens = max(curve.index[-1] for curve in curves.values())
     limits = {
-        'xlim': _padded(first, last),
-        'ylim': _padded(lowest, highest),
+        'xlim': _padded(first_tokens, last_tokens),
+        'ylim': _padded(lowest_loss, highest_loss),
     }
-    panels = [
-        Panel(variant, functools.partial(_draw_curves, study, curves, variant, styles, limits))
-        for variant in shown
-    ]
+    panels = []
+    for variant in variants:
+        draw = functools.partial(_draw_curves, study, curves, variant, styles, limits)
+        panels.append(Panel(variant, draw))
     grid = Grid(panels, 'training tokens', _VAL_LOSS, title_length=44, row_height=1.6)
-    return _of_grid(f'curves{suffix}', grid, group, len(others))
+    return _of_grid(f'curves{suffix}', grid, group, len(other_arms))
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """Limits of an axis that shows numbers from `low` to `high`."""
+    """Returns the limits of an axis that shows numbers from `low` to `high`."""
     pad = 0.05 * (high - low) or 0.01
     return low - pad, high + pad
 
 
 def _curve(arm: TrainedArm) -> pd.DataFrame:
-    """Validation losses of the chosen trials, [tokens, seeds], without the beginning of training.
+    """Returns the validation losses during training of the trials that decide.
 
-    Empty without evaluations during training.
+    A row is an evaluation, and its index is the number of training tokens before it. A column is a
+    seed. Evaluations in the first fraction NOT_DRAWN of the training are left out. The table is
+    empty without evaluations.
     """
-    losses_by_step = [trial.evaluations for trial in arm.chosen if trial.evaluations]
-    if not losses_by_step:
+    losses_of_seeds = []  # for each seed {step: loss}
+    for trial in arm.chosen:
+        if trial.evaluations:
+            losses_of_seeds.append(trial.evaluations)
+    if not losses_of_seeds:
         return pd.DataFrame()
-    curve = pd.DataFrame(losses_by_step).T.dropna()
-    late = curve[curve.index >= NOT_DRAWN * max(curve.index, default=0)]
-    tokens_of_a_step = arm.example.num_tokens / arm.example.num_steps
-    return late.set_axis(late.index * tokens_of_a_step)
+
+    # Steps that lack the loss of a seed are dropped.
+    curve = pd.DataFrame(losses_of_seeds).T.dropna()
+    last_step = max(curve.index, default=0)
+    curve = curve[curve.index >= NOT_DRAWN * last_step]
+    tokens_per_step = arm.example.num_tokens / arm.example.num_steps
+    return curve.set_axis(curve.index * tokens_per_step)
 
 
 def _draw_curves(
@@ -194,34 +241,40 @@ def _draw_curves(
     limits: Mapping[str, tuple[float, float]],
     ax: Axes,
 ) -> None:
-    """Draws the curve of a variant beside that of the baseline.
+    """Draws the learning curves of the baseline and of a variant into a panel.
 
-    A line is the mean over seeds, its band from the lowest to the highest.
+    A line is the mean over seeds. The band around it is from the lowest seed to the highest.
+    `limits` are the ends of the axes.
     """
-    labels = {study.baseline: f'baseline {short(study.baseline, 34)}'}
-    labels[variant] = 'the variant named above'
-    for name, label in labels.items():
-        if name in curves:
-            curve = curves[name]
-            tokens = curve.index
-            color = styles[name]['color']
-            lowest = curve.min(axis=1)
-            highest = curve.max(axis=1)
-            ax.fill_between(tokens, lowest, highest, color=color, alpha=0.18, linewidth=0)
-            line = styles[name] | {'marker': ''}
-            ax.plot(tokens, curve.mean(axis=1), label=label, zorder=3, **line)
+    label_by_variant = {study.baseline: f'baseline {short(study.baseline, 34)}'}
+    label_by_variant[variant] = 'the variant named above'
+    for name, label in label_by_variant.items():
+        curve = curves.get(name)
+        if curve is None:
+            continue
+        tokens = curve.index
+        color = styles[name]['color']
+        lowest = curve.min(axis=1)
+        highest = curve.max(axis=1)
+        ax.fill_between(tokens, lowest, highest, color=color, alpha=0.18, linewidth=0)
+        line = styles[name] | {'marker': ''}
+        ax.plot(tokens, curve.mean(axis=1), label=label, zorder=3, **line)
     ax.set(**limits)
     ax.locator_params(axis='x', nbins=2)
     ax.locator_params(axis='y', nbins=4)
     ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
 
 
-def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Drawing | None:
-    """Mean loss of each variant and corpus against parameters, with the law where there is one.
+def _num_parameters(arm: TrainedArm) -> int:
+    return arm.example.parameters['total']
 
-    None where all parameter counts are equal.
+
+def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Drawing | None:
+    """Returns the figure of the loss of each variant and corpus against the parameter count.
+
+    Returns None without losses, or if all arms have the same parameter count.
     """
-    counts = [arm.example.parameters['total'] for arm in findings.arms]
+    counts = [_num_parameters(arm) for arm in findings.arms]
     has_losses = any(arm.chosen for arm in findings.arms)
     if not has_losses or max(counts) <= EQUAL * min(counts):
         return None
@@ -231,37 +284,27 @@ def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Drawin
 
 
 def _draw_loss_against_parameters(findings: Findings, styles: style.Styles, width: float) -> Figure:
-    """Draws a line for each variant and corpus over the sizes, the smallest first."""
-
-    def num_parameters(arm: TrainedArm) -> int:
-        return arm.example.parameters['total']
-
-    lines = dict[tuple[str, str], list[TrainedArm]]()
-    for arm in sorted(findings.arms, key=num_parameters):
+    """Draws a line over the sizes for each variant and corpus. `width` is in inches."""
+    # The arms of each variant and corpus, the smallest first.
+    arms_by_line = dict[tuple[str, str], list[TrainedArm]]()
+    for arm in sorted(findings.arms, key=_num_parameters):
         if arm.chosen:
-            lines.setdefault((arm.variant, arm.corpus), []).append(arm)
-    laws = {(scaling.variant, scaling.corpus): scaling.law for scaling in findings.scaling}
-    figure = Figure(figsize=(width, 3.4 + 0.2 * len(lines) * style.WIDTH / width))
+            arms_by_line.setdefault((arm.variant, arm.corpus), []).append(arm)
+    law_by_line = {}
+    for scaling in findings.scaling:
+        if isinstance(scaling.law, Law):
+            law_by_line[scaling.variant, scaling.corpus] = scaling.law
+
+    # The legend, which is below 3.4 inches of axes, takes more lines on a narrow figure.
+    legend_height = 0.2 * len(arms_by_line) * style.WIDTH / width
+    figure = Figure(figsize=(width, 3.4 + legend_height))
     ax = figure.subplots()
-    for (variant, corpus), arms in lines.items():
+    for (variant, corpus), arms in arms_by_line.items():
         name = f'{variant}, {corpus}' if len(findings.study.corpora) > 1 else variant
-        keywords = styles[variant]
-        sizes = [num_parameters(arm) for arm in arms]
-        means = []
-        for arm, size in zip(arms, sizes, strict=True):
-            losses = list(arm.losses(arm.split).values())
-            dots = style.SEEDS | {'label': '_', 'color': keywords['color']}
-            ax.scatter([size] * len(losses), losses, **dots)
-            means.append(np.mean(losses))
-        law = laws.get((variant, corpus))
-        if isinstance(law, Law):
-            ax.plot(sizes, means, label=short(name, 40), **keywords | {'linestyle': 'none'})
-            curve_sizes = np.geomspace(law.sizes[0], law.sizes[-1], 80)
-            curve = keywords | {'marker': '', 'label': f'_law of {name}'}
-            ax.plot(curve_sizes, [law.loss(size) for size in curve_sizes], **curve)
-        else:
-            ax.plot(sizes, means, label=short(name, 40), **keywords | {'linewidth': 0.8})
-    counts = [num_parameters(arm) for arm in findings.arms]
+        law = law_by_line.get((variant, corpus))
+        _draw_losses_of_sizes(ax, arms, law, name, styles[variant])
+
+    counts = [_num_parameters(arm) for arm in findings.arms]
     ax.set(xscale='log', xlabel='total parameters (log scale)')
     ax.set_ylabel(f'{findings.split} loss (nats/token)')
     ax.set_xticks(np.geomspace(min(counts), max(counts), 4))
@@ -269,3 +312,33 @@ def _draw_loss_against_parameters(findings: Findings, styles: style.Styles, widt
     ax.xaxis.set_major_formatter(lambda value, _: prose.si(value))
     style.legend(figure)
     return figure
+
+
+def _draw_losses_of_sizes(
+    ax: Axes, arms: Sequence[TrainedArm], law: Law | None, name: str, keywords: dict[str, Any]
+) -> None:
+    """Draws the losses of a variant against its parameter counts: seeds, means, and a line.
+
+    The line is the scaling law of the variant. If there is no law, it joins the means. `name` is
+    the label in the legend, and `keywords` are the style of the variant.
+    """
+    counts = []
+    means = []
+    # A label that begins with '_' is not in the legend.
+    dots = style.SEEDS | {'label': '_', 'color': keywords['color']}
+    for arm in arms:
+        count = _num_parameters(arm)
+        losses = list(arm.losses(arm.split).values())
+        ax.scatter([count] * len(losses), losses, **dots)
+        counts.append(count)
+        means.append(np.mean(losses))
+
+    label = short(name, 40)
+    if law is None:
+        ax.plot(counts, means, label=label, **keywords | {'linewidth': 0.8})
+        return
+    ax.plot(counts, means, label=label, **keywords | {'linestyle': 'none'})
+    curve_counts = np.geomspace(law.sizes[0], law.sizes[-1], 80)
+    curve_losses = [law.loss(count) for count in curve_counts]
+    curve = keywords | {'marker': '', 'label': f'_law of {name}'}
+    ax.plot(curve_counts, curve_losses, **curve)

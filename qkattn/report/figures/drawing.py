@@ -1,4 +1,8 @@
-"""A figure of a report before it has a size: pages and files draw it as wide as they need it."""
+"""A figure of a report before it has a size: pages and files draw it as wide as they need it.
+
+A `Drawing` is such a figure. Many drawings are a `Grid` of small plots, each of them a `Panel`. A
+`Picture` is a drawing as SVG for report.html.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +20,20 @@ FORMATS = ('png', 'pdf', 'svg')
 # Inches of a panel that stands alone on a page.
 _PANEL_WIDTH = style.WIDTH / 2
 _PANEL_HEIGHT = 1.45
-# Inches around the axes of such a panel: of a character of a tick's label to the left, of the gap
-# between label and axis, and of the other margins, of which that below holds a line of labels.
-_CHARACTER = 0.075
+# Inches to the left of the axes of such a panel, where the labels of the y axis stand.
+_CHARACTER_WIDTH = 0.075
 _LABEL_GAP = 0.12
-_RIGHT = 0.16
-_BELOW = 0.24
-_ABOVE = 0.06
-# Inches of the legend of a grid and of the names of its axes.
+# Inches of its other margins. The labels of the x axis stand in the bottom margin.
+_RIGHT_MARGIN = 0.16
+_BOTTOM_MARGIN = 0.24
+_TOP_MARGIN = 0.06
+# Inches of a grid's legend, together with the names of its axes.
 _LEGEND_HEIGHT = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One small plot, which shows one variant; its title is text of the page or of a grid."""
+    """One small plot of one variant. Its title is drawn by a grid, or written by a page."""
 
     variant: str
     draw: Callable[[Axes], None]
@@ -43,11 +47,11 @@ class Grid:
     panels: Sequence[Panel]
     xlabel: str
     ylabel: str
-    title_length: int = 40  # characters of a variant in a row of panels, beyond which it is cut
+    title_length: int = 40  # the most characters of the titles in a row of panels, together
     row_height: float = 1.9  # inches
 
     def draw(self, width: float = style.WIDTH) -> Figure:
-        """All panels in one figure of two columns, or of one where titles need the room."""
+        """Draws all panels in one figure. `width` is in inches."""
         columns = self._columns()
         height = self.row_height * style.rows_of(len(self.panels), columns) + _LEGEND_HEIGHT
         figure = Figure(figsize=(width, height))
@@ -55,56 +59,65 @@ class Grid:
         for ax, panel in zip(axes, self.panels, strict=True):
             panel.draw(ax)
             name = short(panel.variant, self.title_length // columns)
-            ax.set_title('\n'.join([name, *panel.notes]), fontsize=8, fontweight='normal')
+            title = '\n'.join([name, *panel.notes])
+            ax.set_title(title, fontsize=8, fontweight='normal')
         figure.supxlabel(self.xlabel)
         figure.supylabel(self.ylabel)
         style.legend(figure)
         return figure
 
     def _columns(self) -> int:
-        """Two columns, unless their titles would be cut to the same text."""
+        """Returns the number of columns of the figure.
+
+        It is two, or one if two titles would be cut to the same text.
+        """
         columns = min(2, len(self.panels))
         titles = {short(panel.variant, self.title_length // columns) for panel in self.panels}
-        return columns if len(titles) == len(self.panels) else 1
+        are_different = len(titles) == len(self.panels)
+        return columns if are_different else 1
 
     def draw_alone(self) -> list[Figure]:
-        """Each panel as a figure of its own without its title, all with axes at the same place.
+        """Draws each panel as a figure of its own, without its title.
 
-        The place follows from the longest label of a tick: matplotlib's layout engine, which knows
-        it exactly, takes as long as the drawing.
+        The axes have the same place in all figures. The left margin is estimated from the number of
+        characters of the longest label of a y axis. matplotlib's layout engine would measure it,
+        but takes as long as the drawing.
         """
         figures = []
-        longest = 0
+        longest_label = 0
         for panel in self.panels:
             figure = Figure(figsize=(_PANEL_WIDTH, _PANEL_HEIGHT), layout='none')
             ax = figure.subplots()
             panel.draw(ax)
-            labels = ax.yaxis.get_major_formatter().format_ticks(ax.get_yticks())
-            longest = max(longest, *(len(label) for label in labels))
+            for label in ax.yaxis.get_major_formatter().format_ticks(ax.get_yticks()):
+                longest_label = max(longest_label, len(label))
             figures.append(figure)
-        left = _LABEL_GAP + _CHARACTER * longest
+
+        # subplots_adjust takes fractions of the figure.
+        left_margin = _LABEL_GAP + _CHARACTER_WIDTH * longest_label
         for figure in figures:
             figure.subplots_adjust(
-                left=left / _PANEL_WIDTH,
-                right=1 - _RIGHT / _PANEL_WIDTH,
-                bottom=_BELOW / _PANEL_HEIGHT,
-                top=1 - _ABOVE / _PANEL_HEIGHT,
+                left=left_margin / _PANEL_WIDTH,
+                right=1 - _RIGHT_MARGIN / _PANEL_WIDTH,
+                bottom=_BOTTOM_MARGIN / _PANEL_HEIGHT,
+                top=1 - _TOP_MARGIN / _PANEL_HEIGHT,
             )
         return figures
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """A figure of a report: `draw` makes it as wide as so many inches."""
+    """A figure of a report."""
 
-    stem: str  # names its files
-    draw: Callable[[float], Figure]
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fill heading and caption
-    grid: Grid | None = None  # what it is made of, if panels
+    stem: str  # the name of its files without the ending; its first word is the kind of figure
+    draw: Callable[[float], Figure]  # draws the figure with a width in inches
+    # The values for the title and the caption, which are macros of templates/figures.j2.
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    grid: Grid | None = None  # its panels, if it is made of panels
     file_width: float = style.WIDTH  # inches of the figure in a file
 
     def figure(self, width: float = style.WIDTH) -> Figure:
-        """The figure in the style of reports."""
+        """Draws the figure in the style of reports. `width` is in inches."""
         with style.style_sheet():
             return self.draw(width)
 
@@ -130,33 +143,36 @@ class Picture:
 
 
 def picture(drawing: Drawing) -> Picture:
-    """Draws a figure for a page."""
+    """Draws a figure for a page: its panels and their legend, or the whole figure in two widths."""
     if drawing.grid is None:
         narrow = style.render(drawing.figure(style.WIDTH), 'svg')
         wide = style.render(drawing.figure(style.WIDE), 'svg')
-        return Picture(drawing, narrow, wide)
-    panels = drawing.grid.panels
+        return Picture(drawing, narrow=narrow, wide=wide)
+
     with style.style_sheet():
         figures = drawing.grid.draw_alone()
-        key = Figure(figsize=(style.WIDTH, 1.0))
-        key_height = style.legend(key, axes=[figure.axes[0] for figure in figures])
-        key.set_figheight(key_height)
-    shown = [
-        PanelPicture(panel.variant, panel.notes, style.render(figure, 'svg'))
-        for panel, figure in zip(panels, figures, strict=True)
-    ]
-    return Picture(drawing, panels=shown, legend=style.render(key, 'svg'))
+        legend_figure = Figure(figsize=(style.WIDTH, 1.0))
+        legend_height = style.legend(legend_figure, axes=[figure.axes[0] for figure in figures])
+        legend_figure.set_figheight(legend_height)
+    panels = []
+    for panel, figure in zip(drawing.grid.panels, figures, strict=True):
+        panels.append(PanelPicture(panel.variant, panel.notes, style.render(figure, 'svg')))
+    return Picture(drawing, panels=panels, legend=style.render(legend_figure, 'svg'))
 
 
-def write_plots(plots: Path, drawn: Sequence[Drawing], formats: Sequence[str]) -> None:
-    """Writes each figure in each of the formats; removes those of an earlier report."""
+def write_plots(plots: Path, drawings: Sequence[Drawing], formats: Sequence[str]) -> None:
+    """Writes each figure in each of the formats into the folder `plots`.
+
+    Removes all other figures from the folder, such as those of an earlier report.
+    """
     plots = below(plots.parent, plots.name)
-    written = set()
-    for drawing in drawn:
-        for kind in formats:
-            path = plots / f'{drawing.stem}.{kind}'
-            written.add(write_atomic(path, style.render(drawing.figure(drawing.file_width), kind)))
-    for kind in FORMATS:
-        for path in plots.glob(f'*.{kind}'):
-            if path not in written:
+    written_paths = set()
+    for drawing in drawings:
+        for plot_format in formats:
+            path = plots / f'{drawing.stem}.{plot_format}'
+            content = style.render(drawing.figure(drawing.file_width), plot_format)
+            written_paths.add(write_atomic(path, content))
+    for plot_format in FORMATS:
+        for path in plots.glob(f'*.{plot_format}'):
+            if path not in written_paths:
                 path.unlink()

@@ -1,7 +1,11 @@
-"""Forest plots: mean, interval and seeds of the difference of each arm."""
+"""Forest plots: mean, interval and seeds of the difference of each arm.
+
+A forest plot has a line for each arm, and panels of lines below each other. The x axis is the
+difference. A line has the mean with its interval, the seeds below them, the name of the arm, and a
+text such as its verdict.
+"""
 
 import dataclasses
-import functools
 import itertools
 import math
 import statistics
@@ -22,52 +26,59 @@ from qkattn.verdict.judging import DECIDED
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy
 
-# Arms of a study that its forest draws: a higher image than that of these is not read, and one of
-# 65,536 pixels cannot be written.
+# The most lines of a figure. With more it would be too high to read, and an image of 65,536 pixels
+# or more cannot be written.
 MOST_LINES = 100
-# A figure of so many inches has room for the names of arms beside the axis.
-_WITH_MARGINS = 6.0
+# Inches of a figure that has room for the names of arms beside the axis.
+_WIDE = 6.0
+# The marker of a mean, as keywords of `Axes.scatter`.
+_MEAN: dict[str, Any] = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Places:
-    """Where the parts of a line stand. Places are relative to its mean, in lines downwards."""
+class _Layout:
+    """Where the parts of a line stand.
+
+    Positions are relative to the mean. They count downwards, in units of the height of a line.
+    """
 
     line_height: float  # inches
-    seeds: float
-    # Above the mean; None where name and text stand in the margins to the left and to the right.
-    name: float | None = None
-    text: float | None = None
-    first_line: float = -0.85  # the upper end of the axis
+    seeds: float  # the position of the dots of seeds
+    top: float = -0.85  # the position of the upper end of the axis, relative to the first mean
+    # Whether the name of the arm stands to the left of the axis, and its text to the right.
+    in_margins: bool = False
+    # Otherwise they stand inside the axis, at these positions.
+    name: float = 0.0
+    text: float = 0.0
 
 
-_IN_MARGINS = _Places(line_height=0.4, seeds=0.27, first_line=-0.6)
-_ABOVE = _Places(line_height=0.66, seeds=0.16, name=-0.53, text=-0.29)
-# The same, where no line has a text.
-_NAME_ABOVE = _Places(line_height=0.46, seeds=0.16, name=-0.4, text=-0.29)
+_IN_MARGINS = _Layout(line_height=0.4, seeds=0.27, top=-0.6, in_margins=True)
+_ABOVE_MEAN = _Layout(line_height=0.66, seeds=0.16, name=-0.53, text=-0.29)
+# For lines without texts, which leave room.
+_NAME_ABOVE_MEAN = _Layout(line_height=0.46, seeds=0.16, name=-0.4, text=-0.29)
 
 
 class Line(NamedTuple):
     """One arm in one panel."""
 
-    arm: str  # the variant, which chooses the style
+    arm: str  # the variant, which decides the style
     mean: float | None = None
-    low: float | None = None
+    low: float | None = None  # the ends of the interval
     high: float | None = None
-    seeds: Sequence[float] = ()
+    seeds: Sequence[float] = ()  # the difference of each seed
     absent: str = ''  # why there is no mean
-    right: str = ''  # the text below the name, or in the right margin
-    is_decided: bool = False
-    name: str = ''  # what stands on the axis, if that is not `arm`
-    reported: tuple[float, float] | None = None  # the ends of what others report
-    meaning: str = 'mean'  # what the legend says of the marker of the mean
+    right: str = ''  # a text to the right of the axis, or below the name
+    is_decided: bool = False  # makes the text bold
+    name: str = ''  # the name of the line, by default `arm`
+    reported: tuple[float, float] | None = None  # the ends of the range that others report
+    meaning: str = 'mean'  # the label of the mean's marker in the legend
 
     def ends(self) -> list[float]:
-        """The mean and the ends of its interval, as far as there are any."""
+        """Returns the mean and the ends of its interval, without those that are None."""
         return [end for end in (self.mean, self.low, self.high) if end is not None]
 
 
-Panels = Mapping[str, Sequence[Line]]  # by title, from the top
+Panels = Mapping[str, Sequence[Line]]  # lines by the title of their panel, from the top
 Font = dict[str, Any]  # keywords of `Axes.text`
 
 
@@ -80,21 +91,31 @@ def forest(
     longest: int = 44,
     width: float = style.WIDTH,
 ) -> Figure:
-    """Panels below each other, with a line for each arm.
+    """Draws panels below each other, with a line for each arm.
 
-    On a wide figure the name of an arm stands to the left of the axis and its text to the right; on
-    a narrow one they would leave no room for the axis, and stand above the mean. What lies beyond
-    `_limits` is an arrowhead at the edge; names of more than `longest` characters are cut.
+    On a wide figure, names and texts stand in the margins. On a narrow one, this would leave no
+    room for the axis, and they stand above the mean. A number beyond the ends of the axis is an
+    arrowhead at this end.
+
+    Args:
+      lines_by_title: the lines of each panel.
+      xlabel: the label of the x axis.
+      styles: the style of each arm, as keywords of `Axes.plot`.
+      margin: half the width of the grey band of equivalence; 0 for no band.
+      far: how far beyond a typical line the x axis may reach; see `_limits`.
+      longest: the most characters of a name; longer ones are cut.
+      width: the width of the figure in inches.
     """
-    every_line = [line for lines in lines_by_title.values() for line in lines]
-    limits = _limits(every_line, margin, far)
-    if width >= _WITH_MARGINS:
-        places = _IN_MARGINS
-    elif any(line.right for line in every_line):
-        places = _ABOVE
-    else:
-        places = _NAME_ABOVE
-    heights = [places.line_height * (len(lines) + 0.45) + 0.7 for lines in lines_by_title.values()]
+    all_lines = list[Line]()
+    for lines in lines_by_title.values():
+        all_lines += lines
+    limits = _limits(all_lines, margin, far)
+    layout = _layout(all_lines, width)
+
+    # A panel has its lines, about half a line above them, and 0.7 inches for title and labels.
+    heights = []
+    for lines in lines_by_title.values():
+        heights.append(layout.line_height * (len(lines) + 0.45) + 0.7)
     figure = Figure(figsize=(width, sum(heights)))
     axes = style.panels(figure, 1, len(heights), sharex=limits is not None, height_ratios=heights)
     for ax, (title, lines) in zip(axes, lines_by_title.items(), strict=True):
@@ -103,36 +124,53 @@ def forest(
             ax.axvspan(-margin, margin, label=f'±{margin:g}, equivalent inside', **band)
         ax.axvline(0.0, label='no difference', **style.REFERENCE)
         for y, line in enumerate(lines):
-            _draw_numbers(ax, y, line, styles, limits, places)
+            _draw_numbers(ax, y, line, styles, limits, layout)
         names = [short(line.name or line.arm, longest) for line in lines]
-        _draw_names(ax, lines, names, places)
+        _draw_names(ax, lines, names, layout)
         ax.tick_params(labelbottom=True)
         ax.spines['left'].set_visible(False)
         ax.grid(visible=False, axis='y')
-        ax.locator_params(axis='x', nbins=3 if width < _WITH_MARGINS else 8)
+        ax.locator_params(axis='x', nbins=8 if width >= _WIDE else 3)
         ax.set_title(short(title, 34))
-        ax.set(xlabel=xlabel, xlim=limits, ylim=(len(lines) - 0.4, places.first_line))
+        # Line 0 is at the top, so the y axis points downwards.
+        ax.set(xlabel=xlabel, xlim=limits, ylim=(len(lines) - 0.4, layout.top))
     figure.set_figheight(sum(heights) + style.legend(figure, 'lower'))
     return figure
 
 
-def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, float] | None:
-    """The ends of the x axis; None if all numbers are zero.
+def _layout(lines: Sequence[Line], width: float) -> _Layout:
+    """Returns the layout of the lines in a figure of `width` inches."""
+    if width >= _WIDE:
+        return _IN_MARGINS
+    has_texts = any(line.right for line in lines)
+    return _ABOVE_MEAN if has_texts else _NAME_ABOVE_MEAN
 
-    They include zero, the margin, and all numbers of lines, up to `far` times the median over lines
-    of the largest number: one beyond that would flatten the others.
+
+def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, float] | None:
+    """Returns the ends of the x axis; None if all numbers are zero.
+
+    The axis shows zero, the margin, and the numbers of all lines. But one line with numbers far
+    from zero would flatten the others. So let the reach of a line be its largest absolute number.
+    The axis ends at `far` times the median reach, or at 4 margins if that is more.
     """
-    every_number = [-1.5 * margin, 1.5 * margin]
+    numbers_to_show = [-1.5 * margin, 1.5 * margin]
     reaches = []
     for line in lines:
-        numbers = [*line.ends(), *line.seeds, *(line.reported or ())]
-        every_number += numbers
+        numbers = [*line.ends(), *line.seeds]
+        if line.reported is not None:
+            numbers += line.reported
+        numbers_to_show += numbers
         if numbers:
             reaches.append(max(abs(number) for number in numbers))
-    limit = max(4 * margin, far * statistics.median(reaches or [0.0]))
-    shown = np.clip(every_number, -limit, limit)
-    pad = 0.05 * (max(shown) - min(shown))
-    return (min(shown) - pad, max(shown) + pad) if pad else None
+    median_reach = statistics.median(reaches) if reaches else 0.0
+    end = max(4 * margin, far * median_reach)
+    shown_numbers = np.clip(numbers_to_show, -end, end)
+    lowest = min(shown_numbers)
+    highest = max(shown_numbers)
+    pad = 0.05 * (highest - lowest)
+    if pad == 0:
+        return None
+    return lowest - pad, highest + pad
 
 
 def _draw_numbers(
@@ -141,12 +179,15 @@ def _draw_numbers(
     line: Line,
     styles: style.Styles,
     limits: tuple[float, float] | None,
-    places: _Places,
+    layout: _Layout,
 ) -> None:
-    """Draws what others report, the interval, the seeds below it, and the mean of a line."""
+    """Draws the numbers of a line at height y: reported range, interval, seeds and mean.
+
+    `limits` are the ends of the x axis, beyond which a number is an arrowhead.
+    """
     if line.mean is None:
         return
-    y_seeds = y + places.seeds
+    y_seeds = y + layout.seeds
     color = styles[line.arm]['color']
     marker = styles[line.arm]['marker']
     if line.reported is not None:
@@ -156,98 +197,114 @@ def _draw_numbers(
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     if line.seeds:
         ax.scatter(line.seeds, [y_seeds] * len(line.seeds), color=color, **style.SEEDS)
-    mean = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4}
-    ax.scatter([line.mean], [y], marker=marker, color=color, label=line.meaning, **mean)
-    if limits is None:
-        return
-    arrowheads = mean | {'label': style.BEYOND, 'clip_on': False}
+    ax.scatter([line.mean], [y], marker=marker, color=color, label=line.meaning, **_MEAN)
+
+    if limits is not None:
+        _draw_arrowheads(ax, y, line.reported or (), style.MUTED, limits)
+        _draw_arrowheads(ax, y, line.ends(), color, limits)
+        _draw_arrowheads(ax, y_seeds, line.seeds, color, limits)
+
+
+def _draw_arrowheads(
+    ax: Axes, y: float, numbers: Sequence[float], color: str, limits: tuple[float, float]
+) -> None:
+    """Draws an arrowhead at each end of the x axis beyond which there are numbers."""
     low, high = limits
-    for numbers, height, shade in (
-        (line.reported or (), y, style.MUTED),
-        (line.ends(), y, color),
-        (line.seeds, y_seeds, color),
-    ):
-        if any(number < low for number in numbers):
-            ax.scatter([low], [height], marker='<', color=shade, **arrowheads)
-        if any(number > high for number in numbers):
-            ax.scatter([high], [height], marker='>', color=shade, **arrowheads)
+    keywords = _MEAN | {'label': style.BEYOND, 'clip_on': False, 'color': color}
+    if any(number < low for number in numbers):
+        ax.scatter([low], [y], marker='<', **keywords)
+    if any(number > high for number in numbers):
+        ax.scatter([high], [y], marker='>', **keywords)
 
 
-def _draw_names(ax: Axes, lines: Sequence[Line], names: Sequence[str], places: _Places) -> None:
-    """Writes the names of lines, their texts, and why a line has no mean."""
+def _draw_names(ax: Axes, lines: Sequence[Line], names: Sequence[str], layout: _Layout) -> None:
+    """Writes the name of each line, its text, and why it has no mean.
+
+    In the margins, the names are the labels of the y axis.
+    """
+    right_margin = 1.01  # in units of the x axis, which ends at 1
     ax.set_yticks(range(len(names)), names)
-    ax.tick_params(axis='y', length=0, labelleft=places.name is None)
+    ax.tick_params(axis='y', length=0, labelleft=layout.in_margins)
     for y, (line, name) in enumerate(zip(lines, names, strict=True)):
-        weight: Font = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
-        absent: Font = {'style': 'italic', 'color': style.MUTED}
-        if places.name is None or places.text is None:
-            _write(ax, y, line.right, x=1.01, **weight)
+        text_font: Font = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
+        absent_font: Font = {'style': 'italic', 'color': style.MUTED}
+        if layout.in_margins:
+            _write(ax, y, line.right, x=right_margin, **text_font)
             if line.mean is None and not line.right:
-                _write(ax, y, line.absent, x=1.01, **absent)
-            continue
-        _write(ax, y + places.name, name)
-        _write(ax, y + places.text, line.right, **weight)
-        if line.mean is None:
-            _write(ax, y, line.absent, **absent)
+                _write(ax, y, line.absent, x=right_margin, **absent_font)
+        else:
+            _write(ax, y + layout.name, name)
+            _write(ax, y + layout.text, line.right, **text_font)
+            if line.mean is None:
+                _write(ax, y, line.absent, **absent_font)
 
 
 def _write(ax: Axes, y: float, text: str, x: float = 0.0, **font: Any) -> None:
-    """Writes a text on white at a height of the axis; x is 0 at its left end and 1 at its right."""
+    """Writes a text on white at height y; x is 0 at the left end of the axis and 1 at its right."""
     if text:
         box = {'facecolor': 'white', 'edgecolor': 'none', 'pad': 0.5}
-        place = {'transform': ax.get_yaxis_transform(), 'va': 'center'}
-        ax.text(x, y, text, fontsize=8, bbox=box, **place, **font)
+        position = {'transform': ax.get_yaxis_transform(), 'va': 'center'}
+        ax.text(x, y, text, fontsize=8, bbox=box, **position, **font)
 
 
 def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
-    """Differences from the baseline, with verdicts and margin if tuned; None without any.
+    """Returns the figure of the differences from the baseline; None if a study has none.
 
-    A panel for each size and corpus has every declared arm, the lowest mean first; of very many,
-    those with the lowest and the highest means, as `cut` says.
+    It has a panel for each size and corpus. A panel has all declared arms, the lowest mean first.
+    If these are too many for a figure, it has those with the lowest and the highest means. If the
+    study is tuned, the figure also shows verdicts and the margin.
     """
     study = findings.study
     has_differences = any(arm.difference for arm in findings.arms)
     if len(study.variants) < 2 or not (study.tuned or has_differences):
         return None
-    results = {arm.key: arm for arm in findings.arms}
-    lines_by_title = dict[str, list[Line]]()
-    for size, corpus, variant in itertools.product(study.sizes, study.corpora, study.variants):
-        if variant != study.baseline:
-            key = ArmKey(variant, size, corpus)
-            line = _line(variant, results.get(key), study)
-            lines_by_title.setdefault(prose.where(study, key), []).append(line)
+
+    arm_by_key = {arm.key: arm for arm in findings.arms}
     ends = cut(study)
-    for title, lines in lines_by_title.items():
+    lines_by_title = dict[str, list[Line]]()
+    for size, corpus in itertools.product(study.sizes, study.corpora):
+        lines = []
+        for variant in study.variants:
+            if variant != study.baseline:
+                arm = arm_by_key.get(ArmKey(variant, size, corpus))
+                lines.append(_line(variant, arm, study))
         lines.sort(key=lambda line: math.inf if line.mean is None else line.mean)
         if ends is not None:
-            number_of_each = ends[0]
-            lines_by_title[title] = lines[:number_of_each] + lines[-number_of_each:]
-    draw = functools.partial(
-        forest,
-        lines_by_title,
-        f'difference in {findings.split} loss (nats/token)',
-        styles,
-        study.margin if study.tuned else 0.0,
-    )
+            num_drawn_per_end, _ = ends
+            lines = lines[:num_drawn_per_end] + lines[-num_drawn_per_end:]
+        title = prose.where(study, ArmKey(study.baseline, size, corpus))
+        lines_by_title[title] = lines
+
+    xlabel = f'difference in {findings.split} loss (nats/token)'
+    margin = study.margin if study.tuned else 0.0
+
+    def draw(width: float) -> Figure:
+        return forest(lines_by_title, xlabel, styles, margin, width=width)
+
     stem = 'verdicts' if study.tuned else 'differences'
-    return Drawing(stem, lambda width: draw(width=width), {'cut': ends})
+    return Drawing(stem, draw, {'cut': ends})
 
 
 def cut(study: TrainedStudy) -> tuple[int, int] | None:
-    """How many arms of each end a panel draws, and of how many; None where it draws all of them."""
-    panels = len(study.sizes) * len(study.corpora)
-    number = len(study.variants) - 1
-    if panels * number <= MOST_LINES or number <= 2:
+    """Returns how many arms a panel draws of each end, lowest and highest, and of how many arms.
+
+    Returns None if a panel draws all of them.
+    """
+    num_panels = len(study.sizes) * len(study.corpora)
+    num_arms = len(study.variants) - 1
+    if num_panels * num_arms <= MOST_LINES or num_arms <= 2:
         return None
-    return max(MOST_LINES // (2 * panels), 1), number
+    num_drawn_per_end = max(MOST_LINES // (2 * num_panels), 1)
+    return num_drawn_per_end, num_arms
 
 
 def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
-    """The line of an arm, which may have no results."""
+    """Returns the line of an arm. `arm` is None if it has no results."""
     if arm is None or not arm.verdict_trials:
         return Line(variant, absent='no result yet')
     if not arm.chosen:
         return Line(variant, absent='diverged')
+
     decision = arm.verdict.decision if arm.verdict else None
     texts = []
     if arm.difference:
@@ -257,6 +314,7 @@ def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
     if arm.num_diverged:
         texts.append(f'{arm.num_diverged} diverged')
     line = Line(variant, right='  '.join(texts), is_decided=decision in DECIDED)
+
     if arm.comparison is None:
         if study.tuned:
             return line._replace(absent='the baseline has not finished')

@@ -1,6 +1,7 @@
 """The style of figures: the palette, one style per variant, panels, legends, and formats."""
 
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,54 +34,61 @@ WIDTH = 3.6
 WIDE = 11.0
 # The keywords of `Axes.plot` of each variant, the same in every figure of a report.
 Styles = Mapping[str, dict[str, Any]]
-# Keywords of a line at zero, at the baseline's mean, at a chosen value.
+# Keywords of a line at zero, or at a chosen value.
 REFERENCE: dict[str, Any] = {'color': INK, 'linewidth': 1, 'linestyle': (0, (4, 2)), 'zorder': 1}
 # Keywords of the dots of seeds.
 SEEDS: dict[str, Any] = {'s': 8, 'alpha': 0.6, 'linewidths': 0, 'zorder': 3, 'label': 'one seed'}
 # The label of an arrowhead at an edge.
 BEYOND = 'off the scale'
-# A label that several styles share shows the marks of so many of them in a legend.
+# The most marks that a legend shows beside one label, if several styles share the label.
 MARKS_OF_LABEL = 3
-# Characters that an inch of a legend holds, and those that the mark beside a label takes.
-_CHARACTERS = 13.9
-_MARK = 6
+# How many characters fit into an inch of a legend.
+_CHARACTERS_PER_INCH = 13.9
+# The room for the marks beside a label, in characters.
+_MARK_CHARACTERS = 6
 _METADATA = {'png': {'Software': None}, 'pdf': {'CreationDate': None}, 'svg': {'Date': None}}
 
 
 def style_sheet() -> AbstractContextManager[None]:
-    """The context in which figures are built and rendered."""
+    """Returns the context in which figures are built and rendered."""
     return matplotlib.style.context(Path(__file__).with_name('qkattn.mplstyle'))
 
 
 def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str, Any]]:
-    """A style for each variant, from the palette in order; the baseline is black and thick.
+    """Returns a style for each variant. The baseline is black and thick.
 
-    After each turn of the hues, the markers move on by one, so that 36 variants differ.
+    The first six variants have the six hues, each with another marker. The next six have the hues
+    again, each with the marker that follows, and so on. So the styles of 36 variants differ.
     """
-    by_variant: dict[str, dict[str, Any]] = {}
+    style_by_variant: dict[str, dict[str, Any]] = {}
     others = [variant for variant in variants if variant != baseline]
     for index, variant in enumerate(others):
         turn = index // len(HUES)
+        hue = HUES[index % len(HUES)]
         marker = MARKERS[(index + turn) % len(MARKERS)]
-        by_variant[variant] = {'color': HUES[index % len(HUES)], 'marker': marker}
+        style_by_variant[variant] = {'color': hue, 'marker': marker}
     if baseline is not None:
-        by_variant[baseline] = {'color': INK, 'marker': 'D', 'linewidth': 2.0}
-    return by_variant
+        style_by_variant[baseline] = {'color': INK, 'marker': 'D', 'linewidth': 2.0}
+    return style_by_variant
 
 
 def rows_of(count: int, columns: int) -> int:
-    """How many rows a grid of `count` panels has."""
-    return -(-count // columns)
+    """Returns how many rows a grid of `count` panels has."""
+    return math.ceil(count / columns)
 
 
-def panels(figure: Figure, columns: int, count: int, **share: Any) -> list[Axes]:
-    """The first `count` axes of a grid with `columns`; the others are removed."""
-    grid = figure.subplots(rows_of(count, columns), columns, squeeze=False, **share)
+def panels(figure: Figure, columns: int, count: int, **keywords: Any) -> list[Axes]:
+    """Adds a grid of `count` axes with `columns` columns to a figure; returns the axes.
+
+    The last row may be incomplete. `keywords` go to `Figure.subplots`, for example `sharex`.
+    """
+    grid = figure.subplots(rows_of(count, columns), columns, squeeze=False, **keywords)
     axes = list(grid.flat)
     for ax in axes[count:]:
         ax.remove()
-    lowest_of_columns = axes[max(count - columns, 0) : count]
-    for ax in lowest_of_columns:
+    # With a shared x axis, matplotlib labels only the last row.
+    lowest_of_each_column = axes[max(count - columns, 0) : count]
+    for ax in lowest_of_each_column:
         ax.tick_params(labelbottom=True)
     return axes[:count]
 
@@ -92,43 +100,68 @@ def legend(
 ) -> float:
     """Adds a legend with one entry for each label; returns its height in inches.
 
-    The labels are those of `axes`, by default of the figure's own. A label of several variants, as
-    'mean', stands beside the marks of the first few. There are as many columns as labels have room.
+    Several variants may share a label, such as 'mean'. Its entry shows the marks of the first
+    MARKS_OF_LABEL of them.
+
+    Args:
+      figure: the figure that gets the legend.
+      loc: whether the legend is above or below the axes.
+      axes: the axes with the labels, by default those of the figure.
     """
-    handles_by_label: dict[str, list[Any]] = {}
-    looks_by_label: dict[str, set[str]] = {}
-    for ax in figure.axes if axes is None else axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles = handles_by_label.setdefault(label, [])
-            looks = looks_by_label.setdefault(label, set())
-            look = _look(handle)
-            if look not in looks and len(handles) < MARKS_OF_LABEL:
-                looks.add(look)
-                handles.append(handle)
-    lengths = sorted(len(label) for label in handles_by_label)
-    room = _CHARACTERS * figure.get_figwidth()
-    columns = 1
-    while columns < len(lengths) and sum(lengths[-columns - 1 :]) + _MARK * (columns + 1) <= room:
-        columns += 1
+    if axes is None:
+        axes = figure.axes
+    handles_by_label = _handles_by_label(axes)
+    labels = list(handles_by_label)
+    columns = _legend_columns(labels, figure.get_figwidth())
     figure.legend(
         [tuple(handles) for handles in handles_by_label.values()],
-        list(handles_by_label),
+        labels,
+        # Draws the handles of a tuple side by side.
         handler_map={tuple: HandlerTuple(ndivide=None)},
         loc=f'outside {loc} center',
         ncols=columns,
     )
-    return 0.1 + 0.18 * rows_of(len(lengths), columns)
+    return 0.1 + 0.18 * rows_of(len(labels), columns)
 
 
-def _look(handle: Any) -> str:
-    """What tells the marks of two artists apart: their colour, and the marker of a line."""
+def _handles_by_label(axes: Iterable[Axes]) -> dict[str, list[Any]]:
+    """Returns the artists of each label: the first MARKS_OF_LABEL whose marks look different."""
+    handles_by_label: dict[str, list[Any]] = {}
+    marks_by_label: dict[str, set[str]] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles = handles_by_label.setdefault(label, [])
+            marks = marks_by_label.setdefault(label, set())
+            mark = _mark(handle)
+            if mark not in marks and len(handles) < MARKS_OF_LABEL:
+                marks.add(mark)
+                handles.append(handle)
+    return handles_by_label
+
+
+def _legend_columns(labels: Sequence[str], width: float) -> int:
+    """Returns how many columns of a legend fit into a width in inches, whatever their labels."""
+    available_characters = _CHARACTERS_PER_INCH * width
+    lengths = sorted((len(label) for label in labels), reverse=True)
+    columns = 1
+    while columns < len(lengths):
+        # In the worst case, the longest labels are in different columns.
+        longest = lengths[: columns + 1]
+        if sum(longest) + _MARK_CHARACTERS * len(longest) > available_characters:
+            break
+        columns += 1
+    return columns
+
+
+def _mark(handle: Any) -> str:
+    """Returns what tells the marks of two artists apart: their colour, and the marker of a line."""
     color = handle.get_color() if hasattr(handle, 'get_color') else handle.get_facecolor()
     marker = handle.get_marker() if hasattr(handle, 'get_marker') else ''
     return f'{color} {marker}'
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """A figure as 'png', 'pdf' or 'svg'; the same numbers give the same bytes."""
+    """Renders a figure as 'png', 'pdf' or 'svg'. The same figure always gives the same bytes."""
     content = io.BytesIO()
     with style_sheet():
         if kind == 'svg':
