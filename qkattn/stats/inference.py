@@ -191,7 +191,7 @@ def _difference(
     tuning: tuple[float, float],
     strata: Sequence[int],
 ) -> Difference:
-    """Estimates and tests the mean of all values, outliers included; arguments as of `paired`.
+    """Estimates and tests the mean of all values, outliers included; arguments as in `paired`.
 
     With m strata, sd^2 = sum_i (d_i - mean of its stratum)^2 / (n - m), error_seeds = sd / sqrt(n),
     and the error of the mean, in units of the standard error, is t distributed (`Difference`).

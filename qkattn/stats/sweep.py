@@ -178,9 +178,9 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
     range of the values. It is possible if its residual sum of squares exceeds the smallest one of
     all curves by at most t^2 times the variance.
 
-    The variance is that of the residuals, or that of the slopes between seeds if it is larger. The
-    latter matters if the seeds have different optima, as the residuals of a seed are then
-    correlated. Returns None if there is no degree of freedom.
+    The variance is estimated from the residuals and from the slopes of the seeds, and the larger
+    estimate is used. If the seeds have different optima, the residuals of a seed are correlated,
+    and only the slopes show the whole variance. Returns None if there is no degree of freedom.
     """
     V, S = losses_VS.shape
     df = V * S - S - min(V - 1, MIN_VALUES)
