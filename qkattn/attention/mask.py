@@ -48,17 +48,19 @@ class Mask:
             array = getattr(self, field)
             if array is None:
                 continue
-            letters = field.partition('_')[2]
+            letters = field.partition('_')[2]  # 'valid_BS' -> 'BS'
             shape = tuple(sizes[letter] for letter in letters)
-            valid = f'of shape {shape}, where B may be 1'
-            fits = array.shape == shape or array.shape == (1, *shape[1:])
-            if field in ('valid_BS', 'mask_BTS'):
-                valid = f'boolean and {valid}'
-                fits = fits and array.dtype == bool
-            if not fits:
-                raise SpecError(
-                    f'{field} is {array.dtype} of shape {array.shape}; it must be {valid}'
-                )
+            shape_for_all_rows = (1, *shape[1:])
+            shape_fits = array.shape in (shape, shape_for_all_rows)
+            is_boolean = field in ('valid_BS', 'mask_BTS')
+            dtype_fits = array.dtype == bool or not is_boolean
+            if shape_fits and dtype_fits:
+                continue
+            dtype_text = 'boolean and ' if is_boolean else ''
+            raise SpecError(
+                f'{field} is {array.dtype} of shape {array.shape}; it must be {dtype_text}of shape '
+                f'{shape}, where B may be 1'
+            )
 
     @property
     def start(self) -> jax.Array | int:
@@ -80,31 +82,40 @@ class Mask:
         return jnp.where(sees_others_BT1, others_BTS, mask_BTS)
 
     def block(
-        self, first: int | jax.Array, num_queries: int, begin: int | jax.Array, num_keys: int
+        self,
+        query_begin: int | jax.Array,
+        num_queries: int,
+        key_begin: int | jax.Array,
+        num_keys: int,
     ) -> jax.Array:
         """Returns a block of mask_BTS: `num_queries` queries and `num_keys` keys.
 
-        The block begins at query number `first` and key number `begin`, both counted from 0. It
-        ignores hides_self, which depends on all keys of a query.
+        `query_begin` and `key_begin` are the indices t and s of its first query and key. A block
+        cannot respect hides_self: whether a query sees another key than itself depends on all keys.
         """
-        cut = jax.lax.dynamic_slice_in_dim  # (array, start, size, axis)
 
-        t_T1 = first + self.queries(num_queries)[:, None]
-        s_1S = begin + jnp.arange(num_keys)[None, :]
+        def queries_of(array: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, query_begin, num_queries, axis)
+
+        def keys_of(array: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, key_begin, num_keys, axis)
+
+        t_T1 = query_begin + self.queries(num_queries)[:, None]
+        s_1S = key_begin + jnp.arange(num_keys)[None, :]
         mask_BTS = jnp.ones((1, num_queries, num_keys), bool)
         if self.causal:
             mask_BTS = (s_1S <= t_T1)[None]
         if self.window is not None:
             mask_BTS = mask_BTS & (jnp.abs(t_T1 - s_1S) < self.window)[None]
         if self.valid_BS is not None:
-            mask_BTS = mask_BTS & cut(self.valid_BS, begin, num_keys, 1)[:, None, :]
+            mask_BTS = mask_BTS & keys_of(self.valid_BS, 1)[:, None, :]
         if self.segments_BS is not None:
-            segments_BT1 = cut(self.segments_BT, first, num_queries, 1)[:, :, None]
-            segments_B1S = cut(self.segments_BS, begin, num_keys, 1)[:, None, :]
+            segments_BT1 = queries_of(self.segments_BT, 1)[:, :, None]
+            segments_B1S = keys_of(self.segments_BS, 1)[:, None, :]
             mask_BTS = mask_BTS & (segments_BT1 == segments_B1S) & (segments_B1S > 0)
         if self.mask_BTS is not None:
-            rows_BTS = cut(self.mask_BTS, first, num_queries, 1)
-            mask_BTS = mask_BTS & cut(rows_BTS, begin, num_keys, 2)
+            rows_BTS = queries_of(self.mask_BTS, 1)
+            mask_BTS = mask_BTS & keys_of(rows_BTS, 2)
         return mask_BTS
 
     def padded(self, num_keys: int, *, more_queries: int, more_keys: int) -> 'Mask':

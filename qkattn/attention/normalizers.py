@@ -132,27 +132,30 @@ class Sparsemax(Entmax15):
 def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
     """Returns max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) over the last axis.
 
-    `alpha` is 1.5 or 2, the cases in which tau has a closed form once the support is known. The
-    support is the set of keys with probability above 0: the largest logits.
+    tau makes the probabilities sum to 1. The keys with probability above 0, the support, are those
+    with the largest logits. `alpha` is 1.5 or 2: then tau follows from the mean and the variance of
+    z = (alpha - 1) s over the support.
     """
     z_BNTS = (alpha - 1) * (s_BNTS - s_BNTS.max(-1, keepdims=True))
     # tau lies in [-1, 0], so every z below -1 has probability 0. The bound is -2, because a z at
     # exactly -1 could enter the support by rounding.
     z_BNTS = jnp.maximum(z_BNTS, -2)
 
-    # tau_BNTS[..., i] is what tau would be if the support were the i + 1 largest logits.
-    down_BNTS = -jnp.sort(-z_BNTS, axis=-1)
+    # The support is the i + 1 largest logits for some i. tau is computed for every i.
+    sorted_BNTS = -jnp.sort(-z_BNTS, axis=-1)
     size_S = jnp.arange(1, z_BNTS.shape[-1] + 1, dtype=z_BNTS.dtype)
-    mean_BNTS = jnp.cumsum(down_BNTS, -1) / size_S
+    mean_BNTS = jnp.cumsum(sorted_BNTS, -1) / size_S
     if alpha == 2:
+        # sum (z - tau) = 1
         tau_BNTS = mean_BNTS - 1 / size_S
     else:
-        variance_BNTS = jnp.cumsum(down_BNTS**2, -1) / size_S - mean_BNTS**2
+        # sum (z - tau)^2 = 1
+        variance_BNTS = jnp.cumsum(sorted_BNTS**2, -1) / size_S - mean_BNTS**2
         tau_BNTS = mean_BNTS - jnp.sqrt(jnp.maximum(1 / size_S - variance_BNTS, 0))
 
-    # A sorted logit is in the support if it is not below its own tau.
-    support_BNT1 = (tau_BNTS <= down_BNTS).sum(-1, keepdims=True)
-    tau_BNT1 = jnp.take_along_axis(tau_BNTS, support_BNT1 - 1, axis=-1)
+    # Logit i is in the support if it is not below the tau of the i + 1 largest logits.
+    support_size_BNT1 = (tau_BNTS <= sorted_BNTS).sum(-1, keepdims=True)
+    tau_BNT1 = jnp.take_along_axis(tau_BNTS, support_size_BNT1 - 1, axis=-1)
     return jnp.maximum(z_BNTS - tau_BNT1, 0) ** (1 / (alpha - 1))
 
 

@@ -1,7 +1,11 @@
 """The slow reference in float64 numpy: attention from its two equations, head by head.
 
-It shares no code with the fast path. Its inputs are A[n], B[n], the scale, and the `reference` of a
-normalizer.
+    logits:  s[n, t, s] = scale * x_t A[n] y_s^T
+    output:  out_t = sum_n sum_s p[n, t, s] y_s B[n]
+
+A[n] is the QK circuit of head n, and B[n] its OV circuit. With biases they have D + 1 rows, which
+act on (x, 1) and (y, 1). The probabilities p are the `reference` of a normalizer. No code is shared
+with the fast path.
 """
 
 import numpy as np
@@ -10,7 +14,7 @@ from qkattn.attention.normalizers import Normalizer, Softmax
 
 
 def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: float) -> np.ndarray:
-    """s_BNTS = scale * x_t A[n] y_s^T. Matrices with D + 1 rows act on (x, 1) and (y, 1)."""
+    """Returns s_BNTS = scale * x_t A[n] y_s^T."""
     A_NDE = np.asarray(A_NDE, np.float64)
     x_BTE = with_ones(x_BTD, A_NDE.shape[1])
     y_BSE = with_ones(y_BSD, A_NDE.shape[1])
@@ -25,7 +29,7 @@ def probabilities(
 ) -> np.ndarray:
     """Normalizes the logits of every query over its visible keys; p_BNTS is 0 at the others.
 
-    `normalizer` None is softmax.
+    The default normalizer is softmax.
     """
     if normalizer is None:
         normalizer = Softmax()
@@ -44,8 +48,9 @@ def mix(
 ) -> np.ndarray:
     """Returns out_BTD = sum_n sum_s p[n, t, s] y_s B[n].
 
-    The last row of B[0] holds the output bias, which the sum multiplies by sum_s p[0, t, s]. Pass
-    the bias as b_o_D too if those sums are not 1, so that it counts exactly once.
+    Pass the output bias b_o_D if the probabilities of a query may not sum to 1. The last row of
+    B[0] includes the bias, so the sum adds only sum_s p[0, t, s] times the bias, and the rest is
+    added here.
     """
     p_BNTS = np.asarray(p_BNTS, np.float64)
     B_NDE = np.asarray(B_NDE, np.float64)
@@ -55,8 +60,8 @@ def mix(
     for b, n, t in np.ndindex(B, N, T):
         out_BTD[b, t] += p_BNTS[b, n, t] @ y_BSE[b] @ B_NDE[n]
     if b_o_D is not None:
-        missing_BT = 1 - p_BNTS[:, 0].sum(-1)
-        out_BTD += missing_BT[..., None] * np.asarray(b_o_D, np.float64)
+        rest_BT = 1 - p_BNTS[:, 0].sum(-1)
+        out_BTD += rest_BT[..., None] * np.asarray(b_o_D, np.float64)
     return out_BTD
 
 
@@ -69,9 +74,10 @@ def attention(
     *,
     scale: float,
 ) -> np.ndarray:
-    """out_BTD with softmax: `logits`, `probabilities`, `mix`."""
+    """Computes out_BTD of attention with softmax, by the two equations above."""
     s_BNTS = logits(A_NDE, x_BTD, y_BSD, scale=scale)
-    return mix(probabilities(s_BNTS, mask_BTS), B_NDE, y_BSD)
+    p_BNTS = probabilities(s_BNTS, mask_BTS)
+    return mix(p_BNTS, B_NDE, y_BSD)
 
 
 def with_ones(z_BTD: np.ndarray, width: int) -> np.ndarray:

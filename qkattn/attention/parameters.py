@@ -50,10 +50,10 @@ def inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
 
 
 def initialization(init: str, factor: float) -> AbstractContextManager[None]:
-    """Makes `weight` draw with this initialization inside the block, its std times `factor`.
+    """Sets the initialization of all matrices that `weight` draws inside the block.
 
-    With 'fan_in' every matrix has the std that its caller asks for; with 'nanogpt' every matrix has
-    std 0.02 (Radford et al. 2019).
+    With init='fan_in' a matrix has the std that the caller of `weight` asks for. With 'nanogpt' it
+    has std 0.02 (Radford et al. 2019). Both are multiplied by `factor`.
     """
     return inside(_initialization, (init, factor))
 
@@ -92,14 +92,19 @@ def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
 def weight(
     key: jax.Array, name: str, shape: tuple[int, ...], std: float, gain: float = 1.0
 ) -> nnx.Param:
-    """Draws a matrix with entries from normal(0, (gain std)^2), in float32.
+    """Draws a float32 matrix whose entries are normal, with mean 0 and deviation gain * std.
 
-    Inside `initialization`, its init may replace std, and its factor multiplies it. `gain` is for
-    the last matrix of a residual branch.
+    Two matrices of the same key and name have the same entries where they overlap, up to the
+    deviation: entry (i, j, k) does not depend on the shape. So models of different width or head
+    count start from the same random numbers, and so do variants that share a matrix.
 
-    Entry (i, j, k) over its std depends only on the key, the name and (i, j, k), not on the shape.
-    So models of different width, depth or head count start with the same entries where their
-    tensors overlap, and so do factorizations that share a tensor.
+    Args:
+      key: the random key; all matrices of a layer are drawn with the same one.
+      name: the name of the parameter, e.g. 'w_q_DNH'.
+      shape: the sizes of its axes.
+      std: the standard deviation. Inside a block of `initialization`, init='nanogpt' replaces it,
+        and the block's factor multiplies it.
+      gain: a further factor, for the last matrix of a residual branch.
     """
     if _shapes_only.get():
         return nnx.Param(jnp.zeros(shape, jnp.float32))
@@ -133,15 +138,22 @@ def affine(
     gain: float = 1.0,
     **sizes: int,
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """Returns W and b of x W + b, drawn with `weight` and `bias`.
+    """Returns the parameters W and b of x W + b; b is None if the spec has no biases.
 
-    The letters at the end of `name` are the axes of W: 'w_q_DNH' has shape [D, N, H], and its bias
-    has [N, H]. `sizes` gives the letters that the spec does not have, as in
-    affine(spec, key, 'w_down_DR', R=8). By default, std is D^-1/2 for a first axis of size D.
+    `affine(spec, key, 'w_q_DNH')` returns W of shape [D, N, H] and b of shape [N, H].
+
+    Args:
+      spec: gives the sizes D, N, K and H.
+      key: the random key of `weight`.
+      name: the name of W, which ends in the letters of its axes.
+      std: the initial standard deviation of W; by default D^-1/2, where D is its first axis.
+      gain: a further factor, as in `weight`.
+      sizes: the sizes of other letters: affine(spec, key, 'w_down_DR', R=8).
     """
     shape = _shape_of(name, spec, **sizes)
     if std is None:
-        std = shape[0] ** -0.5
+        num_inputs = shape[0]
+        std = num_inputs**-0.5
     w_DNH = weight(key, name, shape, std, gain)
     b_NH = bias(spec, shape[1:])
     return w_DNH, b_NH
@@ -150,12 +162,14 @@ def affine(
 def output_projection(
     spec: AttentionSpec, key: jax.Array, name: str = 'w_o_NHD', **sizes: int
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """Returns W_O and b_O of a Value.
+    """Returns the parameters W_O and b_O of a Value; b_O is None if the spec has no biases.
 
-    W_O adds up N H channels, so its std is residual_gain (N H)^-1/2.
+    `sizes` gives the sizes of letters that the spec does not have, as in `affine`.
     """
     N, H, D = _shape_of(name, spec, **sizes)
-    w_o_NHD = weight(key, name, (N, H, D), (N * H) ** -0.5, spec.residual_gain)
+    # Each output is a sum over the H channels of N heads.
+    num_inputs = N * H
+    w_o_NHD = weight(key, name, (N, H, D), num_inputs**-0.5, spec.residual_gain)
     b_o_D = bias(spec, (D,))
     return w_o_NHD, b_o_D
 
@@ -170,7 +184,7 @@ def _shape_of(name: str, spec: AttentionSpec, **sizes: int) -> tuple[int, ...]:
 def project(
     x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None = None, *, axes: int = 1
 ) -> jax.Array:
-    """Returns x W + b; see `product` for `axes`.
+    """Returns x W + b, a sum over the last `axes` axes of x and the first `axes` axes of W.
 
     Inside `products_once`, a second call with the same arrays returns the first result.
     """
@@ -180,7 +194,8 @@ def project(
     if products is not None:
         for earlier in products:
             same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
-            # An array made inside an inner trace of JAX cannot be used outside of it.
+            # JAX traces the body of a scan or of a checkpoint by itself. An array of such a trace
+            # cannot be used outside of it.
             if same_factors and earlier.trace == trace:
                 return earlier.out_BTNH
 
@@ -195,30 +210,30 @@ def project(
 def product(
     x_BTD: jax.Array, w_DNH: jax.Array, *, axes: int = 1, dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """Returns x W, where the last `axes` axes of x meet the first `axes` axes of W.
+    """Returns x W, a sum over the last `axes` axes of x and the first `axes` axes of W.
 
-    The sums are computed in `dtype`. Two details make this faster on CPUs than one tensordot; both
-    concern the gradient of W.
+    The sums are computed in `dtype`. The result is that of one tensordot, but on CPUs the gradient
+    of W is faster.
     """
-    rows = x_BTD.shape[:-axes]  # the sizes of the axes of x that stay
-    inner = w_DNH.shape[:axes]  # those that are summed over
-    outer = w_DNH.shape[axes:]  # the axes of W that stay
+    row_sizes = x_BTD.shape[:-axes]  # B and T
+    inner_sizes = w_DNH.shape[:axes]  # D, the axes of the sum
+    outer_sizes = w_DNH.shape[axes:]  # N and H
     first_axes = tuple(range(axes))
     last_axes = tuple(range(-axes, 0))
 
-    contracted_axes_of_w = first_axes
-    if math.prod(inner) > math.prod(outer):
-        # With W transposed its gradient is a product [outer, rows] [rows, inner], on a CPU up to
-        # twice as fast as [inner, rows] [rows, outer]. The barrier keeps XLA from undoing it.
+    # XLA's CPU backend is slow to compute a gradient with more inner than outer channels, and up to
+    # twice as fast for a transposed W. The barrier keeps XLA from undoing the transposition.
+    summed_axes_of_w = first_axes
+    if math.prod(inner_sizes) > math.prod(outer_sizes):
         w_DNH = jax.lax.optimization_barrier(jnp.moveaxis(w_DNH, first_axes, last_axes))
-        contracted_axes_of_w = last_axes
+        summed_axes_of_w = last_axes
 
-    # With several row axes, XLA's CPU backend would transpose the operands of the gradient of W,
-    # which takes as long as another product. So the rows become one axis.
-    x_RD = x_BTD.reshape(-1, *inner)
-    contracted_axes = (last_axes, contracted_axes_of_w)
-    out_RNH = jnp.tensordot(x_RD, w_DNH, axes=contracted_axes, preferred_element_type=dtype)
-    return out_RNH.reshape(*rows, *outer)
+    # With several row axes, XLA's CPU backend would transpose the operands of the gradient, which
+    # takes as long as another product. So the rows become one axis.
+    x_RD = x_BTD.reshape(-1, *inner_sizes)
+    summed_axes = (last_axes, summed_axes_of_w)
+    out_RNH = jnp.tensordot(x_RD, w_DNH, axes=summed_axes, preferred_element_type=dtype)
+    return out_RNH.reshape(*row_sizes, *outer_sizes)
 
 
 def rms_norm(x_BTD: jax.Array, *, epsilon: float) -> jax.Array:
@@ -239,7 +254,7 @@ def homogeneous(w_DNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
 
 
 def composed(inner_DR: jax.Array, w_RNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
-    """Returns the matrix of inner(x) W + b, where `inner_DR` is the `homogeneous` one of inner."""
+    """Returns the matrix of inner(x) W + b; `inner_DR` is the `homogeneous` matrix of inner."""
     product_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
     if b_NH is None:
         return product_DNH

@@ -117,6 +117,7 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
         score = score_class(spec, key=key, **score_options)
     with initialization(spec.init, spec.init_vo):
         value = value_class(spec, score, key=key, **value_options)
+    # A layer outside of a model counts as layer 0; `Attention.at` sets another index.
     for circuit in (score, value):
         if circuit.uses_layer:
             circuit.layer = 0
@@ -126,7 +127,7 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
 def check(spec: AttentionSpec) -> None:
     """Raises SpecError, with one sentence, if the variant of `spec` cannot be built.
 
-    A spec that passes is marked, and not checked again.
+    A spec that passes gets the attribute PASSED, and is not checked again.
     """
     if PASSED in vars(spec):
         return
@@ -148,7 +149,7 @@ def check(spec: AttentionSpec) -> None:
 
     if spec.positions == 'rope':
         _check_rotation(spec, score, score_options)
-    vars(spec)[PASSED] = True
+    vars(spec)[PASSED] = True  # The dataclass is frozen, so setattr would raise.
 
 
 def _check_circuit(
@@ -156,14 +157,20 @@ def _check_circuit(
 ) -> None:
     """Raises SpecError if a Score or Value does not fit the sizes, or an option is not valid.
 
-    `text` is the name as in the spec, e.g. 'low_rank(rank=8)'.
+    Args:
+      spec: the spec of the layer.
+      text: the Score or Value as the spec names it, e.g. 'low_rank(rank=8)'.
+      circuit: its class.
+      options: its options, e.g. {'rank': 8}.
     """
     name = text.partition('(')[0]
+    # Such a circuit takes N slices of the stream as heads, e.g. in place of x W_Q.
     if circuit.uses_slices and spec.num_heads * spec.head_size != spec.d_model:
         raise SpecError(
             f'{name} uses slices of the stream as heads, so num_heads * head_size must equal '
             f'd_model={spec.d_model}, not {spec.num_heads} * {spec.head_size}'
         )
+    # First each option by itself, then conditions that involve several.
     for option, value in options.items():
         if option in circuit.options:
             check_option = circuit.options[option]
@@ -190,15 +197,18 @@ def _check_sharing(
             f'{spec.score} has none to share; scores that have one are {", ".join(names)}'
         )
 
-    # A Score with one matrix for queries and keys makes q_is_v and k_is_v the same variant.
-    if value.shares == ('query',) and score.shareable['query'] == score.shareable.get('key'):
+    # With one matrix for queries and keys, q_is_v and k_is_v are the same variant.
+    query_matrix = score.shareable.get('query')
+    key_matrix = score.shareable.get('key')
+    if value.shares == ('query',) and query_matrix == key_matrix:
         same_value = spec.value.replace('q', 'k', 1)  # 'q_is_v' -> 'k_is_v'
         raise SpecError(
             f'in {spec.score} the query matrix is the key matrix: write '
             f'{same_value} in place of {spec.value}'
         )
 
-    # The options may decide whether a Score is bilinear, so it has to be built to know.
+    # Whether a Score is bilinear may depend on its options, so it has to be built. Building it
+    # inside eval_shape draws no parameters.
     abstract_score = jax.eval_shape(lambda: score(spec, key=jax.random.key(0), **options))
     if not abstract_score.bilinear:
         raise SpecError(
@@ -216,13 +226,14 @@ def _check_rotation(spec: AttentionSpec, score: type[Score], options: dict[str, 
         )
 
     def rotated_channels() -> jax.Array:
-        """The part of the queries that is rotated; only its shape is used."""
+        """Returns the channels of the queries that are rotated."""
         initialized = score(spec, key=jax.random.key(0), **options)
         q_BTNH = initialized.queries(jnp.zeros((1, 1, spec.d_model)))
-        if initialized.rope_size is None:
+        if initialized.rope_size is None:  # all channels
             return q_BTNH
         return q_BTNH[..., -initialized.rope_size :]
 
+    # Only the number of channels matters, so eval_shape computes no array.
     size = jax.eval_shape(rotated_channels).shape[-1]
     if size % 2:
         raise SpecError(

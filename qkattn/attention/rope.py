@@ -50,8 +50,8 @@ def linear_bias(num_heads: int, distance_TS: jax.Array) -> jax.Array:
 def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     """Returns fixed position embeddings [T, D]: sqrt(2) times sines, then cosines.
 
-    The factor sqrt(2) gives them unit variance. `positions_T` may have several axes, which the
-    result has before D. Vaswani et al. 2017, section 3.5.
+    The factor sqrt(2) gives them unit variance. Positions may have any shape: [B, T] gives
+    [B, T, D]. Vaswani et al. 2017, section 3.5.
     """
     half = (d_model + 1) // 2
     frequency_D = BASE ** (-np.arange(half) / half)

@@ -1,8 +1,8 @@
 """`attend`, the attention of every variant, and the choice of the kernel that computes it.
 
 A kernel is a program for one attention: `einsum`, `blockwise`, or one of a library. With
-model.kernel='auto', the first library kernel of the platform that can serve the attention is
-chosen. If there is none, or if decoding attends to cached keys, the choice is `blockwise` for long
+model.kernel='auto', a library kernel is chosen if the platform has one that can compute the
+attention. Otherwise, and when decoding attends to cached keys, the choice is `blockwise` for long
 contexts and `einsum` for short ones.
 """
 
@@ -38,7 +38,7 @@ BLOCKWISE_FROM_ELSEWHERE = 2048
 class Library(NamedTuple):
     """A kernel of a library."""
 
-    # Returns why the kernel cannot serve a call; see `obstacle`.
+    # Returns why the kernel cannot compute a call; see `obstacle`.
     obstacle: Callable[[Call, Target], str | None]
     compute: Callable[[Call, Target], jax.Array]
 
@@ -135,43 +135,44 @@ def on(mesh: Mesh | None) -> AbstractContextManager[None]:
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     """Returns the kernel that computes the call, and the reason for the choice.
 
-    Library kernels do not take cached keys. If model.kernel names one, decoding chooses as with
-    'auto'. Raises SpecError if any other named kernel cannot compute the call.
+    `kernel` is the setting model.kernel: the name of a kernel, or 'auto'. Raises SpecError if a
+    named kernel cannot compute the call. The libraries are an exception in decoding: they do not
+    take cached keys, so their names count as 'auto' there.
     """
     decoding = call.mask.first_query is not None
-    is_ignored = decoding and kernel in LIBRARIES
-    if kernel != 'auto' and not is_ignored:
+    if decoding and kernel in LIBRARIES:
+        kernel = 'auto'
+    if kernel != 'auto':
         problem = obstacle(kernel, call, target)
-        if problem is not None:
-            valid = ['auto']
-            for other in KERNELS[1:]:
-                if obstacle(other, call, target) is None:
-                    valid.append(other)
-            raise SpecError(f'kernel={kernel!r} {problem}; valid: {", ".join(valid)}')
-        return kernel, 'as model.kernel says'
+        if problem is None:
+            return kernel, 'as model.kernel says'
+        valid = [other for other in KERNELS if obstacle(other, call, target) is None]
+        raise SpecError(f'kernel={kernel!r} {problem}; valid: {", ".join(valid)}')
 
+    # A kernel of a library comes first, if one can compute the call.
     for name in AUTO.get(target.platform, ()):
         if obstacle(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
 
+    # Then `blockwise` for long contexts, and `einsum` for short ones.
     problem = obstacle('blockwise', call, target)
     if problem is not None:
         return 'einsum', f'blockwise {problem}'
-    least = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
-    if min(call.lengths) < least:
-        return 'einsum', f'contexts are below {least}'
-    return 'blockwise', f'contexts are not below {least}'
+    long = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
+    if min(call.lengths) < long:
+        return 'einsum', f'contexts are below {long}'
+    return 'blockwise', f'contexts are not below {long}'
 
 
 def obstacle(kernel: str, call: Call, target: Target) -> str | None:
-    """Returns why a kernel cannot serve a call, or None if it can.
+    """Returns why a kernel cannot compute a call, or None if it can; 'auto' always can.
 
-    The reason is the end of a sentence that begins with the kernel: "kernel='splash' does not take
-    cached keys".
+    The reason is the end of a sentence: "kernel='splash' does not take cached keys".
     """
     if kernel not in KERNELS:
         return 'is not a kernel'
     if kernel in LIBRARIES:
+        # Only decoding says where the queries begin, behind the cached keys.
         if call.mask.first_query is not None:
             return 'does not take cached keys'
         return LIBRARIES[kernel].obstacle(call, target)

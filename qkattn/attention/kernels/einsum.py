@@ -88,15 +88,13 @@ def einsum(call: Call) -> jax.Array:
     S, K = k_BSKH.shape[1:3]
     logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
 
-    # The M = N / K query heads that share a key head become further rows, Q = M T. An axis of their
-    # own would cost XLA's CPU backend up to twice the time, in the products and in the softmax.
+    # M = N / K query heads share a key head. Their queries become the Q = M T rows of that head. A
+    # separate axis M would take XLA's CPU backend up to twice the time, in the products and in the
+    # softmax.
     q_BKMTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3)
-    s_BKQS = jnp.einsum(
-        'BKQH,BKSH->BKQS',
-        q_BKMTH.reshape(B, K, -1, H),
-        jnp.swapaxes(k_BSKH, 1, 2),
-        preferred_element_type=logits_dtype,
-    )
+    q_BKQH = q_BKMTH.reshape(B, K, -1, H)
+    k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
+    s_BKQS = jnp.einsum('BKQH,BKSH->BKQS', q_BKQH, k_BKSH, preferred_element_type=logits_dtype)
     s_BNTS = s_BKQS.reshape(B, N, T, S) * call.scale
     if call.logit_cap is not None:
         s_BNTS = call.logit_cap * jnp.tanh(s_BNTS / call.logit_cap)
@@ -111,6 +109,9 @@ def einsum(call: Call) -> jax.Array:
         keep_BNTS = jax.random.bernoulli(call.dropout_key, 1 - call.dropout, p_BNTS.shape)
         p_BNTS = jnp.where(keep_BNTS, p_BNTS / (1 - call.dropout), 0)
 
-    p_BKQS = p_BNTS.reshape(B, v_BSKH.shape[2], -1, S)
-    o_BKQH = jnp.einsum('BKQS,BKSH->BKQH', p_BKQS, jnp.swapaxes(v_BSKH, 1, 2))
+    # Values may have another number of heads than keys, so the rows are regrouped.
+    num_value_heads = v_BSKH.shape[2]
+    p_BKQS = p_BNTS.reshape(B, num_value_heads, -1, S)
+    v_BKSH = jnp.swapaxes(v_BSKH, 1, 2)
+    o_BKQH = jnp.einsum('BKQS,BKSH->BKQH', p_BKQS, v_BKSH)
     return jnp.swapaxes(o_BKQH.reshape(B, N, T, -1), 1, 2)

@@ -1,7 +1,7 @@
 """Attention kernels of JAX's own libraries: cuDNN on GPUs and splash attention on TPUs.
 
-Each kernel has an obstacle function. It returns why the kernel cannot serve a call, as the end of a
-sentence that begins with "kernel='splash'"; or None if it can.
+Each kernel has an obstacle function. It returns why the kernel cannot compute a call, or None if it
+can. The reason is the end of a sentence: "kernel='splash' cannot hide a token from itself".
 """
 
 from typing import Any
@@ -22,10 +22,7 @@ SMALLEST_SPLASH_BLOCK = SPLASH_BLOCKS[-1]
 
 
 def _common_obstacle(call: Call) -> str | None:
-    """Returns why neither library kernel can serve a call, or None if nothing prevents both.
-
-    The reason is the end of a sentence, as in "kernel='splash' cannot hide a token from itself".
-    """
+    """Returns what both library kernels lack for a call, or None if they share no obstacle."""
     normalizer = type(call.normalizer)
     if normalizer is not Softmax:
         return f'computes softmax, not normalizer={normalizer.__name__}'
@@ -45,7 +42,7 @@ def _common_obstacle(call: Call) -> str | None:
 
 
 def dot_product_obstacle(call: Call, target: Target) -> str | None:
-    """Returns why `dot_product`, which is cuDNN on a GPU and XLA elsewhere, cannot serve a call."""
+    """Returns why `dot_product` cannot compute a call: cuDNN on a GPU, XLA elsewhere."""
     obstacle = _common_obstacle(call)
     if obstacle is not None:
         return obstacle
@@ -96,7 +93,7 @@ def dot_product(call: Call, target: Target) -> jax.Array:
 
 
 def splash_obstacle(call: Call, target: Target) -> str | None:
-    """Returns why `splash` cannot serve a call."""
+    """Returns why `splash` cannot compute a call."""
     obstacle = _common_obstacle(call)
     if obstacle is not None:
         return obstacle
@@ -118,14 +115,15 @@ def splash(call: Call, target: Target) -> jax.Array:
     head_mask = _splash_mask(call)
     block_sizes = _splash_block_sizes(call)
 
-    def attention(
+    def attention_on_device(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
     ) -> jax.Array:
-        """The attention of the rows and heads that one device holds."""
+        """Computes the attention of the rows and heads that one device holds."""
         num_heads = q_BTNH.shape[2]
         kernel = splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([head_mask] * num_heads),
             block_sizes=block_sizes,
+            # The device holds all of these heads, and all their queries.
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=call.logit_cap,
@@ -140,39 +138,43 @@ def splash(call: Call, target: Target) -> jax.Array:
     mesh = target.mesh
     arrays = (call.scaled(), call.k_BSKH, call.v_BSKH, _segments(call))
     if mesh is None or mesh.size == 1:
-        return attention(*arrays)
+        return attention_on_device(*arrays)
 
     # XLA cannot partition a Pallas kernel, so each device runs it on its own rows and heads.
-    q_spec, k_spec = _splash_specs(call, mesh)
+    q_spec, kv_spec = _splash_specs(call, mesh)
+    segments_spec = P(q_spec[0])  # Their rows are split as the rows of queries are.
     sharded = jax.shard_map(
-        attention,
+        attention_on_device,
         mesh=mesh,
-        in_specs=(q_spec, k_spec, k_spec, P(q_spec[0])),
+        in_specs=(q_spec, kv_spec, kv_spec, segments_spec),
         out_specs=q_spec,
-        check_vma=False,
+        check_vma=False,  # The kernel does not declare which mesh axes its output varies along.
     )
     return sharded(*arrays)
 
 
 def _splash_mask(call: Call) -> Any:
-    """Returns the mask of one head, an object of the splash library; it holds no padding."""
+    """Returns causality and window as a mask of the splash library, for one head.
+
+    Padding and packed sequences are hidden by `_segments`.
+    """
     splash_attention = load_extra(SPLASH, 'tpu')
     mask = call.mask
     if mask.window is not None:
         keys_before = mask.window - 1
         keys_after = 0 if mask.causal else keys_before
-        return splash_attention.LocalMask(call.lengths, (keys_before, keys_after), 0)
+        return splash_attention.LocalMask(call.lengths, (keys_before, keys_after), offset=0)
     if mask.causal:
         return splash_attention.CausalMask(call.lengths)
     return splash_attention.FullMask(call.lengths)
 
 
 def _splash_block_sizes(call: Call) -> Any:
-    """Returns one size for all blocks, the largest that divides both context lengths."""
+    """Returns the block sizes of splash: for all of them the largest that divides both contexts."""
     splash_attention = load_extra(SPLASH, 'tpu')
     T, S = call.lengths
-    fitting = [size for size in SPLASH_BLOCKS if T % size == 0 and S % size == 0]
-    block = fitting[0]
+    # The smallest size always divides them, or `splash_obstacle` would have refused the call.
+    block = max(size for size in SPLASH_BLOCKS if T % size == 0 and S % size == 0)
     return splash_attention.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -188,28 +190,30 @@ def _splash_block_sizes(call: Call) -> Any:
 def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
     """Returns how the mesh splits the queries, and how it splits the keys and values.
 
-    Rows and heads are split if the mesh divides their number; otherwise every device has them all.
+    The mesh splits rows and heads if their numbers are multiples of its shards. Otherwise every
+    device has all rows, or all heads.
     """
     B, _, N, _ = call.q_BTNH.shape
     K = call.k_BSKH.shape[2]
 
-    rows: tuple[str, str] | None = ('data', 'fsdp')
-    if B % (mesh.shape['data'] * mesh.shape['fsdp']):
-        rows = None
+    row_shards = mesh.shape['data'] * mesh.shape['fsdp']
+    rows = ('data', 'fsdp') if B % row_shards == 0 else None
 
-    shards = mesh.shape['tensor']
-    one_key_head = K == 1
-    k_heads_divide = one_key_head or K % shards == 0
-    q_heads = 'tensor' if N % shards == 0 and k_heads_divide else None
-    # Every device needs a key head that all query heads share.
-    k_heads = None if one_key_head else q_heads
-    return P(rows, None, q_heads), P(rows, None, k_heads)
+    # A single key head is shared by all query heads, so every device needs it.
+    head_shards = mesh.shape['tensor']
+    has_one_key_head = K == 1
+    fits_key_heads = has_one_key_head or K % head_shards == 0
+    splits_heads = N % head_shards == 0 and fits_key_heads
+    q_heads = 'tensor' if splits_heads else None
+    kv_heads = 'tensor' if splits_heads and not has_one_key_head else None
+    return P(rows, None, q_heads), P(rows, None, kv_heads)
 
 
 def _segments(call: Call) -> Any:
-    """Returns the sequence number of each query and key, or None if there is nothing to hide.
+    """Returns the numbers by which splash hides padding and other sequences; None without either.
 
-    A query sees the keys with its own number. Keys on padding get -1, which no query has.
+    A query sees the keys with its own number. Without packed sequences this is 1. A key on padding
+    has the number -1, and no query has it.
     """
     mask = call.mask
     if mask.valid_BS is None and mask.segments_BS is None:
