@@ -39,6 +39,7 @@ class AttentionSpec:
     kernel: str = 'auto'
 
     def __post_init__(self) -> None:
+        # The sizes, and the defaults of those that are None.
         self._set_size('d_model')
         self._set_size('num_heads')
 
@@ -62,11 +63,14 @@ class AttentionSpec:
             raise SpecError(
                 f'num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}'
             )
+
+        # Choices from a list.
         if self.positions not in ('none', 'rope', 'alibi'):
             raise SpecError(f'positions={self.positions!r} must be none, rope or alibi')
         if self.init not in ('fan_in', 'nanogpt'):
             raise SpecError(f'init={self.init!r} must be fan_in or nanogpt')
 
+        # Factors. The residual gain may be 0, and the logit cap may be None.
         for field in ('score_scale', 'init_qk', 'init_vo'):
             number = getattr(self, field)
             if not _is_finite(number) or number <= 0:
@@ -120,10 +124,11 @@ def _is_finite(number: Any) -> bool:
 Check = Callable[[AttentionSpec, str, str, Any], None]
 
 
-def whole(low: int, top: str | None = None) -> Check:
+def whole(low: int, top: Literal['d_model', 'd_model // 2'] | None = None) -> Check:
     """Returns a check that an option is None or a whole number from `low` to `top`.
 
-    `top` is 'd_model' or 'd_model // 2'; None is the largest d_model that a model may have.
+    `top` is 'd_model' or 'd_model // 2', so the number depends on the spec. None is the largest
+    d_model that any model may have.
     """
 
     def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
@@ -131,13 +136,13 @@ def whole(low: int, top: str | None = None) -> Check:
             return
         if top is None:
             high = WIDTH['most']
-            limit = f'{high}'
+            high_text = f'{high}'
         else:
-            high = {'d_model': spec.d_model, 'd_model // 2': spec.d_model // 2}[top]
-            limit = f'{top}={high}'
+            high = spec.d_model if top == 'd_model' else spec.d_model // 2
+            high_text = f'{top}={high}'
         if not _is_whole(number) or not low <= number <= high:
             raise SpecError(
-                f'{name}({option}={number!r}) must be a whole number from {low} to {limit}'
+                f'{name}({option}={number!r}) must be a whole number from {low} to {high_text}'
             )
 
     return check

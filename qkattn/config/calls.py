@@ -27,14 +27,15 @@ def resolve(
     `resolve('low_rank(rank=8)', SCORES, 'score')` returns (LowRank, {'rank': 8}).
 
     Args:
-      text: a key of `known` or an import path; options may follow in parentheses.
+      text: the value of the setting: a registered name or an import path. Options may follow in
+        parentheses.
       known: the registered objects by name.
-      field: the setting that holds `text`, for errors.
-      needs: what an imported object must be, in words for an error.
-      fits: tells whether an imported object is that.
-      call: returns, for an object, the callable whose keyword-only parameters are its options; by
-        default the object itself.
-      error: the class of exception to raise.
+      field: the name of the setting, for errors.
+      needs: what an imported object must be, for errors: 'a class or function'.
+      fits: whether an imported object is what `needs` says.
+      call: a function from the object to the class or function that takes the options. By default
+        it is the object itself. The options are keyword-only parameters.
+      error: the class of the exceptions below.
 
     Raises `error` for a malformed or unknown name, a module that cannot be imported, an imported
     object that does not fit, and an option that the object does not take.
@@ -92,17 +93,22 @@ def _keyword_literals(arguments: str) -> dict[str, Any]:
 
     Raises SyntaxError, ValueError or TypeError for text of another form.
     """
+    # With a name before it, the text is a call in Python: 'f(a=1, b=(2, 3))'.
     call = ast.parse(f'f{arguments}', mode='eval').body
-    # '(a=1)(b=2)' is a call, too, but what it calls is not the name f.
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise ValueError('not one call')
+    if not isinstance(call, ast.Call):
+        raise ValueError('not a call')
+    # Text such as '(a=1)(b=2)' makes two calls: the second calls the result of the first.
+    if not isinstance(call.func, ast.Name):
+        raise ValueError('more than one call')
     if call.args:
         raise ValueError('an argument has no name')
 
     options = {}
     for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg in options:
-            raise ValueError('an argument is given twice, or as **mapping')
+        if keyword.arg is None:
+            raise ValueError('an argument is given as **mapping')
+        if keyword.arg in options:
+            raise ValueError('an argument is given twice')
         options[keyword.arg] = ast.literal_eval(keyword.value)
     return options
 
@@ -121,9 +127,9 @@ def options_of(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def takes(*arguments: str) -> Callable[[Any], bool]:
-    """Returns a check for `resolve`: whether an object can be called with positional arguments.
+    """Returns a check for `resolve`: whether an object takes this many positional arguments.
 
-    The names of `arguments` only serve readers; their number counts.
+    `takes('directory', 'config')` checks for two. The names only tell readers what they are.
     """
 
     def fits(target: Any) -> bool:
@@ -137,10 +143,10 @@ def takes(*arguments: str) -> Callable[[Any], bool]:
 
 
 def called(field: str, text: str, call: Callable[[], T]) -> T:
-    """Calls code from outside the package, which the setting `field` names with `text`.
+    """Returns `call()`, and turns its exceptions into ConfigErrors that blame a setting.
 
-    Returns the result of `call`. If the code raises an exception, raises ConfigError with the line
-    that failed.
+    `call` runs code from outside the package, because the setting `field` has the value `text`. The
+    error names both, and the line of the code that failed.
     """
     try:
         return call()

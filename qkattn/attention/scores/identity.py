@@ -165,14 +165,18 @@ class NonlinearQuery(TwoMaps):
         D = spec.d_model
         H = spec.head_size
         R = max(1, D // 2) if rank is None else rank
-        self.w_in_DR, self.b_in_R = affine(spec, key, 'w_q_in_DR', R=R)
-        self.w_out_RD, self.b_out_D = affine(spec, key, 'w_q_out_RD', R=R)
+        self.w_in_DR, self.b_in_R = affine(spec, key, 'w_q_in_DR', R=R)  # W_1
+        self.w_out_RD, self.b_out_D = affine(spec, key, 'w_q_out_RD', R=R)  # W_2
         self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
-        self.g_in_D = nnx.Param(jnp.ones((D,), jnp.float32))
-        self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))
+        self.g_in_D = nnx.Param(jnp.ones((D,), jnp.float32))  # of the RMSNorm
+        self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))  # of the LayerNorm
         self.residual = form == 'residual'
-        # QK-norm gives all queries the same size, whatever their variance was.
-        query_variance = 0.5 if self.residual and not spec.qk_norm else 1
+
+        # The scale gives the logits variance 1 at initialization. x and f(x) have variance 1, so
+        # (x + f(x)) / 2 has 1/2, unless QK-norm sets the size of the queries.
+        query_variance = 1.0
+        if self.residual and not spec.qk_norm:
+            query_variance = 0.5
         self.scale = (1 / query_variance / H) ** 0.5
         self.spec = spec
 

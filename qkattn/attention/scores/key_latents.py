@@ -56,6 +56,7 @@ class Latent(Score):
         if spec.positions == 'rope' and rope_size is None:
             # About half of the head size, rounded to an even number.
             example = max(2, spec.head_size // 4 * 2)
+            # The absorbed form has no keys of size H, so a rotation would have nothing to act on.
             raise SpecError(
                 'latent keys cannot be rotated themselves: positions=rope needs '
                 f'latent(rope_size=G), an even number of extra channels, e.g. {example}'
@@ -79,8 +80,11 @@ class Latent(Score):
         C = query_size
         G = rope_size
 
+        # Keys: from the stream to the latent, and from the latent to the heads.
         self.w_down_DR, self.b_down_R = affine(spec, key, 'w_down_DR', R=R)
         self.w_k_RNH, self.b_k_NH = affine(spec, key, 'w_k_RNH', R=R)
+
+        # Queries: from the stream, or through a latent of their own.
         if C is None:
             self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
         else:
@@ -88,6 +92,7 @@ class Latent(Score):
             self.w_q_CNH, self.b_q_NH = affine(spec, key, 'w_q_CNH', C=C)
             self.equation = f'W_DQ {self.equation}'
 
+        # Rotated channels: one key for all heads, and queries of each head.
         if G is not None:
             self.w_k_rope_DG, self.b_k_rope_G = affine(spec, key, 'w_k_rope_DG', G=G)
             if C is None:
@@ -95,12 +100,18 @@ class Latent(Score):
             else:
                 self.w_q_rope_CNG, self.b_q_rope_NG = affine(spec, key, 'w_q_rope_CNG', G=G, C=C)
 
-        head_size = spec.head_size if G is None else spec.head_size + G
-        self.scale = head_size**-0.5
-        head = 'H' if G is None else '(H + G)'
-        queries = f'D*N*{head}' if C is None else f'D*C + C*N*{head}'
-        rotary_key = '' if G is None else ' + D*G'
-        self.parameter_count = f'D*R + R*N*H + {queries}{rotary_key}'
+        # The rotated channels count for the size of a head.
+        if G is None:
+            channels = spec.head_size
+            channels_text = 'H'
+            rotary_key_count = ''
+        else:
+            channels = spec.head_size + G
+            channels_text = '(H + G)'
+            rotary_key_count = ' + D*G'
+        query_count = f'D*N*{channels_text}' if C is None else f'D*C + C*N*{channels_text}'
+        self.parameter_count = f'D*R + R*N*H + {query_count}{rotary_key_count}'
+        self.scale = channels**-0.5
         self.rope_size = G
         self.spec = spec
 
@@ -133,23 +144,28 @@ class Latent(Score):
         return jnp.concatenate([k_BSNH, rope_BSNG], axis=-1)
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
-        cheaper = absorbing_is_cheaper(x_BTD.shape[1], cache['latent_BSR'], self.w_k_RNH)
+        T = x_BTD.shape[1]
+        cheaper = absorbing_is_cheaper(T, cache['latent_BSR'], self.w_k_RNH)
         # The absorbed form would drop the bias b_K, which only a softmax ignores.
         if not cheaper or self.spec.biases or self.spec.qk_norm:
             return super().queries_and_keys(x_BTD, cache)
 
-        # The first H channels of the queries are the content channels, the others rotary ones.
+        # Of the queries, the first H channels meet the latent (the content channels), and the last
+        # G meet the rotary key.
         H = self.spec.head_size
         q_BTNH = self.queries(x_BTD)
-        content_BTNR = jnp.einsum('BTNH,RNH->BTNR', q_BTNH[..., :H], self.w_k_RNH[...])
+        content_BTNH = q_BTNH[..., :H]
         rotary_BTNG = q_BTNH[..., H:]
-        q_BTNR = jnp.concatenate([content_BTNR, rotary_BTNG], axis=-1)
 
-        k_parts = [cache['latent_BSR']]
+        # q (c W_K)^T = (q W_K^T) c^T: W_K moves from the keys to the queries.
+        content_BTNR = jnp.einsum('BTNH,RNH->BTNR', content_BTNH, self.w_k_RNH[...])
+        q_BTNX = jnp.concatenate([content_BTNR, rotary_BTNG], axis=-1)
+
+        key_parts = [cache['latent_BSR']]
         if self.rope_size is not None:
-            k_parts.append(cache['rope_BSG'])
-        k_BSR = jnp.concatenate(k_parts, axis=-1)
-        return q_BTNR, k_BSR[:, :, None, :]
+            key_parts.append(cache['rope_BSG'])
+        k_BSX = jnp.concatenate(key_parts, axis=-1)
+        return q_BTNX, k_BSX[:, :, None, :]
 
     def matrix(self) -> jax.Array:
         """Returns A_NDD for tokens at the same position, where the rotation has no effect."""
@@ -164,15 +180,15 @@ class Latent(Score):
 def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Array) -> bool:
     """Returns whether the absorbed form needs fewer multiplications than the explicit one.
 
-    w_RNH maps latents of size R to keys (or values) of N heads of size H, for T queries and S
-    latents. Decoding has T = 1 and absorbs; training has T = S and, as a rule, does not.
-
-    - Absorbed: w maps each query to size R, and each result meets S latents. N T (R H + R S).
-    - Explicit: w maps each latent to size H, and each result meets T queries. N S (R H + T H).
+    The explicit form computes the keys (or values) c W from the S latents c, and then their
+    products with T queries. The absorbed form multiplies the queries by W, and then multiplies
+    the results with the latents. Decoding has T = 1, and absorbs. Training has T = S, and as a
+    rule does not.
     """
     T = num_queries
     S, R = latent_BSR.shape[1:]
     H = w_RNH.shape[-1]
+    # Multiplications in each head: first those with W, then those of queries and keys.
     absorbed = T * (R * H + R * S)
     explicit = S * (R * H + T * H)
     return absorbed < explicit

@@ -90,33 +90,37 @@ class Double(TwoMaps):
         self, spec: AttentionSpec, *, key: jax.Array, size: int | None = None, which: str = 'both'
     ):
         R = spec.d_model if size is None else size
+
+        # Queries: x O_Q W_Q[n], or x W_Q[n] as in `qk`. A Projection names the attributes of this
+        # Score that hold its matrix and bias. It applies `inner` first.
         if which == 'k':
-            self.query_map = QK.query_map
             self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
-            queries = 'W_Q[n]'
+            self.query_map = QK.query_map
+            query_equation = 'W_Q[n]'
             query_count = 'D*N*H'
         else:
-            outer = Projection('w_q_outer_DR', 'b_q_outer_R')
-            self.query_map = Projection('w_q_RNH', 'b_q_NH', inner=outer)
             self.w_q_outer_DR, self.b_q_outer_R = affine(spec, key, 'w_q_outer_DR', R=R)
             self.w_q_RNH, self.b_q_NH = affine(spec, key, 'w_q_RNH', R=R)
-            queries = 'O_Q W_Q[n]'
+            o_q = Projection('w_q_outer_DR', 'b_q_outer_R')
+            self.query_map = Projection('w_q_RNH', 'b_q_NH', inner=o_q)
+            query_equation = 'O_Q W_Q[n]'
             query_count = 'D*R + R*N*H'
 
+        # Keys: y O_K W_K[n], or y W_K[n] as in `qk`. Either is cached as 'k_BSKH'.
         if which == 'q':
-            self.key_map = QK.key_map
             self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
-            keys = 'W_K[n]^T'
+            self.key_map = QK.key_map
+            key_equation = 'W_K[n]^T'
             key_count = 'D*K*H'
         else:
-            outer = Projection('w_k_outer_DR', 'b_k_outer_R')
-            self.key_map = Projection('w_k_RKH', 'b_k_KH', 'k_BSKH', outer)
             self.w_k_outer_DR, self.b_k_outer_R = affine(spec, key, 'w_k_outer_DR', R=R)
             self.w_k_RKH, self.b_k_KH = affine(spec, key, 'w_k_RKH', R=R)
-            keys = '(O_K W_K[n])^T'
+            o_k = Projection('w_k_outer_DR', 'b_k_outer_R')
+            self.key_map = Projection('w_k_RKH', 'b_k_KH', cached_as='k_BSKH', inner=o_k)
+            key_equation = '(O_K W_K[n])^T'
             key_count = 'D*R + R*K*H'
 
-        self.equation = f'{queries} {keys}'
+        self.equation = f'{query_equation} {key_equation}'
         self.parameter_count = f'{query_count} + {key_count}'
         self.scale = spec.head_size**-0.5
 
@@ -140,9 +144,10 @@ class Merged(TwoMaps):
         D = spec.d_model
         N = spec.num_heads
         if init == 'product':
+            # Biases start at 0, so `qk` without biases has the same logits.
             qk = QK(dataclasses.replace(spec, biases=False), key=key)
             A_NDE = qk.matrix()
-            # The logits stay the same: qk multiplies them by H^-1/2, this Score by D^-1/2.
+            # `qk` multiplies the logits by H^-1/2, this Score by D^-1/2. The factor keeps them.
             rescale = (D / spec.head_size) ** 0.5
             self.w_qk_DNE = nnx.Param(rescale * jnp.moveaxis(A_NDE, 0, 1))
         else:

@@ -79,24 +79,27 @@ class SharedQK(Tied):
         D = spec.d_model
         N = spec.num_heads
         H = spec.head_size
-        std = D**-0.5 * (1 + H / D) ** -0.25
+        std = D**-0.5 * (1 + H / D) ** -0.25  # See the class for the reason.
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std)
+        self.key_norm = key_norm
+        self.bilinear = not key_norm
+        self.hides_self = self_mask
+
+        # The scale is 1 / sqrt(variance), so that the logits start with variance 1.
+        if key_norm:
+            self.scale = (1 + H / D) ** -0.25  # The variance is sqrt(1 + H/D).
+        elif spec.qk_norm:
+            self.scale = H**-0.5 * (1 + H / D) ** -0.5  # The variance is H (1 + H/D).
+        else:
+            self.scale = H**-0.5  # The variance is H.
+
+        # The temperature is a number, or a gain of each head.
         if temperature == 'learned':
             self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32))
             self.equation = 'g[n] W_Q[n] W_Q[n]^T'
             self.parameter_count = 'D*N*H + N'
         else:
             self.g_temperature_N = None
-
-        self.key_norm = key_norm
-        self.bilinear = not key_norm
-        self.hides_self = self_mask
-
-        # The scale gives the logits variance 1. Before it, their variance is H without a norm,
-        # sqrt(1 + H/D) with key_norm, and H (1 + H/D) with QK-norm.
-        self.scale = (1 + H / D) ** -0.25 if key_norm else H**-0.5
-        if spec.qk_norm:
-            self.scale *= (1 + H / D) ** -0.5
         if isinstance(temperature, (int, float)):
             self.scale = self.scale / temperature
 

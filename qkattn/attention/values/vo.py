@@ -103,8 +103,9 @@ class MergedVO(Factored):
             self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std, spec.residual_gain)
         else:
             vo = VO(spec, score, key=key)
-            v_DNH = grouped(vo.w_v_DKH[...], N)
-            self.w_ov_NDE = nnx.Param(jnp.einsum('DNH,NHE->NDE', v_DNH, vo.w_o_NHD[...]))
+            w_v_DNH = grouped(vo.w_v_DKH[...], N)  # a value head for each query head
+            w_ov_NDE = jnp.einsum('DNH,NHE->NDE', w_v_DNH, vo.w_o_NHD[...])
+            self.w_ov_NDE = nnx.Param(w_ov_NDE)
         self.b_o_D = bias(spec, (D,))
 
     def output(self, o_BTND: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
