@@ -207,16 +207,18 @@ def _columns(
 ) -> tuple[str, ...]:
     """Chooses the features of a set that hold the text, and returns their names.
 
-    - Without languages it is a feature of text: ('text',).
-    - With languages it is a feature that maps languages to sentences, ('translation',), or else a
-      feature of text for each language, ('en', 'de').
+    - Without languages, it is a feature of text: ('text',).
+    - With languages, it is a feature of text for each of them, ('en', 'de'), if the set has such
+      features. Otherwise it is a feature that maps languages to sentences: ('translation',).
 
     Args:
-      config: the settings. If `feature` is set, it is the only choice.
+      config: the settings. If `feature` is set, only the feature with this name fits.
       languages: the source and the target language, or ().
-      texts, translations: the features of the set, as in `_corpus`.
+      texts: the names of the features that are text.
+      translations: by name, the features that map languages to sentences, with their languages.
 
-    Raises ConfigError if no feature fits, or more than one.
+    Raises:
+      ConfigError: no feature fits, or more than one.
     """
     if config.feature is None and languages and set(languages) <= set(texts):
         return languages

@@ -60,9 +60,9 @@ def divided(corpus: Corpus, rule: str) -> Corpus:
 
 
 def _documents(texts: Iterable[bytes], cuts: Cuts) -> Iterator[bytes]:
-    """Yields the documents of texts. A document is never white space only.
+    """Yields the documents of texts.
 
-    A cut that would end a document of white space is left out.
+    A cut is left out if the document before or after it would be only white space.
     """
     for text in texts:
         starts = [0]
@@ -91,7 +91,7 @@ def _cuts_of(rule: str) -> Cuts:
     if num_kilobytes > 0:
         return _Blocks(num_kilobytes * KILOBYTE)
 
-    # 'id=' and 'tokens=' are rules for text that is tokenized already, not regular expressions.
+    # 'kB=0' is no block. 'id=' and 'tokens=' are rules for text that is tokenized already.
     if block is not None or rule.startswith(('id=', 'tokens=')):
         raise ConfigError(
             f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
