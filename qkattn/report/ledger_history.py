@@ -1,12 +1,12 @@
 """Compares the ledgers of committed studies with those of earlier commits: a ledger only grows.
 
-The hashes in a ledger show that a line was edited, not that all of them were written again. Git
-keeps what each commit had: of a ledger, every version has to begin with the one before it. A ledger
-that was removed and comes back, at its place or in another directory of the same name, goes on from
-the version that was removed.
+The hashes in a ledger show that a line was edited, but not that all lines were written again. Git
+keeps the version of each commit. Every version of a ledger has to begin with the version before it.
+A ledger may be removed, and come back at its path or in another directory of the same name. Then it
+has to begin with the version that was removed.
 
-A study that was declared anew under the name of an earlier one is named, with the reason, in
-rewritten_ledgers.toml beside the studies:
+There is one exception: a study may be declared anew under the name of an earlier one. The file
+rewritten_ledgers.toml beside the studies lists such ledgers with the reasons:
 
     [[rewritten]]
     ledger = "claims/cpu/NAME/ledger.jsonl"
@@ -15,12 +15,12 @@ rewritten_ledgers.toml beside the studies:
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 
 from qkattn.errors import ReportError
@@ -28,48 +28,50 @@ from qkattn.report.prose import counted
 from qkattn.storage import ledger
 
 REASONS = 'rewritten_ledgers.toml'
-# The keys of each entry there.
-_REASON = ('ledger', 'replaced', 'why')
-_WORKING_TREE = 'the working tree'
+# The keys of each of its entries.
+_REASON_KEYS = ('ledger', 'replaced', 'why')
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A ledger after a commit; `blob` is None where the commit removed it."""
+    """A change of a ledger by a commit."""
 
     commit: str
     path: str  # relative to the directory of the studies
-    blob: str | None
+    blob: str | None  # git's name of the content after the commit; None if it removed the ledger
 
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """The content of a ledger, and the commit or place that has it."""
+    """A version of a ledger."""
 
-    place: str
+    place: str  # the commit or directory that has it, in words
     content: bytes
 
 
 def check_ledgers(results: Path) -> str:
     """Checks the ledgers below a directory of studies; returns a sentence about what was compared.
 
-    ReportError names a ledger that was rewritten without a reason in rewritten_ledgers.toml, and
-    the commit. Without a whole git history nothing is compared, which the sentence says.
+    Raises ReportError, with the ledger and the commit, if a ledger was rewritten and
+    rewritten_ledgers.toml gives no reason. Without a whole git history nothing is compared. The
+    sentence then says why.
     """
     obstacle = _obstacle(results)
     if obstacle is not None:
         return f'ledgers: not compared with earlier commits, as {obstacle}'
-    reasons = _reasons(results / REASONS)
-    ledgers = sorted(results.glob(f'**/{ledger.NAME}'))
-    histories = _histories(results, [path.relative_to(results).as_posix() for path in ledgers])
+
+    accepted_rewrites = _accepted_rewrites(results / REASONS)
+    ledger_files = sorted(results.glob(f'**/{ledger.NAME}'))
+    paths = [file.relative_to(results).as_posix() for file in ledger_files]
+    histories = _histories(results, paths)
     num_versions = 0
     num_rewritten = 0
     for path, versions in histories.items():
         num_versions += len(versions)
-        for before, after in pairwise(versions):
+        for before, after in itertools.pairwise(versions):
             if after.content.startswith(before.content):
                 continue
-            if (path, _last_hash(before.content)) not in reasons:
+            if (path, _last_hash(before.content)) not in accepted_rewrites:
                 raise ReportError(
                     f'{results / path} was rewritten: in {after.place} it does not begin with what '
                     f'it was in {before.place}; restore it, or name it in {results / REASONS} with '
@@ -80,60 +82,101 @@ def check_ledgers(results: Path) -> str:
     return f'ledgers: {text} compared with git, {num_rewritten} rewritten for a stated reason'
 
 
-def _git(directory: Path, *arguments: str, given: str = '') -> bytes:
-    """The output of a git command in a directory, with `given` on its standard input.
+def _git(directory: Path, *arguments: str, standard_input: str = '') -> bytes:
+    """Returns the output of a git command in a directory.
 
-    CalledProcessError if it fails. It takes no lock, so that it works beside another git command.
+    The command takes no optional locks, so another git command may run at the same time. Raises
+    CalledProcessError if it fails.
     """
     command = ['git', '-C', str(directory), '-c', 'core.quotePath=false', *arguments]
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
-    finished = subprocess.run(
-        command, check=True, capture_output=True, input=given.encode(), env=environment, timeout=60
+    process = subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        input=standard_input.encode(),
+        env=environment,
+        timeout=60,
     )
-    return finished.stdout
+    return process.stdout
 
 
 def _obstacle(results: Path) -> str | None:
-    """Why ledgers cannot be compared with git; None if they can."""
+    """Returns why ledgers cannot be compared with git; None if they can."""
     try:
-        shallow = _git(results, 'rev-parse', '--is-shallow-repository').strip() == b'true'
+        is_shallow = _git(results, 'rev-parse', '--is-shallow-repository').strip() == b'true'
         _git(results, 'rev-parse', '--verify', 'HEAD')
     except (OSError, subprocess.SubprocessError):
         return f'{results} has no git history'
-    if shallow:
+    if is_shallow:
         return 'the clone is shallow: git fetch --unshallow completes it'
     return None
 
 
-def _reasons(path: Path) -> set[tuple[str, str]]:
-    """The ledgers that may be rewritten, and the last hash of the version that was replaced."""
+def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
+    """Reads rewritten_ledgers.toml; returns a pair for each of its entries.
+
+    A pair is the path of a ledger, and the last hash of the version that was replaced. Without the
+    file there are none. Raises ReportError if the file is malformed.
+    """
     if not path.is_file():
         return set()
     try:
         entries = tomllib.loads(path.read_text(encoding='utf-8')).get('rewritten', [])
     except (OSError, ValueError) as error:
         raise ReportError(f'{path} cannot be read: {error}') from error
+
+    rewrites = set()
     for number, entry in enumerate(entries, start=1):
-        is_complete = sorted(entry) == sorted(_REASON)
-        if not is_complete or not all(str(value).strip() for value in entry.values()):
-            raise ReportError(f'{path}, entry {number} must have {", ".join(_REASON)}, none empty')
-    return {(entry['ledger'], entry['replaced']) for entry in entries}
+        has_keys = sorted(entry) == sorted(_REASON_KEYS)
+        if not has_keys or not all(str(value).strip() for value in entry.values()):
+            keys = ', '.join(_REASON_KEYS)
+            raise ReportError(f'{path}, entry {number} must have {keys}, none empty')
+        rewrites.add((entry['ledger'], entry['replaced']))
+    return rewrites
 
 
 def _last_hash(content: bytes) -> str | None:
-    """The hash of the last line of a ledger; None where it has none."""
+    """Returns the hash of the last line of a ledger; None if it has none."""
     try:
         return json.loads(content.splitlines()[-1])['hash']
     except (ValueError, LookupError, TypeError):
         return None
 
 
-def _histories(results: Path, ledgers: Sequence[str]) -> dict[str, list[Version]]:
-    """The versions of each committed ledger by its path, the oldest first, the file itself last.
+def _histories(results: Path, paths: Sequence[str]) -> dict[str, list[Version]]:
+    """Returns the versions of each ledger by its path, the oldest first.
 
-    A ledger that appears goes on from the last one that was removed from a directory of its name.
+    The last version is the file itself. Ledgers that were never committed are left out. `paths` are
+    relative to `results`.
+    """
+    changes_by_path = _changes_by_path(results, paths)
+    blobs = set[str]()
+    for changes in changes_by_path.values():
+        blobs.update(change.blob for change in changes)
+    content_by_blob = _contents(results, sorted(blobs))
+
+    histories = {}
+    for path, changes in changes_by_path.items():
+        if not changes:
+            continue
+        versions = []
+        for change in changes:
+            place = f'commit {change.commit[:12]}'
+            versions.append(Version(place, content_by_blob[change.blob]))
+        versions.append(Version('the working tree', (results / path).read_bytes()))
+        histories[path] = versions
+    return histories
+
+
+def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Change]]:
+    """Returns the changes of each ledger by its path, the oldest first, without removals.
+
+    If a ledger appears, its changes continue those of the ledger that was last removed from a
+    directory of the same name. This directory has the name of the study.
     """
     changes_by_path: dict[str, list[Change]] = {}
+    # The changes of ledgers that were removed, by study, until one appears again.
     removed_by_study: dict[str, list[Change]] = {}
     for change in _changes(results):
         study = Path(change.path).parent.name
@@ -142,59 +185,54 @@ def _histories(results: Path, ledgers: Sequence[str]) -> dict[str, list[Version]
         elif change.path in changes_by_path:
             changes_by_path[change.path].append(change)
         else:
-            earlier = removed_by_study.pop(study, [])
-            changes_by_path[change.path] = [*earlier, change]
+            earlier_changes = removed_by_study.pop(study, [])
+            changes_by_path[change.path] = [*earlier_changes, change]
 
-    committed: dict[str, list[Change]] = {}
-    for path in ledgers:
-        moved_and_not_committed = removed_by_study.get(Path(path).parent.name, [])
-        committed[path] = changes_by_path.get(path) or moved_and_not_committed
-    blobs = _blobs(results, (change.blob for changes in committed.values() for change in changes))
-    histories = {}
-    for path, changes in committed.items():
-        versions = [
-            Version(f'commit {change.commit[:12]}', blobs[change.blob])
-            for change in changes
-            if change.blob
-        ]
-        if versions:
-            file = Version(_WORKING_TREE, (results / path).read_bytes())
-            histories[path] = [*versions, file]
-    return histories
+    changes_of_paths = {}
+    for path in paths:
+        changes = changes_by_path.get(path)
+        if changes is None:
+            # The file is not committed. It may be the removed ledger of the study in another place.
+            changes = removed_by_study.get(Path(path).parent.name, [])
+        changes_of_paths[path] = changes
+    return changes_of_paths
 
 
-def _changes(results: Path) -> Iterator[Change]:
-    """Every change of a ledger, the oldest first; within a commit, what it removed first.
+def _changes(results: Path) -> list[Change]:
+    """Returns every change of a ledger by a commit, the oldest first.
 
-    Of a merge, those from its first parent: the history of the branch that it was merged into.
+    Within a commit, removals come first, so that a moved ledger is removed before it appears. A
+    merge counts as one commit, with all that it brings into the branch of its first parent.
     """
     order = ('--reverse', '--first-parent', '-m')
     form = ('--raw', '--no-abbrev', '--no-renames', '--relative', '--format=commit %H')
     output = _git(results, 'log', *order, *form, '--', f':(glob)**/{ledger.NAME}')
     commit = ''
-    of_commit = list[Change]()
+    changes = []
     for line in output.decode().splitlines():
         if line.startswith('commit '):
-            yield from sorted(of_commit, key=lambda change: change.blob is not None)
             commit = line.removeprefix('commit ')
-            of_commit = []
         elif line.startswith(':'):
             # ':100644 100644 <blob before> <blob after> M<tab>claims/cpu/a/ledger.jsonl'
             description, path = line.split('\t')
-            _, _, _, blob, status = description.split()
-            of_commit.append(Change(commit, path, None if status == 'D' else blob))
-    yield from sorted(of_commit, key=lambda change: change.blob is not None)
+            _, _, _, blob_after, status = description.split()
+            is_removal = status == 'D'
+            changes.append(Change(commit, path, None if is_removal else blob_after))
+
+    ordered_changes = list[Change]()
+    for _, group in itertools.groupby(changes, key=lambda change: change.commit):
+        ordered_changes += sorted(group, key=lambda change: change.blob is not None)
+    return ordered_changes
 
 
-def _blobs(results: Path, names: Iterable[str | None]) -> dict[str, bytes]:
-    """The content of blobs by name, all from one process."""
-    wanted = sorted({name for name in names if name})
-    output = _git(results, 'cat-file', '--batch', given='\n'.join(wanted))
-    contents = {}
-    for name in wanted:
-        # The answer to a name is a line '<name> blob <size>', the content, and a newline.
+def _contents(results: Path, blobs: Sequence[str]) -> dict[str, bytes]:
+    """Returns the content of each blob. One git process reads them all."""
+    output = _git(results, 'cat-file', '--batch', standard_input='\n'.join(blobs))
+    content_by_blob = {}
+    for blob in blobs:
+        # The answer to a blob is a line '<blob> blob <size>', the content, and a newline.
         header, _, output = output.partition(b'\n')
         size = int(header.split()[-1])
-        contents[name] = output[:size]
+        content_by_blob[blob] = output[:size]
         output = output[size + 1 :]
-    return contents
+    return content_by_blob

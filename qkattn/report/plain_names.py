@@ -51,26 +51,34 @@ FIELDS = {
 
 
 def plain_name(variant: str) -> str | None:
-    """'W_Q = W_K (key norm), no W_V' for 'shared_qk(key_norm=True)/no_v'.
+    """Describes in plain words how a variant differs from standard attention.
 
-    Fields of the model follow: 'key/value heads: 1' for 'qk/vo?num_kv_heads=1'. None for a score or
-    a value from outside the package, which has no plain name.
+    For example, 'shared_qk(key_norm=True)/no_v' gives 'W_Q = W_K (key norm), no W_V'. The settings
+    of the variant follow: 'qk/vo?num_kv_heads=1' gives 'key/value heads: 1'.
+
+    Returns STANDARD for standard attention. Returns None for a score or a value from outside the
+    package, which has no plain name.
     """
-    circuits, _, fields = variant.partition('?')
+    circuits, _, settings = variant.partition('?')
     try:
         score, value = Variant.parse(circuits)
         parts = [_plain_circuit(score, SCORES), _plain_circuit(value, VALUES)]
     except (SpecError, KeyError):
         return None
-    for setting in fields.split('&') if fields else []:
-        name, _, setting_value = setting.partition('=')
-        words = FIELDS.get(name, name.replace('_', ' '))
-        parts.append(f'{words}: {setting_value}')
-    return ', '.join(part for part in parts if part) or STANDARD
+    if settings:
+        for setting in settings.split('&'):
+            name, _, setting_value = setting.partition('=')
+            words = FIELDS.get(name, name.replace('_', ' '))
+            parts.append(f'{words}: {setting_value}')
+    differences = [part for part in parts if part]
+    return ', '.join(differences) or STANDARD
 
 
 def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
-    """The plain name of a score or value with its options; KeyError for one without."""
+    """Describes a score or a value with its options; '' for a standard one without options.
+
+    `names` is SCORES or VALUES. Raises KeyError if the circuit has no plain name.
+    """
     name, options = parse_call(circuit, 'variant', SpecError)
     texts = []
     for option, value in options.items():

@@ -54,7 +54,7 @@ from qkattn.report.prose import one_line
 from qkattn.storage.files import read_whole
 from qkattn.storage.records import parse_json
 
-# The fields of an entry, by kind.
+# The fields of an entry, by kind. The third one says where the number is from.
 FIELDS = {
     'logged': ('page', 'text', 'log'),
     'decided': ('page', 'text', 'log', 'holds'),
@@ -81,51 +81,70 @@ NOT_PROSE = re.compile(
 )
 # The text below a table of answers, to the end of its section. It discusses the answers, so the
 # names of matrices in it need an entry, too.
-READING = re.compile(r'<!-- answers\w*: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
+DISCUSSION = re.compile(r'<!-- answers\w*: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
 
 
 def check_numbers(path: str | Path) -> dict[str, int]:
     """Checks all entries of a numbers.toml; returns the number of entries of each kind.
 
     Raises ReportError if the file or an entry is malformed, if a page does not contain the text of
-    an entry, or if a complete page has a number that is in no entry. Pages and logs are relative to
-    the directory above that of the file.
+    an entry, or if a complete page has a number without an entry. Pages and logs are relative to
+    the parent of the directory with the file: the repository, for docs/numbers.toml.
     """
     path = Path(path)
     root = path.parents[1]
-    try:
-        content = tomllib.loads(read_whole(path).decode())
-    except (OSError, ValueError) as error:
-        raise ReportError(f'{path} cannot be read: {error}') from error
-    complete = content.pop('complete', [])
-    if not isinstance(complete, list) or not all(isinstance(page, str) for page in complete):
-        raise ReportError(f'{path}: complete = {complete!r} must be a list of pages')
+    complete_pages, entries_by_kind = _read_entries(path)
 
     texts_by_page = defaultdict[str, list[str]](list)
-    for kind, entries in content.items():
+    for kind, entries in entries_by_kind.items():
         for number, entry in enumerate(entries, start=1):
             where = f'{path}, [[{kind}]] entry {number}'
             _check_fields(kind, entry, where)
-            page = entry['page']
-            text = _text_of(kind, entry, root, where)
-            # A format such as {:.0%} writes '5%'; pages have '5 %'.
-            text = one_line(re.sub(r'(?<=\d)%', ' %', text))
-            if text not in one_line(read_page(root / page)):
-                # The third field of each kind says where the number is from.
-                source = entry[FIELDS[kind][2]]
-                raise ReportError(
-                    f'{page} does not contain {text!r}, which is what {source} gives; correct the '
-                    f'page, or {where}'
-                )
-            texts_by_page[page].append(text)
+            text = _check_page(kind, entry, root, where)
+            texts_by_page[entry['page']].append(text)
 
-    for page in complete:
+    for page in complete_pages:
         for passage in uncovered(read_page(root / page), texts_by_page[page]):
             raise ReportError(
                 f'{page} prints a number or a result that no entry of {path} has: {passage!r}; add '
                 'a [[logged]] entry, or say where it is from'
             )
-    return {kind: len(content.get(kind, ())) for kind in FIELDS}
+    return {kind: len(entries_by_kind.get(kind, ())) for kind in FIELDS}
+
+
+def _read_entries(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """Reads a numbers.toml; returns the complete pages, and the lists of entries by kind.
+
+    Raises ReportError if the file is not TOML, or if `complete` is not a list of pages. The entries
+    are not checked.
+    """
+    try:
+        content = tomllib.loads(read_whole(path).decode())
+    except (OSError, ValueError) as error:
+        raise ReportError(f'{path} cannot be read: {error}') from error
+    complete_pages = content.pop('complete', [])
+    is_list = isinstance(complete_pages, list)
+    if not is_list or not all(isinstance(page, str) for page in complete_pages):
+        raise ReportError(f'{path}: complete = {complete_pages!r} must be a list of pages')
+    return complete_pages, content
+
+
+def _check_page(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
+    """Raises ReportError unless the page of an entry contains the entry's text; returns the text.
+
+    `root` is the directory of pages and logs, and `where` names the entry in the message.
+    """
+    text = _text_of(kind, entry, root, where)
+    # A format such as {:.0%} writes '5%'; pages have '5 %'.
+    text = one_line(re.sub(r'(?<=\d)%', ' %', text))
+    page = entry['page']
+    if text not in one_line(read_page(root / page)):
+        _, _, source_field, *_ = FIELDS[kind]
+        raise ReportError(
+            f'{page} does not contain {text!r}, which is what {entry[source_field]} gives; correct '
+            f'the page, or {where}'
+        )
+    return text
 
 
 def _check_fields(kind: str, entry: Any, where: str) -> None:
@@ -142,8 +161,9 @@ def _check_fields(kind: str, entry: Any, where: str) -> None:
 def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
     """Returns the text that an entry's page has to contain.
 
-    Fills in the numbers of a logged entry, and compares the verdicts of a decided one. Raises
-    ReportError if the log cannot be read, lacks a value, or gives other verdicts.
+    The text of a logged entry gets its numbers from the log. The verdicts of a decided entry are
+    compared with the log. Raises ReportError if the log cannot be read, lacks a value, or gives
+    other verdicts. `where` names the entry in the message.
     """
     text = entry['text']
     if kind not in ('logged', 'decided'):
@@ -165,37 +185,46 @@ def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
 
 
 def uncovered(page: str, texts: list[str]) -> Iterator[str]:
-    """Yields the surroundings of each number in a page's prose that none of the texts contains.
+    """Yields a passage for each number in a page's prose that is in none of the texts.
 
-    Below a table of answers, names of matrices have to be in a text as well.
+    The passage is the number with some characters around it. In the discussion of a table of
+    answers, names of matrices have to be in a text as well.
     """
     line = one_line(page)
-    # Whether each character of the page is in one of the texts, or not in prose.
+    # A character of the page is covered if it is in one of the texts, or if it is not prose.
     covered = [False] * len(line)
+
+    def cover(match: re.Match) -> None:
+        covered[match.start() : match.end()] = [True] * len(match[0])
+
     for text in texts:
         for match in re.finditer(re.escape(text), line):
-            covered[match.start() : match.end()] = [True] * len(text)
+            cover(match)
     for match in NOT_PROSE.finditer(line):
-        covered[match.start() : match.end()] = [True] * len(match[0])
+        cover(match)
 
     # The numbers and names that have to be covered.
     statements = list(NUMBER.finditer(line))
-    for section in READING.finditer(page):
-        reading = one_line(section[1])
-        start = line.index(reading)
-        statements += MATRICES.finditer(line, start, start + len(reading))
+    for match in DISCUSSION.finditer(page):
+        discussion = one_line(match[1])
+        start = line.index(discussion)
+        statements += MATRICES.finditer(line, start, start + len(discussion))
     statements.sort(key=lambda match: match.start())
+
     for statement in statements:
-        if not all(covered[statement.start() : statement.end()]):
+        is_covered = all(covered[statement.start() : statement.end()])
+        if not is_covered:
             start = max(statement.start() - 40, 0)
-            yield line[start : statement.end() + 20]
+            end = statement.end() + 20
+            yield line[start:end]
 
 
 def read_log(path: Path) -> Any:
-    """Returns the content of a log, or of a file of the code.
+    """Reads a log, or a file of the code, into Python objects.
 
-    JSON and TOML are parsed; JSON Lines are a list. CSV is a dict of rows by their first column, or
-    a list of rows if the first column has equal entries. A Python file is a dict of its constants.
+    JSON Lines give a list, and other JSON and TOML what they contain. CSV gives a list of rows, or
+    if the entries of its first column differ, a dict {entry: row}. A Python file gives a dict of
+    its constants.
     """
     text = read_whole(path).decode()
     if path.suffix == '.jsonl':
@@ -215,10 +244,11 @@ def read_log(path: Path) -> Any:
 
 
 def _constants(statements: list[ast.stmt]) -> dict[str, Any]:
-    """Returns the literal values that statements assign to names.
+    """Returns the literal values that statements of a Python file assign to names.
 
-    The constants of a class are a dict under the name of the class. A call counts as its first
-    argument, which is the default of a field, as in `margin: float = setting(0.005, ...)`.
+    `ALPHA = 0.05` gives {'ALPHA': 0.05}. A class gives a dict of its constants under its name. For
+    a call it is the first argument, so that `margin: float = setting(0.005, ...)` gives the default
+    of the field, 0.005.
     """
     constants = dict[str, Any]()
     for statement in statements:

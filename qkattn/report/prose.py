@@ -69,9 +69,10 @@ def si(value: float | None) -> str:
     rounded_value = float(scientific)
     exponent = int(scientific.partition('e')[2])
 
+    # 10^6 has the prefix of 1000^2. Numbers below 1000 have none.
     prefixes = ('', 'k', 'M', 'G', 'T', 'P', 'E')
-    thousands = min(max(exponent // 3, 0), len(prefixes) - 1)
-    if thousands == 0:
+    thousands = min(exponent // 3, len(prefixes) - 1)
+    if thousands <= 0:
         return f'{rounded_value:.3g}'
     # '#' keeps zeros at the end, as in 1.20M.
     number = f'{rounded_value / 1000**thousands:#.3g}'
@@ -115,13 +116,14 @@ def marked(number: str, is_short: bool) -> str:
 def length(settling: Settling | None) -> str:
     """Says whether a difference stays the same in longer training; '' if that is unknown.
 
-    The text is 'settled', 'at this length' if there is only one length, or how the difference
-    changes: 'at this length: shrinks to +0.0120 at 4 times the steps, towards ...'.
+    The text is 'settled', or 'at this length' if there is only one length. Otherwise it says how
+    the difference changes: 'at this length: shrinks to +0.0120 at 4 times the steps, towards ...'.
     """
     if settling is None:
         return ''
     if settling.code in (Length.SETTLED, Length.ONE_LENGTH):
         return settling.code.value
+    # The value of the code is a verb, such as 'shrinks'.
     change = f'{settling.code.value} to {settling.longer:+.4f}'
     steps = f'at {settling.times:g} times the steps'
     return f'{Length.ONE_LENGTH.value}: {change} {steps}, towards {settling.towards}'
@@ -213,10 +215,10 @@ def clause(
 ) -> str:
     """Writes a code and its data as a clause, with a macro of templates/clauses.j2.
 
-    The macro is named after the type of the code and the code: 'reason_' and the name of a Reason.
+    The macro for a Reason whose code is named DIVERGED, for example, is 'reason_diverged'.
 
     Args:
-      code: the code with its data.
+      code: a Remark, Reason or Problem: what it is about (its code), with numbers and names.
       comparisons: how many comparisons the p value is corrected for.
       study: the study, if the clause depends on it.
       intervals: whether the report shows intervals of differences.
@@ -229,10 +231,11 @@ def clause(
         'intervals': intervals,
         'look': look,
     }
-    return macro('clauses.j2', name, context, **code.data)[0]
+    texts = macro('clauses.j2', name, context, **code.data)
+    return texts[0]  # a clause is one sentence
 
 
-def placed(key: ArmKey, study: TrainedStudy | None) -> str:
+def arm_title(key: ArmKey, study: TrainedStudy | None) -> str:
     """Formats the key of an arm: 'b/vo at d_model=128', 'b/vo at d_model=128 (same shape)'.
 
     The text names the corpus only if the study has several.
@@ -246,16 +249,16 @@ def placed(key: ArmKey, study: TrainedStudy | None) -> str:
     return text
 
 
-def where(study: TrainedStudy, group: Any) -> str:
-    """Formats the size and corpus of a group of arms: 'd_model=128, stdlib'.
+def where(study: TrainedStudy, arm: Any) -> str:
+    """Formats the size and corpus of an arm, or of the key of one: 'd_model=128, stdlib'.
 
     The size is left out if the study has one size only, and the corpus if it has one corpus.
     """
     names = []
     if len(study.sizes) > 1:
-        names.append(group.size)
+        names.append(arm.size)
     if len(study.corpora) > 1:
-        names.append(group.corpus)
+        names.append(arm.corpus)
     return ', '.join(names)
 
 
@@ -263,7 +266,7 @@ def remark(code: Remark, study: TrainedStudy, intervals: bool = False) -> str:
     """Writes a remark as a whole sentence, with its arm; `intervals` is as in `clause`."""
     text = clause(code, study=study, intervals=intervals)
     if code.arm:
-        return f'{placed(code.arm, study)}: {text}.'
+        return f'{arm_title(code.arm, study)}: {text}.'
     if code.every_arm:
         return f'every arm: {text}.'
     return f'{text[0].upper()}{text[1:]}.'
@@ -287,6 +290,8 @@ def sentences(template: str, **values: Any) -> list[str]:
 
 def macro(template: str, name: str, context: Mapping[str, Any], /, **values: Any) -> list[str]:
     """Calls a macro of a template; returns its sentences as plain text.
+
+    A macro with several sentences has `{{ end }}` between them.
 
     Args:
       template: the file name of the template.
@@ -319,49 +324,55 @@ def by_where(arms: Iterable[TrainedArm], study: TrainedStudy) -> dict[str, list[
 
 
 def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yields each variant of a model with all its options, and the equations of A[n] and B[n].
+    """Yields three texts for each variant of a model: its form, and the equations of A[n] and B[n].
 
-    A variant is written as 'shared_qk(self_mask=False)/vo', or 'encoder variant: qk/no_v' if it is
-    not the variant of the whole model. A class outside the package has no equation, but NONE.
+    The form is the variant with all its options, as in 'shared_qk(self_mask=False)/vo'. For a part
+    of the model it is 'encoder variant: qk/no_v'. The equation is NONE for a class outside the
+    package. `model` has the settings of the model, as in a result.
     """
-    # Pairs of a prefix of the text and a variant.
+    # Pairs (prefix of the form, variant).
     variants = [('', f'{model["score"]}/{model["value"]}')]
-    for site in ('encoder_variant', 'cross_variant', 'pattern'):
-        different_texts = dict.fromkeys(split_pattern(model.get(site) or ''))
-        for text in different_texts:
-            if text:
-                variants.append((f'{words(site)}: ', text))
+    for setting in ('encoder_variant', 'cross_variant', 'pattern'):
+        setting_text = model.get(setting)
+        if setting_text:
+            # A pattern may name a variant several times, and it is yielded once.
+            different_variants = dict.fromkeys(split_pattern(setting_text))
+            for variant in different_variants:
+                variants.append((f'{words(setting)}: ', variant))
 
     for prefix, variant in variants:
-        parsed = Variant.parse(variant)
-        score, score_equation = _form(parsed.score, 'Score')
-        value, value_equation = _form(parsed.value, 'Value')
-        yield f'{prefix}{score}/{value}', score_equation, value_equation
+        score, value = Variant.parse(variant)
+        score_form, score_equation = _form(score, 'Score')
+        value_form, value_equation = _form(value, 'Value')
+        yield f'{prefix}{score_form}/{value_form}', score_equation, value_equation
 
 
 def _form(circuit: str, kind: str) -> tuple[str, str]:
-    """Returns a circuit (a score or a value) with all its options, and its equation.
+    """Returns the form of a circuit, a score or a value, and its equation.
 
-    For example, 'shared_qk' becomes 'shared_qk(self_mask=False)', with the default of its option.
-    `kind` is 'Score' or 'Value'. A class outside the package does not change.
+    The form has all options: 'shared_qk' becomes 'shared_qk(self_mask=False)', with the default of
+    its option. `kind` is 'Score' or 'Value'. For a class from outside the package, returns the text
+    as it is, and NONE.
     """
-    short_name = circuit.partition('(')[0]
-    entry = variant_tables.stored()[kind].get(short_name)
-    if entry is None:
+    class_name, _, _ = circuit.partition('(')
+    table_entry = variant_tables.stored()[kind].get(class_name)
+    if table_entry is None:
         return circuit, NONE
-    name, options = parse_call(circuit, kind)
-    all_options = entry['options'] | options
+
+    _, options = parse_call(circuit, kind)
+    all_options = table_entry['options'] | options
+    form = class_name
     if all_options:
         arguments = ', '.join(f'{option}={value!r}' for option, value in all_options.items())
-        name += f'({arguments})'
-    return name, entry['equation']
+        form = f'{class_name}({arguments})'
+    return form, table_entry['equation']
 
 
 @jinja2.pass_context
 def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
-    """Formats an arm, or the key of one, as `placed` does, in the study of the template."""
+    """Formats an arm, or the key of one, as `arm_title` does, in the study of the template."""
     key = arm if isinstance(arm, ArmKey) else arm.key
-    return placed(key, context.get('study'))
+    return arm_title(key, context.get('study'))
 
 
 def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
@@ -400,7 +411,7 @@ def _rates(arms: Iterable[TrainedArm]) -> list[float]:
 
 
 def breakable(name: str) -> markupsafe.Markup:
-    """A name in HTML that breaks into lines between its parts, not inside words."""
+    """Returns a name as HTML that breaks into lines between its parts, not inside words."""
     return markupsafe.Markup('<wbr>').join(_BREAK.split(name))
 
 
@@ -436,7 +447,10 @@ FILTERS = {
 
 @functools.cache
 def environment(html: bool) -> jinja2.Environment:
-    """Returns the Jinja environment of the templates; it escapes values only for HTML."""
+    """Returns the Jinja environment of the templates.
+
+    `html` is whether values are escaped for HTML. An undefined value raises an error.
+    """
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader('qkattn.report'),
         autoescape=html,
@@ -445,8 +459,9 @@ def environment(html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     templates.filters |= FILTERS
+    # Values that all templates see.
     templates.globals |= {
-        'end': END,  # of a sentence
+        'end': END,
         'DECIDED': DECIDED,
         'Decision': Decision,
         'RemarkCode': RemarkCode,

@@ -186,7 +186,7 @@ def _identity(study: TrainedStudy, row: Any) -> Row:
     """Returns the cells that identify a row: its variant, and its size and corpus.
 
     The size is left out if the study has one size only, and the corpus if it has one corpus. `row`
-    is an arm, or the scaling law of a variant, which has no size.
+    is what the row is about: an arm, or the scaling of a variant, which has no size.
     """
     cells = {'variant': row.variant}
     if len(study.sizes) > 1 and hasattr(row, 'size'):
@@ -197,7 +197,7 @@ def _identity(study: TrainedStudy, row: Any) -> Row:
 
 
 def _parts(findings: Findings) -> Iterator[Row]:
-    """Yields the parts of each arm's difference to the baseline.
+    """Yields a row for each arm with the parts of its difference from the baseline.
 
     The first part is the difference at the baseline's shape. The second is what reinvesting the
     saved parameters changes. Their sum is the difference of the matched arm. A fourth column is the
@@ -214,9 +214,11 @@ def _parts(findings: Findings) -> Iterator[Row]:
             'reinvesting|matched - same shape': arm.parts.reinvesting,
             'both|matched - baseline': arm.comparison,
         }
-        times = study.controls.longer
-        if times:
-            differences[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
+        # How many times as many steps the longer runs have. None without longer runs.
+        times_longer = study.controls.longer
+        if times_longer:
+            heading = f'at {times_longer} x the steps|matched - baseline'
+            differences[heading] = arm.parts.longer
 
         row = _identity(study, arm)
         for heading, comparison in differences.items():
@@ -274,7 +276,7 @@ def _recorded(value: float | None, spec: str) -> str:
 
 
 def _laws(findings: Findings) -> Iterator[Row]:
-    """Yields the scaling law of each variant and the worth of its parameters.
+    """Yields the scaling law E + A N^-a of each variant, and the worth of its parameters.
 
     If a number is missing, the last column says why.
     """
@@ -284,6 +286,7 @@ def _laws(findings: Findings) -> Iterator[Row]:
         row |= {'baseline parameters|per parameter': NONE, 'no number, because': NONE}
         problems = list[Problem]()
 
+        # A Problem stands in place of a law or a worth that the losses do not determine.
         law = scaling.law
         if isinstance(law, Problem):
             problems.append(law)
@@ -323,6 +326,7 @@ def _ledger(study: TrainedStudy) -> Iterator[Row]:
     """Yields the entries of the study's ledger, which records its declarations and looks."""
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
+        # The macro writes one sentence.
         (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
         time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
         yield {
@@ -441,20 +445,20 @@ def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     """Formats a table for a terminal, with as many of the first columns as fit into WIDTH.
 
     Names in the first column that are longer than a quarter of the width are cut in the middle. If
-    two names would become equal, all names keep more characters.
+    two names would become equal, all names keep more characters. The first column always stays.
     """
     names = [visible(row[0]) for row in rows]
-    longest = WIDTH // 4
-    while len({short(name, longest) for name in names}) < len(set(names)):
-        longest += 1
-
+    name_length = WIDTH // 4
+    while len({short(name, name_length) for name in names}) < len(set(names)):
+        name_length += 1
     short_rows = []
     for name, row in zip(names, rows, strict=True):
-        short_rows.append([short(name, longest), *row[1:]])
+        short_rows.append([short(name, name_length), *row[1:]])
 
-    for num_columns in range(len(titles), 0, -1):
+    num_columns = len(titles)
+    while True:
         table = text_table(titles[:num_columns], [row[:num_columns] for row in short_rows])
         width = max(len(line) for line in table.splitlines())
-        if width <= WIDTH:
-            break
-    return table
+        if width <= WIDTH or num_columns == 1:
+            return table
+        num_columns -= 1
