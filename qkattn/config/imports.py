@@ -68,9 +68,10 @@ def import_paths(config_json: Any) -> list[str]:
 
 
 def imported(config_json: Any) -> dict[str, str | None]:
-    """Returns {import path: sha256 of its source} for the paths in a config that are imported.
+    """Returns {import path: sha256 of its source file} for imported code that a config names.
 
-    A run records them, because code from outside the package is not part of its commit.
+    A run records the hashes, because code from outside the package is not part of its commit. Paths
+    whose module is not imported are left out.
     """
     digest_by_path = {}
     for path in import_paths(config_json):

@@ -34,8 +34,8 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file for reading.
 
-    Raises UnsuitableFileError for a pipe, a device or a socket, and OSError if there is no file or
-    a directory.
+    Raises UnsuitableFileError for a pipe, a device or a socket. Raises another OSError if the path
+    does not exist or is a directory.
     """
     try:
         # O_NONBLOCK, because opening a pipe would otherwise wait for a writer.

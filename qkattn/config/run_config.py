@@ -201,9 +201,9 @@ class TrialsConfig:
     )
 
     def trials(self) -> list[dict[str, Any]]:
-        """Returns the seed, learning rate and weight decay of each trial.
+        """Returns the trials of a run: every combination of learning rate, weight decay and seed.
 
-        Arrays of the run stack the trials in this order.
+        In arrays with an axis X of trials, they have this order.
         """
         trials = []
         for learning_rate in self.learning_rates:
@@ -290,24 +290,29 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
     num_steps = config.train.num_steps
     weight_decays = config.trials.weight_decays
     name_without_options = optimizer.name.partition('(')[0]
+    schedule = optimizer.schedule.removesuffix('()')  # Both 'wsd' and 'wsd()' are valid.
+
     if name_without_options == 'muon' and optimizer.momentum == 1:
         yield "optimizer.momentum=1 must be below 1 with optimizer.name='muon'"
+
     if optimizer.warmup_steps >= num_steps:
         yield (
             f'optimizer.warmup_steps={optimizer.warmup_steps} must be below '
             f'train.num_steps={num_steps}'
         )
-    is_inverse_sqrt = optimizer.schedule in ('inverse_sqrt', 'inverse_sqrt()')
-    if is_inverse_sqrt and optimizer.warmup_steps == 0:
+    if schedule == 'inverse_sqrt' and optimizer.warmup_steps == 0:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
-    if optimizer.schedule in ('wsd', 'wsd()'):
+    if schedule == 'wsd':
+        # The warm-up and the decay at the end must not overlap.
         decay_steps = optimizer.wsd_decay_steps(num_steps)
-        if decay_steps > num_steps - optimizer.warmup_steps:
+        steps_after_warmup = num_steps - optimizer.warmup_steps
+        if decay_steps > steps_after_warmup:
             yield (
                 f'optimizer.decay_fraction={optimizer.decay_fraction} must leave room for '
                 f'optimizer.warmup_steps={optimizer.warmup_steps}: it decays in {decay_steps} of '
                 f'train.num_steps={num_steps}'
             )
+
     if optimizer.decay == 'independent' and max(weight_decays) >= INDEPENDENT_END:
         yield (
             f'trials.weight_decays={weight_decays} must be below {INDEPENDENT_END} with '
@@ -317,10 +322,15 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
 
 
 def _train_conflicts(train: TrainConfig) -> Iterator[str]:
-    """Yields the conflicts between settings of the section train, whose numbers must divide."""
+    """Yields the conflicts between settings of the section train.
+
+    Some of its numbers must be multiples of others.
+    """
     if train.batch_size % train.accumulation:
         yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
-    # A run logs and ends between two dispatches, and it only evaluates and saves when it logs.
+
+    # A dispatch is a call of the compiled program, which trains several steps. A run logs and ends
+    # between two dispatches, and it only evaluates and saves when it logs.
     units = {
         'num_steps': 'steps_per_dispatch',
         'log_every': 'steps_per_dispatch',

@@ -26,10 +26,10 @@ from qkattn.errors import ConfigError, UnknownFieldError
 
 FILE = Path(__file__).with_name('schema.json')
 SCHEMAS: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text(encoding='utf-8'))
-# {field: {value: its stored form}} for values whose stored form is another one.
+# {field: {value: its stored form}} for values that are not stored as they are.
 STORED_AS: dict[str, dict[str, Any]] = {'remat': {'none': False, 'full': True}}
 # Settings of the machine, which do not change what a run computes. Workers of a study may differ
-# in them.
+# in them. Each is a field, 'section.field', or a whole section.
 OF_MACHINE = (
     'mesh',
     'data.data_dir',
@@ -42,25 +42,28 @@ OF_MACHINE = (
 
 @functools.cache
 def defaults(cls: Any) -> dict[str, Any]:
-    """Returns the default of each field as JSON: from schema.json, or else from the class.
+    """Returns {field: default}, the values of fields that a stored config leaves out.
 
-    The default of a section is {}, so that each of its fields takes its own default.
+    The default of a field is in schema.json. A field that is not there has the default of the
+    class. The default of a section is {}, so that each of its fields takes its own default.
     """
-    values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        is_section = dataclasses.is_dataclass(field.default)
+        values[field.name] = {} if is_section else field.default
+
     for number in SCHEMAS:
         for name, default in introduced(number, cls).items():
+            # A field that was removed from the class stays in schema.json.
             if name in values:
                 values[name] = default
-    for name, value in values.items():
-        if dataclasses.is_dataclass(value):
-            values[name] = {}
     return _plain(values)
 
 
 def introduced(number: str, cls: Any) -> dict[str, Any]:
-    """Returns {field: default} of the fields of a class that schema `number` introduced.
+    """Returns {field: default} for the fields that schema `number` added to a class of settings.
 
-    Fields of base classes are included.
+    Fields of base classes are included. The default is the one at that time.
     """
     fields: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -69,9 +72,10 @@ def introduced(number: str, cls: Any) -> dict[str, Any]:
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """Returns a config as plain JSON values.
+    """Returns a config, or one of its sections, as plain JSON values: the form that is stored.
 
-    A field that was introduced after schema 1 is left out if it has the default of its schema.
+    Fields of schema 1 are always stored. A field of a later schema is left out if it has its
+    default in schema.json, so that a config has the same hash as before there was the field.
     """
     cls = typing.cast(Any, type(config))
     always_stored = introduced('1', cls)
@@ -98,7 +102,7 @@ def from_json(cls: Any, values: Mapping[str, Any], prefix: str = '') -> Any:
 
     Args:
       cls: a class of settings, such as Config.
-      values: {field: value}, with a mapping for each section.
+      values: {field: value} as `to_json` returns it, with a mapping for each section.
       prefix: the beginning of names of fields in errors, 'model.' for the section model.
 
     Raises UnknownFieldError for an unknown field, ConfigError if a section is not a mapping.
@@ -122,7 +126,7 @@ def from_json(cls: Any, values: Mapping[str, Any], prefix: str = '') -> Any:
         if dataclasses.is_dataclass(annotation):
             fields[name] = from_json(annotation, value, f'{prefix}{name}.')
         elif typing.get_origin(annotation) is tuple and isinstance(value, list):
-            fields[name] = tuple(value)
+            fields[name] = tuple(value)  # JSON has no tuples.
         else:
             fields[name] = _from_stored_form(name, value)
     return cls(**fields)
@@ -149,14 +153,16 @@ def fingerprint(config: Config) -> str:
 def fingerprint_of(values: Mapping[str, Any]) -> str:
     """Returns the fingerprint of a stored config.
 
-    The hash covers the stored fields as they are; default values are not filled in.
+    The hash covers the stored fields as they are, without the settings OF_MACHINE. Default values
+    are not filled in.
     """
     values = _plain(values)  # a copy
     for name in OF_MACHINE:
-        section, _, field = name.rpartition('.')
-        fields = values.get(section) if section else values
-        if isinstance(fields, dict):
-            fields.pop(field, None)
+        section, _, field = name.partition('.')
+        if not field:
+            values.pop(section, None)
+        elif isinstance(values.get(section), dict):
+            values[section].pop(field, None)
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -164,13 +170,15 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
 def with_machine_of(config: Any, other: Any) -> Any:
     """Returns `config` with the settings OF_MACHINE of `other`."""
     for name in OF_MACHINE:
-        section, _, field = name.partition('.')
-        value = getattr(other, section)
+        section_name, _, field = name.partition('.')
+        section = getattr(config, section_name)
+        section_of_other = getattr(other, section_name)
         if field:
-            # Only one field of the section belongs to the machine.
-            changes = {field: getattr(value, field)}
-            value = dataclasses.replace(getattr(config, section), **changes)
-        config = dataclasses.replace(config, **{section: value})
+            changes = {field: getattr(section_of_other, field)}
+            section = dataclasses.replace(section, **changes)
+        else:
+            section = section_of_other
+        config = dataclasses.replace(config, **{section_name: section})
     return config
 
 
@@ -207,9 +215,11 @@ def to_config_dict(config: Any) -> config_dict.ConfigDict:
         if dataclasses.is_dataclass(value):
             values[field.name] = to_config_dict(value)
         elif is_optional(annotation):
-            # A field that holds None would take an override of any type. A placeholder has a type.
-            types = [member for member in concrete_types(annotation) if member is not type(None)]
-            placeholder = config_dict.placeholder(types[0])
+            # An override must have the type of the value, but None would accept any type. A
+            # placeholder has a type and may hold None.
+            value_types = concrete_types(annotation)  # [int, NoneType] for `int | None`
+            value_types.remove(type(None))
+            placeholder = config_dict.placeholder(value_types[0])
             placeholder.set(value)
             values[field.name] = placeholder
         else:

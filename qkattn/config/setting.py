@@ -90,13 +90,17 @@ class Bounds:
         return is_one_line and longest_part < PART_END
 
     def _limits(self, kind: type) -> dict[str, float]:
-        """Returns the limits of a number by the words that describe them, as in {'at least': 0}."""
+        """Returns the limits of a number of type `kind`, {'at least': 0, 'below': 1} for example.
+
+        The keys are those of COMPARISONS.
+        """
         limits = {
             'at least': self.least,
             'above': self.above,
             'at most': self.most,
             'below': self.below,
         }
+        # Every integer has an upper bound, because compiled programs hold it in 32 bits.
         has_upper_bound = self.most is not None or self.below is not None
         if kind is int and not has_upper_bound:
             limits['below'] = INT_END
@@ -244,7 +248,7 @@ def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None
 
 
 def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
-    """Returns what a value must do and does not, such as 'be at least 0'; None if it is valid."""
+    """Returns the requirement that a value does not meet, e.g. 'be at least 0'; None if valid."""
     kind = concrete_types(annotation)[0]
     if not _has_type(value, kind):
         return f'be of type {kind.__name__}'
@@ -257,7 +261,7 @@ def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
 
 
 def _unmet_by_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | None:
-    """Returns what a tuple must do and does not, such as 'hold int values'; None if it is valid."""
+    """Returns the requirement that a tuple does not meet, e.g. 'hold no value twice', or None."""
     kind = concrete_types(entry_annotation)[0]
     if not isinstance(value, tuple):
         return f'be a tuple of {kind.__name__} values'
