@@ -156,14 +156,14 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
     The hash covers the stored fields as they are, without the settings OF_MACHINE. Default values
     are not filled in.
     """
-    values = _plain(values)  # a copy
+    hashed_values: dict[str, Any] = _plain(values)  # a copy, which may be changed
     for name in OF_MACHINE:
         section, _, field = name.partition('.')
         if not field:
-            values.pop(section, None)
-        elif isinstance(values.get(section), dict):
-            values[section].pop(field, None)
-    text = json.dumps(values, sort_keys=True)
+            hashed_values.pop(section, None)
+        elif isinstance(hashed_values.get(section), dict):
+            hashed_values[section].pop(field, None)
+    text = json.dumps(hashed_values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -26,40 +26,50 @@ from qkattn.convert.factors import (
 def merge(layer: Attention) -> Attention:
     """Any bilinear Score -> `merged`: W_QK[n] = W_Q[n] W_K[n]^T. Exact.
 
-    b_Q becomes W_K b_Q, one vector per head. b_K is dropped, because softmax ignores it.
+    The bias of the queries becomes one vector of size D per head, W_K[n] b_Q[n]. The bias of the
+    keys is dropped. It adds the same number to all logits of a query, and softmax ignores that.
     """
     factors = qk_factors(layer)
     target = empty_layer(layer, score='merged')
-    # The last column, of b_K, is dropped. The last row is that of b_Q.
+    # The matrices have D + 1 rows and columns. The last row comes from b_Q, the last column from
+    # b_K.
     A_NED = factors.logit_matrices()[..., :-1] / logit_scale(target)
-    score = {
-        'w_qk_DNE': np.moveaxis(A_NED[:, :-1], 0, 1),
-        'b_q_NE': A_NED[:, -1],
-    }
+    w_NDE = A_NED[:, :-1]
+    b_NE = A_NED[:, -1]
+    score = {'w_qk_DNE': np.moveaxis(w_NDE, 0, 1), 'b_q_NE': b_NE}
     return fill(target, layer, score=score)
 
 
 def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
     """Any bilinear Score -> `qk`, or `low_rank(rank=)` if `rank` is not the head size. Exact.
 
-    The factors are balanced. Raises ConversionError if A[n] of a head has a higher rank; `truncate`
-    cuts it off.
+    W_Q[n] and W_K[n] get the same norm. Raises ConversionError if A[n] of a head has a higher rank;
+    `truncate` converts such a layer, too, with an error.
     """
     return _lossless(truncate, layer, rank, 'A[n]')
 
 
 def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
-    """The best `qk` or `low_rank(rank=)` of that rank, and its error."""
+    """Any bilinear Score -> the closest `qk` or `low_rank(rank=)` of a rank, and its error.
+
+    Each A[n] keeps its `rank` largest singular values. The error is the norm of what is lost, over
+    the norm of A. With biases, A has a last row for b_Q, which is truncated with it. The bias of
+    the keys is dropped, because softmax ignores it.
+    """
     factors = qk_factors(layer)
     variant, letter = _variant_of_rank('qk', rank, layer)
     target = empty_layer(layer, score=variant)
+
+    # The matrices have D + 1 rows and columns. The last row comes from b_Q, the last column from
+    # b_K.
     D = layer.spec.d_model
     A_NED = factors.logit_matrices()[..., :D]
     if not layer.spec.biases:
-        A_NED = A_NED[:, :D]  # The last row, of b_Q, is zero.
+        A_NED = A_NED[:, :D]
     q_ENR, k_DNR, lost = balanced_factors(A_NED, rank)
 
-    # The scale that the target puts on its logits is taken out of both factors alike.
+    # The logits of the target are q k^T times its own scale, so each of the two factors is divided
+    # by the root of that scale.
     root_of_scale = logit_scale(target) ** 0.5
     zeros_NR = np.zeros(k_DNR.shape[1:])
     b_q_NR = zeros_NR
@@ -82,15 +92,23 @@ def merge_vo(layer: Attention) -> Attention:
 
 
 def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
-    """Any Value -> `vo`, or `low_rank(rank=)` if `rank` is not the head size. Exact."""
+    """Any Value -> `vo`, or `low_rank(rank=)` if `rank` is not the head size. Exact.
+
+    Raises ConversionError if B[n] of a head has a higher rank.
+    """
     return _lossless(truncate_vo, layer, rank, 'B[n]')
 
 
 def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
-    """The best `vo` or `low_rank(rank=)` of that rank, and its error."""
+    """Any Value -> the closest `vo` or `low_rank(rank=)` of a rank, and its error.
+
+    Each B[n] keeps its `rank` largest singular values. The error is the norm of what is lost, over
+    the norm of B. The bias of the values moves into the output bias.
+    """
     variant, letter = _variant_of_rank('vo', rank, layer)
     target = empty_layer(layer, value=variant)
-    B_NDE, b_E = extract_factors(layer, of_qk=False).output_matrices()
+    factors = extract_factors(layer, of_qk=False)  # The Score stays as it is.
+    B_NDE, b_E = factors.output_matrices()
     v_DNR, o_ENR, lost = balanced_factors(B_NDE, rank)
     value = {
         f'w_v_DK{letter}': v_DNR,
@@ -102,9 +120,10 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
 
 
 def _variant_of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
-    """Returns the Score or Value with this rank, and the rank's letter in its parameter names.
+    """Returns the Score or Value with this rank, and the letter of the rank in parameter names.
 
-    If the rank is the head size, it is `full` ('qk' or 'vo') with 'H'; else 'low_rank' with 'R'.
+    If the rank is the head size, these are `full` ('qk' or 'vo') and 'H', as in w_q_DNH. Otherwise
+    they are 'low_rank(rank=8)' and 'R', as in w_q_DNR. Raises ConversionError if heads are shared.
     """
     N = layer.spec.num_heads
     K = layer.spec.num_kv_heads
@@ -124,16 +143,22 @@ def _lossless(
     rank: int | None,
     matrix: str,
 ) -> Attention:
-    """Truncates a circuit to `rank`, and raises ConversionError if that loses more than rounding.
+    """Truncates a circuit to a rank that it has already, up to rounding.
 
-    The tolerance is 256 times the rounding error of the parameters' dtype. `matrix` names the
-    circuit in the error.
+    Args:
+      truncate: the function `truncate` or `truncate_vo`.
+      layer: the layer to convert.
+      rank: the rank; None is the head size.
+      matrix: 'A[n]' or 'B[n]', for the error.
+
+    Raises ConversionError if more is lost than 256 rounding errors of the parameters' dtype.
     """
     if rank is None:
         rank = layer.spec.head_size
     target, lost = truncate(layer, rank=rank)
+    rounding_error = float(jnp.finfo(dtype_of(layer)).eps)
     require(
-        lost <= 256 * float(jnp.finfo(dtype_of(layer)).eps),
+        lost <= 256 * rounding_error,
         f'{matrix} has a rank above {rank}: cutting it there loses {lost:.2e} of its norm; use a '
         f'higher rank, or {truncate.__name__}, which reports the error',
     )

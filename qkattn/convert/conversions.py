@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from qkattn.attention.attention import Attention
+from qkattn.attention.spec import AttentionSpec
 from qkattn.config import ModelConfig
 from qkattn.config.calls import options_of, resolve
 from qkattn.convert import circuits, whole_layer
@@ -34,7 +35,7 @@ class Conversion:
     """
 
     function: Callable[..., Any]  # (layer, **options) -> layer; options are keyword-only
-    circuit: Literal['QK', 'OV', 'both']
+    circuit: Literal['QK', 'OV', 'both']  # the one that changes
     # `function` returns (layer, error). The error is the lost share of the norm of A[n] or B[n].
     lossy: bool = False
     takes_norm: bool = False  # `function` also takes the gain and bias of the norm before attention
@@ -85,9 +86,10 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
         CONVERSIONS,
         'conversion',
         needs='a Conversion',
-        fits=lambda resolved: isinstance(resolved, Conversion),
+        fits=lambda imported: isinstance(imported, Conversion),
         call=lambda conversion: conversion.function,
     )
+    # `resolve` refuses unknown options. An option without a default must be in the text.
     for option, default in options_of(conversion.function).items():
         if default is inspect.Parameter.empty and option not in options:
             raise ConfigError(f'{text} requires the option {option!r}')
@@ -97,25 +99,48 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
 def convert_model(
     text: str, config: ModelConfig, params: dict[str, Any]
 ) -> tuple[ModelConfig, dict[str, Any], list[float]]:
-    """Converts every layer of a model as `text` says.
+    """Converts all attention layers of a model.
 
-    Raises ConfigError as `parse_conversion` does, or if the model is not a single stack of one
-    variant. Raises ConversionError if a precondition of the conversion does not hold.
+    Args:
+      text: the conversion with its options, e.g. 'merge' or 'truncate(rank=8)'.
+      config: the config of the model.
+      params: the parameters of the model.
 
     Returns:
-      The config and the parameters of the converted model, and for a lossy conversion the error of
-      each layer.
+      config: the config of the converted model.
+      params: the parameters of the converted model.
+      errors: the error of each layer, for a lossy conversion; else empty.
+
+    Raises:
+      ConfigError: as `parse_conversion` does, or if the model is not one stack of one variant.
+      ConversionError: if a precondition of the conversion does not hold.
     """
     conversion, options = parse_conversion(text)
     _require_one_stack(config)
+    # A conversion that takes the norm moves its gain into W_Q, W_K and W_V. With post-norm, the
+    # norm's output is also the residual stream, which needs the gain.
     require(
         not (conversion.takes_norm and config.norm_position == 'post'),
         'in a post-norm model the residual stream also reads what the norm before attention writes',
     )
-    model = with_params(config, jax.tree.map(jnp.asarray, params))
 
+    model = with_params(config, jax.tree.map(jnp.asarray, params))
     results = _convert_layers(conversion, options, model)
     layers = [layer for layer, _ in results]
+    errors = [error for _, error in results] if conversion.lossy else []
+
+    # The model holds its layers as one, whose arrays have a leading axis over the layers.
+    spec = _common_spec(layers)
+    model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    if conversion.takes_norm:
+        _reset_norm(model.blocks.attention_norm)
+    converted_params = nnx.to_pure_dict(nnx.state(model))
+    converted_params = jax.tree.map(np.asarray, converted_params)
+    return _config_with(config, spec), converted_params, errors
+
+
+def _common_spec(layers: list[Attention]) -> AttentionSpec:
+    """Returns the spec of all layers; raises ConversionError if they differ."""
     spec = layers[0].spec
     for index, layer in enumerate(layers):
         require(
@@ -123,22 +148,21 @@ def convert_model(
             f'layer {index} would become {layer.spec.variant} and layer 0 {spec.variant}, but a '
             'stack has one variant',
         )
+    return spec
 
-    model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    if conversion.takes_norm:
-        # The conversion has moved the norm's gain and bias into the layers.
-        _reset_norm(model.blocks.attention_norm)
 
+def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:
+    """Returns the config of a model whose attention layers have this spec.
+
+    Raises ConversionError if there is no such config.
+    """
     changes: dict[str, Any] = {
         name: getattr(spec, name)
         for name in ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
     }
     config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
     require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
-
-    errors = [error for _, error in results] if conversion.lossy else []
-    converted_params = nnx.to_pure_dict(nnx.state(model))
-    return config, jax.tree.map(np.asarray, converted_params), errors
+    return config
 
 
 def _require_one_stack(config: ModelConfig) -> None:
@@ -158,23 +182,27 @@ def _require_one_stack(config: ModelConfig) -> None:
 def _convert_layers(
     conversion: Conversion, options: dict[str, Any], model: Transformer
 ) -> list[tuple[Attention, float]]:
-    """Returns each converted layer with its error.
+    """Returns each converted layer with its error, 0 for a conversion that is not lossy.
 
-    Raises ConversionError, which names the layer, if a layer cannot be converted.
+    Raises ConversionError if a layer cannot be converted; the error names the layer.
     """
     layers = model.layers()
+    if conversion.of_stack:
+        # The function takes all layers at once, and its errors name the layer.
+        try:
+            converted_layers = conversion.function(layers, **options)
+        except SpecError as refusal:
+            raise ConversionError(f'{refusal}') from refusal
+        return [(layer, 0.0) for layer in converted_layers]
+
     results: list[tuple[Attention, float]] = []
-    try:
-        if conversion.of_stack:
-            return [(layer, 0.0) for layer in conversion.function(layers, **options)]
-        for index, layer in enumerate(layers):
-            norm = _norm_of_layer(model, index) if conversion.takes_norm else ()
-            results.append(conversion(layer, *norm, **options))
-        return results
-    except (ConversionError, SpecError) as refusal:
-        # A conversion of the whole stack names a layer in its own message.
-        layer_name = '' if conversion.of_stack else f'layer {len(results)}: '
-        raise ConversionError(f'{layer_name}{refusal}') from refusal
+    for index, layer in enumerate(layers):
+        gain_and_bias = _norm_of_layer(model, index) if conversion.takes_norm else ()
+        try:
+            results.append(conversion(layer, *gain_and_bias, **options))
+        except (ConversionError, SpecError) as refusal:
+            raise ConversionError(f'layer {index}: {refusal}') from refusal
+    return results
 
 
 def _norm_of_layer(model: Transformer, index: int) -> tuple[np.ndarray, np.ndarray]:

@@ -117,40 +117,20 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
         score = layer.score
         value = layer.value
 
-        def affine_map(
-            project: Callable[[jax.Array], jax.Array], name: str
-        ) -> tuple[np.ndarray, np.ndarray]:
-            """Returns W and b of a map y W + b, from its values at 0 and at unit vectors.
+        def keys(y_BSD: jax.Array) -> jax.Array:
+            return score.keys(score.cached(y_BSD))
 
-            Its value at (2, ..., 2) shows whether it is linear.
-            """
-            zero_1D = np.zeros((1, D))
-            units_DD = np.eye(D)
-            twos_1D = 2 * np.ones((1, D))
-            probe_SD = np.concatenate([zero_1D, units_DD, twos_1D])
-            projected_SNH = np.array(project(jnp.asarray(probe_SD)[None]))[0]
-
-            b_NH = projected_SNH[0]
-            w_DNH = projected_SNH[1:-1] - b_NH
-            expected_NH = 2 * w_DNH.sum(0) + b_NH
-            error = np.abs(projected_SNH[-1] - expected_NH).max()
-            require(
-                bool(error <= 1e-9 * (1 + np.abs(projected_SNH).max())),
-                f'the {name} of {spec.variant} are not linear in the stream and have no matrix',
-            )
-            return w_DNH, b_NH
+        def values(y_BSD: jax.Array) -> jax.Array:
+            return value.values(layer.cached(y_BSD), score)
 
         w_q_DNH = np.zeros((D, N, 0))
         b_q_NH = np.zeros((N, 0))
         w_k_DKH = w_q_DNH
         b_k_KH = b_q_NH
         if of_qk:
-            w_q_DNH, b_q_NH = affine_map(score.queries, 'queries')
-            w_k_DKH, b_k_KH = affine_map(lambda y_BSD: score.keys(score.cached(y_BSD)), 'keys')
-
-        w_v_DKH, b_v_KH = affine_map(
-            lambda y_BSD: value.values(layer.cached(y_BSD), score), 'values'
-        )
+            w_q_DNH, b_q_NH = _affine_map(score.queries, D, f'queries of {spec.variant}')
+            w_k_DKH, b_k_KH = _affine_map(keys, D, f'keys of {spec.variant}')
+        w_v_DKH, b_v_KH = _affine_map(values, D, f'values of {spec.variant}')
 
         # W_O and b_O, from the outputs for zero values and for one value of 1 at a time.
         H = w_v_DKH.shape[-1]
@@ -169,6 +149,40 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
         b_o_D=b_o_D,
         scale=float(score.scale) * spec.score_scale,
     )
+
+
+def _affine_map(
+    project: Callable[[jax.Array], jax.Array], size: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns W and b of a map y W + b by applying it to chosen vectors.
+
+    Args:
+      project: the map, from y_BSD to heads_BSNH.
+      size: D, the size of y.
+      name: what the map computes, for the error, e.g. 'queries of qk/vo'.
+
+    Raises ConversionError if the map does not have this form.
+    """
+    D = size
+    zero_1D = np.zeros((1, D))
+    units_DD = np.eye(D)
+    twos_1D = 2 * np.ones((1, D))
+    probe_SD = np.concatenate([zero_1D, units_DD, twos_1D])
+    projected_SNH = np.array(project(jnp.asarray(probe_SD)[None]))[0]
+
+    # The zero vector gives b. Unit vector d gives row d of W, plus b.
+    b_NH = projected_SNH[0]
+    w_DNH = projected_SNH[1:-1] - b_NH
+
+    # The vector of twos tests both: a map of another form gives something else.
+    expected_NH = 2 * w_DNH.sum(0) + b_NH
+    error = np.abs(projected_SNH[-1] - expected_NH).max()
+    tolerance = 1e-9 * (1 + np.abs(projected_SNH).max())
+    require(
+        bool(error <= tolerance),
+        f'the {name} are not linear in the stream and have no matrix',
+    )
+    return w_DNH, b_NH
 
 
 def qk_factors(layer: Attention) -> Factors:
