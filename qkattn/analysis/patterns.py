@@ -1,7 +1,8 @@
 """Attention patterns: the logits and probabilities of a model for a batch, and what they measure.
 
-A quantity is a function from a `Pattern` to one number per head, [N]. Means are over the queries of
-all rows that may attend to the key in question, or to any key. The mean of no queries is NaN.
+A quantity is a function from a `Pattern` to one number per head, [N]. A mean is over the queries of
+all rows. Queries that see no key, or not the key that the mean is about, do not count. The mean of
+no queries is NaN.
 """
 
 import dataclasses
@@ -170,7 +171,7 @@ def pattern_of(
 ) -> Pattern:
     """Returns the logits and probabilities of one layer for x, in cross-attention for x and y.
 
-    An attention layer returns sum_s p[t, s] v[s], and neither p nor the logits. So a copy of the
+    An attention layer returns sum_s p[t, s] v[s], but neither p nor the logits. So a copy of the
     layer gets other values and another normalizer. With the unit vectors as values, the sum is
     the vector of all p[t, s]. With the normalizer `Logits`, p[t, s] is the logit itself.
     """

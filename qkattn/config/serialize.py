@@ -75,7 +75,7 @@ def to_json(config: Any) -> dict[str, Any]:
     """Returns a config, or one of its sections, as plain JSON values: the form that is stored.
 
     Fields of schema 1 are always stored. A field of a later schema is left out if it has its
-    default in schema.json, so that a config has the same hash as before there was the field.
+    default in schema.json. So adding a field does not change the hash of configs.
     """
     cls = typing.cast(Any, type(config))
     always_stored = introduced('1', cls)

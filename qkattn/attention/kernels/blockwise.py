@@ -102,7 +102,7 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
         # A bias depends only on the distance of the query from the key, so it is computed once for
         # each of the R distances. The least is from the last key to the first query, the greatest
         # from the first key to the last query.
-        distances_R = mask.queries(1) + jnp.arange(1 - padded_S, padded_T)
+        distances_R = mask.start + jnp.arange(1 - padded_S, padded_T)
         b_NR = call.bias(distances_R[None])[:, 0]
 
     o_IBNTH = _attention(
@@ -233,10 +233,11 @@ def _logits(
         b_of_blocks_NR = lax.dynamic_slice_in_dim(b_NR, first, count, 1)
         s_BNTS = s_BNTS + _toeplitz(b_of_blocks_NR, T, S)
 
-    # The block begins at this query and this key.
+    # The indices of the first query and the first key of the blocks.
     first_query = i * grid.q_size
     first_key = j * grid.k_size
     if mask.hides_self:
+        # In decoding, the positions of queries begin behind the cached keys, at mask.start.
         q_position_T1 = first_query + mask.queries(T)[:, None]
         k_position_S = first_key + jnp.arange(S)
         is_itself_TS = q_position_T1 == k_position_S
@@ -357,9 +358,14 @@ def _forward(
 def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
     """Returns the gradients of all operands, with None for the mask and the key.
 
-    dx is the gradient of x. The probabilities are p = exp(s - log-sum-exp), and theirs are
-    dp = do v^T. The values have dv = p^T do, the logits ds = p (dp - do . o). The queries and keys
-    have dq = ds k and dk = ds^T q.
+    dx stands for the gradient of x. Of one query block and one key block:
+
+        p  = exp(s - log-sum-exp)
+        dp = do v^T
+        dv = p^T do
+        ds = p (dp - do . o)
+        dq = ds k
+        dk = ds^T q
     """
     q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key, o_IBNTH, log_sum_exp_IBNT = saved
     dtype = log_sum_exp_IBNT.dtype

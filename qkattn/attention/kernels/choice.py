@@ -158,10 +158,10 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     problem = obstacle('blockwise', call, target)
     if problem is not None:
         return 'einsum', f'blockwise {problem}'
-    long = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
-    if min(call.lengths) < long:
-        return 'einsum', f'contexts are below {long}'
-    return 'blockwise', f'contexts are not below {long}'
+    shortest_long = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
+    if min(call.lengths) < shortest_long:
+        return 'einsum', f'contexts are below {shortest_long}'
+    return 'blockwise', f'contexts are not below {shortest_long}'
 
 
 def obstacle(kernel: str, call: Call, target: Target) -> str | None:
