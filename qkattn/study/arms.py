@@ -94,6 +94,7 @@ def build_arms(study: Study) -> list[PlannedArm]:
     check_sinks(study.base.train.sinks)
     check_metrics(study.base)
     study = resolved(study)
+    # The task of each corpus has to exist and to fit the config; its data are not opened.
     for corpus in study.corpora:
         data = dataclasses.replace(study.base.data, name=corpus)
         try:
@@ -151,6 +152,8 @@ def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
             continue
         restriction = ''
         if expected.same_shape:
+            # The study has these arms only with controls.equal_shape, and only for variants that
+            # cost less than the baseline at its shape.
             restriction = ' at the same shape (cheaper ones, with controls.equal_shape and a match)'
         labels = ', '.join(repr(label) for label in dict.fromkeys(compared))
         raise ConfigError(
@@ -210,7 +213,11 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
         destination: str | None = None,
         control: str | None = None,
     ) -> PlannedArm:
-        """Validates the model and makes it an arm of this size."""
+        """Returns the arm of a variant with this model. Raises ConfigError for an invalid model.
+
+        The enclosing function gives the size, the cost `which` and its `target`. The label of the
+        arm names the destination only if the study has several: 'qk/no_o [d_ff]'.
+        """
         validate(dataclasses.replace(study.base, model=model))
         label = variant
         if destination is not None and len(study.destinations) > 1:
@@ -284,7 +291,8 @@ def _model_at_baseline_shape(
 def table(arms: Sequence[PlannedArm], equal: str | None) -> str:
     """Returns a table of all arms: shape, parameters by group, residual, FLOPs and cache.
 
-    If `equal`, one of COSTS, is the cost that was made equal, the first line names it.
+    `equal` is the cost that was made equal, such as 'total' (see COSTS). The first line names it.
+    It is None for a study without matching.
     """
     has_one_size = len({arm.key.size for arm in arms}) == 1
     rows: list[dict[str, str]] = []

@@ -1,4 +1,4 @@
-"""The chain of a study: the study that it repeats, the study which that one repeats, and so on.
+"""The chain of a study: the study that it repeats, then the study repeated by that one, and so on.
 
 If a study leaves a question open, another study may repeat it with other seeds. The ledger of the
 repeat names the repeated study and the hash of the last line of its ledger at that time.
@@ -53,12 +53,14 @@ _SCHEMA = {
 
 
 def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
-    """Returns the question of an arm: a key that is equal in all studies of a chain that ask it.
+    """Returns the question that an arm asks, as a key to compare with arms of other studies.
 
-    The variant of a question always names the destination of the saved parameters, even if the
-    study has only one: the arm 'qk/no_o' of a study that matches d_model asks 'qk/no_o [d_model]'.
-    An arm of a study without matching asks the same question as the same-shape control of a study
-    with matching.
+    Two studies may write the same arm differently. Their questions are equal:
+
+    - A study with one destination of saved parameters does not name it in its labels. The question
+      names it: 'qk/no_o' of a study that matches d_model asks 'qk/no_o [d_model]'.
+    - All arms of a study without matching have the shape of the baseline. So they ask what the
+      same-shape controls of a study with matching ask.
 
     `declared` has the fields `baseline`, `destinations` and `matched` of study.json.
     """
@@ -66,6 +68,8 @@ def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
         return key
     if declared['matched'] is None:
         return key._replace(control=SAME_SHAPE)
+
+    # Same-shape controls save no parameters. Labels with several destinations name theirs already.
     destinations = declared['destinations']
     if key.control == SAME_SHAPE or len(destinations) > 1:
         return key
@@ -100,7 +104,12 @@ class _Pooled(NamedTuple):
 def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) -> list[Earlier]:
     """Returns the earlier studies in the chain of a study: first those that it repeats itself.
 
-    `kept` is the ledger of the study, `declared` its study.json. Raises ReportError if
+    Args:
+        directory: The directory of the study.
+        kept: Its ledger.
+        declared: The content of its study.json.
+
+    Raises ReportError if
 
     - the chain has a circle;
     - a study of the chain is missing, or its ledger is damaged or not the one that was declared;
@@ -114,22 +123,24 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
         )
     if not kept.repeats:
         return []
+
+    # Two studies may repeat the same one. The hash of its ledger line identifies it.
     chain: dict[str, Earlier] = {}
-    for earlier in _followed(directory, kept, declared, (directory.resolve(),)):
+    for earlier in _all_repeated(directory, kept, declared, (directory.resolve(),)):
         chain.setdefault(earlier.repeat.entry, earlier)
 
-    # Each comparison of this study is pooled over the seeds of all studies. So two studies that ask
-    # the same question must not share a seed.
-    compared = frozenset(
-        key for key in _questions(kept.arms, declared) if key.variant != declared['baseline']
-    )
+    # A comparison of this study is pooled over the seeds of all studies that make it, too. So two
+    # studies that ask the same question must not share a seed.
+    questions = _questions(kept.arms, declared)
+    compared = frozenset(key for key in questions if key.variant != declared['baseline'])
     pools = [_Pooled(directory.name, compared, frozenset(declared['seeds']))]
     for earlier in chain.values():
         if earlier.path is not None:
             pools.append(_Pooled(earlier.name, earlier.questions & compared, earlier.seeds))
     for first, second in combinations(pools, 2):
         shared_seeds = sorted(first.seeds & second.seeds)
-        if shared_seeds and first.questions & second.questions:
+        shared_questions = first.questions & second.questions
+        if shared_seeds and shared_questions:
             raise ReportError(
                 f'{first.name} and {second.name}, of the chain of {directory}, share the seeds '
                 f'{tuple(shared_seeds)}; a repeat needs other seeds'
@@ -137,37 +148,54 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
     return list(chain.values())
 
 
-def _followed(
-    directory: Path, kept: Ledger, declared: Mapping[str, Any], later: tuple[Path, ...]
+def _all_repeated(
+    directory: Path, kept: Ledger, declared: Mapping[str, Any], route: tuple[Path, ...]
 ) -> list[Earlier]:
-    """Returns the studies that the study in `directory` repeats, then those that these repeat, etc.
+    """Returns the studies that a study repeats, followed by the studies that those repeat.
 
-    `later` are the directories on the path from the first study of the search to this one, both
-    included. A repeated study that is in `later` closes a circle.
+    If A repeats B, and B repeats C, the result for A is [B, C]. A study appears once for each
+    study that repeats it.
+
+    Args:
+        directory: The directory of the study.
+        kept: Its ledger.
+        declared: The content of its study.json.
+        route: The directories that led to this study, from the start of the search to `directory`:
+            (A,) for A, then (A, B) for B.
+
+    Raises:
+        ReportError: A repeated study is on the route, so the repeats form a circle; or it cannot be
+            read.
     """
-    repeated = [_opened(directory, kept, repeat, declared) for repeat in kept.repeats]
+    repeated = [_repeated_study(directory, repeat, declared) for repeat in kept.repeats]
     studies = list(repeated)
     for earlier in repeated:
         if earlier.path is None:
             continue
-        if earlier.path.resolve() in later:
-            names = ' -> '.join(path.name for path in (*later, earlier.path))
+        if earlier.path.resolve() in route:
+            names = ' -> '.join(path.name for path in (*route, earlier.path))
             raise ReportError(f'{directory / ledger.NAME} closes a circle of repeats: {names}')
-        studies += _followed(
+        studies += _all_repeated(
             earlier.path,
             ledger.read(earlier.path / ledger.NAME),
             read_json(earlier.path / 'study.json', _SCHEMA),
-            (*later, earlier.path.resolve()),
+            (*route, earlier.path.resolve()),
         )
     return studies
 
 
-def _opened(directory: Path, kept: Ledger, repeat: Repeat, declared: Mapping[str, Any]) -> Earlier:
-    """Reads a study that the study in `directory` repeats.
+def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]) -> Earlier:
+    """Reads a study that another study repeats.
 
-    If the repeated study is lost, the ledger of the study that repeats it describes it. `kept` and
-    `declared` are the ledger and study.json of the study in `directory`.
+    Args:
+        directory: The directory of the study that repeats it.
+        repeat: The line about the repeat in that study's ledger.
+        declared: The content of that study's study.json.
+
+    Raises:
+        ReportError: The repeated study is not found, or its ledger lacks the entry in `repeat`.
     """
+    # Of a lost study, only the seeds and arms in `repeat` are known.
     if repeat.is_lost:
         return Earlier(
             repeat,
@@ -182,6 +210,8 @@ def _opened(directory: Path, kept: Ledger, repeat: Repeat, declared: Mapping[str
             f'{directory} repeats the study {repeat.study!r}, which is neither at '
             f'{directory.parent / repeat.study} nor in {COMMITTED}; copy it there'
         )
+
+    # Several studies may have this name. The right one has the ledger line of the repeat.
     for path in paths:
         ledger_there = ledger.read(path / ledger.NAME)
         hashes = [entry['hash'] for entry in ledger_there.entries]
@@ -270,10 +300,14 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
 
 
 def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
-    """Returns why a study cannot repeat the one in `path`; None if it can."""
+    """Returns why a study cannot repeat the one in `path`; None if it can.
+
+    `declared` is the content of study.json of the study that would be the repeat.
+    """
     declared_there = read_json(path / 'study.json', _SCHEMA)
+    are_matched = declared['matched'] is not None
     changes = differences(
-        _settings_to_keep(declared_there, declared), _settings_to_keep(declared, declared)
+        _settings_to_share(declared_there, are_matched), _settings_to_share(declared, are_matched)
     )
     if changes:
         return (
@@ -289,19 +323,22 @@ def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
     return None
 
 
-def _settings_to_keep(study: Mapping[str, Any], repeat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of `study` that `repeat` and the study it repeats have to share.
+def _settings_to_share(study: Mapping[str, Any], are_matched: bool) -> dict[str, Any]:
+    """Returns the settings that have to be equal in a repeat and in the study that it repeats.
 
-    Both arguments are contents of study.json. The variants of a repeat without matching correspond
-    to the same-shape controls of a study with matching. So for such a repeat it does not matter how
-    the repeated study matches.
+    Args:
+        study: The content of study.json of either study.
+        are_matched: Whether the repeat matches its arms in cost. If it does not, its arms have the
+            baseline's shape. They compare with the same-shape controls of the repeated study, so
+            it does not matter how that study matches its other arms.
     """
     names = [*_EQUAL]
-    if repeat['matched'] is not None:
+    if are_matched:
         names += _EQUAL_IF_MATCHED
     settings = {name: study[name] for name in names}
 
-    # The base config without trials, harmless settings and those of the machine.
+    # The base config, without the settings that may differ: trials, harmless settings, and those
+    # of the machine. A name is a section such as 'mesh' or a field such as 'train.log_every'.
     base = {section: fields for section, fields in study['base'].items() if section != 'trials'}
     for name in (*HARMLESS, *OF_MACHINE):
         section, _, field = name.partition('.')

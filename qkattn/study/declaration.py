@@ -49,8 +49,12 @@ def require_no_run(path: Path) -> None:
 def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     """Returns the content of study.json in a new directory.
 
-    It has the settings of the study, the keys of its arms, and a hash of the base config. The
-    variants are the labels of the arms, and the tuning has the grids of all settings.
+    The content is the study as JSON, with these differences:
+
+    - `match` is called `matched`.
+    - `variants` are the labels of the arms, such as 'qk/no_o [d_ff]'.
+    - `tuning` has the grid of each setting, such as `learning_rates`. It is None without tuning.
+    - `arms` has the key of each arm. `seeds`, `looks`, `base_hash` and `command` are added.
     """
     study = resolved(study)
     declared = to_json(study)
@@ -63,6 +67,7 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     # part of the hash by which ledgers know a study.
     declared['looks'] = [len(seeds)] if study.tuning.seeds else []
     if study.tuning.seeds:
+        # A setting that is not tuned has one value: that of the baseline.
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
         for knob, grid in plan.grids(study, baseline).items():
             declared['tuning'][f'{knob}s'] = grid
@@ -76,10 +81,10 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
 
 
 def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
-    """Writes study.json and the ledger of a study, unless its directory has them already.
+    """Writes study.json and its hash in the ledger, if they have changed.
 
-    Returns the content of study.json. Raises ConfigError if the directory holds another study, or
-    parts of one.
+    A directory that holds the study already continues it; see `_continued`. Returns the content of
+    study.json. Raises ConfigError if the directory holds another study, or parts of one.
     """
     declared = content(study, arms)
     study_file = path / 'study.json'
@@ -92,11 +97,12 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
             earlier = records.read_json(study_file, {})
             declared = _continued(study_file, study, earlier, declared)
         if is_begun:
-            # A worker writes the ledger first. If it died before study.json, the ledger is ahead.
-            expected = [ledger.digest(declared)]
+            # The ledger usually has the hash of the present study.json. The ledger is written
+            # before study.json, so after a crash between the two it has the hash of `declared`.
+            valid_hashes = [ledger.digest(declared)]
             if earlier is not None:
-                expected.append(ledger.digest(earlier))
-            if ledger.read(ledger_file).declaration not in expected:
+                valid_hashes.append(ledger.digest(earlier))
+            if ledger.read(ledger_file).declaration not in valid_hashes:
                 raise ConfigError(
                     f'{study_file} is missing, or is not what {ledger_file} declares last; restore '
                     'both from a copy, or give another workdir'
@@ -140,16 +146,21 @@ def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
 def _continued(
     file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the declaration of a study that continues in its directory.
+    """Returns the content of study.json for a study that continues in its directory.
 
-    The settings of the machine stay as they were first declared. Raises ConfigError if the earlier
-    declaration has other settings, or settings that this version does not know.
+    It is `declared`, with the settings of the machine in `earlier`: their change is allowed, but
+    not recorded.
 
     Args:
         file: The study.json in the directory.
         study: The study to continue with.
-        earlier: The content of `file`.
-        declared: The content that `study` would have in a new directory.
+        earlier: The present content of `file`.
+        declared: What `content` returns for `study`.
+
+    Raises:
+        ConfigError: The study leaves out a variant, a size or a corpus of `earlier`, or has another
+            value of any other setting; or this version does not know a setting of `earlier`.
+        RunDirectoryError: `earlier` is damaged.
     """
     try:
         records.check(earlier, records.STUDY)
@@ -160,13 +171,13 @@ def _continued(
         raise records.damaged(file, error, records.ADVICE) from error
     base: Config = with_machine_of(study.base, earlier_base)
 
-    changes = []
+    left_out = []
     for name in GROWING:
         for value in earlier[name]:
             if value not in declared[name]:
-                changes.append(f'{name}: {value!r} is left out')
-    # Without a variant, its arms are left out, too. The first change says enough.
-    changes = changes[:1]
+                left_out.append(f'{name}: {value!r} is left out')
+    # If a variant is left out, so are all its arms. The message names only the first of these.
+    changes = left_out[:1]
     earlier_settings = _fixed_settings(study, earlier, earlier_base)
     changes += differences(earlier_settings, _fixed_settings(study, declared, base))
     if changes:
@@ -180,16 +191,22 @@ def _continued(
 
 
 def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dict[str, Any]:
-    """Returns the settings of a study.json that must not change; `base` is its base config.
+    """Returns the settings of a study.json that must not change when a study continues.
 
-    A file of an earlier version lacks the fields that later versions introduced. These get their
-    defaults.
+    A file of an earlier version lacks the fields that later versions introduced. They get their
+    defaults, so that the file compares with one of this version.
+
+    Args:
+        study: A study of the same class, whose fields have these defaults.
+        declared: The content of study.json.
+        base: The base config in it.
     """
     cls: Any = type(study)
-    introduced_first = serialize.introduced('1', cls)
+    # Every study.json has the fields of schema 1.
+    fields_of_schema_1 = serialize.introduced('1', cls)
     settings: dict[str, Any] = {}
     for name, default in serialize.defaults(cls).items():
-        if name not in introduced_first:
+        if name not in fields_of_schema_1:
             settings[name] = default
     settings |= declared
     for name in EXTENSIBLE:
@@ -199,10 +216,11 @@ def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dic
 
 
 def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if the plan of this version lacks a finished run.
+    """Raises ConfigError if a finished run is not in the plan that this version makes.
 
-    Another version may match an arm to another size or choose another setting. It would train the
-    run again. Raises RunDirectoryError for a damaged line of plan.jsonl.
+    The version that trained the run may have matched its arm to another size, or tuned to another
+    setting. This version would then train a run in its place. Raises RunDirectoryError for a
+    damaged line of plan.jsonl.
     """
     file = path / 'plan.jsonl'
     if not file.exists():
@@ -211,7 +229,8 @@ def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     schema = {'run': str, 'directory': str, 'control': str | None}
     planned_ids = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     for run in records.read_lines(file, schema, advice, stored.check_run_directory):
-        # If arms are added, fewer arms may be decided, so runs trained longer may leave the plan.
+        # Decided arms are trained longer. More arms mean a stricter correction of the tests, so an
+        # arm may become undecided. Its longer runs then leave the plan without harm.
         if run['run'] in planned_ids or run['control'] == LONGER:
             continue
         if (path / run['directory'] / 'result.json').exists():
