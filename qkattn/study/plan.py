@@ -133,7 +133,7 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
     if study.controls.longer is None:
         return planned
 
-    # The list is complete before the plan grows: only the arms of the study are judged here.
+    # All decided arms are found before longer runs join the plan, as longer runs are not judged.
     decided_arms = list(_decided(study, results, arms, planned))
     for arm in decided_arms:
         longer_arm = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
@@ -146,7 +146,8 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
 def results_in(path: Path) -> Results:
     """Returns a function that reads the results of runs in a study's directory.
 
-    It reads each file once, so that all its answers are of one moment.
+    The function remembers its answer for a run: a result that another worker writes later does not
+    change the plan between two calls.
     """
 
     @functools.cache
@@ -170,9 +171,10 @@ def _tuned(
 ) -> tuple[list[PlannedRun], Settings]:
     """Plans the runs of one arm: screening, and a verdict run once screening has ended.
 
-    Tuning alternates with measuring: `tune` says which values of which setting (knob) to screen,
-    and the results of these runs tell it how to go on. The plan stops at the first run without
-    results. Screening ends, as a grid has at most max_points values with max_seeds seeds each.
+    `tune` names the next setting (knob) and the values of it to screen. Their results decide what
+    `tune` names after that. The plan ends at the first run without results, because what follows
+    is not known yet. The loop ends: a grid has at most max_points values, each with at most
+    max_seeds seeds.
 
     Args:
         study: The study, resolved.
@@ -210,9 +212,9 @@ def _tuned(
 
 
 def _screening_runs(study: Study, arm: PlannedArm, tuning: Tuning) -> list[PlannedRun]:
-    """Returns the runs that measure the values of the setting (knob) that is screened next.
+    """Returns the runs that screen the values in `tuning` of one setting (knob).
 
-    All values of a setting of trials, such as the learning rate, are trained in one run. The value
+    All values of a trial's setting, such as the learning rate, are trained in one run. The value
     of a model's field is compiled into the program, so each value has its own run.
     """
     settings_to_screen = [tuning.at(value) for value in tuning.values]
@@ -231,10 +233,17 @@ def _run(
     seeds: tuple[int, ...],
     stack: Sequence[Settings] = (),
 ) -> PlannedRun:
-    """Returns the run of an arm at a stage. Its trials are all settings in `stack` with all seeds.
+    """Returns the run of an arm at a stage: one trial for each pair of a seed and a setting.
 
-    Settings hold one value for each of KNOBS. The settings in a stack differ in at most one knob,
-    which is one of TRIAL_KNOBS. With an empty stack, the run has the settings of the study.
+    Args:
+        study: The study.
+        arm: The arm, with its model.
+        stage: SCREENING, VERDICT or SINGLE.
+        knob: The setting that is screened; None at other stages.
+        seeds: The seeds of the run.
+        stack: The settings of its trials, each a value for every knob in the order of KNOBS. They
+            differ in at most one knob, one of TRIAL_KNOBS. If empty, the run has the settings that
+            the study gives.
     """
     base = study.base
     model = arm.model
@@ -244,6 +253,9 @@ def _run(
         for index, name in enumerate(KNOBS):
             values = [settings[index] for settings in stack]
             values_of_knob[name] = tuple(dict.fromkeys(values))  # without repetitions
+
+        # A config of trials has a tuple of values for each knob, with a plural name:
+        # learning_rate -> learning_rates. A config of the model has one value.
         trial_fields: dict[str, Any] = {f'{name}s': values_of_knob[name] for name in TRIAL_KNOBS}
         trials = dataclasses.replace(trials, **trial_fields)
         model_fields: dict[str, Any] = {name: values_of_knob[name][0] for name in MODEL_KNOBS}
@@ -258,7 +270,10 @@ def _run(
 
 
 def _trained_longer(config: Config, times: int) -> Config:
-    """Multiplies the steps of a config by `times`: of training, warm-up and between evaluations."""
+    """Returns a config that trains `times` as long.
+
+    Warm-up and the steps between evaluations and between checkpoints are as much longer.
+    """
     train = dataclasses.replace(
         config.train,
         num_steps=times * config.train.num_steps,
@@ -273,54 +288,65 @@ def _trained_longer(config: Config, times: int) -> Config:
 def _decided(
     study: Study, results: Results, arms: Sequence[PlannedArm], planned: Sequence[PlannedRun]
 ) -> Iterator[PlannedArm]:
-    """Yields the decided arms and their baselines.
+    """Yields the arms that are decided, and for each size and corpus with one, its baseline.
 
-    Arms are judged once all verdict runs of their size and corpus are finished. The decision
-    follows from the tests alone: on test losses paired over seeds, corrected for the comparisons of
-    the whole study. A report may have further reasons to withhold a verdict, which are not known
-    yet.
+    An arm is decided if its verdict is better, worse or equivalent. Arms of one size and corpus are
+    judged together, once all their verdict runs are finished. The tests compare test losses paired
+    over seeds and are corrected for the number of comparisons in the whole study. A report may
+    later withhold the verdict of an arm for other reasons.
     """
     primary = [arm for arm in arms if arm.key.control is None]
     num_compared = len(primary_arms((arm.key for arm in primary), study.baseline))
-    losses_by_arm: dict[ArmKey, dict[Any, float | None]] = {}  # the losses of an arm by seed
+
+    # The losses of each arm whose verdict run is finished, by seed.
+    losses_by_arm: dict[ArmKey, dict[Any, float | None]] = {}
     for run in planned:
-        trials = results(run) if run.stage == VERDICT else None
+        if run.stage != VERDICT:
+            continue
+        trials = results(run)
         if trials:
             losses_by_arm[run.arm.key] = _losses(trials, 'test_loss')
 
+    # A group has the arms of one corpus and size.
     arms_by_group: dict[tuple[str, str], list[PlannedArm]] = {}
     for arm in primary:
         arms_by_group.setdefault((arm.key.corpus, arm.key.size), []).append(arm)
     for group in arms_by_group.values():
         if not all(arm.key in losses_by_arm for arm in group):
             continue
+
+        # Compare each arm with the baseline.
         (baseline,) = [arm for arm in group if arm.variant == study.baseline]
         family = Family(num_compared)
+        baseline_losses = losses_by_arm[baseline.key]
         for arm in group:
             if arm is not baseline:
                 difference, diverged = _paired(
-                    losses_by_arm[arm.key], losses_by_arm[baseline.key], study.margin
+                    losses_by_arm[arm.key], baseline_losses, study.margin
                 )
                 family.add(arm.key, difference, diverged)
-        decided = [
-            key
-            for key, judgement in family.judge().items()
-            if judgement.decision is not Decision.UNDECIDED
-        ]
-        if decided:
-            yield from (arm for arm in group if arm is baseline or arm.key in decided)
+
+        decided_keys: set[ArmKey] = set()
+        for key, judgement in family.judge().items():
+            if judgement.decision is not Decision.UNDECIDED:
+                decided_keys.add(key)
+        if decided_keys:
+            for arm in group:
+                if arm is baseline or arm.key in decided_keys:
+                    yield arm
 
 
 def _paired(
     losses: Mapping[Any, float | None], baseline_losses: Mapping[Any, float | None], margin: float
 ) -> tuple[inference.Difference | None, tuple[int, int]]:
-    """Compares the losses of an arm with those of its baseline; both are by seed.
+    """Compares the losses of an arm with the losses of its baseline, seed by seed.
 
-    The loss of a diverged trial is None.
+    Both map a seed to a loss, or to None for a diverged trial. The margin is that of equivalence.
 
     Returns:
-        The difference over the seeds at which both finished, None if there is no such seed; and how
-        many trials of the arm and of the baseline diverged.
+        A pair of
+        - the difference over the seeds at which both finished; None if there is no such seed;
+        - the numbers of diverged trials (arm, baseline).
     """
     differences = []
     arm_diverged = 0
@@ -348,6 +374,10 @@ def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
     """
 
     def ideal_results(run: PlannedRun) -> list[dict[str, Any]]:
+        """Returns a result for each trial of a run, like `results_in`, without noise.
+
+        The validation loss is smallest at the middle of each grid. All test losses are equal.
+        """
         best_settings = [values[len(values) // 2] for values in grids(study, run.arm).values()]
         results = []
         for trial in run.config.trials.trials():
@@ -367,6 +397,8 @@ def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
             results.append(result)
         return results
 
+    # Noiseless losses form a parabola with its vertex at the middle value. Its bound on the excess
+    # loss does not describe real losses, so it must not ask for further seeds.
     tuning = dataclasses.replace(study.tuning, choice='vertex', max_excess=None)
     return runs(dataclasses.replace(study, tuning=tuning), arms, ideal_results)
 
@@ -435,6 +467,7 @@ def _measured_seconds(study: Study, planned: Sequence[PlannedRun]) -> dict[str, 
     One run of each size is compiled and timed for a few steps: a run of the baseline if the size
     has one. The others are assumed to train at the same FLOPs per second.
     """
+    # False sorts before True.
     baseline_first = sorted(planned, key=lambda run: run.arm.variant != study.baseline)
     seconds_per_flop: dict[str, float] = {}  # by size
     compilation_seconds: dict[str, float] = {}  # by size

@@ -54,9 +54,10 @@ class StoredFiles:
     """The files of a stored study. `files / name` is a file, as with a study's directory."""
 
     def __init__(self, directory: Path, logs: bytes):
-        """Opens `logs`, the content of logs.zip, and checks the names of its files.
+        """Opens logs.zip, whose content is `logs`, and checks the names of the files in it.
 
-        Raises ReportError if it is damaged or has a file that belongs to no run of its plan.
+        Raises ReportError if the archive is damaged, or has a file that belongs to no run of its
+        plan.
         """
         self.directory = directory
         self.archive = Archive(directory / LOGS, logs)
@@ -133,7 +134,11 @@ def pack(study: Files, destination: Path) -> None:
 
 
 def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
-    """Yields the name and the content of each file for the logs.zip of a study."""
+    """Yields the name and the content of each file for the logs.zip of a study.
+
+    Of the documents of a screening run, only the SHA-256 is stored: no verdict uses them, but the
+    ledger has to check them. The study itself may be a stored one that has only the SHA-256.
+    """
     yield PLAN, _complete_lines(study / PLAN)
     yield RESULTS, _complete_lines(study / RESULTS)
     for run in planned(study / PLAN):
@@ -141,14 +146,15 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
         metrics = study / directory / METRICS
         if metrics.is_file():
             yield f'{directory}/{METRICS}', _complete_lines(metrics)
+
         documents = study / directory / DOCUMENTS
-        digest = left_out_documents(study / directory)
+        if documents.is_file() and run['stage'] != SCREENING:
+            yield f'{directory}/{DOCUMENTS}', documents.read_bytes()
+            continue
         if documents.is_file():
-            content = documents.read_bytes()
-            if run['stage'] != SCREENING:
-                yield f'{directory}/{DOCUMENTS}', content
-                continue
-            digest = hashlib.sha256(content).hexdigest()
+            digest: str | None = hashlib.sha256(documents.read_bytes()).hexdigest()
+        else:
+            digest = left_out_documents(study / directory)
         if digest is not None:
             yield f'{directory}/{DOCUMENTS_SHA256}', f'{digest}\n'.encode()
 
@@ -167,9 +173,9 @@ def _complete_lines(path: Readable) -> bytes:
 def unpack_in_place(directory: Path) -> None:
     """Unpacks a stored study, so that workers can continue it. Does nothing for other studies.
 
-    Finished runs get the result.json that workers read. The other runs start again, because only
-    their logs are stored. If the stored study is damaged, or a run's directory is a link, raises
-    ReportError and writes nothing.
+    A run with results is finished. It gets the result.json by which workers know this. The other
+    runs start from step 0, because checkpoints are not stored. If the stored study is damaged, or
+    a run's directory is a link, raises ReportError and writes nothing.
     """
     files = opened(directory)
     if not isinstance(files, StoredFiles):
@@ -177,20 +183,27 @@ def unpack_in_place(directory: Path) -> None:
     runs = planned(files / PLAN)
     for run in runs:
         _refuse_links(directory, run['directory'])
-    results: dict[str, list[Record]] = {}
+
+    # result.json has one entry for each trial: its line of results.jsonl without the fields that
+    # describe the run.
+    results_by_run: dict[str, list[Record]] = {}
     for line in read_lines(files / RESULTS, {'run': str}):
         entry = {name: value for name, value in line.items() if name not in _ONLY_IN_RESULTS}
-        results.setdefault(line['run'], []).append(entry)
+        results_by_run.setdefault(line['run'], []).append(entry)
+
     # A run that starts again writes its own metrics.
-    metrics_left_out = {
-        f'{run["directory"]}/{METRICS}' for run in runs if run['run'] not in results
-    }
+    names_left_out: set[str] = set()
+    for run in runs:
+        if run['run'] not in results_by_run:
+            names_left_out.add(f'{run["directory"]}/{METRICS}')
     for name in files.archive.names:
-        if name not in metrics_left_out:
+        if name not in names_left_out:
             write_atomic(directory / name, files.archive.read(name))
     for run in runs:
-        if run['run'] in results:
-            write_json(directory / run['directory'] / 'result.json', results[run['run']])
+        if run['run'] in results_by_run:
+            file = directory / run['directory'] / 'result.json'
+            write_json(file, results_by_run[run['run']])
+
     # The archive is removed last, so that a crash before this line does no harm.
     (directory / LOGS).unlink()
 

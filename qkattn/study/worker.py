@@ -119,6 +119,7 @@ class _Worker:
         study = self.study
         path = self.path
         declaration.require_no_run(path)
+        # A link in place of one of these would lead workers to write outside the directory.
         for name in ('lock', 'leases', 'runs', 'plots'):
             below(path, name)
         declaration.require_chain(path, study, self.arms)
@@ -133,11 +134,17 @@ class _Worker:
         self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
-        """Acquires the lease of the next run and returns a description of the run as JSON.
+        """Acquires the lease of the next run: the right to train it, held in `self.lease`.
 
-        Runs in `failed` are skipped. A run that was in use or lost to another worker is tried again
-        after the others. If other workers hold all remaining runs, waits for a while and returns
-        {}. If no run remains, returns None.
+        Runs that this worker could not take (`refused`) are tried again after the others.
+
+        Args:
+            failed: The ids of runs that cannot be trained. They are skipped.
+
+        Returns:
+            A dict that describes the run as JSON: its id ('run'), 'config', 'directory' and
+            'label'. {} if other workers hold all remaining runs; it then has waited for a while.
+            None if no run remains.
         """
         runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
@@ -148,14 +155,17 @@ class _Worker:
             if self.lease is not None:
                 self._leased = run
                 self._others = [other for other in runs_left if other is not run]
-                purpose = run.knob or run.stage
-                title = run.arm.title
+                label = run.arm.title
+                if run.stage != SINGLE:
+                    label += f' {run.knob or run.stage}'
                 return {
                     'run': run.id,
                     'config': to_json(run.config),
                     'directory': run.directory,
-                    'label': title if purpose == SINGLE else f'{title} {purpose}',
+                    'label': label,
                 }
+
+        # Nothing is free. The next call tries the refused runs again.
         self.refused.clear()
         if not runs_left:
             return None
@@ -163,17 +173,22 @@ class _Worker:
         return {}
 
     def study_left(self) -> StudyLeft:
-        """Returns what remains of the study besides the run that is being trained."""
-        # If the directory cannot be read, the answer is what was known before.
+        """Returns what remains of the study besides the run that this worker is training.
+
+        The work of the runs that no worker has taken is a multiple of the work of this run.
+        """
+        # If the directory cannot be read, the counts of the last call are used again.
         with contextlib.suppress(OSError, ReadError):
             self._others = [run for run in self._others if not self._is_finished(run)]
             self._held = set(leases.holders(self.path / 'leases'))
         assert self._leased is not None
         waiting_work = sum(run.work for run in self._others if run.id not in self._held)
+        # Each worker holds one run. The lease of this worker may not be among those listed.
+        runs_in_training = {self._leased.id, *self._held}
         return StudyLeft(
             runs=len(self._others),
             waiting_work=waiting_work / self._leased.work,
-            workers=len({self._leased.id, *self._held}),
+            workers=len(runs_in_training),
         )
 
     def _is_finished(self, run: PlannedRun) -> bool:
@@ -191,7 +206,8 @@ class _Worker:
         """
         study = self.study
         path = self.path
-        # Other workers write the same files. So reading results and writing take one lock.
+        # Other workers write the same files. The lock keeps a worker with older results from
+        # overwriting a later plan.
         with locked(path / 'lock'):
             results = plan.results_in(path)
             runs = plan.runs(study, self.arms, results)
@@ -201,9 +217,9 @@ class _Worker:
         return plan.left(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:
-        """Waits until one of the runs is finished, or long enough that a lease may be free.
+        """Waits until one of the runs is finished, or so long that a lease may have become free.
 
-        Logs who holds which run, if that has changed since the last call.
+        Logs which worker holds which run, if this has changed since the last call.
         """
         holders = leases.holders(self.path / 'leases')
         if holders and holders != self._last_holders:
@@ -275,13 +291,20 @@ def check_data(study: Study, config: Config) -> None:
 
 
 def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list[str]:
-    """Makes the checks that a worker makes before it trains, but writes nothing.
+    """Makes the checks that `run` makes before it trains, but writes nothing.
 
-    Devices and memory are not checked, because the study may be trained elsewhere. `path` is the
-    directory of the study, if it is known.
+    Devices and memory are not checked, because the study may be trained elsewhere.
 
-    Returns one sentence for each kind of data that could not be checked here. Raises ConfigError
-    like `run`.
+    Args:
+        study: The study.
+        arms: Its arms.
+        path: Its directory. If None, all runs of a study that has not begun are checked.
+
+    Returns:
+        One sentence for each kind of data that could not be checked here.
+
+    Raises:
+        ConfigError: As in `run`.
     """
     if path is None:
         runs_left = plan.left(plan.runs(study, arms, _no_results), _no_results)
