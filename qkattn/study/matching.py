@@ -46,7 +46,10 @@ def uses_slices(config: ModelConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """A dimension of a model that matching solves for. `match` says what follows each dimension."""
+    """A dimension of a model that matching solves for, such as d_model.
+
+    Other fields follow its value; `match` lists them.
+    """
 
     config: ModelConfig  # the variant at the baseline's shape
     name: str  # the field: 'd_model', 'd_ff', 'num_heads' or 'num_layers'
@@ -78,7 +81,10 @@ class Dimension:
         return self.config.num_heads * self.head_size_step
 
     def resized(self, value: int) -> ModelConfig:
-        """Returns the model at another value of this dimension; `match` says what follows it."""
+        """Returns the model at another value of this dimension.
+
+        The fields that depend on the dimension are adapted; `match` lists them.
+        """
         config = self.config
         if self.name == 'd_model':
             return self._at_width(value)
@@ -129,13 +135,21 @@ class Dimension:
     def nearest(self, target: float) -> int:
         """Returns the usable value whose cost is nearest to `target`.
 
-        A value is usable if the variant can be built there. Costs grow with the value, so bisection
-        finds the first usable value that costs at least `target`. The result is this value or the
-        usable one below it. Values of SEARCH_LIMIT times the baseline's value or more are not
-        searched. Raises MatchError if the cost does not depend on this dimension.
+        A value is usable if the variant can be built there. The search has four steps:
+
+        1. Double an upper bound until a usable value from there on costs at least `target`.
+        2. Bisect the values up to the bound for the first that has this property. This works
+           because costs grow with the value.
+        3. Find the usable values beside it, one below and one above.
+        4. Choose the one whose cost is nearer to `target`.
+
+        Values from SEARCH_LIMIT times the baseline's value on are not tried. Raises MatchError if
+        the cost does not depend on this dimension.
         """
         start = self.baseline_value
         limit = SEARCH_LIMIT * start
+
+        # Costs grow, so two equal neighbours mean that the cost does not depend on the value.
         following = self.first_usable(range(start + self.step, limit, self.step))
         if following is not None and self.cost(following) == self.cost(start):
             raise MatchError(f'has the same cost at any {self.name}')
@@ -151,8 +165,12 @@ class Dimension:
         upper = start
         while not reaches_target(upper):
             upper *= 2
+
+        # reaches_target is False for all values below some value, and True from there on.
         candidates = range(self.step, upper + 1, self.step)
-        value = candidates[bisect.bisect_left(candidates, True, key=reaches_target)]
+        first_index = bisect.bisect_left(candidates, True, key=reaches_target)
+        value = candidates[first_index]
+
         below = self.first_usable(range(value - self.step, 0, -self.step))
         above = self.first_usable(range(value, limit, self.step))
         neighbours = [neighbour for neighbour in (below, above) if neighbour is not None]

@@ -326,13 +326,16 @@ def _decided(
                 )
                 family.add(arm.key, difference, diverged)
 
-        decided_keys: set[ArmKey] = set()
-        for key, judgement in family.judge().items():
-            if judgement.decision is not Decision.UNDECIDED:
-                decided_keys.add(key)
-        if decided_keys:
-            for arm in group:
-                if arm is baseline or arm.key in decided_keys:
+        judgement_of_arm = family.judge()
+        decided: list[PlannedArm] = []
+        for arm in group:
+            if arm is baseline:
+                continue
+            if judgement_of_arm[arm.key].decision is not Decision.UNDECIDED:
+                decided.append(arm)
+        if decided:
+            for arm in group:  # in the order of the study
+                if arm is baseline or arm in decided:
                     yield arm
 
 

@@ -38,26 +38,34 @@ def reference_spec(score: str, value: str) -> AttentionSpec:
 
 
 def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
-    """Describes one circuit of a variant: its 'score' or its 'value'.
+    """Describes one circuit of a variant: its Score ('score') or its Value ('value').
 
-    equation   A[n] or B[n]
-    options    keyword arguments of the class with their defaults
-    parameters number of parameters in letters
-    cache      floats per token in letters; of a Value, those beyond what its Score caches
-    rope       whether rotary positions may be used
-    source     where the form comes from
+    Returns:
+        equation    the equation of A[n] or B[n]
+        options     the keyword arguments of the class, with their defaults
+        parameters  the number of parameters in letters, such as 'D*N*H'
+        cache       the floats cached for each token in letters, such as 'K*H'. For a Value, only
+                    those that its Score does not cache
+        rope        whether rotary positions may be used
+        source      where the form comes from
     """
     spec = reference_spec(score, value)
-    # Shapes alone: a layer and its cache are traced, not computed.
+    # Only shapes are needed, so eval_shape traces the layer and its cache without computing them.
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     y_BSD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
     cache_of_score = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
     cache_of_layer = jax.eval_shape(lambda layer, y: layer.cached(y), layer, y_BSD)
+
+    # The keys of a cache are the names of its arrays, such as 'k_BSKH'.
     cached_names = list(cache_of_score)
     if circuit == 'value':
         cached_names = [name for name in cache_of_layer if name not in cache_of_score]
-    # 'k_BSKH' holds 'K*H' floats per token: the letters after B and S.
-    sizes = ['*'.join(name.rpartition('_BS')[2]) for name in cached_names]
+
+    # The axes after B and S are the floats of one token: 'k_BSKH' -> 'K*H'.
+    sizes: list[str] = []
+    for name in cached_names:
+        letters = name.rpartition('_BS')[2]
+        sizes.append('*'.join(letters))
     cls = SCORES[score] if circuit == 'score' else VALUES[value]
     return {
         'equation': cls.equation,

@@ -209,15 +209,22 @@ def record_finished(directory: Path) -> None:
 
 
 def _group(config: Config, result: Mapping[str, Any]) -> _Record:
-    """Measures the yardsticks of models with this config: what they have to beat.
+    """Measures the yardsticks of a baseline, which a trained model has to beat.
 
-    `result` is the result of a trial with this config. Raises ConfigError if this machine has other
-    data than the trial read.
+    Returns an entry of `groups` in yardsticks.json, without the run that it belongs to.
+
+    Args:
+        config: The config of the run.
+        result: The result of one of its trials. It identifies the data that the trial read.
+
+    Raises:
+        ConfigError: This machine has other data than the trial read.
     """
     rows = _same_rows(config, result)
     measured = rows.yardsticks(config)
+    tokens_seen = config.train.num_steps * config.train.batch_size * config.model.context
     group: _Record = {
-        'seen': config.train.num_steps * config.train.batch_size * config.model.context,
+        'seen': tokens_seen,
         'tokens': measured.tokens,
         'losses': dict(measured.losses),
         'task': measured.task,
@@ -229,7 +236,10 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
 
 
 def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
-    """Opens the data rows of a config. Raises ConfigError if the result was trained on others."""
+    """Opens the data of a config.
+
+    Raises ConfigError if they are not the data that the trial with this `result` was trained on.
+    """
     with as_recorded(*names_in(result['data'])):
         rows = rows_of(config)
     identity = records.to_jsonable(rows.identity())
@@ -276,14 +286,16 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
 
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
-    """Yields the losses of each of the X stacked trials on the last split.
+    """Yields one dict for each of the X stacked trials: its losses (nats/token) on the last split.
 
-    A loss that the task does not define is None.
+    Each dict has 'loss', and 'early', 'late' and 'shuffled' (see `Rows.context_losses`). A loss
+    that the task does not define is None.
     """
     nats_XT, weights_T = _by_position(config, rows, params)
 
     def losses_by_position(other_rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """Returns nats_XT and weights_T of other rows, measured once for `rows` themselves."""
+        """Returns what `_by_position` does for any rows. A task calls it to measure its losses."""
+        # The losses on `rows` are known already.
         if other_rows is rows:
             return nats_XT, weights_T
         return _by_position(config, other_rows, params)
@@ -298,11 +310,13 @@ def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
 
 
 def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Measures X stacked trials on the rows of the last split.
+    """Measures the losses of X stacked trials at T positions, on the last split of `rows`.
 
-    Returns nats_XT, the weighted loss of each trial at each position, summed over rows, and
-    weights_T, the summed loss weights.
+    Returns:
+        nats_XT: the cross-entropy times the loss weight, summed over rows.
+        weights_T: the loss weight, summed over rows. nats_XT / weights_T is the mean loss.
     """
+    # The trials are measured one after another ('map') on one device.
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     measure = stack_program(config, 'map', mesh, _weighted_nats)
     batches = pipeline.eval_batches(
@@ -313,7 +327,7 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
     )
     nats = []
     weights = []
-    for batch in batches:
+    for batch in batches:  # B rows each
         nats_XBT = measure(params, batch)['nats_BT']
         nats.append(np.sum(nats_XBT, axis=1, dtype=float))
         weights.append(np.sum(batch['loss_weights_BT'], axis=0, dtype=float))

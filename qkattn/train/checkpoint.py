@@ -328,9 +328,9 @@ class Checkpoints:
                     ) from error
 
     def close(self) -> None:
-        """Waits for the last save, and closes the directory; raises as `save`.
+        """Waits for the last save, and closes the directory.
 
-        A save that could not be finished is deleted.
+        A save that could not be finished is deleted. Raises DiskError if the last save failed.
         """
         try:
             self.wait()
@@ -343,7 +343,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Adds the time of a block of calls of orbax to `stall_seconds`.
+        """Adds the time that a `with` block spends in calls of orbax to `stall_seconds`.
 
         If orbax fails because the directory is gone or is another one, this raises DiskError;
         orbax itself raises errors of many types.
@@ -361,7 +361,7 @@ class Checkpoints:
 
 
 def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
-    """Returns the names of the tokenizers that a run's checkpoints record; [] without one.
+    """Returns the names of the tokenizers that a run's checkpoints record; [] if it has none.
 
     Only a tokenizer that is read from a file depends on them (see `as_recorded`). For all others
     this returns [] and reads nothing.
@@ -426,9 +426,12 @@ def _checksum_program(sharding: Sharding | None) -> Callable[[list[jax.Array]], 
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """Computes sum_i h(b_i xor h(i)) mod 2^32 over the bit patterns b_i of an array, uint32 [].
+    """Computes a checksum of the bits of an array, uint32 [].
 
-    i counts elements in row-major order. An element of eight bytes counts as two elements of four.
+    It is sum_i h(b_i xor h(i)) mod 2^32. Here b_i is the bit pattern of element i in row-major
+    order, and h is `_mixed`. Mixing i in makes the sum depend on the order of the elements, and a
+    sum does not depend on how they are split over devices. An element of eight bytes counts as two
+    elements of four.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

@@ -78,7 +78,7 @@ def load(
     """Loads the settings and parameters (float32, numpy) of a model.
 
     Args:
-      path: the directory of an export, or of a run. Of a run, the first trial is loaded.
+      path: the directory of an export, or of a run, whose first trial is loaded.
       imports: the import paths that the settings of an export may name. They are code from outside
         the package.
       remedy: the end of the error message about an import path that is not one of these.

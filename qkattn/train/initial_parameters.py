@@ -47,14 +47,21 @@ class InitialParameters:
 
     @functools.cached_property
     def _params(self) -> dict | None:
-        """The parameters of `load`; a log warns if their model has other settings than the run."""
+        """The parameters that `load` returns, read on first use.
+
+        Logs a warning if the model they come from has other settings than the model of the run.
+        """
         source = self._config.train.init_from
         if source is None:
             return None
         model_json = to_json(self._config.model)
+
+        # The parameters' own settings may name code by import path. Loading imports it only if the
+        # model of the run names the same code.
         remedy = "name it in the model's settings too, or start from other parameters"
         source_model, params = exported.load(source, import_paths(model_json), remedy)
         exported.check(self._config.model, params, source)
+
         all_changes = differences(to_json(source_model), model_json)
         changes = [change for change in all_changes if _is_worth_a_warning(change)]
         if changes:

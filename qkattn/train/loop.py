@@ -265,10 +265,11 @@ class Run:
         return agreement.on_owner(lambda: self._write_results(trial_results, documents))
 
     def _restore_or_initialize(self, compiled: Program) -> Mapping[str, Any]:
-        """Restores the newest sound checkpoint, or initializes the state of step 0.
+        """Restores the newest checkpoint that is not damaged, or initializes the state of step 0.
 
-        Returns the record of the checkpoint; {} at step 0. Records of earlier versions lack some
-        fields. Raises CheckpointError if the checkpoint was trained on other data.
+        Returns the record that `_save` stored with the checkpoint; {} at step 0. Records of earlier
+        versions lack some fields. Raises CheckpointError if the checkpoint was trained on other
+        data.
         """
         restored = self.checkpoints.restore(compiled.abstract_state)
         if restored is None:
@@ -279,14 +280,19 @@ class Run:
             state, record = restored
             self._require_same_data(record['data'])
             self.read_files = record.get('given', {})
+
         self.stack = Stack(self.config, compiled, self.rows, state)
         self.step = self.stack.step
         self.clock = Clock(record, self.step)
+
+        # The record has the step of divergence of each trial, or None.
         alive_X = self.stack.alive_X
         diverged_at_X = record.get('diverged_at') or [None] * len(alive_X)
         self.diverged_at = {
             trial: step for trial, step in enumerate(diverged_at_X) if not alive_X[trial]
         }
+
+        # Checkpoints after this step are damaged. The run saves these steps again.
         if restored is not None:
             self.checkpoints.discard_after(self.step)
             log.info('resuming at step %s', f'{self.step:,}')
@@ -305,7 +311,7 @@ class Run:
     def _reopen_logs(self, record: Mapping[str, Any]) -> None:
         """Cuts metrics.jsonl back to the current step, and opens the sinks at that step.
 
-        `record` is that of the checkpoint from which the run resumes; {} at step 0.
+        `record` is the record of the checkpoint from which the run resumes; {} at step 0.
         """
         is_evaluated = record.get('evaluated', True)
         written = record.get('metrics')
@@ -402,10 +408,10 @@ class Run:
         self.progress.update(last_step, loss_CX.mean(0))
 
     def _speeds(self, step: int) -> dict[str, float]:
-        """The SPEEDS of `qkattn.metrics` from the last record to this one, after `step` steps.
+        """Returns the speed of training since the last record, by name (`SPEEDS`).
 
-        Model FLOPs utilization is that of Chowdhery et al. 2022, appendix B; it is absent on a CPU
-        and on chips whose peak rate is unknown.
+        `step` is the present step. 'mfu' is the model FLOPs utilization of Chowdhery et al. 2022,
+        appendix B. It is absent on a CPU and on chips whose peak rate is unknown.
         """
         lap = self.clock.lap(step)
         speeds = {'tokens_per_second': lap.steps_per_second * tokens_per_step(self.config)}

@@ -105,10 +105,16 @@ def matrix_axes(params: dict) -> dict:
 
 
 def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """The axes of rows and columns of a parameter that Muon trains; None for another one.
+    """Returns which axes of a parameter are the rows and the columns of the matrix for Muon.
 
-    w_in_DF with the layers before, [L, D, F], has rows along axis 1 and columns along axis 2. Of
-    three axes or more, all but the last one are rows.
+    Returns None for a parameter that Muon does not train. The letters of a name are the axes of one
+    layer; the leaf has an axis L before them. Examples:
+
+        w_in_DF   [L, D, F]     rows D, columns F: axes ((1,), (2,))
+        w_q_DNH   [L, D, N, H]  rows D, columns H: axes ((1,), (3,)), with one matrix for each N
+
+    If the letters without heads N and K are not two, all axes form one matrix: the last one has the
+    columns, and the others together have the rows.
     """
     name = path[-1].key
     letters = name.rpartition('_')[2]
@@ -116,10 +122,11 @@ def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimens
     is_matrix = name.startswith('w_') and len(letters) > 1
     if not is_in_block or not is_matrix or _is_frozen(path):
         return None
+
     axes_of_matrix = [axis for axis, letter in enumerate(letters) if letter not in 'NK']
     if len(axes_of_matrix) != 2:
         axes_of_matrix = list(range(len(letters)))
-    num_leading = leaf.ndim - len(letters)
+    num_leading = leaf.ndim - len(letters)  # layers
     *rows, columns = [num_leading + axis for axis in axes_of_matrix]
     return optax.contrib.MuonDimensionNumbers(tuple(rows), (columns,))
 
@@ -191,12 +198,12 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def _optimizer_function(config: OptimizerConfig) -> Callable[..., Any]:
-    """The optimizer of config.name, with its options; ConfigError where it is none."""
+    """Returns the function that config.name names. Raises ConfigError if it names no optimizer."""
     return _resolved(config.name, 'name', OPTIMIZERS, ('learning_rate', 'weight_decay'))
 
 
 def _schedule_function(config: OptimizerConfig) -> Callable[..., Any]:
-    """The schedule of config.schedule, with its options; ConfigError where it is none."""
+    """Returns the function that config.schedule names. Raises ConfigError if it is no schedule."""
     return _resolved(config.schedule, 'schedule', SCHEDULES, ('decay_steps',))
 
 
@@ -205,8 +212,16 @@ def _resolved(
 ) -> Callable[..., Any]:
     """Returns the function that a setting names, with its options filled in.
 
-    `text` is the value of the setting `field`, such as 'muon' or 'module:name(a=1)'. Raises
-    ConfigError if the function does not take a config and these arguments.
+    'module:name(a=1)' -> functools.partial(name, a=1)
+
+    Args:
+        text: The value of the setting: a registered name such as 'muon', or an import path.
+        field: The name of the setting in OptimizerConfig, for error messages.
+        registry: The registered functions by name.
+        arguments: The names of the positional arguments that the function takes after a config.
+
+    Raises:
+        ConfigError: There is no such function, or it takes other arguments.
     """
     function, options = resolve(
         text,
@@ -219,14 +234,14 @@ def _resolved(
 
 
 def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
-    """Raises ConfigError for an optimizer or schedule that is unknown or not what it has to be.
+    """Raises ConfigError if the optimizer or the schedule is unknown or does not work.
 
-    Those from outside are called: an optimizer returns a GradientTransformation, and a schedule
-    ends at final_fraction after `num_steps`.
+    An optimizer or schedule that is given by import path is called once. The optimizer has to
+    return a GradientTransformation. The schedule has to end at final_fraction after `num_steps`.
     """
     make_optimizer = _optimizer_function(config)
     make_decay = _schedule_function(config)
-    if ':' in config.name:
+    if ':' in config.name:  # an import path
         transform = called('optimizer.name', config.name, lambda: make_optimizer(config, 1e-3, 0.0))
         if not isinstance(transform, Transformation):
             raise ConfigError(
