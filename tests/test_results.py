@@ -16,11 +16,13 @@ from qkattn.stats.decision import Decision
 from qkattn.study import stored
 from qkattn.study.arms import build_arms
 from qkattn.verdict import load_findings, load_study
+from tests.lanes import only
 from tests.studies import RESULTS, beat_yardsticks, read_lines
 
 pytestmark = pytest.mark.stored
 
 FAIR = RESULTS / 'fair_small'
+KINDS = ['quickstart', 'translation_small']  # of a language model, and of translation
 CPU = [f'claims/cpu/lm_{name}' for name in ('added', 'dropped', 'rank', 'sharing')]
 SHAPE = ('d_model', 'd_ff', 'num_heads', 'head_size')
 TRIALS = read_lines(stored.opened(FAIR) / stored.RESULTS)
@@ -78,7 +80,7 @@ def test_verdicts_follow_from_the_losses(tmp_path):
     assert not longer
 
 
-@pytest.mark.parametrize('name', ['quickstart', 'translation_small', *CPU])
+@pytest.mark.parametrize('name', only(KINDS, [*KINDS, *CPU]))
 def test_arms_have_the_shapes_that_were_trained(name):
     """The hash of a run, by which a study resumes, is that of its shape."""
     study = load_study(RESULTS / name)

@@ -131,36 +131,37 @@ def test_the_core_needs_four_packages():
     assert by_name(CORE, '3.11').keys() == {'jax', 'flax', 'numpy', 'scipy'}
 
 
-def test_a_model_runs_without_extras():
-    page = (ROOT / 'docs/extend.md').read_text('utf-8')
-    snippet = page.split('## Without the laboratory')[1].split('```python\n')[1].split('```')[0]
-    done = run_without_extras(snippet)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ['(2, 16, 64)', '(2, 16, 256)']
-
-
-def test_the_class_of_the_readme_runs_without_extras(tmp_path):
-    page = (ROOT / 'README.md').read_text('utf-8')
-    example = page.split('<!-- example: signed_diagonal.py -->\n```python\n')[1].split('```')[0]
-    program = """
+USE_OF_THE_CLASS = """
 import jax
-from qkattn.attention import Attention, AttentionSpec
+from qkattn.attention import AttentionSpec
 
 spec = AttentionSpec(score='qk', value='vo', d_model=8, num_heads=2)
 score = SignedDiagonal(spec, key=jax.random.key(0))
 print(score.matrix().shape)
 """
-    done = run_without_extras(example + program, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == '(2, 8, 8)\n'
 
 
-def test_the_library_example_of_the_readme_runs_without_extras():
-    page = (ROOT / 'README.md').read_text('utf-8')
-    example = page.split('## Use a layer')[1].split('```python\n')[1].split('```')[0]
-    done = run_without_extras(example)
+def code_after(page: str, place: str) -> str:
+    """The first block of Python behind the text `place` of a page."""
+    return (ROOT / page).read_text('utf-8').split(place)[1].split('```python\n')[1].split('```')[0]
+
+
+def test_examples_run_without_extras(tmp_path):
+    """One process runs them all, each with names of its own."""
+    example_of_class = code_after('README.md', '<!-- example: signed_diagonal.py -->')
+    programs = [
+        code_after('docs/extend.md', '## Without the laboratory'),
+        example_of_class + USE_OF_THE_CLASS,
+        code_after('README.md', '## Use a layer'),
+    ]
+    done = run_without_extras('\n'.join(f'exec({text!r}, {{}})' for text in programs), tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == '254528 parameters\n'
+    assert done.stdout.splitlines() == [
+        '(2, 16, 64)',
+        '(2, 16, 256)',
+        '(2, 8, 8)',
+        '254528 parameters',
+    ]
 
 
 def test_the_command_without_extras_names_the_one_that_it_needs():

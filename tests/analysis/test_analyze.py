@@ -120,15 +120,15 @@ def test_the_size_of_logits_ignores_what_softmax_ignores():
         assert float(patterns.largest_logit(one)[0]) == 16 + shift
 
 
-@pytest.mark.parametrize(
-    ('score', 'options'),
-    [
-        ('nonlinear_query', {}),
-        ('shared_qk(self_mask=True)', {}),
-        ('qk', {'positions': 'alibi', 'logit_cap': 0.7, 'window': 3, 'kernel': 'blockwise'}),
-        ('qk', {'normalizer': 'sigmoid', 'score_scale': 0.5}),
-    ],
-)
+PATTERNS = [
+    ('nonlinear_query', {}),
+    ('shared_qk(self_mask=True)', {}),
+    ('qk', {'positions': 'alibi', 'logit_cap': 0.7, 'window': 3, 'kernel': 'blockwise'}),
+    ('qk', {'normalizer': 'sigmoid', 'score_scale': 0.5}),
+]
+
+
+@pytest.mark.parametrize(('score', 'options'), only(PATTERNS[1:3], PATTERNS))
 def test_the_pattern_is_that_of_the_slow_reference(score, options):
     layer = layers.make((score, 'vo'), **options)
     x_BTD = layers.stream()
@@ -179,7 +179,7 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(('fields', 'depths'), only(MEASURED[:2], MEASURED), ids=str)
+@pytest.mark.parametrize(('fields', 'depths'), only(MEASURED[1:2], MEASURED), ids=str)
 def test_every_head_of_every_site_is_measured(fields, depths):
     model = make(**fields)
     source = {'source_BS': TOKENS[:, :6]} if fields is BOTH else {}

@@ -1,10 +1,12 @@
 """Which variants the contract suite runs on: all, or those that `--variant=score/value` names.
 
-A check of the Score alone asks for the fixture `score`. In others most variants are slow; quick are
+A check of the Score alone asks for the fixture `score`, or for `some_score`. The checks of a score
+are cheap, so all are quick; others are slow but for
 
-variant  each Score and Value, docs/extend.md, and some pairs that share a projection
-some     what compiles a program, or is the layer's work rather than a circuit's: every ninth
-         variant of the documentation
+variant     one variant of each kind of factorization
+some        what compiles a program, or is the layer's work rather than a circuit's: every ninth
+            variant of the documentation
+some_score  every fourth Score
 """
 
 import contextlib
@@ -17,7 +19,26 @@ from qkattn.attention import SCORES, VALUES, parse_variant, registry
 from qkattn.errors import SpecError
 from qkattn.study import variant_catalogue
 from tests.attention import examples
-from tests.lanes import only
+from tests.lanes import only, thinned
+
+# A variant of each kind of factorization, one of examples/ and two of docs/extend.md among them.
+QUICK = {
+    ('qk', 'vo'),
+    ('merged', 'vo'),
+    ('shared_qk', 'vo'),
+    ('query_free', 'vo'),
+    ('double', 'vo'),
+    ('latent', 'latent'),
+    ('pairwise', 'v_is_k_transposed'),
+    ('qk', 'no_v'),
+    ('qk', 'no_o'),
+    ('qk', 'k_is_v'),
+    ('qk', 'o_is_k'),
+    ('qk', 'merged_vo'),
+    ('examples.gauge_fixed:GaugeFixedQK', 'vo'),
+    ('qk', 'gated:Gated'),
+    ('cosine:Cosine', 'vo'),
+}
 
 
 @functools.cache
@@ -32,11 +53,7 @@ def buildable_variants() -> list[tuple[str, str]]:
 
 
 def quick_variants(fixture: str) -> set[tuple[str, str]]:
-    documented = variant_catalogue.documented_variants()
-    if fixture == 'some':
-        return {*documented[::9]}
-    sharing = [(s, v) for s, v in buildable_variants()[::3] if VALUES[v].shares]
-    return {*documented, *examples.VARIANTS, *sharing}
+    return QUICK if fixture == 'variant' else {*variant_catalogue.documented_variants()[::9]}
 
 
 def pytest_generate_tests(metafunc):
@@ -48,9 +65,12 @@ def pytest_generate_tests(metafunc):
         quick = named or quick_variants(fixture)
         cases = only([(pair,) for pair in quick], [(pair,) for pair in every])
         metafunc.parametrize(fixture, cases, ids=map('/'.join, every))
+    outside = [score for score, _ in examples.VARIANTS if score not in SCORES]
+    scores = [*dict(named)] or [*SCORES, *outside]
     if 'score' in metafunc.fixturenames:
-        outside = [score for score, _ in examples.VARIANTS if score not in SCORES]
-        metafunc.parametrize('score', dict(named) or [*SCORES, *outside])
+        metafunc.parametrize('score', scores)
+    if 'some_score' in metafunc.fixturenames:
+        metafunc.parametrize('some_score', thinned(scores, every=1 if named else 4))
 
 
 def _checked(text: str) -> tuple[str, str]:

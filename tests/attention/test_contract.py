@@ -1,6 +1,6 @@
 """The contract that every variant keeps, registered or named by import path.
 
-Tests with the fixture `score` hold for the Score alone and run beside the Value `vo`.
+Tests with the fixture `score` or `some_score` hold for the Score alone, beside the Value `vo`.
 """
 
 import functools
@@ -233,9 +233,9 @@ def test_rotary_positions_equal_the_complex_form(score):
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], SIZES))
-def test_initial_logits_have_the_declared_standard_deviation(score, d_model, num_heads):
+def test_initial_logits_have_the_declared_standard_deviation(some_score, d_model, num_heads):
     """1 for a Score of ours, so that variants differ in form alone; for unit-normal x and y."""
     sizes = {'num_heads': num_heads, 'num_kv_heads': num_heads, 'head_size': d_model // num_heads}
-    layers.assert_initial_logits_are_as_declared(score, d_model=d_model, **sizes)
-    if not is_from_outside((score, 'vo')):
-        assert make((score, 'no_v')).score.initial_logit_std == 1
+    layers.assert_initial_logits_are_as_declared(some_score, d_model=d_model, **sizes)
+    if not is_from_outside((some_score, 'vo')):
+        assert make((some_score, 'no_v')).score.initial_logit_std == 1

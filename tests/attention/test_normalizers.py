@@ -18,14 +18,14 @@ SIMPLEX = ('softmax', 'entmax15', 'sparsemax')
 QKVO = ('qk', 'vo')
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', only(QUICK, NAMES))
 def test_it_equals_the_oracle(name):
     layer = make(QKVO, normalizer=name, biases=True, num_kv_heads=2)
     layers.assert_equals_oracle(layer, stream(), contract.mask_of((7, 5), causal=True))
     layers.assert_equals_oracle_in_float64(layer)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', only(QUICK, NAMES))
 def test_cached_decoding_equals_the_whole(name):
     layer = make(QKVO, normalizer=name, biases=True, num_kv_heads=2)
     contract.assert_cached_decoding_is_exact(layer)
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_differences(name):
 
 
 @pytest.mark.parametrize('name', ['entmax15', 'sparsemax'])
-@pytest.mark.parametrize('S', [384, 1024])
+@pytest.mark.parametrize('S', only([384], [384, 1024]))
 def test_one_key_far_above_many_has_all_probability(name, S):
     """So its gradient is zero."""
     normalizer = registry.find_normalizer(name)

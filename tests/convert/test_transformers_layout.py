@@ -16,6 +16,7 @@ from qkattn.convert.published import load_gpt2
 from qkattn.data.tokenizers.subwords import BPETokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
 from qkattn.model import build, with_params
+from tests.lanes import only
 from tests.refusals import refused
 
 SIZES = {'d_model': 24, 'num_layers': 3, 'num_heads': 4, 'context': 12, 'vocab_size': 29}
@@ -109,7 +110,7 @@ def llama_logits(directory):
     return norm(x, 'model.norm') @ output.T
 
 
-@pytest.mark.parametrize('changes', GPT2_VARIANTS, ids=str)
+@pytest.mark.parametrize('changes', only(GPT2_VARIANTS[:1], GPT2_VARIANTS), ids=str)
 def test_a_gpt2_is_read_again_with_equal_logits(tmp_path, changes):
     config = dataclasses.replace(GPT2, **changes)
     params = random_params(config)
@@ -121,7 +122,7 @@ def test_a_gpt2_is_read_again_with_equal_logits(tmp_path, changes):
     assert_close(logits_of(read_config, read_params), logits_of(config, params))
 
 
-@pytest.mark.parametrize('changes', LLAMA_VARIANTS, ids=str)
+@pytest.mark.parametrize('changes', only(LLAMA_VARIANTS[1:2], LLAMA_VARIANTS), ids=str)
 def test_a_llama_has_the_logits_of_the_equations(tmp_path, changes):
     config = dataclasses.replace(LLAMA, **changes)
     params = random_params(config)

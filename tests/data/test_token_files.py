@@ -369,6 +369,7 @@ def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
     assert len(names) == 2
 
 
+@pytest.mark.slow
 def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, monkeypatch):
     fields = {'tokenizer': str(vocabulary(tmp_path / 'v/words.json')), 'eval_sequences': None}
     data = vars(dataclasses.replace(text, **fields))

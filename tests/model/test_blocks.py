@@ -101,6 +101,7 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_layers_begin_as_those_of_models_with_one_variant():
     fresh = build(CONFIG, key=jax.random.key(0)).layers()
     assert [str(a.spec.variant) for a in fresh] == [*VARIANTS, *VARIANTS[:2]]

@@ -7,6 +7,7 @@ their optima are known, so it is known which decisions are false. The draws are 
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, Decision
 from qkattn.stats.sweep import Sweep
 from qkattn.study.tuning import KNOBS, tune
+from tests.lanes import only
 
 NOISE = 0.0097  # of one trial
 LEVEL_NOISE = 0.01  # that all arms and values share, by seed
@@ -208,10 +210,11 @@ def crossed(studies):
     return num_covered / studies
 
 
-@pytest.mark.parametrize('choice', CHOICES)
-@pytest.mark.parametrize(
-    'case', ['flat arms, sharp baseline', 'cubic arms', 'cubic baseline', 'bad trials of the arms']
-)
+UNEQUAL = ('flat arms, sharp baseline', 'cubic arms', 'cubic baseline', 'bad trials of the arms')
+QUICK = [('cubic arms', 'vertex'), ('cubic baseline', 'minimax')]
+
+
+@pytest.mark.parametrize(('case', 'choice'), only(QUICK, itertools.product(UNEQUAL, CHOICES)))
 def test_neither_tuning_nor_skewed_sweeps_nor_bad_trials_decide(case, choice):
     """At 5.5 % or less, more than 4 of 24 have a probability below 1 %.
 
@@ -244,15 +247,16 @@ def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_se
     assert shifted.power >= (0.65 if case.startswith('bad') else 0.78)
 
 
-@pytest.mark.parametrize(
-    ('true', 'sd'),
-    [
-        ((0.0,) * 6, 0.02),
-        ((0.999,) * 6, 0.003),
-        ((1.0,) * 6, 0.003),
-        ((0.0, 0.0, 0.999, 0.999, 1.0, 4.0), 0.006),
-    ],
-)
+# Differences of the arms of a study, and the standard deviation of one over seeds.
+EFFECTS = [
+    ((0.0,) * 6, 0.02),
+    ((0.999,) * 6, 0.003),
+    ((1.0,) * 6, 0.003),
+    ((0.0, 0.0, 0.999, 0.999, 1.0, 4.0), 0.006),
+]
+
+
+@pytest.mark.parametrize(('true', 'sd'), only(EFFECTS[::3], EFFECTS))
 def test_studies_rarely_decide_wrongly(true, sd):
     """Whatever the true differences, given here in margins, of arms that share their baseline."""
     rng = np.random.default_rng(0)

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from qkattn.stats import sweep
+from tests.lanes import only
 
 OPTIMUM = 0.0037
 GRID = tuple(0.001 * 2.0**k for k in range(5))
@@ -130,10 +131,10 @@ def test_where_the_optima_of_seeds_differ_the_variance_is_that_between_their_slo
     assert_allowed(sweep.fit(table, choice), 0.003)
 
 
-@pytest.mark.parametrize(
-    ('seeds', 'spread', 'low', 'high'),
-    [(2, 0.0, 0.95, 1.0), (2, 0.15, 0.83, 0.94), (2, 0.4, 0.65, 0.84), (4, 0.15, 0.95, 1.0)],
-)
+SPREADS = [(2, 0.15, 0.83, 0.94), (2, 0.0, 0.95, 1.0), (2, 0.4, 0.65, 0.84), (4, 0.15, 0.95, 1.0)]
+
+
+@pytest.mark.parametrize(('seeds', 'spread', 'low', 'high'), only(SPREADS[:1], SPREADS))
 def test_two_seeds_whose_optima_differ_bound_too_little(seeds, spread, low, high):
     """The share of sweeps whose chosen value misses no more than they say, as in docs/limits.md."""
     rng = np.random.default_rng(0)
