@@ -108,7 +108,7 @@ class JobPeers:
         with self._agreement:
             self._has_own_reason |= also
             self._agreement.wait_for(lambda: not self._is_agreeing or self._stop_after is not None)
-            if self._stop_after is None:  # nobody has a reason to stop
+            if self._stop_after is None:  # no agreement has begun
                 self._last_step = step
                 return False
             return step > self._stop_after
