@@ -1,6 +1,7 @@
 """Runs an ablation at equal cost, alone or with other workers, and writes its report.
 
-python -m experiments.ablate --config=fair_small --dry_run  # plan and cost
+python -m experiments.ablate --config=fair_small --dry_run  # plan and cost, in seconds
+python -m experiments.ablate --config=fair_small --dry_run --measure  # and its time
 python -m experiments.ablate --config=fair_small --workdir=runs/fair_small
 
 The same command resumes. Started several times, on one or more machines that share the directory,
@@ -20,13 +21,20 @@ from qkattn.storage.files import check_directory
 from qkattn.storage.run_directory import git_state
 from qkattn.study import local_workers, plan, worker, yardsticks
 from qkattn.study.arms import PlannedArm, build_arms, table
+from qkattn.study.on_pod import described_arms
+from qkattn.train.dry_run import Pod
 from qkattn.train.program_cache import keep_programs
 
 log = logging.getLogger('qkattn.ablate')
 
 CONFIG = cli.define_config(Study)
 WORKDIR = cli.define_path('workdir', None, 'Study directory; the same directory resumes.')
-DRY_RUN = flags.DEFINE_bool('dry_run', False, 'Print the plan and its cost, then stop.')
+DRY_RUN = cli.define_dry_run(
+    'Only print arms, runs, trials, tokens and FLOPs of the plan; compiles nothing.'
+)
+MEASURE = flags.DEFINE_bool(
+    'measure', False, 'With --dry_run, also time a few steps of each size on this machine.'
+)
 WORKERS = flags.DEFINE_string(
     'workers',
     '1',
@@ -46,7 +54,9 @@ def main() -> None:
             f'--workers={WORKERS.value} is for a single process; in a job of several, all '
             'processes form one worker, and launchers start more'
         )
-    if DRY_RUN.value:
+    if MEASURE.value and DRY_RUN.value != cli.COUNT:
+        raise ConfigError('--measure needs --dry_run without a pod')
+    if DRY_RUN.value is not None:
         _dry_run(config)
         return
     path = local_workers.run(config, cli.required(WORKDIR), _matched(config), workers)
@@ -61,13 +71,19 @@ def main() -> None:
 
 
 def _dry_run(config: Study) -> None:
-    """Prints arms and cost, after the checks that a start makes."""
+    """Prints arms and cost, or what they take of a pod, after the checks that a start makes."""
+    if DRY_RUN.value != cli.COUNT:
+        Pod(DRY_RUN.value)  # raises ConfigError for a name of no pod
     arms = _matched(config)
     path = None
     if WORKDIR.value is not None:
         path = check_directory(cli.required(WORKDIR))
     unchecked = worker.check_start(config, arms, path)
-    print(f'\n{plan.estimate(config, arms)}')
+    if DRY_RUN.value != cli.COUNT:
+        # What is not checked is among its notes.
+        print(f'\n{described_arms(config, arms, DRY_RUN.value)}')
+        return
+    print(f'\n{plan.estimate(config, arms, measure=MEASURE.value)}')
     for reason in unchecked:
         print(f'WARNING {reason}')
 

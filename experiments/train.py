@@ -1,14 +1,13 @@
 """Trains one architecture as a stack of trials.
 
 python -m experiments.train --config=configs/small.py --workdir=runs/small
-python -m experiments.train --config=small --dry_run=v5e-1x1  # memory and FLOPs
+python -m experiments.train --config=small --dry_run  # parameters, tokens, FLOPs
+python -m experiments.train --config=small --dry_run=v5e-1x1  # memory and FLOPs on a pod
 """
 
 import shlex
 import textwrap
 from typing import Any
-
-from absl import flags
 
 from qkattn.config import Config
 from qkattn.errors import ConfigError
@@ -22,13 +21,8 @@ from qkattn.train.program_cache import keep_programs
 from qkattn.train.results import FINISHED
 
 CONFIG = cli.define_config(Config)
-DRY_RUN = flags.DEFINE_string(
-    'dry_run',
-    None,
-    'Only compile, for a pod such as v5p-2x4x4 or h100-16x8, and print memory, FLOPs and warnings '
-    'of a step; needs no accelerator. See docs/scaling.md.',
-)
-LOG = cli.define_path('dry_run_log', None, 'CSV file to which --dry_run appends a row.')
+DRY_RUN = cli.define_dry_run('Only print parameters, tokens and FLOPs; compiles nothing.')
+LOG = cli.define_path('dry_run_log', None, 'CSV file to which --dry_run=POD appends a row.')
 WORKDIR = cli.define_path('workdir', None, 'Run directory; the same directory resumes.')
 PROFILE = cli.define_path('profile', None, 'Directory for a trace of the third to fifth dispatch.')
 
@@ -38,8 +32,8 @@ PROFILE = cli.define_path('profile', None, 'Directory for a trace of the third t
 def main() -> None:
     keep_programs()
     config = cli.read_config(CONFIG)
-    if LOG.value is not None and DRY_RUN.value is None:
-        raise ConfigError(f'--dry_run_log={LOG.value} needs --dry_run')
+    if LOG.value is not None and DRY_RUN.value in (None, cli.COUNT):
+        raise ConfigError(f'--dry_run_log={LOG.value} needs --dry_run=POD')
     if DRY_RUN.value is not None:
         _dry_run(config)
         return
@@ -55,7 +49,10 @@ def main() -> None:
 
 
 def _dry_run(config: Config) -> None:
-    """Compiles a step for the pod of --dry_run and prints, and logs, what it needs."""
+    """Prints what a run costs, or compiles a step for a pod and prints, and logs, what it takes."""
+    if DRY_RUN.value == cli.COUNT:
+        print(dry_run.counts(config))
+        return
     if LOG.value is not None:
         dry_run.check_log(LOG.value)
     step = dry_run.describe(config, DRY_RUN.value)

@@ -268,7 +268,7 @@ def study(scale: Scale) -> Iterator[Group]:
     before any time counts.
     """
     with tempfile.TemporaryDirectory() as directory:
-        _ablate(scale.study, Path(directory, 'first'), '--dry_run')
+        _ablate(scale.study, Path(directory, 'first'), '--dry_run', '--measure')
         rows = [
             Row('one process', rounds=[_ablate(scale.study, Path(directory, 'one'))]),
             Row('workers', rounds=[_ablate(scale.study, Path(directory, 'all'), '--workers=auto')]),

@@ -53,6 +53,9 @@ flags.disclaim_key_flags()
 # --file=<(command).
 DESCRIPTORS = ('/dev/fd/', '/dev/stdin')
 
+# The value of --dry_run for a dry run that compiles nothing.
+COUNT = 'count'
+
 # The class of the settings that get_config() of a config file returns.
 Kind = type[Config] | type[Study]
 
@@ -88,6 +91,18 @@ class PathsParser(flags.ListParser):
 
     def parse(self, argument: Any) -> list[str]:
         return [PathParser().parse(path) for path in super().parse(argument)]
+
+
+class DryRunParser(flags.ArgumentParser):
+    """Parses --dry_run, which stands for --dry_run=count, and --dry_run=POD."""
+
+    def parse(self, argument: Any) -> str | None:
+        # absl gives these texts for --dry_run and --nodry_run.
+        values = {'true': COUNT, 'false': None}
+        return values.get(argument, argument)
+
+    def flag_type(self) -> str:
+        return f'{COUNT!r} or a pod'
 
 
 class _OrNone(flags.ArgumentParser):
@@ -234,6 +249,21 @@ def define_imports() -> flags.FlagHolder:
         'they name is imported only if it is named here.'
     )
     return flags.DEFINE_list('imports', [], description)
+
+
+def define_dry_run(description: str) -> flags.FlagHolder:
+    """Defines the flag --dry_run, whose value is None, COUNT or the name of a pod.
+
+    `description` says what is printed without a pod.
+    """
+    description += (
+        ' With a pod such as v5p-2x4x4 or h100-16x8, compiles for it, and prints memory, FLOPs and '
+        'warnings of a step; needs no accelerator. See docs/scaling.md.'
+    )
+    serializer: flags.ArgumentSerializer = flags.ArgumentSerializer()
+    return flags.DEFINE(
+        DryRunParser(), 'dry_run', None, description, serializer=serializer, boolean=True
+    )
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:

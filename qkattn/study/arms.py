@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from qkattn.attention import registry
@@ -15,7 +15,7 @@ from qkattn.jobs.output import text_table
 from qkattn.model import cost
 from qkattn.model.sites import attention_spec, validate
 from qkattn.storage.sinks import check_sinks
-from qkattn.study.arm_key import SAME_SHAPE, ArmKey, parse_expected
+from qkattn.study.arm_key import LONGER, SAME_SHAPE, ArmKey, parse_expected
 from qkattn.study.matching import COSTS, match, violated_constraint
 from qkattn.study.protocol import check_protocol, resolved
 from qkattn.study.remedies import Refusal, remedy
@@ -288,23 +288,33 @@ def _model_at_baseline_shape(
     return dataclasses.replace(study.base.model, **size_fields, **variant_fields)
 
 
+def row_title(key: ArmKey, keys: Iterable[ArmKey]) -> str:
+    """Returns the title of an arm in a table of the arms `keys`.
+
+    These are its variant and control, and its size and corpus where the arms have several.
+    """
+    parts = [key.variant]
+    if key.control is not None:
+        parts.append({SAME_SHAPE: '(same shape)', LONGER: '(longer)'}[key.control])
+    for name in ('size', 'corpus'):
+        values = {getattr(other, name) for other in keys}
+        if len(values) > 1:
+            parts.append(getattr(key, name))
+    return ' '.join(parts)
+
+
 def table(arms: Sequence[PlannedArm], equal: str | None) -> str:
     """Returns a table of all arms: shape, parameters by group, residual, FLOPs and cache.
 
     `equal` is the cost that was made equal, such as 'total' (see COSTS). The first line names it.
     It is None for a study without matching.
     """
-    has_one_size = len({arm.key.size for arm in arms}) == 1
+    keys = [arm.key for arm in arms]
     rows: list[dict[str, str]] = []
     for arm in arms:
         config = arm.model
-        label = arm.key.variant
-        if arm.key.control == SAME_SHAPE:
-            label += ' (same shape)'
-        if not has_one_size:
-            label += f' {arm.key.size}'
         row = {
-            'variant': label,
+            'variant': row_title(arm.key, keys),
             'd_model': f'{config.d_model}',
             'd_ff': f'{config.mlp_width}',
             'heads': f'{config.num_heads}',

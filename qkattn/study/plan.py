@@ -33,7 +33,7 @@ from qkattn.stats import inference
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import FINISHED, read_results, to_jsonable
 from qkattn.study.arm_key import LONGER, ArmKey
-from qkattn.study.arms import PlannedArm
+from qkattn.study.arms import PlannedArm, row_title
 from qkattn.study.family import Family, primary_arms
 from qkattn.study.protocol import resolved
 from qkattn.study.tuning import (
@@ -425,43 +425,77 @@ def cost(planned: Sequence[PlannedRun]) -> PlanCost:
     )
 
 
-def estimate(study: Study, arms: Sequence[PlannedArm]) -> str:
-    """Returns a table of the least cost of the plan, with a row for each stage.
+def estimate(study: Study, arms: Sequence[PlannedArm], *, measure: bool = False) -> str:
+    """Returns two tables of the least cost of the plan: a row for each arm, and for each stage.
 
-    The time is an estimate: one run of each size is compiled and timed for a few steps. If this
-    machine lacks the memory or the devices for a size, the table has no time and says why.
+    Nothing is compiled. With `measure`, the second table has an estimate of the time: one run of
+    each size is compiled and timed for a few steps. If this machine lacks the memory or the devices
+    for a size, a note says why there is no time.
     """
     planned = imagined(study, arms)
-    seconds_of_run: dict[str, float] = {}
-    note = 'time is for 1 worker on this machine, from a warm-up, without evaluation'
+    notes: list[str] = []
+    seconds_of_run: dict[str, float] | None = None
+    if measure:
+        seconds_of_run, note = _seconds_if_here(study, planned)
+        notes.append(note)
+    if study.tuning.seeds:
+        notes.append(
+            f'lower bounds: a grid may grow to {study.tuning.max_points} values, '
+            f'a value to {study.tuning.max_seeds} seeds'
+        )
+    keys = {run.arm.key for run in planned}
+    by_arm = _cost_table('arm', planned, lambda run: row_title(run.arm.key, keys))
+    by_stage = _cost_table('stage', planned, _stage_title, seconds_of_run)
+    return '\n'.join([by_arm, '', by_stage, *notes])
+
+
+def _cost_table(
+    title: str,
+    planned: Sequence[PlannedRun],
+    title_of: Callable[[PlannedRun], str],
+    seconds_of_run: Mapping[str, float] | None = None,
+) -> str:
+    """Returns a table of what runs cost, with a row for those of each title, and their sum.
+
+    With `seconds_of_run`, by the id of a run, the last column is the time; '-' if it is empty.
+    """
+    runs_of_title: dict[str, list[PlannedRun]] = {}
+    for run in planned:
+        runs_of_title.setdefault(title_of(run), []).append(run)
+    rows: list[list[str]] = []
+    for name, members in [*runs_of_title.items(), ('total', planned)]:
+        total = cost(members)
+        row = [name, f'{total.runs}', f'{total.trials}', f'{total.tokens:.3g}']
+        row.append(f'{total.flops:.3g}')
+        if seconds_of_run:
+            seconds = sum(seconds_of_run[run.id] for run in members)
+            row.append(str(datetime.timedelta(seconds=round(seconds))))
+        elif seconds_of_run is not None:
+            row.append('-')
+        rows.append(row)
+    titles = [(title, True)]  # flush left
+    titles += [(column, False) for column in ('runs', 'trials', 'tokens', 'FLOPs')]
+    if seconds_of_run is not None:
+        titles.append(('about', False))
+    return text_table(titles, rows)
+
+
+def _seconds_if_here(study: Study, planned: Sequence[PlannedRun]) -> tuple[dict[str, float], str]:
+    """Returns the estimated seconds of each run, by its id, and a note on them.
+
+    If this machine cannot train the runs, the seconds are empty and the note says why.
+    """
     try:
         seconds_of_run = _measured_seconds(study, planned)
     except (ConfigError, JaxRuntimeError) as error:
         outcome = cli.outcome(error)
         if outcome is None:
             raise
-        note = f'no time, as this machine cannot train it: {outcome.sentence}'
-
-    runs_of_stage: dict[str, list[PlannedRun]] = {}
-    for run in planned:
-        runs_of_stage.setdefault(_stage_title(run), []).append(run)
-    rows: list[list[str]] = []
-    for title, members in [*runs_of_stage.items(), ('total', planned)]:
-        total = cost(members)
-        time = '-'
-        if seconds_of_run:
-            seconds = sum(seconds_of_run[run.id] for run in members)
-            time = str(datetime.timedelta(seconds=round(seconds)))
-        figures = [f'{total.runs}', f'{total.trials}', f'{total.tokens:.3g}', f'{total.flops:.3g}']
-        rows.append([title, *figures, time])
-    if study.tuning.seeds:
-        note += (
-            f'\nlower bounds: a grid may grow to {study.tuning.max_points} values, '
-            f'a value to {study.tuning.max_seeds} seeds'
-        )
-    titles = [('stage', True)]  # flush left
-    titles += [(name, False) for name in ('runs', 'trials', 'tokens', 'FLOPs', 'about')]
-    return f'{text_table(titles, rows)}\n{note}'
+        return {}, f'no time, as this machine cannot train it: {outcome.sentence}'
+    return (
+        seconds_of_run,
+        'time is for 1 worker on this machine, from a warm-up, without evaluation',
+    )
 
 
 def _measured_seconds(study: Study, planned: Sequence[PlannedRun]) -> dict[str, float]:
@@ -485,7 +519,7 @@ def _measured_seconds(study: Study, planned: Sequence[PlannedRun]) -> dict[str, 
 
 
 def _stage_title(run: PlannedRun) -> str:
-    """Returns the row of a run in the table of costs, such as 'screening learning_rate'."""
+    """Returns the row of a run in the table of costs by stage, as in 'screening learning_rate'."""
     if run.arm.key.control == LONGER:
         return 'longer, if every arm is decided'
     parts = (run.arm.key.control, run.stage, run.knob)

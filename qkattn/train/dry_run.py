@@ -1,5 +1,7 @@
 """Memory and FLOPs of a run on a pod, from a compilation ahead of time on any machine.
 
+`counts` gives parameters, tokens and FLOPs without a pod or a compilation.
+
 If libtpu is installed, XLA for TPU compiles the program for a TPU slice. Otherwise XLA for CPU
 partitions it over fake devices. The sizes of parameters, optimizer state and batch are then exact;
 the size of temporaries is that of the CPU program.
@@ -113,10 +115,7 @@ def describe(config: Config, topology: str) -> Description:
     _require_fit(config, pod)
     # Code from outside the package may start JAX, after which devices can no longer be chosen.
     devices, compiler = _devices(pod)
-    validate(config)
-    check_parts(config)
-    InitialParameters(config).load()
-    unchecked_data = check_data_if_here(config, 'dry run')
+    unchecked_data = _check(config)
 
     mesh = sharding.make_mesh(config.mesh, devices)
     program = _compile(config, mesh)
@@ -146,6 +145,43 @@ def describe(config: Config, topology: str) -> Description:
         flops=flops,
         seconds=flops / peak_flops,
     )
+
+
+def counts(config: Config) -> str:
+    """Counts parameters, tokens and FLOPs of a run, without compiling; returns a page of them.
+
+    Checks the settings as `describe` does, and raises ConfigError for invalid ones.
+    """
+    check_section('', config)
+    unchecked_data = _check(config)
+    num_steps = config.train.num_steps
+    num_trials = len(config.trials.trials())
+    parameters = cost.count(config.model)
+
+    lines = []
+    for group, number in parameters.items():
+        name = 'parameters' if group == 'total' else f'parameters of {group}'
+        lines.append(_row(name, number, 'of each trial'))
+    lines.append(_row('trials', num_trials))
+    lines.append(_row('tokens per step', tokens_per_step(config), 'of all trials'))
+    lines.append(_row('steps', num_steps))
+    lines.append(_row('tokens', num_steps * tokens_per_step(config), 'of all trials and steps'))
+    flops = num_steps * flops_per_step(config)
+    lines.append(_row('FLOPs', flops, f'of all trials and steps: {flops:.3g}'))
+    if unchecked_data is not None:
+        lines.append(f'WARNING {unchecked_data}')
+    return '\n'.join(lines)
+
+
+def _check(config: Config) -> str | None:
+    """Checks a run as its start does, except for devices and memory.
+
+    Returns why its data were not checked; None if they were. Raises ConfigError.
+    """
+    validate(config)
+    check_parts(config)
+    InitialParameters(config).load()
+    return check_data_if_here(config, 'dry run')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,24 +322,26 @@ def text(run: Description) -> str:
         lines += textwrap.wrap(note, PAGE_WIDTH, subsequent_indent='  ')
     lines.append('')
 
-    def add_row(name: str, value: float, remark: str) -> None:
-        lines.append(f'{name:<31}{value:>23,.0f}  {remark}'.rstrip())
-
-    add_row('parameters', run.parameters, f'of {_counted(run.trials, "trial")} each')
-    add_row('tokens', run.tokens, 'per step')
+    lines.append(_row('parameters', run.parameters, f'of {_counted(run.trials, "trial")} each'))
+    lines.append(_row('tokens', run.tokens, 'per step'))
 
     for content, num_bytes in run.memory.items():
-        add_row(content, num_bytes, _size_text(num_bytes))
+        lines.append(_row(content, num_bytes, _size_text(num_bytes)))
     total_bytes = sum(run.memory.values())
-    add_row('memory per device', total_bytes, _size_text(total_bytes))
+    lines.append(_row('memory per device', total_bytes, _size_text(total_bytes)))
     fraction_used = total_bytes / run.capacity
     capacity_text = f'{_size_text(run.capacity)}, of which {fraction_used:.1%} is used'
-    add_row('HBM per device', run.capacity, capacity_text)
+    lines.append(_row('HBM per device', run.capacity, capacity_text))
 
     milliseconds = 1e3 * run.seconds
     time_text = f'{milliseconds:,.3g} ms at the peak bfloat16 rate'
-    add_row('FLOPs per device and step', run.flops, time_text)
+    lines.append(_row('FLOPs per device and step', run.flops, time_text))
     return '\n'.join(lines)
+
+
+def _row(name: str, value: float, remark: str = '') -> str:
+    """Formats a line of a page: a quantity, its value, and a remark."""
+    return f'{name:<31}{value:>23,.0f}  {remark}'.rstrip()
 
 
 def check_log(path: str | Path) -> None:

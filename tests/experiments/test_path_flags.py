@@ -26,7 +26,6 @@ NOT_PATHS = {
     'apply',
     'claims',
     'data',
-    'dry_run',
     'imports',
     'plots',
     'prompt',

@@ -32,6 +32,10 @@ CASES = [
     ('analyze', 'run', '--out=/proc/x', '--out=/proc/x cannot be used'),
     ('claims', '--export=/proc/x', '--list', '--export=/proc/x cannot be used'),
     (*TRAIN, '--workdir=w', '--dry_run_log=x.csv', '--dry_run_log=x.csv needs --dry_run'),
+    (*TRAIN, '--dry_run', '--dry_run_log=x.csv', '--dry_run_log=x.csv needs --dry_run=POD'),
+    (*ABLATE, '--workdir=w', '--measure', '--measure needs --dry_run'),
+    (*ABLATE, '--dry_run=h100-1x1', '--measure', '--measure needs --dry_run without a pod'),
+    (*ABLATE, '--dry_run=v5', '--dry_run=v5 must be a chip and a shape'),
     (*TRAIN, '--workdir=w', '--config.optimizer.beta2=1', 'beta2=1'),
     # Settings.
     (*TRAIN, '--config.train.num_steps=1.5', '--config.train.num_steps=1.5 must be int, at lea'),

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import requests
+from jax.stages import Lowered
 
 from experiments.explorer.bench import Bench
 from experiments.explorer.symbolic import sympy
@@ -232,6 +233,34 @@ def test_training_prints_where_its_results_are(script_here, printed, tmp_path, o
     assert export[:4] == ['to', 'export', 'qkattn', 'convert'] and export[-1] == '--out=DIRECTORY'
     printed('convert', *export[4:-1], '--out=exported')
     assert (tmp_path / 'exported/model.safetensors').exists()
+
+
+def test_a_run_is_counted_without_compiling(printed, tmp_path, monkeypatch):
+    monkeypatch.setattr(Lowered, 'compile', lambda *_, **__: pytest.fail('it compiles'))
+    lines = [
+        ' '.join(line.split())
+        for line in printed('train', '--config=small', '--dry_run').splitlines()
+    ]
+    assert lines[4:] == [
+        'parameters 434,816 of each trial',
+        'trials 3',
+        'tokens per step 3,072 of all trials',
+        'steps 600',
+        'tokens 1,843,200 of all trials and steps',
+        'FLOPs 5,073,430,118,400 of all trials and steps: 5.07e+12',
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
+
+
+@pytest.mark.slow
+def test_the_arms_of_a_study_are_described_on_a_pod(printed):
+    text = printed('ablate', '--config=study.py', '--dry_run=h100-1x2', '--config.base.mesh.data=2')
+    rows = text.split('\n\n')[1].splitlines()
+    assert [row.split()[:3] for row in rows[3:5]] == [
+        ['qk/vo', '3', '192'],
+        ['shared_qk/vo', '3', '192'],
+    ]
+    assert 'compiled by XLA for CPU, partitioned over 2 fake devices' in rows
 
 
 @pytest.mark.slow
@@ -534,11 +563,16 @@ def test_a_repeated_ablation_trains_only_what_is_missing(
     assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
 
 
-def test_a_dry_run_writes_nothing(printed, tmp_path):
-    text = printed('ablate', '--config=study.py', '--dry_run')
+@pytest.mark.parametrize('measure', [False, True])
+def test_a_dry_run_writes_nothing(printed, tmp_path, monkeypatch, measure):
+    """It compiles nothing unless it is to measure the time."""
+    if not measure:
+        monkeypatch.setattr(Lowered, 'compile', lambda *_, **__: pytest.fail('it compiles'))
+    text = printed('ablate', '--config=study.py', '--dry_run', *['--measure'] * measure)
     assert 'small: 2 arms' in text and 'residual' in text
     # 3 trials of 40 steps of 4 rows of 16 tokens, for each of two runs.
-    assert re.search(r'\ntotal +2 +6 +1.54e\+04 .* 0:00', text)
+    time = r' +0:00:\d\d' if measure else ''
+    assert re.search(rf'\ntotal +2 +6 +1.54e\+04 +\S+{time}\n', text)
     assert {p.name for p in tmp_path.iterdir() if p.suffix != '.py'} <= {'__pycache__'}
 
 

@@ -241,6 +241,13 @@ def test_the_table_of_arms_states_the_cost_that_is_equal(saving_arms):
     assert {'qk/vo', '+0.0000%', total} < set(lines[3].split())
 
 
+def test_a_table_names_what_arms_differ_in(grid_arms, saving_arms):
+    assert 'qk/vo d_model=64 stdlib ' in table(grid_arms, None)
+    lines = table(saving_arms, None).splitlines()
+    assert lines[2].startswith('qk/vo  ')
+    assert lines[5].startswith('qk/no_o (same shape)  ')
+
+
 @pytest.mark.parametrize(
     'fields',
     [

@@ -338,8 +338,28 @@ def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(
     assert plan.cost(runs) == (16, 72, 4 * tokens, pytest.approx(work))
 
 
-def estimated_lines(study, arms):
-    return [' '.join(line.split()) for line in plan.estimate(study, arms).splitlines()]
+def estimated_tables(study, arms, **options):
+    """The lines of the table by arm, and those of the table by stage with its notes."""
+    tables = plan.estimate(study, arms, **options).split('\n\n')
+    return [[' '.join(line.split()) for line in table.splitlines()] for table in tables]
+
+
+def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
+    costly_study, costly_arms, monkeypatch
+):
+    monkeypatch.setattr(plan.program, 'warm_up', lambda _: pytest.fail('it measures'))
+    by_arm, by_stage = estimated_tables(costly_study, costly_arms)
+    tokens = 9 * 100 * 4 * 16
+    flops = 3 * cost.flops_per_token(costly_arms[0].model) * tokens
+    assert by_arm[2] == f'qk/vo d_model=32 2 9 {tokens:.3g} {flops:.3g}'
+    assert [line.partition(' d_model')[0] for line in by_arm[2:]] == [
+        *(['qk/vo', 'shared_qk/vo'] * 2),
+        *(['qk/vo (longer)', 'shared_qk/vo (longer)'] * 2),
+        by_arm[-1],
+    ]
+    assert by_stage[0] == 'stage runs trials tokens FLOPs'
+    assert by_arm[-1] == by_stage[-2] and by_stage[-1].startswith('lower bounds')
+    assert sum(int(line.split()[-3]) for line in by_arm[2:-1]) == 72
 
 
 def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
@@ -353,7 +373,7 @@ def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
         return 1.0, 60.0
 
     monkeypatch.setattr(plan.program, 'warm_up', warm_up)
-    shown = estimated_lines(costly_study, costly_arms)
+    _, shown = estimated_tables(costly_study, costly_arms, measure=True)
     assert measured == [('qk', 32), ('qk', 64)]
     assert shown[4].startswith('longer, if every arm is decided 8 36')
     assert shown[5].startswith('total 16 72') and ' 1:0' in shown[5]
@@ -366,7 +386,7 @@ def test_a_machine_that_cannot_train_a_plan_gives_its_cost_without_time(
     costly_study, costly_arms, monkeypatch, error
 ):
     monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
-    shown = estimated_lines(costly_study, costly_arms)
+    _, shown = estimated_tables(costly_study, costly_arms, measure=True)
     assert shown[5].startswith('total 16 72') and shown[5].endswith(' -')
     assert re.match('no time, as this machine cannot train it: .*it', shown[6])
 
@@ -374,4 +394,4 @@ def test_a_machine_that_cannot_train_a_plan_gives_its_cost_without_time(
 def test_a_bug_in_the_warm_up_of_a_plan_is_raised(costly_study, costly_arms, monkeypatch):
     monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=JaxRuntimeError('a bug')))
     with pytest.raises(JaxRuntimeError, match='a bug'):
-        plan.estimate(costly_study, costly_arms)
+        plan.estimate(costly_study, costly_arms, measure=True)

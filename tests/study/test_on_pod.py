@@ -1,0 +1,58 @@
+"""Dry runs of a study on a pod: a row for each model, and notes on what differs."""
+
+import pytest
+
+from qkattn.config import ControlsConfig
+from qkattn.model import cost
+from qkattn.study import on_pod
+from qkattn.study.arms import build_arms
+from qkattn.train.dry_run import Description
+from tests.study.test_plan import changed
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The configs that are described; the larger of two models warns."""
+    configs = []
+
+    def describe(config, topology):
+        configs.append(config)
+        parameters = cost.count(config.model)['total']
+        notes = [topology, 'mesh data=8']
+        if config.model.d_model == 64:
+            notes.append('WARNING the program DOES NOT FIT')
+        memory = {'parameters': 4 * parameters, 'optimizer state': 8 * parameters, 'batch': 10**9}
+        return Description(
+            name=topology,
+            compiler='XLA',
+            mesh={'data': 8},
+            notes=notes,
+            trials=len(config.trials.trials()),
+            parameters=parameters,
+            tokens=1024,
+            memory=memory,
+            capacity=2 * 10**9,
+            flops=5e12,
+            seconds=0.25,
+        )
+
+    monkeypatch.setattr(on_pod.dry_run, 'describe', describe)
+    return configs
+
+
+def test_each_model_of_a_study_is_described_once_with_its_most_trials(described):
+    study = changed(sizes=('d_model=32', 'd_model=64'), controls=ControlsConfig(equal_shape=False))
+    arms = build_arms(study)
+    text = on_pod.described_arms(study, arms, 'h100-1x8')
+    # 2 seeds at 3 learning rates are more than the 3 trials of a verdict.
+    assert [len(config.trials.trials()) for config in described] == [6] * 4
+    assert [config.model for config in described] == [arm.model for arm in arms]
+    lines = [' '.join(line.split()) for line in text.splitlines()]
+    state = 12 * cost.count(arms[0].model)['total'] / 1e9
+    total = f'{1 + state:.3g} {(1 + state) / 2:.1%}'
+    assert lines[3] == f'qk/vo d_model=32 6 1,024 {state:.3g} {total} 5 250'
+    assert lines[-3:] == [
+        'h100-1x8',
+        'mesh data=8',
+        'qk/vo d_model=64: WARNING the program DOES NOT FIT',
+    ]
