@@ -14,7 +14,7 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import agreement, bootstrap, cli, signals
 from qkattn.metrics import PREFIXES, shown
 from qkattn.storage.files import as_path
-from qkattn.storage.records import metrics_of
+from qkattn.storage.records import corpora_of, metrics_of
 from qkattn.train import dry_run
 from qkattn.train.loop import train
 from qkattn.train.program_cache import keep_programs
@@ -76,11 +76,19 @@ def described(result: dict[str, Any]) -> str:
 
 
 def summary(result: dict[str, Any]) -> dict[str, list[str]]:
-    """The printed metrics of a finished trial by split, as in reports: of text, bits per byte."""
-    texts_by_split = dict[str, list[str]]()
+    """The printed metrics of a finished trial by split, as in reports: of text, bits per byte.
+
+    Entries of data.evaluate follow the splits.
+    """
     metrics = [metric for metric in shown(metrics_of(result), [result]) if metric.role != 'error']
+    fields = dict[str, list[str]]()
     for split, prefix in PREFIXES.items():
-        values = [(metric, result.get(f'{prefix}_{metric.name}')) for metric in metrics]
+        fields[split] = [f'{prefix}_{metric.name}' for metric in metrics]
+    for corpus in corpora_of(result):
+        fields[corpus] = [metric.corpus_field(corpus) for metric in metrics]
+    texts_by_split = dict[str, list[str]]()
+    for split, names in fields.items():
+        values = [(metric, result.get(name)) for metric, name in zip(metrics, names, strict=True)]
         texts = [metric.text(value) for metric, value in values if value is not None]
         if texts:
             texts_by_split[split] = texts

@@ -75,6 +75,13 @@ class DataConfig:
     eval_sequences: int | None = setting(
         None, 'Rows per evaluation, evenly spaced over the split; None is all.', least=1
     )
+    evaluate: tuple[str, ...] = setting(
+        (),
+        'Further corpora on which a model of text is evaluated, and which decide nothing: names as '
+        "in data.name, with a path and a split as in 'text:PATH', 'tokens:DIR' and "
+        "'tiny_shakespeare@test'; '@train' is of the data itself. See docs/data.md.",
+        path=True,
+    )
 
 
 # Largest N H, the width of all heads of one layer together.

@@ -52,6 +52,24 @@ def open_tokens(config: DataConfig) -> TokenDataset:
     return open_prepared(config)
 
 
+def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
+    """Opens one split of text in the ids of a tokenizer, which need not be that of `config`.
+
+    Only this split is tokenized, into a directory of its own; see `load`. Raises ConfigError if the
+    corpus does not have the split, too.
+    """
+    corpus = find(config)
+    if split not in corpus.splits:
+        raise ConfigError(
+            f'{corpus.name} has no split {split!r}; valid: {", ".join(corpus.splits)}'
+        )
+    root = data_root(config.data_dir)
+    directory = root / 'tokens' / corpus.name / corpus.version / tokenizer.name / split
+    carved = {name: share for name, share in corpus.carved.items() if name == split}
+    only_split = dataclasses.replace(corpus, splits=(split,), carved=carved)
+    return _written_once(directory, only_split, config.tokenizer, tokenizer, root=root)
+
+
 def load_pairs(config: DataConfig) -> PairDataset:
     """Opens parallel text; see `load`."""
     source, target = _load_sides(config)
@@ -139,7 +157,7 @@ def _written_once(
 
     def read() -> TokenDataset:
         """Opens the tokens; raises DamagedData if they have to be written again."""
-        index = read_index(directory)
+        index = read_index(directory, corpus.splits[:1])
         expected = (corpus.name, corpus.version, tokenizer.name)
         stored = (index.name, index.version, index.tokenizer_name)
         if stored != expected:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -186,14 +186,15 @@ def _write_split(
     )
 
 
-def read_index(directory: Path) -> Index:
+def read_index(directory: Path, required: Sequence[str] = ('train',)) -> Index:
     """Reads and checks the index of a directory of tokens.
 
-    Raises DamagedData if it cannot be read, or if its values cannot be true.
+    Raises DamagedData if it cannot be read, if its values cannot be true, or if it lacks one of the
+    splits `required`.
     """
     try:
         record = parse_file(directory / INDEX, {'splits': {}})  # requires an object `splits`
-        _check_splits(record['splits'])
+        _check_splits(record['splits'], required)
         splits = {split: read(SplitInfo, entry) for split, entry in record['splits'].items()}
         for split, info in splits.items():
             _check_counts(split, info)
@@ -202,16 +203,17 @@ def read_index(directory: Path) -> Index:
         raise DamagedData(f'{directory / INDEX} cannot be read ({error})') from error
 
 
-def _check_splits(names: Iterable[str]) -> None:
-    """Raises ValueError unless these are names of splits, and 'train' is one of them.
+def _check_splits(names: Iterable[str], required: Sequence[str]) -> None:
+    """Raises ValueError unless these are names of splits, the required ones among them.
 
     Paths of files are made from the names, so a name such as '../other' must not pass.
     """
     for name in names:
         if name not in SPLITS:
             raise ValueError(f'split {name!r:.80} is none of {", ".join(SPLITS)}')
-    if 'train' not in names:
-        raise ValueError('it has no train split')
+    for name in required:
+        if name not in names:
+            raise ValueError(f'it has no {name} split')
 
 
 def _check_counts(split: str, info: SplitInfo) -> None:

@@ -1,5 +1,6 @@
 """Tokenized corpora: the token ids of their splits, and the counts of each split."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -94,6 +95,13 @@ class TokenDataset:
         self._tokens = tokens
         # Cached by split, because finding the ends may read the whole split.
         self._ends = functools.cache(document_ends or self._document_ends)
+
+    def in_ids_of(self, tokenizer: Tokenizer) -> 'TokenDataset':
+        """Returns the same tokens with another tokenizer, which gives ids the same meaning."""
+        dataset = copy.copy(self)
+        dataset.tokenizer = tokenizer
+        dataset.vocab_size = tokenizer.vocab_size
+        return dataset
 
     def info(self, split: str) -> SplitInfo:
         """Returns the counts of a split; raises ConfigError for an unknown split."""

@@ -18,6 +18,8 @@ import numpy as np
 from qkattn.config.calls import called, resolve, takes
 from qkattn.errors import ConfigError
 
+# Where the data of a result describe the corpora of data.evaluate, by their entries there.
+CORPORA = 'evaluate'
 # The prefix of a split's fields in result files.
 PREFIXES = {'validation': 'val', 'test': 'test'}
 
@@ -89,6 +91,10 @@ class Metric:
         if prefix not in self.prefixes:
             raise ValueError(f'{self.name} has no prefix {prefix!r}, only {self.prefixes}')
         return f'{prefix}_{self.name}'
+
+    def corpus_field(self, corpus: str) -> str:
+        """Returns the name of its field for an entry of data.evaluate: 'loss[stdlib@test]'."""
+        return f'{self.name}[{corpus}]'
 
     def text(self, value: float) -> str:
         """Returns a value as printed, with its label and unit: 'loss 3.2189 nats/token'."""
@@ -387,10 +393,13 @@ def values(
     return value_by_name
 
 
-def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:
+def result_fields(
+    metrics: Mapping[str, Metric] = METRICS, corpora: Iterable[str] = ()
+) -> dict[str, type]:
     """Returns the fields that metrics have in a result, with types: {'val_loss': float, ...}.
 
-    A field may also be null, if the metric was not measured.
+    `corpora` are entries of data.evaluate. A field may also be null, if the metric was not
+    measured.
     """
     fields: dict[str, type] = {}
     for metric in metrics.values():
@@ -398,15 +407,24 @@ def result_fields(metrics: Mapping[str, Metric] = METRICS) -> dict[str, type]:
             fields[metric.field(prefix)] = float
             for detail, detail_type in metric.details.items():
                 fields[f'{prefix}_{detail}'] = detail_type
+    for corpus in corpora:
+        fields |= {metric.corpus_field(corpus): float for metric in metrics.values()}
     return fields
 
 
-def logged_fields(metrics: Mapping[str, Metric]) -> tuple[str, ...]:
-    """Returns the fields that an evaluation writes to metrics.jsonl, with a value per trial."""
-    fields = []
-    for metric in metrics.values():
-        if metric.logged and 'val' in metric.prefixes:
-            fields.append(metric.field('val'))
+def logged(metrics: Mapping[str, Metric]) -> list[Metric]:
+    """Returns the metrics that an evaluation writes to metrics.jsonl."""
+    return [metric for metric in metrics.values() if metric.logged and 'val' in metric.prefixes]
+
+
+def logged_fields(metrics: Mapping[str, Metric], corpora: Iterable[str] = ()) -> tuple[str, ...]:
+    """Returns the fields that an evaluation writes to metrics.jsonl, with a value per trial.
+
+    `corpora` are entries of data.evaluate.
+    """
+    fields = [metric.field('val') for metric in logged(metrics)]
+    for corpus in corpora:
+        fields += [metric.corpus_field(corpus) for metric in logged(metrics)]
     return tuple(fields)
 
 

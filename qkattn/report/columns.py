@@ -9,6 +9,7 @@ table.csv, in the unit of the result files.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from qkattn.metrics import METRICS, PREFIXES, Metric, shown
@@ -216,6 +217,7 @@ def columns(findings: Findings) -> Iterator[Column]:
     yield from _verdict_columns(findings)
     yield from _part_columns(findings)
     yield from _metric_columns(findings)
+    yield from _corpus_columns(findings)
     yield from _setting_columns(findings)
     yield Column('correlation', 'comparison.correlation', 'correlation|over seeds', text='+.2f')
     yield from COSTS
@@ -343,6 +345,26 @@ def _metric_columns(findings: Findings) -> Iterator[Column]:
         per_byte = Measure(METRICS['bits_per_byte'], split)
         if any(per_byte.over_seeds(arm) for arm in findings.arms):
             yield Column(per_byte.field, per_byte.over_seeds, parts=ESTIMATE)
+
+
+def corpora(findings: Findings) -> list[str]:
+    """Returns the entries of data.evaluate on which the arms of a study are evaluated."""
+    trials = [trial for arm in findings.arms for trial in arm.chosen]
+    return list(dict.fromkeys(corpus for trial in trials for corpus in trial.corpora))
+
+
+def _corpus_columns(findings: Findings) -> Iterator[Column]:
+    """Yields the loss over seeds on each corpus of data.evaluate, which decides nothing."""
+    loss = METRICS['loss']
+    for corpus in corpora(findings):
+        field = loss.corpus_field(corpus)
+        yield Column(
+            field,
+            methodcaller('over_seeds', field),
+            f'loss on {corpus}, {loss.unit}|mean ± sd',
+            VAL_LOSS.printed,
+            parts=ESTIMATE,
+        )
 
 
 def _setting_columns(findings: Findings) -> Iterator[Column]:

@@ -33,10 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError
-from qkattn.metrics import result_fields
 from qkattn.storage.files import Files, Readable, read_whole, run_path, write_atomic
 from qkattn.storage.leases import locked
-from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metrics_of, parse_json, to_jsonable
+from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metric_fields, parse_json, to_jsonable
 
 NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
@@ -389,9 +388,8 @@ def seen(directory: Files) -> dict[str, str]:
     for line in _lines(directory / 'results.jsonl'):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             result = parse_json(line)
-            metric_fields = result_fields(metrics_of(result))
             covered = {}
-            for name in (*_SEEN, *metric_fields):
+            for name in (*_SEEN, *metric_fields(result)):
                 if name in result:
                     covered[name] = result[name]
             run_results = results_by_run.setdefault(result['run'], [])

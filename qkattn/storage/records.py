@@ -24,7 +24,7 @@ import numpy as np
 
 from qkattn.config import Config, fingerprint
 from qkattn.errors import ConfigError, RunDirectoryError
-from qkattn.metrics import METRICS, TIMES, Metric, outside, result_fields, with_outside
+from qkattn.metrics import CORPORA, METRICS, TIMES, Metric, outside, result_fields, with_outside
 from qkattn.storage.files import Readable, as_readable, read_errors, read_whole, write_atomic
 
 T = TypeVar('T')
@@ -270,7 +270,7 @@ def check_result(record: Any) -> None:
     # The metrics of the result: losses have to be there, the other fields may be missing.
     required = _loss_fields()
     schema = {}
-    type_by_field = result_fields(metrics_of(record)) | _OPTIONAL
+    type_by_field = metric_fields(record) | _OPTIONAL
     for name, field_type in type_by_field.items():
         if name in record or name in required:
             schema[name] = field_type | None
@@ -297,6 +297,23 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error
     return with_outside(outside_metrics)
+
+
+def corpora_of(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the entries of data.evaluate of a result; raises ValueError if they are damaged."""
+    data = result.get('data')
+    if not isinstance(data, dict) or CORPORA not in data:
+        return ()
+    check(data, {CORPORA: dict})
+    return tuple(data[CORPORA])
+
+
+def metric_fields(result: Mapping[str, Any]) -> dict[str, type]:
+    """Returns the fields of a result that hold metrics, with their types; see `result_fields`.
+
+    Raises ValueError as `metrics_of` and `corpora_of` do.
+    """
+    return result_fields(metrics_of(result), corpora_of(result))
 
 
 def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:

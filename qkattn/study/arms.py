@@ -9,6 +9,7 @@ from typing import Any
 from qkattn.attention import registry
 from qkattn.config import ModelConfig, Study
 from qkattn.config.setting import check_section
+from qkattn.data import evaluation_corpora
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError, MatchError, SpecError
 from qkattn.jobs.output import text_table
@@ -97,10 +98,12 @@ def build_arms(study: Study) -> list[PlannedArm]:
     # The task of each corpus has to exist and to fit the config; its data are not opened.
     for corpus in study.corpora:
         data = dataclasses.replace(study.base.data, name=corpus)
+        base = dataclasses.replace(study.base, data=data)
         try:
-            task_of(dataclasses.replace(study.base, data=data))
+            task_of(base)
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
+        evaluation_corpora.entries(base)  # raises ConfigError for an invalid entry
 
     arms_on_first_corpus: list[PlannedArm] = []
     refusals: list[Refusal] = []

@@ -18,7 +18,9 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from qkattn.config import Config, Study, from_json, to_json
+from qkattn.data.evaluation_corpora import open_corpora
 from qkattn.data.pipeline import check_documents
+from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.errors import (
     CheckpointError,
@@ -129,7 +131,7 @@ class _Worker:
             require_memory(run.config)
             check_parts(run.config)
             with waiting(study.name, 'preparing data'):
-                check_data(study, run.config)
+                open_corpora(run.config, check_data(study, run.config))
         make_directory(path)
         self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
@@ -280,14 +282,15 @@ def of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
     return list(run_of_model.values())
 
 
-def check_data(study: Study, config: Config) -> None:
-    """Opens the data of a run.
+def check_data(study: Study, config: Config) -> Rows:
+    """Opens and returns the rows of a run.
 
     Raises ConfigError if they do not fit the run or have too few documents for a verdict.
     """
     rows = rows_of(config)
     if study.tuning.seeds:
         check_documents(rows, config.data)
+    return rows
 
 
 def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list[str]:

@@ -1,10 +1,13 @@
 """Checks of a run before anything compiles, for the start of a run, a study and dry runs."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
-from qkattn.config import Config
+from qkattn.config import Config, DataConfig
 from qkattn.data.cache import NotPrepared, nothing_prepared
 from qkattn.data.corpora.corpus_registry import is_local
+from qkattn.data.evaluation_corpora import entries, open_corpora
+from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.jobs.display import waiting
 from qkattn.storage.sinks import check_sinks
@@ -13,14 +16,15 @@ from qkattn.train.trials import check_metrics
 
 
 def check_parts(config: Config) -> None:
-    """Raises ConfigError for an optimizer, a sink or a metric that cannot be used."""
+    """Raises ConfigError for an optimizer, sink, metric or further corpus that cannot be used."""
     check_optimizer(config.optimizer, config.train.num_steps)
     check_sinks(config.train.sinks)
     check_metrics(config)
+    entries(config)
 
 
 def check_data_if_here(
-    config: Config, label: str, check: Callable[[Config], object] = rows_of
+    config: Config, label: str, check: Callable[[Config], Rows] = rows_of
 ) -> str | None:
     """Checks the data of a run as its start does, if that needs no download.
 
@@ -30,18 +34,25 @@ def check_data_if_here(
     Args:
       config: the settings of the run.
       label: what the display shows.
-      check: opens the data; raises ConfigError if they do not fit the run.
+      check: opens and returns the rows; raises ConfigError if they do not fit the run.
 
     Returns:
       A sentence on why the data were not checked; None if they were.
     """
+    corpora = [entry.data for entry in entries(config) if entry.data is not None]
     with waiting(label, 'preparing data'):
-        if is_local(config.data):
-            check(config)
-            return None
         try:
-            with nothing_prepared():
-                check(config)
+            with _preparing_local_data([config.data]):
+                rows = check(config)
+            with _preparing_local_data(corpora):
+                open_corpora(config, rows)
         except NotPrepared as missing:
             return f'data are not checked, as they are not prepared on this machine: {missing}'
     return None
+
+
+def _preparing_local_data(data: Sequence[DataConfig]) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that prepares nothing unless all data are on this machine."""
+    if all(is_local(settings) for settings in data):
+        return contextlib.nullcontext()
+    return nothing_prepared()

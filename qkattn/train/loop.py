@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, Study, differences, fingerprint, to_json
+from qkattn.data.evaluation_corpora import EvaluationCorpus, identity_with, open_corpora
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import as_recorded
@@ -91,7 +92,7 @@ def train(
 
     with contextlib.ExitStack() as exits:
         progress = exits.enter_context(owned(make_progress))
-        rows = _open_rows(config, path, progress)
+        rows, corpora = _open_rows(config, path, progress)
         initial = InitialParameters(config)
         if not _is_begun(path):
             # If these cannot be read, there is no run directory yet that would fix the settings,
@@ -101,7 +102,9 @@ def train(
         stop = exits.enter_context(StopRequest())
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)
-        run = Run(config, path, rows, initial, progress, directory, stop, sinks, lost, traces)
+        run = Run(
+            config, path, rows, corpora, initial, progress, directory, stop, sinks, lost, traces
+        )
         finished = run.finished_results()
         return run.to_end() if finished is None else finished
 
@@ -207,6 +210,8 @@ class Run:
     config: Config
     path: Path
     rows: Rows
+    # The corpora of data.evaluate.
+    corpora: tuple[EvaluationCorpus, ...]
     initial: InitialParameters
     progress: Progress
     directory: RunDirectory
@@ -231,8 +236,9 @@ class Run:
     # from a checkpoint of an earlier version, which did not record it.
     diverged_at: dict[int, int | None] = dataclasses.field(init=False)
 
-    # The newest evaluation of the validation split, and its step.
+    # The newest evaluation of the validation split and of the corpora by entry, and its step.
     validation: Evaluation | None = None
+    validation_of_corpora: Mapping[str, Evaluation] | None = None
     validation_step: int | None = None
     # Numbers the calls of `_should_stop`. All processes make equally many of them.
     questions: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -281,7 +287,7 @@ class Run:
             self._require_same_data(record['data'])
             self.read_files = record.get('given', {})
 
-        self.stack = Stack(self.config, compiled, self.rows, state)
+        self.stack = Stack(self.config, compiled, self.rows, state, self.corpora)
         self.step = self.stack.step
         self.clock = Clock(record, self.step)
 
@@ -300,7 +306,7 @@ class Run:
 
     def _require_same_data(self, recorded: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the data differ from those that a checkpoint has recorded."""
-        changes = differences(recorded, self.rows.identity())
+        changes = differences(recorded, identity_with(self.rows, self.corpora))
         if changes:
             raise CheckpointError(
                 f'{self.path} was trained on data other than the current dataset '
@@ -424,14 +430,21 @@ class Run:
         return speeds
 
     def _validate(self) -> bool:
-        """Evaluates and logs the validation split; returns False if it was stopped by a request."""
+        """Evaluates and logs the validation split, and the corpora of data.evaluate.
+
+        Returns False, and logs nothing, if it was stopped by a request.
+        """
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
-        if evaluation is None:
-            return False
+            if evaluation is None:
+                return False
+            of_corpora = self.stack.evaluate_corpora(self._should_stop)
+            if of_corpora is None:
+                return False
         self.validation = evaluation
+        self.validation_of_corpora = of_corpora
         self.validation_step = self.step
-        self._record(results.eval_record(self.step, evaluation))
+        self._record(results.eval_record(self.step, evaluation, of_corpora))
         self.progress.evaluated(self.step, evaluation.values['loss'])
         return True
 
@@ -446,7 +459,7 @@ class Run:
         record = {
             # Metrics are on the disk before the checkpoint, so a resumed file has no gap.
             'metrics': agreement.on_owner(self.directory.metrics.flush),
-            'data': self.rows.identity(),
+            'data': identity_with(self.rows, self.corpora),
             **self.clock.seconds,
             'diverged_at': [self.diverged_at.get(trial) for trial in range(num_trials)],
             'evaluated': is_evaluated,
@@ -472,6 +485,11 @@ class Run:
                     evaluation = self.stack.evaluate(split)
             assert evaluation is not None  # it is None only after a request to stop
             evaluations[split] = evaluation
+        of_corpora = self.validation_of_corpora
+        if self.validation_step != self.step:
+            with self.progress.phase('evaluating'):
+                of_corpora = self.stack.evaluate_corpora()
+        assert of_corpora is not None  # as above
         self._require_owned(self._is_lost(), 'after its last step')
         compiled = self.stack.program
         costs = {
@@ -485,7 +503,12 @@ class Run:
         )
         with self.progress.phase('measuring'):
             trial_results = results.trial_results(
-                self.stack, evaluations, costs, {'provenance': provenance}, self.diverged_at
+                self.stack,
+                evaluations,
+                costs,
+                {'provenance': provenance},
+                self.diverged_at,
+                of_corpora,
             )
         documents = results.document_results(self.stack, evaluations, trial_results)
         return trial_results, documents
@@ -543,16 +566,24 @@ class Run:
             raise Lost(f'{self.path} was taken over {when}')
 
 
-def _open_rows(config: Config, path: Path, progress: Progress) -> Rows:
-    """Opens the rows of a run; raises ConfigError if they differ between processes.
+def _open_rows(
+    config: Config, path: Path, progress: Progress
+) -> tuple[Rows, tuple[EvaluationCorpus, ...]]:
+    """Opens the rows of a run and the corpora of data.evaluate.
 
-    Process 0 opens them first and prepares the data, which the others then find.
+    Process 0 opens them first and prepares the data, which the others then find. Raises ConfigError
+    if they differ between processes.
     """
+
+    def opened() -> tuple[Rows, tuple[EvaluationCorpus, ...]]:
+        rows = rows_of(config)
+        return rows, open_corpora(config, rows)
+
     recorded = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
     with progress.phase('preparing data'), as_recorded(*recorded):
-        rows = owner_first(lambda: rows_of(config))
-    agreement.require_same('dataset', json.dumps(rows.identity()))
-    return rows
+        rows, corpora = owner_first(opened)
+    agreement.require_same('dataset', json.dumps(identity_with(rows, corpora)))
+    return rows, corpora
 
 
 def _is_begun(path: Path) -> bool:

@@ -10,12 +10,14 @@ import numpy as np
 
 from qkattn.config import fingerprint
 from qkattn.data import pipeline
+from qkattn.data.evaluation_corpora import identity_with
 from qkattn.errors import ConfigError
 from qkattn.metrics import (
+    CORPORA,
     PREFIXES,
     Metric,
     bits_per_byte,
-    logged_fields,
+    logged,
     result_fields,
     with_outside,
 )
@@ -27,7 +29,7 @@ from qkattn.storage.records import (
     PROVENANCE,
     START,
     described,
-    metrics_of,
+    metric_fields,
     read_json,
     to_jsonable,
 )
@@ -40,6 +42,7 @@ def trial_results(
     costs: Mapping[str, Any],
     about: Mapping[str, Any],
     diverged_at: Mapping[int, int | None],
+    corpora: Mapping[str, Evaluation],
 ) -> list[dict[str, Any]]:
     """Returns the results of a finished run, one JSON object per trial, in trial order.
 
@@ -49,13 +52,14 @@ def trial_results(
       costs: times of the run, which all results hold.
       about: further fields that all results hold.
       diverged_at: by trial number, the step at which a trial diverged.
+      corpora: the last evaluation of each entry of data.evaluate.
     """
     validation = evaluations['validation']
     evaluated = {
         name: metric for name, metric in validation.metrics.items() if metric.value is not None
     }
     of_task = {metric.name: metric for metric in stack.rows.metrics}
-    common = _common(stack, evaluations, costs)
+    common = _common(stack, evaluations, costs, corpora)
     common |= about
     # Declarations of metrics from outside the package, so that reports can show them.
     common |= described({**evaluated, **of_task})
@@ -76,6 +80,11 @@ def trial_results(
         result |= common
         sound_evaluations = evaluations if is_finished else {}
         result |= _metrics_of_trial(x, sound_evaluations, evaluated)
+        for corpus, evaluation in corpora.items():
+            for name, metric in evaluated.items():
+                value_X = evaluation.values[name]
+                has_value = is_finished and value_X is not None
+                result[metric.corpus_field(corpus)] = float(value_X[x]) if has_value else None
         for field, values_X in end_metrics.items():
             result[field] = values_X[x] if is_finished else None
         results.append(result)
@@ -120,7 +129,10 @@ def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
 
 
 def _common(
-    stack: Stack, evaluations: Mapping[str, Evaluation], costs: Mapping[str, Any]
+    stack: Stack,
+    evaluations: Mapping[str, Evaluation],
+    costs: Mapping[str, Any],
+    corpora: Mapping[str, Evaluation],
 ) -> dict[str, Any]:
     """Returns the fields that the results of all trials share.
 
@@ -146,10 +158,12 @@ def _common(
     if unigram_nats is not None and bytes_per_token is not None:
         unigram_bits_per_byte = bits_per_byte(unigram_nats, bytes_per_token)
     data = {
-        **stack.rows.identity(),
+        **identity_with(stack.rows, stack.corpora),
         'unigram_loss': unigram_nats,
         'unigram_bits_per_byte': unigram_bits_per_byte,
     }
+    for corpus, evaluation in corpora.items():
+        data[CORPORA][corpus]['eval_tokens'] = evaluation.num_targets
 
     # A dataset may have no test split.
     test_tokens = None
@@ -217,12 +231,20 @@ def _sums_by_document(
     return np.bincount(document_R, weights=values_R, minlength=num_documents)
 
 
-def eval_record(step: int, evaluation: Evaluation) -> dict[str, Any]:
-    """Returns the record of an evaluation on the validation split, with values [X]."""
+def eval_record(
+    step: int, evaluation: Evaluation, corpora: Mapping[str, Evaluation]
+) -> dict[str, Any]:
+    """Returns the record of an evaluation, with values [X].
+
+    It is on the validation split and, by entry, on the `corpora` of data.evaluate.
+    """
     record: dict[str, Any] = {'kind': 'eval', 'step': step}
-    for field in logged_fields(evaluation.metrics):
-        metric_name = field.removeprefix('val_')
-        record[field] = evaluation.values[metric_name]
+    for metric in logged(evaluation.metrics):
+        record[metric.field('val')] = evaluation.values[metric.name]
+    for corpus, evaluation_of_corpus in corpora.items():
+        for metric in logged(evaluation.metrics):
+            field = metric.corpus_field(corpus)
+            record[field] = evaluation_of_corpus.values[metric.name]
     return record
 
 
@@ -236,7 +258,7 @@ def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         'eval_tokens': first['eval_tokens'],
         'test_tokens': first['test_tokens'],
     }
-    for field in result_fields(metrics_of(first)):
+    for field in metric_fields(first):
         if any(field in result for result in results):
             record[field] = [result.get(field) for result in results]
     return record

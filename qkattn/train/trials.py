@@ -12,6 +12,7 @@ from qkattn import metrics
 from qkattn.config import Config
 from qkattn.config.calls import called
 from qkattn.data import pipeline
+from qkattn.data.evaluation_corpora import EvaluationCorpus
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tasks.task_registry import task_of
 from qkattn.data.tokenizers.tokenizer import Tokenizer
@@ -49,6 +50,8 @@ class Stack:
     program: Program
     rows: Rows
     state: dict
+    # The corpora of data.evaluate.
+    corpora: tuple[EvaluationCorpus, ...] = ()
 
     def batches(self) -> Generator[Batch]:
         """Yields the part of each batch that this process holds, from the next step to the last.
@@ -99,8 +102,29 @@ class Stack:
 
         Calls `should_stop` before every batch, and returns None as soon as it returns True.
         """
+        return self._evaluate(self.rows, split, should_stop)
+
+    def evaluate_corpora(
+        self, should_stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, Evaluation] | None:
+        """Evaluates every trial on the corpora of data.evaluate; returns evaluations by entry.
+
+        Returns None if `should_stop` returns True, as in `evaluate`.
+        """
+        evaluations = {}
+        for corpus in self.corpora:
+            evaluation = self._evaluate(corpus.rows, corpus.split, should_stop)
+            if evaluation is None:
+                return None
+            evaluations[corpus.name] = evaluation
+        return evaluations
+
+    def _evaluate(
+        self, rows: Rows, split: str, should_stop: Callable[[], bool]
+    ) -> Evaluation | None:
+        """Evaluates every trial on a split of any rows; see `evaluate`."""
         batches = pipeline.eval_batches(
-            self.rows,
+            rows,
             split,
             batch_size=self.config.train.batch_size,
             max_rows=self.config.data.eval_sequences,
@@ -112,7 +136,7 @@ class Stack:
         evaluated = metrics.named(self.config.train.metrics)
         one_or_nan_X = self._one_or_nan_X()
         values: dict[str, np.ndarray | None] = {}
-        all_values = metrics.values(sums, self.rows.bytes_per_token(split), evaluated)
+        all_values = metrics.values(sums, rows.bytes_per_token(split), evaluated)
         for name, value_X in all_values.items():
             values[name] = None if value_X is None else one_or_nan_X * value_X
 

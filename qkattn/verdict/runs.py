@@ -10,7 +10,7 @@ import numpy as np
 
 from qkattn.config import fingerprint_of
 from qkattn.errors import RunDirectoryError
-from qkattn.metrics import PREFIXES, Metric, logged_fields, result_fields
+from qkattn.metrics import CORPORA, PREFIXES, Metric, logged_fields
 from qkattn.storage import records
 from qkattn.storage.files import Files, Readable
 from qkattn.storage.ledger import left_out_documents
@@ -103,6 +103,11 @@ class Trial:
         return self.trial['learning_rate']
 
     @property
+    def corpora(self) -> tuple[str, ...]:
+        """The entries of data.evaluate."""
+        return tuple(self.data.get(CORPORA, ()))
+
+    @property
     def finished(self) -> bool:
         return self.status == records.FINISHED
 
@@ -154,7 +159,7 @@ def parse_trial(record: Any, run: TrainedRun) -> Trial:
     trial_values = [record['trial'][knob] for knob in TRIAL_KNOBS]
     model_values = [run.config['model'][knob] for knob in MODEL_KNOBS]
     declared_metrics = records.metrics_of(record)
-    metrics = {name: record.get(name) for name in result_fields(declared_metrics)}
+    metrics = {name: record.get(name) for name in records.metric_fields(record)}
     return records.read(
         Trial,
         record,
@@ -345,7 +350,8 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
     results['trials'] = [trial.trial for trial in run.trials]
     results['eval_tokens'] = [trial.eval_tokens for trial in run.trials]
     results['test_tokens'] = [trial.test_tokens for trial in run.trials]
-    _check_logged(evaluations[-1], results, logged_fields(first_trial.declared_metrics))
+    logged = logged_fields(first_trial.declared_metrics, first_trial.corpora)
+    _check_logged(evaluations[-1], results, logged)
     _check_logged(lines[-1], results, results)
 
     losses_by_trial: list[dict[int, float]] = [{} for _ in run.trials]

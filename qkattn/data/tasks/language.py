@@ -1,5 +1,6 @@
 """Tasks of text: the next tokens, or hidden tokens, of windows of text are predicted."""
 
+import copy
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -39,6 +40,13 @@ class TextRows(Rows):
         self.length = length
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
+
+    def over(self, dataset: TokenDataset) -> Self:
+        """Returns the same task on the tokens of another dataset, in ids of the same meaning."""
+        rows = copy.copy(self)
+        rows.dataset = dataset.in_ids_of(self.dataset.tokenizer)
+        rows.splits = dataset.splits
+        return rows
 
     def _check_length(self, split: str, longest: int) -> None:
         """Raises ConfigError if a window is longer than `longest` tokens."""
@@ -88,6 +96,12 @@ class LanguageRows(TextRows):
     def __init__(self, dataset: TokenDataset, length: int, *, shift: bool = False):
         super().__init__(dataset, length)
         self.shift = shift
+
+    def over(self, dataset: TokenDataset) -> Self:
+        """Returns the same task on another dataset, whose training windows are not shifted."""
+        rows = super().over(dataset)
+        rows.shift = False
+        return rows
 
     def count(self, split: str) -> int:
         num_tokens = len(self.dataset.split(split))

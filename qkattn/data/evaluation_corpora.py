@@ -1,0 +1,205 @@
+"""Further corpora on which a language model is evaluated, as `data.evaluate` names them.
+
+    NAME[:PATH][?FIELD=VALUE&...][@SPLIT]
+
+The name is one of `data.name`, and a path follows those of 'text' and 'tokens'. Fields are settings
+of the corpus, and the split is 'validation' by default. '@train' is a split of the run's own data.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from qkattn.config import Config, DataConfig
+from qkattn.config.setting import check_section
+from qkattn.data.cache import NotPrepared
+from qkattn.data.corpora import corpus_registry
+from qkattn.data.corpora.corpus import SPLITS
+from qkattn.data.load import load_split, open_tokens
+from qkattn.data.tasks.language import TextRows
+from qkattn.data.tasks.rows import Rows
+from qkattn.data.tasks.task_registry import task_of
+from qkattn.data.tokenizers.tokenizer import IdTokenizer, Tokenizer
+from qkattn.data.tokens import TokenDataset
+from qkattn.errors import ConfigError
+from qkattn.metrics import CORPORA
+
+# The corpora after whose name a path may stand.
+WITH_PATH = ('text', 'tokens')
+# The settings of a corpus that an entry may have. The others are those of the run.
+FIELDS = tuple(field for field in corpus_registry.SETTINGS if field != 'languages')
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An entry of `data.evaluate`: a corpus by its settings, and one of its splits."""
+
+    text: str  # as in data.evaluate
+    data: DataConfig | None  # None for the data of the run itself
+    split: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationCorpus:
+    """The rows of a split on which a run is evaluated, besides those of its own data."""
+
+    name: str  # the entry of data.evaluate
+    rows: TextRows
+    split: str
+
+    def identity(self) -> dict[str, Any]:
+        """Identifies the rows in results and checkpoints; JSON."""
+        identity = dict(self.rows.identity())
+        identity['fingerprints'] = {self.split: identity['fingerprints'][self.split]}
+        carved = identity.pop('carved', {})
+        if self.split in carved:
+            identity['carved'] = {self.split: carved[self.split]}
+        return identity
+
+
+def entries(config: Config) -> list[Entry]:
+    """Returns the parsed entries of `data.evaluate`, without reading data.
+
+    Raises ConfigError if an entry names no text or has an invalid setting, or if the run trains no
+    model of text.
+    """
+    texts = config.data.evaluate
+    if not texts:
+        return []
+    task = task_of(config)
+    if not (isinstance(task, type) and issubclass(task, TextRows)):
+        raise ConfigError(
+            f'data.evaluate={texts} needs a model of text in one language, but model.kind='
+            f'{config.model.kind!r} and data.name={config.data.name!r} is {task.data}'
+        )
+    parsed = []
+    for text in texts:
+        with _in_entry(text):
+            parsed.append(_parse(text, config.data))
+    return parsed
+
+
+def _parse(text: str, run: DataConfig) -> Entry:
+    """Parses an entry; `run` has the settings that all corpora of a run share."""
+    corpus, at, split = text.rpartition('@')
+    if not at or split not in SPLITS:
+        corpus = text
+        split = 'validation'
+    if not corpus:
+        return Entry(text, None, split)
+
+    name, fields_text = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus).groups()
+    fields = _parse_fields(fields_text or '')
+    kind, colon, path = name.partition(':')
+    if colon and kind in WITH_PATH:
+        if 'path' in fields:
+            raise ConfigError('it has two paths')
+        name = kind
+        fields['path'] = path
+    data = DataConfig(
+        name=name,
+        data_dir=run.data_dir,
+        lowercase=run.lowercase,
+        tokenizer=run.tokenizer,
+        tokenizer_size=run.tokenizer_size,
+        # A carved test split is no part of the train split. The validation split is the same.
+        carve_test=run.carve_test and split != 'validation',
+        **fields,
+    )
+    check_section('data.', data)
+    corpus_registry.check(data)
+    return Entry(text, data, split)
+
+
+def _parse_fields(text: str) -> dict[str, Any]:
+    """Parses settings of a corpus: 'feature=content&documents=blank_line'."""
+    fields: dict[str, Any] = {}
+    for part in filter(None, text.split('&')):
+        name, _, value = part.partition('=')
+        if name not in FIELDS:
+            raise ConfigError(f'{part!r} must be a setting of a corpus, one of {", ".join(FIELDS)}')
+        if name in fields:
+            raise ConfigError(f'it sets {name} twice')
+        fields[name] = value
+    return fields
+
+
+def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
+    """Opens the corpora of `data.evaluate`, with the tokenizer of the run.
+
+    `rows` are those of the run. Raises ConfigError if a corpus cannot be opened, lacks the split,
+    is too short for a row, or has another tokenizer or ids that the model lacks.
+    """
+    corpora = []
+    for entry in entries(config):
+        assert isinstance(rows, TextRows)  # `entries` has checked the task
+        with _in_entry(entry.text):
+            dataset = rows.dataset
+            if entry.data is not None:
+                dataset = _opened(entry.data, entry.split, rows.dataset.tokenizer)
+                _require_known_ids(dataset, rows, config)
+            further_rows = rows.over(dataset)
+            further_rows.count(entry.split)  # raises for a split that is missing or too short
+        corpora.append(EvaluationCorpus(entry.text, further_rows, entry.split))
+    return tuple(corpora)
+
+
+def _opened(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
+    """Opens a corpus in the ids of a tokenizer. Of text, only the split is tokenized."""
+    if data.name == 'tokens':
+        return open_tokens(data)
+    if isinstance(tokenizer, IdTokenizer):
+        raise ConfigError(
+            'text needs a vocabulary, which the tokens of the run have not; set data.tokenizer to '
+            'the tokenizer.json that they were made with'
+        )
+    return load_split(data, split, tokenizer)
+
+
+def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) -> None:
+    """Raises ConfigError unless the ids of a dataset mean what those of the run mean.
+
+    Ids without a vocabulary have no meaning that could differ, but the model has to have them all.
+    """
+    tokenizer = rows.dataset.tokenizer
+    if dataset.tokenizer.name == tokenizer.name:
+        return
+    has_ids_alone = isinstance(tokenizer, IdTokenizer)
+    if not (has_ids_alone and isinstance(dataset.tokenizer, IdTokenizer)):
+        raise ConfigError(
+            f'it has the tokenizer {dataset.tokenizer.name}, but the run has {tokenizer.name}; '
+            'give tokens of the same tokenizer, or the text'
+        )
+    # An encoder has an id for hidden tokens after those of the data.
+    num_ids = config.model.vocab_size
+    if config.model.kind == 'encoder':
+        num_ids = rows.dataset.vocab_size
+    if dataset.vocab_size > num_ids:
+        raise ConfigError(
+            f'it has the id {dataset.vocab_size - 1}, but the model has ids from 0 to '
+            f'{num_ids - 1} (model.vocab_size={config.model.vocab_size})'
+        )
+
+
+def identity_with(rows: Rows, corpora: Sequence[EvaluationCorpus]) -> dict[str, Any]:
+    """Identifies the data of a run, its further corpora included; JSON.
+
+    Without further corpora, it is the identity of the rows.
+    """
+    identity = dict(rows.identity())
+    if corpora:
+        identity[CORPORA] = {corpus.name: corpus.identity() for corpus in corpora}
+    return identity
+
+
+@contextlib.contextmanager
+def _in_entry(text: str) -> Iterator[None]:
+    """Puts an entry of data.evaluate in front of the message of a ConfigError in the block."""
+    try:
+        yield
+    except NotPrepared as missing:
+        raise NotPrepared(f'data.evaluate={text!r}: {missing}') from missing
+    except ConfigError as error:
+        raise ConfigError(f'data.evaluate={text!r}: {error}') from error
