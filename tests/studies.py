@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from qkattn.config import Config, fingerprint, from_json, to_json
-from qkattn.metrics import Metric, logged_fields, result_fields
+from qkattn.metrics import Metric, logged_fields
 from qkattn.storage import ledger
-from qkattn.storage.records import ARM_KEY, described, metrics_of
+from qkattn.storage.records import ARM_KEY, corpora_of, described, metric_fields, metrics_of
 from qkattn.study import stored
 from qkattn.study.tuning import MODEL_KNOBS
 from tests.processes import ROOT
@@ -91,6 +91,12 @@ def outside_record(variant: str, top: float | None = 0.75, **changes: object) ->
     metric = Metric('top_3', 'score', 'Share of the first three.', unit='%', scale=100, logged=True)
     top = None if record['val_loss'] is None else top
     return record | described({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
+
+
+def on_corpus(record: dict, corpus: str, loss: float | None) -> dict:
+    """The trial of a record with a loss on a further corpus, an entry of data.evaluate."""
+    data = record['data'] | {'evaluate': {corpus: {'name': 'a', 'eval_tokens': 4096}}}
+    return record | {'data': data, f'loss[{corpus}]': loss}
 
 
 def tuned_arm(
@@ -273,7 +279,8 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
     """
     first = records[0]
     lines = []
-    scores = {n: [record.get(n) for record in records] for n in logged_fields(metrics_of(first))}
+    logged = logged_fields(metrics_of(first), corpora_of(first))
+    scores = {n: [record.get(n) for record in records] for n in logged}
     in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
     for index in range(1, num_evals + 1):
         step = first['num_steps'] * index // num_evals
@@ -284,7 +291,7 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
         lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
         evaluation = scores | {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
-    measured = [n for n in result_fields(metrics_of(first)) if any(n in r for r in records)]
+    measured = [n for n in metric_fields(first) if any(n in r for r in records)]
     final = {
         **{'kind': 'final', 'step': first['num_steps']},
         'trials': [record['trial'] for record in records],

@@ -144,6 +144,13 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
         (POD, ('config.data.mask_rate=0.3',), 'data.mask_rate=0.3 has no effect on a decoder'),
         (POD, ('config.data.name=text', 'config.data.path=x.txt'), "x.txt' cannot be read"),
         (POD, ("config.train.sinks=('x',)",), "unknown train.sinks 'x'"),
+        (POD, ("config.data.evaluate=('text:x.txt',)",), "data.evaluate='text:x.txt': data.path: "),
+        (PLAN, ("config.base.data.evaluate=('stdlibs',)",), "unknown data.name 'stdlibs'"),
+        (
+            PLAN,
+            ('config.base.data.eval_sequences=2048', "config.base.data.evaluate=('text:x.txt',)"),
+            "data.evaluate='text:x.txt': data.path: ",
+        ),
         (PLAN, ('config.base.data.eval_sequences=8',), 'eval_sequences=8 evaluates 8 of '),
         (PLAN, ('config.base.data.name=text', 'config.base.data.path=run.py'), 'has too few lines'),
         (PLAN, ("config.base.train.sinks=('x',)",), "unknown train.sinks 'x'"),

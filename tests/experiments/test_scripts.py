@@ -481,6 +481,15 @@ def test_a_dry_run_says_that_data_are_not_prepared_here(printed, tmp_path, monke
     assert not (tmp_path / 'data').exists()
 
 
+def test_a_dry_run_says_that_a_further_corpus_is_not_prepared_here(printed, data_dir, monkeypatch):
+    """Though the data of the study themselves are."""
+    monkeypatch.setattr(requests, 'get', lambda *_, **__: pytest.fail('it downloads'))
+    monkeypatch.setenv('QKATTN_DATA', data_dir)
+    flags = ['--config.base.data.evaluate=("tiny_shakespeare",)', '--config.base.data.name=stdlib']
+    said = "not prepared on this machine: data.evaluate='tiny_shakespeare': "
+    assert said in printed('ablate', '--config=study.py', '--dry_run', *flags)
+
+
 # Studies
 
 

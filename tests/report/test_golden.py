@@ -174,6 +174,28 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
         assert part in text
 
 
+def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir):
+    losses = {'qk/vo': (3.0, 3.5), 'b/vo': (2.5, None)}
+    records = []
+    for variant, losses_of_variant in losses.items():
+        for seed, loss in enumerate(losses_of_variant):
+            record = trial_record(variant, seed=seed, val_loss=2.0)
+            records.append(studies.on_corpus(record, 'stdlib@test', loss))
+    write_study(study_dir, records)
+    without = tables.report_markdown(read(study_dir))
+    for run in {record['run'] for record in records}:
+        studies.edit_plan(study_dir, run, data__evaluate=['stdlib@test'])
+    findings = read(study_dir)
+    arms = list(csv.DictReader(tables.csv_table(findings).splitlines()))
+    assert [arm['loss[stdlib@test]_mean'] for arm in arms] == ['3.25', '']
+    assert [arm['difference_mean'] for arm in arms] == ['', '0.0']
+    text = tables.report_markdown(findings)
+    for part in ('| loss on stdlib@test, nats/token mean ± sd |', '| 3.2500 ± 0.3536 |'):
+        assert part in text and part in without
+    note = 'also evaluated, and deciding nothing: stdlib@test'
+    assert note in text and note not in without
+
+
 def test_names_are_text_in_tables():
     for name, escaped in (
         ('a|b', r'a\|b'),

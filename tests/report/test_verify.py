@@ -34,7 +34,8 @@ def written(tmp_path_factory, blank):
     for place, (variant, loss) in enumerate(arms.items()):
         losses = [loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
         for record in studies.tuned_arm(variant, losses=losses):
-            records.append(studies.outside_record('qk/vo', 1 / record['val_loss']) | record)
+            record = studies.outside_record('qk/vo', 1 / record['val_loss']) | record
+            records.append(studies.on_corpus(record, 'stdlib@test', 1 + record['val_loss']))
     directory = tmp_path_factory.mktemp('verify') / 'study'
     studies.write_tuned(directory, studies.named_by_hash(records))
     report.write_report(directory)
@@ -104,6 +105,8 @@ CHANGES = [
     (EVERYWHERE, 'results.jsonl and logs changed since the last look'),
     ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'ends with test_loss'),
     ([('LOG', (-2, 'val_top_3', 0), less)], 'ends with val_top_3 .*, its results with'),
+    ([('LOG', (-2, 'loss[stdlib@test]', 0), less)], r'ends with loss\[stdlib@test\] .*, its res'),
+    ([('LOG', (-1, 'loss[stdlib@test]', 0), less)], r'ends with loss\[stdlib@test\] .*, its res'),
     ([('LOG', (2, 'val_loss', 0), less)], 'logs changed since the last look'),
     ([('LOG', (-1, 'trials', 0, 'seed'), lambda x: 9)], 'ends with trials .* its results with'),
     ([('LOG', (-1, 'step'), lambda x: 401)], 'does not end with the last evaluation and the fin'),

@@ -1,4 +1,4 @@
-"""Runs that are evaluated on further corpora: what they record, and that they change nothing else."""
+"""Runs that are evaluated on further corpora: what they record, and what stays as it is."""
 
 import json
 import math
@@ -140,9 +140,7 @@ def test_a_last_evaluation_is_not_repeated_but_made_again_after_a_resume(
     run, tmp_path, monkeypatch
 ):
     config, straight = run
-    path = shutil.copytree(
-        straight, tmp_path / 'run', ignore=shutil.ignore_patterns('result.json')
-    )
+    path = shutil.copytree(straight, tmp_path / 'run', ignore=shutil.ignore_patterns('result.json'))
     assert train(config, path) == results_of(path)
     assert_same_run(path, straight)
 
@@ -168,9 +166,7 @@ def test_a_diverged_trial_has_no_metrics_on_corpora(evaluated, tmp_path):
 
 def test_a_corpus_that_has_changed_is_refused(run, tmp_path, monkeypatch):
     config, straight = run
-    path = shutil.copytree(
-        straight, tmp_path / 'run', ignore=shutil.ignore_patterns('result.json')
-    )
+    path = shutil.copytree(straight, tmp_path / 'run', ignore=shutil.ignore_patterns('result.json'))
     identity = TokenDataset.identity
 
     def changed(dataset):
