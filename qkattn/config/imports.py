@@ -14,6 +14,9 @@ from typing import Any
 
 from qkattn.errors import ConfigError
 
+# Names before a colon that are no module, by the field of the data that has them: a corpus before
+# its path.
+NOT_MODULES = {'evaluate': ('text', 'tokens')}
 # 'package.module:name'
 IMPORT_PATH = re.compile(r'[^\W\d][\w.]*:[^\W\d]\w*')
 
@@ -61,10 +64,28 @@ def describe_failure(failure: Exception) -> str:
 
 def import_paths(config_json: Any) -> list[str]:
     """Returns the import paths in a config as JSON, without options, in alphabetical order."""
-    text = json.dumps(config_json, ensure_ascii=False)
+    text = json.dumps(_without_other_names(config_json), ensure_ascii=False)
     paths = set(IMPORT_PATH.findall(text))
     # The names of data sets in catalogues have the same form, as in 'tfds:lm1b'.
     return sorted(path for path in paths if not path.startswith(('tfds:', 'hf:')))
+
+
+def _without_other_names(config_json: Any) -> Any:
+    """Returns a config as JSON without texts that have the form of an import path and are none."""
+    if isinstance(config_json, list):
+        return [_without_other_names(item) for item in config_json]
+    if not isinstance(config_json, dict):
+        return config_json
+    kept = {}
+    for field, value in config_json.items():
+        prefixes = tuple(f'{name}:' for name in NOT_MODULES.get(field, ()))
+        values = value if isinstance(value, list) else [value]
+        kept[field] = [
+            _without_other_names(item)
+            for item in values
+            if not (isinstance(item, str) and item.startswith(prefixes))
+        ]
+    return kept
 
 
 def imported(config_json: Any) -> dict[str, str | None]:

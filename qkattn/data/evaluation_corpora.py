@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qkattn.config import Config, DataConfig
+from qkattn.config.imports import NOT_MODULES
 from qkattn.config.setting import check_section
 from qkattn.data.cache import NotPrepared
 from qkattn.data.corpora import corpus_registry
@@ -27,7 +28,7 @@ from qkattn.errors import ConfigError
 from qkattn.metrics import CORPORA
 
 # The corpora after whose name a path may stand.
-WITH_PATH = ('text', 'tokens')
+WITH_PATH = NOT_MODULES['evaluate']
 # The settings of a corpus that an entry may have. The others are those of the run.
 FIELDS = tuple(field for field in corpus_registry.SETTINGS if field != 'languages')
 

@@ -362,7 +362,7 @@ def _corpus_columns(findings: Findings) -> Iterator[Column]:
             field,
             methodcaller('over_seeds', field),
             f'loss on {corpus}, {loss.unit}|mean ± sd',
-            VAL_LOSS.printed,
+            text=VAL_LOSS.printed,
             parts=ESTIMATE,
         )
 

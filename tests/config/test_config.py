@@ -10,6 +10,7 @@ import pytest
 
 from qkattn.config import ModelConfig, Study, serialize
 from qkattn.config.calls import resolve, takes
+from qkattn.config.imports import import_paths
 from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
 from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
 from qkattn.config.variant import split_pattern
@@ -302,3 +303,11 @@ def test_committed_runs_are_named_by_the_hash_of_their_configs():
             assert fingerprint_of(run['config']) == run['run'], (study, run['run'])
             if number % 10 == 0:
                 assert to_json(from_json(Config, run['config'])) == run['config']
+
+
+def test_paths_of_corpora_are_no_import_paths():
+    named = {'evaluate': ['text:book.txt', 'tokens:made', 'own:corpus', '@test']}
+    others = {'name': 'text:Evil', 'path': 'tokens:Other'}
+    config = {'base': {'data': named | others}, 'runs': [{'tokenizer': 'own:Nibbles(high=1)'}]}
+    expected = ['own:Nibbles', 'own:corpus', 'text:Evil', 'tokens:Other']
+    assert import_paths(config) == expected
