@@ -145,7 +145,7 @@ def evaluation(nats_RX=None, targets_R=(16.0,), **metrics_X):
 
 
 def stack_of(config, **fields):
-    return SimpleNamespace(config=config, rows=rows_of(config), **fields)
+    return SimpleNamespace(config=config, rows=rows_of(config), corpora=(), **fields)
 
 
 def results_of(config, evaluations, end_metrics=None, alive=None):
@@ -153,7 +153,7 @@ def results_of(config, evaluations, end_metrics=None, alive=None):
     alive_X = np.array(alive or [True] * len(config.trials.trials()))
     stack = stack_of(config, step=7, alive_X=alive_X)
     stack.rows.end_metrics = lambda trained, finished_X: end_metrics or {}
-    return results.trial_results(stack, evaluations, {}, {}, {})
+    return results.trial_results(stack, evaluations, {}, {}, {}, {})
 
 
 def test_rows_without_documents_are_dealt_into_clusters(tiny):
@@ -227,7 +227,7 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
     sums = stack.sums(read)
     expected_X = sums['accuracy'].sum(0) / sums['weight'].sum(0)
     evaluations = {'validation': stack.evaluate('validation')}
-    by_trial = results.trial_results(stack, evaluations, {}, {}, {})
+    by_trial = results.trial_results(stack, evaluations, {}, {}, {}, {})
     assert [result['val_nearer'] for result in by_trial] == expected_X.tolist()
     # Read without the module of the task.
     assert metrics_of(by_trial[0])['nearer'] == rows.metrics[0]
