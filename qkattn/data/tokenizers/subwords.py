@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from qkattn.data.corpora.corpus import readable
+from qkattn.data.tokenizers import pieces
 from qkattn.data.tokenizers.tokenizer import Ids, Tokenizer, text_of
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole
@@ -138,8 +139,7 @@ class FileTokenizer(Subwords):
     it, the separator is an additional id after those of the file. It decodes to U+0000.
 
     Special tokens count no bytes. The name has the sha256 of the file and, if the separator is an
-    id of the file, that id. Documents are encoded as a whole, which takes about 100 times their
-    bytes of memory.
+    id of the file, that id. Long documents are encoded a piece at a time.
     """
 
     def __init__(self, model: bytes):
@@ -220,8 +220,7 @@ class FileTokenizer(Subwords):
             return cls(read_whole(as_path(path)))
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        encoding = self._tokenizer.encode(text_of(text), add_special_tokens=False)
-        return np.array(encoding.ids, self._dtype)
+        return pieces.encode(self._tokenizer, text_of(text)).astype(self._dtype)
 
     def decode(self, ids: Ids) -> str:
         return SEPARATOR.join(self._texts(ids))
