@@ -124,7 +124,7 @@ def write_for_transformers(source: loading.Loaded, config: ModelConfig, params: 
     if tokenizer is None:
         print(f'without tokenizer.json: {problem}')
     elif not (absolute(OUT.value) / 'tokenizer.json').exists():
-        print(f'without tokenizer.json: {tokenizer.name} is a class of your own')
+        print(f'without tokenizer.json: {tokenizer.name} has no such form')
 
 
 if __name__ == '__main__':

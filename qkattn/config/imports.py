@@ -15,8 +15,8 @@ from typing import Any
 from qkattn.errors import ConfigError
 
 # Names before a colon that are no module, by the field of the data that has them: a corpus before
-# its path.
-NOT_MODULES = {'evaluate': ('text', 'tokens')}
+# its path, and a library before the name of its vocabulary.
+NOT_MODULES = {'evaluate': ('text', 'tokens'), 'tokenizer': ('tiktoken',)}
 # 'package.module:name'
 IMPORT_PATH = re.compile(r'[^\W\d][\w.]*:[^\W\d]\w*')
 

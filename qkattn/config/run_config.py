@@ -46,7 +46,7 @@ class DataConfig:
     lowercase: bool = setting(False, 'Text is lower-cased before it is tokenized.')
     tokenizer: str = setting(
         'bytes',
-        'A name, a .json file of Hugging Face tokenizers, or an import path. '
+        'A name, a .json file of Hugging Face tokenizers, tiktoken:NAME, or an import path. '
         "'characters' and 'bpe' are learned from the training split; 'tokens' have their own.",
         registries=('qkattn.data.tokenizers.vocabulary:KINDS',),
         path=True,

@@ -19,8 +19,9 @@ from qkattn.data.corpora.corpus import readable
 from qkattn.data.load import tokenizer_of
 from qkattn.data.token_files import INDEX, open_prepared, read_index
 from qkattn.data.tokenizers.subwords import FileTokenizer
+from qkattn.data.tokenizers.tiktoken_encodings import PREFIX
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, names_in
+from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, names_in, restored
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
@@ -214,6 +215,7 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
     Args:
       data: the value of the flag, one of
         - a .json file in the format of tokenizer.json;
+        - an encoding of tiktoken, as in 'tiktoken:gpt2';
         - a directory that prepare_data has written: the tokenizer of its tokens;
         - the import path of a dataset, as in 'package.module:name': the dataset's tokenizer;
         - the name of a dataset that needs no other setting, as in 'stdlib': bytes are the tokens.
@@ -225,13 +227,16 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
     """
     advice = (
         'give a dataset that needs no other setting '
-        f'({", ".join(corpus_registry.NAMED_ALONE)}), a tokenizer.json, or a directory that '
-        'prepare_data has written'
+        f'({", ".join(corpus_registry.NAMED_ALONE)}), a tokenizer.json, tiktoken:NAME, or a '
+        'directory that prepare_data has written'
     )
     if data.endswith('.json'):
         # The library that reads such files may raise any exception.
         with readable(f'--data={data}', advice, Exception):
             return FileTokenizer(read_whole(as_path(data)))
+
+    if data.startswith(PREFIX):
+        return restored(data, None)
 
     # INDEX is the file that prepare_data writes beside the tokens.
     if data and (as_path(data) / INDEX).exists():

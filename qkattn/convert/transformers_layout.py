@@ -305,7 +305,7 @@ LLAMA = Layout('Llama', llama_tensors, llama_config)
 def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
     """Returns a tokenizer.json that gives the same ids as the tokenizer.
 
-    Returns None for a class from outside the package.
+    Returns None for an encoding of tiktoken and for a class from outside the package.
     """
     # The types are compared exactly, because a subclass may encode differently.
     if type(tokenizer) in (BPETokenizer, FileTokenizer):

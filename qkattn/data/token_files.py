@@ -23,6 +23,7 @@ from qkattn.data.cache import DamagedData, local_directory, require_preparing
 from qkattn.data.corpora.corpus import SPLITS, Corpus, readable
 from qkattn.data.encoding import Encoded, Result, encoder
 from qkattn.data.mapped import map_ids
+from qkattn.data.tokenizers.tiktoken_encodings import PREFIX
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, restored
 from qkattn.data.tokens import BLOCK, SplitInfo, TokenDataset, TokenIds, entropy
@@ -316,7 +317,7 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
         )
     model = directory / MODEL
     if not model.exists():
-        has_no_vocabulary = is_import_path(kind) or kind == 'bytes'
+        has_no_vocabulary = is_import_path(kind) or kind == 'bytes' or kind.startswith(PREFIX)
         if not has_no_vocabulary:
             raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
         return restored(kind, None)

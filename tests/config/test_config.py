@@ -305,9 +305,9 @@ def test_committed_runs_are_named_by_the_hash_of_their_configs():
                 assert to_json(from_json(Config, run['config'])) == run['config']
 
 
-def test_paths_of_corpora_are_no_import_paths():
+def test_paths_of_corpora_and_names_of_encodings_are_no_import_paths():
     named = {'evaluate': ['text:book.txt', 'tokens:made', 'own:corpus', '@test']}
-    others = {'name': 'text:Evil', 'path': 'tokens:Other'}
+    others = {'name': 'text:Evil', 'tokenizer': 'tiktoken:gpt2', 'path': 'tokens:Other'}
     config = {'base': {'data': named | others}, 'runs': [{'tokenizer': 'own:Nibbles(high=1)'}]}
     expected = ['own:Nibbles', 'own:corpus', 'text:Evil', 'tokens:Other']
     assert import_paths(config) == expected

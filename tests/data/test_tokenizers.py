@@ -71,7 +71,7 @@ def test_a_tokenizer_is_trained_once_unless_it_is_damaged(tmp_path, warnings):
         assert opened(kind).name == made.name and path.read_bytes() == model
         assert warnings.pop().startswith(f'{path} is damaged')
     assert opened('bpe', size=265).vocab_size == 265 and opened('bpe', None).vocab_size == 270
-    with refused("'words'; known: bytes, characters, bpe, PATH.json, or"):
+    with refused("'words'; known: bytes, characters, bpe, PATH.json, tiktoken:NAME, or"):
         opened('words')
 
 

@@ -19,6 +19,7 @@ from qkattn.config.calls import called, resolve
 from qkattn.config.imports import digest
 from qkattn.data.cache import DamagedData, prepared_once
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
+from qkattn.data.tokenizers.tiktoken_encodings import PREFIX, TiktokenTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 from qkattn.storage.files import read_whole, write_atomic
 
@@ -28,6 +29,7 @@ KINDS: dict[str, Any] = {
     'characters': CharacterTokenizer,
     'bpe': BPETokenizer,
     'PATH.json': FileTokenizer,
+    'tiktoken:NAME': TiktokenTokenizer,
 }
 # The methods that a class from outside the package must have to be a tokenizer.
 METHODS = ('encode', 'decode', 'num_bytes')
@@ -46,6 +48,8 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
     """
     if kind.endswith('.json'):
         return FileTokenizer, {}
+    if kind.startswith(PREFIX):
+        return TiktokenTokenizer, {}
 
     def is_tokenizer(target: Any) -> bool:
         return inspect.isclass(target) and all(hasattr(target, method) for method in METHODS)
@@ -109,9 +113,10 @@ def open_tokenizer(
 def is_import_path(kind: str) -> bool:
     """Whether a value of data.tokenizer names a class from outside the package.
 
-    'my_file:MyTokenizer' does. 'C:/tokenizer.json' does not, because it is the path of a file.
+    'my_file:MyTokenizer' does. 'C:/tokenizer.json' does not, because it is the path of a file, and
+    neither does 'tiktoken:gpt2'.
     """
-    return ':' in kind and not kind.endswith('.json')
+    return ':' in kind and not kind.endswith('.json') and not kind.startswith(PREFIX)
 
 
 @contextlib.contextmanager
@@ -159,7 +164,7 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     cls, options = check(kind)
     if model is not None:
         tokenizer = cls.load(model)
-    elif cls is FileTokenizer:
+    elif cls in (FileTokenizer, TiktokenTokenizer):
         tokenizer = cls.open(kind)
     else:
         tokenizer = called('data.tokenizer', kind, lambda: cls(**options))
