@@ -206,6 +206,20 @@ def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
         assert fine[name] is not None and diverged[name] is None
 
 
+def test_a_late_divergence_leaves_no_metrics_on_further_corpora(tiny):
+    config = tiny()
+    late = evaluation(loss=np.array([2.0, np.inf]))
+    on_corpus = evaluation(loss=np.array([3.0, 4.0]))
+    corpus = SimpleNamespace(name='@train', identity=dict)
+    stack = stack_of(config, step=7, alive_X=np.array([True, True]))
+    stack.corpora = (corpus,)
+    stack.rows.end_metrics = lambda trained, finished_X: {}
+    fine, diverged = results.trial_results(
+        stack, {'validation': late}, {}, {}, {}, {'@train': on_corpus}
+    )
+    assert (fine['loss[@train]'], diverged['loss[@train]']) == (3.0, None)
+
+
 def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
     one = evaluation(loss=np.array([2.0, np.nan]))
     measured = {'val_induction_gain': np.array([1.5, 0.5])}
