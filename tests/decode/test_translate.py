@@ -90,6 +90,7 @@ def test_every_row_of_a_batch_is_a_source(monkeypatch):
     assert valid_BS.any(1).all()
 
 
+@pytest.mark.slow
 def test_the_search_follows_its_settings():
     sources = sources_of(8)
     model = make(context=5)

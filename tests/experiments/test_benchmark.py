@@ -122,6 +122,7 @@ def agree(result, expected):
     jax.tree.map(close, result, expected)
 
 
+@pytest.mark.slow
 def test_functional_jax_takes_the_same_step(reference):
     params, grads, loss, tokens, batch = reference
     model = to_json(RUN.model)
@@ -139,6 +140,7 @@ def test_functional_jax_takes_the_same_step(reference):
     agree(optax.apply_updates(theirs, updates), renamed(after['params']))
 
 
+@pytest.mark.slow
 def test_torch_computes_the_same_gradients(reference):
     torch = pytest.importorskip('torch', exc_type=ImportError)
     from experiments.benchmark import torch_gpt
@@ -154,6 +156,7 @@ def test_torch_computes_the_same_gradients(reference):
     agree({n: p.grad.numpy() for n, p in model.named_parameters()}, of_torch(renamed(grads)))
 
 
+@pytest.mark.slow
 def test_a_step_is_one_of_one_trial():
     stack = suites.train(to_json(suites.varied(RUN, steps_per_dispatch=2, trials=3, lifting='map')))
     assert stack.steps == 2 * 3 and stack.run(1)['loss'].shape == (2, 3)

@@ -380,6 +380,7 @@ def test_any_kind_of_model_is_measured(printed, tmp_path):
     assert 'induction' in text and 'entropy' not in text  # nothing was read
 
 
+@pytest.mark.slow
 def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
     write_texts(tmp_path / 'files')
     data = ('--config.data.name=text', '--config.data.path=files')
@@ -534,45 +535,67 @@ def test_counts_that_the_config_does_not_give_are_refused(study, refusal):
         assert f'has {name} ' in sentence and 'but its config gives' in sentence
 
 
-@pytest.mark.parametrize('workers', only([1], [1, 2]))
-def test_a_repeated_ablation_trains_only_what_is_missing(
-    script_here, tmp_path, monkeypatch, workers
-):
-    flags = ('--config=study.py', '--workdir=out')
+def test_an_ablation_trains_what_is_missing(script_here, tmp_path, monkeypatch):
+    """First the baseline, then a variant from outside; each is trained once."""
+    flags = ('--config=study.py', '--workdir=out', '--workers=1')
     with umask(0o002):
-        first = script_here('ablate', *flags, f'--workers={workers}')
+        first = script_here('ablate', *flags, '--config.variants=("qk/vo",)')
     assert first.returncode == 0, first.stderr
-    assert workers == 1 or 'small: workers on this machine: 2' in first.stderr
-    assert not other_modes(tmp_path / 'out', 0o002)
-    assert 'orbax' not in first.stderr and 'Traceback' not in first.stderr
     out = tmp_path / 'out'
+    assert not other_modes(out, 0o002)
+    assert 'orbax' not in first.stderr and 'Traceback' not in first.stderr
+    assert variants_and_seeds(out) == [('qk/vo', seed) for seed in (0, 1, 2)]
+    (finished,) = out.glob('runs/*/result.json')
+    written = finished.stat().st_mtime_ns
+
+    variant = outside_variant(tmp_path, monkeypatch)
+    second = script_here('ablate', *flags, f'--config.variants=("qk/vo", "{variant}")')
+    assert second.returncode == 0, second.stderr
+    assert finished.stat().st_mtime_ns == written
+    # The finished run is not even opened.
+    assert len(read_json(finished.with_name('provenance.json'), {})['starts']) == 1
+    assert variants_and_seeds(out) == [(v, seed) for v in ('qk/vo', variant) for seed in (0, 1, 2)]
     results = studies.read_lines(out / 'results.jsonl')
-    assert [(r['variant'], r['trial']['seed']) for r in results] == [
-        (variant, seed) for variant in ('qk/vo', 'shared_qk/vo') for seed in (0, 1, 2)
-    ]
     assert all(r['status'] == 'finished' and r['data']['fingerprints'] for r in results)
     assert 'hostname' not in results[0]['provenance']
-    assert (out / 'report.html').stat().st_size > 10_000
-    assert 'shared_qk/vo' in first.stdout and 'report:' in first.stdout
-    report = first.stdout.split('study small')[1].split('all columns')[0]
+    assert_reported(out, second.stdout, variant)
+
+
+@pytest.mark.slow
+def test_two_workers_share_an_ablation(script_here, tmp_path):
+    done = script_here('ablate', '--config=study.py', '--workdir=out', '--workers=2')
+    assert done.returncode == 0, done.stderr
+    assert 'small: workers on this machine: 2' in done.stderr
+    out = tmp_path / 'out'
+    expected = [(v, seed) for v in ('qk/vo', 'shared_qk/vo') for seed in (0, 1, 2)]
+    assert variants_and_seeds(out) == expected
+    for path in out.glob('runs/*/provenance.json'):
+        assert len(read_json(path, {})['starts']) == 1
+    assert_reported(out, done.stdout, 'shared_qk/vo')
+
+
+def variants_and_seeds(study):
+    results = studies.read_lines(study / 'results.jsonl')
+    return [(result['variant'], result['trial']['seed']) for result in results]
+
+
+def outside_variant(directory, monkeypatch):
+    """The import path of the example of the README."""
+    code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
+    (directory / 'signed_diagonal.py').write_text(code)
+    monkeypatch.syspath_prepend(directory)
+    return 'signed_diagonal:SignedDiagonal/vo'
+
+
+def assert_reported(study, printed, variant):
+    """The report is written, and printed in lines that a terminal shows whole."""
+    assert (study / 'report.html').stat().st_size > 10_000
+    assert variant in printed and 'report:' in printed
+    report = printed.split('study small')[1].split('all columns')[0]
     assert max(map(len, report.splitlines())) <= 100
 
-    finished = [*out.glob('runs/*/result.json')]
-    written = [path.stat().st_mtime_ns for path in finished]
-    code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
-    (tmp_path / 'signed_diagonal.py').write_text(code)
-    variants = '("qk/vo", "shared_qk/vo", "signed_diagonal:SignedDiagonal/vo")'
-    monkeypatch.syspath_prepend(tmp_path)
-    second = script_here('ablate', *flags, f'--config.variants={variants}')
-    assert second.returncode == 0, second.stderr
-    assert [path.stat().st_mtime_ns for path in finished] == written and len(written) == 2
-    for path in finished:  # each by one of the workers; now not even opened
-        assert len(read_json(path.with_name('provenance.json'), {})['starts']) == 1
-    results = studies.read_lines(out / 'results.jsonl')
-    assert len(results) == 9 and results[-1]['variant'] == 'signed_diagonal:SignedDiagonal/vo'
 
-
-@pytest.mark.parametrize('measure', [False, True])
+@pytest.mark.parametrize('measure', only([False], [False, True]))
 def test_a_dry_run_writes_nothing(printed, tmp_path, monkeypatch, measure):
     """It compiles nothing unless it is to measure the time."""
     if not measure:
@@ -585,25 +608,30 @@ def test_a_dry_run_writes_nothing(printed, tmp_path, monkeypatch, measure):
     assert {p.name for p in tmp_path.iterdir() if p.suffix != '.py'} <= {'__pycache__'}
 
 
-@pytest.mark.parametrize('dirty', [True, False])
-def test_a_tuned_study_of_uncommitted_code_is_warned_of(script_here, monkeypatch, dirty):
+TUNED = (
+    '--config.tuning.seeds=(100,)',
+    '--config.base.trials.learning_rates=(0.001, 0.002, 0.004)',
+    '--config.base.data.eval_sequences=2048',  # of 100 documents or more, as verdicts need
+)
+# Whether code is uncommitted, the flags of a study, whether there is a warning.
+UNCOMMITTED = [(True, TUNED, True), (False, TUNED, False), (True, (), False)]
+
+
+@pytest.mark.parametrize(('dirty', 'flags', 'warned'), only(UNCOMMITTED[:1], UNCOMMITTED))
+def test_a_tuned_study_of_uncommitted_code_is_warned_of(
+    script_here, monkeypatch, dirty, flags, warned
+):
     monkeypatch.setattr(run_directory, 'git_state', lambda: {'dirty': dirty})
+    done = script_here('ablate', '--config=study.py', '--dry_run', *flags)
+    assert done.returncode == 0, done.stderr
     warning = 'files are changed or untracked, which withholds verdicts'
-    tuned = [
-        '--config.tuning.seeds=(100,)',
-        '--config.base.trials.learning_rates=(0.001, 0.002, 0.004)',
-        '--config.base.data.eval_sequences=2048',  # of 100 documents or more, as verdicts need
-    ]
-    for flags, warned in ((tuned, dirty), ([], False)):
-        done = script_here('ablate', '--config=study.py', '--dry_run', *flags)
-        assert done.returncode == 0, done.stderr
-        assert (warning in done.stderr) == warned
+    assert (warning in done.stderr) == warned
 
 
 # Translation
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def translator(tiny, tmp_path_factory):
     """A run on words and their reversal, lower-cased; the second trial learns nothing."""
     path = tmp_path_factory.mktemp('translate')
@@ -615,12 +643,12 @@ def translator(tiny, tmp_path_factory):
         (path / f'{split}.xx').write_text('\n'.join(line[::-1] for line in lines))
     data = {'name': 'parallel', 'path': str(path), 'languages': 'en-xx', 'eval_sequences': 64}
     data |= {'data_dir': str(path / 'cache'), 'tokenizer': 'characters', 'lowercase': True}
-    steps = {'num_steps': 300, 'steps_per_dispatch': 50, 'log_every': 50, 'eval_every': 150}
-    steps |= {'checkpoint_every': 300, 'batch_size': 32, 'accumulation': 1, 'lifting': 'vmap'}
+    steps = {'num_steps': 100, 'steps_per_dispatch': 50, 'log_every': 50, 'eval_every': 100}
+    steps |= {'checkpoint_every': 100, 'batch_size': 32, 'accumulation': 1, 'lifting': 'vmap'}
     config = tiny(
         model={'kind': 'encoder_decoder', 'num_layers': 1, 'vocab_size': 16, 'scan_unroll': 1},
         data=data,
-        optimizer={'warmup_steps': 20},
+        optimizer={'warmup_steps': 2},
         train=steps,
         trials={'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
         decode={'beam': 2},
@@ -630,8 +658,8 @@ def translator(tiny, tmp_path_factory):
 
 def test_reversal_is_learned_from_files(translator):
     result, untrained = translator[1]
-    assert result['val_exact_match'] >= 0.95 and untrained['val_exact_match'] == 0
-    assert result['val_chrf'] > 95 and result['val_accuracy'] > 0.95 and result['val_loss'] < 0.2
+    assert result['val_exact_match'] >= 0.85 and untrained['val_exact_match'] == 0
+    assert result['val_chrf'] > 85 and result['val_accuracy'] > 0.85 and result['val_loss'] < 0.3
     assert result['test_loss'] is result['test_accuracy'] is None and 'test_bleu' not in result
 
 
@@ -679,10 +707,18 @@ def test_a_wrong_translation_is_one_sentence(refusal, translator):
         assert message in refusal('translate', f'--source={translator[0]}', *flags)
 
 
-def test_a_vocabulary_that_the_run_did_not_have_is_refused(script_here, translator):
-    """The last test of the run, whose files it changes."""
-    for language in ('en', 'xx'):
-        with (translator[0].parent / f'train.{language}').open('a') as file:
-            file.write('\nzebu')
-    done = script_here('translate', f'--source={translator[0]}', '--text=a')
+@pytest.fixture
+def other_words(translator):
+    """The path of the run while its files have a word more, of other letters."""
+    files = [translator[0].parent / f'train.{language}' for language in ('en', 'xx')]
+    texts = [file.read_text() for file in files]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(f'{text}\nzebu')
+    yield translator[0]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+
+
+def test_a_vocabulary_that_the_run_did_not_have_is_refused(script_here, other_words):
+    done = script_here('translate', f'--source={other_words}', '--text=a')
     assert done.returncode == 2 and 'was trained with the tokenizer characters-' in done.stderr

@@ -82,6 +82,7 @@ def fully_sharded(described):
     return described(fsdp=8)
 
 
+@pytest.mark.slow
 def test_fsdp_splits_the_state(fully_sharded, data_parallel):
     assert data_parallel.memory['parameters'] == 4 * data_parallel.parameters
     assert data_parallel.memory['parameters'] == 8 * fully_sharded.memory['parameters']
@@ -89,6 +90,7 @@ def test_fsdp_splits_the_state(fully_sharded, data_parallel):
     assert fully_sharded.memory[content] < data_parallel.memory[content]
 
 
+@pytest.mark.slow
 def test_fsdp_leaves_the_work_as_it_is(fully_sharded, data_parallel):
     run = fully_sharded
     assert run.flops == data_parallel.flops

@@ -89,6 +89,7 @@ def small(tiny):
     return make
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_device(small, tmp_path):
     short = {'accumulation': 1, 'num_steps': 4}
     config = small({'data': 2, 'tensor': 2}, short)

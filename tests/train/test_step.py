@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -163,6 +164,7 @@ def test_dropout_is_drawn_by_seed_at_each_step(four):
     assert four(attention_dropout=0.1).model.drops and four(activation_dropout=0.1).model.drops
 
 
+@pytest.mark.slow
 def test_remat_keeps_less_for_the_same_gradient(four):
     config = four()
     grads = {}
@@ -209,8 +211,10 @@ def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tin
     np.testing.assert_allclose(qkattn.loss(model, batch), sums[0] / weights_BT.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize('kernel', ['einsum', 'blockwise'])
-@pytest.mark.parametrize('chunk', [None, 5])
+KERNELS_AND_CHUNKS = [*itertools.product(('einsum', 'blockwise'), (None, 5))]
+
+
+@pytest.mark.parametrize(('kernel', 'chunk'), only([('einsum', 5)], KERNELS_AND_CHUNKS))
 def test_z_loss_adds_the_squared_log_normalizer_to_what_is_minimized_alone(tiny, kernel, chunk):
     """The loss that is logged stays the smoothed cross-entropy."""
     z_loss = 0.5

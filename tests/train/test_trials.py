@@ -227,6 +227,7 @@ def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
     assert (fine['val_induction_gain'], diverged['val_induction_gain']) == (1.5, None)
 
 
+@pytest.mark.slow
 def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outside):
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)

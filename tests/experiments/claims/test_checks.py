@@ -18,6 +18,7 @@ from qkattn.attention.registry import SCORES
 from qkattn.attention.scores import identity, qk
 from qkattn.verdict import Remark, RemarkCode
 from tests.experiments.claims.conftest import CLAIMS
+from tests.lanes import only
 
 
 def test_an_exact_row_speaks_by_its_tolerance():
@@ -66,7 +67,7 @@ def test_every_check_is_seen_to_speak_against():
     assert not [check for name, check in checks if name not in stored and check not in seen]
 
 
-@pytest.mark.parametrize('wrong', WRONG)
+@pytest.mark.parametrize('wrong', only(['heads interleaved', 'M^T for M^-1'], WRONG))
 def test_a_check_finds_what_is_wrong(wrong, monkeypatch):
     checks, (where, name, value) = WRONG[wrong]
     setter = monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr

@@ -1,6 +1,7 @@
 """Which claims there are, that their studies can be built at every scale, and their training."""
 
 import dataclasses
+import itertools
 import runpy
 
 import pytest
@@ -11,6 +12,7 @@ from experiments.claims.declared import d_two_in_a_row
 from experiments.claims.protocol import SCALES
 from qkattn.errors import ConfigError, ReportError
 from qkattn.study.arms import build_arms
+from tests.lanes import only
 from tests.processes import ROOT
 
 CONFIGS = sorted((ROOT / 'configs/claims').glob('*.py'))
@@ -89,10 +91,14 @@ def test_studies_have_the_arms_that_claims_expect(scale):
                 assert destination.strip(']') in (*study.destinations, ''), (name, variant)
 
 
+QUICK = [(path, 'smoke') for path in CONFIGS[::6]]
+
+
 @pytest.mark.parametrize(
-    'scale', ['smoke', *(pytest.param(scale, marks=pytest.mark.slow) for scale in ('cpu', 'gpu'))]
+    ('path', 'scale'),
+    only(QUICK, itertools.product(CONFIGS, ('smoke', 'cpu', 'gpu'))),
+    ids=lambda value: getattr(value, 'stem', value),
 )
-@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
 def test_studies_have_arms_that_are_tuned(path, scale):
     study = runpy.run_path(str(path))['get_config'](scale)
     assert study.name == path.stem
