@@ -145,6 +145,7 @@ def test_a_last_evaluation_is_not_repeated_but_made_again_after_a_resume(
     assert_same_run(path, straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('mesh', [{'data': 2, 'trial': 2}, {'fsdp': 2, 'tensor': 2}], ids=str)
 def test_on_a_mesh_corpora_have_the_same_losses(run, evaluated, tmp_path, mesh):
     config, straight = run
