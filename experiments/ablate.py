@@ -1,7 +1,7 @@
 """Runs an ablation at equal cost, alone or with other workers, and writes its report.
 
-python -m experiments.ablate --config=fair_small --dry_run  # plan and cost, in seconds
-python -m experiments.ablate --config=fair_small --dry_run --measure  # and its time
+python -m experiments.ablate --config=fair_small --dry_run  # plan and cost
+python -m experiments.ablate --config=fair_small --dry_run --measure  # time
 python -m experiments.ablate --config=fair_small --workdir=runs/fair_small
 
 The same command resumes. Started several times, on one or more machines that share the directory,

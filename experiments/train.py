@@ -1,8 +1,8 @@
 """Trains one architecture as a stack of trials.
 
 python -m experiments.train --config=configs/small.py --workdir=runs/small
-python -m experiments.train --config=small --dry_run  # parameters, tokens, FLOPs
-python -m experiments.train --config=small --dry_run=v5e-1x1  # memory and FLOPs on a pod
+python -m experiments.train --config=small --dry_run  # parameters, FLOPs
+python -m experiments.train --config=small --dry_run=v5e-1x1  # its memory
 """
 
 import shlex

@@ -12,6 +12,7 @@ from qkattn.config.setting import settings
 from qkattn.data.cache import data_root, local_directory
 from qkattn.data.corpora.downloads import CAPTIONS, fetched
 from qkattn.data.corpora.own_files import text
+from qkattn.data.evaluation_corpora import entries
 from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
@@ -132,9 +133,16 @@ def download(path):
     fetched('multi30k', f'{CAPTIONS}/train.de.gz', config)
 
 
+def evaluation(path):
+    config = Config(data=DataConfig(evaluate=(f'text:{path}',)))
+    (entry,) = entries(config)
+    text(entry.data)
+
+
 # What reads each setting that is a path, and names it where there is nothing.
 PATHS = {
     'data.data_dir': lambda path: refuse(data_root(path)),
+    'data.evaluate': evaluation,
     'data.manual_dir': download,
     'data.path': lambda path: text(DataConfig(name='text', path=path)),
     'data.path of tokens': lambda path: refuse(local_directory(path, 'data.path')),

@@ -15,7 +15,7 @@ CASES = [
     ('trian', "unknown command 'trian'; known: ablate, analyze, "),
     ('train', '--config=small', '--workdir=DIRECTORY is required'),
     ('train', '--config=small', '--workdir=', '--workdir=DIRECTORY is required'),
-    ('train', '--config=smal', '--workdir=w', 'come with qkattn are char_lm_cpu, '),
+    ('train', '--config=smal', '--workdir=w', 'come with qkattn are ablation_124m, '),
     ('train', '--config=study.py', '--workdir=w', 'not a Config; run it with qkattn ablate'),
     ('train', '--config=study.py', '--config.data.name=x', "no field 'data' to override"),
     ('ablate', '--config=claims/maskd_lm:cpu', '--workdir=w', '--config=claims/masked_lm?'),
