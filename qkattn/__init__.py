@@ -7,7 +7,7 @@ as in `from qkattn.train.loop import train`.
 import importlib
 from typing import Any
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 # Each is imported on first use: `import qkattn`, and packages that need no jax, import none.
 _SETTINGS = ('ModelConfig', 'DataConfig', 'OptimizerConfig', 'TrainConfig', 'TrialsConfig')
