@@ -1,0 +1,44 @@
+"""Does a small decoder of speeches need W_Q, and queries that are not keys? The tutorial's study.
+
+    python -m experiments.ablate --config=configs/speeches.py --workdir=runs/speeches
+
+Its text is one file, ../plays.txt, the 1.1 MB of plays that tiny_shakespeare has; name yours with
+--config.base.data.path=FILE.
+
+Expected: Q = K is worse; see experiments/results/speeches and docs/tutorial.md.
+Time: see experiments/results/speeches.
+"""
+
+from qkattn.config import (
+    Config,
+    ControlsConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Study,
+    TrainConfig,
+    TrialsConfig,
+    TuningConfig,
+)
+
+
+def get_config():
+    base = Config(
+        model=ModelConfig(num_layers=2, num_heads=4, context=64),
+        data=DataConfig(name='text', path='../plays.txt', documents='blank_line'),
+        optimizer=OptimizerConfig(warmup_steps=50),
+        train=TrainConfig(num_steps=1000, batch_size=16, eval_every=500),
+        # Six seeds compare the variants, each at its own one of these learning rates.
+        trials=TrialsConfig(seeds=(0, 1, 2, 3, 4, 5), learning_rates=(4e-3, 8e-3, 1.6e-2)),
+    )
+    return Study(
+        name='speeches',
+        question='Does a small decoder of speeches need W_Q, and queries that are not keys?',
+        base=base,
+        variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),
+        sizes=('d_model=64',),
+        margin=0.02,
+        # Other seeds than those above choose the learning rate.
+        tuning=TuningConfig(seeds=(100, 101), choice='minimax'),
+        controls=ControlsConfig(equal_shape=False, longer=None),
+    )
