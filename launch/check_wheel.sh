@@ -85,7 +85,7 @@ for package in ml_collections matplotlib tensorflow_datasets; do
 done
 
 say 'lab: the command, and ten steps of a tiny model'
-environment lab "$wheel[lab]"
+environment lab "${wheel}[lab]"
 env -i HOME="$scratch" PATH="$PATH" "$scratch/lab/bin/qkattn" --help >help.txt
 grep -q ' quickstart ' help.txt
 env -i HOME="$scratch" PATH="$PATH" JAX_PLATFORMS=cpu "$scratch/lab/bin/qkattn" train \
