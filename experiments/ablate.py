@@ -43,7 +43,7 @@ WORKERS = flags.DEFINE_string(
 )
 
 
-@signals.exit_on_signal()
+@signals.exit_on_signal(cli.is_dry_run)
 @bootstrap.in_job
 def main() -> None:
     keep_programs()

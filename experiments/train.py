@@ -27,7 +27,7 @@ WORKDIR = cli.define_path('workdir', None, 'Run directory; the same directory re
 PROFILE = cli.define_path('profile', None, 'Directory for a trace of the third to fifth dispatch.')
 
 
-@signals.exit_on_signal()
+@signals.exit_on_signal(cli.is_dry_run)
 @bootstrap.in_job
 def main() -> None:
     keep_programs()

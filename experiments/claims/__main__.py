@@ -46,7 +46,7 @@ EXPORT = cli.define_path(
 )
 
 
-@signals.exit_on_signal()
+@signals.exit_on_signal(cli.is_dry_run)
 def main() -> None:
     keep_programs()
     if CLAIMS.value == []:

@@ -385,6 +385,11 @@ def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 
 
+def is_dry_run() -> bool:
+    """Whether this script only prints what a start would do; False without a flag --dry_run."""
+    return 'dry_run' in flags.FLAGS and flags.FLAGS['dry_run'].value not in (None, False)
+
+
 def script(name: str) -> str:
     """Returns the command of another script, written in the way in which this one was started.
 
@@ -447,7 +452,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             # Another Ctrl-C would print a traceback.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             script_file = Path(script_globals['__file__'])
-            is_resumable = script_file.stem in RESUMABLE
+            # The script of experiments/claims/__main__.py is 'claims'.
+            is_package = script_file.stem == '__main__'
+            script_name = script_file.parent.name if is_package else script_file.stem
+            is_resumable = script_name in RESUMABLE and not is_dry_run()
             exit_with(INTERRUPTED if is_resumable else 'interrupted', EXIT_INTERRUPTED)
 
     try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,9 +28,12 @@ exit_hooks: list[Callable[[], None]] = []
 # Seconds for which `end` waits for a write in progress.
 _LONGEST_WRITE = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# The flag --dry_run, or -dry_run=POD, among the arguments of a script.
+_DRY_RUN = re.compile(r'--?dry_run(=|$)')
 # The sentences with which a process ends on request.
 _SAVED = 'stopped after the last step, state saved'
 _NOTHING_TO_SAVE = 'stopped with nothing to save; the same command resumes'
+_NOTHING_TO_RESUME = 'interrupted'
 INTERRUPTED = 'interrupted; the same command resumes from what is saved'
 
 
@@ -145,8 +149,11 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def exit_on_signal() -> Iterator[None]:
+def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """A block in which SIGTERM and Ctrl-C end the process, unless a `StopRequest` defers the exit.
+
+    `dry_run` is called when the block begins. It says whether the script leaves nothing to resume
+    from, so that the process must not ask to be started again.
 
     Python runs no signal handler while XLA compiles in C++. But Python writes the number of a
     signal into a pipe at once, and a thread of this block reads it.
@@ -158,7 +165,8 @@ def exit_on_signal() -> Iterator[None]:
     handlers_afterwards = {}
     for number in _SIGNALS:
         handlers_afterwards[number] = signal.signal(number, lambda *_: None)
-    threading.Thread(target=_watch, args=(read_end,), name='signals', daemon=True).start()
+    arguments = (read_end, dry_run())
+    threading.Thread(target=_watch, args=arguments, name='signals', daemon=True).start()
     StopRequest._in_exit_on_signal = True
     try:
         yield
@@ -177,8 +185,10 @@ def exit_on_signal() -> Iterator[None]:
 def exit_while_starting(script: str) -> None:
     """Lets signals end a RESUMABLE script with one sentence while it imports its modules."""
     if script in RESUMABLE:
+        # The flags are not parsed yet.
+        dry_run = any(_DRY_RUN.match(argument) for argument in sys.argv)
         for number in _SIGNALS:
-            signal.signal(number, lambda *_: end(EXIT_REQUEUE, _NOTHING_TO_SAVE))
+            signal.signal(number, lambda number, _: _end_with_nothing_to_save(number, dry_run))
 
 
 def end(code: int, sentence: str) -> NoReturn:
@@ -206,6 +216,16 @@ def end(code: int, sentence: str) -> NoReturn:
         os._exit(code)
 
 
+def _end_with_nothing_to_save(number: int, dry_run: bool) -> NoReturn:
+    """Ends the process after a signal, given by its number, that came before the first step.
+
+    The same command then resumes, but after a dry run there is nothing to resume.
+    """
+    if dry_run:
+        end(128 + number, _NOTHING_TO_RESUME)  # as a shell reports it for other commands
+    end(EXIT_REQUEUE, _NOTHING_TO_SAVE)
+
+
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
     """Installs handlers of signals, such as those that `signal.signal` has returned."""
     for number, handler in handlers.items():
@@ -213,11 +233,11 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _watch(read_end: int) -> None:
+def _watch(read_end: int, dry_run: bool) -> None:
     """Acts on signals until the other end of a pipe is closed; runs in a thread of its own.
 
     `read_end` is the file descriptor of the pipe. Python writes the number of each signal into the
-    pipe, as one byte.
+    pipe, as one byte. `dry_run` says whether there is nothing to resume from.
     """
     while content := os.read(read_end, 1):
         number = content[0]
@@ -225,7 +245,7 @@ def _watch(read_end: int) -> None:
             continue
         with no_interrupt:
             if not StopRequest.deferring:
-                end(EXIT_REQUEUE, _NOTHING_TO_SAVE)
+                _end_with_nothing_to_save(number, dry_run)
             # The handler sets this, too, but Python may not run it before native code returns.
             StopRequest.requested = True
     os.close(read_end)

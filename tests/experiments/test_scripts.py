@@ -148,6 +148,9 @@ def test_a_character_that_the_encoding_lacks_is_escaped():
 
 # Signals before the main function of a script runs
 
+# What the sentence on an interrupt adds where the same command goes on.
+RESUMES = '; the same command resumes from what is saved'
+
 # An import takes a minute.
 WAITING = """
 import sys, time
@@ -163,11 +166,20 @@ sys.meta_path.insert(0, Waiting())
 """
 
 
-def test_a_signal_ends_the_imports_of_a_resumable_script_in_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ('command', 'number', 'code', 'sentence'),
+    [
+        ('ablate', signal.SIGTERM, 75, 'stopped with nothing to save; the same command resumes'),
+        ('ablate --dry_run', signal.SIGINT, 130, 'interrupted'),
+    ],
+)
+def test_a_signal_ends_the_imports_of_a_resumable_script_in_one_line(
+    command, number, code, sentence, tmp_path
+):
     """Also where an import swallows the interrupt."""
     (tmp_path / 'sitecustomize.py').write_text(WAITING)
     process = subprocess.Popen(
-        [sys.executable, '-m', 'qkattn', 'ablate'],
+        [sys.executable, '-m', 'qkattn', *command.split()],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'},
         stderr=subprocess.PIPE,
@@ -176,23 +188,25 @@ def test_a_signal_ends_the_imports_of_a_resumable_script_in_one_line(tmp_path):
     with process:
         while not (line := process.stderr.readline()).startswith('importing'):
             assert line
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 75
-    assert errors == 'stopped with nothing to save; the same command resumes\n'
+    assert (process.returncode, errors) == (code, f'{sentence}\n')
 
 
 @pytest.mark.parametrize(
-    ('name', 'called', 'advice'),
+    ('command', 'called', 'advice'),
     [
         ('variants', 'study.variant_tables.text', ''),
-        ('train', 'train.program_cache.keep_programs', '; the same command resumes'),
+        ('train', 'train.program_cache.keep_programs', RESUMES),
+        ('train --config=run.py --dry_run', 'train.program_cache.keep_programs', ''),
+        ('claims', 'train.program_cache.keep_programs', RESUMES),
+        ('claims --dry_run', 'train.program_cache.keep_programs', ''),
     ],
 )
-def test_an_interrupt_has_no_traceback(script_here, monkeypatch, name, called, advice):
+def test_an_interrupt_has_no_traceback(script_here, monkeypatch, command, called, advice):
     monkeypatch.setattr(f'qkattn.{called}', Mock(side_effect=KeyboardInterrupt))
-    done = script_here(name)
-    assert done.returncode == 130 and done.stderr.startswith(f'interrupted{advice}')
+    done = script_here(*command.split())
+    assert (done.returncode, done.stderr) == (130, f'interrupted{advice}\n')
 
 
 def test_resumable_scripts_are_those_that_leave_at_once():

@@ -136,6 +136,24 @@ def test_a_process_that_was_stopped_ends_as_asked_where_it_is_asked_again(number
     assert (code, errors) == (EXIT_REQUEUE, '')
 
 
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_dry_run_that_is_stopped_promises_nothing(number):
+    """A launcher does not start it again, as it does after EXIT_REQUEUE."""
+    program = """
+    import time
+    from qkattn.jobs import signals
+
+    with signals.exit_on_signal(dry_run=lambda: True):
+        print('ready', flush=True)
+        time.sleep(60)
+    """
+    process = start_python(program)
+    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+    process.send_signal(number)
+    ((code, _, errors),) = ended([process])
+    assert (code, errors) == (128 + number, 'interrupted\n')
+
+
 SAVE = """
     import signal, sys, time
     from qkattn.errors import Stopped
