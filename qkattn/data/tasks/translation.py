@@ -81,37 +81,41 @@ class TranslationRows(Rows):
         self.length = length
         self.splits = pairs.splits
         self.vocab_size = pairs.vocab_size
-        # How many pairs of each split are left out.
+        # How many pairs of each split are too long for a row.
         self.num_dropped: dict[str, int] = {}
         # _packed[split][row] holds the numbers of the pairs in a row.
         self._packed: dict[str, list[np.ndarray]] = {}
-        # _sources[split][pair] is the number of the pair from which a pair gets its source, after
-        # `with_shuffled_sources`. It is empty before, because each pair has its own source.
+        # After `with_shuffled_sources`, pair i of a split gets the source of pair
+        # _sources[split][i]. Before, this is empty, and each pair has its own source.
         self._sources: dict[str, np.ndarray] = {}
 
-        longest_source = 0
-        longest_target = 0
+        capacity_2 = (source_length, length)
         for split in self.splits:
-            # The number of tokens of source and target, for each of the I pairs of a split.
-            source_bounds, target_bounds = pairs.bounds(split)
-            source_sizes_I = np.diff(source_bounds)
-            target_sizes_I = np.diff(target_bounds)
-            longest_source = max(longest_source, source_sizes_I.max(initial=0))
-            longest_target = max(longest_target, target_sizes_I.max(initial=0))
-
-            fits_I = (source_sizes_I <= source_length) & (target_sizes_I <= length)
+            sizes_2I = self._sizes(split)
+            fits_I = (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
             self.num_dropped[split] = int(np.sum(~fits_I))
-            sizes_2I = np.stack([source_sizes_I, target_sizes_I])
-            self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), (source_length, length))
+            self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), capacity_2)
+        if not drop_long:
+            self._refuse_dropped()
 
+    def _sizes(self, split: str) -> np.ndarray:
+        """Returns how many tokens the source and the target of each pair have, [2, pairs]."""
+        source_bounds, target_bounds = self.pairs.bounds(split)
+        return np.stack([np.diff(source_bounds), np.diff(target_bounds)])
+
+    def _refuse_dropped(self) -> None:
+        """Raises ConfigError, which names the longest pairs, if a pair is too long for a row."""
         num_dropped = sum(self.num_dropped.values())
-        if num_dropped and not drop_long:
-            raise ConfigError(
-                f'{num_dropped} sentence pairs do not fit into model.source_context='
-                f'{source_length} and model.context={length}; they must be at least '
-                f'{longest_source} and {longest_target}, or set data.drop_long=True to leave such '
-                'pairs out, of evaluation too.'
-            )
+        if not num_dropped:
+            return
+        sizes_2I = np.concatenate([self._sizes(split) for split in self.splits], axis=1)
+        longest_source, longest_target = sizes_2I.max(axis=1)
+        raise ConfigError(
+            f'{num_dropped} sentence pairs do not fit into model.source_context='
+            f'{self.source_length} and model.context={self.length}; they must be at least '
+            f'{longest_source} and {longest_target}, or set data.drop_long=True to leave such '
+            'pairs out, of evaluation too.'
+        )
 
     def count(self, split: str) -> int:
         """Returns the number of rows of a split; raises ConfigError if there are none."""
@@ -125,27 +129,20 @@ class TranslationRows(Rows):
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         """Reads rows by number. The rows have no randomness, so `draws_B2` is not used."""
-        # The P pairs of the batch, row after row.
         pairs_of_row = [self._packed[split][row] for row in rows_B]
-        pair_P = np.concatenate(pairs_of_row)
-        num_pairs_B = [len(pairs) for pairs in pairs_of_row]
-
-        # The source of a pair is its own, or that of another pair if the sources are shuffled.
-        source_P = pair_P
-        if split in self._sources:
-            source_P = self._sources[split][pair_P]
+        sources_of_row = pairs_of_row
+        if split in self._sources:  # the sources are shuffled
+            sources_of_row = [self._sources[split][pairs] for pairs in pairs_of_row]
 
         source_tokens, target_tokens = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
         source_BS, source_segments_BS = _laid_out(
-            source_tokens, source_bounds, source_P, num_pairs_B, self.source_length
+            source_tokens, source_bounds, sources_of_row, self.source_length
         )
-        targets_BT, segments_BT = _laid_out(
-            target_tokens, target_bounds, pair_P, num_pairs_B, self.length
-        )
+        targets_BT, segments_BT = _laid_out(target_tokens, target_bounds, pairs_of_row, self.length)
 
-        # The inputs are the targets, shifted by one. Each target ends with the separator, so the
-        # separator comes before the tokens of the next pair.
+        # The inputs are the targets one position later, with a separator at the beginning. With '|'
+        # for the separator, the targets 'a b | c |' have the inputs '| a b | c'.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
         is_used_BT = segments_BT > 0
@@ -166,18 +163,8 @@ class TranslationRows(Rows):
         shuffled = copy.copy(self)
         shuffled._sources = {}
         for split in self.splits:
-            source_bounds, _ = self.pairs.bounds(split)
-            lengths_I = np.diff(source_bounds)
-            draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(lengths_I))
-            # Sorted by length, and in a random order among equal lengths.
-            order_I = np.lexsort((draw_I, lengths_I))
-            # A group of equal length begins where the length changes.
-            first_of_length = np.flatnonzero(np.diff(lengths_I[order_I])) + 1
-            # Within a group, each target gets the source of the next pair.
-            shuffled_I = np.empty_like(order_I)
-            for group in np.split(order_I, first_of_length):
-                shuffled_I[group] = np.roll(group, -1)
-            shuffled._sources[split] = shuffled_I
+            source_sizes_I, _ = self._sizes(split)
+            shuffled._sources[split] = _exchanged(source_sizes_I)
         return shuffled
 
     def identity(self) -> dict[str, Any]:
@@ -258,41 +245,49 @@ class TranslationRows(Rows):
         return {'shuffled': nats_XT.sum(1) / weights_T.sum()}
 
 
+def _exchanged(sizes_I: np.ndarray) -> np.ndarray:
+    """Gives every sentence the number of another sentence of equal size, at random.
+
+    For the sizes [3, 5, 3, 3], it may return [2, 1, 3, 0]. Sentence 1 keeps its number, because it
+    is the only one of its size.
+    """
+    # Sort the sentences by size, and at random among equal sizes: [0, 2, 3, 1] in the example.
+    draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(sizes_I))
+    order_I = np.lexsort((draw_I, sizes_I))
+    # Cut them where the size changes: [0, 2, 3] and [1].
+    first_of_size = np.flatnonzero(np.diff(sizes_I[order_I])) + 1
+    groups = np.split(order_I, first_of_size)
+    # In a group, each sentence gets the next one, and the last one gets the first.
+    exchanged_I = np.empty_like(order_I)
+    for group in groups:
+        exchanged_I[group] = np.roll(group, -1)
+    return exchanged_I
+
+
 def _laid_out(
-    tokens: np.ndarray,
-    bounds: np.ndarray,
-    sentence_P: np.ndarray,
-    num_sentences_B: Sequence[int],
-    length: int,
+    tokens: np.ndarray, bounds: np.ndarray, sentences_of_row: Sequence[np.ndarray], length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts P sentences into B rows, one after the other, and fills up each row with zeros.
+    """Writes the sentences of each row one after the other, and zeros after the last one.
 
     Args:
       tokens: the tokens of all sentences of a split.
       bounds: sentence i has the tokens from bounds[i] to bounds[i + 1].
-      sentence_P: the number i of each sentence, row after row.
-      num_sentences_B: how many of the P sentences are in each row.
+      sentences_of_row: the numbers i of the sentences in each of the B rows.
       length: T, the number of tokens of a row.
 
     Returns:
       tokens_BT, and segments_BT, which number the sentences of a row from 1. 0 is padding.
     """
-    starts_P = bounds[sentence_P]
-    ends_P = bounds[sentence_P + 1]
-    sizes_P = ends_P - starts_P
-    sentences = [tokens[start:end] for start, end in zip(starts_P, ends_P, strict=True)]
-
-    num_rows = len(num_sentences_B)
-    row_P = np.repeat(np.arange(num_rows), num_sentences_B)
-    segment_P = np.concatenate([np.arange(count) + 1 for count in num_sentences_B])
-    num_tokens_B = np.bincount(row_P, sizes_P, num_rows)
-
-    # Filling the used positions in row-major order puts each sentence into its row.
-    is_used_BT = np.arange(length) < num_tokens_B[:, None]
-    tokens_BT = np.zeros(is_used_BT.shape, INT)
-    tokens_BT[is_used_BT] = np.concatenate(sentences)
-    segments_BT = np.zeros(is_used_BT.shape, INT)
-    segments_BT[is_used_BT] = np.repeat(segment_P, sizes_P)
+    tokens_BT = np.zeros((len(sentences_of_row), length), INT)
+    segments_BT = np.zeros((len(sentences_of_row), length), INT)
+    for row, sentences in enumerate(sentences_of_row):
+        start = 0
+        for segment, sentence in enumerate(sentences.tolist(), start=1):
+            sentence_tokens = tokens[bounds[sentence] : bounds[sentence + 1]]
+            end = start + len(sentence_tokens)
+            tokens_BT[row, start:end] = sentence_tokens
+            segments_BT[row, start:end] = segment
+            start = end
     return tokens_BT, segments_BT
 
 
@@ -338,10 +333,10 @@ def score_split(
 def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) -> list[np.ndarray]:
     """Packs sentence pairs into rows by best fit, in a shuffled order.
 
-    A row has two sides: one for source tokens, one for target tokens. OPEN_ROWS rows are open at a
-    time. A pair goes into the open row in which it leaves the least free space, summed over both
-    sides. If it fits into no open row, one row is closed, and an empty row takes its place: the row
-    that has the least free space on one of its sides.
+    A row has two sides, one for source tokens and one for target tokens. OPEN_ROWS rows are open
+    at a time. A pair goes into the open row in which it leaves the least free space, summed over
+    both sides. If it fits into none, the open row with the least free space on one of its sides is
+    closed. An empty row takes its place, and gets the pair.
 
     Args:
       sizes_2I: the number of tokens of the source and of the target of each pair.
@@ -354,21 +349,25 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
     draws = np.random.Generator(np.random.Philox(key=0)).random(len(kept))
     order = kept[np.argsort(draws)]
 
-    # The O open rows: the number of each, and its free space on both sides.
-    num_rows = OPEN_ROWS
-    row_O = np.arange(num_rows)
-    free_2O = np.tile(np.array(capacity_2)[:, None], num_rows)
+    # There is a slot for each of the O open rows. The arrays hold the number of the row in each
+    # slot, and its free space on both sides.
+    row_O = np.arange(OPEN_ROWS)
+    free_2O = np.tile(np.array(capacity_2)[:, None], OPEN_ROWS)
+    num_rows = OPEN_ROWS  # how many rows have been opened so far
     # The pairs in each row, in the order in which they were packed.
     pairs_of_row: dict[int, list[int]] = {}
     for pair in order.tolist():
         size_2 = sizes_2I[:, pair]
-        # The space that the pair would leave in each open row.
+        # The space that the pair would leave in each open row; negative if it does not fit.
         left_2O = free_2O - size_2[:, None]
-        fits_O = (left_2O >= 0).all(0)
+        fits_O = (left_2O >= 0).all(axis=0)
         if fits_O.any():
-            slot = np.where(fits_O, left_2O.sum(0), np.inf).argmin()
+            total_left_O = left_2O.sum(axis=0)
+            slot = np.where(fits_O, total_left_O, np.inf).argmin()
         else:
-            slot = free_2O.min(0).argmin()
+            # Close the fullest row, and open an empty one in its slot.
+            least_free_O = free_2O.min(axis=0)
+            slot = least_free_O.argmin()
             free_2O[:, slot] = capacity_2
             row_O[slot] = num_rows
             num_rows += 1
