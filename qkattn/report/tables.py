@@ -261,12 +261,12 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
             row['best counts|of these'] = name
             row['their|loss'] = f'{loss:.3f}'
         if yardstick.task == 'language':
-            row['gain by|position'] = _recorded(yardstick.gain, '.3f')
+            row['gain by|position'] = _recorded(yardstick.context_gain, '.3f')
         if yardstick.task == 'translation':
             word_by_word_bleu = yardstick.bleu.get(arm.split)
             row['BLEU'] = _recorded(arm.bleu, '.1f')
             row['word by word,|BLEU'] = _recorded(word_by_word_bleu, '.1f')
-            row['worth of|sources'] = _recorded(yardstick.sources, '.3f')
+            row['worth of|sources'] = _recorded(yardstick.source_gain, '.3f')
         yield row
 
 

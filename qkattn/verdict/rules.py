@@ -73,19 +73,21 @@ def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
     The merged remark has `every_arm` set and names no arm.
     """
 
-    def without_arm(remark: Remark) -> Remark:
+    def about_every_arm(remark: Remark) -> Remark:
         return dataclasses.replace(remark, arm=None, every_arm=True)
 
     merged: list[Remark] = []
     for remark in remarks:
-        shared = without_arm(remark)
-        arms_with_it = {
-            other.arm for other in remarks if other.arm and without_arm(other) == shared
-        }
-        if remark.arm and len(arms_with_it) == num_arms > 1:
-            remark = shared
-        if remark not in merged:
-            merged.append(remark)
+        shared = about_every_arm(remark)
+        arms_with_remark: set[ArmKey] = set()
+        for other in remarks:
+            if other.arm is not None and about_every_arm(other) == shared:
+                arms_with_remark.add(other.arm)
+        all_arms_have_it = num_arms > 1 and len(arms_with_remark) == num_arms
+        is_shared = remark.arm is not None and all_arms_have_it
+        remark_or_shared = shared if is_shared else remark
+        if remark_or_shared not in merged:
+            merged.append(remark_or_shared)
     return merged
 
 
@@ -104,36 +106,51 @@ def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
     rates = study.grids['learning_rate']
     if len(rates) < 2:
         yield _block(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
-    seeds = {SCREENING: set(study.tuning.seeds), VERDICT: set(study.seeds), SINGLE: set()}
+
+    # Both those that are declared and those that trials have.
+    seeds_of_screening = set(study.tuning.seeds)
+    seeds_of_verdict = set(study.seeds)
     for trial in study.trials:
-        seeds[trial.run.stage].add(trial.seed)
-    shared = sorted(seeds[SCREENING] & seeds[VERDICT])
+        if trial.run.stage == SCREENING:
+            seeds_of_screening.add(trial.seed)
+        elif trial.run.stage == VERDICT:
+            seeds_of_verdict.add(trial.seed)
+    shared = sorted(seeds_of_screening & seeds_of_verdict)
     if shared:
         yield _block(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
 
 
 def _declaration(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that study.json is what the ledger declares, and runs are what earlier looks saw."""
+    """Requires that study.json and the results of runs have not changed since they were recorded.
+
+    The ledger records study.json when the study is declared, and the results of a run at each look.
+    """
     if study.ledger.declaration != study.declaration:
         yield _block(RemarkCode.OTHER_DECLARATION)
+
     arm_by_run = {run.name: run.key for run in study.runs}
-    for run, look in study.altered.items():
-        yield _block(RemarkCode.ALTERED, arm_by_run.get(run), run=run, look=look)
+    for run_name, look in study.altered.items():
+        # A run that has left the plan has no arm, so its remark is about the study.
+        arm = arm_by_run.get(run_name)
+        yield _block(RemarkCode.ALTERED, arm, run=run_name, look=look)
 
 
 def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Requires a schedule that anneals the learning rate."""
     planned = arm.example.run.config['optimizer']
-    schedule = planned['schedule']
-    optimizer = OptimizerConfig(schedule=schedule, final_fraction=planned['final_fraction'])
-    if not optimizer.anneals:
-        final_fraction = optimizer.final_fraction if optimizer.decays else None
-        yield _block(
-            RemarkCode.NOT_ANNEALED,
-            schedule=schedule,
-            final_fraction=final_fraction,
-            limit=ANNEALED,
-        )
+    optimizer = OptimizerConfig(
+        schedule=planned['schedule'], final_fraction=planned['final_fraction']
+    )
+    if optimizer.anneals:
+        return
+    # A schedule that does not decay, such as 'constant', ignores final_fraction.
+    final_fraction = optimizer.final_fraction if optimizer.decays else None
+    yield _block(
+        RemarkCode.NOT_ANNEALED,
+        schedule=optimizer.schedule,
+        final_fraction=final_fraction,
+        limit=ANNEALED,
+    )
 
 
 def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
@@ -183,32 +200,37 @@ def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Requires that the arm's runs have the declared seeds, so results cannot select them.
 
     A verdict has all its declared seeds. A screening has its declared seeds and perhaps further
-    ones, which follow in a fixed order (`screening_seeds`); it may stop after any of them.
+    ones, which follow in a fixed order (`screening_seeds`); it may stop after any of them. If the
+    seeds 0 and 1 are declared, then (0, 1) and (0, 1, 2) are valid screenings, but not (0, 1, 3).
     """
-    all_screening_seeds = screening_seeds(study.tuning)
-    num_declared = len(study.tuning.seeds)
-    valid_by_stage = {
-        SCREENING: [
-            all_screening_seeds[:number]
-            for number in range(num_declared, len(all_screening_seeds) + 1)
-        ],
-        VERDICT: [study.verdict_seeds(arm.key)],
-    }
-    for stage, valid_seeds in valid_by_stage.items():
-        actual: list[int] = []
-        for run in study.runs:
-            if run.key == arm.key and run.stage == stage:
-                actual += run.seeds
-        if stage == SCREENING:
-            # The screenings of several settings repeat the same seeds.
-            actual = list(dict.fromkeys(actual))
-        if actual and sorted(actual) not in [sorted(seeds) for seeds in valid_seeds]:
-            yield _block(
-                RemarkCode.OTHER_SEEDS,
-                stage=stage,
-                actual=tuple(actual),
-                declared=valid_seeds[-1],
-            )
+    screening: list[int] = []
+    verdict: list[int] = []
+    for run in study.runs:
+        if run.key == arm.key and run.stage == SCREENING:
+            screening += run.seeds
+        elif run.key == arm.key and run.stage == VERDICT:
+            verdict += run.seeds
+
+    # The screenings of several settings repeat the same seeds.
+    screening = list(dict.fromkeys(screening))
+    valid_screening = screening_seeds(study.tuning)
+    num_seeds = max(len(screening), len(study.tuning.seeds))
+    if screening and sorted(screening) != sorted(valid_screening[:num_seeds]):
+        yield _block(
+            RemarkCode.OTHER_SEEDS,
+            stage=SCREENING,
+            actual=tuple(screening),
+            declared=valid_screening,
+        )
+
+    valid_verdict = study.verdict_seeds(arm.key)
+    if verdict and sorted(verdict) != sorted(valid_verdict):
+        yield _block(
+            RemarkCode.OTHER_SEEDS,
+            stage=VERDICT,
+            actual=tuple(verdict),
+            declared=valid_verdict,
+        )
 
 
 def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
@@ -232,15 +254,16 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
         return
 
     tuning = arm.tuning
-    if tuning.knob is not None:
-        # Screening has not ended, so it has no settings for a verdict run yet.
-        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=tuning.knob, values=tuning.values)
+    next_knob = tuning.knob
+    if next_knob is not None:
+        # A knob is still to be screened, so the settings for a verdict run are not known yet.
+        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=next_knob, values=tuning.values)
         return
 
     for index, knob in enumerate(KNOBS):
         expected = tuning.settings[index]
-        values_in_trials = dict.fromkeys(trial.settings[index] for trial in arm.verdict_trials)
-        for actual in values_in_trials:
+        different_values = dict.fromkeys(trial.settings[index] for trial in arm.verdict_trials)
+        for actual in different_values:
             if actual != expected:
                 yield _block(
                     RemarkCode.OTHER_SETTING,
@@ -274,9 +297,10 @@ def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedAr
 
 
 def untrained(arm: TrainedArm) -> Iterator[Remark]:
-    """Yields what a baseline lacks to be trained well enough for comparisons.
+    """Yields a remark for each reason why a baseline is not trained enough to compare arms with.
 
-    It has to beat its yardstick: the losses and the BLEU of methods that only count.
+    A baseline has to beat its yardstick: the losses and the BLEU of methods that only count. Beyond
+    that, a language model has to use its context, and a translator its sources.
     """
     yardstick = arm.yardstick
     if yardstick is None:
@@ -287,11 +311,12 @@ def untrained(arm: TrainedArm) -> Iterator[Remark]:
         return
     for code, data in shortfalls(arm, yardstick):
         yield _block(code, arm.key, **data)
-    if yardstick.gain is not None and yardstick.gain < MIN_GAIN:
-        yield _block(RemarkCode.LITTLE_CONTEXT, arm.key, gain=yardstick.gain, needed=MIN_GAIN)
-    if yardstick.sources is not None and yardstick.sources < MIN_SOURCES:
-        cost = yardstick.sources
-        yield _block(RemarkCode.SOURCES_UNUSED, arm.key, cost=cost, needed=MIN_SOURCES)
+    context_gain = yardstick.context_gain
+    if context_gain is not None and context_gain < MIN_GAIN:
+        yield _block(RemarkCode.LITTLE_CONTEXT, arm.key, gain=context_gain, needed=MIN_GAIN)
+    source_gain = yardstick.source_gain
+    if source_gain is not None and source_gain < MIN_SOURCES:
+        yield _block(RemarkCode.SOURCES_UNUSED, arm.key, cost=source_gain, needed=MIN_SOURCES)
 
 
 def shortfalls(
@@ -325,7 +350,7 @@ def shortfalls(
             yield RemarkCode.LOW_BLEU, data
 
 
-def _short_arms(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
+def _arms_below_yardstick(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """Marks arms and controls that do not beat the yardstick of their baseline.
 
     These remarks withhold no verdict.
@@ -344,49 +369,48 @@ def _short_arms(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Rem
             yield Remark(codes_of_arms[code], data, arm=arm.key)
 
 
-def _trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that baselines beat their yardsticks and that an arm's seeds end close together.
+def _baselines_trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
+    """Requires that the baselines of a tuned study are trained enough to compare arms with."""
+    if not study.tuned:
+        return
+    has_finished_baseline = any(arm.is_baseline and arm.chosen for arm in arms)
+    if study.yardsticks is None and has_finished_baseline:
+        # yardsticks.json is missing. The remark is about the study, as no baseline has a yardstick.
+        yield _block(RemarkCode.NO_YARDSTICK)
+    for baseline in baselines(study, arms):
+        yield from untrained(baseline)
+
+
+def _spread(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
+    """Requires that the seeds of each arm of a tuned study end close together.
 
     The sd of an arm's losses over seeds is compared with the median sd of the other arms in its
     group (same size, corpus and length of training).
     """
     if not study.tuned:
         return
-    if study.yardsticks is None and any(arm.is_baseline and arm.chosen for arm in arms):
-        yield _block(RemarkCode.NO_YARDSTICK)
-    for baseline in baselines(study, arms):
-        yield from untrained(baseline)
-
     sds_by_group: dict[ArmKey, dict[ArmKey, float]] = {}
     for arm in arms:
         if arm.loss and arm.loss.sd:
-            sds_by_group.setdefault(arm.group, {})[arm.key] = arm.loss.sd
+            sds_of_group = sds_by_group.setdefault(arm.group, {})
+            sds_of_group[arm.key] = arm.loss.sd
+
     for sds in sds_by_group.values():
         for key, sd in sds.items():
             other_sds = [other_sd for other, other_sd in sds.items() if other != key]
             if not other_sds:
                 continue
-            usual = statistics.median(other_sds)
-            if sd > MAX_SPREAD * usual:
-                yield _block(RemarkCode.BIMODAL_SEEDS, key, sd=sd, usual=usual, times=MAX_SPREAD)
+            usual_sd = statistics.median(other_sds)
+            if sd > MAX_SPREAD * usual_sd:
+                yield _block(RemarkCode.BIMODAL_SEEDS, key, sd=sd, usual=usual_sd, times=MAX_SPREAD)
 
 
 def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """Requires that an arm differs from its baseline only in the factors of the study.
 
-    The factors are what variants set, what matching solves for, and what is tuned. All other
-    settings and the data have to be equal.
+    All other settings and the data have to be equal (`_facts`).
     """
-    factors = set(_HARMLESS)
-    for name in _FACTORS:
-        factors.add(f'model.{name}')
-    for variant in study.variants:
-        # 'qk/vo?num_kv_heads=1&qk_norm=True' sets the fields num_kv_heads and qk_norm.
-        for name in re.findall(r'[?&](\w+)=', variant):
-            factors.add(f'model.{name}')
-    for knob in study.tuned_knobs:
-        factors.add(f'model.{knob}' if knob in MODEL_KNOBS else f'trials.{knob}s')
-
+    factors = _factors(study)
     arms_with_verdict_trials = [arm for arm in arms if arm.verdict_trials]
     for arm, baseline in with_baselines(arms_with_verdict_trials):
         if baseline is None or baseline is arm:
@@ -404,6 +428,28 @@ def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Re
                     value=value,
                     baseline=baseline_value,
                 )
+
+
+def _factors(study: TrainedStudy) -> set[str]:
+    """Returns the settings in which arms may differ, by name, such as 'model.d_ff'.
+
+    These are the settings that variants set, that matching solves for, that are tuned, and that do
+    not affect results.
+    """
+    factors = set(_HARMLESS)
+    for field in _FACTORS:
+        factors.add(f'model.{field}')
+    for variant in study.variants:
+        # 'qk/vo?num_kv_heads=1&qk_norm=True' sets the fields num_kv_heads and qk_norm.
+        for field in re.findall(r'[?&](\w+)=', variant):
+            factors.add(f'model.{field}')
+    for knob in study.tuned_knobs:
+        if knob in MODEL_KNOBS:
+            factors.add(f'model.{knob}')
+        else:
+            # Trials list the values of a knob: trials.learning_rates.
+            factors.add(f'trials.{knob}s')
+    return factors
 
 
 def _facts(arm: TrainedArm, factors: Collection[str]) -> dict[str, Any]:
@@ -433,32 +479,43 @@ def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remar
     them: results of several commits, or of uncommitted changes, withhold every verdict unless the
     ledger accepts them. A run that was resumed on another commit counts as well.
     """
-    # For each fact, such as 'git.commit', and each of its values the arms that have the value. The
-    # innermost dictionary is an ordered set.
-    facts: dict[str, dict[str, dict[ArmKey, None]]] = {}
-    for arm in arms:
-        for trial in arm.trials:
-            earlier_starts = trial.provenance.get('earlier', ())
-            for start in (trial.provenance, *earlier_starts):
-                for name, value in flat(start):
-                    arms_by_value = facts.setdefault(name, {})
-                    arms_by_value.setdefault(str(value), {})[trial.run.key] = None
-
-    accepted = study.ledger.accepted
-    for name, arms_by_value in facts.items():
+    arms_by_fact = _arms_by_fact(arms)
+    reasons_to_accept = study.ledger.accepted
+    for name, arms_by_value in arms_by_fact.items():
         is_software = name.startswith(('versions.', 'imported.')) or name in _SOFTWARE
         has_one_value = len(arms_by_value) == 1
         if not is_software or has_one_value:
             continue
         is_code = name == 'git.commit' or name.startswith('imported.')
-        why = accepted.get(COMMITS) if is_code else None
+        reason = reasons_to_accept.get(COMMITS) if is_code else None
         values = {value: tuple(keys) for value, keys in arms_by_value.items()}
-        data = {'name': name, 'values': values, 'accepted': why}
-        yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, blocks=is_code and why is None)
+        data = {'name': name, 'values': values, 'accepted': reason}
+        yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, blocks=is_code and reason is None)
 
-    if 'True' in facts.get('git.dirty', ()):
-        why = accepted.get(UNCOMMITTED)
-        yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': why}, blocks=why is None)
+    has_uncommitted_changes = 'True' in arms_by_fact.get('git.dirty', {})
+    if has_uncommitted_changes:
+        reason = reasons_to_accept.get(UNCOMMITTED)
+        yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': reason}, blocks=reason is None)
+
+
+def _arms_by_fact(arms: Sequence[TrainedArm]) -> dict[str, dict[str, list[ArmKey]]]:
+    """Returns the keys of the arms that have each value of each fact of their provenance.
+
+    Two arms that were trained at different commits give {'git.commit': {'3f2a': [key], '9c41':
+    [other_key]}, 'python': {'3.12.4': [key, other_key]}}. A run that was resumed has several
+    starts. Its arm is listed for the values of each of them.
+    """
+    arms_by_fact: dict[str, dict[str, list[ArmKey]]] = {}
+    for arm in arms:
+        for trial in arm.trials:
+            earlier_starts = trial.provenance.get('earlier', ())
+            for start in (trial.provenance, *earlier_starts):
+                for name, value in flat(start):
+                    arms_by_value = arms_by_fact.setdefault(name, {})
+                    arms_with_value = arms_by_value.setdefault(str(value), [])
+                    if arm.key not in arms_with_value:
+                        arms_with_value.append(arm.key)
+    return arms_by_fact
 
 
 def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
@@ -494,4 +551,11 @@ OF_ARM = (_annealing, _results, _matching)
 # Rules about each arm of a tuned study.
 OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
 # Rules about all arms together.
-OF_ARMS = (_trained, _short_arms, _differences, _software, _evaluation)
+OF_ARMS = (
+    _baselines_trained,
+    _spread,
+    _arms_below_yardstick,
+    _differences,
+    _software,
+    _evaluation,
+)

@@ -44,8 +44,9 @@ _MEASURED = {'loss': float, **dict.fromkeys(('early', 'late', 'shuffled'), float
 class Yardstick:
     """What a baseline has to beat, and what was measured on its models.
 
-    `gain` and `sources` are means over the trials of verdict runs, measured from their checkpoints
-    on the last split. They are None if no trial was measured or the task does not define them.
+    The two gains are means over the trials of verdict runs, measured from their checkpoints on the
+    last split, in nats/token. They are None if no trial was measured or the task does not define
+    them.
     """
 
     run: str  # the baseline's run on whose data the tokens were counted
@@ -54,10 +55,10 @@ class Yardstick:
     tokens: int | None  # the number of tokens that were counted, if any
     # Nats/token by split ('val', 'test') and name of the method; empty for a translation.
     losses: Mapping[str, Mapping[str, float]]
-    gain: float | None  # how far the loss falls from position 4 to the last half of the context
-    sources: (
-        float | None
-    )  # how far the loss rises if sources are exchanged for those of other pairs
+    # How far the loss falls from position 4 to the last half of the context.
+    context_gain: float | None
+    # How far the loss rises if sources are exchanged for those of other pairs.
+    source_gain: float | None
     bleu: Mapping[str, float]  # of IBM model 1, by split; only for a translation
     is_current: bool  # whether it was recorded with this version's definition
 
@@ -154,19 +155,20 @@ def load_study(directory: str | Path) -> TrainedStudy:
     has a result.
     """
     directory = as_path(directory)
-    declaration = directory / 'study.json'
+    study_json = directory / 'study.json'
     files = stored.opened(directory)
     if not directory.is_dir():
         problem = 'is a file' if directory.exists() else 'does not exist'
         raise ReportError(f'study directory {str(directory)!r} {problem}.')
-    if not declaration.exists():
-        raise ReportError(f'{str(declaration)!r} does not exist, so this is not a study directory.')
+    if not study_json.exists():
+        raise ReportError(f'{str(study_json)!r} does not exist, so this is not a study directory.')
 
-    kept = ledger.read(directory / ledger.NAME)
+    study_ledger = ledger.read(directory / ledger.NAME)
     try:
-        study = _declared(directory, files, kept, parse_file(declaration, {}))
+        declared = parse_file(study_json, {})
+        study = _declared_study(directory, files, study_ledger, declared)
     except ValueError as error:
-        raise ReportError(f'{str(declaration)!r} cannot be read: {error}.') from error
+        raise ReportError(f'{str(study_json)!r} cannot be read: {error}.') from error
 
     problems = [*study.problems]
     try:
@@ -174,30 +176,23 @@ def load_study(directory: str | Path) -> TrainedStudy:
         runs = [with_files(run, files, problems) for run in planned]
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
-
-    recorded = directory / ledger.YARDSTICKS
-    try:
-        yardsticks = None
-        if recorded.exists():
-            yardsticks = _yardsticks(recorded, study.baseline, planned)
-    except ValueError as error:
-        raise ReportError(f'{str(recorded)!r} cannot be read: {error}.') from error
-
+    yardsticks = _read_yardsticks(directory / ledger.YARDSTICKS, study.baseline, planned)
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
-    altered = kept.altered(ledger.seen(files))
-    earlier = chain.earlier_studies(directory, kept, parse_file(declaration, {}))
+
     return dataclasses.replace(
         study,
         runs=tuple(runs),
         problems=tuple(problems),
         yardsticks=yardsticks,
-        altered=altered,
-        earlier=tuple(earlier),
+        altered=study_ledger.altered(ledger.seen(files)),
+        earlier=tuple(chain.earlier_studies(directory, study_ledger, declared)),
     )
 
 
-def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> TrainedStudy:
+def _declared_study(
+    directory: Path, files: Files, study_ledger: Ledger, record: Any
+) -> TrainedStudy:
     """Reads a study without its runs from `record`, the content of study.json.
 
     Raises ValueError that names the bad field.
@@ -233,12 +228,18 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Train
         directory=directory,
         files=files,
         declaration=ledger.digest(record),
-        ledger=kept,
+        ledger=study_ledger,
         altered={},
         earlier=(),
     )
+    _check_declared(study)
+    return study
+
+
+def _check_declared(study: TrainedStudy) -> None:
+    """Raises ValueError that names the field unless the values of study.json are valid."""
     check_section('tuning.', study.tuning)
-    is_tuned_without_seeds = tuning is not None and not study.tuned
+    is_tuned_without_seeds = bool(study.grids) and not study.tuned
     if not study.seeds or is_tuned_without_seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
     if not study.margin > 0:
@@ -251,7 +252,6 @@ def _declared(directory: Path, files: Files, kept: Ledger, record: Any) -> Train
                 raise ValueError(
                     f'an arm has {field} {value!r}, which is not one of {list(values)}'
                 )
-    return study
 
 
 def read_base(record: Mapping[str, Any]) -> Config:
@@ -262,7 +262,7 @@ def read_base(record: Mapping[str, Any]) -> Config:
 def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Drops the settings that the config class `cls` does not have.
 
-    So the results of other versions can be read.
+    Results of another version may have such settings. Without them, the results can be read.
     """
     types = typing.get_type_hints(cls)
     known: dict[str, Any] = {}
@@ -280,94 +280,137 @@ def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
     A repeated line counts once. Raises RunDirectoryError that names a bad line, or a line that
     contradicts an earlier one.
     """
-    planned: dict[str, TrainedRun] = {}  # by name
-    # By the name of the run, then by seed and settings.
-    trials: dict[str, dict[Hashable, Trial]] = {}
+    run_by_name: dict[str, TrainedRun] = {}
+    # The trials of each run, by its name; those of one run by seed and settings.
+    trials_by_run: dict[str, dict[Hashable, Trial]] = {}
 
     def add_run(record: Any) -> None:
+        """Adds the run of a line of plan.jsonl."""
         run = parse_run(record)
         if run.key.declared not in study.arms:
             raise ValueError(f'{run.key} is not an arm that study.json declares')
-        if planned.setdefault(run.name, run) != run:
+        earlier = run_by_name.get(run.name)
+        if earlier is None:
+            run_by_name[run.name] = run
+        elif earlier != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
 
     def add_trial(record: Any) -> None:
+        """Adds the trial of a line of results.jsonl."""
         check(record, {'run': str})
         name = record['run']
-        if name not in planned:
+        if name not in run_by_name:
             raise ValueError(f'run {name!r} is not in plan.jsonl')
-        trial = parse_trial(record, planned[name])
-        trials_of_run = trials.setdefault(name, {})
-        first_result = trials_of_run.setdefault((trial.seed, trial.settings), trial)
-        if first_result != trial:
+        trial = parse_trial(record, run_by_name[name])
+        trials_of_run = trials_by_run.setdefault(name, {})
+        key = (trial.seed, trial.settings)
+        earlier = trials_of_run.get(key)
+        if earlier is None:
+            trials_of_run[key] = trial
+        elif earlier != trial:
             raise ValueError(f'run {name!r} seed {trial.seed} has two results, which differ')
 
-    for file_name, add in (('plan.jsonl', add_run), ('results.jsonl', add_trial)):
-        # The files are missing until a worker has planned.
-        if (study.files / file_name).exists():
-            read_lines(study.files / file_name, {}, _ADVICE, add)
+    # The files are missing until a worker has planned.
+    plan = study.files / 'plan.jsonl'
+    if plan.exists():
+        read_lines(plan, {}, _ADVICE, add_run)
+    results = study.files / 'results.jsonl'
+    if results.exists():
+        read_lines(results, {}, _ADVICE, add_trial)
 
     runs = []
-    for name, run in planned.items():
-        trials_of_run = trials.get(name, {})
+    for name, run in run_by_name.items():
+        trials_of_run = trials_by_run.get(name, {})
         runs.append(dataclasses.replace(run, trials=tuple(trials_of_run.values())))
     return runs
 
 
-def _yardsticks(
+def _read_yardsticks(
     path: Path, baseline: str, planned: Sequence[TrainedRun]
-) -> dict[ArmKey, Yardstick]:
-    """Reads yardsticks.json; returns the yardsticks by the key of their baseline.
+) -> dict[ArmKey, Yardstick] | None:
+    """Reads yardsticks.json; returns None if it does not exist.
 
-    Raises ValueError if the file is damaged or was recorded for other runs than the planned ones.
+    Returns the yardsticks by the key of their baseline. Raises ReportError if the file is damaged
+    or was recorded for other runs than the planned ones.
     """
-    record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
-    arms = {run.name: run.key for run in planned}
+    if not path.exists():
+        return None
+    try:
+        record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
+        return _yardsticks(record, baseline, {run.name: run.key for run in planned})
+    except ValueError as error:
+        raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
 
-    # What was measured on the baselines' trials.
-    trials_by_key: dict[ArmKey, list[dict[str, Any]]] = {}
+
+def _yardsticks(
+    record: Mapping[str, Any], baseline: str, planned: Mapping[str, ArmKey]
+) -> dict[ArmKey, Yardstick]:
+    """Returns the yardsticks by the key of their baseline; raises ValueError if a field is bad.
+
+    Args:
+        record: The content of yardsticks.json. An entry of 'runs' has what was measured on the
+            trials of a baseline, an entry of 'groups' what this baseline has to beat.
+        baseline: The variant that is the baseline.
+        planned: The arms of the planned runs, by the name of the run.
+    """
+    trials_by_baseline: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in record['runs']:
         check(run, {'run': str, 'trials': tuple[dict, ...] | None})
         key = parse_arm_key(run)
-        _check_recorded(run['run'], key, arms)
+        _check_recorded(run['run'], key, planned)
+        # 'trials' is None if the run could not be measured.
         for trial in run['trials'] or ():
             check(trial, _MEASURED)
-            trials_by_key.setdefault(key, []).append(trial)
+            trials_by_baseline.setdefault(key, []).append(trial)
 
     yardsticks = {}
     for group in record['groups']:
         check(group, {'run': str, 'size': str, 'corpus': str, 'longer': bool})
         control = LONGER if group['longer'] else None
         key = ArmKey(baseline, group['size'], group['corpus'], control)
-        _check_recorded(group['run'], key, arms)
+        _check_recorded(group['run'], key, planned)
         bleu = group.get('bleu', {})
         check(bleu, dict.fromkeys(bleu, float))
-        gains = []
-        rises_without_sources = []
-        for trial in trials_by_key.get(key, []):
-            if trial['early'] and trial['late']:
-                gains.append(trial['early'] - trial['late'])
-            if trial['shuffled']:
-                rises_without_sources.append(trial['shuffled'] - trial['loss'])
+        context_gain, source_gain = _gains(trials_by_baseline.get(key, []))
         yardsticks[key] = read(
             Yardstick,
             group,
-            gain=statistics.fmean(gains) if gains else None,
-            sources=statistics.fmean(rises_without_sources) if rises_without_sources else None,
+            context_gain=context_gain,
+            source_gain=source_gain,
             bleu=bleu,
             is_current=is_current(group),
         )
     return yardsticks
 
 
-def _check_recorded(run: str, key: ArmKey, planned: Mapping[str, ArmKey]) -> None:
-    """Raises ValueError unless the run of a yardstick is planned for the same arm.
+def _gains(trials: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Returns `context_gain` and `source_gain` of a yardstick from the losses of trials.
 
-    A run that is trained longer may have left the plan: if arms are added to a study, fewer arms
-    may be decided.
+    A trial has its loss ('loss'), the losses early and late in the context ('early', 'late'), and
+    the loss with the sources of other sentences ('shuffled'). All but the first may be None.
+    """
+    context_gains = []
+    source_gains = []
+    for trial in trials:
+        if trial['early'] and trial['late']:
+            context_gains.append(trial['early'] - trial['late'])
+        if trial['shuffled']:
+            source_gains.append(trial['shuffled'] - trial['loss'])
+    context_gain = statistics.fmean(context_gains) if context_gains else None
+    source_gain = statistics.fmean(source_gains) if source_gains else None
+    return context_gain, source_gain
+
+
+def _check_recorded(run: str, key: ArmKey, planned: Mapping[str, ArmKey]) -> None:
+    """Raises ValueError unless a run in yardsticks.json is planned for the arm recorded with it.
+
+    `key` is the recorded arm. A baseline that is trained longer may be missing in the plan: it is
+    planned only while an arm is decided. If arms are added to a study, p values are corrected for
+    more comparisons, and an arm that was decided may be undecided.
     """
     if run not in planned and key.control == LONGER:
         return
-    if planned.get(run) != key:
-        arm = planned.get(run, 'no arm of this study')
+    planned_arm = planned.get(run)
+    if planned_arm != key:
+        arm = planned_arm or 'no arm of this study'
         raise ValueError(f'run {run!r} is recorded for {key}, but planned for {arm}')
