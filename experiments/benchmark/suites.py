@@ -94,6 +94,7 @@ def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
 
 TRAIN = f'{__name__}:train'
 GREEDY = f'{__name__}:greedy'
+READING = 'experiments.benchmark.reading:batches'
 JAX = 'experiments.benchmark.jax_gpt:train'
 TORCH = 'experiments.benchmark.torch_gpt:train'
 
@@ -182,6 +183,9 @@ class Scale(NamedTuple):
     decoding: Config
     names: tuple[str, ...] = ()
     study: str = 'quickstart'  # a config
+    shards: int = 100  # files of tokens, that are read at random
+    ids: int = 5_000_000  # in each file
+    sparse_ids: int = 100_000_000  # in each file that holds only zeros, and takes no disk
     rounds: int = 7
     seconds: float = 0.5  # of a row in a round, at least
 
@@ -207,6 +211,9 @@ SCALES = {
         stacks=TINY,
         decoding=TINY,
         study='claims/lm_one_head:smoke',
+        shards=2,
+        ids=50_000,
+        sparse_ids=100_000,
         rounds=2,
         seconds=0.0,
     ),
@@ -293,6 +300,31 @@ def _ablate(config: str, directory: Path, *flags: str) -> float:
     return time.perf_counter() - start
 
 
+def reading(scale: Scale) -> Iterator[Group]:
+    """Batches of rows that are drawn at random from many files of tokens."""
+    written = {'shards': scale.shards, 'ids': scale.ids}
+    sparse = {'shards': scale.shards, 'ids': scale.sparse_ids, 'sparse': True}
+    cold = written | {'cold': True}
+    kinds = {
+        f'{scale.ids:,} ids in memory, CPU time': ('written', written, (1024, 256)),
+        f'{scale.sparse_ids:,} ids, sparse, CPU time': ('sparse', sparse, (1024, 256)),
+        f'{scale.ids:,} ids on the disk, elapsed time': ('written', cold, (1024,)),
+    }
+    with tempfile.TemporaryDirectory() as parent:
+        for title, (name, settings, contexts) in kinds.items():
+            rows = []
+            for context in contexts:
+                arguments = {**settings, 'context': context, 'directory': f'{parent}/{name}'}
+                rows.append(Row(f'rows of {context:,} tokens', arguments, work=READING))
+            group = _timed('reading', f'{scale.shards} files of {title}', rows, scale, '')
+            # The directory does not outlive the measurement, so the record does not name it.
+            recorded = []
+            for row in group.rows:
+                kept = {key: row.settings[key] for key in row.settings if key != 'directory'}
+                recorded.append(dataclasses.replace(row, settings=kept))
+            yield dataclasses.replace(group, rows=recorded)
+
+
 def _timed(suite: str, title: str, rows: Sequence[Row], scale: Scale, reference: str) -> Group:
     """The group of rows that are raced."""
     log.info('%s: %s', suite, title)
@@ -300,5 +332,5 @@ def _timed(suite: str, title: str, rows: Sequence[Row], scale: Scale, reference:
 
 
 SUITES: dict[str, Callable[[Scale], Iterator[Group]]] = {
-    function.__name__: function for function in (steps, stacks, decoding, study)
+    function.__name__: function for function in (steps, stacks, decoding, study, reading)
 }
