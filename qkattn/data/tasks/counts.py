@@ -31,26 +31,25 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
     """
 
     def text_of(batch: Batch) -> np.ndarray:
-        """The L = T + 1 tokens of each row: the inputs, and the last target."""
+        """The L = T + 1 tokens of each row: 'a b c d' for inputs 'a b c' and targets 'b c d'."""
         first_tokens_B1 = batch['tokens_BT'][:, :1]
         return np.concatenate([first_tokens_B1, batch['targets_BT']], axis=1)
 
-    # Each of the N training targets has a context of K = MAX_ORDER - 1 tokens before it.
+    # Count the training text: N targets, each with the K = MAX_ORDER - 1 tokens before it.
     text_RL = _training_text(rows, config, text_of)
     contexts_KN, targets_N = ngrams.preceding(text_RL, MAX_ORDER - 1)
 
+    # Compute the losses of the M targets of each evaluation split, by each order.
     splits = rows.splits[1:]  # the first one is train
     batches = [_evaluated(rows, config, split) for split in splits]
     evaluated = [ngrams.preceding(text_of(batch), MAX_ORDER - 1) for batch in batches]
     nats_of_split = ngrams.losses(contexts_KN, targets_N, evaluated, rows.vocab_size)
 
-    # nats_OM has a row for each of the O orders, and a column for each of the M targets of a split.
     names = [f'{order}-gram' for order in range(1, MAX_ORDER + 1)]
     losses = {}
     for split, batch, nats_OM in zip(splits, batches, nats_of_split, strict=True):
         weights_M = batch['loss_weights_BT'].ravel()
-        means_O = np.average(nats_OM, axis=1, weights=weights_M)
-        losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
+        losses[PREFIXES[split]] = _means(names, nats_OM, weights_M)
     num_tokens = len(text_RL) * config.model.context
     return Yardsticks(task='language', tokens=num_tokens, losses=losses)
 
@@ -71,22 +70,32 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
     evaluated = []
     for split in splits:
         batch = _evaluated(rows, config, split)
+        # A prediction may use all tokens except those in whose place the model sees the mask.
         tokens_BT = batch['tokens_BT']
-        # A prediction may use a token unless the model sees the mask in its place.
-        shown_BT = np.where(tokens_BT == mask, ngrams.MISSING, tokens_BT)
+        visible_BT = np.where(tokens_BT == mask, ngrams.MISSING, tokens_BT)
         is_target_BT = batch['loss_weights_BT'] > 0
-        evaluated.append((shown_BT, text_of(batch), is_target_BT))
+        evaluated.append((visible_BT, text_of(batch), is_target_BT))
     nats_of_split = ngrams.masked_losses(text_RT, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
 
-    # nats_OM has a row for each number of neighbours, and a column for each target of a split.
     names = ['frequencies', 'nearest visible neighbour']
     names += [f'{number} nearest visible neighbours' for number in range(2, MAX_NEIGHBOURS + 1)]
     losses = {}
     for split, nats_OM in zip(splits, nats_of_split, strict=True):
-        means_O = np.average(nats_OM, axis=1)
-        losses[PREFIXES[split]] = dict(zip(names, means_O.tolist(), strict=True))
+        losses[PREFIXES[split]] = _means(names, nats_OM)
     num_tokens = len(text_RT) * config.model.context
     return Yardsticks(task='masked', tokens=num_tokens, losses=losses)
+
+
+def _means(
+    names: list[str], nats_OM: np.ndarray, weights_M: np.ndarray | None = None
+) -> dict[str, float]:
+    """Returns the mean loss of each yardstick, by its name.
+
+    `nats_OM` has a row for each of the O names, and a column for each of the M targets of a split.
+    By default, all targets have equal weights.
+    """
+    means_O = np.average(nats_OM, axis=1, weights=weights_M)
+    return dict(zip(names, means_O.tolist(), strict=True))
 
 
 def _training_text(

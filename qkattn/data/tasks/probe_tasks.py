@@ -164,31 +164,42 @@ class Induction(Probe):
         return Sizes(vocabulary=self.symbols, answers=self.symbols, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
-        """Makes rows from uniform random numbers; see `Probe.make`."""
-        # A row is a random order of N = num_units units. The first 2 R units, with R = repeats, are
-        # bigrams: units r and R + r are the same bigram r. The others are single symbols. Bigram r
-        # has the symbols number 2 r and 2 r + 1 of the row. Single unit n has symbol number n.
+        """Makes rows from uniform random numbers; see `Probe.make`.
+
+        The symbols of a row are numbered. Bigram r, of R = repeats, is the symbols 2 r and 2 r + 1.
+        A row is a random order of N = num_units units:
+
+        - Units 0 to R - 1 are the bigrams, and units R to 2 R - 1 are the same bigrams again.
+        - Every other unit n is the single symbol n.
+
+        With one repeat, for example, the units in the order 2, 0, 3, 1 make the sequence
+        2, 0, 1, 3, 0, 1.
+        """
         R = self.repeats
         u_symbols_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
-        symbols_BV = np.argsort(u_symbols_BV, axis=1)  # the id of each symbol number
+        id_of_number_BV = np.argsort(u_symbols_BV, axis=1)
         units_BN = np.argsort(u_order_BN, axis=1)
 
-        # Write the unit of each token: twice for a bigram, once for a single symbol.
-        num_tokens = np.where(units_BN.ravel() < 2 * R, 2, 1)
-        unit_BT1 = np.repeat(units_BN, num_tokens).reshape(len(u_BU), self.length + 1)
-        is_bigram_BT1 = unit_BT1 < 2 * R
-        is_second_of_bigram_BT1 = np.diff(unit_BT1, axis=1, prepend=-1) == 0
+        # The two symbols of each unit. Only a bigram uses the second one.
+        unit_N = np.arange(self.num_units)
+        is_bigram_N = unit_N < 2 * R
+        first_N = np.where(is_bigram_N, 2 * (unit_N % R), unit_N)
+        symbols_N2 = np.stack([first_N, first_N + 1], axis=1)
+        is_used_N2 = np.stack([np.ones_like(is_bigram_N), is_bigram_N], axis=1)
 
-        # Replace units by the numbers of their symbols, and these by ids.
-        bigram_BT1 = unit_BT1 % R
-        number_in_bigram_BT1 = 2 * bigram_BT1 + is_second_of_bigram_BT1
-        number_BT1 = np.where(is_bigram_BT1, number_in_bigram_BT1, unit_BT1)
-        sequence_BT1 = np.take_along_axis(symbols_BV, number_BT1, axis=1)
+        # Put the units in their order, and take the symbols that they use, row after row.
+        symbols_BN2 = symbols_N2[units_BN]
+        is_used_BN2 = is_used_N2[units_BN]
+        number_BT1 = symbols_BN2[is_used_BN2].reshape(len(u_BU), self.length + 1)
+        sequence_BT1 = np.take_along_axis(id_of_number_BV, number_BT1, axis=1)
 
-        # The next token is predicted at the first symbol of a bigram that occurred before.
-        is_same_BTT = sequence_BT1[:, :-1, None] == sequence_BT1[:, None, :-1]
-        is_seen_BT = np.tril(is_same_BTT, -1).any(-1)
-        return _predict(sequence_BT1, is_seen_BT & ~is_second_of_bigram_BT1[:, :-1])
+        # The next symbol is predicted where a symbol has occurred before, and is the first one of
+        # its bigram, which has an even number.
+        number_BT = number_BT1[:, :-1]
+        is_same_BTT = number_BT[:, :, None] == number_BT[:, None, :]
+        occurred_before_BT = np.tril(is_same_BTT, -1).any(axis=-1)
+        is_first_BT = number_BT % 2 == 0
+        return _predict(sequence_BT1, occurred_before_BT & is_first_BT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,11 +227,16 @@ class Recall(Probe):
         return Sizes(vocabulary=self.keys + self.values, answers=self.values, draws=draws)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
-        """Makes rows from uniform random numbers; see `Probe.make`."""
+        """Makes rows from uniform random numbers; see `Probe.make`.
+
+        With two pairs, for example, the sequence is k1 v1 k2 v2 k2 v2 k1 v1, or ends in
+        k1 v1 k2 v2.
+        """
         P = self.pairs
         u_keys_BK, u_values_BP, u_order_BP = np.split(u_BU, [self.keys, self.keys + P], axis=1)
 
-        # The first half: P different keys, each followed by its value.
+        # The first half: P different keys, each followed by its value. Keys have the ids from 0 on,
+        # values the ids after them.
         keys_BP = np.argsort(u_keys_BK, axis=1)[:, :P]
         values_BP = self.keys + _whole(u_values_BP, self.values)
         pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
@@ -230,7 +246,8 @@ class Recall(Probe):
         queries_BP2 = np.take_along_axis(pairs_BP2, order_BP[..., None], axis=1)
         sequence_BT1 = np.concatenate([pairs_BP2, queries_BP2], axis=1).reshape(len(u_BU), -1)
 
-        # The value that comes next is predicted at each key of the second half.
+        # The value that comes next is predicted at each key of the second half. Keys are at even
+        # positions. The sequence has 4 P tokens, the last of which is not an input.
         position_T = np.arange(4 * P - 1)
         is_second_half_T = position_T >= 2 * P
         is_key_T = position_T % 2 == 0
@@ -268,18 +285,21 @@ class Successor(Probe):
         return Sizes(vocabulary=vocabulary, answers=self.payloads, draws=2 * self.keys)
 
     def make(self, u_BU: np.ndarray) -> Arrays:
-        """Makes rows from uniform random numbers; see `Probe.make`."""
-        # The first half of the numbers draws the order of the keys, the second half the payloads.
-        u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
-        keys_BT = np.argsort(u_order_BT, axis=1)
-        payloads_BK = _whole(u_payloads_BK, self.payloads)  # the payload of each key
+        """Makes rows from uniform random numbers; see `Probe.make`.
 
-        payloads_BT = np.take_along_axis(payloads_BK, keys_BT, axis=1)
+        With payloads=10, for example, the token 37 is key 3 with payload 7. If the payload of key 4
+        is 2 in the same row, the target of token 37 is 2.
+        """
+        u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
+        keys_BT = np.argsort(u_order_BT, axis=1)  # a random order of all keys
+        payload_of_key_BK = _whole(u_payloads_BK, self.payloads)
+
+        payloads_BT = np.take_along_axis(payload_of_key_BK, keys_BT, axis=1)
         tokens_BT = keys_BT * self.payloads + payloads_BT
 
-        # The target is the payload of the next key on the circle.
+        # The target is the payload of the next key. Key 0 comes after the last key.
         next_keys_BT = (keys_BT + 1) % self.keys
-        targets_BT = np.take_along_axis(payloads_BK, next_keys_BT, axis=1)
+        targets_BT = np.take_along_axis(payload_of_key_BK, next_keys_BT, axis=1)
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)
 
 

@@ -51,27 +51,38 @@ def sequences(rows: Rows) -> np.ndarray | None:
     across all of these rows. So they have the token frequencies of the corpus, but not its order or
     its topics.
 
-    Returns None if rows of T tokens are shorter than MIN_LENGTH, or if some of their positions are
-    not trained to predict the next token. So rows must have no inputs but tokens and segments, the
-    next tokens as targets, and no loss weight of 0 (as rows of probes have).
+    Returns None if rows of T tokens are shorter than MIN_LENGTH, or if the task does not train a
+    model to predict the next token at every position.
     """
     num_rows = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=num_rows, max_rows=NUM_ROWS))
     tokens_BT = batch['tokens_BT']
     length = tokens_BT.shape[1]
-    # Segments say where documents begin; the random tokens are one document.
-    names = batch.keys() - {'segments_BT'}
-    has_only_tokens = names == {'tokens_BT', 'targets_BT', 'loss_weights_BT'}
-    if length < MIN_LENGTH or not has_only_tokens:
-        return None
-    are_targets_next = (batch['targets_BT'][:, :-1] == tokens_BT[:, 1:]).all()
-    are_all_targets = (batch['loss_weights_BT'] == 1).all()
-    if not are_targets_next or not are_all_targets:
+    if length < MIN_LENGTH or not _predicts_every_next_token(batch):
         return None
 
     half = (length + 1) // 2
     shuffled = np.random.default_rng(SEED).permutation(tokens_BT.ravel())
     return shuffled[: num_rows * half].reshape(num_rows, half)
+
+
+def _predicts_every_next_token(batch: Batch) -> bool:
+    """Whether all that a batch asks for is the next token, at every position.
+
+    This is false for masked text, whose targets are the tokens at the same positions, and for
+    translation, which has sources besides the tokens. It is also false for most probes, because
+    some of their positions have the loss weight 0.
+    """
+    # Segments say where documents begin. They do not matter, because random tokens have none.
+    names = batch.keys() - {'segments_BT'}
+    if names != {'tokens_BT', 'targets_BT', 'loss_weights_BT'}:
+        return False
+    # The target of each position but the last must be the token of the next position.
+    targets_BT1 = batch['targets_BT'][:, :-1]
+    next_tokens_BT1 = batch['tokens_BT'][:, 1:]
+    if not np.array_equal(targets_BT1, next_tokens_BT1):
+        return False
+    return bool((batch['loss_weights_BT'] == 1).all())
 
 
 def batches(
@@ -80,8 +91,10 @@ def batches(
     """Yields batches of rows r_1 .. r_H r_1 .. r_H, in which one of the copies is predicted.
 
     The targets are r_2 .. r_H of that copy. Nothing tells where the second copy begins, so r_1
-    is not a target of either copy. The last batch is padded to `batch_size` with rows of zeros,
-    whose loss weights are 0, too.
+    is not a target of either copy. For the tokens a b c, a row has the inputs a b c a b and the
+    targets b c a b c. Its loss weights are 1 1 0 0 0 for the first copy, 0 0 0 1 1 for the second.
+
+    The last batch is padded to `batch_size` with rows of zeros, whose loss weights are 0, too.
 
     Args:
       r_BH: the tokens of a copy.
@@ -93,17 +106,18 @@ def batches(
     """
     num_rows, half = r_BH.shape
     num_batches = math.ceil(num_rows / batch_size)
-    # Rows have T + 1 tokens, because the last target is not an input.
-    twice_RT1 = np.zeros((num_batches * batch_size, length + 1), np.int32)
-    twice_RT1[:num_rows, : 2 * half] = np.tile(r_BH, 2)
+    # Write both copies. Rows have T + 1 tokens, because the last target is not an input.
+    tokens_RT1 = np.zeros((num_batches * batch_size, length + 1), np.int32)
+    tokens_RT1[:num_rows, : 2 * half] = np.tile(r_BH, 2)
 
-    # Position t predicts token t + 1, so the positions of r_1 .. r_(H-1) predict r_2 .. r_H.
+    # The targets r_2 .. r_H are at the H - 1 positions of r_1 .. r_(H-1).
     first_target = 0 if copy == 'first' else half
-    loss_weights_RT = np.zeros((len(twice_RT1), length), np.float32)
-    loss_weights_RT[:num_rows, first_target : first_target + half - 1] = 1
+    after_targets = first_target + half - 1
+    loss_weights_RT = np.zeros((len(tokens_RT1), length), np.float32)
+    loss_weights_RT[:num_rows, first_target:after_targets] = 1
 
     rows_of_part_B = selected(batch_size, part)
-    for start in range(0, len(twice_RT1), batch_size):
+    for start in range(0, len(tokens_RT1), batch_size):
         rows_B = start + rows_of_part_B
-        tokens_BT1 = twice_RT1[rows_B]
+        tokens_BT1 = tokens_RT1[rows_B]
         yield token_batch(tokens_BT1[:, :-1], tokens_BT1[:, 1:], loss_weights_RT[rows_B])

@@ -104,7 +104,8 @@ def _default_task(config: Config) -> type[Rows]:
 def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
     """Returns the task that data.task names, and the options that follow the name.
 
-    Raises ConfigError if there is no such task, or if it does not fit the model or the data.
+    For example, 'my_file:MyRows(size=9)' gives (MyRows, {'size': 9}). Raises ConfigError if there
+    is no such task, or if it does not fit the model or the data.
     """
     form = _form(config.data)
     kind = config.model.kind
@@ -112,9 +113,9 @@ def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
     def is_task(target: Any) -> bool:
         return all(hasattr(target, attribute) for attribute in INTERFACE)
 
-    def function_with_options(target: Any) -> Any:
-        """The function whose keyword-only parameters are the options of a task."""
-        return target.open
+    def function_with_options(task: Any) -> Any:
+        """The options of a task are the keyword-only parameters of its method `open`."""
+        return task.open
 
     task, options = resolve(
         config.data.task,
