@@ -6,7 +6,7 @@ text in a way of their own. So neighbouring pieces overlap, and are joined where
 """
 
 import dataclasses
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import tokenizers
@@ -46,43 +46,57 @@ class _Piece:
         return slice(int(first), int(after_last))
 
 
+class _Joint(NamedTuple):
+    """A place at which two overlapping pieces are joined.
+
+    The text before it has the tokens of the first piece, the text after it those of the second.
+    """
+
+    end: int  # how many tokens of the first piece are before the joint
+    start: int  # how many tokens of the second piece are before it
+
+
 def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
     """Returns the ids of a text without special tokens, those of `tokenizer.encode`.
 
-    A piece of PIECE characters shares OVERLAP characters with the next one. `_joint` says where the
-    two are joined. If it finds no place, for example because a word is longer than the overlap, the
-    piece is encoded again at twice its size.
+    A piece of PIECE characters shares OVERLAP characters with the next one, and is joined to it at
+    a token inside of the overlap. If they cannot be joined, for example because a word is longer
+    than the overlap, the piece is encoded again at twice its size.
     """
     piece = _Piece.encode(tokenizer, text, 0, PIECE)
     parts = []
-    num_used = 0  # tokens at the beginning of the piece that come from the piece before
+    start = 0  # the first token of the piece that is used; the piece before has those before it
     while piece.end < len(text):
         following = _Piece.encode(tokenizer, text, piece.end - OVERLAP, PIECE)
         joint = _joint(piece, following, isinstance(tokenizer.model, models.BPE))
         if joint is not None:
-            last, first = joint
-            parts.append(piece.ids_N[num_used:last])
+            parts.append(piece.ids_N[start : joint.end])
             piece = following
-            num_used = first
-            continue
-        longer = _Piece.encode(tokenizer, text, piece.start, 2 * (piece.end - piece.start))
-        if not np.array_equal(longer.ids_N[:num_used], piece.ids_N[:num_used]):
-            # What follows the piece changes its beginning, so the text is encoded as a whole.
-            return _Piece.encode(tokenizer, text, 0, len(text)).ids_N
-        piece = longer
-    parts.append(piece.ids_N[num_used:])
+            start = joint.start
+        else:
+            longer = _Piece.encode(tokenizer, text, piece.start, 2 * (piece.end - piece.start))
+            if not np.array_equal(longer.ids_N[:start], piece.ids_N[:start]):
+                # The longer piece begins with other tokens, so the last joint may be wrong. Encode
+                # the text as a whole.
+                return _Piece.encode(tokenizer, text, 0, len(text)).ids_N
+            piece = longer
+    parts.append(piece.ids_N[start:])
     return np.concatenate(parts)
 
 
-def _joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> tuple[int, int] | None:
-    """Returns where two overlapping pieces can be joined: the number of one token in each of them.
+def _joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _Joint | None:
+    """Finds a place at which a piece can be joined to the following one; None if there is none.
 
-    In the middle half of their overlap, the pieces must have the same tokens of the same
-    characters. They are joined at the beginning of a word there. If there is none and
-    `joins_within_words`, they are joined at any token. This is right for byte-pair encoding, where
-    tokens are those of the whole if each two neighbours are (so it suffices that both neighbours
-    are in one piece). It is wrong for unigram models: their most probable tokens of a long word
-    need not be the most probable ones of its parts. Returns None if the pieces cannot be joined.
+    Each piece lacks the text beyond one end of the overlap, which may change its tokens there. So
+    the place is in the middle half of the overlap, in which both must have the same tokens.
+
+    Preferably it is the beginning of a word, because words are encoded by themselves. If no word
+    begins there, it is any token, but only with `joins_within_words`:
+
+    - This is right for byte-pair encoding. There the tokens of a word are right if any two
+      neighbours among them are, and each two neighbours are in one of the pieces.
+    - It is wrong for unigram models. There the most probable tokens of a long word need not be the
+      most probable ones of its parts.
     """
     start = following.start + OVERLAP // 4
     end = piece.end - OVERLAP // 4
@@ -92,12 +106,16 @@ def _joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> tuple[
     has_same_bounds = np.array_equal(piece.bounds_N2[tokens], following.bounds_N2[same_tokens])
     if not (has_same_ids and has_same_bounds):
         return None
+
+    # The M tokens have M - 1 places between them. Place i is before token i + 1. It begins a word
+    # if the tokens on its sides belong to different words.
     begins_word = np.diff(piece.words_N[tokens]) != 0
     begins_word &= np.diff(following.words_N[same_tokens]) != 0
-    candidates = np.flatnonzero(begins_word)
-    if not candidates.size and joins_within_words:
-        candidates = np.arange(len(begins_word))
-    if not candidates.size:
+    places = np.flatnonzero(begins_word)
+    if not places.size and joins_within_words:
+        places = np.arange(len(begins_word))
+    if not places.size:
         return None
-    number = 1 + int(candidates[len(candidates) // 2])
-    return tokens.start + number, same_tokens.start + number
+    middle_place = int(places[len(places) // 2])
+    num_before = middle_place + 1
+    return _Joint(tokens.start + num_before, same_tokens.start + num_before)

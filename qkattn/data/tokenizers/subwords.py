@@ -41,7 +41,8 @@ class Subwords(Tokenizer):
         self._num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self._num_ids > MAX_SIZE:
             raise ValueError(f'it has the id {self._num_ids - 1}; ids must be below {MAX_SIZE}')
-        # The text of a special token, such as '</s>', is encoded like any other text.
+        # A text with the characters '</s>' is encoded as these characters, and not as the special
+        # token of this name. The library calls that `encode_special_tokens`.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -121,8 +122,8 @@ class BPETokenizer(Subwords):
 def _lines(text: str) -> list[str]:
     """Splits a text into lines, which keep their newline: 'a\\nb' gives ['a\\n', 'b'].
 
-    Texts are encoded line by line, which is several times faster than in one piece. It gives the
-    same ids, because vocabularies are learned from lines: no sub-word goes beyond a newline.
+    Texts are encoded line by line, which is several times faster than in one piece. The ids are the
+    same, because vocabularies are learned from lines, so that no sub-word goes beyond a newline.
     Only '\\n' ends a line; `str.splitlines` would also split at other characters.
     """
     *complete_lines, last_line = text.split('\n')
@@ -173,10 +174,11 @@ class FileTokenizer(Subwords):
     def _end_of_text(self) -> int | None:
         """Returns the id of the special token that ends texts; None if there is no usable one.
 
-        The candidate is the first special token of END_OF_TEXT that the file has. If the file has
-        none of them, but only one special token, it is that token. The token becomes the separator,
-        so it is not usable if text can be encoded to it. This is so for the token of text outside
-        of the vocabulary, and for a token that its own spelling is encoded to.
+        - If the file has special tokens of END_OF_TEXT, it is the first of them in that order.
+        - If the file has none of them, but only one special token, it is that one.
+
+        The token becomes the separator between documents. So it is not usable if the ids of a text
+        can include it.
         """
         id_of_special = {}
         for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
@@ -190,9 +192,11 @@ class FileTokenizer(Subwords):
 
         content = candidates[0]
         end_of_text = id_of_special[content]
+        if content == self._unknown():
+            return None  # text outside of the vocabulary is encoded to it
         ids_of_spelling = self._tokenizer.encode(content, add_special_tokens=False).ids
-        if content == self._unknown() or end_of_text in ids_of_spelling:
-            return None
+        if end_of_text in ids_of_spelling:
+            return None  # a text with the characters '</s>', for example, is encoded to it
         return end_of_text
 
     @functools.cached_property

@@ -40,17 +40,21 @@ class TiktokenTokenizer(Tokenizer):
             self.vocab_size += 1
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
 
-        # The bytes of each id. Ids without a token have none. The library shows the pattern nowhere
-        # else; without it, two names would be equal that split texts differently.
-        self._bytes = [b''] * self.vocab_size
+        tokens = [_bytes_of(encoding, token_id) for token_id in range(encoding.n_vocab)]
+        # Encodings with the same tokens may still split texts differently. So the digest includes
+        # the pattern by which texts are split, which the library has only as a private attribute.
         digest = hashlib.sha256(encoding._pat_str.encode())
-        for token_id in range(encoding.n_vocab):
-            with contextlib.suppress(KeyError):
-                self._bytes[token_id] = encoding.decode_single_token_bytes(token_id)
-            digest.update(b'%d:%b\n' % (token_id, self._bytes[token_id]))
-        self._bytes[self.separator] = SEPARATOR.encode()
+        for token_id, token in enumerate(tokens):
+            digest.update(b'%d:%b\n' % (token_id, token))
         self.name = f'tiktoken-{encoding.name}-{digest.hexdigest()[:12]}'
 
+        # The bytes that each id decodes to.
+        self._bytes = tokens
+        if self.separator == encoding.n_vocab:
+            self._bytes.append(b'')
+        self._bytes[self.separator] = SEPARATOR.encode()
+
+        # How many bytes of text each id counts as: 1 for the separator, 0 for other special tokens.
         num_bytes = [len(token) for token in self._bytes]
         for token in encoding.special_tokens_set:
             num_bytes[encoding.encode_single_token(token)] = 0
@@ -91,6 +95,14 @@ class TiktokenTokenizer(Tokenizer):
 
     def num_bytes(self, ids: Ids) -> int:
         return int(self._num_bytes_V[np.asarray(ids, np.int64)].sum())
+
+
+def _bytes_of(encoding: Any, token_id: int) -> bytes:
+    """Returns the bytes of a token; b'' for an id that no token has."""
+    try:
+        return encoding.decode_single_token_bytes(token_id)
+    except KeyError:
+        return b''
 
 
 @contextlib.contextmanager

@@ -54,9 +54,9 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
     def is_tokenizer(target: Any) -> bool:
         return inspect.isclass(target) and all(hasattr(target, method) for method in METHODS)
 
-    def takes_options(cls: Any) -> Any:
-        """Returns what the options are for: `train` of a learned tokenizer, else the class."""
-        return getattr(cls, 'train', cls)
+    def function_with_options(cls: Any) -> Any:
+        """A learned tokenizer takes its options in `train`, and others in their constructor."""
+        return cls.train if hasattr(cls, 'train') else cls
 
     methods = ', '.join(METHODS)
     return resolve(
@@ -65,7 +65,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         'data.tokenizer',
         needs=f'a class with {methods}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
         fits=is_tokenizer,
-        call=takes_options,
+        call=function_with_options,
     )
 
 
@@ -86,15 +86,9 @@ def open_tokenizer(
     if not is_learned:
         return restored(kind, None)
 
-    # Tokenizers that may differ get different folders.
-    folder = kind
     if kind == 'bpe':
-        folder = f'byte-bpe-{size}'
         options = {'size': size}
-    elif is_import_path(kind):
-        import_path, _, _ = kind.partition('(')
-        folder = f'{import_path.replace(":", ".")}-{digest(kind)}'
-    path = root / 'tokenizers' / corpus / folder / 'tokenizer.json'
+    path = root / 'tokenizers' / corpus / _folder(kind, size) / 'tokenizer.json'
 
     def read() -> Tokenizer:
         try:
@@ -110,6 +104,21 @@ def open_tokenizer(
     return prepared_once(path, read, train, root=root)
 
 
+def _folder(kind: str, size: int) -> str:
+    """Returns the folder of a learned tokenizer. Tokenizers that may differ get different folders.
+
+    The vocabulary 'bpe' of 4096 ids has the folder 'byte-bpe-4096', and 'characters' has the folder
+    'characters'. The folder of 'my_file:MyTokenizer(size=9)' is 'my_file.MyTokenizer-' and a digest
+    of the options and the source code.
+    """
+    if kind == 'bpe':
+        return f'byte-bpe-{size}'
+    if is_import_path(kind):
+        import_path, _, _ = kind.partition('(')
+        return f'{import_path.replace(":", ".")}-{digest(kind)}'
+    return kind
+
+
 def is_import_path(kind: str) -> bool:
     """Whether a value of data.tokenizer names a class from outside the package.
 
@@ -121,10 +130,11 @@ def is_import_path(kind: str) -> bool:
 
 @contextlib.contextmanager
 def as_recorded(*names: str) -> Iterator[None]:
-    """Inside of this context, tokenizers get the separators that recorded tokenizers had.
+    """Inside of this context, tokenizers are opened as those with the recorded `names`.
 
-    `names` are names of tokenizers from results, checkpoints or tokens. They matter only for the
-    vocabulary of a file (`FileTokenizer`), because one file can give two tokenizers:
+    Results, checkpoints and tokens record the names of their tokenizers. For most tokenizers this
+    changes nothing. But one tokenizer.json can give two tokenizers, which have different separators
+    between documents. Their names tell which:
 
     - 'file-0123456789ab-end2': the separator is the end-of-text token of the file, here id 2. This
       is the default if the file has such a token.
@@ -157,16 +167,20 @@ def names_in(data: Any) -> list[str]:
 def restored(kind: str, model: bytes | None) -> Tokenizer:
     """Makes the tokenizer that `kind`, the value of data.tokenizer, names.
 
-    `model` is the content of tokenizer.json, which the method `model` of a learned tokenizer has
-    returned. It is None for a tokenizer that is not learned. The name of a tokenizer from outside
-    the package gets a digest of its options and its source.
+    The name of a tokenizer from outside the package gets a digest of its options and its source.
+
+    Args:
+      kind: the value of data.tokenizer.
+      model: the content of the tokenizer.json that the tokenizer is restored from, if there is one.
+        With None, `kind` alone says what the tokenizer is.
     """
     cls, options = check(kind)
     if model is not None:
         tokenizer = cls.load(model)
     elif cls in (FileTokenizer, TiktokenTokenizer):
-        tokenizer = cls.open(kind)
+        tokenizer = cls.open(kind)  # a path, or the name of an encoding
     else:
+        # `called` turns exceptions of a class from outside into a ConfigError.
         tokenizer = called('data.tokenizer', kind, lambda: cls(**options))
     if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
