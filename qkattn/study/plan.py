@@ -116,9 +116,10 @@ def grids(study: Study, arm: PlannedArm) -> dict[str, tuple[float, ...]]:
 def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[PlannedRun]:
     """Returns the runs of a study that the results of finished runs determine so far.
 
-    Each arm has its screening runs and, once screening has ended, a verdict run. If the study has
-    controls that are trained longer, the decided arms and their baselines have the same runs again
-    with more steps. An arm of a study without tuning has a single run.
+    - An arm of a study without tuning has a single run.
+    - An arm of a tuned study has its screening runs and, once screening has ended, a verdict run.
+    - If the study has controls that are trained longer, the decided arms and their baselines have
+      the same runs again, with more steps.
     """
     study = resolved(study)
     if not study.tuning.seeds:
@@ -127,18 +128,18 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
     planned: list[PlannedRun] = []
     settings_of_arm: dict[ArmKey, Settings] = {}
     for arm in arms:
-        runs_of_arm, settings = _tuned(study, results, arm, grids(study, arm))
+        runs_of_arm, settings = _runs_and_settings(study, results, arm, grids(study, arm))
         planned += runs_of_arm
         settings_of_arm[arm.key] = settings
     if study.controls.longer is None:
         return planned
 
-    # All decided arms are found before longer runs join the plan, as longer runs are not judged.
+    # Longer runs are not judged, so all decided arms are listed before the plan gets longer runs.
     decided_arms = list(_decided(study, results, arms, planned))
     for arm in decided_arms:
         longer_arm = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
         longer_grids = grids_around(grids(study, arm), settings_of_arm[arm.key])
-        runs_of_arm, _ = _tuned(study, results, longer_arm, longer_grids)
+        runs_of_arm, _ = _runs_and_settings(study, results, longer_arm, longer_grids)
         planned += runs_of_arm
     return planned
 
@@ -166,25 +167,28 @@ def left(planned: Sequence[PlannedRun], results: Results) -> list[PlannedRun]:
     return sorted(without_results, key=lambda run: -run.work)
 
 
-def _tuned(
+def _runs_and_settings(
     study: Study, results: Results, arm: PlannedArm, grid_of_knob: Mapping[str, tuple[float, ...]]
 ) -> tuple[list[PlannedRun], Settings]:
-    """Plans the runs of one arm: screening, and a verdict run once screening has ended.
+    """Plans the runs of one arm: runs that screen its settings, then a verdict run.
 
-    `tune` names the next setting (knob) and the values of it to screen. Their results decide what
-    `tune` names after that. The plan ends at the first run without results, because what follows
-    is not known yet. The loop ends: a grid has at most max_points values, each with at most
-    max_seeds seeds.
+    A setting that is tuned is called a knob. For example, the first run screens three learning
+    rates. If its results show that the middle one is best, the next run screens the next knob.
+    Otherwise it screens a further learning rate or further seeds. `tune` decides this from the
+    losses so far. When it has chosen a value for every knob, the verdict run trains at these.
+
+    The plan ends early at the first run without results, because they decide what follows. The loop
+    ends, as a grid has at most max_points values and a value at most max_seeds seeds.
 
     Args:
         study: The study, resolved.
         results: Returns the results of a run, or None if it is not finished.
         arm: The arm to plan.
-        grid_of_knob: The first grid of each setting.
+        grid_of_knob: The values of each knob to start from.
 
     Returns:
-        The runs, and the settings of the arm. If the runs contain the verdict run, the settings are
-        the tuned ones; otherwise they are provisional.
+        The runs, and the settings of the arm: the chosen ones if the last run is the verdict run,
+        provisional ones if the plan ends early.
     """
     planned: list[PlannedRun] = []
     measured: dict[Settings, dict[int, float | None]] = {}  # losses by settings and seed
@@ -203,6 +207,7 @@ def _tuned(
                 loss_of_seed.update(_losses([trial], 'val_loss'))
         tuning = tune(grid_of_knob, study.tuning, measured, decay)
 
+    # All knobs are tuned.
     seeds = study.base.trials.seeds
     if arm.key.control == LONGER:
         seeds = study.controls.longer_seeds
@@ -212,17 +217,21 @@ def _tuned(
 
 
 def _screening_runs(study: Study, arm: PlannedArm, tuning: Tuning) -> list[PlannedRun]:
-    """Returns the runs that screen the values in `tuning` of one setting (knob).
+    """Returns the runs that screen the next knob of a tuning, at `tuning.values`.
 
-    All values of a trial's setting, such as the learning rate, are trained in one run. The value
-    of a model's field is compiled into the program, so each value has its own run.
+    The trials of one run may have different learning rates or weight decays, so one run screens all
+    values of such a knob. Other knobs are fields of the model, whose values are compiled into the
+    program, so each value has its own run.
     """
     settings_to_screen = [tuning.at(value) for value in tuning.values]
     if tuning.knob in TRIAL_KNOBS:
-        stacks = [settings_to_screen]
+        settings_of_runs = [settings_to_screen]
     else:
-        stacks = [[settings] for settings in settings_to_screen]
-    return [_run(study, arm, SCREENING, tuning.knob, tuning.seeds, stack) for stack in stacks]
+        settings_of_runs = [[settings] for settings in settings_to_screen]
+    planned: list[PlannedRun] = []
+    for settings_of_run in settings_of_runs:
+        planned.append(_run(study, arm, SCREENING, tuning.knob, tuning.seeds, settings_of_run))
+    return planned
 
 
 def _run(
@@ -231,31 +240,32 @@ def _run(
     stage: str,
     knob: str | None,
     seeds: tuple[int, ...],
-    stack: Sequence[Settings] = (),
+    settings_of_run: Sequence[Settings] = (),
 ) -> PlannedRun:
-    """Returns the run of an arm at a stage: one trial for each pair of a seed and a setting.
+    """Returns the run of an arm at a stage: one trial for each pair of a seed and settings.
 
     Args:
         study: The study.
         arm: The arm, with its model.
         stage: SCREENING, VERDICT or SINGLE.
-        knob: The setting that is screened; None at other stages.
+        knob: The knob that is screened; None at other stages.
         seeds: The seeds of the run.
-        stack: The settings of its trials, each a value for every knob in the order of KNOBS. They
-            differ in at most one knob, one of TRIAL_KNOBS. If empty, the run has the settings that
-            the study gives.
+        settings_of_run: The settings that its trials have. They differ in at most one knob, one of
+            TRIAL_KNOBS. If empty, the trials have the settings that the study gives.
     """
     base = study.base
     model = arm.model
     trials = dataclasses.replace(base.trials, seeds=seeds)
-    if stack:
+    if settings_of_run:
+        # The values of each knob in this run, such as
+        # {'learning_rate': (0.001, 0.002, 0.004), 'weight_decay': (0.1,), ...}.
         values_of_knob: dict[str, tuple[float, ...]] = {}
         for index, name in enumerate(KNOBS):
-            values = [settings[index] for settings in stack]
+            values = [settings[index] for settings in settings_of_run]
             values_of_knob[name] = tuple(dict.fromkeys(values))  # without repetitions
 
-        # A config of trials has a tuple of values for each knob, with a plural name:
-        # learning_rate -> learning_rates. A config of the model has one value.
+        # The config of trials has a tuple of values in a field with the plural name, such as
+        # `learning_rates`. The config of the model has one value.
         trial_fields: dict[str, Any] = {f'{name}s': values_of_knob[name] for name in TRIAL_KNOBS}
         trials = dataclasses.replace(trials, **trial_fields)
         model_fields: dict[str, Any] = {name: values_of_knob[name][0] for name in MODEL_KNOBS}
@@ -288,12 +298,14 @@ def _trained_longer(config: Config, times: int) -> Config:
 def _decided(
     study: Study, results: Results, arms: Sequence[PlannedArm], planned: Sequence[PlannedRun]
 ) -> Iterator[PlannedArm]:
-    """Yields the arms that are decided, and for each size and corpus with one, its baseline.
+    """Yields the arms whose verdict is better, worse or equivalent, and their baselines.
 
-    An arm is decided if its verdict is better, worse or equivalent. Arms of one size and corpus are
-    judged together, once all their verdict runs are finished. The tests compare test losses paired
-    over seeds and are corrected for the number of comparisons in the whole study. A report may
-    later withhold the verdict of an arm for other reasons.
+    Arms of one size and corpus are judged together, once all their verdict runs are finished. If
+    none of them is decided, their baseline is not yielded either.
+
+    The tests compare test losses paired over seeds. They are corrected for the number of
+    comparisons in the whole study. A report may later withhold the verdict of an arm for other
+    reasons.
     """
     primary = [arm for arm in arms if arm.key.control is None]
     num_compared = len(primary_arms((arm.key for arm in primary), study.baseline))
@@ -314,23 +326,19 @@ def _decided(
     for group in arms_by_group.values():
         if not all(arm.key in losses_by_arm for arm in group):
             continue
+        (baseline,) = [arm for arm in group if arm.variant == study.baseline]
+        others = [arm for arm in group if arm is not baseline]
 
         # Compare each arm with the baseline.
-        (baseline,) = [arm for arm in group if arm.variant == study.baseline]
         family = Family(num_compared)
         baseline_losses = losses_by_arm[baseline.key]
-        for arm in group:
-            if arm is not baseline:
-                difference, diverged = _paired(
-                    losses_by_arm[arm.key], baseline_losses, study.margin
-                )
-                family.add(arm.key, difference, diverged)
+        for arm in others:
+            difference, diverged = _paired(losses_by_arm[arm.key], baseline_losses, study.margin)
+            family.add(arm.key, difference, diverged)
 
         judgement_of_arm = family.judge()
         decided: list[PlannedArm] = []
-        for arm in group:
-            if arm is baseline:
-                continue
+        for arm in others:
             if judgement_of_arm[arm.key].decision is not Decision.UNDECIDED:
                 decided.append(arm)
         if decided:
@@ -372,25 +380,24 @@ def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
     """Returns the fewest runs that the study may need if every arm is decided.
 
     It is the plan for imagined results: the best value of each setting is the middle one of its
-    grid, losses have no noise, and all arms are equivalent. So every arm has runs that are trained
-    longer, if the study asks for them.
+    grid, losses have no noise, and all arms are equivalent. Equivalent arms are decided, so every
+    arm is also trained longer if the study asks for that.
     """
 
     def ideal_results(run: PlannedRun) -> list[dict[str, Any]]:
-        """Returns a result for each trial of a run, like `results_in`, without noise.
+        """Returns imagined results of a run, one for each trial.
 
-        The validation loss is smallest at the middle of each grid. All test losses are equal.
+        All test losses are equal. The validation loss is the squared distance of the settings from
+        the best ones, on a logarithmic scale.
         """
         best_settings = [values[len(values) // 2] for values in grids(study, run.arm).values()]
         results = []
         for trial in run.config.trials.trials():
             settings = _settings(run.config, trial)
-            # The squared distance of each setting from its best value, on a logarithmic scale.
-            squares = [
-                math.log(value / best) ** 2
-                for value, best in zip(settings, best_settings, strict=True)
-                if value != best
-            ]
+            squares: list[float] = []
+            for value, best in zip(settings, best_settings, strict=True):
+                if value != best:  # equal ones may be 0, which has no logarithm
+                    squares.append(math.log(value / best) ** 2)
             result = {
                 'trial': trial,
                 'status': FINISHED,
@@ -400,8 +407,8 @@ def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
             results.append(result)
         return results
 
-    # Noiseless losses form a parabola with its vertex at the middle value. Its bound on the excess
-    # loss does not describe real losses, so it must not ask for further seeds.
+    # A parabola fits these losses exactly, and its vertex is the middle value. The bound on the
+    # excess loss is made for noisy losses, so it must not ask for further seeds.
     tuning = dataclasses.replace(study.tuning, choice='vertex', max_excess=None)
     return runs(dataclasses.replace(study, tuning=tuning), arms, ideal_results)
 
@@ -426,13 +433,14 @@ def cost(planned: Sequence[PlannedRun]) -> PlanCost:
 
 
 def estimate(study: Study, arms: Sequence[PlannedArm], *, measure: bool = False) -> str:
-    """Returns two tables of the least cost of the plan: a row for each arm, and for each stage.
+    """Returns two tables of what the plan costs at least, by arm and by stage, with notes.
 
-    Nothing is compiled. With `measure`, the second table has an estimate of the time: one run of
-    each size is compiled and timed for a few steps. If this machine lacks the memory or the devices
-    for a size, a note says why there is no time.
+    Nothing is compiled. With `measure`, the table by stage also has an estimate of the time: one
+    run of each size is compiled and timed for a few steps. If this machine lacks the memory or the
+    devices for a size, a note says why there is no time.
     """
     planned = imagined(study, arms)
+    keys = {run.arm.key for run in planned}
     notes: list[str] = []
     seconds_of_run: dict[str, float] | None = None
     if measure:
@@ -443,7 +451,6 @@ def estimate(study: Study, arms: Sequence[PlannedArm], *, measure: bool = False)
             f'lower bounds: a grid may grow to {study.tuning.max_points} values, '
             f'a value to {study.tuning.max_seeds} seeds'
         )
-    keys = {run.arm.key for run in planned}
     by_arm = _cost_table('arm', planned, lambda run: row_title(run.arm.key, keys))
     by_stage = _cost_table('stage', planned, _stage_title, seconds_of_run)
     return '\n'.join([by_arm, '', by_stage, *notes])
@@ -455,56 +462,62 @@ def _cost_table(
     title_of: Callable[[PlannedRun], str],
     seconds_of_run: Mapping[str, float] | None = None,
 ) -> str:
-    """Returns a table of what runs cost, with a row for those of each title, and their sum.
+    """Returns a table of what runs cost: one row for all runs of equal title, and a row 'total'.
 
-    With `seconds_of_run`, by the id of a run, the last column is the time; '-' if it is empty.
+    Args:
+        title: The title of the first column, such as 'arm'.
+        planned: The runs.
+        title_of: Returns the title of the row that a run belongs to.
+        seconds_of_run: The seconds of each run by its id, which add a last column with the time.
+            If {}, the time is unknown, and the column has '-'.
     """
     runs_of_title: dict[str, list[PlannedRun]] = {}
     for run in planned:
         runs_of_title.setdefault(title_of(run), []).append(run)
-    rows: list[list[str]] = []
-    for name, members in [*runs_of_title.items(), ('total', planned)]:
-        total = cost(members)
-        row = [name, f'{total.runs}', f'{total.trials}', f'{total.tokens:.3g}']
-        row.append(f'{total.flops:.3g}')
-        if seconds_of_run:
-            seconds = sum(seconds_of_run[run.id] for run in members)
-            row.append(str(datetime.timedelta(seconds=round(seconds))))
-        elif seconds_of_run is not None:
-            row.append('-')
-        rows.append(row)
+
     titles = [(title, True)]  # flush left
     titles += [(column, False) for column in ('runs', 'trials', 'tokens', 'FLOPs')]
     if seconds_of_run is not None:
         titles.append(('about', False))
+    rows: list[list[str]] = []
+    for row_name, members in [*runs_of_title.items(), ('total', planned)]:
+        total = cost(members)
+        row = [row_name, f'{total.runs}', f'{total.trials}']
+        row += [f'{total.tokens:.3g}', f'{total.flops:.3g}']
+        if seconds_of_run is not None:
+            time = '-'
+            if seconds_of_run:
+                seconds = sum(seconds_of_run[run.id] for run in members)
+                time = str(datetime.timedelta(seconds=round(seconds)))
+            row.append(time)
+        rows.append(row)
     return text_table(titles, rows)
 
 
 def _seconds_if_here(study: Study, planned: Sequence[PlannedRun]) -> tuple[dict[str, float], str]:
     """Returns the estimated seconds of each run, by its id, and a note on them.
 
-    If this machine cannot train the runs, the seconds are empty and the note says why.
+    If this machine cannot train the runs, the seconds are {} and the note says why.
     """
     try:
         seconds_of_run = _measured_seconds(study, planned)
     except (ConfigError, JaxRuntimeError) as error:
         outcome = cli.outcome(error)
-        if outcome is None:
+        if outcome is None:  # a bug, not a lack of memory or devices
             raise
         return {}, f'no time, as this machine cannot train it: {outcome.sentence}'
-    return (
-        seconds_of_run,
-        'time is for 1 worker on this machine, from a warm-up, without evaluation',
-    )
+    note = 'time is for 1 worker on this machine, from a warm-up, without evaluation'
+    return seconds_of_run, note
 
 
 def _measured_seconds(study: Study, planned: Sequence[PlannedRun]) -> dict[str, float]:
     """Estimates the seconds of compilation and training of each run, by its id.
 
     One run of each size is compiled and timed for a few steps: a run of the baseline if the size
-    has one. The others are assumed to train at the same FLOPs per second.
+    has one. All runs of the size are assumed to compile in the same time, and to train at the same
+    FLOPs per second.
     """
-    # False sorts before True.
+    # The key is False for runs of the baseline, and False sorts before True.
     baseline_first = sorted(planned, key=lambda run: run.arm.variant != study.baseline)
     seconds_per_flop: dict[str, float] = {}  # by size
     compilation_seconds: dict[str, float] = {}  # by size

@@ -58,6 +58,8 @@ _WAIT_FOR_OTHERS = 10.0
 _WAIT_FOR_REFUSED = 1.0
 # While it waits, a worker checks every this many seconds whether a run has finished.
 _TICK = 0.1
+# What `lease_next` returns instead of a run if other workers hold all remaining runs.
+_WAITED: dict[str, Any] = {}
 
 
 def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = None) -> Path:
@@ -85,8 +87,7 @@ def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = No
             leased = agreement.on_owner(lambda: worker.lease_next(reason_of_failed))
             if leased is None:
                 break
-            # {} means that other workers hold all remaining runs.
-            if leased:
+            if leased != _WAITED:
                 _train(path, leased, worker, reason_of_failed)
             if agreement.any_process(stop.requested):
                 raise Stopped('stopped between two runs')
@@ -108,16 +109,20 @@ class _Worker:
     # The lease of the run that `lease_next` returned last, and the run.
     lease: leases.Lease | None = None
     _leased: PlannedRun | None = None
-    # Ids of runs that were in use or lost to another worker. They are tried again after the others.
+    # Ids of runs that were in use or lost to another worker. This worker prefers other runs.
     refused: set[str] = dataclasses.field(default_factory=set)
     # The holder of each lease when the worker last waited.
     _last_holders: dict[str, str] = dataclasses.field(default_factory=dict)
-    # The other runs without a result, and the ids of all held runs, at the last `study_left`.
+    # The other runs without a result, and the ids of all runs that a worker holds. `study_left`
+    # keeps both up to date.
     _others: list[PlannedRun] = dataclasses.field(default_factory=list)
     _held: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Checks and declares the study."""
+        """Checks the study, creates its directory and declares the study there.
+
+        A study that is refused leaves nothing behind, as all checks come first.
+        """
         study = self.study
         path = self.path
         declaration.require_no_run(path)
@@ -125,7 +130,6 @@ class _Worker:
         for name in ('lock', 'leases', 'runs', 'plots'):
             below(path, name)
         declaration.require_chain(path, study, self.arms)
-        # These checks come before the directory is created: a refused study leaves nothing behind.
         for run in of_each_model(left_of(study, self.arms, path)):
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
@@ -136,17 +140,22 @@ class _Worker:
         self._declared = ledger.digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
-        """Acquires the lease of the next run: the right to train it, held in `self.lease`.
+        """Acquires the lease of the next run, which is the right to train it.
 
-        Runs that this worker could not take (`refused`) are tried again after the others.
+        There are three cases:
+
+        - A run is free. Its lease is held in `self.lease`, and the run is returned.
+        - Other workers hold all remaining runs. Waits for a while, then returns _WAITED.
+        - No run remains. Returns None.
+
+        The runs in `self.refused` are passed over as long as another run is free.
 
         Args:
-            failed: The ids of runs that cannot be trained. They are skipped.
+            failed: The ids of runs that cannot be trained. They do not count as remaining runs.
 
         Returns:
-            A dict that describes the run as JSON: its id ('run'), 'config', 'directory' and
-            'label'. {} if other workers hold all remaining runs; it then has waited for a while.
-            None if no run remains.
+            In the first case, a dict that the other processes of a job receive as JSON. It has the
+            id of the run ('run'), its 'config' and 'directory', and a 'label' for messages.
         """
         runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
@@ -167,30 +176,30 @@ class _Worker:
                     'label': label,
                 }
 
-        # Nothing is free. The next call tries the refused runs again.
-        self.refused.clear()
+        self.refused.clear()  # the next call tries these runs again
         if not runs_left:
             return None
         self._wait(runs_left)
-        return {}
+        return _WAITED
 
     def study_left(self) -> StudyLeft:
-        """Returns what remains of the study besides the run that this worker is training.
+        """Returns what remains of the study while this worker trains its run.
 
-        The work of the runs that no worker has taken is a multiple of the work of this run.
+        `waiting_work` is the work of the runs that no worker has taken, divided by the work of this
+        worker's run.
         """
-        # If the directory cannot be read, the counts of the last call are used again.
+        # If the directory cannot be read, the runs of the last call are counted again.
         with contextlib.suppress(OSError, ReadError):
             self._others = [run for run in self._others if not self._is_finished(run)]
             self._held = set(leases.holders(self.path / 'leases'))
         assert self._leased is not None
         waiting_work = sum(run.work for run in self._others if run.id not in self._held)
-        # Each worker holds one run. The lease of this worker may not be among those listed.
-        runs_in_training = {self._leased.id, *self._held}
+        # Each worker holds one run. This worker counts even if the leases could not be read.
+        held_runs = {self._leased.id, *self._held}
         return StudyLeft(
             runs=len(self._others),
             waiting_work=waiting_work / self._leased.work,
-            workers=len(runs_in_training),
+            workers=len(held_runs),
         )
 
     def _is_finished(self, run: PlannedRun) -> bool:
@@ -203,8 +212,8 @@ class _Worker:
     def _write_plan(self) -> list[PlannedRun]:
         """Writes plan.jsonl and results.jsonl; returns the runs without result.
 
-        If arms or seeds were added meanwhile, this worker does not know them and writes nothing;
-        the workers that know them write the files.
+        If arms or seeds were added to the study meanwhile, this worker does not know them. It then
+        writes nothing. The workers that know them write the files.
         """
         study = self.study
         path = self.path
@@ -213,17 +222,19 @@ class _Worker:
         with locked(path / 'lock'):
             results = plan.results_in(path)
             runs = plan.runs(study, self.arms, results)
-            if ledger.digest(read_json(path / 'study.json', {})) == self._declared:
+            digest_in_directory = ledger.digest(read_json(path / 'study.json', {}))
+            if digest_in_directory == self._declared:
                 write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
         return plan.left(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:
-        """Waits until one of the runs is finished, or so long that a lease may have become free.
+        """Waits until a run may have become free: 10 seconds, or 1 second if no worker holds a run.
 
-        Logs which worker holds which run, if this has changed since the last call.
+        Returns earlier if one of the runs is finished or if the worker should stop. Logs which
+        worker holds which run, if this has changed since the last call.
         """
-        holders = leases.holders(self.path / 'leases')
+        holders = leases.holders(self.path / 'leases')  # by the id of the run
         if holders and holders != self._last_holders:
             directory_of_run = {run.id: run.directory for run in runs_left}
             held = []
@@ -231,7 +242,9 @@ class _Worker:
                 held.append(f'{directory_of_run.get(run_id, run_id)}, held by {holder}')
             log.info('waiting for %s', '; '.join(held))
         self._last_holders = holders
-        end = time.monotonic() + (_WAIT_FOR_OTHERS if holders else _WAIT_FOR_REFUSED)
+
+        seconds = _WAIT_FOR_OTHERS if holders else _WAIT_FOR_REFUSED
+        end = time.monotonic() + seconds
         while time.monotonic() < end and not self.stop.requested:
             if any(self._is_finished(run) for run in runs_left):
                 return
@@ -243,7 +256,12 @@ def _train(
 ) -> None:
     """Trains the run whose lease `worker` holds; `leased` describes the run (see `lease_next`).
 
-    If the run cannot be trained, adds the reason to `reason_of_failed` under the run's id.
+    There are three kinds of errors:
+
+    - Another worker has the run. `worker.refused` gets its id, and the worker goes on.
+    - Only this run cannot be trained, for example because it is out of memory. `reason_of_failed`
+      gets the reason under its id, and the worker goes on.
+    - No run could be trained, for example because the disk is full. The error is raised.
     """
     run_id = leased['run']
     with cast(leases.Lease, worker.lease) as lease:
@@ -263,11 +281,12 @@ def _train(
             raise
         except (ConfigError, CheckpointError, JaxRuntimeError) as error:
             outcome = cli.outcome(error)
-            # Only this run is out of memory. Other XLA errors are bugs or faults of the machine.
             if outcome is None:
+                # An XLA error other than a lack of memory is a bug or a fault of the machine.
                 raise
-            # The other processes of a job may not have the error; they would wait for this one.
             if isinstance(error, JaxRuntimeError) and jax.process_count() > 1:
+                # The other processes of the job may not have the error. They would wait for this
+                # one.
                 raise
             log.error('skipping %s: %s', leased['directory'], outcome.sentence)
             reason_of_failed[run_id] = outcome.sentence
@@ -309,11 +328,11 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
     Raises:
         ConfigError: As in `run`.
     """
-    if path is None:
-        runs_left = plan.left(plan.runs(study, arms, _no_results), _no_results)
-    else:
+    if path is not None:
         declaration.check(path, study, arms)
         runs_left = left_of(study, arms, path)
+    else:
+        runs_left = plan.left(plan.runs(study, arms, _no_results), _no_results)
     reasons: list[str] = []
     for run in of_each_model(runs_left):
         check_parts(run.config)
