@@ -49,30 +49,32 @@ def require_no_run(path: Path) -> None:
 def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     """Returns the content of study.json in a new directory.
 
-    The content is the study as JSON, with these differences:
+    It is the study as JSON, with these differences:
 
     - `match` is called `matched`.
     - `variants` are the labels of the arms, such as 'qk/no_o [d_ff]'.
-    - `tuning` has the grid of each setting, such as `learning_rates`. It is None without tuning.
+    - `tuning` also has the grid of each setting, such as `learning_rates`. It is None without
+      tuning.
     - `arms` has the key of each arm. `seeds`, `looks`, `base_hash` and `command` are added.
     """
     study = resolved(study)
+    seeds = study.base.trials.seeds
+    is_tuned = bool(study.tuning.seeds)
+    primary_arms = [arm for arm in arms if arm.key.control is None]
     declared = to_json(study)
     declared['matched'] = declared.pop('match')
-    primary_arms = [arm for arm in arms if arm.key.control is None]
     declared['variants'] = list(dict.fromkeys(arm.key.variant for arm in primary_arms))
-    seeds = study.base.trials.seeds
-    declared['seeds'] = seeds
-    # The number of seeds at each interim analysis. No study has interim analyses, but the field is
-    # part of the hash by which ledgers know a study.
-    declared['looks'] = [len(seeds)] if study.tuning.seeds else []
-    if study.tuning.seeds:
-        # A setting that is not tuned has one value: that of the baseline.
+    if is_tuned:
+        # A setting that is not tuned has a grid of one value, that of the baseline.
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
         for knob, grid in plan.grids(study, baseline).items():
             declared['tuning'][f'{knob}s'] = grid
     else:
         declared['tuning'] = None
+    declared['seeds'] = seeds
+    # `looks` are the numbers of seeds at interim analyses. Studies have none, so the only number is
+    # that of all seeds. Ledgers know a study by a hash that includes this field, so it stays.
+    declared['looks'] = [len(seeds)] if is_tuned else []
     declared['base_hash'] = fingerprint(study.base)
     declared['arms'] = [arm.key._asdict() for arm in arms]
     # Exports copy this file and ledgers hash it, so it must not contain directories of a user.
@@ -81,10 +83,11 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
 
 
 def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
-    """Writes study.json and its hash in the ledger, if they have changed.
+    """Declares a study in its directory, and returns the content of study.json.
 
-    A directory that holds the study already continues it; see `_continued`. Returns the content of
-    study.json. Raises ConfigError if the directory holds another study, or parts of one.
+    A new study is written to study.json, and its hash to the ledger. If the directory already holds
+    the study, it continues there (see `_continued`), and both files are written if it has changed.
+    Raises ConfigError if the directory holds another study, or parts of one.
     """
     declared = content(study, arms)
     study_file = path / 'study.json'
@@ -97,22 +100,35 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
             earlier = records.read_json(study_file, {})
             declared = _continued(study_file, study, earlier, declared)
         if is_begun:
-            # The ledger usually has the hash of the present study.json. The ledger is written
-            # before study.json, so after a crash between the two it has the hash of `declared`.
-            valid_hashes = [ledger.digest(declared)]
-            if earlier is not None:
-                valid_hashes.append(ledger.digest(earlier))
-            if ledger.read(ledger_file).declaration not in valid_hashes:
-                raise ConfigError(
-                    f'{study_file} is missing, or is not what {ledger_file} declares last; restore '
-                    'both from a copy, or give another workdir'
-                )
+            _require_declared(study_file, earlier, declared)
         _check_runs(path, study, arms)
         repeats = None if is_begun else _repeats(path, declared)
+
+        # The ledger is written first; see `_require_declared`.
         ledger.declare(path, declared, repeats)
         if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
             records.write_json(study_file, declared)
     return declared
+
+
+def _require_declared(
+    study_file: Path, earlier: dict[str, Any] | None, declared: dict[str, Any]
+) -> None:
+    """Raises ConfigError unless the ledger has the hash of the study.json beside it.
+
+    `earlier` is the content of study.json, or None without this file. The ledger is written before
+    study.json. So after a crash between the two, it may have the hash of `declared`, the content
+    that study.json is about to get.
+    """
+    ledger_file = study_file.parent / ledger.NAME
+    valid_hashes = [ledger.digest(declared)]
+    if earlier is not None:
+        valid_hashes.append(ledger.digest(earlier))
+    if ledger.read(ledger_file).declaration not in valid_hashes:
+        raise ConfigError(
+            f'{study_file} is missing, or is not what {ledger_file} declares last; restore both '
+            'from a copy, or give another workdir'
+        )
 
 
 def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
@@ -146,10 +162,10 @@ def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
 def _continued(
     file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of study.json for a study that continues in its directory.
+    """Checks that a study may continue in its directory; returns the content of its study.json.
 
-    It is `declared`, with the settings of the machine in `earlier`: their change is allowed, but
-    not recorded.
+    It may have gained variants, sizes and corpora. Settings of the machine may have changed too,
+    but the result has those of `earlier`. All other content is that of `declared`.
 
     Args:
         file: The study.json in the directory.
@@ -171,13 +187,15 @@ def _continued(
         raise records.damaged(file, error, records.ADVICE) from error
     base: Config = with_machine_of(study.base, earlier_base)
 
+    # What is left out? If a variant is, so are all its arms, and naming the variant is enough.
     left_out = []
     for name in GROWING:
         for value in earlier[name]:
             if value not in declared[name]:
                 left_out.append(f'{name}: {value!r} is left out')
-    # If a variant is left out, so are all its arms. The message names only the first of these.
     changes = left_out[:1]
+
+    # Which other settings have changed?
     earlier_settings = _fixed_settings(study, earlier, earlier_base)
     changes += differences(earlier_settings, _fixed_settings(study, declared, base))
     if changes:
@@ -191,18 +209,18 @@ def _continued(
 
 
 def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dict[str, Any]:
-    """Returns the settings of a study.json that must not change when a study continues.
+    """Returns the settings in a study.json that must not change when the study continues.
 
-    A file of an earlier version lacks the fields that later versions introduced. They get their
-    defaults, so that the file compares with one of this version.
+    A file of an earlier version lacks the fields that were introduced since. They get their
+    defaults, so that it can be compared with a file of this version.
 
     Args:
-        study: A study of the same class, whose fields have these defaults.
+        study: Any study; its class has the defaults.
         declared: The content of study.json.
-        base: The base config in it.
+        base: The base config in this content.
     """
     cls: Any = type(study)
-    # Every study.json has the fields of schema 1.
+    # All files have the fields of schema 1.
     fields_of_schema_1 = serialize.introduced('1', cls)
     settings: dict[str, Any] = {}
     for name, default in serialize.defaults(cls).items():
@@ -216,22 +234,26 @@ def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dic
 
 
 def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if a finished run is not in the plan that this version makes.
+    """Raises ConfigError if this version of qkattn would train a finished run again.
 
-    The version that trained the run may have matched its arm to another size, or tuned to another
-    setting. This version would then train a run in its place. Raises RunDirectoryError for a
-    damaged line of plan.jsonl.
+    Two versions may plan different runs for the same study. For example, an earlier version has
+    trained an arm with d_model=104, and this version matches the arm at d_model=112. The finished
+    run is then in plan.jsonl, but not in the plan that this version makes.
+
+    Raises RunDirectoryError for a damaged line of plan.jsonl.
     """
     file = path / 'plan.jsonl'
     if not file.exists():
         return
+    planned_ids = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     advice = 'restore it from a copy, or remove it: it is then made again from the results'
     schema = {'run': str, 'directory': str, 'control': str | None}
-    planned_ids = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
     for run in records.read_lines(file, schema, advice, stored.check_run_directory):
-        # Decided arms are trained longer. More arms mean a stricter correction of the tests, so an
-        # arm may become undecided. Its longer runs then leave the plan without harm.
-        if run['run'] in planned_ids or run['control'] == LONGER:
+        is_planned = run['run'] in planned_ids
+        # Only decided arms are trained longer. If arms are added, the tests become stricter, and an
+        # arm may no longer be decided. Its longer runs may then leave the plan.
+        may_leave_plan = run['control'] == LONGER
+        if is_planned or may_leave_plan:
             continue
         if (path / run['directory'] / 'result.json').exists():
             raise ConfigError(

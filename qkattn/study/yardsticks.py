@@ -163,10 +163,10 @@ def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
 
 
 def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Record]]]:
-    """Yields each finished run of the baseline with its results, except screening runs.
+    """Yields the finished runs of the baseline, without screening runs, each with its results.
 
-    A run is finished if at least one of its trials is. Same-shape controls do not count as
-    baselines. The baseline that was trained longer does.
+    A run is finished if at least one of its trials is. The baseline that was trained longer counts
+    as well. Same-shape controls are no baselines.
 
     Args:
         path: The directory of the study.
@@ -209,13 +209,15 @@ def record_finished(directory: Path) -> None:
 
 
 def _group(config: Config, result: Mapping[str, Any]) -> _Record:
-    """Measures the yardsticks of a baseline, which a trained model has to beat.
-
-    Returns an entry of `groups` in yardsticks.json, without the run that it belongs to.
+    """Measures what a trained model of this config has to beat on the data that it was trained on.
 
     Args:
-        config: The config of the run.
-        result: The result of one of its trials. It identifies the data that the trial read.
+        config: The config of a run.
+        result: The result of one of its trials, which identifies the data.
+
+    Returns:
+        The measured fields of an entry in `groups` of yardsticks.json. `record` adds the fields
+        that name the run.
 
     Raises:
         ConfigError: This machine has other data than the trial read.
@@ -240,6 +242,7 @@ def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
 
     Raises ConfigError if they are not the data that the trial with this `result` was trained on.
     """
+    # One tokenizer file may give two tokenizers. The name in the result says which one.
     with as_recorded(*names_in(result['data'])):
         rows = rows_of(config)
     identity = records.to_jsonable(rows.identity())
@@ -253,54 +256,68 @@ def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
 
 
 def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
-    """Measures the losses of a baseline's verdict run from its checkpoint.
+    """Measures the losses of a verdict run of the baseline again, from its checkpoint.
 
-    Returns {'trials': entries, 'why': None} with one entry for each finished trial. If the run has
-    no checkpoint, or its checkpoint does not have the losses of its results, it returns
-    {'trials': None, 'why': reason}. `path` is the directory of the study.
+    Args:
+        path: The directory of the study.
+        run: The run's line of plan.jsonl.
+        config: The config of the run.
+        results: The results of its trials.
+
+    Returns:
+        {'trials': [losses of a finished trial, ...], 'why': None}. If the losses cannot be measured
+        or are not those of the results, {'trials': None, 'why': the reason}.
+
+    Raises:
+        ConfigError: This machine has other data than the run read.
     """
+
+    def unmeasured(why: str) -> _Record:
+        return {'trials': None, 'why': why}
+
     directory = path / run['directory']
+    if not (directory / 'checkpoints').is_dir():
+        return unmeasured('it has no checkpoint')
     try:
-        if not (directory / 'checkpoints').is_dir():
-            raise CheckpointError('it has no checkpoint')
         _, _, state = load_stack(directory)
     except (ConfigError, CheckpointError) as error:
-        return {'trials': None, 'why': str(error)}
+        return unmeasured(str(error))
     if len(results) != run['trials']:
-        return {'trials': None, 'why': 'results of its trials are missing'}
+        return unmeasured('results of its trials are missing')
+
     rows = _same_rows(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
-    loss_field = f'{PREFIXES[rows.splits[-1]]}_loss'
     measured_trials = _trials(config, rows, state['params'])
+    logged_field = f'{PREFIXES[rows.splits[-1]]}_loss'  # such as 'test_loss'
     trials = []
     for result, measured in zip(results, measured_trials, strict=True):
         if result['status'] != records.FINISHED:
             continue
         loss = measured['loss']
-        logged_loss = result[loss_field]
+        logged_loss = result[logged_field]
         if not np.isclose(loss, logged_loss, atol=ROUNDING):
-            why = f'its checkpoint has a loss of {loss:.4f}, its result {logged_loss:.4f}'
-            return {'trials': None, 'why': why}
+            return unmeasured(
+                f'its checkpoint has a loss of {loss:.4f}, its result {logged_loss:.4f}'
+            )
         trials.append({'seed': result['trial']['seed'], **measured})
     return {'trials': trials, 'why': None}
 
 
 def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
-    """Yields one dict for each of the X stacked trials: its losses (nats/token) on the last split.
+    """Yields the losses of each of the X stacked trials on the last split, in nats per token.
 
-    Each dict has 'loss', and 'early', 'late' and 'shuffled' (see `Rows.context_losses`). A loss
-    that the task does not define is None.
+    For example {'early': 3.1, 'late': 2.4, 'shuffled': None, 'loss': 2.5}. The mean loss is 'loss'.
+    `Rows.context_losses` describes the others; those that the task does not define are None.
     """
     nats_XT, weights_T = _by_position(config, rows, params)
-
-    def losses_by_position(other_rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what `_by_position` does for any rows. A task calls it to measure its losses."""
-        # The losses on `rows` are known already.
-        if other_rows is rows:
-            return nats_XT, weights_T
-        return _by_position(config, other_rows, params)
-
     loss_X = nats_XT.sum(1) / weights_T.sum()
+
+    def losses_by_position(task_rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `_by_position` of rows that the task chooses: `rows`, or shuffled ones."""
+        if task_rows is rows:
+            return nats_XT, weights_T  # known already
+        return _by_position(config, task_rows, params)
+
     context_losses = rows.context_losses(losses_by_position)
     for x, loss in enumerate(loss_X):
         trial = {'early': None, 'late': None, 'shuffled': None, 'loss': float(loss)}
@@ -325,10 +342,11 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
         batch_size=config.train.batch_size,
         max_rows=config.data.eval_sequences,
     )
+    # The sums over the B rows of each batch, then over all batches.
     nats = []
     weights = []
-    for batch in batches:  # B rows each
-        nats_XBT = measure(params, batch)['nats_BT']
+    for batch in batches:
+        nats_XBT = measure(params, batch)['nats_BT']  # with a leading axis of trials
         nats.append(np.sum(nats_XBT, axis=1, dtype=float))
         weights.append(np.sum(batch['loss_weights_BT'], axis=0, dtype=float))
     return np.sum(nats, axis=0), np.sum(weights, axis=0)
