@@ -8,7 +8,7 @@ and tested at the error rate of a second look (`qkattn.stats.decision.level`).
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,12 +55,14 @@ _SCHEMA = {
 def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
     """Returns the question that an arm asks, as a key to compare with arms of other studies.
 
-    Two studies may write the same arm differently. Their questions are equal:
+    Two studies may write the same arm differently. There are three cases:
 
-    - A study with one destination of saved parameters does not name it in its labels. The question
-      names it: 'qk/no_o' of a study that matches d_model asks 'qk/no_o [d_model]'.
-    - All arms of a study without matching have the shape of the baseline. So they ask what the
-      same-shape controls of a study with matching ask.
+    - The baseline, a same-shape control, and an arm whose label names its destination: the question
+      is the key of the arm.
+    - An arm without a destination in its label, because its study has only one destination: the
+      question names it. If the study matches d_model, 'qk/no_o' asks 'qk/no_o [d_model]'.
+    - An arm of a study without matching: it has the shape of the baseline, so it asks what a
+      same-shape control of a study with matching asks.
 
     `declared` has the fields `baseline`, `destinations` and `matched` of study.json.
     """
@@ -69,7 +71,6 @@ def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
     if declared['matched'] is None:
         return key._replace(control=SAME_SHAPE)
 
-    # Same-shape controls save no parameters. Labels with several destinations name theirs already.
     destinations = declared['destinations']
     if key.control == SAME_SHAPE or len(destinations) > 1:
         return key
@@ -97,7 +98,7 @@ class _Pooled(NamedTuple):
     """What a study of a chain contributes to pooled comparisons."""
 
     name: str
-    questions: frozenset[ArmKey]
+    questions: frozenset[ArmKey]  # those that the last study of the chain asks, too
     seeds: frozenset[int]
 
 
@@ -124,17 +125,28 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
     if not kept.repeats:
         return []
 
-    # Two studies may repeat the same one. The hash of its ledger line identifies it.
+    # Several studies of the chain may repeat the same study, which is listed once. The hash of its
+    # ledger line identifies it.
     chain: dict[str, Earlier] = {}
     for earlier in _all_repeated(directory, kept, declared, (directory.resolve(),)):
         chain.setdefault(earlier.repeat.entry, earlier)
+    _require_different_seeds(directory, kept, declared, list(chain.values()))
+    return list(chain.values())
 
-    # A comparison of this study is pooled over the seeds of all studies that make it, too. So two
-    # studies that ask the same question must not share a seed.
+
+def _require_different_seeds(
+    directory: Path, kept: Ledger, declared: Mapping[str, Any], chain: Sequence[Earlier]
+) -> None:
+    """Raises ReportError if two studies of a chain ask the same question with the same seed.
+
+    The result of a comparison is pooled over the seeds of all studies that make it, so no seed may
+    count twice. Only the comparisons of the study in `directory` matter, and `chain` has the
+    earlier studies. `kept` is the ledger of the study and `declared` the content of its study.json.
+    """
     questions = _questions(kept.arms, declared)
     compared = frozenset(key for key in questions if key.variant != declared['baseline'])
     pools = [_Pooled(directory.name, compared, frozenset(declared['seeds']))]
-    for earlier in chain.values():
+    for earlier in chain:
         if earlier.path is not None:
             pools.append(_Pooled(earlier.name, earlier.questions & compared, earlier.seeds))
     for first, second in combinations(pools, 2):
@@ -145,7 +157,6 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
                 f'{first.name} and {second.name}, of the chain of {directory}, share the seeds '
                 f'{tuple(shared_seeds)}; a repeat needs other seeds'
             )
-    return list(chain.values())
 
 
 def _all_repeated(
@@ -160,8 +171,8 @@ def _all_repeated(
         directory: The directory of the study.
         kept: Its ledger.
         declared: The content of its study.json.
-        route: The directories that led to this study, from the start of the search to `directory`:
-            (A,) for A, then (A, B) for B.
+        route: The directories of the studies on the way from the first study to this one, both
+            included. When the function calls itself for B, this is (A, B).
 
     Raises:
         ReportError: A repeated study is on the route, so the repeats form a circle; or it cannot be
@@ -171,7 +182,7 @@ def _all_repeated(
     studies = list(repeated)
     for earlier in repeated:
         if earlier.path is None:
-            continue
+            continue  # it is lost, and so is what it repeats
         if earlier.path.resolve() in route:
             names = ' -> '.join(path.name for path in (*route, earlier.path))
             raise ReportError(f'{directory / ledger.NAME} closes a circle of repeats: {names}')
@@ -269,6 +280,8 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
             f'there is no study {name!r} in {path.parent}, nor in experiments/results/claims; '
             f'{valid}'
         )
+
+    # Several studies may have this name. The first one that can be repeated is chosen.
     repeatable: list[Path] = []
     reasons: list[str] = []
     for candidate in candidates:
@@ -281,6 +294,8 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
         raise ReportError(reasons[0])
 
     repeated = repeatable[0]
+
+    # No study of the chain may have a seed of this study, or be this study.
     ledger_there = ledger.read(repeated / ledger.NAME)
     declared_there = read_json(repeated / 'study.json', _SCHEMA)
     chain = earlier_studies(repeated, ledger_there, declared_there)
@@ -314,8 +329,8 @@ def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
             f'{path} differs in {"; ".join(changes)}; a repeat may differ in variants, seeds, '
             'learning rates, tuning and controls'
         )
-    variants = set(declared['variants']) - {declared['baseline']}
-    if not variants.intersection(declared_there['variants']):
+    compared = set(declared['variants']) - {declared['baseline']}
+    if not compared.intersection(declared_there['variants']):
         return (
             f'{path} compares none of the variants {", ".join(declared["variants"])} with '
             f'{declared["baseline"]}; it has {", ".join(declared_there["variants"])}'
@@ -329,16 +344,16 @@ def _settings_to_share(study: Mapping[str, Any], are_matched: bool) -> dict[str,
     Args:
         study: The content of study.json of either study.
         are_matched: Whether the repeat matches its arms in cost. If it does not, its arms have the
-            baseline's shape. They compare with the same-shape controls of the repeated study, so
-            it does not matter how that study matches its other arms.
+            baseline's shape, and so have the arms of the repeated study that they compare with. So
+            the settings of matching need not be equal.
     """
     names = [*_EQUAL]
     if are_matched:
         names += _EQUAL_IF_MATCHED
     settings = {name: study[name] for name in names}
 
-    # The base config, without the settings that may differ: trials, harmless settings, and those
-    # of the machine. A name is a section such as 'mesh' or a field such as 'train.log_every'.
+    # The base config has to be equal, too, without some settings that may differ: the trials, a
+    # whole section such as 'mesh', or a field of a section such as 'train.log_every'.
     base = {section: fields for section, fields in study['base'].items() if section != 'trials'}
     for name in (*HARMLESS, *OF_MACHINE):
         section, _, field = name.partition('.')

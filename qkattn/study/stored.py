@@ -84,9 +84,9 @@ class StoredFiles:
 def opened(directory: str | Path) -> Path | StoredFiles:
     """Opens the files of a study: `opened(directory) / name` is a file that can be read.
 
-    Returns the directory itself, or a StoredFiles for a stored study. For a stored study, all calls
-    return the same object until one of its files changes. Raises ReportError if the stored study is
-    damaged.
+    Returns the directory itself, or a StoredFiles for a stored study. Readers cache what they read
+    by this object, so a stored study gets the same object again until one of its files changes.
+    Raises ReportError if the stored study is damaged.
     """
     path = as_path(directory)
     logs = path / LOGS
@@ -105,9 +105,8 @@ def opened(directory: str | Path) -> Path | StoredFiles:
 def _opened(directory: Path, logs: bytes, other_files: tuple[bytes | None, ...]) -> StoredFiles:
     """Returns a StoredFiles: the same object for the same arguments.
 
-    `logs` is the content of logs.zip and `other_files` the content of WHOLE_FILES. The latter is
-    not used, but readers cache results by the returned object. So a change in one of these files
-    has to give another object.
+    `logs` is the content of logs.zip. `other_files`, the content of WHOLE_FILES, is an argument
+    only so that a change in one of these files gives another object.
     """
     return StoredFiles(directory, logs)
 
@@ -126,7 +125,8 @@ def pack(study: Files, destination: Path) -> None:
     """
     logs = zipped(dict(_stored_logs(study)))
     StoredFiles(destination, logs)  # raises ReportError if the logs cannot be read
-    # These files come first: the next export recognizes the study by them.
+    # The logs are written last. If an export is interrupted before, the next one recognizes the
+    # study by its other files.
     for name in WHOLE_FILES:
         if (study / name).is_file():
             write_atomic(destination / name, (study / name).read_bytes())
@@ -136,8 +136,9 @@ def pack(study: Files, destination: Path) -> None:
 def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
     """Yields the name and the content of each file for the logs.zip of a study.
 
-    Of the documents of a screening run, only the SHA-256 is stored: no verdict uses them, but the
-    ledger has to check them. The study itself may be a stored one that has only the SHA-256.
+    They are the plan, the results, and for each run its metrics and its documents. Of the documents
+    of a screening run, only the SHA-256 is stored: no verdict uses them, but the ledger has to
+    check them.
     """
     yield PLAN, _complete_lines(study / PLAN)
     yield RESULTS, _complete_lines(study / RESULTS)
@@ -148,13 +149,15 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
             yield f'{directory}/{METRICS}', _complete_lines(metrics)
 
         documents = study / directory / DOCUMENTS
-        if documents.is_file() and run['stage'] != SCREENING:
-            yield f'{directory}/{DOCUMENTS}', documents.read_bytes()
-            continue
-        if documents.is_file():
-            digest: str | None = hashlib.sha256(documents.read_bytes()).hexdigest()
-        else:
+        digest: str | None
+        if not documents.is_file():
+            # `study` may be a stored study, which has only the SHA-256.
             digest = left_out_documents(study / directory)
+        elif run['stage'] == SCREENING:
+            digest = hashlib.sha256(documents.read_bytes()).hexdigest()
+        else:
+            digest = None
+            yield f'{directory}/{DOCUMENTS}', documents.read_bytes()
         if digest is not None:
             yield f'{directory}/{DOCUMENTS_SHA256}', f'{digest}\n'.encode()
 
@@ -173,9 +176,9 @@ def _complete_lines(path: Readable) -> bytes:
 def unpack_in_place(directory: Path) -> None:
     """Unpacks a stored study, so that workers can continue it. Does nothing for other studies.
 
-    A run with results is finished. It gets the result.json by which workers know this. The other
-    runs start from step 0, because checkpoints are not stored. If the stored study is damaged, or
-    a run's directory is a link, raises ReportError and writes nothing.
+    A run with results is finished. It also gets a result.json, because workers look for this file.
+    A run without results starts again from step 0, because checkpoints are not stored. If the
+    stored study is damaged, or a run's directory is a link, raises ReportError and writes nothing.
     """
     files = opened(directory)
     if not isinstance(files, StoredFiles):
@@ -183,15 +186,9 @@ def unpack_in_place(directory: Path) -> None:
     runs = planned(files / PLAN)
     for run in runs:
         _refuse_links(directory, run['directory'])
+    results_by_run = _results_by_run(files)
 
-    # result.json has one entry for each trial: its line of results.jsonl without the fields that
-    # describe the run.
-    results_by_run: dict[str, list[Record]] = {}
-    for line in read_lines(files / RESULTS, {'run': str}):
-        entry = {name: value for name, value in line.items() if name not in _ONLY_IN_RESULTS}
-        results_by_run.setdefault(line['run'], []).append(entry)
-
-    # A run that starts again writes its own metrics.
+    # All files of the archive, but not the metrics of runs that start again and write their own.
     names_left_out: set[str] = set()
     for run in runs:
         if run['run'] not in results_by_run:
@@ -199,13 +196,26 @@ def unpack_in_place(directory: Path) -> None:
     for name in files.archive.names:
         if name not in names_left_out:
             write_atomic(directory / name, files.archive.read(name))
+
     for run in runs:
         if run['run'] in results_by_run:
             file = directory / run['directory'] / 'result.json'
             write_json(file, results_by_run[run['run']])
-
     # The archive is removed last, so that a crash before this line does no harm.
     (directory / LOGS).unlink()
+
+
+def _results_by_run(files: StoredFiles) -> dict[str, list[Record]]:
+    """Returns the content of result.json for each run with results, by its id.
+
+    It is a list with one entry for each trial: the line of the trial in results.jsonl, without the
+    fields that describe the run.
+    """
+    results_by_run: dict[str, list[Record]] = {}
+    for line in read_lines(files / RESULTS, {'run': str}):
+        entry = {name: value for name, value in line.items() if name not in _ONLY_IN_RESULTS}
+        results_by_run.setdefault(line['run'], []).append(entry)
+    return results_by_run
 
 
 def planned(plan: Readable) -> list[Record]:
