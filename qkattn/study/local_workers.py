@@ -55,13 +55,16 @@ def _gpus() -> list[str] | None:
 def limit(
     study: Study, arms: list[PlannedArm], wanted: int | None, runs_left: list[PlannedRun]
 ) -> int:
-    """Returns how many workers to start.
+    """Returns how many workers to start: at most `wanted`, if it is a number.
 
-    A worker trains one run at a time. It takes the GPUs of its mesh or, without GPUs, one core. So
-    there are at most as many workers as the machine has room for and as there are runs.
+    There are at most as many workers as the machine has room for:
 
-    If `wanted` is a number, there are no more workers than that. If it is None, memory limits the
-    number of workers on cores, too.
+    - With GPUs, each worker takes the GPUs of its mesh and one core.
+    - Without GPUs, each worker takes one core. If `wanted` is None, the workers also have to fit
+      into memory.
+    - An accelerator that cannot be divided has one worker.
+
+    A worker trains one run at a time, so there are at most as many workers as runs.
     """
     gpus = _gpus()
     if gpus is None:
@@ -88,8 +91,9 @@ def limit(
 def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int | None) -> Path:
     """Trains until every run of the study has its result; returns the study's directory.
 
-    Starts `wanted` workers, or as many as there is room for if `wanted` is None. Raises ConfigError
-    and Stopped like `worker.run`, and ProcessError if runs remain because workers crashed.
+    Starts at most `wanted` workers. If `wanted` is None, it starts as many as there is room for. A
+    single worker trains in this process. Raises ConfigError and Stopped like `worker.run`, and
+    ProcessError if runs remain because workers crashed.
     """
     path = check_directory(workdir)
     declaration.require_chain(path, study, arms)
@@ -100,6 +104,7 @@ def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int |
         log.info('%s: workers on this machine: %d', study.name, number)
     if number == 1:
         return worker.run(study, path, arms=arms)
+
     with StopRequest() as stop:
         stop.defer_exit()
         last_crash = _train(number, (study, path, arms, sys.orig_argv), stop)
@@ -121,7 +126,7 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
     """
     workers: dict[int, children.Child] = {}  # the running workers by number
     last_line: dict[int, str] = {}  # the last line that each worker printed
-    refusals: list[str] = []
+    refusals: list[str] = []  # the last lines of workers that refused the task
     last_crash = None
     is_stopping = False
     cores_of_worker = machine.shares(machine.usable_cores(), number)
@@ -152,6 +157,8 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
                     last_line[i] = line
                 if exit_code is None:
                     continue
+
+                # The child has ended: it refused the task, crashed, or is done.
                 child.close()
                 del workers[i]
                 if exit_code == EXIT_CONFIG:

@@ -89,6 +89,7 @@ def tune(
         seeds = limits.seeds
         is_chosen = False
         while not is_chosen:
+            # Are losses missing? Then they have to be measured before tuning goes on.
             losses_of_value = {}
             for value in values:
                 loss_of_seed = measured.get(with_knob(settings, knob, value), {})
@@ -97,6 +98,7 @@ def tune(
             if missing is not None:
                 return Tuning(sweeps, settings, knob, *missing)
 
+            # Do they ask for further values, or for further seeds? If not, they choose a value.
             swept = sweep.fit(losses_of_value, limits.choice)
             sweeps[knob] = swept
             further_values = sweep.next_values(swept, ratio, limits.max_points, end)
@@ -126,9 +128,10 @@ def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[in
 def _losses(
     loss_of_seed: Mapping[int, float | None], seeds: tuple[int, ...]
 ) -> dict[int, float | None]:
-    """Returns the losses of these seeds.
+    """Returns the measured losses of these seeds at one value; None for a diverged seed.
 
-    If one of them diverged, seeds that were not measured count as diverged, too.
+    If one seed has diverged, the value is worse than all others, whatever the other seeds give. So
+    seeds that were not measured count as diverged, too, and are not trained.
     """
     losses = {seed: loss_of_seed[seed] for seed in seeds if seed in loss_of_seed}
     if None in losses.values():
@@ -141,8 +144,8 @@ def _missing(
 ) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
     """Returns the values and seeds to screen next; None if every value has a loss of every seed.
 
-    The seeds are those that the first incomplete value lacks. The values are all that lack exactly
-    these seeds.
+    One run trains the same seeds at all its values. For example, 0.001 and 0.004 lack seed 2, and
+    0.008 lacks seeds 1 and 2. The result is ((0.001, 0.004), (2,)), and 0.008 has its turn later.
     """
     missing_of_value: dict[float, tuple[int, ...]] = {}
     for value, losses in losses_of_value.items():
@@ -175,11 +178,15 @@ def with_knob(settings: Settings, knob: str, value: float) -> Settings:
 def grids_around(
     grids: Mapping[str, tuple[float, ...]], settings: Settings
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the grids of an arm that is trained longer.
+    """Returns the grids of an arm that is trained longer, around its tuned settings.
 
-    `grids` and `settings` are the first grids and the tuned settings of the arm at the usual
-    length. The learning rate has three values, spaced as in its first grid, with the tuned one in
-    the middle. The other knobs keep their tuned value.
+    The learning rate has three values, with the tuned one in the middle. All other knobs keep their
+    tuned value. For example, a tuned rate of 0.003 gives (0.0015, 0.003, 0.006) if neighbours in
+    the first grid differ by a factor of 2.
+
+    Args:
+        grids: The first grids of the arm at the usual length.
+        settings: Its tuned settings at the usual length.
     """
     grid_of_knob: dict[str, tuple[float, ...]] = {}
     for knob, tuned_value in zip(KNOBS, settings, strict=True):
