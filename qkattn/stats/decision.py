@@ -78,9 +78,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order_M = np.argsort(p_values, kind='stable')
     ascending_M = np.asarray(p_values, float)[order_M]
 
-    # The j-th smallest value, with j counted from 1, is scaled by m - j + 1.
+    # m - j + 1 is m for the smallest value (j = 1), then m - 1, and so on.
     scaled_M = (m - np.arange(m)) * ascending_M
-    ascending_adjusted_M = np.minimum(np.maximum.accumulate(scaled_M), 1.0)
+    largest_so_far_M = np.maximum.accumulate(scaled_M)  # the maximum over j <= k
+    ascending_adjusted_M = np.minimum(largest_so_far_M, 1.0)
 
     adjusted_M = np.empty(m)
     adjusted_M[order_M] = ascending_adjusted_M  # back into the order of `p_values`
@@ -208,6 +209,10 @@ def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
 
     or 1 if there is none. `p_margins_holm` holds the adjusted p value of each arm's margin test,
     which is the alpha at which the arm leaves.
+
+    For example, there are two arms, which leave at alpha = 0.03 and 0.9, and p is 0.02. While both
+    are in the family, alpha has to be 0.04. From alpha = 0.03 on, only one is, and an alpha of 0.02
+    or more is enough. So the corrected p value is 0.03.
     """
     num_arms = len(p_margins_holm)
     # From alpha = leaving_alphas[k] on, k arms have left.
@@ -225,8 +230,9 @@ def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
 def _detectable(difference: Any, alpha: float) -> float:
     """Returns the |difference| (nats per token) that tests at level `alpha` find.
 
-    A finding has to hold with and without outlying seeds, so it is the larger one of both samples.
-    Settings that miss their optimum may hide up to tuning_low + tuning_high, which is added.
+    A finding has to hold with and without outlying seeds. So the difference must be detectable in
+    both samples, and the larger result counts. Settings that miss their optimum may hide up to
+    tuning_low + tuning_high of a difference, so this is added.
     """
     samples = [difference]
     if difference.typical is not None:

@@ -83,7 +83,8 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
     if cells is None:
         return Dictionary({}, 0, [])
 
-    # Number the K word pairs that occur; every other pair has t(f | e) = 0.
+    # Number the K word pairs that occur; every other pair has t(f | e) = 0. pair_X is the number of
+    # the pair in each cell. A pair (e, f) has the id e * num_targets + f.
     num_targets = len(cells.target_words)
     pair_ids_X = cells.source_X * num_targets + cells.target_X
     pair_ids_K, pair_X = np.unique(pair_ids_X, return_inverse=True)
@@ -118,9 +119,10 @@ def _likeliest_pairs(
 ) -> list[tuple[int, int]]:
     """Returns for each source word the pair (source, target) with the largest t, as numbers.
 
-    Of equally likely target words, the one that was read first is taken.
+    Of equally likely target words, the one that was read first is taken: it has the lowest number.
     """
-    # Sort the pairs by source, then by t, then by target in descending order.
+    # Sort the pairs by source, then by t, then by target in descending order. `lexsort` takes these
+    # keys in reverse.
     order_K = np.lexsort((-target_K, t_K, source_K))
     # The likeliest pair of a source word is its last one: the next pair has another source word.
     is_last_K = np.diff(source_K[order_K], append=-1) != 0
@@ -129,9 +131,11 @@ def _likeliest_pairs(
 
 
 def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
-    """Pairs each target word with the source words of its sentence, and numbers the words.
+    """Pairs each target word with every source word of its sentence, and numbers the words.
 
-    Uses the first sentence pairs, up to MAX_CELLS cells. Returns None if there are no cells.
+    Such a pair is a cell. The sentences 'ein Haus' and 'a house' give six cells: 'a' and 'house',
+    each with the empty word, 'ein' and 'Haus'. Uses the first sentence pairs, up to MAX_CELLS
+    cells. Returns None if there are no cells.
     """
     source_ids: dict[str, int] = {}
     target_ids: dict[str, int] = {}
@@ -150,7 +154,8 @@ def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
         if num_cells > MAX_CELLS:
             break
         if num_targets > 0:
-            # Each target word meets every source word.
+            # In the example, the numbers are [0 1 2 0 1 2] for the sources and [0 0 0 1 1 1] for
+            # the targets.
             sources.append(np.tile(source_W, num_targets))
             targets.append(np.repeat(target_W, num_sources))
             num_choices.append(np.full(num_targets, num_sources))

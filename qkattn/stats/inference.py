@@ -277,7 +277,9 @@ def typical(values: Sequence[float]) -> tuple[float, ...]:
 
     A sample of 8 normal values has an outlier with probability 5 %; one of 16 values with 2 %.
     """
-    one_stratum = [0] * len(values)  # all values come from the same study
+    # `_is_typical` compares the values of each study (stratum) with their own median. These values
+    # count as those of a single study.
+    one_stratum = [0] * len(values)
     is_typical = _is_typical(values, one_stratum)
     return tuple(values[index] for index in range(len(values)) if is_typical[index])
 

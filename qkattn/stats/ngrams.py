@@ -60,8 +60,8 @@ class _Counts(NamedTuple):
         and types(h) as 1, so that P_k is P_{k-1}.
         """
         pair_M = _find(self.pairs_P, context_M * vocab_size + target_M)
-        # Where the pair or the context is MISSING, which is -1, the index selects the last value.
-        # So each array gets the value for a missing one appended.
+        # The index MISSING is -1 and selects the last entry. So the value of a missing pair or
+        # context is appended to each array.
         count_M = np.append(self.count_P, 0)[pair_M]
         total_M = np.append(self.total_C, 0)[context_M]
         types_M = np.append(self.types_C, 1)[context_M]
@@ -124,9 +124,11 @@ def _extended(
 ) -> np.ndarray:
     """Extends contexts by one token each; returns the numbers of the longer contexts.
 
+    Contexts are numbered. With V = 100 tokens, context number 3 extended by token 7 is the integer
+    3 V + 7 = 307. If longer_C is [205, 307, 412], its new number is 1, the index of 307.
+
     Args:
-        longer_C: The longer contexts that occur, in ascending order. Each is the integer c V + w
-            of the context number c and the added token w. Its index is its own number.
+        longer_C: The integers of the longer contexts that occur, in ascending order.
         context_M: The numbers of the contexts to extend.
         added_M: The token that each context is extended by.
         vocab_size: V.
@@ -163,15 +165,17 @@ def preceding(rows_RL: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]
         contexts_KN, with the nearest token first and MISSING before the start of the row, and
         targets_N. The N = R (L - 1) targets are in the order of the rows.
     """
-    length = rows_RL.shape[1]
-    num_targets = length - 1  # of each row
+    num_targets = rows_RL.shape[1] - 1  # of each row
+    # In the example, the padded row is [MISSING, MISSING, 5, 6, 7], and its first target 6 is in
+    # column 3. The tokens at distance 1 before the targets are [5, 6]: two columns from column 2.
+    # Those at distance 2 are [MISSING, 5], two columns from column 1.
     padded_RL = np.pad(rows_RL, ((0, 0), (number, 0)), constant_values=MISSING)
-    first_target = number + 1  # the column of padded_RL with the first target
-    chain = []
+    first_target = number + 1
+    tokens_by_distance = []
     for distance in range(1, number + 1):
         start = first_target - distance
-        chain.append(padded_RL[:, start : start + num_targets])
-    contexts_KRT = np.stack(chain)
+        tokens_by_distance.append(padded_RL[:, start : start + num_targets])
+    contexts_KRT = np.stack(tokens_by_distance)
     return contexts_KRT.reshape(number, -1), rows_RL[:, 1:].ravel()
 
 
@@ -272,11 +276,12 @@ class _Targets(NamedTuple):
             token_M = shown_RT[row_M, np.clip(neighbour_M, 0, length - 1)]
             is_visible_M = is_inside_M & (token_M != MISSING)
 
-            # Where it is visible and the target lacks neighbours, it is the target's next one.
+            # Store the visible neighbours of the targets that lack some. The first neighbour of a
+            # target goes to row 0 of its column, the second one to row 1, and so on.
             targets = np.flatnonzero(is_visible_M & (num_found_M < order))
-            next_row = num_found_M[targets]
-            offsets_KM[next_row, targets] = offset
-            tokens_KM[next_row, targets] = token_M[targets]
+            rows = num_found_M[targets]
+            offsets_KM[rows, targets] = offset
+            tokens_KM[rows, targets] = token_M[targets]
             num_found_M[targets] += 1
             if np.all(num_found_M == order):
                 break
@@ -310,10 +315,12 @@ class _Node(NamedTuple):
     def children(
         self, text: np.ndarray, targets: _Targets, vocab_size: int, probability_M: np.ndarray
     ) -> Iterator['_Node']:
-        """Yields a child for each offset that comes next in the chain of a target of this node.
+        """Yields the child nodes, whose chains of offsets are longer by one.
 
-        A child has the targets with this next offset. Their contexts, and those at the positions of
-        the text, are longer by the token at the offset.
+        For example, this node has the targets whose nearest visible neighbour is at offset -1. The
+        next neighbour is at +1 for some of them, and at -2 for others. So there are two children,
+        with the chains (-1, +1) and (-1, -2), and each has its own targets. The contexts in a child
+        are longer by the token at the added offset.
 
         Args:
             text: The counted text, all rows in one array.
@@ -321,16 +328,17 @@ class _Node(NamedTuple):
             vocab_size: The number of ids.
             probability_M: The probability of each target of this node (see `probability`).
         """
-        offset_M = targets.offsets_KM[self.depth, self.target_M]
-        has_next_M = offset_M != 0
-        for offset in np.unique(offset_M[has_next_M]):
-            # Extend the contexts of the targets that have this offset.
-            members = np.flatnonzero(offset_M == offset)
-            added_M = targets.tokens_KM[self.depth, self.target_M[members]]
-            longer_M = self.context_M[members] * vocab_size + added_M
+        next_offset_M = targets.offsets_KM[self.depth, self.target_M]
+        next_token_M = targets.tokens_KM[self.depth, self.target_M]
+        has_next_M = next_offset_M != 0
+        for offset in np.unique(next_offset_M[has_next_M]):
+            # The child's targets, and the numbers of their longer contexts in the order of c V + w.
+            members = np.flatnonzero(next_offset_M == offset)
+            longer_M = self.context_M[members] * vocab_size + next_token_M[members]
             longer_C, context_M = np.unique(longer_M, return_inverse=True)
 
-            # Extend the contexts in the text. Only positions that have a target's context stay.
+            # The contexts at the positions of the text. Positions without a context of a target are
+            # left out, as they would not be counted.
             added_N = text[self.position_N + offset]
             context_N = _extended(longer_C, self.context_N, added_N, vocab_size)
             is_kept_N = context_N != MISSING

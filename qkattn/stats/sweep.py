@@ -95,8 +95,8 @@ class Sweep:
         """The value to train at, rounded to three significant digits.
 
         With the choice 'vertex', this is the optimum of the parabola. With 'minimax', it is the
-        value with the smallest `excess`. Both have to lie between the neighbours of `best` on the
-        grid; otherwise `best` itself is chosen.
+        value with the smallest `excess`. If there is no optimum, or if the value does not lie
+        between the neighbours of `best` on the grid, `best` itself is chosen.
         """
         index = self.values.index(self.best)
         is_at_end = index in (0, len(self.values) - 1)
@@ -107,6 +107,7 @@ class Sweep:
 
         value = self.optimum
         if self.choice == 'minimax' and self._curves is not None:
+            # Try values between the neighbours, but none outside of the fitted values.
             lowest = max(below, self.fitted[0])
             highest = min(above, self.fitted[-1])
             candidates = np.geomspace(lowest, highest, 2 * POINTS)[1:-1]  # without the ends
@@ -139,15 +140,16 @@ class Sweep:
         return self.best * math.exp(self._curves.optimum_C.max())
 
     def excess(self, value: float) -> float:
-        """Bounds how far the loss at `value` lies above the loss at the optimum, in nats per token.
+        """Bounds how far the loss at `value` lies above the lowest loss, in nats per token.
 
-        Each curve that the losses do not refute at 95 % has its own optimum and its own excess at
-        `value`. The bound is the largest of these. It is infinite if the data do not bound the
-        optimum.
+        The measured losses are noisy, so they fit many curves (`_curves`). Each curve has its own
+        optimum, and rises from there to its own height at `value`. The bound is the greatest of
+        these heights. It is infinite if the losses do not bound the optimum.
         """
         curves = self._curves
         if curves is None:
             return math.inf
+        # ln(value / optimum) of each curve, as optimum_C is ln(optimum / best).
         from_optimum_C = math.log(value / self.best) - curves.optimum_C
         excess_C = curves.scale_C * _curve(from_optimum_C, curves.skew_C)
         return float(np.max(excess_C))
@@ -174,9 +176,9 @@ class _Curves:
 def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
     """Finds the curves that the losses of V values and S seeds do not refute at 95 %.
 
-    A curve is C g_k(x - x0) with g_k(u) = u^2 / 2 (1 + k u) (`_curve`) and its optimum x0 in the
-    range of the values. It is possible if its residual sum of squares exceeds the smallest one of
-    all curves by at most t^2 times the variance.
+    A curve is scale * g_k(x - x0) with g_k(u) = u^2 / 2 (1 + k u) (`_curve`) and its optimum x0 in
+    the range of the values. It is possible if its residual sum of squares exceeds the smallest one
+    of all curves by at most t^2 times the variance.
 
     The variance is estimated from the residuals and from the slopes of the seeds, and the larger
     estimate is used. If the seeds have different optima, the residuals of a seed are correlated,
@@ -195,7 +197,7 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
     optimum_range = (x_V[0], x_V[-1])
     skew_range = (-SKEW, SKEW)
     for _ in range(ZOOMS):
-        # The candidates are all combinations of an optimum and a skew.
+        # The candidates are all combinations of P optima and P skews.
         optimum_P = np.linspace(*optimum_range, POINTS)
         skew_P = np.linspace(*skew_range, POINTS)
         optimum_PP, skew_PP = np.meshgrid(optimum_P, skew_P)
@@ -218,6 +220,7 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
         curves = _Curves(
             largest_scale_C[is_possible_C], optimum_C[is_possible_C], skew_C[is_possible_C]
         )
+        # Refine the grid around the possible curves.
         optimum_range = _zoomed(curves.optimum_C, optimum_P, optimum_range)
         skew_range = _zoomed(curves.skew_C, skew_P, skew_range)
     return curves
@@ -238,9 +241,9 @@ def _variance_of_slopes(x_V: np.ndarray, losses_VS: np.ndarray) -> float:
 def _zoomed(
     possible_C: np.ndarray, grid_P: np.ndarray, limits: tuple[float, float]
 ) -> tuple[float, float]:
-    """Returns the range in which to refine the grid of one coordinate of the curves.
+    """Returns the range for the next, finer grid of a parameter of the curves, optimum or skew.
 
-    The range covers the coordinate of all possible curves, and one step of the grid more on each
+    It covers the parameters of all possible curves, and one step of the present grid more on each
     side, within `limits`.
     """
     step = grid_P[1] - grid_P[0]
@@ -251,18 +254,18 @@ def _zoomed(
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """Returns the convex curve u^2 / 2 (1 + skew u), a parabola made skew by a cubic term.
+    """Returns g(u) = u^2 / 2 (1 + skew u), continued as a straight line where it is not convex.
 
-    The cubic term would bend the curve downwards where the second derivative, 1 + 3 skew u, is
-    below 0. From the inflection u0 = -1 / (3 skew) on, the curve continues along its tangent there,
-    with slope u0 / 2.
+    The second derivative, 1 + 3 skew u, is 0 at the inflection u0 = -1 / (3 skew). Beyond this
+    point, the curve continues along its tangent, g(u0) + u0 / 2 (u - u0).
     """
-    inflection = -1 / np.where(skew, 3 * skew, np.inf)
     is_convex = 1 + 3 * skew * u >= 0
-    # The point at which the tangent touches the curve; u itself before the inflection.
-    touching = np.where(is_convex, u, inflection)
-    curve = touching**2 / 2 * (1 + skew * touching)
-    return curve + touching / 2 * (u - touching)
+    inflection = -1 / np.where(skew, 3 * skew, np.inf)  # without skew, it is not used
+    # u itself where the curve is convex. The added line is then 0.
+    start_of_line = np.where(is_convex, u, inflection)
+    curve = start_of_line**2 / 2 * (1 + skew * start_of_line)
+    line = start_of_line / 2 * (u - start_of_line)
+    return curve + line
 
 
 def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'vertex') -> Sweep:
@@ -331,8 +334,9 @@ def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tupl
     """Returns the values to screen next, in ascending order.
 
     If the best value has no worse value below it, the grid needs one more value below; likewise
-    above it. `Sweep` says what worse means; with a single seed, every larger loss is worse. If
-    there is room for one more value only, or if every value diverged, the grid grows downwards.
+    above it. For example, 0.004 is the best of (0.001, 0.002, 0.004) and 0.002 is worse, so 0.008
+    is next. `_nearest_worse` says what worse means. If there is room for one more value only, or if
+    every value diverged, the grid grows downwards.
 
     Args:
         sweep: The values that were screened.
@@ -345,10 +349,11 @@ def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tupl
     """
     best = sweep.values.index(sweep.best)
     below, above = _nearest_worse(sweep.losses, sweep.means, best)
+    has_diverged = not math.isfinite(sweep.means[best])  # then all values have
     candidates = []
     if below is None:
         candidates.append(sweep.values[0] / ratio)
-    if above is None and math.isfinite(sweep.means[best]):
+    if above is None and not has_diverged:
         candidates.append(sweep.values[-1] * ratio)
     # Ten digits drop rounding errors: 0.1 * 3 becomes 0.3.
     rounded = [float(f'{value:.10g}') for value in candidates]
@@ -362,8 +367,11 @@ def _nearest_worse(
 ) -> tuple[int | None, int | None]:
     """Finds the nearest worse value below the best one, and the nearest worse value above it.
 
-    With several seeds, a value is worse if the t test that `Sweep` describes says so, or if a seed
-    diverged there. A single seed allows no test; every larger loss is worse.
+    A value is worse in these cases:
+
+    - A seed diverged there, and none at the best value.
+    - With several seeds, the t test that `Sweep` describes says so.
+    - With a single seed, which allows no test, its loss is larger.
 
     Args:
         losses: For each value of the grid, the losses of the seeds that finished.
@@ -377,12 +385,12 @@ def _nearest_worse(
     num_seeds = len(losses[best])
     finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     if num_seeds > 1 and finished:
-        # Test the finished values in the order of their means. The first one is the best.
+        # The test decides on the finished values. It takes them in the order of their means.
         best_first = sorted(finished, key=lambda index: means[index])
         sorted_losses = [losses[index] for index in best_first]
         critical = _critical_differences(sorted_losses, len(means) - 1).tolist()
         for rank, index in enumerate(best_first):
-            if rank > 0:
+            if rank > 0:  # rank 0 is the best value itself
                 is_worse[index] = means[index] - means[best] > critical[rank]
 
     below = [index for index in range(best) if is_worse[index]]
@@ -391,31 +399,39 @@ def _nearest_worse(
 
 
 def _critical_differences(losses: list[tuple[float, ...]], num_compared: int) -> np.ndarray:
-    """Returns how far a mean has to exceed the best mean to be worse at 95 % confidence.
+    """Returns how far the mean of each value has to exceed the best mean to be worse at 95 %.
 
-    The k-th result is the critical difference of the k-th best value. It is a t test whose variance
-    is pooled over the residuals of the best k values: what remains of each loss after one level per
-    value and one level per seed.
+    The t test of the k-th best value takes its variance from the losses of the best k values. They
+    are modelled as
+
+        loss_vs = mean_v + level_s + residual_vs
+
+    for value v and seed s. The variance is that of the residuals, with (k - 1) (S - 1) degrees of
+    freedom.
 
     Args:
         losses: The losses of V values by seed, in ascending order of their means.
         num_compared: The number of comparisons in Bonferroni's correction.
+
+    Returns:
+        The critical difference of each of the V values. The first one is the best, which has none:
+        its number is not used.
     """
     losses_VS = np.array(losses)
     num_seeds = losses_VS.shape[1]
     k_V = np.arange(1, len(losses) + 1)
 
-    # The squares around the mean of each value, summed over the best k values.
+    # The squares of loss_vs - mean_v. The sums here and below run over the best k values.
     deviation_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
     squares_V = np.cumsum(np.sum(deviation_VS**2, axis=1))
-    # The level of a seed is the mean of its k deviations. In all k values together, it explains
-    # k * (sum of the deviations / k)^2 of the squares.
+    # They are the squares of the levels plus those of the residuals. level_s is the mean deviation
+    # of a seed, so k level_s^2 is the square of its summed deviation over k.
     deviations_summed_VS = np.cumsum(deviation_VS, axis=0)
-    squares_of_seeds_V = np.sum(deviations_summed_VS**2, axis=1) / k_V
-    residual_squares_V = np.maximum(squares_V - squares_of_seeds_V, 0)
+    squares_of_levels_V = np.sum(deviations_summed_VS**2, axis=1) / k_V
+    squares_of_residuals_V = np.maximum(squares_V - squares_of_levels_V, 0)
 
     df_V = np.maximum((k_V - 1) * (num_seeds - 1), 1)
-    variance_V = residual_squares_V / df_V
+    variance_V = squares_of_residuals_V / df_V
     t_V = scipy.special.stdtrit(df_V, 1 - (1 - LEVEL) / max(num_compared, 1))
     # The difference of two means over seeds has twice the variance of one mean.
     return t_V * np.sqrt(variance_V * 2 / num_seeds)
@@ -430,7 +446,8 @@ def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> 
     """
     x_V = np.log(np.array(values) / best)
     V, S = losses_VS.shape
-    # The coefficients are the level a_s of each seed, then b and c.
+    # Each of the N = V S losses has a row of the design matrix: 1 for its own seed and 0 for the
+    # others, then x and x^2. The coefficients are the level a_s of each seed, then b and c.
     x_N = np.repeat(x_V, S)
     losses_N = losses_VS.ravel()
     levels_NS = np.tile(np.eye(S), (V, 1))

@@ -95,7 +95,8 @@ def build_arms(study: Study) -> list[PlannedArm]:
     check_sinks(study.base.train.sinks)
     check_metrics(study.base)
     study = resolved(study)
-    # The task of each corpus has to exist and to fit the config; its data are not opened.
+
+    # The task of each corpus has to exist and to fit the config. Its data are not opened.
     for corpus in study.corpora:
         data = dataclasses.replace(study.base.data, name=corpus)
         base = dataclasses.replace(study.base, data=data)
@@ -153,10 +154,10 @@ def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
                 compared.append(arm.key.variant)
         if expected.variant in compared:
             continue
+
+        # The error says which arms could be named, and on what condition the study has them.
         restriction = ''
         if expected.same_shape:
-            # The study has these arms only with controls.equal_shape, and only for variants that
-            # cost less than the baseline at its shape.
             restriction = ' at the same shape (cheaper ones, with controls.equal_shape and a match)'
         labels = ', '.join(repr(label) for label in dict.fromkeys(compared))
         raise ConfigError(
@@ -167,7 +168,7 @@ def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
 
 def _refusal_text(study: Study, refusals: Sequence[Refusal]) -> str:
     """Returns a line for each reason to refuse variants, and one on how all arms match."""
-    variants_of_reason: dict[tuple[str, str], list[str]] = {}
+    variants_of_reason: dict[tuple[str, str], list[str]] = {}  # by size and reason
     for refusal in refusals:
         variants = variants_of_reason.setdefault((refusal.size, refusal.reason), [])
         variants.append(repr(refusal.variant))
@@ -179,18 +180,18 @@ def _refusal_text(study: Study, refusals: Sequence[Refusal]) -> str:
         if len(study.sizes) > 1:
             subject += f' at {size!r}'
         lines.append(f'{subject} {reason}')
-
-    def matches(study: Study, size: str) -> bool:
-        """Returns whether all arms of a study can be matched at a size."""
-        try:
-            arms, refusals = _arms_at_size(study, size)
-            _require_different_models(arms)
-        except ConfigError:
-            return False
-        return not refusals
-
-    lines.append(remedy(study, refusals, matches))
+    lines.append(remedy(study, refusals, _all_match))
     return '\n'.join(lines)
+
+
+def _all_match(study: Study, size: str) -> bool:
+    """Returns whether all arms of a study can be matched at a size."""
+    try:
+        arms, refusals = _arms_at_size(study, size)
+        _require_different_models(arms)
+    except ConfigError:
+        return False
+    return not refusals
 
 
 def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refusal]]:
@@ -200,6 +201,7 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
     baseline. The variant's control at the baseline's shape follows, if the study asks for it and
     the variant costs less there. Arms that no model matches are returned as refusals.
     """
+    # The baseline, whose cost the other arms have to match.
     size_fields = parse_fields(size, f'size {size!r}')
     which = study.match or 'total'  # the cost that is made equal
     baseline = _model_at_baseline_shape(study, size_fields, study.baseline)
@@ -218,8 +220,9 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
     ) -> PlannedArm:
         """Returns the arm of a variant with this model. Raises ConfigError for an invalid model.
 
-        The enclosing function gives the size, the cost `which` and its `target`. The label of the
-        arm names the destination only if the study has several: 'qk/no_o [d_ff]'.
+        The label of the arm names the destination only if the study has several, as in
+        'qk/no_o [d_ff]'. All arms here have the same `size`, and the same `target` of the cost
+        `which`.
         """
         validate(dataclasses.replace(study.base, model=model))
         label = variant
@@ -236,6 +239,7 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
             arms.append(planned_arm(variant, baseline))
             continue
 
+        # One arm for each destination.
         unmatched = _model_at_baseline_shape(study, size_fields, variant)
         check_section(f'variant {variant!r}: model.', unmatched)
         for destination in study.destinations:
@@ -255,6 +259,7 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
                     continue
             arms.append(planned_arm(variant, model, destination))
 
+        # The control at the baseline's shape.
         if study.controls.equal_shape:
             model = dataclasses.replace(unmatched, d_ff=unmatched.d_ff or baseline.d_ff)
             can_be_built = violated_constraint(model) is None

@@ -90,6 +90,7 @@ class Dimension:
             return self._at_width(value)
         if self.name == 'd_ff':
             return dataclasses.replace(config, d_ff=value)
+        # The width of the MLP stays. A default width is made explicit.
         if self.name == 'num_heads':
             head_size = config.head_size or config.d_model // config.num_heads
             return dataclasses.replace(
@@ -123,9 +124,10 @@ class Dimension:
         return None
 
     def across(self, value: int, target: float) -> int | None:
-        """Returns the usable value next to `value` in the direction of `target`.
+        """Returns the next usable value after `value`, upwards if it costs less than `target`.
 
-        None if there is none below SEARCH_LIMIT times the baseline's value.
+        The search goes downwards if `value` costs `target` or more. Returns None if there is no
+        usable value above 0 and below SEARCH_LIMIT times the baseline's value.
         """
         if self.cost(value) < target:
             limit = SEARCH_LIMIT * self.baseline_value
@@ -135,29 +137,29 @@ class Dimension:
     def nearest(self, target: float) -> int:
         """Returns the usable value whose cost is nearest to `target`.
 
-        A value is usable if the variant can be built there. The search has four steps:
+        A value is usable if the variant can be built there. Costs grow with the value, so the
+        search has three steps:
 
-        1. Double an upper bound until a usable value from there on costs at least `target`.
-        2. Bisect the values up to the bound for the first that has this property. This works
-           because costs grow with the value.
-        3. Find the usable values beside it, one below and one above.
-        4. Choose the one whose cost is nearer to `target`.
+        1. Double an upper bound until it costs `target` or more.
+        2. Bisect the values up to the bound for the first one that costs `target` or more.
+        3. Of the usable values below this one and from it on, return the one whose cost is nearer.
 
-        Values from SEARCH_LIMIT times the baseline's value on are not tried. Raises MatchError if
-        the cost does not depend on this dimension.
+        In steps 1 and 2, the next usable value above it stands in for a value that is not usable.
+        Values of SEARCH_LIMIT times the baseline's value or more are not tried. Raises MatchError
+        if the cost does not depend on this dimension.
         """
         start = self.baseline_value
         limit = SEARCH_LIMIT * start
 
         # Costs grow, so two equal neighbours mean that the cost does not depend on the value.
-        following = self.first_usable(range(start + self.step, limit, self.step))
-        if following is not None and self.cost(following) == self.cost(start):
+        next_value = self.first_usable(range(start + self.step, limit, self.step))
+        if next_value is not None and self.cost(next_value) == self.cost(start):
             raise MatchError(f'has the same cost at any {self.name}')
 
         def reaches_target(value: int) -> bool:
-            """Returns whether the first usable value from `value` on costs at least the target.
+            """Returns whether the first usable value from `value` on costs `target` or more.
 
-            Also returns True if no value from there on is usable.
+            Also returns True if there is none, so that the search ends.
             """
             usable = self.first_usable(range(value, limit, self.step))
             return usable is None or self.cost(usable) >= target
@@ -166,14 +168,14 @@ class Dimension:
         while not reaches_target(upper):
             upper *= 2
 
-        # reaches_target is False for all values below some value, and True from there on.
+        # reaches_target is False for the first candidates and True for the last ones.
         candidates = range(self.step, upper + 1, self.step)
         first_index = bisect.bisect_left(candidates, True, key=reaches_target)
         value = candidates[first_index]
 
         below = self.first_usable(range(value - self.step, 0, -self.step))
-        above = self.first_usable(range(value, limit, self.step))
-        neighbours = [neighbour for neighbour in (below, above) if neighbour is not None]
+        from_it_on = self.first_usable(range(value, limit, self.step))
+        neighbours = [neighbour for neighbour in (below, from_it_on) if neighbour is not None]
         return min(neighbours, key=lambda neighbour: abs(self.cost(neighbour) - target))
 
 
@@ -217,13 +219,15 @@ def match(
     violation = violated_constraint(config)
     if violation is not None:
         raise MatchError(violation)
+
+    # Solve the destination.
     dimension = Dimension(config, destination, which)
     value = dimension.nearest(target)
     solved = dimension.resized(value)
     cost_before_fill = dimension.cost(value)
     target_in_words = f'{target:.0f} {COSTS[which]}'
 
-    # What one more unit of d_ff costs; 0 for a cache.
+    # Then d_ff, from what one more unit of it costs (0 for a cache).
     wider = dataclasses.replace(solved, d_ff=solved.mlp_width + 1)
     cost_of_unit = cost.measured(wider, which) - cost_before_fill
     if fill and destination != 'd_ff' and cost_of_unit:
@@ -232,6 +236,7 @@ def match(
             raise MatchError(f'has more than {target_in_words} at d_ff=1 and {destination}={value}')
         solved = dataclasses.replace(solved, d_ff=d_ff)
 
+    # Refuse a model in which only d_ff has changed, or that misses the target.
     gap = cost_before_fill / target - 1
     is_unchanged = destination != 'd_ff' and value == dimension.baseline_value
     if is_unchanged and abs(gap) > tolerance:
@@ -252,32 +257,35 @@ def match(
 
 
 def _why_unchanged(dimension: Dimension, target: float) -> str:
-    """Says why a dimension stays at the baseline's value, although the costs differ there.
+    """Says why a dimension stays at the baseline's value, although the cost there is not `target`.
 
-    The sentence has no subject, as those of `match`.
+    For example, the cost is 7% below the target at d_model=96, and 8% above it at the next usable
+    value, d_model=104. So d_model stays at 96. The sentence gives both differences, and the reason
+    for the step of 8. It has no subject, as those of `match`.
     """
     name = dimension.name
     value = dimension.baseline_value
     gap = dimension.cost(value) / target - 1
-    following = dimension.across(value, target)
-    if following is None:
-        sentence = (
-            f'is {gap:+.2%} from the target at {name}={value}, and no other {name} is nearer, so '
-            'd_ff would absorb it all'
-        )
+    next_value = dimension.across(value, target)
+    no_other = f'no other {name} is nearer, so d_ff would absorb it all'
+    if next_value is None:
+        # Give the reason why the variant cannot be built at the value beside this one.
+        sentence = f'is {gap:+.2%} from the target at {name}={value}, and {no_other}'
         beside = value + dimension.step if gap < 0 else value - dimension.step
         if beside > 0:
             sentence += f': at {name}={beside} it {violated_constraint(dimension.resized(beside))}'
         return sentence
-    following_gap = dimension.cost(following) / target - 1
+
+    next_gap = dimension.cost(next_value) / target - 1
     sentence = (
-        f'is {gap:+.2%} from the target at {name}={value} and {following_gap:+.2%} at '
-        f'{name}={following}, and no other {name} is nearer, so d_ff would absorb it all'
+        f'is {gap:+.2%} from the target at {name}={value} and {next_gap:+.2%} at '
+        f'{name}={next_value}, and {no_other}'
     )
-    spacing = abs(following - value)
-    if name == 'd_model' and spacing == dimension.smallest_width and uses_slices(dimension.config):
+    step = abs(next_value - value)
+    is_smallest_step = name == 'd_model' and step == dimension.smallest_width
+    if is_smallest_step and uses_slices(dimension.config):
         sentence += (
-            f': d_model moves in steps of {spacing}, as heads that are slices of the stream need '
+            f': d_model moves in steps of {step}, as heads that are slices of the stream need '
             'num_heads * head_size = d_model'
         )
         if dimension.head_size_step > 1:

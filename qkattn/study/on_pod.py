@@ -25,7 +25,7 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
     largest_runs = _largest_runs(imagined(study, arms))
     keys = [run.arm.key for run in largest_runs]
     rows: list[list[str]] = []
-    arms_of_note: dict[str, list[str]] = {}
+    arms_of_note: dict[str, list[str]] = {}  # titles of arms by note
     for run in largest_runs:
         title = row_title(run.arm.key, keys)
         with waiting(study.name, f'compiling {title}'):
@@ -52,8 +52,8 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
     titles += [(name, False) for name in names]
     lines = [text_table(titles, rows), 'state, memory and TFLOP are per device, and of one step']
     for note, titles_of_arms in arms_of_note.items():
-        is_of_all = len(titles_of_arms) == len(rows)
-        lines.append(note if is_of_all else f'{", ".join(titles_of_arms)}: {note}')
+        applies_to_all = len(titles_of_arms) == len(rows)
+        lines.append(note if applies_to_all else f'{", ".join(titles_of_arms)}: {note}')
     return '\n'.join(lines)
 
 

@@ -53,7 +53,9 @@ def _check_untuned(study: Study) -> None:
         raise ConfigError(
             f'repeats={study.repeats!r} needs tuning.seeds: without them there is no verdict'
         )
-    for name, values in {'expected': study.expected, **_model_grids(study)}.items():
+    # Positive controls, and the grids of model fields.
+    without_effect = {'expected': study.expected, **_model_grids(study)}
+    for name, values in without_effect.items():
         if values:
             raise ConfigError(
                 f'{name}={values} need tuning.seeds: without them there is no verdict'
@@ -88,7 +90,9 @@ def _check_verdict_seeds(name: str, seeds: tuple[int, ...], tuning: TuningConfig
     """Raises ConfigError unless the seeds in the setting `name` are enough and not tuned on."""
     if len(seeds) < MIN_PAIRS:
         raise ConfigError(f'{name}={seeds} must be at least {MIN_PAIRS} seeds for a verdict')
-    shared = sorted(set(screening_seeds(tuning)).intersection(seeds))
+    # tuning.seeds, and the seeds that are drawn if screening needs more.
+    all_screening_seeds = screening_seeds(tuning)
+    shared = sorted(set(all_screening_seeds).intersection(seeds))
     if shared:
         raise ConfigError(
             f'tuning.seeds, or those that the tuning may draw, and {name} share '
@@ -99,15 +103,20 @@ def _check_verdict_seeds(name: str, seeds: tuple[int, ...], tuning: TuningConfig
 
 def _check_grids(study: Study) -> None:
     """Raises ConfigError unless grids ascend and may grow enough to show their best value."""
+    # The grids by setting, as in {'trials.learning_rates': (0.001, 0.002, 0.004), ...}.
     grids = {f'trials.{knob}s': getattr(study.base.trials, f'{knob}s') for knob in TRIAL_KNOBS}
     for name, values in _model_grids(study).items():
         if values:
             grids[name] = values
+
+    # Every grid of two or more values ascends.
     for name, values in grids.items():
         if len(values) > 1 and not _ascends(values):
             raise ConfigError(
                 f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
             )
+
+    # The limits allow the longest grid, and enough values to show a best one.
     tuning = study.tuning
     longest = max(len(values) for values in grids.values())
     least_points = max(longest, MIN_VALUES)
@@ -116,6 +125,8 @@ def _check_grids(study: Study) -> None:
             f'tuning.max_points={tuning.max_points} must be at least {least_points}: the longest '
             f'grid has {longest}, and a best value needs worse ones beside it'
         )
+
+    # They also allow the first seeds, and enough seeds to show noise.
     least_seeds = max(len(tuning.seeds), MIN_SEEDS)
     if tuning.max_seeds < least_seeds:
         raise ConfigError(

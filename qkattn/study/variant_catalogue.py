@@ -56,10 +56,10 @@ def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
     cache_of_score = jax.eval_shape(lambda layer, y: layer.score.cached(y), layer, y_BSD)
     cache_of_layer = jax.eval_shape(lambda layer, y: layer.cached(y), layer, y_BSD)
 
-    # The keys of a cache are the names of its arrays, such as 'k_BSKH'.
-    cached_names = list(cache_of_score)
-    if circuit == 'value':
-        cached_names = [name for name in cache_of_layer if name not in cache_of_score]
+    # A cache is a dict of arrays by name, such as {'k_BSKH': ..., 'v_BSKH': ...}.
+    cached_by_score = list(cache_of_score)
+    cached_by_value = [name for name in cache_of_layer if name not in cache_of_score]
+    cached_names = cached_by_score if circuit == 'score' else cached_by_value
 
     # The axes after B and S are the floats of one token: 'k_BSKH' -> 'K*H'.
     sizes: list[str] = []
