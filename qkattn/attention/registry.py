@@ -181,9 +181,14 @@ def _check_circuit(
 def _check_sharing(
     spec: AttentionSpec, score: type[Score], options: dict[str, Any], value: type[Value]
 ) -> None:
-    """Raises SpecError if the Value uses a projection of the Score that it cannot share.
+    """Raises SpecError if the Value cannot share the projections of the Score that it uses.
 
-    For example, `k_is_v` uses W_K of its Score as W_V, and `key_free` has no W_K.
+    For example, `k_is_v` uses W_K of its Score as W_V, so value.shares is ('key',). There are three
+    reasons why a Value cannot share:
+
+    - The Score has no such projection: `key_free` has no W_K.
+    - The Score has one matrix for queries and keys, so `q_is_v` is `k_is_v` by another name.
+    - The Score is not bilinear.
     """
     if not value.shares:
         return
@@ -197,10 +202,8 @@ def _check_sharing(
             f'{spec.score} has none to share; scores that have one are {", ".join(names)}'
         )
 
-    # With one matrix for queries and keys, q_is_v and k_is_v are the same variant.
-    query_matrix = score.shareable.get('query')
-    key_matrix = score.shareable.get('key')
-    if value.shares == ('query',) and query_matrix == key_matrix:
+    has_one_matrix = score.shareable.get('query') == score.shareable.get('key')
+    if value.shares == ('query',) and has_one_matrix:
         same_value = spec.value.replace('q', 'k', 1)  # 'q_is_v' -> 'k_is_v'
         raise SpecError(
             f'in {spec.score} the query matrix is the key matrix: write '

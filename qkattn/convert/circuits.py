@@ -31,11 +31,13 @@ def merge(layer: Attention) -> Attention:
     """
     factors = qk_factors(layer)
     target = empty_layer(layer, score='merged')
-    # The matrices have D + 1 rows and columns. The last row comes from b_Q, the last column from
-    # b_K.
-    A_NED = factors.logit_matrices()[..., :-1] / logit_scale(target)
-    w_NDE = A_NED[:, :-1]
-    b_NE = A_NED[:, -1]
+    # A[n] has D + 1 rows and columns. Its last row comes from b_Q, its last column from b_K:
+    #
+    #     [ W_QK  . ]
+    #     [ b_Q   . ]
+    A_NEF = factors.logit_matrices() / logit_scale(target)
+    w_NDE = A_NEF[:, :-1, :-1]
+    b_NE = A_NEF[:, -1, :-1]
     score = {'w_qk_DNE': np.moveaxis(w_NDE, 0, 1), 'b_q_NE': b_NE}
     return fill(target, layer, score=score)
 

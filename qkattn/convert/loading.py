@@ -230,6 +230,7 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
         f'({", ".join(corpus_registry.NAMED_ALONE)}), a tokenizer.json, tiktoken:NAME, or a '
         'directory that prepare_data has written'
     )
+    # The cases are in the order of the docstring.
     if data.endswith('.json'):
         # The library that reads such files may raise any exception.
         with readable(f'--data={data}', advice, Exception):
@@ -239,7 +240,8 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
         return restored(data, None)
 
     # INDEX is the file that prepare_data writes beside the tokens.
-    if data and (as_path(data) / INDEX).exists():
+    is_prepared = data and (as_path(data) / INDEX).exists()
+    if is_prepared:
         kind = read_index(as_path(data)).tokenizer  # a value of data.tokenizer
         if is_import_path(kind):
             # A file of data must not decide which code is imported.
@@ -251,6 +253,7 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
 
     if is_import_path(data):
         return tokenizer_of(DataConfig(name=data))
+
     if data in corpus_registry.NAMED_ALONE or corpus_registry.in_catalogue(data):
         return ByteTokenizer()
     raise ConfigError(f'--data={data} names no tokenizer; {advice}')

@@ -160,9 +160,12 @@ class _ConfigParser(ConfigFileFlagParser):
     def parse(self, path: str) -> Any:
         """Returns the settings of FILE.py or NAME, as a ConfigDict.
 
-        `path` may end in ':ARGUMENT', which get_config() of the file gets. Raises ConfigError if
-        get_config() does not return settings. Raises ValueError if Python cannot read the file, or
-        if its code fails.
+        `path` may end in ':ARGUMENT', which get_config() of the file gets.
+
+        Raises:
+            ConfigError: get_config() does not return settings.
+            ValueError: Python cannot read the file; or its code fails, and the message begins with
+                the line that failed.
         """
         name, colon, argument = path.partition(':')
         shipped_config = shipped_configs().get(name)

@@ -348,22 +348,22 @@ def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _form(circuit: str, kind: str) -> tuple[str, str]:
-    """Returns the form of a circuit, a score or a value, and its equation.
+    """Returns the form of a circuit, which is its name with all options, and its equation.
 
-    The form has all options: 'shared_qk' becomes 'shared_qk(self_mask=False)', with the default of
-    its option. `kind` is 'Score' or 'Value'. For a class from outside the package, returns the text
-    as it is, and NONE.
+    'shared_qk' has the form 'shared_qk(self_mask=False)': an option that is not given has its
+    default. `kind` is 'Score' or 'Value'. For a class from outside the package, whose options and
+    equation are not known, returns `circuit` as it is, and NONE.
     """
     class_name, _, _ = circuit.partition('(')
     table_entry = variant_tables.stored()[kind].get(class_name)
     if table_entry is None:
         return circuit, NONE
 
-    _, options = parse_call(circuit, kind)
-    all_options = table_entry['options'] | options
+    _, given_options = parse_call(circuit, kind)
+    options = table_entry['options'] | given_options  # the table has the defaults
     form = class_name
-    if all_options:
-        arguments = ', '.join(f'{option}={value!r}' for option, value in all_options.items())
+    if options:
+        arguments = ', '.join(f'{option}={value!r}' for option, value in options.items())
         form = f'{class_name}({arguments})'
     return form, table_entry['equation']
 

@@ -164,11 +164,16 @@ class Checkpoints:
         return next(self.sound(target), None)
 
     def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
-        """Yields all sound checkpoints, the newest first; see `restore`."""
+        """Yields (state, record) of each checkpoint that is not damaged, the newest first.
+
+        A damaged checkpoint is logged and skipped. `target` and the errors are those of `restore`.
+        If all checkpoints are damaged, CheckpointError is raised at the end.
+        """
         num_sound = 0
         num_damaged = 0
         steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
+            # `damage` says what is damaged; None if the checkpoint is sound.
             state: dict = {}
             record, damage = self._on_owner(functools.partial(self._read_record, step))
             if target and damage is None:
@@ -182,6 +187,8 @@ class Checkpoints:
                 continue  # the run has replaced it by a newer one, and deleted it
             num_damaged += 1
             _name_damaged(step, damage)
+
+        # Checkpoints that `_tidy` has renamed are damaged, too.
         is_any_set_aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
         if num_sound == 0 and (num_damaged > 0 or is_any_set_aside):
             raise CheckpointError(

@@ -449,9 +449,10 @@ class Run:
         return True
 
     def _save(self, is_evaluated: bool) -> None:
-        """Saves a checkpoint; `is_evaluated` is False if the evaluation at this step is missing.
+        """Saves a checkpoint: the state of the trials, and a record of what a resumed run needs.
 
-        Raises Lost if another process has taken over the run.
+        `is_evaluated` is False if an evaluation is due at this step and has not been made. Raises
+        Lost if another process has taken over the run.
         """
         # `_boundary` has checked this, but an evaluation since then may have taken minutes.
         self._require_owned(self._is_lost(), f'at step {self.step}')
@@ -461,6 +462,7 @@ class Run:
             'metrics': agreement.on_owner(self.directory.metrics.flush),
             'data': identity_with(self.rows, self.corpora),
             **self.clock.seconds,
+            # The step of each trial, or None.
             'diverged_at': [self.diverged_at.get(trial) for trial in range(num_trials)],
             'evaluated': is_evaluated,
             'given': self.read_files,

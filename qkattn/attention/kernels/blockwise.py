@@ -257,19 +257,25 @@ def _distances(grid: _Grid, i: jax.Array, j: jax.Array) -> tuple[jax.Array, int]
 def _toeplitz(b_NR: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
     """Returns the biases b_NTS of T queries and S keys, from one bias for each distance.
 
-    There are R = T + S - 1 distances. For 2 queries and 3 keys, [0 1 2 3] -> [[2 1 0], [3 2 1]].
+    The R = T + S - 1 distances ascend: the first one is that of the first query from the last key,
+    the last one that of the last query from the first key. For 2 queries and 3 keys,
+    [0 1 2 3] -> [[2 1 0], [3 2 1]].
     """
     N = len(b_NR)
     T = num_queries
     S = num_keys
     # A gather would be slower than these reshapes. In the example, _ is the padding:
-    # [0 1 2 3 _] is repeated, [0 1 2 3 _ 0 1 2 3 _ 0 ...], and cut into rows that are one element
-    # longer, so that each begins one element later: [0 1 2 3 _ 0], [1 2 3 _ 0 1].
-    row_NX = jnp.pad(b_NR, ((0, 0), (0, 1)))
-    longer = T + S + 1
-    repeated_NX = jnp.tile(row_NX, (1, T + 1))[:, : T * longer]
-    rows_NTX = repeated_NX.reshape(N, T, longer)
-    # The first S elements of each row, backwards.
+    #
+    # 1. Pad by one element:        [0 1 2 3 _]
+    # 2. Repeat:                    [0 1 2 3 _ 0 1 2 3 _ 0 1]
+    # 3. Cut into rows of 6, one    [0 1 2 3 _ 0]
+    #    more than is repeated:     [1 2 3 _ 0 1]
+    # 4. Take the first 3 elements  [2 1 0]
+    #    of each row, backwards:    [3 2 1]
+    padded_NX = jnp.pad(b_NR, ((0, 0), (0, 1)))
+    row_length = T + S + 1
+    repeated_NX = jnp.tile(padded_NX, (1, T + 1))[:, : T * row_length]
+    rows_NTX = repeated_NX.reshape(N, T, row_length)
     return rows_NTX[:, :, S - 1 :: -1]
 
 

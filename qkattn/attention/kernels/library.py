@@ -118,17 +118,22 @@ def splash(call: Call, target: Target) -> jax.Array:
     def attention_on_device(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
     ) -> jax.Array:
-        """Computes the attention of the rows and heads that one device holds."""
+        """Computes the attention of the rows and heads that one device holds, with one kernel.
+
+        `segments` are those of `_segments`. The other settings of the call are the same for all
+        devices.
+        """
         num_heads = q_BTNH.shape[2]
         kernel = splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([head_mask] * num_heads),
             block_sizes=block_sizes,
-            # The device holds all of these heads, and all their queries.
+            # The kernel does not divide these heads or their queries any further.
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=call.logit_cap,
             interpret=target.platform != 'tpu',
         )
+        # The kernel takes one row, with heads before positions; vmap adds the rows.
         q_BNTH = jnp.swapaxes(q_BTNH, 1, 2)
         k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
         v_BKSH = jnp.swapaxes(v_BSKH, 1, 2)
