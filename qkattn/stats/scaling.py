@@ -140,7 +140,8 @@ def fit(
             {'sizes': num_sizes, 'factor': span, 'needed': MIN_SIZES, 'span': MIN_SPAN},
         )
 
-    middle = float(np.exp(np.mean(np.log(sizes_V))))  # the geometric mean
+    # Fit the law to sizes divided by their geometric mean.
+    middle = float(np.exp(np.mean(np.log(sizes_V))))
     x_V = sizes_V / middle
     E, B, a, residual_norm = _least_squares(x_V, losses_V)
     squares_around_mean = float(np.sum((losses_V - losses_V.mean()) ** 2))
@@ -150,7 +151,7 @@ def fit(
     if r_squared < MIN_R_SQUARED:
         return Problem(ProblemCode.POOR_FIT, {'r_squared': r_squared, 'needed': MIN_R_SQUARED})
 
-    # dL/dE, dL/dB and dL/da at each size.
+    # The errors of E, B and a, from the slopes dL/dE, dL/dB and dL/da at each size.
     slopes_VP = np.column_stack([np.ones_like(x_V), x_V**-a, -B * x_V**-a * np.log(x_V)])
     df_of_residuals = len(sizes_V) - 3
     residuals = (residual_norm**2 / df_of_residuals, df_of_residuals)
@@ -161,6 +162,7 @@ def fit(
     floor = Interval(E, E - half_width_of_E, E + half_width_of_E)
     exponent = Interval(a, a - half_width_of_a, a + half_width_of_a)
 
+    # Do the losses determine the exponent?
     exponent_loose = Problem(ProblemCode.EXPONENT_LOOSE, vars(exponent))
     is_at_start = a <= (1 + AT_END) * MIN_EXPONENT
     is_at_end = a >= (1 - AT_END) * MAX_EXPONENT

@@ -78,21 +78,15 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
         return ['the job has several processes']
     path = absolute(directory)
     files = stored.opened(path)
-    stored_groups: list[_Record] = []
-    stored_runs: list[_Record] = []
-    if (path / YARDSTICKS).exists():
-        schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]}
-        content_before = records.read_json(path / YARDSTICKS, schema)
-        stored_groups = content_before['groups']
-        stored_runs = content_before['runs']
+    stored_groups, stored_runs = _stored_entries(path)
     group_by_run = {group['run']: group for group in stored_groups}
     measured_by_run = {run['run']: run for run in stored_runs}
 
     groups: list[_Record] = []
     runs: list[_Record] = []
     problems: list[str] = []
-    # Baselines of different widths that read the same data share their counts.
-    counted: dict[tuple, _Record] = {}
+    # Baselines of different widths that read the same data share a group.
+    group_of_data: dict[tuple, _Record] = {}
     for run, results in _finished_runs(path, files):
         if imports is not None:
             _require_named(path, run, imports)
@@ -100,20 +94,20 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
         config: Config = from_json(Config, run['config'])
         try:
             if name not in group_by_run or not is_current(group_by_run[name]):
-                key = (
+                data_read = (
                     config.data,
                     config.model.context,
                     config.train.num_steps,
                     config.trials.seeds[0],
                 )
-                if key not in counted:
-                    counted[key] = _group(config, results[0])
+                if data_read not in group_of_data:
+                    group_of_data[data_read] = _group(config, results[0])
                 group_by_run[name] = {
                     'run': name,
                     'size': run['size'],
                     'corpus': run['corpus'],
                     'longer': run['control'] == LONGER,
-                    **counted[key],
+                    **group_of_data[data_read],
                 }
 
             is_measured = measured_by_run.get(name, {}).get('trials') is not None
@@ -147,6 +141,15 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
         }
         records.write_json(path / YARDSTICKS, content)
     return problems
+
+
+def _stored_entries(path: Path) -> tuple[list[_Record], list[_Record]]:
+    """Returns the `groups` and `runs` of the yardsticks.json of a study; [] without this file."""
+    if not (path / YARDSTICKS).exists():
+        return [], []
+    schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]}
+    content = records.read_json(path / YARDSTICKS, schema)
+    return content['groups'], content['runs']
 
 
 def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
