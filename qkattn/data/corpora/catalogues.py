@@ -7,7 +7,7 @@ split. Examples of Hugging Face sets without text are left out.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow_datasets as tfds
 
@@ -34,27 +34,30 @@ LOADERS = (
 SPLIT_NAMES = {'train': ['train'], 'validation': ['validation', 'dev', 'valid'], 'test': ['test']}
 
 
+class _Features(NamedTuple):
+    """The features of a set that hold text."""
+
+    # The names of the features that are one text.
+    texts: list[str]
+    # By name, the features that map languages to sentences, with their languages.
+    translations: dict[str, list[str]]
+
+
 def tfds_set(config: DataConfig) -> Corpus:
     """Opens the corpus 'tfds:NAME' or 'tfds:NAME/CONFIG'.
 
     The newest version in the data directory is opened. Raises NotPrepared if there is none.
     """
     (name,) = _matched(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
-
-    # A prepared set is the directory <root>/<name>/<version>, such as ag_news_subset/1.0.0.
-    root = data_root(config.data_dir)
-    version = tfds.core.Version
-    directories = []
-    for info in (root / name).glob('*/dataset_info.json'):
-        if version.is_valid(info.parent.name):
-            directories.append(info.parent)
-    if not directories:
-        raise NotPrepared(
-            f'data.name={config.name!r} is not prepared; copy it, or where TensorFlow is '
-            f'installed run `tfds build {name} --data_dir={root} --file_format=array_record`.'
-        )
-    directory = max(directories, key=lambda path: version(path.name))
+    directory = _newest_version(config, name)
     builder = tfds.builder_from_directory(directory)
+
+    features = _Features([], {})
+    for feature_name, feature in builder.info.features.items():
+        if isinstance(feature, tfds.features.Text):
+            features.texts.append(feature_name)
+        elif isinstance(feature, tfds.features.Translation):
+            features.translations[feature_name] = list(feature.keys())
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
         """Yields the examples of a split with all their features, not only those of `columns`."""
@@ -66,14 +69,27 @@ def tfds_set(config: DataConfig) -> Corpus:
                 # `__getitems__` is the method of tfds that reads several examples at once.
                 yield from source.__getitems__(range(start, end))
 
-    texts = []
-    translations = {}
-    for feature_name, feature in builder.info.features.items():
-        if isinstance(feature, tfds.features.Text):
-            texts.append(feature_name)
-        elif isinstance(feature, tfds.features.Translation):
-            translations[feature_name] = list(feature.keys())
-    return _corpus(config, str(builder.version), builder.info.splits, texts, translations, examples)
+    return _corpus(config, str(builder.version), builder.info.splits, features, examples)
+
+
+def _newest_version(config: DataConfig, name: str) -> Path:
+    """Returns the directory of the newest version of a prepared set of tfds.
+
+    It is <root>/<name>/<version>, such as ag_news_subset/1.0.0. Raises NotPrepared if there is no
+    version.
+    """
+    root = data_root(config.data_dir)
+    version = tfds.core.Version
+    directories = []
+    for info in (root / name).glob('*/dataset_info.json'):
+        if version.is_valid(info.parent.name):
+            directories.append(info.parent)
+    if not directories:
+        raise NotPrepared(
+            f'data.name={config.name!r} is not prepared; copy it, or where TensorFlow is '
+            f'installed run `tfds build {name} --data_dir={root} --file_format=array_record`.'
+        )
+    return max(directories, key=lambda path: version(path.name))
 
 
 def hugging_face(config: DataConfig) -> Corpus:
@@ -87,33 +103,32 @@ def hugging_face(config: DataConfig) -> Corpus:
     require_preparing(config.name)  # the library may download it
     with readable(f'data.name={config.name!r}', 'check name and network', Exception):
         if set_config is None:
-            sets = library.load_dataset(name)
+            set_of_split = library.load_dataset(name)
         else:
-            sets = library.load_dataset(name, set_config)
+            set_of_split = library.load_dataset(name, set_config)
 
-    # `sets` has a set for each split. All have the same features and the same revision, so the
-    # first one stands for all. The library names the directory of its files by the revision.
-    first_set = list(sets.values())[0]
+    # The sets of all splits have the same features and the same revision. The library names the
+    # directory of their files by the revision.
+    first_set = list(set_of_split.values())[0]
     first_file = Path(first_set.cache_files[0]['filename'])
     revision = first_file.parent.name
+    version = f'{first_set.info.version}-{revision}'
 
-    texts = []
-    translations = {}
+    features = _Features([], {})
     for feature_name, feature in first_set.features.items():
         if getattr(feature, 'dtype', None) in ('string', 'large_string'):
-            texts.append(feature_name)
-        # A translation is a mapping from languages to texts. In older versions of the library it
-        # is a feature `Translation` with the attribute `languages`.
+            features.texts.append(feature_name)
+        # Sentences in several languages are a mapping by language. In older versions of the
+        # library, they are a feature `Translation` with the attribute `languages`.
         elif isinstance(feature, Mapping):
-            translations[feature_name] = list(feature)
+            features.translations[feature_name] = list(feature)
         elif isinstance(getattr(feature, 'languages', None), list | tuple):
-            translations[feature_name] = list(feature.languages)
+            features.translations[feature_name] = list(feature.languages)
 
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
-        return iter(sets[split].select_columns(columns))
+        return iter(set_of_split[split].select_columns(columns))
 
-    version = f'{first_set.info.version}-{revision}'
-    return _corpus(config, version, sets, texts, translations, examples)
+    return _corpus(config, version, set_of_split, features, examples)
 
 
 def _require_published(field: str, name: str) -> None:
@@ -151,8 +166,7 @@ def _corpus(
     config: DataConfig,
     version: str,
     available: Iterable[str],
-    texts: list[str],
-    translations: Mapping[str, list[str]],
+    features: _Features,
     examples: Callable[[str, list[str]], Iterator[Any]],
 ) -> Corpus:
     """Makes a corpus from a set of a catalogue.
@@ -161,15 +175,14 @@ def _corpus(
       config: the settings; `feature` and `languages` choose among the features of the set.
       version: the version of the set.
       available: the splits of the set.
-      texts: the names of the features that are text.
-      translations: by name, the features that map languages to sentences, with their languages.
+      features: the features of the set.
       examples: the function (split, columns) that reads the examples of a split as dictionaries
         with the features `columns`, and perhaps others.
     """
     languages: tuple[str, ...] = ()
     if config.languages:
         languages = parse_languages(config)
-    columns = _columns(config, languages, texts, translations)
+    columns = _columns(config, languages, features)
     # The name that the set has for each split of a corpus.
     name_of_split = {}
     for split, names in SPLIT_NAMES.items():
@@ -178,12 +191,12 @@ def _corpus(
             name_of_split[split] = present[0]
 
     def read(split: str, language: str | None) -> Iterator[bytes]:
-        """Yields the text of each example of a split. For a translation, `language` chooses it."""
+        """Yields the texts of a split; of parallel text those in `language`."""
         side = languages.index(language) if language else 0
         for example in examples(name_of_split[split], list(columns)):
             sentences = _sentences(example, columns, languages)
-            # An example is left out if any sentence is missing or an empty str. Texts of tfds are
-            # bytes; empty ones stay.
+            # Both sides of parallel text leave out an example without one of its sentences, so that
+            # they stay aligned. An empty text of tfds is b'' and not '', and it stays.
             if None in sentences or '' in sentences:
                 continue
             text = sentences[side]
@@ -200,33 +213,31 @@ def _corpus(
 
 
 def _columns(
-    config: DataConfig,
-    languages: tuple[str, ...],
-    texts: list[str],
-    translations: Mapping[str, list[str]],
+    config: DataConfig, languages: tuple[str, ...], features: _Features
 ) -> tuple[str, ...]:
     """Chooses the features of a set that hold the text, and returns their names.
 
     - Without languages, it is a feature of text: ('text',).
     - With languages, it is a feature of text for each of them, ('en', 'de'), if the set has such
-      features. Otherwise it is a feature that maps languages to sentences: ('translation',).
+      features and `config.feature` is not set.
+    - With languages, it is otherwise a feature that maps languages to sentences: ('translation',).
 
     Args:
       config: the settings. If `feature` is set, only the feature with this name fits.
       languages: the source and the target language, or ().
-      texts: the names of the features that are text.
-      translations: by name, the features that map languages to sentences, with their languages.
+      features: the features of the set.
 
     Raises:
       ConfigError: no feature fits, or more than one.
     """
-    if config.feature is None and languages and set(languages) <= set(texts):
+    has_text_of_each = set(languages) <= set(features.texts)
+    if languages and has_text_of_each and config.feature is None:
         return languages
 
-    fitting = texts
+    fitting = features.texts
     if languages:
         fitting = []
-        for name, languages_of_feature in translations.items():
+        for name, languages_of_feature in features.translations.items():
             if set(languages) <= set(languages_of_feature):
                 fitting.append(name)
     if config.feature is not None:
@@ -235,15 +246,14 @@ def _columns(
         return (fitting[0],)
 
     # Say what the set has, as in 'translation (de, en)'.
-    listed_texts = ', '.join(sorted(texts)) or 'none'
+    texts = ', '.join(sorted(features.texts)) or 'none'
     described = []
-    for name, languages_of_feature in translations.items():
+    for name, languages_of_feature in features.translations.items():
         described.append(f'{name} ({", ".join(sorted(languages_of_feature))})')
-    listed_translations = ', '.join(described) or 'none'
+    translations = ', '.join(described) or 'none'
     raise ConfigError(
         f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
-        f'one text of {config.name}; its texts are {listed_texts}, its translations '
-        f'{listed_translations}.'
+        f'one text of {config.name}; its texts are {texts}, its translations {translations}.'
     )
 
 
@@ -252,11 +262,15 @@ def _sentences(
 ) -> list[Any]:
     """Returns the text of an example, or its sentence in each language; None for a missing one.
 
-    `columns` are the names that `_columns` has chosen.
+    `columns` are the names that `_columns` has chosen:
+
+    - Of {'text': 'a'}, ('text',) gives ['a'].
+    - Of {'en': 'a', 'de': 'b'}, ('en', 'de') gives ['a', 'b'].
+    - Of {'translation': {'en': 'a', 'de': 'b'}}, ('translation',) gives ['a', 'b'].
     """
     if not languages:
         return [example[columns[0]]]
-    sentence_of_language = example
-    if columns != languages:  # the sentences are in one feature
-        sentence_of_language = example[columns[0]] or {}
+    if columns == languages:
+        return [example.get(language) for language in languages]
+    sentence_of_language = example[columns[0]] or {}
     return [sentence_of_language.get(language) for language in languages]

@@ -187,18 +187,20 @@ def _measure(rng: Random, unit: str) -> Phrase:
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
     """Yields measures in every unit, '3 miles', and rates of RATED kinds, '3 miles per hour'."""
     for unit in _shared(pair, 'unit_display_names'):
-        singular = partial(units.format_unit, 1, unit)
-        for number in range(24):
-            measure = singular if number == 0 else _measure(rng, unit)
+        measures: list[Phrase] = [partial(units.format_unit, 1, unit)]  # the singular
+        for _ in range(23):
+            measures.append(_measure(rng, unit))
+        # All measures are written in the long form, '3 miles', and the first 8 also as '3 mi'.
+        for number, measure in enumerate(measures):
             yield partial(measure, length='long')
             if number < 8:
                 yield partial(measure, length='short')
 
         if unit.startswith(RATED):
             for rate in RATES:
-                per_time = partial(units.format_compound_unit, denominator_unit=rate)
                 for _ in range(5):
-                    yield partial(per_time, rng.randrange(1, 500), unit)
+                    amount = rng.randrange(1, 500)
+                    yield partial(units.format_compound_unit, amount, unit, denominator_unit=rate)
 
 
 def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
@@ -226,26 +228,28 @@ def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields lists of two to four names, and of two or three measures, joined by 'and' or 'or'."""
+    """Yields lists of names, 'Chad, France, or Peru', and of measures, '3 miles and 2 hours'.
+
+    A list has two to four names, or two or three measures. Short lists are more frequent.
+    """
     styles = _shared(pair, 'list_patterns', ('standard', 'or'))
-    # Short lists are more frequent than long ones.
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
         keys = _shared(pair, field)
         if len(keys) < 4:  # the locale data of some languages have hardly any names
             continue
         for _ in range(count):
-            length = rng.choice((2, 2, 3, 3, 4))
-            sample = rng.sample(keys, length)
-            items = [partial(_name, field, key) for key in sample]
+            num_names = rng.choice((2, 2, 3, 3, 4))
+            names = [partial(_name, field, key) for key in rng.sample(keys, num_names)]
             for style in styles:
-                yield partial(_list, items, style)
+                yield partial(_list, names, style)
 
-    keys = _shared(pair, 'unit_display_names')
+    all_units = _shared(pair, 'unit_display_names')
     for _ in range(2500):
-        length = rng.choice((2, 2, 3))
-        sample = rng.sample(keys, length)
-        items = [partial(_measure(rng, unit), length='long') for unit in sample]
-        yield partial(_list, items, rng.choice(styles))
+        num_measures = rng.choice((2, 2, 3))
+        measures = []
+        for unit in rng.sample(all_units, num_measures):
+            measures.append(partial(_measure(rng, unit), length='long'))
+        yield partial(_list, measures, rng.choice(styles))
 
 
 CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {

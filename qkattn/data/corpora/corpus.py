@@ -73,7 +73,7 @@ def split_of(key: str, train: int, validation: int) -> str:
     `train` and `validation` are percentages; test is the rest.
     """
     # The hash is uniform in [0, 2**64), so this is uniform in 0 .. 99.
-    percent = hash64(key.encode()) * 100 >> 64
+    percent = hash64(key.encode()) * 100 // 2**64
     if percent < train:
         return 'train'
     if percent < train + validation:
@@ -85,14 +85,14 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     """Returns a corpus with the missing validation and test splits carved from its train split.
 
     A missing validation split is always carved. A missing test split is carved if `test` is set, or
-    if validation is missing as well.
+    if validation is missing as well. How train is divided depends on its number of documents:
 
-    The test split gets the tenth of the train documents with the smallest sha256. The validation
-    split gets the next tenth. So the order of the documents does not matter. Parallel text is
-    hashed in the language that comes first in the alphabet.
+    - With SHARES documents or more, test gets the tenth of them with the smallest sha256, and
+      validation gets the next tenth. So the order of the documents does not matter.
+    - With fewer documents, each one is cut at ends of lines. Train gets the first part of every
+      document, and each missing split gets about a tenth of its bytes after that.
 
-    With fewer than SHARES documents, each document is cut instead: train gets its first part, and
-    each missing split gets the next tenth of its bytes, up to the end of a line.
+    Both sides of parallel text are divided alike.
 
     Raises ConfigError if there is no train split. Reading the documents also raises ConfigError if
     a document that has to be cut has too few lines.
@@ -126,20 +126,25 @@ class _Carving:
     @functools.cached_property  # train may be large
     def split_of_document(self) -> np.ndarray | None:
         """The name of the split of each train document; None if every document is cut instead."""
-        # Both languages of parallel text are divided alike, because only one of them is hashed.
+        # Parallel text is hashed in one language only, the first in the alphabet. So a sentence and
+        # its translation are in the same split, whichever of the two is the source.
         language = min(self.corpus.languages, default=None)
         texts = self.corpus.documents(language)['train']
         hashes = np.fromiter(map(hash64, texts), np.uint64)
         if len(hashes) < SHARES:
             return None
 
-        # Ranks are fractions in [0, 1). Equal documents have equal ranks, so one split gets all.
-        ranks = np.searchsorted(np.sort(hashes), hashes) / len(hashes)
+        # The rank of a document is the fraction of all documents whose hashes are smaller. Equal
+        # documents have equal ranks, so they are in one split.
+        num_smaller = np.searchsorted(np.sort(hashes), hashes)
+        ranks = num_smaller / len(hashes)
+        is_first_tenth = ranks < CARVED_FRACTION
+        is_second_tenth = ~is_first_tenth & (ranks < 2 * CARVED_FRACTION)
         splits = np.full(len(hashes), 'train', dtype='U10')
         if 'validation' in self.missing:
-            splits[(ranks >= CARVED_FRACTION) & (ranks < 2 * CARVED_FRACTION)] = 'validation'
+            splits[is_second_tenth] = 'validation'
         if 'test' in self.missing:
-            splits[ranks < CARVED_FRACTION] = 'test'
+            splits[is_first_tenth] = 'test'
         return splits
 
     def documents(self, language: str | None) -> dict[str, Iterable[bytes]]:
@@ -208,8 +213,11 @@ def _cut_to(limit: int, texts: Iterable[bytes]) -> Iterator[bytes]:
 def largest_size(sizes: Sequence[int]) -> int | None:
     """Returns the size c to which documents are cut so that none dominates a split.
 
-    A document of c bytes has 1 / SHARES of all bytes after the cut. So c solves the equation
+    After the cut, a document of c bytes is 1 / SHARES of all bytes. So c solves the equation
     SHARES * c = sum_i min(sizes[i], c).
+
+    For example, one document of 1000 bytes and 30 documents of 10 bytes each give 15, because
+    20 * 15 = 15 + 300, up to rounding.
 
     Returns None if no document is too long. Also returns None if fewer than SHARES documents have
     text, because then the equation has no solution.
@@ -217,9 +225,9 @@ def largest_size(sizes: Sequence[int]) -> int | None:
     nonempty_sizes = [size for size in sizes if size > 0]
     longest_first = sorted(nonempty_sizes, reverse=True)
 
-    # If the `num_cut` longest documents are cut and the others are whole, the equation becomes
-    # (SHARES - num_cut) * c = whole_bytes. It holds if the longest whole document has c or fewer
-    # bytes. Find the smallest such num_cut.
+    # Suppose that the `num_cut` longest documents are cut, and the others are whole. Then the
+    # equation is SHARES * c = num_cut * c + whole_bytes, so that c = whole_bytes / num_shares. This
+    # is the solution if the longest whole document has c or fewer bytes.
     whole_bytes = sum(longest_first)
     for num_cut, longest_whole in enumerate(longest_first[:SHARES]):
         num_shares = SHARES - num_cut

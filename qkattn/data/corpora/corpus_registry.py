@@ -83,29 +83,34 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
 
 
 def _source(name: str, others: Iterable[str]) -> Source:
-    """Returns the source of a name: of a catalogue, of CORPORA, or of a function from outside.
+    """Returns the source that a name stands for. There are three kinds of names:
 
-    Raises ConfigError for other names. `check` describes the arguments.
+    - A set of a catalogue, 'tfds:NAME' or 'hf:OWNER/NAME'. All sets of a catalogue have one source.
+    - Another name in CORPORA, such as 'stdlib'.
+    - The import path of a function from outside the package, 'my_file:my_corpus(size=9)'.
+
+    Raises ConfigError for other names. `check` describes `others`.
     """
     if in_catalogue(name):
         catalogue, _, _ = name.partition(':')  # 'hf:OWNER/NAME' -> 'hf'
         return CORPORA[f'{catalogue}:NAME']
 
-    def function_of(target: Any) -> Callable[..., Corpus]:
+    def function_with_options(target: Any) -> Callable[..., Corpus]:
         """The function whose keyword-only parameters are the options of a name."""
-        return getattr(target, 'corpus', target)
+        return target.corpus if isinstance(target, Source) else target
 
+    known = {**CORPORA, **dict.fromkeys(others)}  # `others` only for the message on unknown names
     source_or_function, options = resolve(
         name,
-        {**CORPORA, **dict.fromkeys(others)},
+        known,
         'data.name',
         needs='a function (config, *, options) that returns a Corpus',
         fits=takes('config'),
-        call=function_of,
+        call=function_with_options,
     )
     if isinstance(source_or_function, Source):
         return source_or_function
-    # The name is the import path of a function from outside the package. It may read any setting.
+    # A function from outside the package may read any setting.
     function = functools.partial(_from_outside, source_or_function, options)
     return Source(function, optional=SETTINGS)
 

@@ -86,17 +86,21 @@ def _cuts_of(rule: str) -> Cuts:
     if rule == BLANK_LINE:
         return _after_blank_lines
 
+    invalid = ConfigError(
+        f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
+        'expression for a text'
+    )
     block = BLOCK.fullmatch(rule)
-    num_kilobytes = 0 if block is None else int(block[1])
-    if num_kilobytes > 0:
+    if block is not None:
+        num_kilobytes = int(block[1])
+        if num_kilobytes == 0:
+            raise invalid
         return _Blocks(num_kilobytes * KILOBYTE)
 
-    # 'kB=0' is no block. 'id=' and 'tokens=' are rules for text that is tokenized already.
-    if block is not None or rule.startswith(('id=', 'tokens=')):
-        raise ConfigError(
-            f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
-            'expression for a text'
-        )
+    # These are rules for text that is tokenized already.
+    if rule.startswith(('id=', 'tokens=')):
+        raise invalid
+
     try:
         pattern = re.compile(rule, re.MULTILINE)
     except re.error as error:
