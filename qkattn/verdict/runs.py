@@ -1,9 +1,8 @@
 """Reads the runs of a study: lines of plan.jsonl, their trials, and files of their directories."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ from qkattn.config import fingerprint_of
 from qkattn.errors import RunDirectoryError
 from qkattn.metrics import CORPORA, PREFIXES, Metric, logged_fields
 from qkattn.storage import records
-from qkattn.storage.files import Files, Readable
+from qkattn.storage.files import Files
 from qkattn.storage.ledger import left_out_documents
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.study.arm_key import ArmKey
@@ -153,7 +152,10 @@ def parse_run(record: Any) -> TrainedRun:
 
 
 def parse_trial(record: Any, run: TrainedRun) -> Trial:
-    """Reads the result of a trial of `run`; raises ValueError that names the bad field."""
+    """Reads the result of a trial of `run`; raises ValueError that names the bad field.
+
+    The trial has no losses by document and by step yet: `with_files` adds them.
+    """
     records.check_result(record)
     _check_planned(record, run)
     trial_values = [record['trial'][knob] for knob in TRIAL_KNOBS]
@@ -183,6 +185,7 @@ def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
     for knob in TRIAL_KNOBS:
         value = result['trial'][knob]
+        # The values of 'learning_rate' are in trials.learning_rates, if the config lists them.
         planned = run.config['trials'].get(f'{knob}s')
         if planned is not None and value not in planned:
             raise ValueError(f'{knob} {value} is not one of run {run.name!r}, which has {planned}')
@@ -196,40 +199,47 @@ def with_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun
     is left out and a sentence about it is added to `problems`.
     """
     directory = study / run.directory
+    documents_json = directory / 'documents.json'
 
-    @contextlib.contextmanager
-    def file_named(name: str) -> Iterator[Readable]:
-        """Yields the path of a file. A ValueError in the block becomes a sentence in `problems`."""
-        path = directory / name
-        try:
-            yield path
-        except ValueError as error:
-            if not path.exists():
-                problems.append(f'{run.directory} has results, but {name} is missing.')
-            elif isinstance(error, RunDirectoryError):
-                # The error names the file.
-                problems.append(f'{error}.')
-            else:
-                problems.append(f'{run.directory}/{name} is damaged: {error}.')
+    def add_problem(name: str, error: ValueError) -> None:
+        """Adds a sentence about the file `name`, which could not be read because of `error`."""
+        if not (directory / name).exists():
+            problems.append(f'{run.directory} has results, but {name} is missing.')
+        elif isinstance(error, RunDirectoryError):
+            # The error names the file.
+            problems.append(f'{error}.')
+        else:
+            problems.append(f'{run.directory}/{name} is damaged: {error}.')
 
     for name, schema in records.RUN_FILES.items():
-        with file_named(name) as path:
+        path = directory / name
+        try:
             if path.exists():
-                _check_of_run(name, records.parse_file(path, schema), run)
-    if not run.trials and (directory / 'documents.json').exists():
+                _check_run_file(name, records.parse_file(path, schema), run)
+        except ValueError as error:
+            add_problem(name, error)
+
+    # A run writes documents.json at its end.
+    if not run.trials and documents_json.exists():
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     if len(run.trials) != run.num_trials:
         return run
-    with file_named('metrics.jsonl') as path:
-        run = _with_log(run, read_metrics(path))
-    if not left_out_documents(directory):
-        with file_named('documents.json') as path:
-            losses = records.parse_file(path, {'validation': records.DOCUMENTS})
-            run = _with_documents(run, losses)
+
+    try:
+        run = _with_log(run, read_metrics(directory / 'metrics.jsonl'))
+    except ValueError as error:
+        add_problem('metrics.jsonl', error)
+    if left_out_documents(directory):
+        return run
+    try:
+        losses = records.parse_file(documents_json, {'validation': records.DOCUMENTS})
+        run = _with_documents(run, losses)
+    except ValueError as error:
+        add_problem('documents.json', error)
     return run
 
 
-def _check_of_run(name: str, content: Any, run: TrainedRun) -> None:
+def _check_run_file(name: str, content: Any, run: TrainedRun) -> None:
     """Raises ValueError if one of RUN_FILES was written by another run."""
     if name == 'result.json':
         for result in content:
@@ -251,6 +261,7 @@ def _with_documents(run: TrainedRun, record: Any) -> TrainedRun:
     its documents do not add up to the losses of the results.
     """
     documents_by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
+    # A split has its own name in documents.json; in metrics, it has a prefix: 'val' of 'val_loss'.
     for split, prefix in PREFIXES.items():
         losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
         if split in record:
@@ -288,10 +299,11 @@ def _documents_of_split(
         if nats_C is not None:
             shapes.add(nats_C.shape)
     num_different_names = len(set(names))
-    has_every_trial = len(nats_by_trial) == len(losses)
     has_every_document = shapes == {(num_different_names,)}
-    is_whole = has_every_trial and has_every_document
-    if not names or not is_whole or not (tokens_C > 0).all():
+    has_every_trial = len(nats_by_trial) == len(losses)
+    has_targets = bool((tokens_C > 0).all())
+    is_complete = bool(names) and has_every_document and has_every_trial and has_targets
+    if not is_complete:
         raise ValueError(
             f'split {split!r} must have documents of different names, each with targets and '
             f'one number for each of {len(losses)} trials'
@@ -299,7 +311,7 @@ def _documents_of_split(
 
     documents_by_trial: list[Documents | None] = []
     for number, (nats_C, loss) in enumerate(zip(nats_by_trial, losses, strict=True)):
-        # NaN stands for the loss of a diverged trial; two NaN are equal below.
+        # NaN stands for the loss of a diverged trial. Two NaN count as equal.
         mean = math.nan if nats_C is None else float(nats_C.sum() / tokens_C.sum())
         expected = math.nan if loss is None else loss
         if not np.isclose(mean, expected, rtol=_ROUNDING, atol=0.0, equal_nan=True):
@@ -307,9 +319,7 @@ def _documents_of_split(
                 f'trial {number} of split {split!r} has a loss of {mean} nats/token over its '
                 f'documents, but its result has {loss}'
             )
-        documents = None
-        if nats_C is not None:
-            documents = Documents(names, tokens_C, nats_C)
+        documents = None if nats_C is None else Documents(names, tokens_C, nats_C)
         documents_by_trial.append(documents)
     return documents_by_trial
 
@@ -330,10 +340,11 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
     validation metrics, and the final record has all their numbers.
     """
     evaluations = [record for record in lines if record.get('kind') == 'eval']
-    # Slices, because both lists may be empty.
-    last_records = [*evaluations[-1:], *lines[-1:]]
-    kinds_and_steps = [(record.get('kind'), record['step']) for record in last_records]
-    if kinds_and_steps != [('eval', run.num_steps), ('final', run.num_steps)]:
+    has_final_record = bool(lines) and lines[-1].get('kind') == 'final'
+    # The steps of the last evaluation and of the final record; None if the log lacks the record.
+    evaluated_at = evaluations[-1]['step'] if evaluations else None
+    ended_at = lines[-1]['step'] if has_final_record else None
+    if evaluated_at != run.num_steps or ended_at != run.num_steps:
         raise ValueError('it does not end with the last evaluation and the final record')
     for record in evaluations:
         records.check(record, {'val_loss': tuple[float | None, ...]})
@@ -342,17 +353,11 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
                 f'step {record["step"]} does not have one loss for each of {len(run.trials)} trials'
             )
 
-    # The numbers of the results as lists over trials, as the log has them.
+    results = _results_by_field(run.trials)
     first_trial = run.trials[0]
-    results: dict[str, list[Any]] = {}
-    for name in first_trial.metrics:
-        results[name] = [trial.metrics[name] for trial in run.trials]
-    results['trials'] = [trial.trial for trial in run.trials]
-    results['eval_tokens'] = [trial.eval_tokens for trial in run.trials]
-    results['test_tokens'] = [trial.test_tokens for trial in run.trials]
-    logged = logged_fields(first_trial.declared_metrics, first_trial.corpora)
-    _check_logged(evaluations[-1], results, logged)
-    _check_logged(lines[-1], results, results)
+    validation_fields = logged_fields(first_trial.declared_metrics, first_trial.corpora)
+    _check_logged(evaluations[-1], results, validation_fields)
+    _check_logged(lines[-1], results, results.keys())
 
     losses_by_trial: list[dict[int, float]] = [{} for _ in run.trials]
     for record in evaluations:
@@ -362,10 +367,21 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
     return _with_each(run, 'evaluations', losses_by_trial)
 
 
+def _results_by_field(trials: Sequence[Trial]) -> dict[str, list[Any]]:
+    """Returns the numbers of results as lists over trials, by the fields of the final record."""
+    results: dict[str, list[Any]] = {}
+    for name in trials[0].metrics:
+        results[name] = [trial.metrics[name] for trial in trials]
+    results['trials'] = [trial.trial for trial in trials]
+    results['eval_tokens'] = [trial.eval_tokens for trial in trials]
+    results['test_tokens'] = [trial.test_tokens for trial in trials]
+    return results
+
+
 def _check_logged(
     record: Mapping[str, Any], results: Mapping[str, list], names: Iterable[str]
 ) -> None:
-    """Raises ValueError unless the record of a log has the same fields `names` as the results.
+    """Raises ValueError unless the fields `names` of a log's record have the values of the results.
 
     A field of a record is a list over trials, or one value that all trials share.
     """
