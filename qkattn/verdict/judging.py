@@ -75,31 +75,33 @@ def positive(
 ) -> tuple[PositiveControl, ...]:
     """Returns the verdict on each positive control: an arm with an expected effect.
 
-    The family contains all positive controls that the study declares. It also contains those of
-    earlier studies of the chain, each at every size and on every corpus.
+    The family contains all positive controls that the study declares, with or without results. It
+    also contains those that only earlier studies of the chain declare, each at every size and on
+    every corpus.
     """
-    cases_by_key = {arm.key: (arm, baseline) for arm, baseline in with_baselines(arms)}
     num_comparisons = 0
-    expected_of_case: list[Expected] = []
+    case_by_key = {arm.key: (arm, baseline) for arm, baseline in with_baselines(arms)}
     cases: list[Case] = []
+    effects: list[Expected] = []  # one for each case
     for text in study.expected:
-        expected = parse_expected(text)
-        for key in expected_arms(study.arms, expected):
+        effect = parse_expected(text)
+        for key in expected_arms(study.arms, effect):
             num_comparisons += 1
-            if key in cases_by_key:
-                expected_of_case.append(expected)
-                cases.append(cases_by_key[key])
+            if key in case_by_key:
+                cases.append(case_by_key[key])
+                effects.append(effect)
 
-    expected_earlier: set[str] = set()
+    declared_earlier: set[str] = set()
     for earlier in study.earlier:
-        expected_earlier.update(earlier.expected)
-    only_earlier = expected_earlier.difference(study.expected)
-    num_comparisons += len(only_earlier) * len(study.sizes) * len(study.corpora)
+        declared_earlier.update(earlier.expected)
+    declared_only_earlier = declared_earlier.difference(study.expected)
+    num_arms_of_effect = len(study.sizes) * len(study.corpora)
+    num_comparisons += len(declared_only_earlier) * num_arms_of_effect
 
     verdicts = judge(study, cases, blocks, num_comparisons)
     controls = []
-    for expected, (arm, _), verdict in zip(expected_of_case, cases, verdicts, strict=True):
-        controls.append(PositiveControl(expected, arm, verdict))
+    for effect, (arm, _), verdict in zip(effects, cases, verdicts, strict=True):
+        controls.append(PositiveControl(effect, arm, verdict))
     return tuple(controls)
 
 
@@ -130,10 +132,10 @@ def judge(
         num_comparisons: The number of comparisons in the finished study, for which p values are
             corrected. It may be larger than the number of cases.
     """
+    # Collect the cases that can be tested. A case is identified by its index, also in the family.
     family = Family(num_comparisons)
-    # The index of a case identifies it in the family.
-    withheld: dict[int, tuple[Reason | Remark, ...]] = {}
     comparisons: dict[int, Comparison | None] = {}
+    withheld: dict[int, tuple[Reason | Remark, ...]] = {}  # why the others have no verdict
     for index, (arm, baseline) in enumerate(cases):
         lacking = _lacking(study, arm, baseline, blocks)
         if baseline is None or lacking:
@@ -141,10 +143,14 @@ def judge(
             continue
         comparison = compare(arm, baseline, study.margin)
         comparisons[index] = comparison
-        difference = comparison.difference if comparison else None
-        look = study.look(arm.key, baseline.key)
-        family.add(index, difference, num_diverged(arm, baseline), look)
+        family.add(
+            index,
+            comparison.difference if comparison else None,
+            diverged=num_diverged(arm, baseline),
+            look=study.look(arm.key, baseline.key),
+        )
 
+    # Test them together.
     judgements = family.judge()
     verdicts = []
     for index in range(len(cases)):
@@ -158,27 +164,29 @@ def judge(
 def _verdict(
     family: Family, index: int, judgement: Judgement, comparison: Comparison | None
 ) -> Verdict:
-    """Turns the judgement of a case into a verdict.
+    """Turns the judgement of a case, which says what the tests decide, into a verdict.
 
     There is no verdict if losses by document are missing. If the validation split disagrees with
     the test split, the verdict is undecided. `index` identifies the case in the family.
     """
-    decided = judgement.decision
     arm_diverged, baseline_diverged = family.diverged[index]
-    reasons = list(_outcome(comparison, judgement, arm_diverged, baseline_diverged))
+    reasons_of_tests = list(_outcome(comparison, judgement, arm_diverged, baseline_diverged))
     if comparison and comparison.num_documents is None:
+        final_decision = Decision.NO_VERDICT
         reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
-        decided = Decision.NO_VERDICT
-    elif comparison and not _splits_agree(comparison, decided):
+    elif comparison and not _splits_agree(comparison, judgement.decision):
+        final_decision = Decision.UNDECIDED
         data = {
-            'decision': decided,
+            'decision': judgement.decision,
             'test': comparison.difference.mean,
             'validation': comparison.validation,
         }
-        reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, data))
-        decided = Decision.UNDECIDED
+        reasons = [*reasons_of_tests, Reason(ReasonCode.SPLITS_DISAGREE, data)]
+    else:
+        final_decision = judgement.decision
+        reasons = reasons_of_tests
     return Verdict(
-        decided,
+        final_decision,
         p_holm=judgement.p_holm,
         p_margin_holm=judgement.p_margin_holm,
         p_equivalence_holm=judgement.p_equivalence_holm,
@@ -192,21 +200,22 @@ def _verdict(
 def _lacking(
     study: TrainedStudy, arm: TrainedArm, baseline: TrainedArm | None, blocks: Sequence[Remark]
 ) -> tuple[Reason | Remark, ...]:
-    """Returns why an arm has no verdict: blocking remarks and missing results. () if it has one."""
+    """Returns why an arm cannot be tested: blocking remarks and missing results. () if it can."""
     lacking: list[Reason | Remark] = [*blocks, *arm.blocks]
     if not arm.verdict_trials:
         lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
-
     if baseline is None or not baseline.verdict_trials:
         lacking.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
-    elif baseline.blocks:
+        return tuple(lacking)
+    if baseline.blocks:
         data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
         lacking.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
-    elif not lacking:
-        has_every_seed = _has_every_seed(study, arm) and _has_every_seed(study, baseline)
-        if not has_every_seed:
-            lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
-    return tuple(lacking)
+    if lacking:
+        return tuple(lacking)
+
+    # Nothing else is wrong, but the runs may not have ended.
+    has_every_seed = _has_every_seed(study, arm) and _has_every_seed(study, baseline)
+    return () if has_every_seed else (Reason(ReasonCode.NO_VERDICT_TRIALS),)
 
 
 def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
@@ -241,32 +250,37 @@ def _outcome(
     if arm_diverged or baseline_diverged:
         data = {'arm': arm_diverged, 'baseline': baseline_diverged}
         yield Reason(ReasonCode.DIVERGED, data)
+
     difference = comparison.difference if comparison else None
     p = judgement.p_holm
-    p_margin = judgement.p_margin_holm
-    p_same = judgement.p_equivalence_holm
     if difference is None or p is None:
         num_pairs = difference.n if difference else 0
         yield Reason(ReasonCode.FEW_PAIRS, {'n': num_pairs, 'needed': inference.MIN_PAIRS})
         return
+
     side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
     margin = difference.margin
+    p_margin = judgement.p_margin_holm
+    p_equivalence = judgement.p_equivalence_holm
+    is_different = p <= decision.ALPHA
     if judgement.decision is Decision.EQUIVALENT:
-        yield Reason(ReasonCode.EQUIVALENT, {'p': p_same})
-        if p <= decision.ALPHA:
+        yield Reason(ReasonCode.EQUIVALENT, {'p': p_equivalence})
+        if is_different:
             data = {'side': side, 'margin': margin, 'p': p}
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
     elif judgement.decision in DECIDED:
         yield Reason(ReasonCode.DIFFERENT, {'p': p})
         # The decision is the side itself, or the side below the margin.
-        is_beyond = judgement.decision is side
-        code = ReasonCode.BEYOND_MARGIN if is_beyond else ReasonCode.NOT_BEYOND_MARGIN
+        is_beyond_margin = judgement.decision is side
+        code = ReasonCode.BEYOND_MARGIN if is_beyond_margin else ReasonCode.NOT_BEYOND_MARGIN
         yield Reason(code, {'margin': margin, 'p': p_margin})
-    elif p <= decision.ALPHA:
+    elif is_different:
+        # A difference that is shown gives no decision only if trials diverged.
         yield Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p})
     else:
-        data = {'p': p, 'p_equivalence': p_same, 'detectable': judgement.detectable}
+        data = {'p': p, 'p_equivalence': p_equivalence, 'detectable': judgement.detectable}
         yield Reason(ReasonCode.NOT_SHOWN, data)
+
     typical = difference.typical  # without outlying seeds; None if there are none
     if typical:
         data = {
