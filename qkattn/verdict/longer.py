@@ -10,6 +10,7 @@ The longer training comes from one of two places:
 A longer arm counts only if it qualifies for a verdict. It is trained at its own tuned settings.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from qkattn.study.family import is_compared
 from qkattn.verdict import judging
 from qkattn.verdict.codes import Remark
 from qkattn.verdict.findings import Findings
-from qkattn.verdict.settling import TIMES, Settling, Trained, settle, trained
+from qkattn.verdict.settling import TIMES, Settling, Trained, settle
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy, read_base
 
@@ -38,8 +39,9 @@ _FREE = (
     'trials',
     *OF_MACHINE,
 )
-# Fields of study.json that say how arms are matched to the baseline, with their types.
-_MATCHING = {
+# The fields of study.json that are read of a study beside this one, with their types.
+_SCHEMA = {
+    'base': {'model': {'kind': str}},
     'baseline': str,
     'matched': str | None,
     'fill': str | None,
@@ -52,31 +54,37 @@ def studies_beside(study: TrainedStudy) -> list[Path]:
 
     Longer means at least TIMES times as many steps.
     """
-    shared = _shared(study.base)
-    matching = [study.baseline, study.match, study.fill, list(study.destinations)]
-    paths = []
-    for path in sorted(study.directory.resolve().parent.glob('*/study.json')):
+    directories = []
+    for study_json in sorted(study.directory.resolve().parent.glob('*/study.json')):
         try:
-            record = parse_file(path, {**_MATCHING, 'base': {'model': {'kind': str}}})
+            record = parse_file(study_json, _SCHEMA)
             base = read_base(record)
         except ValueError:
             # A report on that study says what is wrong with it.
             continue
         is_longer = base.train.num_steps >= TIMES * study.base.train.num_steps
-        has_matching = [record[name] for name in _MATCHING] == matching
-        if is_longer and has_matching and _shared(base) == shared:
-            paths.append(path.parent)
-    return paths
+        is_matched_alike = (
+            record['baseline'] == study.baseline
+            and record['matched'] == study.match
+            and record['fill'] == study.fill
+            and tuple(record['destinations']) == study.destinations
+        )
+        if is_longer and is_matched_alike and _shared(base) == _shared(study.base):
+            directories.append(study_json.parent)
+    return directories
 
 
 def _shared(base: Config) -> dict[str, Any]:
-    """Returns the settings that studies of different lengths have to share."""
-    settings = {}
+    """Returns the settings that studies of different lengths have to share, by name.
+
+    _FREE lists the others, or the sections that they are in.
+    """
+    shared = {}
     for name, value in flat(to_json(base)):
         is_free = any(name == free or name.startswith(f'{free}.') for free in _FREE)
         if not is_free:
-            settings[name] = value
-    return settings
+            shared[name] = value
+    return shared
 
 
 def settlings(
@@ -94,53 +102,66 @@ def settlings(
         beside: The findings of `studies_beside`. If an arm is trained longer in several of them,
             the longest training counts.
     """
-    settling_of_arm = {}
+    settling_by_arm = {}
     for arm in arms:
         if not is_compared(arm.key, study.baseline) or arm.difference is None:
             continue
-        longer_arms = [*_own(study, arm, arms, blocks), *_others(study, arm, beside)]
+        longer_arms = []
+        control = _longer_control(study, arm, arms, blocks)
+        if control is not None:
+            longer_arms.append(control)
+        longer_arms += _arms_beside(study, arm, beside)
+
         longest = None
         for longer_arm in longer_arms:
-            longer = _trained(longer_arm)
-            if longer and (longest is None or longer.steps > longest.steps):
-                longest = longer
+            difference = _trained_difference(longer_arm)
+            if difference is None:
+                continue
+            if longest is None or difference.steps > longest.steps:
+                longest = difference
+
         is_equivalent = arm.verdict is not None and arm.verdict.decision is Decision.EQUIVALENT
-        settling_of_arm[arm.key] = settle(
-            _trained(arm), longest, study.margin, equivalent=is_equivalent
+        settling_by_arm[arm.key] = settle(
+            _trained_difference(arm), longest, study.margin, equivalent=is_equivalent
         )
-    return settling_of_arm
+    return settling_by_arm
 
 
-def _trained(arm: TrainedArm) -> Trained | None:
-    """Returns an arm's difference with its number of steps; None if its error is not known."""
-    if arm.difference is None:
+def _trained_difference(arm: TrainedArm) -> Trained | None:
+    """Returns an arm's difference with its error and number of steps.
+
+    Returns None if there is no difference or if its error is not known.
+    """
+    difference = arm.difference
+    if difference is None:
         return None
-    return trained(arm.example.run.num_steps, arm.difference)
+    if difference.error_seeds is None or difference.error_evaluation is None:
+        return None
+    error = math.hypot(difference.error_seeds, difference.error_evaluation)
+    return Trained(arm.example.run.num_steps, difference.mean, error)
 
 
-def _own(
+def _longer_control(
     study: TrainedStudy, arm: TrainedArm, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
-) -> list[TrainedArm]:
-    """Returns the arm's control in this study that is trained longer, as a list of one arm.
+) -> TrainedArm | None:
+    """Returns the control in this study that trains the arm longer.
 
-    Returns [] if the control does not have fresh seeds or would get no verdict.
+    Returns None if the control does not have fresh seeds or would get no verdict.
     """
     longer_seeds = set(study.controls.longer_seeds)
     has_fresh_seeds = longer_seeds and longer_seeds.isdisjoint(study.seeds)
     if not study.tuned or not has_fresh_seeds:
-        return []
+        return None
     arm_by_key = {candidate.key: candidate for candidate in arms}
-    longer = arm_by_key.get(arm.key._replace(control=LONGER))
-    baseline = arm_by_key.get(arm.group._replace(control=LONGER))
-    if longer is None or longer.difference is None:
-        return []
-    verdict = judging.pair(study, longer, baseline, blocks, num_comparisons=1)
-    if verdict.decision is Decision.NO_VERDICT:
-        return []
-    return [longer]
+    control = arm_by_key.get(arm.key._replace(control=LONGER))
+    longer_baseline = arm_by_key.get(arm.group._replace(control=LONGER))
+    if control is None or control.difference is None:
+        return None
+    verdict = judging.pair(study, control, longer_baseline, blocks, num_comparisons=1)
+    return None if verdict.decision is Decision.NO_VERDICT else control
 
 
-def _others(
+def _arms_beside(
     study: TrainedStudy, arm: TrainedArm, beside: Sequence[Findings]
 ) -> Iterator[TrainedArm]:
     """Yields the same arm in the studies beside this one that have other seeds.
@@ -148,12 +169,12 @@ def _others(
     The arm has to have a verdict and the same parameter counts there.
     """
     for findings in beside:
-        if not set(findings.study.seeds).isdisjoint(study.seeds):
+        shares_seeds = not set(findings.study.seeds).isdisjoint(study.seeds)
+        if shares_seeds:
             continue
-        for longer in findings.arms:
-            is_same_arm = longer.key == arm.key
-            has_verdict = longer.verdict and longer.verdict.decision is not Decision.NO_VERDICT
-            if not is_same_arm or not has_verdict:
+        for candidate in findings.arms:
+            if candidate.key != arm.key or candidate.verdict is None:
                 continue
-            if longer.example.parameters == arm.example.parameters:
-                yield longer
+            has_verdict = candidate.verdict.decision is not Decision.NO_VERDICT
+            if has_verdict and candidate.example.parameters == arm.example.parameters:
+                yield candidate

@@ -11,8 +11,6 @@ import dataclasses
 import enum
 import math
 
-from qkattn.stats.inference import Difference
-
 TIMES = 4
 ERRORS = 3.0
 
@@ -54,14 +52,6 @@ class Settling:
         return 'better' if self.longer < self.short else 'worse'
 
 
-def trained(steps: int, difference: Difference) -> Trained | None:
-    """Returns a difference after `steps` steps with its error; None if the error is not known."""
-    if difference.error_seeds is None or difference.error_evaluation is None:
-        return None
-    error = math.hypot(difference.error_seeds, difference.error_evaluation)
-    return Trained(steps, difference.mean, error)
-
-
 def settle(
     short: Trained | None, longer: Trained | None, margin: float, *, equivalent: bool = False
 ) -> Settling:
@@ -75,13 +65,14 @@ def settle(
 
     limit = max(margin, ERRORS * math.hypot(short.error, longer.error))
     is_near = abs(longer.mean - short.mean) <= limit
-    agrees = short.mean * longer.mean > 0
-    if equivalent:
-        agrees = abs(longer.mean) < margin
+    has_same_sign = short.mean * longer.mean > 0
+    is_within_margin = abs(longer.mean) < margin
+    is_confirmed = is_within_margin if equivalent else has_same_sign
+    has_opposite_sign = short.mean * longer.mean < 0
 
-    if is_near and agrees:
+    if is_near and is_confirmed:
         code = Length.SETTLED
-    elif short.mean * longer.mean < 0:
+    elif has_opposite_sign:
         code = Length.TURNS
     elif abs(longer.mean) > abs(short.mean):
         code = Length.GROWS
