@@ -34,27 +34,33 @@ def with_earlier(
     if not earlier:
         return tuple(arms)
 
-    # The arms of each earlier study by their question (`chain.question`), which is the same key in
-    # all studies of a chain.
-    usable: dict[str, dict[ArmKey, TrainedArm]] = {}
+    # The usable arms of each earlier study, by their question (`chain.question`). An arm may have
+    # another key in each study, but its question is the same in all of them.
+    usable_by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
     for name, findings in earlier.items():
-        if findings.blocks:
-            continue
-        usable[name] = {}
-        for arm in findings.every_arm:
-            if _is_usable(findings.study, arm):
-                usable[name][findings.study.question_of(arm.key)] = arm
+        if not findings.blocks:
+            usable_by_study[name] = _usable_arms(findings)
 
-    pooled = []
+    completed = []
     for arm in arms:
         question = study.question_of(arm.key)
         earlier_arms: dict[str, TrainedArm] = {}
-        for name, arms_by_question in usable.items():
-            candidate = arms_by_question.get(question)
-            if candidate and _training(candidate) == _training(arm):
-                earlier_arms[name] = candidate
-        pooled.append(dataclasses.replace(arm, earlier=earlier_arms))
-    return tuple(pooled)
+        for name, usable in usable_by_study.items():
+            earlier_arm = usable.get(question)
+            if earlier_arm is not None and _training(earlier_arm) == _training(arm):
+                earlier_arms[name] = earlier_arm
+        completed.append(dataclasses.replace(arm, earlier=earlier_arms))
+    return tuple(completed)
+
+
+def _usable_arms(findings: Findings) -> dict[ArmKey, TrainedArm]:
+    """Returns the arms of an earlier study that qualify for a verdict, by their question."""
+    study = findings.study
+    usable = {}
+    for arm in findings.every_arm:
+        if _is_usable(study, arm):
+            usable[study.question_of(arm.key)] = arm
+    return usable
 
 
 def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
@@ -69,17 +75,19 @@ def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
 
 
 def _training(arm: TrainedArm) -> dict[str, Any]:
-    """Returns the settings that an arm is trained with, except those that each study chooses."""
-    config: Config = from_json(Config, known_settings(Config, arm.example.run.config))
-    # d_ff=None stands for the default width, so it is made explicit before settings are compared.
-    model = dataclasses.replace(config.model, d_ff=config.model.mlp_width)
-    settings = dataclasses.asdict(dataclasses.replace(config, model=model))
-    return {name: value for name, value in flat(settings) if not _is_of_study(name)}
+    """Returns the settings that an arm is trained with, by name, such as 'model.d_model'.
 
-
-def _is_of_study(name: str) -> bool:
-    """Returns whether each study chooses a setting itself, such as 'trials.seeds'.
-
-    _OF_STUDY lists these settings, or the sections that they are in.
+    Settings that each study chooses itself are left out. _OF_STUDY lists them, or the sections that
+    they are in.
     """
-    return any(name == own or name.startswith(f'{own}.') for own in _OF_STUDY)
+    config: Config = from_json(Config, known_settings(Config, arm.example.run.config))
+    # d_ff=None stands for the default width. Make it explicit, so that equal widths are equal.
+    model = dataclasses.replace(config.model, d_ff=config.model.mlp_width)
+    config = dataclasses.replace(config, model=model)
+
+    settings = {}
+    for name, value in flat(dataclasses.asdict(config)):
+        is_of_study = any(name == own or name.startswith(f'{own}.') for own in _OF_STUDY)
+        if not is_of_study:
+            settings[name] = value
+    return settings
