@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qkattn.errors import ReportError
@@ -48,6 +48,7 @@ def load_findings(directory: str | Path) -> Findings:
     """
     path = as_path(directory)
     files = stored.opened(path)
+    # `opened` returns the directory itself unless the study is stored.
     is_stored = files != path
     if is_stored:
         return _load_stored(path, files)
@@ -70,8 +71,8 @@ def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
     beside it say which differences are settled; with `alone`, they are not read. Raises as
     `load_study` if a study that it repeats cannot be read.
     """
-    # Each step completes the arms for the next one.
-    arms = with_earlier(study, arms_of(study), _of_chain(study))
+    # Each step fills in further fields of the arms, which the next step needs.
+    arms = with_earlier(study, arms_of(study), _earlier_findings(study))
     remarks = rules.check(study, arms)
     blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
     arms = _compared(study, arms, remarks)
@@ -84,7 +85,7 @@ def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
         parts_of_arm = parts.get(arm.key, Decomposition())
         judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts_of_arm))
 
-    longer_studies = [] if alone or not study.tuned else _beside(study)
+    longer_studies = [] if alone or not study.tuned else _longer_findings(study)
     settlings = longer.settlings(study, judged_arms, blocks, longer_studies)
     arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in judged_arms)
     return Findings(
@@ -98,23 +99,26 @@ def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
     )
 
 
-def _of_chain(study: TrainedStudy) -> dict[str, Findings]:
-    """Returns the findings of the earlier studies of a chain that still exist, by name."""
-    return {
-        earlier.name: load_findings(earlier.path)
-        for earlier in study.earlier
-        if earlier.path is not None
-    }
+def _earlier_findings(study: TrainedStudy) -> dict[str, Findings]:
+    """Returns the findings of the earlier studies of a chain, by name, without lost studies."""
+    findings_by_name = {}
+    for earlier in study.earlier:
+        if earlier.path is not None:
+            findings_by_name[earlier.name] = load_findings(earlier.path)
+    return findings_by_name
 
 
-def _beside(study: TrainedStudy) -> list[Findings]:
-    """Returns the findings of the longer studies beside a study, if they can be read."""
-    longer_studies = []
+def _longer_findings(study: TrainedStudy) -> list[Findings]:
+    """Returns the findings of the studies beside a study that train its arms longer.
+
+    A study that is damaged or has no results is left out; its own report says why.
+    """
+    longer_findings = []
     for path in longer.studies_beside(study):
-        # A study that is damaged or has no results is left out; its own report says why.
         with contextlib.suppress(ReportError):
-            longer_studies.append(find(load_study(path), alone=True))
-    return longer_studies
+            longer_study = load_study(path)
+            longer_findings.append(find(longer_study, alone=True))
+    return longer_findings
 
 
 def _compared(
@@ -139,14 +143,20 @@ def _decomposed(
     See `Decomposition` for the parts. `blocks` are the remarks that withhold every verdict.
     """
     arm_by_key = {arm.key: arm for arm in arms}
+    # These remarks stand for one about each arm. Other blocks are about the study, and its
+    # differences can still be estimated.
     blocks_of_every_arm = [remark for remark in blocks if remark.every_arm]
 
     def part(arm: TrainedArm | None, other: TrainedArm | None) -> Comparison | None:
-        """Compares two arms. Returns None if one is missing or breaks a rule not in UNSURE."""
+        """Compares two arms.
+
+        Returns None if an arm is missing, or if it breaks a rule that is not in UNSURE: its
+        difference cannot be estimated then.
+        """
         if arm is None or other is None:
             return None
-        broken_rules = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
-        if any(remark.code not in UNSURE for remark in broken_rules):
+        blocks_of_pair = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
+        if any(remark.code not in UNSURE for remark in blocks_of_pair):
             return None
         return compare(arm, other, study.margin)
 
@@ -180,38 +190,56 @@ def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, 
     for baseline in rules.baselines(study, arms):
         if any(rules.untrained(baseline)):
             untrained_groups.add(baseline.group)
-    curves: dict[tuple[str, str], dict[str, TrainedArm]] = {}  # by variant and corpus; by size
+
+    # The arms of each variant and corpus, by size.
+    arms_by_size: dict[tuple[str, str], dict[str, TrainedArm]] = {}
     for arm in arms:
         if arm.key.control is None and arm.group not in untrained_groups and arm.scales:
-            curves.setdefault((arm.variant, arm.corpus), {})[arm.size] = arm
-    laws = {key: _law(list(curve.values())) for key, curve in curves.items()}
+            arm_by_size = arms_by_size.setdefault((arm.variant, arm.corpus), {})
+            arm_by_size[arm.size] = arm
+
+    laws = {key: _law(list(arm_by_size.values())) for key, arm_by_size in arms_by_size.items()}
 
     fits = []
-    for (variant, corpus), curve in curves.items():
+    for (variant, corpus), arm_by_size in arms_by_size.items():
         worth = None
-        baseline_curve = curves.get((study.baseline, corpus))
-        if baseline_curve is not None and variant != study.baseline:
-            # For each size that both have: the parameters of the arm, those of the baseline, and
-            # the difference in loss.
-            sizes = []
-            for size, arm in curve.items():
-                if size in baseline_curve and arm.difference:
-                    baseline_parameters = _parameters(baseline_curve[size])
-                    sizes.append((_parameters(arm), baseline_parameters, arm.difference.mean))
-            worth = scaling.multiplier(laws[study.baseline, corpus], sizes)
+        baseline_key = (study.baseline, corpus)
+        if baseline_key in arms_by_size and variant != study.baseline:
+            worth = _worth(arm_by_size, arms_by_size[baseline_key], laws[baseline_key])
         fits.append(Scaling(variant, corpus, laws[variant, corpus], worth))
     return tuple(fits)
+
+
+def _worth(
+    arm_by_size: Mapping[str, TrainedArm],
+    baseline_by_size: Mapping[str, TrainedArm],
+    baseline_law: scaling.Law | scaling.Problem,
+) -> scaling.Interval | scaling.Problem:
+    """Returns how many baseline parameters one parameter of a variant is worth.
+
+    It follows from the law of the baseline and the differences at the sizes that both have.
+    """
+    # For each size: the parameters of the arm, those of the baseline, and the difference in loss.
+    points = []
+    for size, arm in arm_by_size.items():
+        if size in baseline_by_size and arm.difference:
+            baseline_parameters = _parameters(baseline_by_size[size])
+            points.append((_parameters(arm), baseline_parameters, arm.difference.mean))
+    return scaling.multiplier(baseline_law, points)
 
 
 def _law(arms: Sequence[TrainedArm]) -> scaling.Law | scaling.Problem:
     """Fits a scaling law to the mean losses of one variant at several sizes."""
     losses = [arm.loss for arm in arms if arm.loss]
+    means = [loss.mean for loss in losses]
     # The variance of a mean over seeds, averaged over sizes, and its degrees of freedom.
-    variance = statistics.fmean((loss.sd or 0.0) ** 2 / loss.n for loss in losses)
+    variances = [(loss.sd or 0.0) ** 2 / loss.n for loss in losses]
+    variance = statistics.fmean(variances)
     degrees = sum(loss.n - 1 for loss in losses) or 1
     parameters = [_parameters(arm) for arm in arms]
-    return scaling.fit(parameters, [loss.mean for loss in losses], (variance, degrees))
+    return scaling.fit(parameters, means, (variance, degrees))
 
 
 def _parameters(arm: TrainedArm) -> int:
+    """Returns the number of trained parameters of an arm's models."""
     return arm.example.parameters['total']
