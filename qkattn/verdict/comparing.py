@@ -32,13 +32,14 @@ def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | N
     if not own_sample.seeds:
         return None
     samples = [own_sample]
-    seeds_by_study: dict[str, int] = {}
+    num_pooled: dict[str, int] = {}
     for study, (earlier_arm, earlier_other) in _earlier_pairs(arm, other).items():
         sample = _sample(earlier_arm, earlier_other, split)
         if sample.can_be_pooled_with(own_sample):
             samples.append(sample)
-            seeds_by_study[study] = len(sample.seeds)
+            num_pooled[study] = len(sample.seeds)
 
+    # One sample of all seeds; the number of its study is the stratum of a seed.
     seeds: list[int] = []
     differences: list[float] = []
     strata: list[int] = []
@@ -46,13 +47,13 @@ def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | N
         seeds += sample.seeds
         differences += (sample.arm_S - sample.other_S).tolist()
         strata += [stratum] * len(sample.seeds)
-    arm_tuning = math.fsum(len(sample.seeds) * sample.arm_tuning for sample in samples)
-    other_tuning = math.fsum(len(sample.seeds) * sample.other_tuning for sample in samples)
+    sum_arm_tuning = math.fsum(len(sample.seeds) * sample.arm_tuning for sample in samples)
+    sum_other_tuning = math.fsum(len(sample.seeds) * sample.other_tuning for sample in samples)
     difference = inference.paired(
         differences,
         margin,
         evaluation=_evaluation_error(samples),
-        tuning=(arm_tuning / len(seeds), other_tuning / len(seeds)),
+        tuning=(sum_arm_tuning / len(seeds), sum_other_tuning / len(seeds)),
         strata=strata,
     )
 
@@ -68,7 +69,7 @@ def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | N
         validation=float(np.mean(validation_S)),
         correlation=_correlation(samples),
         num_documents=num_documents,
-        pooled=seeds_by_study,
+        pooled=num_pooled,
     )
 
 
@@ -128,6 +129,7 @@ def _sample(arm: TrainedArm, other: TrainedArm, split: str) -> _Sample:
     seeds = [seed for seed in arm_trials if seed in other_trials]
 
     def losses_S(side: TrainedArm, of_split: str) -> np.ndarray:
+        """Returns the losses of either arm on a split, at the shared seeds."""
         losses = side.losses(of_split)
         return np.array([losses[seed] for seed in seeds], float)
 
@@ -149,16 +151,17 @@ def _documents(trials: Sequence[Trial], split: str) -> list[Documents]:
     Returns [] if a trial has none, if trials were evaluated on different targets, or if there is
     only one document, which gives no error over documents.
     """
-    documents = []
+    by_trial = []
     for trial in trials:
         if split not in trial.documents:
             return []
-        documents.append(trial.documents[split])
-    if not documents or len(documents[0].names) < 2:
+        by_trial.append(trial.documents[split])
+    if not by_trial:
         return []
-    if not all(each.has_targets_of(documents[0]) for each in documents):
-        return []
-    return documents
+    first = by_trial[0]
+    has_one_document = len(first.names) < 2
+    have_same_targets = all(documents.has_targets_of(first) for documents in by_trial)
+    return by_trial if have_same_targets and not has_one_document else []
 
 
 def _tuning_error(arm: TrainedArm) -> float:
@@ -179,12 +182,16 @@ def _evaluation_error(samples: Sequence[_Sample]) -> tuple[float, float] | None:
         return None
     differences = []  # one array for each study: nats by seed and document
     for sample in samples:
-        nats_XC = np.array([trial.nats_C for trial in sample.documents])
+        # The documents are of the first arm's trials, then of the second arm's.
+        nats_XC = np.array([documents.nats_C for documents in sample.documents])
         num_seeds = len(sample.seeds)
         arm_nats_SC = nats_XC[:num_seeds]
         other_nats_SC = nats_XC[num_seeds:]
         differences.append(arm_nats_SC - other_nats_SC)
-    return inference.evaluation_error(np.concatenate(differences), first_documents[0].tokens_C)
+    differences_SC = np.concatenate(differences)
+    # All trials are evaluated on the same targets.
+    tokens_C = first_documents[0].tokens_C
+    return inference.evaluation_error(differences_SC, tokens_C)
 
 
 def _correlation(samples: Sequence[_Sample]) -> float | None:

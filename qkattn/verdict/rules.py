@@ -527,18 +527,18 @@ def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Rem
         for trial in arm.chosen:
             for documents in trial.documents.values():
                 document_counts.append(len(documents.names))
-    tokens = _numbers(trial.eval_tokens for trial in chosen)
+    tokens = _known_counts(trial.eval_tokens for trial in chosen)
     if tokens:
         data = {
             'tokens': tokens,
-            'rows': _numbers(trial.eval_rows for trial in chosen),
-            'test_tokens': _numbers(trial.test_tokens for trial in chosen),
-            'documents': _numbers(document_counts),
+            'rows': _known_counts(trial.eval_rows for trial in chosen),
+            'test_tokens': _known_counts(trial.test_tokens for trial in chosen),
+            'documents': _known_counts(document_counts),
         }
         yield Remark(RemarkCode.EVALUATION, data)
 
 
-def _numbers(counts: Iterable[int | None]) -> tuple[int, ...]:
+def _known_counts(counts: Iterable[int | None]) -> tuple[int, ...]:
     """Returns the different counts that are known, ascending."""
     known = {count for count in counts if count is not None}
     return tuple(sorted(known))

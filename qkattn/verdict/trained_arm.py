@@ -92,8 +92,9 @@ class TrainedArm:
 
     @property
     def bleu(self) -> float | None:
-        mean = self.over_seeds(f'{self.split}_bleu')
-        return mean.mean if mean else None
+        """The mean BLEU of the `chosen` trials on `split`; None if it was not measured."""
+        bleu = self.over_seeds(f'{self.split}_bleu')
+        return bleu.mean if bleu else None
 
     @property
     def by_seed(self) -> dict[int, Trial]:
@@ -122,10 +123,12 @@ class TrainedArm:
 
     @property
     def num_diverged(self) -> int:
+        """How many trials of the verdict run diverged."""
         return sum(not trial.finished for trial in self.verdict_trials)
 
     @property
     def learning_rate(self) -> float | None:
+        """The learning rate of the `chosen` trials; None if there are none."""
         return self.chosen[0].learning_rate if self.chosen else None
 
     @property
@@ -192,26 +195,26 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
     trials_by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
         trials_by_key.setdefault(trial.run.key, []).append(trial)
-    kinds = (None, *CONTROLS)
+    controls = (None, *CONTROLS)  # the values of `key.control`; a primary arm has None
 
     def rank(key: ArmKey) -> tuple[int, int, int, bool]:
         """Returns the sort key of an arm."""
         return (
             study.sizes.index(key.size),
             study.corpora.index(key.corpus),
-            kinds.index(key.control),
+            controls.index(key.control),
             key.variant != study.baseline,
         )
 
-    # Arms that are trained longer are not declared, so they follow the declared ones.
+    # The study declares all arms but those that are trained longer, which follow the others.
     in_order_of_study = dict.fromkeys([*study.arms, *trials_by_key])
     with_results = [key for key in in_order_of_study if key in trials_by_key]
-    arms: dict[ArmKey, TrainedArm] = {}
+    arm_by_key: dict[ArmKey, TrainedArm] = {}
     for key in sorted(with_results, key=rank):
-        # A primary arm is built before its controls.
-        primary = arms.get(key._replace(control=None))
-        arms[key] = _trained_arm(study, key, trials_by_key[key], primary)
-    return tuple(arms.values())
+        # The primary arm of a control comes before it, so it is there already.
+        primary = arm_by_key.get(key._replace(control=None))
+        arm_by_key[key] = _trained_arm(study, key, trials_by_key[key], primary)
+    return tuple(arm_by_key.values())
 
 
 def _trained_arm(
@@ -225,13 +228,15 @@ def _trained_arm(
     else:
         chosen = _at_best_setting(verdict_trials)
     # The baseline of an arm that is trained longer is trained longer, too.
-    longer = LONGER if key.control == LONGER else None
+    control_of_baseline = LONGER if key.control == LONGER else None
     yardstick = (study.yardsticks or {}).get(key)
-    if yardstick and yardstick.run not in {trial.run.name for trial in verdict_trials}:
+    verdict_runs = {trial.run.name for trial in verdict_trials}
+    if yardstick is not None and yardstick.run not in verdict_runs:
+        # It was recorded from an earlier verdict run of this baseline, not from these trials.
         yardstick = None
     return TrainedArm(
         key=key,
-        group=ArmKey(study.baseline, key.size, key.corpus, longer),
+        group=ArmKey(study.baseline, key.size, key.corpus, control_of_baseline),
         trials=tuple(trials),
         verdict_trials=verdict_trials,
         chosen=chosen,
@@ -280,9 +285,11 @@ def _tuning(
     first_trial = (screening or trials)[0]
     grids = dict(study.grids)
     for knob, value in zip(tuning.KNOBS, first_trial.settings, strict=True):
-        if len(grids[knob]) <= 1:
+        is_tuned = len(grids[knob]) > 1
+        if not is_tuned:
             grids[knob] = (value,)
-    if key.control == LONGER and primary and primary.sweeps:
+    is_trained_longer = key.control == LONGER
+    if is_trained_longer and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)
 
     # Losses by settings and seed; None for a diverged trial.

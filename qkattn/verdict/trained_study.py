@@ -111,10 +111,10 @@ class TrainedStudy(config.Study):
     @property
     def missing(self) -> tuple[ArmKey, ...]:
         """The declared and planned arms that have no results beyond screening."""
-        tried = {run.key for run in self.runs if run.trials and run.stage != SCREENING}
+        with_results = {run.key for run in self.runs if run.trials and run.stage != SCREENING}
         planned_arms = [run.key for run in self.runs]
         all_arms = dict.fromkeys([*self.arms, *planned_arms])
-        return tuple(arm for arm in all_arms if arm not in tried)
+        return tuple(arm for arm in all_arms if arm not in with_results)
 
     def verdict_seeds(self, key: ArmKey) -> tuple[int, ...]:
         """Returns the declared seeds of an arm's verdict run."""
@@ -134,7 +134,10 @@ class TrainedStudy(config.Study):
     def look(self, key: ArmKey, other: ArmKey) -> int:
         """Counts the studies of the chain that compare two arms, this one included."""
         questions = {self.question_of(key), self.question_of(other)}
-        return 1 + sum(questions <= earlier.questions for earlier in self.earlier)
+        earlier_looks = [
+            earlier for earlier in self.earlier if questions.issubset(earlier.questions)
+        ]
+        return 1 + len(earlier_looks)
 
     def is_variant(self, label: str, variant: str) -> bool:
         """Returns whether `variant`, with or without a destination, names the arm with a label."""
