@@ -305,15 +305,19 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
 
 
 def _part_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the parts of a difference, the reasons of the verdict, and the data that decide."""
-    for name in PARTS:
-        is_measured = any(getattr(arm.parts, name) for arm in findings.arms)
+    """Yields the parts of a difference, the reasons of the verdict, and the data that decide.
+
+    All of them are in table.csv. Only some parts are printed, if any arm has them.
+    """
+    for part in PARTS:
+        # A part without a printed heading is in table.csv only.
         heading = ''
-        if is_measured and name in _HEADING_OF_PART:
-            heading = f'{_HEADING_OF_PART[name]},|nats/token'
+        is_known = any(getattr(arm.parts, part) for arm in findings.arms)
+        if is_known and part in _HEADING_OF_PART:
+            heading = f'{_HEADING_OF_PART[part]},|nats/token'
         yield Column(
-            _KEY_OF_PART.get(name, name),
-            f'parts.{name}.difference',
+            _KEY_OF_PART.get(part, part),
+            f'parts.{part}.difference',
             heading,
             text=interval,
             tables=(HEADLINE,),

@@ -203,25 +203,23 @@ def _parts(findings: Findings) -> Iterator[Row]:
     saved parameters changes. Their sum is the difference of the matched arm. A fourth column is the
     difference after longer training, if the study has such runs.
     """
-    study = findings.study
     if not findings.has_parts:
         return
+    # The longer runs have this many times the steps; None if the study has no longer runs.
+    times = findings.study.controls.longer
     for arm in findings.arms:
         if arm.is_baseline:
             continue
-        differences = {
+        comparison_of_column = {
             'at the same shape|minus the baseline': arm.parts.same_shape,
             'reinvesting|matched - same shape': arm.parts.reinvesting,
             'both|matched - baseline': arm.comparison,
         }
-        # How many times as many steps the longer runs have. None without longer runs.
-        times_longer = study.controls.longer
-        if times_longer:
-            heading = f'at {times_longer} x the steps|matched - baseline'
-            differences[heading] = arm.parts.longer
+        if times:
+            comparison_of_column[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
 
-        row = _identity(study, arm)
-        for heading, comparison in differences.items():
+        row = _identity(findings.study, arm)
+        for heading, comparison in comparison_of_column.items():
             difference = comparison.difference if comparison else None
             row[heading] = interval(difference)
         yield row
