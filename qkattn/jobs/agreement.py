@@ -66,12 +66,13 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """Does the part of process 0 in a call of `from_all`: collects all values, and publishes them.
+    """Collects the values of all processes, and publishes them; process 0 calls it in `from_all`.
 
-    Every other process sets its value under {key}/RANK, and reads the answer under {key}/all.
+    In the first call of `from_all`, with the key 'qkattn/agreed/0', process 1 sets its value under
+    'qkattn/agreed/0/1', and reads the answer under 'qkattn/agreed/0/all'.
 
     Args:
-      key: identifies the call.
+      key: identifies the call of `from_all`.
       own_value: the value of process 0.
       limit: the seconds for which process 0 waits for the values of the others.
 
@@ -82,23 +83,24 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
     values = [own_value]
     missing_ranks = []
     for rank in range(1, distributed.global_state.num_processes):
-        text = _get(f'{key}/{rank}', deadline - time.monotonic())
+        seconds_left = deadline - time.monotonic()
+        text = _get(f'{key}/{rank}', seconds_left)
         if text is None:
             missing_ranks.append(rank)
         else:
             values.append(json.loads(text))
 
-    # If all processes have come to this call, all have read the answers of the earlier calls, so
-    # these can be deleted.
+    # A process that has come to this call has read the answers of all earlier ones. Once all have
+    # come, nobody needs those answers.
     if not missing_ranks:
         for earlier_key in _published:
             client().key_value_delete(earlier_key)
         _published.clear()
 
     _published.append(key)
-    text = json.dumps({'missing': missing_ranks, 'values': values})
-    client().key_value_set(f'{key}/all', text)
-    return json.loads(text)  # exactly what the other processes get
+    answer = json.dumps({'missing': missing_ranks, 'values': values})
+    client().key_value_set(f'{key}/all', answer)
+    return json.loads(answer)  # exactly what the other processes get
 
 
 def on_owner(call: Callable[[], Any]) -> Any:

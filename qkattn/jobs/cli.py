@@ -301,7 +301,9 @@ def read_config(flag: flags.FlagHolder) -> Any:
         raise ConfigError('--config=FILE.py is required, e.g. --config=quickstart')
     try:
         config = from_config_dict(flag.value)
-    except OSError as error:  # config_flags loads the file only when the value is used
+    except OSError as error:
+        # config_flags loads the file only when the value is used. The last line of its error says
+        # why it cannot be loaded.
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         last_line = str(error).strip().splitlines()[-1]
         reason = last_line.strip()
@@ -312,7 +314,7 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'{", ".join(names)}{hint}'
         ) from error
 
-    kind = _kind()
+    kind = _kind()  # Config or Study, whichever the script needs
     if not isinstance(config, kind):
         other_script = script('ablate' if isinstance(config, Study) else 'train')
         raise ConfigError(

@@ -158,21 +158,27 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
     Python runs no signal handler while XLA compiles in C++. But Python writes the number of a
     signal into a pipe at once, and a thread of this block reads it.
     """
+    # From here on, Python writes the numbers of signals into the pipe.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    # Python only writes the numbers of signals that have a handler, so they get an empty one.
-    handlers_afterwards = {}
+    # It does so only for signals that have a handler. The thread acts on them, so the handler does
+    # nothing.
+    previous_handlers = {}
     for number in _SIGNALS:
-        handlers_afterwards[number] = signal.signal(number, lambda *_: None)
-    arguments = (read_end, dry_run())
-    threading.Thread(target=_watch, args=arguments, name='signals', daemon=True).start()
+        previous_handlers[number] = signal.signal(number, lambda *_: None)
+    watcher = threading.Thread(
+        target=_watch, args=(read_end, dry_run()), name='signals', daemon=True
+    )
+    watcher.start()
     StopRequest._in_exit_on_signal = True
+
+    handlers_afterwards: dict[signal.Signals, Any] = previous_handlers
     try:
         yield
     except Stopped:
-        # The process is ending as requested, and another request must not disturb it. At its end
-        # Python removes its own handlers, but it keeps SIG_IGN.
+        # The process is ending as requested, and another request must not disturb it. When Python
+        # ends, it removes its own handlers, but it keeps SIG_IGN.
         handlers_afterwards = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         raise
     finally:

@@ -308,25 +308,25 @@ def _holder(lease: Lease) -> _Holder | None:
         description = parse_json(state.content)
         check(description, {'host': str, 'pid': int, 'expiry': float})
     except ValueError:
-        if age > EXPIRY:
-            return None
-        return _Holder('an unknown process', is_alive_here=False)
-    if age > description['expiry']:
+        is_expired = age > EXPIRY
+        return None if is_expired else _Holder('an unknown process', is_alive_here=False)
+    is_expired = age > description['expiry']
+    if is_expired:
         return None
 
-    host = description['host']
+    # `_process` identifies a process as 'BOOT NAMESPACE PID START'. Processes of one machine share
+    # the first two words.
     pid = description['pid']
-    name = f'process {pid} on {host}'
-    # What `_process` returned for the holder. The first two words identify its machine.
-    holder_process = str(description.get('process'))
+    name = f'process {pid} on {description["host"]}'
+    holder = str(description.get('process'))
     this_process = _process(os.getpid())
-    if this_process is None or holder_process.split()[:2] != this_process.split()[:2]:
+    is_here = this_process is not None and holder.split()[:2] == this_process.split()[:2]
+    if not is_here:
         return _Holder(name, is_alive_here=False)
-    # If the holder has ended, no process has its id, or another process that started later.
-    has_ended = _process(pid) != holder_process
-    if has_ended:
-        return None
-    return _Holder(name, is_alive_here=True)
+
+    # If the holder has ended, its id belongs to no process, or to one that started later.
+    is_alive = _process(pid) == holder
+    return _Holder(name, is_alive_here=True) if is_alive else None
 
 
 def _process(pid: int) -> str | None:

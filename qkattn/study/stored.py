@@ -61,15 +61,18 @@ class StoredFiles:
         """
         self.directory = directory
         self.archive = Archive(directory / LOGS, logs)
-        for name in (PLAN, RESULTS):
+        required = (PLAN, RESULTS)
+        for name in required:
             if name not in self.archive:
                 raise ReportError(f'{self.archive.path} has no {name}; {_ADVICE}')
-        expected = {PLAN, RESULTS}
+
+        # A run has some of RUN_FILES, in its directory.
+        allowed = set(required)
         for run in planned(self / PLAN):
             for name in RUN_FILES:
-                expected.add(f'{run["directory"]}/{name}')
+                allowed.add(f'{run["directory"]}/{name}')
         for name in self.archive.names:
-            if name not in expected:
+            if name not in allowed:
                 raise ReportError(
                     f'{self.archive.path}, member {name} is no file of a run in its {PLAN}; '
                     f'{_ADVICE}'

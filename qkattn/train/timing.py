@@ -160,11 +160,17 @@ class Trace:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """Ends a trace in progress; warns if a start ended without an error before its trace."""
+        """Ends a trace in progress.
+
+        Warns if the block ends before the dispatch at which the trace begins, unless the block ends
+        with an error.
+        """
         if self._is_tracing:
             self._end()
+        if self._directory is None or error_type is not None:
+            return
         has_begun = self._num_dispatches > SKIPPED
-        if self._directory is not None and not has_begun and error_type is None:
+        if not has_begun:
             log.warning(
                 'no trace written to %s: it begins at dispatch %s of a start, and this one had %s',
                 self._directory,

@@ -323,16 +323,23 @@ def corpus(config: DataConfig) -> Corpus:
 
     Its texts are made when they are read. Raises ConfigError for other languages.
     """
+
+    def babel_name(code: str) -> str:
+        """Returns Babel's name of a language: 'EN' -> 'en', 'zh_CN' -> 'zh_Hans_CN'."""
+        return str(Locale.parse(code))
+
     field = f'data.languages={config.languages!r}'
     advice = "name two of Babel's locales, such as en, de, fr, pt_BR or zh_Hans"
+    # `Locale.parse` raises these errors for a language that Babel does not know.
     with readable(field, advice, ValueError, UnknownLocaleError):
-        # Babel spells each language in one way: 'EN' -> 'en', 'zh_CN' -> 'zh_Hans_CN'.
-        languages = parse_languages(config, lambda code: str(Locale.parse(code)))
+        languages = parse_languages(config, babel_name)
+    source_language = languages[0]
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
+        """Returns the texts of one of the two languages, by split."""
         texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
         for row in _ordered(languages):
-            text = row.source if language == languages[0] else row.target
+            text = row.source if language == source_language else row.target
             texts[row.split].append(text.encode())
         return texts
 

@@ -98,27 +98,30 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
     kept_file = root / 'downloads' / dataset / name
     advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
 
-    def checked(content: bytes, source: str) -> bytes:
-        """Returns the content; raises DamagedData, which names its source, for another sha256."""
+    def check(content: bytes, source: str) -> None:
+        """Raises DamagedData, which names the source, unless the content has the right sha256."""
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 != SHA256[name]:
             raise DamagedData(f'{source} has sha256 {sha256}, not {SHA256[name]}; {advice}')
-        return content
 
     def read() -> bytes:
-        return checked(read_whole(kept_file), str(kept_file))
+        """Reads the file that is kept."""
+        content = read_whole(kept_file)
+        check(content, str(kept_file))
+        return content
 
     def prepare() -> None:
-        """Writes the file that `read` reads."""
+        """Downloads or copies the file, and keeps it."""
         if config.manual_dir is None:
-            content = _downloaded(url, advice)
             source = url
+            content = _downloaded(url, advice)
         else:
             manual_file = as_path(config.manual_dir) / name
             source = str(manual_file)
             with readable(source, advice):
                 content = read_whole(manual_file)
-        write_atomic(kept_file, checked(content, source))
+        check(content, source)
+        write_atomic(kept_file, content)
 
     return prepared_once(kept_file, read, prepare, root=root)
 

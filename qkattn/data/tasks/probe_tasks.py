@@ -116,8 +116,11 @@ class Copy(Probe):
         """Makes rows from uniform random numbers; see `Probe.make`."""
         x_BN = _whole(u_BU, self.symbols)
         separator_B1 = np.full((len(u_BU), 1), self.symbols)
-        sequence_BT1 = np.concatenate([x_BN, separator_B1, x_BN[:, :: self.step]], axis=1)
-        return _predict(sequence_BT1, np.arange(2 * self.length) >= self.length)
+        second_half_BN = x_BN[:, :: self.step]
+        sequence_BT1 = np.concatenate([x_BN, separator_B1, second_half_BN], axis=1)
+        # The first token of the second half is predicted at the separator, position n.
+        position_T = np.arange(2 * self.length)
+        return _predict(sequence_BT1, position_T >= self.length)
 
 
 class Reversal(Copy):
