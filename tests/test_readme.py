@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -19,11 +20,14 @@ import pytest
 from absl import flags
 
 from qkattn.attention import SCORES, VALUES
-from qkattn.config import Config, Study
+from qkattn.config import Config, ModelConfig, Study
+from qkattn.config.setting import settings
+from qkattn.config.variant import Variant
 from qkattn.jobs import cli
 from qkattn.model.sites import validate
 from qkattn.study import variant_catalogue, variant_tables
 from qkattn.study.arms import build_arms
+from qkattn.train.optimizer import check_optimizer
 from tests.attention import examples  # noqa: F401, makes the modules of docs/extend.md importable
 from tests.experiments.conftest import added_flags_removed
 from tests.lanes import only
@@ -94,6 +98,49 @@ def test_every_registry_that_contributors_need_exists():
     for name, path in named:
         source = (ROOT / path).read_text()
         assert re.search(rf'^(class |def )?{name}\b', source, re.M), (name, path)
+
+
+def codes_here() -> set[str]:
+    """The code in the column 'here' of the tables of docs/from_elsewhere.md."""
+    text = (ROOT / 'docs/from_elsewhere.md').read_text()
+    codes = set()
+    for table in re.findall(r'^\| there.* \| here \|\n\|---\|---\|\n((?:\|.*\n)+)', text, re.M):
+        for row in table.splitlines():
+            codes |= {*re.findall(r'`([^`]+)`', row.split('|')[2])}
+    return codes
+
+
+def config_with(name: str, value: str) -> Config:
+    """The default settings with one of them changed; the value is Python, or text as it is."""
+    section_name, field = name.split('.')
+    with contextlib.suppress(ValueError, SyntaxError):
+        value = ast.literal_eval(value)
+    section = dataclasses.replace(getattr(Config(), section_name), **{field: value})
+    return dataclasses.replace(Config(), **{section_name: section})
+
+
+def test_there_are_tables_for_users_of_other_codebases():
+    assert len(codes_here()) > 50
+
+
+@pytest.mark.parametrize('code', sorted(codes_here()))
+def test_what_other_codebases_are_told_to_set_exists(code):
+    """A cell holds settings, with values or without, variants and flags."""
+    name, has_value, value = code.partition('=')
+    if name.startswith('--'):
+        with added_flags_removed():
+            runpy.run_module('experiments.train')
+            assert name[2:] in flags.FLAGS
+    elif '/' in name or '(' in name:
+        variant = Variant.parse(code)
+        positions = 'rope' if 'rope_size' in code else 'learned'
+        validate(Config(model=ModelConfig(**variant._asdict(), positions=positions)))
+    else:
+        assert name in settings(Config)
+        if has_value:
+            config = config_with(name, value)
+            validate(config)
+            check_optimizer(config.optimizer, config.train.num_steps)
 
 
 # Commands: every line of every ```sh block
