@@ -97,12 +97,14 @@ def prepared_once(
             raise FileNotFoundError(path)
         return read()
 
-    # The lock is not needed to read. So prepared data may be on a read-only disk.
+    # If the data are there, return them without the lock, so that they may be on a read-only disk.
     with contextlib.suppress(FileNotFoundError, DamagedData):
         return read_if_there()
 
+    # They are missing or damaged. Refuse to prepare them in a dry run, or below a link.
     require_preparing(str(path))
-    below(root, *path.parent.relative_to(root).parts)  # refuses a link below the root
+    below(root, *path.parent.relative_to(root).parts)
+
     with locked(path.with_name('lock')):
         # Another process may have prepared the data before this one got the lock.
         try:

@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import multiprocessing
 import os
 import signal
@@ -44,17 +43,21 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
 
     Args:
       kind: the value of data.tokenizer.
-      tokenizer: the tokenizer of this kind. If there are several workers, each makes it again.
+      tokenizer: the tokenizer of this kind. Of several workers, each makes one like it.
       workers: the number of processes; 1 is this process alone. The results do not depend on it.
     """
     if workers == 1:
-        yield functools.partial(map, functools.partial(_encode, tokenizer))
+
+        def encode_here(texts: Iterable[bytes]) -> Iterator[Result]:
+            for text in texts:
+                yield _encode(tokenizer, text)
+
+        yield encode_here
         return
 
-    # A learned tokenizer has a method `model`. Workers restore it from the result.
-    model = None
-    if hasattr(tokenizer, 'model'):
-        model = tokenizer.model()
+    # Workers restore a learned tokenizer from what its method `model` returns. They make others
+    # from `kind` alone.
+    model = tokenizer.model() if hasattr(tokenizer, 'model') else None
     pool = concurrent.futures.ProcessPoolExecutor(
         workers,
         # Workers are not forked, because threads of libraries may hold locks.
@@ -62,9 +65,13 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         initializer=_begin,
         initargs=(os.getpid(), kind, model, tokenizer.name),
     )
+
+    def encode_by_workers(texts: Iterable[bytes]) -> Iterator[Result]:
+        return _encoded_by(pool, BATCHES_AHEAD * workers, texts)
+
     # At the end of the block, the pool waits for the batches that were begun.
     with pool:
-        yield functools.partial(_encoded_by, pool, BATCHES_AHEAD * workers)
+        yield encode_by_workers
 
 
 def _encode(tokenizer: Tokenizer, text: bytes) -> Result:

@@ -83,21 +83,30 @@ def entries(config: Config) -> list[Entry]:
 
 
 def _parse(text: str, run: DataConfig) -> Entry:
-    """Parses an entry; `run` has the settings that all corpora of a run share."""
+    """Parses an entry; `run` has the settings that all corpora of a run share.
+
+    For example, 'text:/data/a?documents=blank_line@test' is the test split of
+    DataConfig(name='text', path='/data/a', documents='blank_line').
+    """
+    # Take the split off the end. An '@' without the name of a split after it is part of the corpus.
     corpus, at, split = text.rpartition('@')
-    if not at or split not in SPLITS:
+    has_split = bool(at) and split in SPLITS
+    if not has_split:
         corpus = text
         split = 'validation'
-    if not corpus:
+    if not corpus:  # '@train', for example, is a split of the run's own data
         return Entry(text, None, split)
 
+    # 'text:/data/a?documents=blank_line' -> 'text:/data/a', 'documents=blank_line'
     name, fields_text = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus).groups()
     fields = _parse_fields(fields_text or '')
-    kind, colon, path = name.partition(':')
-    if colon and kind in WITH_PATH:
+    # 'text:/data/a' -> 'text', '/data/a'. The colon of 'hf:OWNER/NAME' is part of the name.
+    before_colon, colon, path = name.partition(':')
+    has_path = bool(colon) and before_colon in WITH_PATH
+    if has_path:
         if 'path' in fields:
             raise ConfigError('it has two paths')
-        name = kind
+        name = before_colon
         fields['path'] = path
     data = DataConfig(
         name=name,
@@ -105,7 +114,7 @@ def _parse(text: str, run: DataConfig) -> Entry:
         lowercase=run.lowercase,
         tokenizer=run.tokenizer,
         tokenizer_size=run.tokenizer_size,
-        # A carved test split is no part of the train split. The validation split is the same.
+        # Carving a test split makes the train split smaller. It does not change validation.
         carve_test=run.carve_test and split != 'validation',
         **fields,
     )
@@ -162,20 +171,22 @@ def _opened(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
 def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) -> None:
     """Raises ConfigError unless the ids of a dataset mean what those of the run mean.
 
-    Ids without a vocabulary have no meaning that could differ, but the model has to have them all.
+    They do if both have the same tokenizer. If both are ids without a vocabulary, their meaning is
+    unknown, and it is enough that the model has all ids of the dataset.
     """
-    tokenizer = rows.dataset.tokenizer
-    if dataset.tokenizer.name == tokenizer.name:
+    tokenizer = dataset.tokenizer
+    run_tokenizer = rows.dataset.tokenizer
+    if tokenizer.name == run_tokenizer.name:
         return
-    has_ids_alone = isinstance(tokenizer, IdTokenizer)
-    if not (has_ids_alone and isinstance(dataset.tokenizer, IdTokenizer)):
+    are_ids_alone = isinstance(tokenizer, IdTokenizer) and isinstance(run_tokenizer, IdTokenizer)
+    if not are_ids_alone:
         raise ConfigError(
-            f'it has the tokenizer {dataset.tokenizer.name}, but the run has {tokenizer.name}; '
+            f'it has the tokenizer {tokenizer.name}, but the run has {run_tokenizer.name}; '
             'give tokens of the same tokenizer, or the text'
         )
-    # An encoder has an id for hidden tokens after those of the data.
     num_ids = config.model.vocab_size
     if config.model.kind == 'encoder':
+        # The next id after those of the run's data stands for hidden tokens.
         num_ids = rows.dataset.vocab_size
     if dataset.vocab_size > num_ids:
         raise ConfigError(

@@ -53,10 +53,11 @@ def open_tokens(config: DataConfig) -> TokenDataset:
 
 
 def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
-    """Opens one split of text in the ids of a tokenizer, which need not be that of `config`.
+    """Opens one split of a text in the ids of a tokenizer; see `load`.
 
-    Only this split is tokenized, into a directory of its own; see `load`. Raises ConfigError if the
-    corpus does not have the split, too.
+    The tokenizer is of the kind `config.tokenizer`, but may be learned from another text. Only this
+    split is tokenized, into a directory of its own. Raises ConfigError if the text does not have
+    the split.
     """
     corpus = find(config)
     if split not in corpus.splits:
@@ -65,7 +66,9 @@ def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDat
         )
     root = data_root(config.data_dir)
     directory = root / 'tokens' / corpus.name / corpus.version / tokenizer.name / split
-    carved = {name: share for name, share in corpus.carved.items() if name == split}
+    carved = {}
+    if split in corpus.carved:
+        carved[split] = corpus.carved[split]
     only_split = dataclasses.replace(corpus, splits=(split,), carved=carved)
     return _written_once(directory, only_split, config.tokenizer, tokenizer, root=root)
 

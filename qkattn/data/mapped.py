@@ -10,11 +10,11 @@ from qkattn.config.paths import open_regular
 
 
 def map_ids(path: str | os.PathLike[str], dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
-    """Maps the ids of a regular file from byte `offset` on.
+    """Maps the ids of a regular file into memory, from byte `offset` on.
 
-    The kernel reads the pages that are used and no others. Otherwise it would read around each
-    page that is not in memory, up to several MB for a row of a few kB. `read_ahead` is for ids that
-    are read in order.
+    They are for rows that are read at random. The kernel is told to read only the pages that are
+    used. By default, it also reads the pages around them, up to several MB for a row of a few kB.
+    `read_ahead` is for ids that are read in order.
 
     Raises OSError if the file cannot be opened, and ValueError if it is empty or its last id is
     cut.

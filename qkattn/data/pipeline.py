@@ -161,16 +161,16 @@ def _eval_batch(rows: Rows, split: str, evaluated_R: np.ndarray, position_B: np.
       position_B: the rows of the batch, as positions in `evaluated_R`. A position beyond its end
         gives a row of zeros.
     """
+    # For padding, the first row of the evaluation is read. It is set to zero below.
     is_real_B = position_B < len(evaluated_R)
-    # In the place of padding, the first row is read and then set to zero.
     row_B = evaluated_R[np.where(is_real_B, position_B, 0)]
     # The randomness of a row comes from the pair (0, number of the row).
     draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
 
     batch = {}
     for name, array in rows.read(split, row_B, draws_B2).items():
-        trailing_axes = (1,) * (array.ndim - 1)
-        is_real = is_real_B.reshape(-1, *trailing_axes)
+        other_axes = tuple(range(1, array.ndim))
+        is_real = np.expand_dims(is_real_B, other_axes)  # [B, 1, ...]
         batch[name] = np.where(is_real, array, 0)
     return batch
 
@@ -247,19 +247,23 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
 
 
 def _remedy_for_few_documents(rows: Rows, split: str, num_rows: int | None, minimum: int) -> str:
-    """Returns advice if an evaluation of `num_rows` rows reads fewer than `minimum` documents."""
-    total = _num_documents_read(rows, split, None)
-    if num_rows is None or total < minimum:
+    """Returns advice if an evaluation of `num_rows` rows reads fewer than `minimum` documents.
+
+    `num_rows` is None if the evaluation reads all rows.
+    """
+    num_documents = _num_documents_read(rows, split, None)
+    if num_rows is None or num_documents < minimum:
         return (
             "choose a corpus of more documents, such as 'stdlib' or 'text' with a folder of files "
             'per split, or cut its texts with data.documents'
         )
+    # More rows read more documents. Double the rows until they suffice.
     while _num_documents_read(rows, split, num_rows) < minimum:
         num_rows *= 2
     return f'raise it to {num_rows}'
 
 
 def _num_documents_read(rows: Rows, split: str, max_rows: int | None) -> int:
-    """Counts the documents that an evaluation reads, in whole or in part."""
+    """Counts the documents of which an evaluation reads a row. `max_rows` is None for all rows."""
     _, document_of_row = clusters(rows, split, max_rows)
     return len(np.unique(document_of_row))

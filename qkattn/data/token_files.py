@@ -276,13 +276,14 @@ def open_prepared(config: DataConfig) -> TokenDataset:
     advice = 'copy it or prepare_data again'
     try:
         index = read_index(directory)
-        # The separator of a vocabulary file is the one that the name in the index states.
+        # A vocabulary may have either of two separators. The name in the index tells which one.
         with as_recorded(index.tokenizer_name):
             tokenizer = _tokenizer_beside(directory, index, config.tokenizer, advice)
+        # Comparing the sha256 of the files would read all of them at each start.
         dataset = open_index(directory, index, tokenizer, compare=False)
     except DamagedData as error:
         raise ConfigError(f'{error}; {advice}') from error
-    if tokenizer.name != index.tokenizer_name:
+    if tokenizer.name != index.tokenizer_name:  # its source code, for example, has changed
         raise ConfigError(
             f'{directory} was tokenized with {index.tokenizer_name}, but tokenizer='
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
@@ -294,9 +295,9 @@ def open_prepared(config: DataConfig) -> TokenDataset:
 def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str) -> Tokenizer:
     """Opens the tokenizer with which the tokens in a directory were made.
 
-    The directory may come from someone else, so its index must not decide which code is imported.
-    A tokenizer with an import path, such as 'module:Class', is imported only if the user requests
-    the same one. A vocabulary is read only from this directory.
+    A vocabulary is read only from this directory. The directory may come from someone else, so its
+    index must not decide which code is imported: a tokenizer with an import path, such as
+    'module:Class', is imported only if the user requests the same one.
 
     Args:
       directory: a directory of tokens.
@@ -316,13 +317,16 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
             f'data.tokenizer={requested!r} does not; set data.tokenizer={kind:.200} to import it'
         )
     model = directory / MODEL
-    if not model.exists():
-        has_no_vocabulary = is_import_path(kind) or kind == 'bytes' or kind.startswith(PREFIX)
-        if not has_no_vocabulary:
-            raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
-        return restored(kind, None)
-    with readable(str(model), advice, Exception):  # the library of sub-words raises Exception
-        return restored(kind, read_whole(model))
+    if model.exists():
+        with readable(str(model), advice, Exception):  # the library of sub-words raises Exception
+            return restored(kind, read_whole(model))
+
+    # The name alone is enough for bytes and for encodings of tiktoken. A tokenizer with an import
+    # path has a vocabulary only if it is learned.
+    is_whole_by_name = kind == 'bytes' or kind.startswith(PREFIX) or is_import_path(kind)
+    if not is_whole_by_name:
+        raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
+    return restored(kind, None)
 
 
 def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
@@ -349,15 +353,18 @@ def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
 
 
 def _is_same_tokenizer(requested: str, index: Index) -> bool:
-    """Whether data.tokenizer is unset, or names the tokenizer of an index.
+    """Whether data.tokenizer agrees with the tokenizer that made the tokens of an index.
 
-    For a file, names are not enough: the file must hold the same vocabulary.
+    It agrees if it has its default value, or the value in the index. The index names a file without
+    its directory, so the file is opened, and must hold the same vocabulary.
     """
     if requested == DataConfig.tokenizer:
         return True
     if _without_directory(requested) != index.tokenizer:
         return False
-    if not requested.endswith('.json'):
+    is_file = requested.endswith('.json')
+    if not is_file:
         return True
     with as_recorded(index.tokenizer_name):
-        return restored(requested, None).name == index.tokenizer_name
+        tokenizer = restored(requested, None)
+    return tokenizer.name == index.tokenizer_name
