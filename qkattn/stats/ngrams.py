@@ -46,6 +46,7 @@ class _Counts(NamedTuple):
         """Counts the tokens target_N, each as the target of the context with number context_N."""
         pairs_P, count_P = np.unique(context_N * vocab_size + target_N, return_counts=True)
         total_C = np.bincount(context_N, minlength=num_contexts)
+        # A pair has the number c V + w. Each different pair adds one type to its context c.
         types_C = np.bincount(pairs_P // vocab_size, minlength=num_contexts)
         return cls(pairs_P, count_P, total_C, types_C)
 
@@ -95,18 +96,20 @@ def losses(
     context_M = np.zeros(len(targets_M), np.int64)
     context_N = np.zeros(len(targets_N), np.int64)
     num_contexts = 1
-    # The indices of the targets that are counted. Targets whose context has a missing token drop
-    # out, so N shrinks from order to order.
+    # The indices of the counted targets. Those whose context has a missing token drop out, so N
+    # shrinks from order to order.
     counted_N = np.arange(len(targets_N))
     max_order = len(contexts_KN) + 1
     nats = []
     for order in range(1, max_order + 1):
         if order > 1:
-            # Extend each context by the token at distance order - 1.
+            # Extend all contexts by the token at distance order - 1, which is in row order - 2.
             row = order - 2
             added_N = contexts_KN[row, counted_N]
             is_known_N = added_N != MISSING
             counted_N = counted_N[is_known_N]
+            # Number the longer contexts of the counted targets. The evaluated targets get the same
+            # numbers.
             longer_N = context_N[is_known_N] * vocab_size + added_N[is_known_N]
             longer_C, context_N = np.unique(longer_N, return_inverse=True)
             num_contexts = len(longer_C)
@@ -115,6 +118,7 @@ def losses(
         probability_M = counts.probability(context_M, targets_M, probability_M, vocab_size)
         nats.append(-np.log(probability_M))
 
+    # Cut the targets into the evaluated sets again.
     ends = np.cumsum([len(targets) for _, targets in evaluated])
     return np.split(np.stack(nats), ends[:-1], axis=1)
 
@@ -143,7 +147,10 @@ def _extended(
 
 
 def _find(ascending: np.ndarray, wanted_M: np.ndarray) -> np.ndarray:
-    """Returns the index of each wanted value in an ascending array, or MISSING if it has none."""
+    """Returns the index of each wanted value in an ascending array, or MISSING if it has none.
+
+    For example, the array [205, 307] and the wanted values [307, 206] give [1, MISSING].
+    """
     index_M = np.searchsorted(ascending, wanted_M)
     # For a value above the last one, searchsorted returns the length of the array. The appended
     # entry makes that a valid index.
@@ -217,6 +224,7 @@ def masked_losses(
     reach = int(np.abs(targets.offsets_KM).max(initial=0))
     text = np.pad(rows_RT, ((0, 0), (reach, reach)), constant_values=MISSING).ravel()
 
+    # Visit the tree of offset chains from its root, which has no offsets and all targets.
     num_targets = len(targets.ids_M)
     nats_OM = np.empty((order + 1, num_targets))
     root = _Node(
@@ -231,13 +239,16 @@ def masked_losses(
     while nodes:
         node = nodes.pop()
         probability_M = node.probability(text, targets, vocab_size)
-        # The larger depths get the same losses; the children overwrite those of their targets.
+        # The losses are also stored at larger depths, where children overwrite those of their
+        # targets. Targets without a child keep them.
         nats_OM[node.depth :, node.target_M] = -np.log(probability_M)
         if node.depth == order:
             continue
         for child in node.children(text, targets, vocab_size, probability_M):
             if len(child.target_M) >= rare * num_targets:
                 nodes.append(child)
+
+    # Cut the targets into the evaluated sets again.
     ends = np.cumsum([len(part.ids_M) for part in targets_of_set])
     return np.split(nats_OM, ends[:-1], axis=1)
 

@@ -204,14 +204,15 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
         optimum_C = optimum_PP.ravel()
         skew_C = skew_PP.ravel()
         curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
-        curve_CV -= curve_CV.mean(axis=1, keepdims=True)
+        curve_CV -= curve_CV.mean(axis=1, keepdims=True)  # the losses have mean 0, too
 
         # The least-squares scale of each candidate, and its residual sum of squares.
         squares_C = np.sum(curve_CV**2, axis=1)
         scale_C = np.maximum(np.sum(curve_CV * means_V, axis=1) / squares_C, 0)
         misfit_C = S * np.sum((means_V - scale_C[:, None] * curve_CV) ** 2, axis=1)
 
-        # How far the misfit may still rise, and the scale at which it has risen that far.
+        # How far the misfit may still rise until the losses refute the curve, and the largest scale
+        # at which it has risen that far.
         variance = max((squares_around_means + misfit_C.min()) / df, variance_of_slopes)
         spare_C = misfit_C.min() + t**2 * variance - misfit_C
         largest_scale_C = scale_C + np.sqrt(np.maximum(spare_C, 0) / (S * squares_C))
@@ -283,8 +284,8 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     best = means.index(min(means))
     below, above = _nearest_worse(finished, means, best)
 
-    # The parabola is fitted from the nearest worse value below to the nearest one above, or up to
-    # REACH steps from the best value if that is further.
+    # On each side of the best value, the parabola is fitted up to the nearest worse value, but to at
+    # least REACH values. Without a worse value, it is fitted up to the end of the grid.
     last = len(values) - 1
     first_fitted = 0
     if below is not None:
@@ -300,6 +301,8 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
         losses_VS = np.array([finished[index] for index in fitted])
         parabola = _parabola(fitted_values, losses_VS, values[best])
 
+    # Further seeds do not help if the optimum is bounded, or if the best value is at an end of the
+    # grid and the value beside it is worse.
     bracketed = len(seeds) >= MIN_SEEDS and below is not None and above is not None
     is_bounded = bracketed and parabola.get('bounded', False)
     is_lowest_beside_worse = best == 0 and above == 1

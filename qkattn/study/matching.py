@@ -65,7 +65,8 @@ class Dimension:
         """The step between valid values."""
         if self.name == 'num_heads':
             return self.config.num_kv_heads or 1
-        # The cache grows with num_heads * head_size, and head_size is an integer.
+        # The cache grows with num_heads * head_size. A head size that follows d_model is an
+        # integer, so the cache does not grow between multiples of the smallest width.
         if self.name == 'd_model' and self.which == 'cache' and not self.config.head_size:
             return self.smallest_width
         return 1

@@ -155,9 +155,13 @@ def _fitting_sizes(
 
 
 def _with_variants(study: Study, variants: Iterable[str]) -> Study:
+    """Returns the study with these variants in place of its own."""
     return dataclasses.replace(study, variants=tuple(variants))
 
 
 def _quoted(texts: Sequence[str]) -> str:
     """Formats a tuple of texts for a flag in a shell, as in '("d_model=96",)'."""
-    return "'(" + ', '.join(f'"{text}"' for text in texts) + (",)'" if len(texts) == 1 else ")'")
+    entries = ', '.join(f'"{text}"' for text in texts)
+    if len(texts) == 1:
+        entries += ','
+    return f"'({entries})'"
