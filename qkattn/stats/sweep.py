@@ -284,8 +284,8 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     best = means.index(min(means))
     below, above = _nearest_worse(finished, means, best)
 
-    # On each side of the best value, the parabola is fitted up to the nearest worse value, but to at
-    # least REACH values. Without a worse value, it is fitted up to the end of the grid.
+    # On each side of the best value, the parabola is fitted up to the nearest worse value, or to
+    # REACH values if that is further. Without a worse value, it is fitted to the end of the grid.
     last = len(values) - 1
     first_fitted = 0
     if below is not None:
