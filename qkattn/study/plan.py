@@ -220,8 +220,8 @@ def _screening_runs(study: Study, arm: PlannedArm, tuning: Tuning) -> list[Plann
     """Returns the runs that screen the next knob of a tuning, at `tuning.values`.
 
     The trials of one run may have different learning rates or weight decays, so one run screens all
-    values of such a knob. Other knobs are fields of the model, whose values are compiled into the
-    program, so each value has its own run.
+    values of these knobs. The other knobs are fields of the model. Their values are compiled into
+    the program, so each value has its own run.
     """
     settings_to_screen = [tuning.at(value) for value in tuning.values]
     if tuning.knob in TRIAL_KNOBS:

@@ -121,7 +121,8 @@ class _Worker:
     def __post_init__(self) -> None:
         """Checks the study, creates its directory and declares the study there.
 
-        A study that is refused leaves nothing behind, as all checks come first.
+        All checks but those of `declare` come before the directory is created, so a study that they
+        refuse leaves nothing behind.
         """
         study = self.study
         path = self.path
