@@ -29,6 +29,8 @@ from qkattn.train.step import init_stack, train_trial
 
 # The scalars that may differ between the trials of a run, with their types.
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
+# How trials are trained under each lifting.
+_LIFTING_IN_WORDS = {'map': 'one after another', 'vmap': 'side by side'}
 
 log = logging.getLogger(__name__)
 
@@ -266,8 +268,10 @@ def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
     """
     # All processes of a job have to choose the same lifting, so they use the times of process 0.
     seconds_by_lifting = agreement.on_owner(lambda: measured)
-    times = [f'{lifting} {seconds:.3g}' for lifting, seconds in seconds_by_lifting.items()]
-    log.info('seconds per step by lifting: %s', ', '.join(times))
+    times = []
+    for lifting, seconds in seconds_by_lifting.items():
+        times.append(f'{seconds:.3g} s with the trials {_LIFTING_IN_WORDS[lifting]}')
+    log.info('a step takes %s; the faster way is kept', ', '.join(times))
     fastest = min(seconds_by_lifting, key=lambda lifting: seconds_by_lifting[lifting])
     return fastest, seconds_by_lifting
 

@@ -64,6 +64,15 @@ def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_
     assert one.lifting == 'vmap' and one.measured == {}
 
 
+def test_the_choice_of_a_lifting_is_said_in_plain_words(caplog):
+    caplog.set_level('INFO', 'qkattn')
+    program._fastest({'map': 0.2, 'vmap': 0.1})
+    assert caplog.messages == [
+        'a step takes 0.2 s with the trials one after another, 0.1 s with the trials side by side; '
+        'the faster way is kept'
+    ]
+
+
 # Times
 
 
