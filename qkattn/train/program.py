@@ -1,17 +1,19 @@
 """The compiled programs of a run: functions of one trial, lifted to X trials on a mesh."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import operator
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.lib import utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +31,9 @@ from qkattn.train.step import init_stack, train_trial
 
 # The scalars that may differ between the trials of a run, with their types.
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
+# Levels of XLA's messages: the one that JAX sets at its import, and that of fatal errors alone.
+_WARNINGS = 1
+_FATAL = 3
 # How trials are trained under each lifting.
 _LIFTING_IN_WORDS = {'map': 'one after another', 'vmap': 'side by side'}
 
@@ -240,7 +245,8 @@ def build(config: Config, lifting: str | None = None) -> Program:
     def compiled(lifting: str) -> tuple[Callable, float]:
         start = time.perf_counter()
         lowered = lower(config, lifting, mesh, abstract_state, abstract_hyper, abstract_batch)
-        steps = lowered.compile()
+        with _without_slow_compile_notice(mesh):
+            steps = lowered.compile()
         return steps, time.perf_counter() - start
 
     candidates = _liftings(lifting or config.train.lifting, len(trials))
@@ -329,6 +335,26 @@ def warm_up(config: Config) -> tuple[float, float]:
         seconds = seconds_per_dispatch(program.train, lambda: (program.init(None), batch))
         per_step = seconds / config.train.steps_per_dispatch
     return agreement.on_owner(lambda: (per_step, program.compile_seconds))
+
+
+@contextlib.contextmanager
+def _without_slow_compile_notice(mesh: Mesh) -> Iterator[None]:
+    """A block without XLA's notice on compilations of more than two minutes, on one CPU device.
+
+    The display shows the seconds instead. XLA has no option for this notice alone, so the block
+    hides all of its messages but fatal ones; compilations that fail raise their errors as always.
+    On several devices and on accelerators the messages stay, as some warn of slow programs.
+    """
+    if mesh.size > 1 or mesh.devices.flat[0].platform != 'cpu':
+        yield
+        return
+    utils.absl_set_min_log_level(_FATAL)
+    try:
+        yield
+    finally:
+        level_of_user = os.environ.get('TF_CPP_MIN_LOG_LEVEL', '')
+        level = int(level_of_user) if level_of_user.isdecimal() else _WARNINGS
+        utils.absl_set_min_log_level(level)
 
 
 def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:

@@ -73,6 +73,17 @@ def test_the_choice_of_a_lifting_is_said_in_plain_words(caplog):
     ]
 
 
+@pytest.mark.parametrize(('devices', 'levels'), [(1, [3, 1]), (2, [])])
+def test_one_cpu_device_compiles_without_the_notice_of_xla(monkeypatch, devices, levels):
+    """Messages of the partitioner stay."""
+    monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
+    calls: list[int] = []
+    monkeypatch.setattr(program.utils, 'absl_set_min_log_level', calls.append)
+    with program._without_slow_compile_notice(sharding.make_mesh(MeshConfig(data=devices))):
+        assert calls == levels[:1]
+    assert calls == levels
+
+
 # Times
 
 
