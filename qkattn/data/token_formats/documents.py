@@ -39,6 +39,11 @@ class SeparatedDocuments(Documents):
         self.name = f'id{separator}'
 
     def ends(self, ids: Shards) -> np.ndarray:
+        """Returns the position after each document; see `Documents.ends`.
+
+        With the separator 0, the ids 5 6 0 7 have the ends 3 and 4, as 0 ends the document 5 6 0.
+        The ids 0 5 6 0 7 have the ends 3 and 5, as 0 begins the documents 0 5 6 and 0 7.
+        """
         offset = self._offset(ids)
         parts = []
         num_read = 0
@@ -46,12 +51,13 @@ class SeparatedDocuments(Documents):
             separators = num_read + np.flatnonzero(block == self.separator)
             parts.append(separators + offset)
             num_read += len(block)
+        ends = np.concatenate(parts)
 
-        # The last document may have no separator after it, so the end of all ids is added. `unique`
-        # drops it if it is there already. A separator that begins the first document gives end 0,
-        # at which no document ends.
-        ends = np.concatenate([*parts, [len(ids)]])
-        return np.unique(ends[ends > 0])
+        # A separator that begins the first document ends none.
+        ends = ends[ends > 0]
+        # The last document ends with the ids. If it has a separator at its end, `unique` drops the
+        # second of the two equal ends.
+        return np.unique(np.append(ends, len(ids)))
 
     def next_end(self, ids: Shards, position: int) -> int:
         offset = self._offset(ids)

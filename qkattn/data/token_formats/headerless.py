@@ -44,15 +44,18 @@ class Headerless(TokenFormat):
 def _refuse_header(path: Path, ids: np.ndarray) -> None:
     """Raises ConfigError if a file seems to begin with a header of an unknown format.
 
-    `ids` are the ids of the file if it has no header. A file with the header of a known format does
-    not come here, because that format opens it.
+    A header has fields that are never 0 at its beginning, and zeros in its unused part. Files with
+    the header of a known format do not come here, because that format opens them.
+
+    Args:
+      path: the file.
+      ids: what the file holds, read as ids from its first byte on.
     """
-    # An id has at least one byte, so these ids have enough bytes for a header.
+    # HEADER_BYTES ids have the bytes of a header and more, because an id has one byte or more.
     start = ids[:HEADER_BYTES].tobytes()[:HEADER_BYTES]
     if len(start) < HEADER_BYTES:
-        return
+        return  # the file is shorter than a header
     header = np.frombuffer(start, '<i4')
-    # These fields of a header are never 0.
     magic, version, num_ids = header[:3]
     is_unused_part_zero = not header[USED_FIELDS:].any()
     if magic and version and num_ids and is_unused_part_zero:
@@ -68,6 +71,7 @@ def _refuse_wider_ids(path: Path, ids: np.ndarray) -> None:
     In this case each id was read as two: its lower half, which may have any value, and its upper
     half, which is small. For example, the ids 70000 and 9 appear as 4464, 1, 9, 0.
     """
+    # Lower and upper halves alternate.
     lower_halves = ids[::2]
     upper_halves = ids[1::2]
     if len(upper_halves) == 0:

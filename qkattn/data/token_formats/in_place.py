@@ -104,26 +104,11 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         return documents.ends(shards_of_split[split])
 
     def count() -> Counts:
-        """Reads all ids, and counts those of each split."""
         log.info('Reading the tokens of %s once for their counts', config.path)
-        infos = {}
-        vocab_size = tokenizer.vocab_size if tokenizer else 0
-        for split in splits:
-            shards = shards_of_split[split]
-            ends = document_ends(split)
-            info, largest_id = _count(shards, len(ends), tokenizer)
-            if tokenizer and split != 'train':
-                # Only these splits report bits per byte. Decoding train would take long.
-                info = dataclasses.replace(info, num_bytes=_num_bytes(shards, ends, tokenizer))
-            infos[split] = info
-            vocab_size = max(vocab_size, largest_id + 1)
-        return Counts(vocab_size=vocab_size, splits=infos)
+        shards = {split: shards_of_split[split] for split in splits}
+        return _count_splits(shards, document_ends, tokenizer)
 
     # The counts depend on the files and on these settings.
-    versions = []
-    for split, paths in files.items():
-        for path in paths:
-            versions.append([split, str(path.absolute()), *version_of(path)])
     settings = [
         token_format.name,
         first_shard.ids.dtype.name,
@@ -131,7 +116,7 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         carved,
         tokenizer.name if tokenizer else None,
     ]
-    counts = _counted_once(config, [settings, versions], count)
+    counts = _counted_once(config, [settings, _versions(files)], count)
 
     if tokenizer is None:
         separator = getattr(documents, 'separator', None)
@@ -253,6 +238,34 @@ def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str,
     return dict(zip(('train', *missing), train.cut(cuts), strict=True))
 
 
+def _versions(files: Mapping[str, list[Path]]) -> list[list]:
+    """Returns the split, path, size and time of change of each file."""
+    versions = []
+    for split, paths in files.items():
+        for path in paths:
+            versions.append([split, str(path.absolute()), *version_of(path)])
+    return versions
+
+
+def _count_splits(
+    shards_of_split: Mapping[str, Shards],
+    document_ends: Callable[[str], np.ndarray],
+    tokenizer: Tokenizer | None,
+) -> Counts:
+    """Reads all ids, and counts those of each split. `document_ends` takes the name of a split."""
+    infos = {}
+    vocab_size = tokenizer.vocab_size if tokenizer else 0
+    for split, shards in shards_of_split.items():
+        ends = document_ends(split)
+        info, largest_id = _count(shards, len(ends), tokenizer)
+        if tokenizer and split != 'train':
+            # Only these splits report bits per byte. Decoding train would take long.
+            info = dataclasses.replace(info, num_bytes=_num_bytes(shards, ends, tokenizer))
+        infos[split] = info
+        vocab_size = max(vocab_size, largest_id + 1)
+    return Counts(vocab_size=vocab_size, splits=infos)
+
+
 def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tuple[SplitInfo, int]:
     """Reads the ids of a split; returns its counts, without bytes, and its largest id.
 
@@ -266,15 +279,7 @@ def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tupl
         num_read = 0  # ids of this shard before the block
         for block in blocks(shard.ids):
             if block.min() < 0 or block.max() >= num_valid_ids:
-                is_invalid = (block < 0) | (block >= num_valid_ids)
-                index = int(np.flatnonzero(is_invalid)[0])
-                condition = 'valid are'
-                if tokenizer:
-                    condition = f'data.tokenizer={tokenizer.name!r} has'
-                raise ConfigError(
-                    f'data.path: {shard.path} holds id {block[index]} at token '
-                    f'{num_read + index:,}, but {condition} ids from 0 to {num_valid_ids - 1:,}'
-                )
+                raise _invalid_id(block, num_read, shard.path, num_valid_ids, tokenizer)
             digest.update(block.data)
             counts_V += np.bincount(block, minlength=num_valid_ids)
             num_read += len(block)
@@ -285,8 +290,26 @@ def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tupl
         unigram_nats_per_token=entropy(counts_V),
         fingerprint=digest.hexdigest(),
     )
-    largest_id = int(np.flatnonzero(counts_V)[-1])
-    return info, largest_id
+    ids_that_occur = np.flatnonzero(counts_V)
+    return info, int(ids_that_occur[-1])
+
+
+def _invalid_id(
+    block: np.ndarray, num_read: int, path: Path, num_valid_ids: int, tokenizer: Tokenizer | None
+) -> ConfigError:
+    """Returns the error about the first id of a block that is not valid.
+
+    The block has the ids of the file `path` after the first `num_read` ones.
+    """
+    is_invalid = (block < 0) | (block >= num_valid_ids)
+    index = int(np.flatnonzero(is_invalid)[0])
+    condition = 'valid are'
+    if tokenizer:
+        condition = f'data.tokenizer={tokenizer.name!r} has'
+    return ConfigError(
+        f'data.path: {path} holds id {block[index]} at token {num_read + index:,}, but '
+        f'{condition} ids from 0 to {num_valid_ids - 1:,}'
+    )
 
 
 def _num_bytes(ids: Shards, ends: np.ndarray, tokenizer: Tokenizer) -> int:

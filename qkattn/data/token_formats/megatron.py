@@ -2,7 +2,7 @@
 
 import struct
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -37,53 +37,82 @@ class Megatron(TokenFormat):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        index = path.with_suffix('.idx')
-        try:
-            content = read_whole(index, most=None)
-        except OSError as error:
-            raise ConfigError(f'data.path: {index} cannot be read ({error.strerror})') from error
-        if not content.startswith(MAGIC):
-            raise ConfigError(
-                f'data.path: {index} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}'
-            )
-        if len(content) < len(MAGIC) + HEADER.size:
-            raise ConfigError(f'data.path: {index} ends inside of its header')
-        version, code, num_sequences, num_bounds = HEADER.unpack_from(content, len(MAGIC))
-        if version != VERSION:
-            raise ConfigError(f'data.path: {index} has version {version}; valid is {VERSION}')
-        if code not in DTYPES:
-            valid = ', '.join(f'{number} ({name})' for number, name in DTYPES.items())
-            raise ConfigError(f'data.path: {index} has ids of type {code}; valid are {valid}')
-        refuse_other_dtype(index, DTYPES[code], dtype)
+        index_path = path.with_suffix('.idx')
+        index = _read_index(index_path, dtype)
+        ids = mapped(path, np.dtype(index.dtype).newbyteorder('<'))
 
-        lengths_at = len(MAGIC) + HEADER.size
-        pointers_at = lengths_at + 4 * num_sequences
-        bounds_at = pointers_at + 8 * num_sequences
-        num_bytes = bounds_at + 8 * num_bounds
-        if len(content) < num_bytes:
+        # Sequence i has the ids from sequence_bounds[i] to sequence_bounds[i + 1].
+        sequence_bounds = np.append(0, np.cumsum(index.lengths, dtype=np.int64))
+        num_ids = sequence_bounds[-1]
+        if num_ids != len(ids):
             raise ConfigError(
-                f'data.path: {index} has {len(content):,} bytes, not the {num_bytes:,} of '
-                f'{num_sequences:,} sequences; copy the file again'
+                f'data.path: {path} holds {len(ids):,} tokens, but {index_path.name} states '
+                f'{num_ids:,}; copy both files again'
             )
-        lengths = np.frombuffer(content, '<i4', num_sequences, lengths_at)
-        pointers = np.frombuffer(content, '<i8', num_sequences, pointers_at)
-        bounds = np.frombuffer(content, '<i8', num_bounds, bounds_at)
-
-        ids = mapped(path, np.dtype(DTYPES[code]).newbyteorder('<'))
-        sequence_ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
-        if sequence_ends[-1] != len(ids):
+        if not np.array_equal(index.pointers, sequence_bounds[:-1] * ids.itemsize):
             raise ConfigError(
-                f'data.path: {path} holds {len(ids):,} tokens, but {index.name} states '
-                f'{sequence_ends[-1]:,}; copy both files again'
+                f'data.path: {index_path} has sequences that do not follow one another'
             )
-        if not np.array_equal(pointers, sequence_ends[:-1] * ids.itemsize):
-            raise ConfigError(f'data.path: {index} has sequences that do not follow one another')
-        is_ascending = num_bounds > 1 and bounds[0] == 0 and (np.diff(bounds) >= 0).all()
+        bounds = index.document_bounds
+        num_sequences = len(index.lengths)
+        is_ascending = len(bounds) > 1 and bounds[0] == 0 and (np.diff(bounds) >= 0).all()
         if not is_ascending or bounds[-1] != num_sequences:
             raise ConfigError(
-                f'data.path: {index} has documents that do not begin at sequence 0, ascend, and '
-                f'end at {num_sequences:,}'
+                f'data.path: {index_path} has documents that do not begin at sequence 0, ascend, '
+                f'and end at {num_sequences:,}'
             )
-        document_ends = np.unique(sequence_ends[bounds[1:]])
-        # A document without a token is left out.
+
+        # Documents without a token are left out: they end where the document before them does, or
+        # at 0.
+        document_ends = np.unique(sequence_bounds[bounds[1:]])
         return Shard(path, ids, document_ends[document_ends > 0])
+
+
+class _Index(NamedTuple):
+    """The content of an index."""
+
+    dtype: str  # of the ids
+    lengths: np.ndarray  # how many ids each sequence has
+    pointers: np.ndarray  # the byte at which each sequence begins
+    document_bounds: np.ndarray  # document i has the sequences from bounds[i] to bounds[i + 1]
+
+
+def _read_index(path: Path, dtype: str | None) -> _Index:
+    """Reads the index of a file of ids.
+
+    `dtype` is data.token_dtype. Raises ConfigError if the index is damaged, or states another type.
+    """
+    try:
+        content = read_whole(path, most=None)
+    except OSError as error:
+        raise ConfigError(f'data.path: {path} cannot be read ({error.strerror})') from error
+    if not content.startswith(MAGIC):
+        raise ConfigError(
+            f'data.path: {path} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}'
+        )
+    if len(content) < len(MAGIC) + HEADER.size:
+        raise ConfigError(f'data.path: {path} ends inside of its header')
+    version, code, num_sequences, num_bounds = HEADER.unpack_from(content, len(MAGIC))
+    if version != VERSION:
+        raise ConfigError(f'data.path: {path} has version {version}; valid is {VERSION}')
+    if code not in DTYPES:
+        valid = ', '.join(f'{number} ({name})' for number, name in DTYPES.items())
+        raise ConfigError(f'data.path: {path} has ids of type {code}; valid are {valid}')
+    refuse_other_dtype(path, DTYPES[code], dtype)
+
+    # The three arrays follow the header. These are the bytes at which they begin.
+    lengths_at = len(MAGIC) + HEADER.size
+    pointers_at = lengths_at + 4 * num_sequences
+    bounds_at = pointers_at + 8 * num_sequences
+    num_bytes = bounds_at + 8 * num_bounds
+    if len(content) < num_bytes:
+        raise ConfigError(
+            f'data.path: {path} has {len(content):,} bytes, not the {num_bytes:,} of '
+            f'{num_sequences:,} sequences; copy the file again'
+        )
+    return _Index(
+        dtype=DTYPES[code],
+        lengths=np.frombuffer(content, '<i4', num_sequences, lengths_at),
+        pointers=np.frombuffer(content, '<i8', num_sequences, pointers_at),
+        document_bounds=np.frombuffer(content, '<i8', num_bounds, bounds_at),
+    )

@@ -67,12 +67,12 @@ class Shards:
     def __getitem__(self, positions: slice) -> np.ndarray:
         """Returns the ids of a range of positions; a view if they are all in one shard."""
         start, end, _ = positions.indices(len(self))
-        number = bisect.bisect_right(self._bounds, start) - 1
+        number = bisect.bisect_right(self._bounds, start) - 1  # of the shard that holds `start`
         parts = []
         while start < end:
+            # Take the ids up to `end` from this shard, or up to the end of the shard.
             first = self._bounds[number]
-            ids = self.shards[number].ids
-            part = ids[start - first : end - first]
+            part = self.shards[number].ids[start - first : end - first]
             parts.append(part)
             start += len(part)
             number += 1
@@ -92,6 +92,7 @@ class Shards:
         bounds = [0, *positions, len(self)]
         parts = []
         for start, end in itertools.pairwise(bounds):
+            # Take from each shard what lies between the two bounds.
             shards = []
             for first, shard in self.starts():
                 start_in_shard = max(start - first, 0)
