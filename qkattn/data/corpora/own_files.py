@@ -46,34 +46,41 @@ def text(config: DataConfig) -> Corpus:
     Raises ConfigError if there is no text, or if it is unclear which text belongs to a split.
     """
     path = as_path(config.path)
-    if not path.is_dir() and records.is_records(path):
+    if path.is_dir():
+        return _text_of_directory(config, path)
+    if records.is_records(path):
         return _text_of_records(config, {'train': [path]})
-    if not path.is_dir():
-        _refuse_feature(config)
-        return _text_of_one_file(path)
+    _refuse_feature(config)
+    return _text_of_one_file(path)
 
+
+def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
+    """Makes a corpus from the files in a directory; see `text`."""
     # files[split][name of the document] is the path of the document.
     files: dict[str, dict[str, Path]] = {}
     empty_folders = []
     for split in SPLITS:
-        files_of_split = _files_of_split(path, split)
+        files_of_split = _files_of_split(directory, split)
         if files_of_split:
             files[split] = files_of_split
-        elif (path / split).exists():
-            empty_folders.append(path / split)
+        elif (directory / split).exists():
+            empty_folders.append(directory / split)
+
+    # No plain text is named after a split. Look for records, then for plain text of other names.
     if not files:
-        files_of_records = files_by_split(path, tuple(records.SUFFIXES))
+        files_of_records = files_by_split(directory, tuple(records.SUFFIXES))
         if files_of_records:
             return _text_of_records(config, files_of_records)
         if not empty_folders:
-            files['train'] = _text_files(path, path)
+            files['train'] = _text_files(directory, directory)
+
     if empty_folders:
         # Without this error, a split would be carved from train although the user has a folder.
         raise ConfigError(f'data.path: {str(empty_folders[0])!r} holds no .txt file.')
     if not files.get('train'):
         raise ConfigError(
-            f'data.path: {str(path)!r} holds neither train.txt nor train/*.txt, nor other files of '
-            'text (.txt, .jsonl, .parquet)'
+            f'data.path: {str(directory)!r} holds neither train.txt nor train/*.txt, nor other '
+            'files of text (.txt, .jsonl, .parquet)'
         )
     _refuse_feature(config)
 
@@ -258,7 +265,7 @@ def _sha256(path: Path) -> str:
 # A run opens its corpus more than once. The cache has an entry for each version of a file.
 @functools.cache
 def _sha256_of_version(path: Path, version: tuple[int, int]) -> str:
-    """As `_sha256`. `version` is the size and the time of change of the file."""
+    """As `_sha256`. `version` is the size of the file and the time of its last change."""
     size, _ = version
     if not size:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
@@ -282,7 +289,7 @@ def _scan(path: Path) -> _Scan:
 # A run opens its corpus more than once. The cache has an entry for each version of a file.
 @functools.cache
 def _scan_version(path: Path, version: tuple[int, int]) -> _Scan:
-    """As `_scan`. `version`, the size and the time of change of the file, is only for the cache."""
+    """As `_scan`, cached by path and `version`, the size of the file and its last change."""
     content = _content(path)
     content.decode()  # raises UnicodeDecodeError if it is not UTF-8
     if not content:
