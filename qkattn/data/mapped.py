@@ -31,13 +31,17 @@ def read_ahead(ids: np.ndarray) -> None:
         if isinstance(pages, mmap.mmap):
             file_address = np.frombuffer(pages, np.uint8).ctypes.data
             first_byte = ids.ctypes.data - file_address
-            # The kernel takes the beginning of a page.
+            # The kernel takes ranges of bytes that begin with a page.
             start = first_byte // mmap.PAGESIZE * mmap.PAGESIZE
             pages.madvise(mmap.MADV_WILLNEED, start, first_byte + ids.nbytes - start)
 
 
 def _owners(ids: np.ndarray) -> Iterator[object]:
-    """Yields the objects that hold the memory of an array, from the nearest to the farthest."""
+    """Yields the objects that hold the memory of an array, from the nearest to the farthest.
+
+    A slice of mapped ids, for example, is a view of an array, which is a view of a memoryview,
+    which is a view of the mapped file.
+    """
     owner: object = ids
     while owner is not None:
         yield owner

@@ -176,7 +176,10 @@ def _eval_batch(rows: Rows, split: str, evaluated_R: np.ndarray, position_B: np.
 
 
 def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray:
-    """Returns the numbers of the rows that `eval_batches` reads."""
+    """Returns the numbers of the rows that `eval_batches` reads.
+
+    They have equal distances: 4 of 10 rows are the rows 0, 2, 5 and 7.
+    """
     available = rows.count(split)
     count = available if max_rows is None else min(max_rows, available)
     return np.arange(count) * available // count

@@ -124,7 +124,9 @@ class TokenDataset:
         """
         ids = self.split(split)
         if isinstance(ids, np.ndarray):
-            return ids[first_B[:, None] + np.arange(size)].astype(np.int32)
+            positions_BT = first_B[:, None] + np.arange(size)
+            return ids[positions_BT].astype(np.int32)
+        # Ids of several files can only be sliced.
         rows_BT = np.empty((len(first_B), size), np.int32)
         for row_T, first in zip(rows_BT, first_B.tolist(), strict=True):
             row_T[:] = ids[first : first + size]
@@ -225,6 +227,7 @@ class PairDataset:
         """
 
         def cut(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
+            # The last token of a sentence is the separator.
             return [tokens[start : end - 1] for start, end in itertools.pairwise(bounds)]
 
         source, target = self.tokens(split)

@@ -122,8 +122,8 @@ def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
         start = _moment(rng)
 
         # In turn, an interval within a week, two months, or two years.
-        most_days = (6, 60, 600)[number % 3]
-        end = start + datetime.timedelta(days=rng.randrange(1, most_days))
+        days_below = (6, 60, 600)[number % 3]
+        end = start + datetime.timedelta(days=rng.randrange(1, days_below))
         for skeleton in skeletons:
             yield partial(dates.format_interval, start.date(), end.date(), skeleton)
 

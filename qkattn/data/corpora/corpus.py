@@ -243,13 +243,14 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
     """Cuts a text into parts at ends of lines.
 
     `percents` say how much of the text comes before each cut: (80, 90) gives parts of about 80 %,
-    10 % and 10 % of its bytes. The cut is the end of the line that crosses the percentage.
+    10 % and 10 % of its bytes. A cut moves to the end of the line that it falls into.
 
     Raises ConfigError, with the `name` of the corpus, if a part would be empty.
     """
     bounds = [0]
     for percent in percents:
         first_byte = len(text) * percent // 100
+        # Without a further newline, this is -1, and the bound 0 makes an empty part.
         line_end = text.find(b'\n', first_byte)
         bounds.append(line_end + 1)
     bounds.append(len(text))

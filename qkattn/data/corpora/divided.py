@@ -65,7 +65,7 @@ def _documents(texts: Iterable[bytes], cuts: Cuts) -> Iterator[bytes]:
     A cut is left out if the document before or after it would be only white space.
     """
     for text in texts:
-        starts = [0]
+        starts = [0]  # where the documents of the text begin
         for start in cuts(text):
             last_document = text[starts[-1] : start]
             if last_document.strip():
@@ -126,6 +126,7 @@ class _Blocks(Cuts):
     def __call__(self, text: bytes) -> Iterator[int]:
         position = self.size
         while position < len(text):
+            # A line that begins at `position` has the newline of the last line before it.
             line_end = text.find(b'\n', position - 1)
             if line_end < 0:
                 return

@@ -60,8 +60,10 @@ class TextRows(Rows):
         """Assigns each row to the document of the token in its middle."""
         first_R = np.arange(self.count(split)) * self.length
         middle_R = first_R + (self.length + 1) // 2
+        # The index of a token's document is the number of documents that end before the token.
         ends = self.dataset.document_ends(split)
-        return self.dataset.document_names(split), np.searchsorted(ends, middle_R, side='right')
+        document_R = np.searchsorted(ends, middle_R, side='right')
+        return self.dataset.document_names(split), document_R
 
     def identity(self) -> dict[str, Any]:
         return self.dataset.identity()
@@ -218,7 +220,8 @@ class MaskedRows(TextRows):
         u_action_BT = u_B3T[:, 1]
         u_token_BT = u_B3T[:, 2]
 
-        # The positions with the smallest numbers are the targets, a draw without replacement.
+        # The targets are the positions with the smallest numbers. This draws them without
+        # replacement.
         order_BT = np.argsort(u_order_BT, axis=1)
         target_positions = order_BT[:, : self.num_masked]
         is_target_BT = np.zeros(targets_BT.shape, bool)

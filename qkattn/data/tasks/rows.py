@@ -109,7 +109,7 @@ class Rows(Protocol):
         unknown, it is the loss of a uniform prediction.
         """
         losses = {}
-        for split in self.splits[1:]:
+        for split in self.splits[1:]:  # the first one is 'train'
             chance = self.unigram_nats(split)
             if chance is None:
                 chance = float(np.log(self.vocab_size))
@@ -180,8 +180,8 @@ def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], part: int = 0) -> np.n
     """
     u = np.empty((len(draws_B2), *shape))
     for draws_2, u_row in zip(np.asarray(draws_B2, np.uint64), u, strict=True):
-        # Philox counts its draws with 256 bits. The part is the highest of its four words, so the
-        # parts are 2^192 draws apart.
+        # Philox has a counter of 256 bits, which numbers its draws. Parts begin 2^192 draws apart,
+        # so they never overlap.
         generator = np.random.Philox(key=draws_2, counter=part << 192)
         np.random.Generator(generator).random(out=u_row)
     return u

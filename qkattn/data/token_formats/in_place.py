@@ -119,18 +119,19 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
     counts = _counted_once(config, [settings, _versions(files)], count)
 
     if tokenizer is None:
+        # Only `SeparatedDocuments` know the id of the separator.
         separator = getattr(documents, 'separator', None)
         tokenizer = IdTokenizer(counts.vocab_size, separator)
     fingerprints = [counts.splits[split].fingerprint for split in splits]
     digest = hashlib.sha256(' '.join(fingerprints).encode()).hexdigest()[:16]
     return TokenDataset(
-        f'tokens-{token_format.name}',
-        f'sha256-{digest}-{documents.name}',
-        tokenizer,
-        {split: counts.splits[split] for split in splits},
-        shards_of_split,
-        dict.fromkeys(carved, CARVED_FRACTION),
-        document_ends,
+        name=f'tokens-{token_format.name}',
+        version=f'sha256-{digest}-{documents.name}',
+        tokenizer=tokenizer,
+        infos={split: counts.splits[split] for split in splits},
+        tokens=shards_of_split,
+        carved=dict.fromkeys(carved, CARVED_FRACTION),
+        document_ends=document_ends,
     )
 
 
