@@ -12,6 +12,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from tests.processes import ROOT
 
 README = (ROOT / 'README.md').read_text()
 VARIANTS = (ROOT / 'docs/variants.md').read_text()
-PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted(ROOT.glob('docs/*.md'))]
+NAMES = ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md')
+PAGES = [*(ROOT / name for name in NAMES), *sorted(ROOT.glob('docs/*.md'))]
 
 
 def between(text: str, begin: str, end: str) -> str:
@@ -85,10 +87,35 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
 def test_every_path_that_a_page_names_exists():
     named = re.compile(r'`((?:qkattn|examples|experiments|configs|tests|launch|docs)/[\w./]*)`')
     for page in PAGES:
-        for path in named.findall(text := page.read_text()):
+        for path in named.findall(page.read_text()):
             assert (ROOT / path).exists(), (page, path)
-        for link in re.findall(r'\]\(([^)#]+)\)', text):
-            assert link.startswith('https://') or (page.parent / link).exists(), (page, link)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as GitHub makes them."""
+    slugs: list[str] = []
+    text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
+    for title in re.findall(r'^#{1,6} +(.+?)[ #]*$', text, re.M):
+        shown = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', title)  # a link shows its text
+        slugs.append(re.sub(r'[^\w\- ]', '', shown.lower()).replace(' ', '-'))
+    seen: Counter[str] = Counter()
+    numbered = set()
+    for slug in slugs:
+        numbered.add(f'{slug}-{seen[slug]}' if seen[slug] else slug)
+        seen[slug] += 1
+    return numbered
+
+
+def test_every_link_leads_to_a_file_and_to_a_heading_in_it():
+    for page in PAGES:
+        for path, anchor in re.findall(r'\]\(([^)#]*)#?([^)]*)\)', page.read_text()):
+            if path.startswith('https://'):
+                continue
+            target = page.parent / path if path else page
+            assert target.exists(), (page, path)
+            if anchor:
+                assert target.suffix == '.md' and anchor in anchors(target), (page, path, anchor)
 
 
 def test_every_registry_that_contributors_need_exists():
@@ -149,6 +176,8 @@ OTHER_COMMANDS = (
     'git clone ',  # of this repository
     'launch/quickstart.sh',  # tests/test_setup.py; log in experiments/results/quickstart
     'launch/test.sh',
+    'launch/docs.sh',  # .ci/run
+    'launch/check_wheel.sh',  # .github/workflows/release.yml
     '.venv/bin/python -m pytest ',  # the example runs above
     '.venv/bin/python -m mypy',
     '.venv/bin/python -m ruff ',
