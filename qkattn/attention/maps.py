@@ -7,6 +7,7 @@ import jax
 
 from qkattn.attention.parameters import composed, heads_of, homogeneous, project, slices_DNH
 
+# The arrays [B, S, ...] that decoding caches, by name.
 Cache = dict[str, jax.Array]
 
 

@@ -176,6 +176,7 @@ def _entmax_jvp(
     return p_BNTS, dp_BNTS
 
 
+# The normalizers of the package, by name.
 NORMALIZERS: dict[str, type[Normalizer]] = {
     'softmax': Softmax,
     'softmax_off_by_one': SoftmaxOffByOne,

@@ -22,6 +22,7 @@ from qkattn.config.setting import PASSED
 from qkattn.config.variant import Variant
 from qkattn.errors import SpecError
 
+# The scores of the package, by name.
 SCORES: dict[str, type[Score]] = {
     'qk': qk.QK,
     'merged': qk.Merged,
@@ -40,6 +41,7 @@ SCORES: dict[str, type[Score]] = {
     'latent': key_latents.Latent,
 }
 
+# The values of the package, by name.
 VALUES: dict[str, type[Value]] = {
     'vo': vo.VO,
     'no_v': slices.NoV,

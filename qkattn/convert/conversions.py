@@ -59,6 +59,7 @@ class Conversion:
         return first.removesuffix(' Exact.')
 
 
+# The conversions of the package, by name.
 CONVERSIONS: dict[str, Conversion] = {
     'to_standard': Conversion(whole_layer.to_standard, 'both'),
     'merge': Conversion(circuits.merge, 'QK'),

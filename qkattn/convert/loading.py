@@ -214,6 +214,7 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
 
     Args:
       data: the value of the flag, one of
+
         - a .json file in the format of tokenizer.json;
         - an encoding of tiktoken, as in 'tiktoken:gpt2';
         - a directory that prepare_data has written: the tokenizer of its tokens;

@@ -115,6 +115,7 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
 
     Args:
       source: one of
+
         - a directory with model.safetensors (or its index) and config.json;
         - a .safetensors file; a config.json beside it is read too;
         - a dictionary of numpy, jax or torch arrays by name, in 16 or 32 bits.
@@ -162,6 +163,7 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
 
     Args:
       source: one of
+
         - a .pt checkpoint, which requires torch; only tensors and plain values are loaded from it;
         - a .safetensors file;
         - a dictionary of arrays by name;

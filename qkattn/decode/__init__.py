@@ -1,0 +1,1 @@
+"""Decoding: continuations, beam search and translation, and models for evaluation harnesses."""

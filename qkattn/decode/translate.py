@@ -42,6 +42,8 @@ def translate_ids(
 
     The processes of a job share the batches. All of them must call this with the same arguments,
     and all get all translations.
+
+    Raises ConfigError for a source that is too long for model.source_context with its separator.
     """
     longest = model.config.encoder.context
     separator = tokenizer.separator

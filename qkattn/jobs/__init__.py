@@ -1,0 +1,1 @@
+"""Processes: command lines, signals, the machine, and jobs of several processes."""

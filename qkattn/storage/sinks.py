@@ -131,6 +131,7 @@ class WandB:
         self._run.finish()
 
 
+# The sinks of the package, by name.
 SINKS: dict[str, type[TensorBoard] | type[WandB]] = {'tensorboard': TensorBoard, 'wandb': WandB}
 
 

@@ -72,7 +72,10 @@ def parse_fields(text: str, context: str) -> dict[str, Any]:
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """Parses a variant of a study, 'score/value?field=value&...', into model fields."""
+    """Parses a variant of a study, 'score/value?field=value&...', into model fields.
+
+    Raises ConfigError for a Score, Value or field that does not exist.
+    """
     name, _, fields_text = text.partition('?')
     try:
         variant = registry.parse_variant(name)

@@ -39,7 +39,10 @@ _TRAINING = 4
 
 
 def parse(text: str) -> int | None:
-    """Parses the value of --workers: a number, or 'auto', which is None."""
+    """Parses the value of --workers: a number, or 'auto', which is None.
+
+    Raises ConfigError for other text, and for a number below 1.
+    """
     if text == AUTO:
         return None
     if text.isascii() and text.isdecimal() and int(text) > 0:

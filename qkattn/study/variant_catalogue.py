@@ -41,13 +41,15 @@ def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
     """Describes one circuit of a variant: its Score ('score') or its Value ('value').
 
     Returns:
-        equation    the equation of A[n] or B[n]
-        options     the keyword arguments of the class, with their defaults
-        parameters  the number of parameters in letters, such as 'D*N*H'
-        cache       the floats cached for each token in letters, such as 'K*H'. For a Value, only
-                    those that its Score does not cache
-        rope        whether rotary positions may be used
-        source      where the form comes from
+        A dictionary with the keys
+
+        - equation: the equation of A[n] or B[n];
+        - options: the keyword arguments of the class, with their defaults;
+        - parameters: the number of parameters in letters, such as `D*N*H`;
+        - cache: the floats cached for each token in letters, such as `K*H`. For a Value, only
+          those that its Score does not cache;
+        - rope: whether rotary positions may be used;
+        - source: where the form comes from.
     """
     spec = reference_spec(score, value)
     # Only shapes are needed, so eval_shape traces the layer and its cache without computing them.

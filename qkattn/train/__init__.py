@@ -1,0 +1,1 @@
+"""Training: the loop, its compiled programs, checkpoints and results."""

@@ -131,6 +131,7 @@ def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimens
     return optax.contrib.MuonDimensionNumbers(tuple(rows), (columns,))
 
 
+# (config, learning rate, weight decay) -> the optimizer, by the value of optimizer.name.
 OPTIMIZERS: dict[str, Callable[..., Any]] = {'adamw': adamw, 'muon': muon, 'sgd': sgd}
 
 

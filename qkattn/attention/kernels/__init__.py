@@ -1,0 +1,1 @@
+"""Programs that compute attention: with einsums, in blocks, or by kernels of JAX's libraries."""

@@ -1,0 +1,1 @@
+"""Scores, the ways to write A[n]: each module holds one family."""

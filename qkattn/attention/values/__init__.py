@@ -1,0 +1,1 @@
+"""Values, the ways to write B[n]: each module holds one family."""

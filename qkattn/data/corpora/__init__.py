@@ -1,0 +1,1 @@
+"""Datasets: where texts come from, and how they are split."""

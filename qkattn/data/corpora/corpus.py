@@ -50,7 +50,7 @@ class Corpus:
 def readable(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
     """Turns an OSError, or one of `errors`, inside of a block into a ConfigError.
 
-    The message is '<name> cannot be read (<reason>); <advice>.'
+    The message is `<name> cannot be read (<reason>); <advice>.`
     """
     try:
         yield

@@ -27,6 +27,7 @@ def _tokens(config: DataConfig) -> Corpus:
     raise ConfigError("data.name='tokens' is already tokenized; name the text")
 
 
+# The datasets of the package, by the value of data.name.
 CORPORA = {
     'stdlib': Source(python_text.stdlib),
     'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir', 'documents')),

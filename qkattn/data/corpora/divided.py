@@ -36,6 +36,7 @@ def divided(corpus: Corpus, rule: str) -> Corpus:
     Args:
       corpus: the corpus with whole texts.
       rule: the value of data.documents, which says where documents begin.
+
         - 'blank_line': after blank lines.
         - 'kB=16': at the first line that begins 16 kilobytes or more after the last cut.
         - Another text is a regular expression: where it matches. In '^ACT ', for example, ^ is the

@@ -58,6 +58,8 @@ def multi30k(config: DataConfig) -> Corpus:
     These are the raw sentences of task 1, not tokenized; the train split has 29,000 of them. The
     test split is test_2016_flickr. Source: Elliott et al. 2016,
     https://aclanthology.org/W16-3210; French: 2017, https://aclanthology.org/W17-4718.
+
+    Raises ConfigError for another language.
     """
     languages = parse_languages(config)
     if not set(languages) <= {'de', 'en', 'fr'}:

@@ -78,9 +78,10 @@ class TextRows(Rows):
 class LanguageRows(TextRows):
     """Windows of text. Each token is predicted from the tokens before it in its window.
 
-    Window w of a split holds the length + 1 tokens from w*length to (w+1)*length. Its last token is
-    also the first token of window w + 1. So every token except the first one of a split is a target
-    exactly once. Targets at the end of a split that do not fill a window are left out.
+    Window w of a split holds the tokens from `w * length` to `(w + 1) * length`, both included. Its
+    last token is also the first token of window w + 1. So every token except the first one of a
+    split is a target exactly once. Targets at the end of a split that do not fill a window are left
+    out.
 
     With `shift`, training windows begin `offset` tokens later, and there is one window less. The
     offset, 0 <= offset < length, is drawn once for each (seed, epoch).
@@ -181,8 +182,8 @@ class DocumentRows(LanguageRows):
 class MaskedRows(TextRows):
     """Windows of text in which an encoder restores hidden tokens (Devlin et al. 2019, 3.1).
 
-    Window w of a split holds tokens [w*length, (w+1)*length). Tokens at the end of a split that do
-    not fill a window are left out.
+    Window w of a split holds the tokens from `w * length` up to, not including, `(w + 1) * length`.
+    Tokens at the end of a split that do not fill a window are left out.
 
     In each row, max(1, round(mask_rate * length)) positions are drawn without replacement. Only
     these are targets. A target becomes the mask with probability 0.8, and a random token other than

@@ -306,6 +306,7 @@ class Successor(Probe):
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)
 
 
+# The probes of the package, by the value of data.name.
 PROBES = {cls.__name__.lower(): cls for cls in (Copy, Reversal, Induction, Recall, Successor)}
 
 
@@ -357,7 +358,11 @@ class ProbeRows(Rows):
 
     @classmethod
     def open(cls, config: Config) -> Self:
-        """Opens the probe that data.name names; its rows must have model.context tokens."""
+        """Opens the probe that data.name names.
+
+        Raises ConfigError unless its rows have model.context tokens, and for settings of other
+        tasks.
+        """
         refuse_unused(config.data, (*SETTINGS, *SETTINGS_OF_TEXT))
         name, probe = find(config.data.name)
         rows = cls(name, probe)

@@ -15,6 +15,7 @@ from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers import vocabulary
 from qkattn.errors import ConfigError
 
+# The tasks of the package, by the value of data.task.
 TASKS: dict[str, type[Rows]] = {
     'language': LanguageRows,
     'masked': MaskedRows,
