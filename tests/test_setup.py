@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import qkattn
 from tests.launch.launchers import stand_in
 from tests.processes import ROOT
 
@@ -57,7 +58,7 @@ def test_requirements_pin_one_version_in_the_declared_range(python_version):
     lines = (ROOT / 'requirements.txt').read_text().splitlines()
     pins = filter(None, (line.partition('#')[0].strip() for line in lines))
     pinned = by_name(pins, python_version)
-    declared = by_name(CORE + EXTRAS['lab'] + EXTRAS['test'], python_version)
+    declared = by_name(CORE + EXTRAS['lab'] + EXTRAS['test'] + EXTRAS['docs'], python_version)
     # Left to jax in pyproject.toml; pinned, as bitwise results depend on it.
     assert pinned.keys() - declared.keys() == {'jaxlib'} and not declared.keys() - pinned.keys()
     for name, pin in pinned.items():
@@ -179,6 +180,20 @@ def test_launchers_install_extras_that_there_are():
     text = ''.join(path.read_text() for path in files + [ROOT / 'docs/launch.md'] if path.is_file())
     named = {name for pair in re.findall(r'\b(cuda|tpu),(?!cpu)(\w+)', text) for name in pair}
     assert {'cuda', 'tpu'} < named <= EXTRAS.keys()
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = re.search(r'^version: (.+)$', (ROOT / 'CITATION.cff').read_text(), re.M)
+    assert PYPROJECT['version'] == qkattn.__version__ == citation[1]
+
+
+def test_pages_are_built_into_no_directory_of_others(tmp_path):
+    (tmp_path / 'thesis').touch()
+    for arguments in ([tmp_path], ['--serve', tmp_path], ['--serve=x'], ['--help'], ['a', 'b']):
+        command = ['bash', ROOT / 'launch/docs.sh', *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert [*tmp_path.iterdir()] == [tmp_path / 'thesis']
 
 
 def test_scripts_are_executable():
