@@ -52,6 +52,7 @@ class EvaluationCorpus:
 
     def identity(self) -> dict[str, Any]:
         """Identifies the rows in results and checkpoints; JSON."""
+        # The rows describe all splits of their data. Keep what is about this split.
         identity = dict(self.rows.identity())
         identity['fingerprints'] = {self.split: identity['fingerprints'][self.split]}
         carved = identity.pop('carved', {})

@@ -60,6 +60,7 @@ class SeparatedDocuments(Documents):
         return np.unique(np.append(ends, len(ids)))
 
     def next_end(self, ids: Shards, position: int) -> int:
+        # A document ends `offset` ids after its separator.
         offset = self._offset(ids)
         start = max(position - offset, 0)
         for block in blocks(ids, start):
@@ -70,10 +71,10 @@ class SeparatedDocuments(Documents):
         return len(ids)
 
     def _offset(self, ids: Shards) -> int:
-        """Returns the distance from a separator to the end of a document.
+        """Returns how many ids after the position of a separator a document ends.
 
-        It is 0 if separators begin documents: the document before the separator ends there. It is 1
-        if separators end documents, because a document includes its separator.
+        If separators begin documents, the document before a separator ends where the separator is,
+        so this is 0. If separators end documents, a document includes its separator, so this is 1.
         """
         begins_documents = ids[:1][0] == self.separator
         return 0 if begins_documents else 1

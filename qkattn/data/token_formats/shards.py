@@ -30,7 +30,9 @@ class Shard:
         """
         ends = self.document_ends
         if ends is not None:
-            ends = ends[(ends > start) & (ends <= end)] - start
+            # Take the ends of the documents in the part, and count them from its beginning.
+            is_in_part = (ends > start) & (ends <= end)
+            ends = ends[is_in_part] - start
         return Shard(self.path, self.ids[start:end], ends)
 
 

@@ -230,13 +230,14 @@ class FileTokenizer(Subwords):
         return SEPARATOR.join(self._texts(ids))
 
     def num_bytes(self, ids: Ids) -> int:
+        # Each separator counts as one byte. There is one separator fewer than texts.
         texts = self._texts(ids, skip_special_tokens=True)
         return sum(len(text.encode()) for text in texts) + len(texts) - 1
 
     def _texts(self, ids: Ids, skip_special_tokens: bool = False) -> list[str]:
         """Decodes the texts between separators; n separators make n + 1 texts."""
         ids = np.asarray(ids, np.int64)
+        # Cut before each separator. Then each part but the first begins with one, which is removed.
         parts = np.split(ids, np.flatnonzero(ids == self.separator))
-        # Each part but the first begins with a separator, which is removed.
         ids_of_texts = [part[part != self.separator].tolist() for part in parts]
         return self._tokenizer.decode_batch(ids_of_texts, skip_special_tokens=skip_special_tokens)

@@ -125,7 +125,9 @@ def is_import_path(kind: str) -> bool:
     'my_file:MyTokenizer' does. 'C:/tokenizer.json' does not, because it is the path of a file, and
     neither does 'tiktoken:gpt2'.
     """
-    return ':' in kind and not kind.endswith('.json') and not kind.startswith(PREFIX)
+    is_file = kind.endswith('.json')
+    is_encoding = kind.startswith(PREFIX)  # of tiktoken
+    return ':' in kind and not is_file and not is_encoding
 
 
 @contextlib.contextmanager
