@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 from qkattn.jobs.output import short
 from qkattn.report import prose
 from qkattn.report.figures import forest, style
-from qkattn.report.figures.drawing import Drawing, Grid, Panel
+from qkattn.report.figures.drawing import Cut, Drawing, Grid, Panel
 from qkattn.stats.scaling import Law
 from qkattn.stats.sweep import Sweep
 from qkattn.study.tuning import KNOBS
@@ -24,7 +24,7 @@ from qkattn.verdict.trained_study import TrainedStudy
 
 # The most panels of a figure. With more it would be larger than a page shows and an image may be.
 MOST_PANELS = 60
-# Parameter counts are equal if the largest is at most this many times the smallest.
+# Parameter counts are about equal if the largest is at most this many times the smallest.
 EQUAL = 1.01
 # Learning curves leave out this first fraction of the training, in which variants do not differ.
 NOT_DRAWN = 0.2
@@ -54,24 +54,30 @@ def _of_grid(stem: str, grid: Grid, group: str, num_arms: int, **values: object)
     `num_arms` is the number of arms that could be drawn. If it exceeds MOST_PANELS, the caption
     says so. `values` are further values for the caption.
     """
-    cut = (MOST_PANELS, num_arms) if num_arms > MOST_PANELS else None
+    cut = Cut(MOST_PANELS, num_arms) if num_arms > MOST_PANELS else None
     return Drawing(stem, grid.draw, {'size': group or None, 'cut': cut, **values}, grid)
 
 
 def _sweeps(
     knob: str, arms: Sequence[TrainedArm], styles: style.Styles, suffix: str, group: str
 ) -> Drawing | None:
-    """Returns the figure of screening losses against a setting, with a panel for each tuned arm.
+    """Returns the figure of how a setting was tuned: loss against value, a panel for each arm.
 
-    Returns None if the setting is not tuned. `suffix` ends the name of the figure, and `group` is
-    the size and corpus of the arms.
+    Args:
+      knob: the setting, such as 'learning_rate'.
+      arms: the arms of a group.
+      styles: the style of each variant.
+      suffix: the end of the name of the figure, as in 'sweep_learning_rate_2'.
+      group: the size and corpus of the arms.
+
+    Returns None if no arm has tuned the setting.
     """
     tuned_arms = [arm for arm in arms if knob in arm.sweeps]
     if not tuned_arms:
         return None
 
     drawn_arms = tuned_arms[:MOST_PANELS]
-    tried_values = set[float]()
+    tried_values = set[float]()  # by any arm; all panels have the same x axis
     for arm in drawn_arms:
         tried_values.update(arm.sweeps[knob].values)
     panels = []
@@ -85,15 +91,19 @@ def _sweeps(
         panels.append(Panel(arm.variant, draw, notes=(chosen, interval)))
     grid = Grid(panels, f'{prose.words(knob)} (log scale)', _VAL_LOSS, title_length=36)
 
-    # If a chosen value is not at the vertex of its parabola, the caption explains why.
-    is_minimax = any(_is_beside_vertex(arm.sweeps[knob]) for arm in drawn_arms)
-    return _of_grid(
-        f'sweep_{knob}{suffix}', grid, group, len(tuned_arms), knob=knob, minimax=is_minimax
-    )
+    caption_values = {
+        'knob': knob,
+        'beside_vertex': any(_is_beside_vertex(arm.sweeps[knob]) for arm in drawn_arms),
+    }
+    return _of_grid(f'sweep_{knob}{suffix}', grid, group, len(tuned_arms), **caption_values)
 
 
 def _is_beside_vertex(sweep: Sweep) -> bool:
-    """Whether the chosen value differs from the optimum of the parabola, to three digits."""
+    """Returns whether the chosen value is another than the optimum of the parabola.
+
+    They are compared after rounding to three digits. The caption of the figure explains such a
+    choice.
+    """
     return sweep.optimum is not None and sweep.chosen != float(f'{sweep.optimum:.3g}')
 
 
@@ -106,7 +116,8 @@ def _draw_sweep(ax: Axes, sweep: Sweep, values: Sequence[float], keywords: dict[
       values: the values that any panel has, ascending; they are the ticks of the x axis.
       keywords: the style of the arm, as keywords of `Axes.plot`.
     """
-    # A panel has room for three labels. The largest value always has one.
+    # A panel has room for three labels. The largest value always has one: of 7 values, the 7th, the
+    # 4th and the 1st are labelled.
     label_every = math.ceil(len(values) / 3)
     labelled_values = values[::-1][::label_every]
     ax.set(xscale='log', xlim=(values[0] / 1.3, values[-1] * 1.3))
@@ -172,8 +183,10 @@ def _learning_curves(
     """Returns the figure of validation losses during training, for the arms of a group.
 
     There is a panel for each variant, which also shows the baseline. The baseline has a panel of
-    its own only if no other arm has a curve. Returns None if no arm has a curve. `suffix` ends the
-    name of the figure.
+    its own only if no other arm has a curve. Returns None if no arm has a curve.
+
+    `group` is the size and corpus of the arms. `suffix` ends the name of the figure, as in
+    'curves_2'.
     """
     baselines = [arm for arm in arms if arm.is_baseline]
     other_arms = [arm for arm in arms if not arm.is_baseline]
@@ -184,19 +197,11 @@ def _learning_curves(
             curves[arm.variant] = curve
     if not curves:
         return None
+
     variants = [variant for variant in curves if variant != study.baseline]
     if not variants:
-        variants = list(curves)
-
-    # All panels have the same axes.
-    lowest_loss = min(curve.min(axis=None) for curve in curves.values())
-    highest_loss = max(curve.max(axis=None) for curve in curves.values())
-    first_tokens = min(curve.index[0] for curve in curves.values())
-    last_tokens = max(curve.index[-1] for curve in curves.values())
-    limits = {
-        'xlim': _padded(first_tokens, last_tokens),
-        'ylim': _padded(lowest_loss, highest_loss),
-    }
+        variants = [study.baseline]
+    limits = _common_limits(curves.values())
     panels = []
     for variant in variants:
         draw = functools.partial(_draw_curves, study, curves, variant, styles, limits)
@@ -205,8 +210,20 @@ def _learning_curves(
     return _of_grid(f'curves{suffix}', grid, group, len(other_arms))
 
 
+def _common_limits(curves: Collection[pd.DataFrame]) -> dict[str, tuple[float, float]]:
+    """Returns the ends of axes that show all learning curves, as keywords of `Axes.set`."""
+    first_tokens = min(curve.index[0] for curve in curves)
+    last_tokens = max(curve.index[-1] for curve in curves)
+    lowest_loss = min(curve.min(axis=None) for curve in curves)
+    highest_loss = max(curve.max(axis=None) for curve in curves)
+    return {
+        'xlim': _padded(first_tokens, last_tokens),
+        'ylim': _padded(lowest_loss, highest_loss),
+    }
+
+
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """Returns the limits of an axis that shows numbers from `low` to `high`."""
+    """Returns the ends of an axis from `low` to `high` with some room on each side."""
     pad = 0.05 * (high - low) or 0.01
     return low - pad, high + pad
 
@@ -225,7 +242,8 @@ def _curve(arm: TrainedArm) -> pd.DataFrame:
     if not losses_of_seeds:
         return pd.DataFrame()
 
-    # Steps that lack the loss of a seed are dropped.
+    # pandas makes each dict a row; transposed, rows are steps. Those without the losses of all
+    # seeds are dropped.
     curve = pd.DataFrame(losses_of_seeds).T.dropna()
     last_step = max(curve.index, default=0)
     curve = curve[curve.index >= NOT_DRAWN * last_step]
@@ -244,8 +262,9 @@ def _draw_curves(
     """Draws the learning curves of the baseline and of a variant into a panel.
 
     A line is the mean over seeds. The band around it is from the lowest seed to the highest.
-    `limits` are the ends of the axes.
+    `limits` are the ends of the axes, as keywords of `Axes.set`.
     """
+    # If the variant is the baseline, there is one curve.
     label_by_variant = {study.baseline: f'baseline {short(study.baseline, 34)}'}
     label_by_variant[variant] = 'the variant named above'
     for name, label in label_by_variant.items():
@@ -274,9 +293,12 @@ def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Drawin
 
     Returns None without losses, or if all arms have the same parameter count.
     """
-    counts = [_num_parameters(arm) for arm in findings.arms]
     has_losses = any(arm.chosen for arm in findings.arms)
-    if not has_losses or max(counts) <= EQUAL * min(counts):
+    if not has_losses:
+        return None
+    counts = [_num_parameters(arm) for arm in findings.arms]
+    are_equal = max(counts) <= EQUAL * min(counts)
+    if are_equal:
         return None
     has_laws = any(isinstance(scaling.law, Law) for scaling in findings.scaling)
     draw = functools.partial(_draw_loss_against_parameters, findings, styles)
@@ -335,9 +357,11 @@ def _draw_losses_of_sizes(
 
     label = short(name, 40)
     if law is None:
-        ax.plot(counts, means, label=label, **keywords | {'linewidth': 0.8})
+        thin_line = keywords | {'linewidth': 0.8}
+        ax.plot(counts, means, label=label, **thin_line)
         return
-    ax.plot(counts, means, label=label, **keywords | {'linestyle': 'none'})
+    markers = keywords | {'linestyle': 'none'}
+    ax.plot(counts, means, label=label, **markers)
     curve_counts = np.geomspace(law.sizes[0], law.sizes[-1], 80)
     curve_losses = [law.loss(count) for count in curve_counts]
     curve = keywords | {'marker': '', 'label': f'_law of {name}'}

@@ -32,10 +32,9 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
     for ax, (layer, s_ND) in zip(axes, sorted(layers.items()), strict=True):
         shades = colormaps['viridis'](np.linspace(0, 0.9, len(s_ND)))
         for head, (s_D, shade) in enumerate(zip(s_ND, shades, strict=True)):
-            # Singular values of 1e-6 times the largest are rounding errors of float32. They are not
-            # drawn, and neither are those of a matrix of zeros.
+            # Values below 1e-6 times the largest are rounding errors of float32. NaN is not drawn.
             largest = s_D[0]
-            divisor = largest if largest > 0 else 1.0
+            divisor = largest if largest > 0 else 1.0  # a matrix of zeros has largest = 0
             relative_D = np.where(s_D > 1e-6 * largest, s_D / divisor, np.nan)
             ax.plot(np.arange(1, len(s_D) + 1), relative_D, color=shade, label=f'head {head}')
         ax.set(yscale='log', title=f'layer {layer}')
@@ -61,7 +60,7 @@ def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     for ax, (name, values_LN) in zip(axes, quantities.items(), strict=True):
         finite = values_LN[np.isfinite(values_LN)]
         largest = np.abs(finite).max(initial=1e-6)  # `initial` is for no finite values
-        # A quantity that may be negative has a scale with white at zero.
+        # White is zero in both colour scales. Negative values are red, positive ones blue.
         has_negative = finite.min(initial=0.0) < 0
         shades = colormaps['RdBu' if has_negative else 'Blues'].with_extremes(bad=GRID)
         lowest = -largest if has_negative else 0.0

@@ -7,7 +7,7 @@ A `Drawing` is such a figure. Many drawings are a `Grid` of small plots, each of
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -58,6 +58,7 @@ class Grid:
         axes = style.panels(figure, columns, len(self.panels))
         for ax, panel in zip(axes, self.panels, strict=True):
             panel.draw(ax)
+            # The titles of panels beside each other share the width of the figure.
             name = short(panel.variant, self.title_length // columns)
             title = '\n'.join([name, *panel.notes])
             ax.set_title(title, fontsize=8, fontweight='normal')
@@ -105,6 +106,16 @@ class Grid:
         return figures
 
 
+class Cut(NamedTuple):
+    """How many arms a figure draws, if there are too many to draw all; the caption says so.
+
+    A forest plot draws `num_drawn` arms with the lowest means, and as many with the highest.
+    """
+
+    num_drawn: int
+    num_arms: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Drawing:
     """A figure of a report."""
@@ -143,7 +154,11 @@ class Picture:
 
 
 def picture(drawing: Drawing) -> Picture:
-    """Draws a figure for a page: its panels and their legend, or the whole figure in two widths."""
+    """Draws a figure as SVG for a page.
+
+    A figure of panels becomes one image for each panel and one for the legend, which the page
+    arranges. Any other figure is drawn in two widths, for narrow and for wide screens.
+    """
     if drawing.grid is None:
         narrow = style.render(drawing.figure(style.WIDTH), 'svg')
         wide = style.render(drawing.figure(style.WIDE), 'svg')
@@ -151,8 +166,9 @@ def picture(drawing: Drawing) -> Picture:
 
     with style.style_sheet():
         figures = drawing.grid.draw_alone()
+        axes = [figure.axes[0] for figure in figures]
         legend_figure = Figure(figsize=(style.WIDTH, 1.0))
-        legend_height = style.legend(legend_figure, axes=[figure.axes[0] for figure in figures])
+        legend_height = style.legend(legend_figure, axes=axes)
         legend_figure.set_figheight(legend_height)
     panels = []
     for panel, figure in zip(drawing.grid.panels, figures, strict=True):

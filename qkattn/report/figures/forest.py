@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from qkattn.jobs.output import short
 from qkattn.report import prose
 from qkattn.report.figures import style
-from qkattn.report.figures.drawing import Drawing
+from qkattn.report.figures.drawing import Cut, Drawing
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict.findings import Findings
 from qkattn.verdict.judging import DECIDED
@@ -150,9 +150,11 @@ def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, fl
     """Returns the ends of the x axis; None if all numbers are zero.
 
     The axis shows zero, the margin, and the numbers of all lines. But one line with numbers far
-    from zero would flatten the others. So let the reach of a line be its largest absolute number.
-    The axis ends at `far` times the median reach, or at 4 margins if that is more.
+    from zero would flatten the others, so the axis does not follow it. Let the reach of a line be
+    its largest absolute number. The axis ends at `far` times the median reach, or at 4 margins if
+    that is more: with a median reach of 0.02 and far=6, it shows no number beyond ±0.12.
     """
+    # Show some room on each side of the margin, too.
     numbers_to_show = [-1.5 * margin, 1.5 * margin]
     reaches = []
     for line in lines:
@@ -191,8 +193,8 @@ def _draw_numbers(
     color = styles[line.arm]['color']
     marker = styles[line.arm]['marker']
     if line.reported is not None:
-        wide = {'color': style.MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
-        ax.plot(line.reported, [y, y], label='reported', **wide)
+        band = {'color': style.MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
+        ax.plot(line.reported, [y, y], label='reported', **band)
     if line.low is not None:
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     if line.seeds:
@@ -218,25 +220,27 @@ def _draw_arrowheads(
 
 
 def _draw_names(ax: Axes, lines: Sequence[Line], names: Sequence[str], layout: _Layout) -> None:
-    """Writes the name of each line, its text, and why it has no mean.
+    """Writes the name of each line, its text such as a verdict, and why it has no mean.
 
-    In the margins, the names are the labels of the y axis.
+    If the layout has margins, the name is to the left of the axis, as a label of the y axis, and
+    the text is to the right. Otherwise both stand inside the axis, above the place of the mean.
     """
     right_margin = 1.01  # in units of the x axis, which ends at 1
     ax.set_yticks(range(len(names)), names)
     ax.tick_params(axis='y', length=0, labelleft=layout.in_margins)
     for y, (line, name) in enumerate(zip(lines, names, strict=True)):
         text_font: Font = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
-        absent_font: Font = {'style': 'italic', 'color': style.MUTED}
+        reason_font: Font = {'style': 'italic', 'color': style.MUTED}
+        reason = line.absent if line.mean is None else ''  # `_write` skips an empty text
         if layout.in_margins:
+            # The margin has room for one text.
             _write(ax, y, line.right, x=right_margin, **text_font)
-            if line.mean is None and not line.right:
-                _write(ax, y, line.absent, x=right_margin, **absent_font)
+            if not line.right:
+                _write(ax, y, reason, x=right_margin, **reason_font)
         else:
             _write(ax, y + layout.name, name)
             _write(ax, y + layout.text, line.right, **text_font)
-            if line.mean is None:
-                _write(ax, y, line.absent, **absent_font)
+            _write(ax, y, reason, **reason_font)
 
 
 def _write(ax: Axes, y: float, text: str, x: float = 0.0, **font: Any) -> None:
@@ -252,26 +256,23 @@ def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
 
     It has a panel for each size and corpus. A panel has all declared arms, the lowest mean first.
     If these are too many for a figure, it has those with the lowest and the highest means. If the
-    study is tuned, the figure also shows verdicts and the margin.
+    study is tuned, the figure also shows verdicts and the margin. It is drawn even before there are
+    results, and then says what each arm lacks.
     """
     study = findings.study
     has_differences = any(arm.difference for arm in findings.arms)
-    if len(study.variants) < 2 or not (study.tuned or has_differences):
+    has_only_baseline = len(study.variants) < 2
+    if has_only_baseline:
+        return None
+    if not study.tuned and not has_differences:
         return None
 
-    arm_by_key = {arm.key: arm for arm in findings.arms}
-    ends = cut(study)
+    cut = _cut(study)
     lines_by_title = dict[str, list[Line]]()
     for size, corpus in itertools.product(study.sizes, study.corpora):
-        lines = []
-        for variant in study.variants:
-            if variant != study.baseline:
-                arm = arm_by_key.get(ArmKey(variant, size, corpus))
-                lines.append(_line(variant, arm, study))
-        lines.sort(key=lambda line: math.inf if line.mean is None else line.mean)
-        if ends is not None:
-            num_drawn_per_end, _ = ends
-            lines = lines[:num_drawn_per_end] + lines[-num_drawn_per_end:]
+        lines = _sorted_lines(findings, size, corpus)
+        if cut is not None:
+            lines = lines[: cut.num_drawn] + lines[-cut.num_drawn :]
         title = prose.where(study, ArmKey(study.baseline, size, corpus))
         lines_by_title[title] = lines
 
@@ -282,29 +283,51 @@ def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
         return forest(lines_by_title, xlabel, styles, margin, width=width)
 
     stem = 'verdicts' if study.tuned else 'differences'
-    return Drawing(stem, draw, {'cut': ends})
+    return Drawing(stem, draw, {'cut': cut})
 
 
-def cut(study: TrainedStudy) -> tuple[int, int] | None:
-    """Returns how many arms a panel draws of each end, lowest and highest, and of how many arms.
+def _cut(study: TrainedStudy) -> Cut | None:
+    """Returns how many of the lowest means a panel draws, and as many of the highest.
 
-    Returns None if a panel draws all of them.
+    Returns None if a panel draws all arms. All panels of a figure together have at most MOST_LINES
+    lines. With 100 lines, each of 4 panels with 40 arms has room for 25. It draws the 12 arms with
+    the lowest means and the 12 with the highest.
     """
     num_panels = len(study.sizes) * len(study.corpora)
-    num_arms = len(study.variants) - 1
-    if num_panels * num_arms <= MOST_LINES or num_arms <= 2:
+    num_arms = len(study.variants) - 1  # without the baseline
+    is_small = num_panels * num_arms <= MOST_LINES
+    if is_small or num_arms <= 2:
         return None
-    num_drawn_per_end = max(MOST_LINES // (2 * num_panels), 1)
-    return num_drawn_per_end, num_arms
+    lines_per_panel = MOST_LINES // num_panels
+    return Cut(num_drawn=max(lines_per_panel // 2, 1), num_arms=num_arms)
+
+
+def _sorted_lines(findings: Findings, size: str, corpus: str) -> list[Line]:
+    """Returns a line for each declared arm of a size and corpus, except the baseline.
+
+    The lowest mean is first. Lines without a mean are last.
+    """
+    study = findings.study
+    arm_by_key = {arm.key: arm for arm in findings.arms}
+    lines = []
+    for variant in study.variants:
+        if variant != study.baseline:
+            arm = arm_by_key.get(ArmKey(variant, size, corpus))
+            lines.append(_line(variant, arm, study))
+    return sorted(lines, key=lambda line: math.inf if line.mean is None else line.mean)
 
 
 def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
-    """Returns the line of an arm. `arm` is None if it has no results."""
+    """Returns the line of an arm: its difference from the baseline, or why it has none.
+
+    `arm` is None if it has no results.
+    """
     if arm is None or not arm.verdict_trials:
         return Line(variant, absent='no result yet')
     if not arm.chosen:
         return Line(variant, absent='diverged')
 
+    # The text of the line, such as '+0.0500 [+0.0245, +0.0755]  worse  1 diverged'.
     decision = arm.verdict.decision if arm.verdict else None
     texts = []
     if arm.difference:
@@ -315,6 +338,7 @@ def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
         texts.append(f'{arm.num_diverged} diverged')
     line = Line(variant, right='  '.join(texts), is_decided=decision in DECIDED)
 
+    # The arm has losses, but the baseline may have none to compare them with.
     if arm.comparison is None:
         if study.tuned:
             return line._replace(absent='the baseline has not finished')

@@ -42,6 +42,9 @@ SEEDS: dict[str, Any] = {'s': 8, 'alpha': 0.6, 'linewidths': 0, 'zorder': 3, 'la
 BEYOND = 'off the scale'
 # The most marks that a legend shows beside one label, if several styles share the label.
 MARKS_OF_LABEL = 3
+# Inches of the height of a legend: of each row, and of its margins together.
+_LEGEND_ROW = 0.18
+_LEGEND_MARGIN = 0.1
 # How many characters fit into an inch of a legend.
 _CHARACTERS_PER_INCH = 13.9
 # The room for the marks beside a label, in characters.
@@ -57,16 +60,18 @@ def style_sheet() -> AbstractContextManager[None]:
 def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str, Any]]:
     """Returns a style for each variant. The baseline is black and thick.
 
-    The first six variants have the six hues, each with another marker. The next six have the hues
-    again, each with the marker that follows, and so on. So the styles of 36 variants differ.
+    Variants 0 to 5 have the hues 0 to 5 and the markers 0 to 5. Variants 6 to 11 have the hues
+    again, each with the next marker: variant 6 has hue 0 and marker 1, and variant 11 has hue 5 and
+    marker 0. So the styles of 36 variants differ.
     """
     style_by_variant: dict[str, dict[str, Any]] = {}
     others = [variant for variant in variants if variant != baseline]
     for index, variant in enumerate(others):
-        turn = index // len(HUES)
-        hue = HUES[index % len(HUES)]
-        marker = MARKERS[(index + turn) % len(MARKERS)]
-        style_by_variant[variant] = {'color': hue, 'marker': marker}
+        # How many earlier variants have the same hue.
+        num_earlier = index // len(HUES)
+        hue_index = index % len(HUES)
+        marker_index = (hue_index + num_earlier) % len(MARKERS)
+        style_by_variant[variant] = {'color': HUES[hue_index], 'marker': MARKERS[marker_index]}
     if baseline is not None:
         style_by_variant[baseline] = {'color': INK, 'marker': 'D', 'linewidth': 2.0}
     return style_by_variant
@@ -86,7 +91,8 @@ def panels(figure: Figure, columns: int, count: int, **keywords: Any) -> list[Ax
     axes = list(grid.flat)
     for ax in axes[count:]:
         ax.remove()
-    # With a shared x axis, matplotlib labels only the last row.
+    # With a shared x axis, matplotlib labels only the last row, which may be incomplete. Label the
+    # lowest axes of each column instead: of 5 axes in 2 columns, these are axes 3 and 4.
     lowest_of_each_column = axes[max(count - columns, 0) : count]
     for ax in lowest_of_each_column:
         ax.tick_params(labelbottom=True)
@@ -121,11 +127,14 @@ def legend(
         loc=f'outside {loc} center',
         ncols=columns,
     )
-    return 0.1 + 0.18 * rows_of(len(labels), columns)
+    return _LEGEND_MARGIN + _LEGEND_ROW * rows_of(len(labels), columns)
 
 
 def _handles_by_label(axes: Iterable[Axes]) -> dict[str, list[Any]]:
-    """Returns the artists of each label: the first MARKS_OF_LABEL whose marks look different."""
+    """Returns the drawn objects (handles) that stand for each label in a legend.
+
+    These are the first MARKS_OF_LABEL handles of the label whose marks look different.
+    """
     handles_by_label: dict[str, list[Any]] = {}
     marks_by_label: dict[str, set[str]] = {}
     for ax in axes:
@@ -140,12 +149,16 @@ def _handles_by_label(axes: Iterable[Axes]) -> dict[str, list[Any]]:
 
 
 def _legend_columns(labels: Sequence[str], width: float) -> int:
-    """Returns how many columns of a legend fit into a width in inches, whatever their labels."""
+    """Returns how many columns of a legend fit into a width in inches.
+
+    A column is as wide as its longest label. In the worst case, the longest labels of the legend
+    are in different columns, so these have to fit beside each other.
+    """
     available_characters = _CHARACTERS_PER_INCH * width
     lengths = sorted((len(label) for label in labels), reverse=True)
     columns = 1
     while columns < len(lengths):
-        # In the worst case, the longest labels are in different columns.
+        # Try one column more.
         longest = lengths[: columns + 1]
         if sum(longest) + _MARK_CHARACTERS * len(longest) > available_characters:
             break
