@@ -5,8 +5,8 @@ not finite. A stack is {'step': scalar, 'trials': states of trials with a leadin
 """
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,57 +20,88 @@ from qkattn.train.optimizer import optimizer, schedule
 
 
 def init_trial(config: Config, seed: jax.Array) -> dict:
-    """The state of one trial before step 0."""
+    """Returns the state of one trial before step 0."""
     params = nnx.to_pure_dict(nnx.state(build(config.model, key=jax.random.key(seed))))
     opt_state = optimizer(config.optimizer, jnp.float32(0), jnp.float32(0)).init(params)
     return {'params': params, 'opt_state': opt_state, 'alive': jnp.bool(True)}
 
 
 def init_stack(config: Config, seeds: jax.Array) -> dict:
-    """The state of X trials before step 0."""
+    """Returns the state of X trials before step 0, stacked."""
     trials = jax.vmap(functools.partial(init_trial, config))(seeds)
     return {'step': jnp.int32(0), 'trials': trials}
 
 
 def on_targets(
-    config: Config, params: dict, batch: dict, measure: Callable, key: jax.Array | None = None
+    config: Config,
+    params: dict,
+    batch: dict,
+    measure: Callable[[jax.Array, jax.Array], dict[str, jax.Array]],
+    key: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """`measure`(logits_BTV, targets_BT) of a batch: [B, T, ...] by name.
+    """Runs the model on a batch and returns `measure(logits_BTV, targets_BT)`.
 
-    With train.logits_chunk = C, B C V logits are held instead of B T V, and computed twice.
+    With train.logits_chunk = C, the logits of C positions are computed and measured at a time. The
+    memory then holds B C V logits instead of B T V. The backward pass computes them again.
+
+    Args:
+      config: the settings of the run.
+      params: the parameters of one trial.
+      batch: arrays [B, ...] by name.
+      measure: returns arrays [B, T, ...] by name. It measures each position by itself.
+      key: the key of dropout. None is no dropout.
     """
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
     x_BTD = model.stream(**inputs_of(batch), dropout_key=key)
     targets_BT = batch['targets_BT']
+    T = targets_BT.shape[1]
     C = config.train.logits_chunk
-    B, T = targets_BT.shape
     if C is None or C >= T:
         return measure(model.logits(x_BTD), targets_BT)
-    chunks = -(-T // C)
 
-    def cut(a_BT: jax.Array) -> jax.Array:
-        """[chunks, B, C, ...]; the last chunk is padded."""
-        padding = [(0, 0), (0, chunks * C - T)] + [(0, 0)] * (a_BT.ndim - 2)
-        return jnp.moveaxis(jnp.pad(a_BT, padding).reshape(B, chunks, C, *a_BT.shape[2:]), 1, 0)
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def measure_chunk(chunk: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        x_BCD, targets_BC = chunk
+        return measure(model.logits(x_BCD), targets_BC)
 
-    one = jax.checkpoint(lambda xt: measure(model.logits(xt[0]), xt[1]), prevent_cse=False)
-    values = jax.lax.map(one, (cut(x_BTD), cut(targets_BT)))
+    chunks = (_cut_into_chunks(x_BTD, C), _cut_into_chunks(targets_BT, C))
+    measured_chunks = jax.lax.map(measure_chunk, chunks)
+    return jax.tree.map(lambda array: _join_chunks(array, T), measured_chunks)
 
-    def joined(a: jax.Array) -> jax.Array:
-        return jnp.moveaxis(a, 0, 1).reshape(B, chunks * C, *a.shape[3:])[:, :T]
 
-    return jax.tree.map(joined, values)
+def _cut_into_chunks(array_BT: jax.Array, C: int) -> jax.Array:
+    """Cuts the T positions of an array into chunks of C: [B, T, ...] to [chunks, B, C, ...].
+
+    The last chunk is padded with zeros. For example, 10 positions are 3 chunks of 4, the last one
+    with 2 positions of padding.
+    """
+    B, T, *other_sizes = array_BT.shape
+    num_chunks = math.ceil(T / C)
+    padding = [(0, 0)] * array_BT.ndim
+    padding[1] = (0, num_chunks * C - T)  # after the last position
+    padded = jnp.pad(array_BT, padding)
+    return jnp.moveaxis(padded.reshape(B, num_chunks, C, *other_sizes), 1, 0)
+
+
+def _join_chunks(chunks: jax.Array, T: int) -> jax.Array:
+    """Joins chunks to an array of T positions, the inverse of `_cut_into_chunks`."""
+    num_chunks, B, C, *other_sizes = chunks.shape
+    padded = jnp.moveaxis(chunks, 0, 1).reshape(B, num_chunks * C, *other_sizes)
+    return padded[:, :T]
 
 
 def objective(
     config: Config, params: dict, batch: dict, key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """What a step minimizes, and the loss in it: sums over the batch by loss weight, in nats.
+    """Returns what a step minimizes, and the loss, both summed over the targets of a batch.
 
-    With train.label_smoothing = e, the loss is (1 - e) cross-entropy + e times its mean over all V
-    tokens. With train.z_loss = c, a step minimizes loss + c (log Z)^2, where Z is the sum of
-    exp(logits), the normalizer of the predicted distribution (Chowdhery et al. 2022, section 5).
+    Both are in nats, and each target counts by its loss weight.
+
+    With train.label_smoothing = e, the loss of a target is (1 - e) times its cross-entropy plus e
+    times the mean cross-entropy of all V tokens. With train.z_loss = c, a step minimizes
+    loss + c (log Z)^2, where Z is the sum of exp(logits), the normalizer of the predicted
+    distribution (Chowdhery et al. 2022, section 5).
     """
     epsilon = config.train.label_smoothing
     z_loss = config.train.z_loss
@@ -78,8 +109,9 @@ def objective(
     def losses(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
         nats_BT = cross_entropy(logits_BTV, targets_BT)
         if epsilon:
-            uniform_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
-            nats_BT = (1 - epsilon) * nats_BT + epsilon * uniform_BT
+            # The mean of log Z - logit over all V tokens.
+            mean_nats_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
+            nats_BT = (1 - epsilon) * nats_BT + epsilon * mean_nats_BT
         if not z_loss:
             return {'nats_BT': nats_BT}
         log_z_BT = jax.nn.logsumexp(logits_BTV, -1)
@@ -97,57 +129,70 @@ def objective(
 def gradients(
     config: Config, params: dict, batch: dict, key: jax.Array | None = None
 ) -> tuple[jax.Array, dict]:
-    """Mean loss per token and the gradient of the mean `objective`.
+    """Returns the mean loss per target, and the gradient of the mean `objective` per target.
 
-    Microbatches, the leading axis of the batch, count by their tokens.
+    The arrays of the batch have a leading axis of A microbatches. Loss and gradient are summed over
+    all of them and then divided by the total loss weight.
     """
-    count = batch['loss_weights_BT'].shape[0]
-    value_and_grad = jax.value_and_grad(functools.partial(objective, config), has_aux=True)
+    A = batch['loss_weights_BT'].shape[0]
+    objective_and_gradient = jax.value_and_grad(functools.partial(objective, config), has_aux=True)
 
-    def grad(*inputs: Any) -> tuple[jax.Array, dict]:
-        (_, loss), grads = value_and_grad(*inputs)
-        return loss, grads
+    def sums_of(microbatch: dict, key: jax.Array | None) -> tuple[jax.Array, dict]:
+        """Returns the loss and the gradient, summed over the targets of a microbatch."""
+        (_, loss), gradient = objective_and_gradient(params, microbatch, key)
+        return loss, gradient
 
-    if count == 1:
-        total = grad(params, jax.tree.map(lambda a: a[0], batch), key)
+    if A == 1:
+        sums = sums_of(jax.tree.map(lambda array: array[0], batch), key)
     else:
-        keys = None if key is None else jax.random.split(key, count)
+        keys_A = None if key is None else jax.random.split(key, A)
 
-        def add(total: tuple, inputs: tuple) -> tuple[tuple, None]:
-            one, one_key = inputs
-            return jax.tree.map(jnp.add, total, grad(params, one, one_key)), None
+        def add_microbatch(sums: tuple, inputs: tuple) -> tuple[tuple, None]:
+            microbatch, microbatch_key = inputs
+            return jax.tree.map(jnp.add, sums, sums_of(microbatch, microbatch_key)), None
 
-        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-        total, _ = jax.lax.scan(add, zero, (batch, keys))
+        zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        sums, _ = jax.lax.scan(add_microbatch, zeros, (batch, keys_A))
+    # In a batch without targets, the sums and the weight are 0.
     total_weight = jnp.maximum(batch['loss_weights_BT'].sum(), 1)
-    return jax.tree.map(lambda a: a / total_weight, total)
+    return jax.tree.map(lambda total: total / total_weight, sums)
 
 
 def train_trial(
     config: Config, step: jax.Array, trial: dict, hyper: dict, batch: dict
 ) -> tuple[dict, dict]:
-    """One step of one trial, after `step` steps: its next state, and metrics.
+    """Takes a training step of one trial; returns its next state, and the metrics of the step.
 
-    `hyper`: scalars seed, learning_rate (peak), weight_decay; `batch`: [microbatches, ...]. The
-    loss is in nats per token, smoothed, without z-loss. Where it or the gradient is not finite,
-    only `alive` changes, to False.
+    The metric 'loss' is in nats per target, with label smoothing and without z-loss.
+
+    If the loss or the gradient is not finite, the trial has diverged: `alive` becomes False and
+    stays so, nothing else in the state changes from then on, and the metrics are NaN.
+
+    Args:
+      config: the settings of the run.
+      step: the number of steps before this one.
+      trial: the state of the trial.
+      hyper: the scalars 'seed', 'learning_rate' (at its peak) and 'weight_decay' of the trial.
+      batch: arrays [A, B, ...] by name, of A microbatches.
     """
     key = None
     if config.model.drops:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(hyper['seed']), 1), step)
-    loss, grads = gradients(config, trial['params'], batch, key)
-    grad_norm = optax.tree.norm(grads)
+        # The key of the seed itself draws the initial parameters.
+        dropout_key = jax.random.fold_in(jax.random.key(hyper['seed']), 1)
+        key = jax.random.fold_in(dropout_key, step)
+    loss, gradient = gradients(config, trial['params'], batch, key)
+    grad_norm = optax.tree.norm(gradient)
 
     fraction = schedule(config.optimizer, config.train.num_steps)(step)
     learning_rate = hyper['learning_rate']
     weight_decay = hyper['weight_decay']
     transform = optimizer(config.optimizer, learning_rate, weight_decay, fraction)
-    updates, opt_state = transform.update(grads, trial['opt_state'], trial['params'])
+    updates, opt_state = transform.update(gradient, trial['opt_state'], trial['params'])
     params = optax.apply_updates(trial['params'], updates)
 
     alive = trial['alive'] & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    before = {'params': trial['params'], 'opt_state': trial['opt_state']}
     after = {'params': params, 'opt_state': opt_state}
-    before = {name: trial[name] for name in after}
     state = jax.tree.map(lambda new, old: jnp.where(alive, new, old), after, before)
     metrics = {
         'loss': loss,
