@@ -97,8 +97,8 @@ def _source(name: str, others: Iterable[str]) -> Source:
         return CORPORA[f'{catalogue}:NAME']
 
     def function_with_options(target: Any) -> Callable[..., Corpus]:
-        """The function whose keyword-only parameters are the options of a name."""
-        return target.corpus if isinstance(target, Source) else target
+        """The options of a name are keyword-only parameters, of a Source those of its `corpus`."""
+        return getattr(target, 'corpus', target)
 
     known = {**CORPORA, **dict.fromkeys(others)}  # `others` only for the message on unknown names
     source_or_function, options = resolve(
