@@ -18,7 +18,7 @@ VALIDATION = 'val'
 
 
 class RemarkCode(enum.Enum):
-    """A hygiene finding: results break a rule of the protocol, or a report mentions something."""
+    """What a remark says: a reason to withhold verdicts, or a fact that a report mentions."""
 
     # About the study: its seeds, its evaluation, the software of its runs, its ledger.
     LEARNING_RATE_NOT_TUNED = enum.auto()
@@ -82,7 +82,10 @@ class ReasonCode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A hygiene finding about an arm, or about the study if `arm` is None."""
+    """A reason to withhold verdicts, or a fact that a report mentions.
+
+    It is about the arm `arm`, or about the whole study if `arm` is None.
+    """
 
     code: RemarkCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)

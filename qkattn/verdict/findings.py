@@ -31,7 +31,7 @@ class Findings:
     # The primary arms: size by size, corpus by corpus, the baseline first.
     arms: tuple[TrainedArm, ...]
     controls: tuple[TrainedArm, ...]  # the others, in the same order, without a verdict
-    remarks: tuple[Remark, ...]  # all hygiene findings, the blocking ones first
+    remarks: tuple[Remark, ...]  # of the study and of all arms, those that block first
     # One fit for each variant and corpus, over the arms that a fit may use (`TrainedArm.scales`).
     # Empty for fewer than two sizes, and if a remark blocks every arm.
     scaling: tuple[Scaling, ...] = ()

@@ -298,12 +298,18 @@ def _documents_of_split(
     for nats_C in nats_by_trial:
         if nats_C is not None:
             shapes.add(nats_C.shape)
-    num_different_names = len(set(names))
-    has_every_document = shapes == {(num_different_names,)}
+    has_every_document = shapes == {(len(names),)}
+    has_different_names = len(set(names)) == len(names)
     has_every_trial = len(nats_by_trial) == len(losses)
     has_targets = bool((tokens_C > 0).all())
-    is_complete = bool(names) and has_every_document and has_every_trial and has_targets
-    if not is_complete:
+    requirements = (
+        bool(names),
+        has_different_names,
+        has_every_document,
+        has_every_trial,
+        has_targets,
+    )
+    if not all(requirements):
         raise ValueError(
             f'split {split!r} must have documents of different names, each with targets and '
             f'one number for each of {len(losses)} trials'

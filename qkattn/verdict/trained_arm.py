@@ -49,7 +49,7 @@ class TrainedArm:
     # The comparison with the baseline. None for the baseline, and if no seed finished in both.
     comparison: Comparison | None = None
     verdict: Verdict | None = None  # None for the baseline, for controls and without tuning
-    remarks: tuple[Remark, ...] = ()  # hygiene findings about this arm alone
+    remarks: tuple[Remark, ...] = ()  # those about this arm alone
     # What a baseline has to beat, if it was recorded from the baseline's verdict run.
     yardstick: Yardstick | None = None
     parts: Decomposition = Decomposition()  # of a primary arm's difference

@@ -14,6 +14,7 @@ from qkattn.report.prose import clause
 from qkattn.study import stored
 from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Decision, ReasonCode, find, load_findings, load_study
+from qkattn.verdict.runs import _documents_of_split
 from tests import studies
 
 SIZE = 'd_model=128'
@@ -210,6 +211,12 @@ def test_runs_that_are_trained_longer_may_leave_the_plan_after_their_yardsticks(
     content['groups'].append(content['groups'][0] | {'run': 'left', 'longer': True})
     path.write_text(json.dumps(content))
     assert load_study(study_dir).yardsticks
+
+
+def test_documents_of_a_split_have_different_names():
+    split = {'documents': ['a', 'a', 'b'], 'tokens': [1.0, 1.0], 'nats': [[2.0, 2.0]]}
+    with pytest.raises(ValueError, match='documents of different names'):
+        _documents_of_split(split, 'test', [2.0])
 
 
 DOCUMENTS = f'{B_RUN}/documents.json'
