@@ -37,10 +37,10 @@ def owner() -> bool:
 
 
 def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
-    """Gathers a value from every process; returns the list of all values, by rank.
+    """Gathers a value, which must be JSON, from every process; returns all values, by rank.
 
-    Values must be JSON. If a process does not call this within `limit` seconds after process 0,
-    all others raise ProcessError, which names it.
+    Process 0 collects the values and publishes the list. It waits `limit` seconds for the others.
+    If a value is missing then, all that have called this raise ProcessError, with the ranks.
     """
     text = json.dumps(value)
     if client() is None:  # a job of one process
@@ -52,10 +52,10 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
         answer = _collect(key, value, limit)
     else:
         client().key_value_set(f'{key}/{rank}', text)
-        # Process 0 may arrive up to `limit` seconds after this one. It then waits up to `limit`
-        # seconds for the others, before it publishes its answer.
-        published = _get(f'{key}/all', 2 * limit + _GRACE)
-        answer = {'missing': [0]} if published is None else json.loads(published)
+        # Process 0 may call this `limit` seconds later than this process, and then wait `limit`
+        # seconds for the others.
+        answer_text = _get(f'{key}/all', 2 * limit + _GRACE)
+        answer = {'missing': [0]} if answer_text is None else json.loads(answer_text)
 
     missing_ranks = answer['missing']
     if missing_ranks:
@@ -66,10 +66,10 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """Collects the values of all processes, and publishes them; process 0 calls it in `from_all`.
+    """Collects and publishes the values of all processes; what process 0 does in `from_all`.
 
-    In the first call of `from_all`, with the key 'qkattn/agreed/0', process 1 sets its value under
-    'qkattn/agreed/0/1', and reads the answer under 'qkattn/agreed/0/all'.
+    For the key 'qkattn/agreed/5', process 1 has set its value under 'qkattn/agreed/5/1', and waits
+    for the answer under 'qkattn/agreed/5/all'.
 
     Args:
       key: identifies the call of `from_all`.
@@ -90,8 +90,8 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
         else:
             values.append(json.loads(text))
 
-    # A process that has come to this call has read the answers of all earlier ones. Once all have
-    # come, nobody needs those answers.
+    # Processes that have sent a value for this key have read the answers to all earlier keys. Once
+    # all have sent one, the coordinator can forget those answers.
     if not missing_ranks:
         for earlier_key in _published:
             client().key_value_delete(earlier_key)
@@ -110,13 +110,14 @@ def on_owner(call: Callable[[], Any]) -> Any:
     process 0 raises this error and the others raise ProcessError. The others also raise
     ProcessError if process 0 takes more than OWNER_LIMIT seconds.
     """
-    # Process 0 sends {'value': RESULT} or {'error': CLASS, 'text': MESSAGE}; the others send None.
+    # All processes exchange a message. That of process 0 is {'value': RESULT}, or
+    # {'error': CLASS, 'text': MESSAGE} after an error. The others send None.
     if not owner():
-        answer = from_all(None, limit=OWNER_LIMIT)[0]
-        if 'error' in answer:
-            error_class = getattr(errors, answer['error'])
-            raise error_class(answer['text'])
-        return answer['value']
+        message = from_all(None, limit=OWNER_LIMIT)[0]
+        if 'error' in message:
+            error_class = getattr(errors, message['error'])
+            raise error_class(message['text'])
+        return message['value']
 
     try:
         value = call()
@@ -126,12 +127,12 @@ def on_owner(call: Callable[[], Any]) -> Any:
         if name is None:
             name = 'ProcessError'
             text = f'process 0 raised {type(error).__name__}: {error}'
-        # If a process is missing, `from_all` raises ProcessError. The error of `call` tells more.
+        # `from_all` raises ProcessError if a process is missing. It would hide the error of `call`.
         with contextlib.suppress(ProcessError):
             from_all({'error': name, 'text': text})
         raise
-    answer = from_all({'value': value}, limit=OWNER_LIMIT)[0]
-    return answer['value']
+    message = from_all({'value': value}, limit=OWNER_LIMIT)[0]
+    return message['value']
 
 
 def _name_in_qkattn(error: Exception) -> str | None:
@@ -191,11 +192,11 @@ def owned(make: Callable[[], T]) -> T:
 def owner_first(make: Callable[[], T]) -> T:
     """Calls `make` in process 0, then in the others, and returns its result in each.
 
-    So process 0 can prepare files for the others, which find them. The others call `make`, too,
-    because their hosts may have disks of their own. Returns once all are done. If `make` raises in
-    process 0, all raise.
+    For example, `make` prepares data if they are not on disk. Process 0 prepares them. A process
+    with the same disk finds them, and one with another disk prepares them again. Returns once all
+    are done. If `make` raises in process 0, all raise.
     """
-    value = owned(make)  # waits until process 0 is done; useless in the other processes
+    value = owned(make)  # also makes the others wait for process 0
     if not owner():
         value = make()
     barrier('prepared', limit=OWNER_LIMIT)

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 
@@ -65,7 +66,7 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def joined() -> None:
-        """Joins the other processes, runs `main`, and ends with them; ends at once on an error."""
+        """Joins the other processes, runs `main`, and ends with them; on an error, all end."""
         job = start()
         if job.num_processes == 1:
             return main()
@@ -79,18 +80,23 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
             # A process that is done early waits for the others, which may still need its answers.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
-            outcome = cli.outcome(error)
-            if outcome is None:  # a bug
-                outcome = cli.Outcome(f'{type(error).__name__}: {error}', EXIT_CRASH)
-            if outcome.code == EXIT_CRASH:
-                traceback.print_exc()
-            # An error of jax mostly means that another process has died. jax's heartbeats then end
-            # this process with a message that names the dead one, so it waits for them.
-            if _from_jax(error):
-                time.sleep(HEARTBEAT + 5)
-            signals.end(outcome.code, outcome.sentence)
+            _end_job(error)
 
     return joined
+
+
+def _end_job(error: BaseException) -> NoReturn:
+    """Ends this process after an error that it handles, and with it the other processes."""
+    outcome = cli.outcome(error)
+    if outcome is None:  # a bug
+        outcome = cli.Outcome(f'{type(error).__name__}: {error}', EXIT_CRASH)
+    if outcome.code == EXIT_CRASH:
+        traceback.print_exc()
+    # A collective of jax mostly fails because another process has died. After HEARTBEAT seconds,
+    # jax ends this process with a message that names the dead one. So this process waits for it.
+    if _from_jax(error):
+        time.sleep(HEARTBEAT + 5)
+    signals.end(outcome.code, outcome.sentence)
 
 
 def _from_jax(error: BaseException) -> bool:
@@ -135,7 +141,7 @@ def _require_port(job: Job) -> None:
     """Raises ProcessError if the coordinator's port is in use; jax itself would crash."""
     _, _, port_text = str(job.coordinator).rpartition(':')
     port = int(port_text)
-    host = _host(job) if bind_address(job) else ''
+    host = _host(job) if bind_address(job) else ''  # '' stands for all addresses
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     try:
         server = socket.create_server((host, port), family=family)

@@ -62,13 +62,15 @@ class Job:
 def detect() -> Job:
     """Returns the job of this process; without the variables of a job, a single process.
 
-    The variables of TRIPLE come first. Without them, jax looks in this order for Open MPI, a Slurm
-    step of several tasks, GKE, and the metadata server of a TPU VM. In a job of these engines,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID describe a job together with JAX_COORDINATOR_ADDRESS.
+    Without them, the process may belong to a job of an engine. jax looks in this order for Open
+    MPI, a Slurm step of several tasks, GKE, and the metadata server of a TPU VM. In these jobs,
     JAX_COORDINATOR_PORT replaces the port of the coordinator, and JAX_COORDINATOR_ADDRESS its whole
     address.
 
     Raises ConfigError if variables are incomplete or malformed.
     """
+    # A job without an engine.
     _, count_name, rank_name = TRIPLE
     if count_name in os.environ or rank_name in os.environ:
         missing = [name for name in TRIPLE if name not in os.environ]
@@ -83,6 +85,7 @@ def detect() -> Job:
             raise ConfigError(f'{count_name}={count!r} and {rank_name}={rank!r} must be integers')
         return Job(int(count), int(rank), 'explicit', os.environ[ADDRESS])
 
+    # A job of an engine.
     for engine, cluster in ENGINES.items():
         try:
             job = _job(engine, cluster)
@@ -96,6 +99,7 @@ def detect() -> Job:
         if job is not None:
             return job
 
+    # No job.
     if ADDRESS in os.environ:
         raise ConfigError(f'{ADDRESS} is set, but not {count_name} and {rank_name}')
     return Job()
@@ -142,9 +146,10 @@ def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
 def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     """Returns the GPUs that this process uses, as indices among the GPUs that it sees.
 
-    If the engine has given each process of a node its own GPUs, the process uses all that it sees.
-    If every process sees all GPUs of the node, the processes share them equally. None leaves the
-    choice to jax: without GPUs, or for an engine of TPUs.
+    For example, a node has 8 GPUs and 4 processes, which engines call tasks. If the engine has
+    given each process 2 GPUs of its own, all processes get (0, 1). If each process sees all GPUs,
+    the first one gets (0, 1), the second one (2, 3). None leaves the choice to jax: without GPUs,
+    or for an engine of TPUs.
 
     `num_processes` is the size of the whole job. Raises ConfigError if the GPUs do not divide over
     the processes.
@@ -158,29 +163,27 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     if num_visible == 0:
         return None
 
-    # The rank of this process among those of the node ("tasks"), their number, and the number of
-    # GPUs of the node.
-    num_on_node = num_visible
     if engine == 'slurm':
-        task_on_node = int(os.environ['SLURM_LOCALID'])
-        num_tasks = num_processes // int(os.environ['SLURM_STEP_NUM_NODES'])
-        num_on_node = int(os.environ.get('SLURM_GPUS_ON_NODE', num_visible))
+        rank_on_node = int(os.environ['SLURM_LOCALID'])
+        tasks_on_node = num_processes // int(os.environ['SLURM_STEP_NUM_NODES'])
+        gpus_on_node = int(os.environ.get('SLURM_GPUS_ON_NODE', num_visible))
     elif engine == 'openmpi':
-        task_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
-        num_tasks = int(os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
+        rank_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
+        tasks_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
+        gpus_on_node = num_visible
     else:
         return None
 
-    has_own_gpus = num_visible * num_tasks == num_on_node
-    if has_own_gpus:
+    sees_only_its_own = num_visible * tasks_on_node == gpus_on_node
+    if sees_only_its_own:
         return tuple(range(num_visible))
-    sees_all_gpus = num_visible == num_on_node
-    if sees_all_gpus and num_visible % num_tasks == 0:
-        share = num_visible // num_tasks
-        first = task_on_node * share
-        return tuple(range(first, first + share))
+    sees_all = num_visible == gpus_on_node
+    if sees_all and gpus_on_node % tasks_on_node == 0:
+        gpus_per_task = gpus_on_node // tasks_on_node
+        first = rank_on_node * gpus_per_task
+        return tuple(range(first, first + gpus_per_task))
     raise ConfigError(
-        f'{num_tasks} tasks on a node with {num_on_node} GPUs, of which each sees {num_visible}: '
-        'the GPUs do not divide over the tasks; ask for a multiple of the tasks, or one task per '
-        'node'
+        f'{tasks_on_node} tasks on a node with {gpus_on_node} GPUs, of which each sees '
+        f'{num_visible}: the GPUs do not divide over the tasks; ask for a multiple of the tasks, '
+        'or one task per node'
     )

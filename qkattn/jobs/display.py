@@ -146,27 +146,28 @@ class Pace:
         self._pause_start = now
 
     def resume(self, name: str, now: float) -> None:
-        """Takes the end of the phase `name`, which began at the last `pause`.
+        """Takes the end of the phase `name`, whose seconds do not count as training.
 
-        The time of the phase does not count as training. After the first report, it is also added
-        to the times of this name, from which estimates are made.
+        If the run has reported steps already, such phases may come again. So their seconds are also
+        added to the `_Pause` of this name.
         """
-        # A phase that has contained another one has no start left. It counts as 0 seconds.
-        start = now if self._pause_start is None else self._pause_start
-        seconds = now - start
+        # Phases may be nested. The end of an inner phase removes the start of the outer one, which
+        # then counts as 0 seconds.
+        seconds = 0.0 if self._pause_start is None else now - self._pause_start
         self._pause_start = None
         self._paused += seconds
 
-        if self._first is None:
+        has_reported = self._first is not None
+        if not has_reported:
             return
-        if name not in self._pauses:
+        pause = self._pauses.get(name)
+        if pause is None:
             self._pauses[name] = _Pause(
                 first_step=self._step, first_seconds=seconds, last_step=self._step
             )
-            return
-        pause = self._pauses[name]
-        pause.later_seconds += seconds
-        pause.last_step = self._step
+        else:
+            pause.later_seconds += seconds
+            pause.last_step = self._step
 
     @property
     def step_seconds(self) -> float | None:
@@ -242,19 +243,19 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._tokens_per_step = tokens_per_step
         self._study = study
         self._study_left: StudyLeft | None = None
-        self._study_asked = -math.inf  # when `study` was called last
+        self._study_asked = -math.inf  # the time of the last call of `study`
         self._screen = Screen() if screen is None else screen
         self._unit = '' if self._screen.terminal else _UNIT
         self._clock = clock
         self._opened = clock()
         self._pace = Pace(self._opened)
         self._phase: tuple[str, float] | None = None  # name and start of the current phase
-        # The newest report, and the step of the report that was shown last.
+        # The newest report: the step, None before the first report, and the losses.
         self._step: int | None = None
-        self._shown: int | None = None
         self._loss: Any = None
         self._validation_loss: Any = None
         self._speeds: Mapping[str, float] = {}  # metrics of speed, such as 'mfu'
+        self._shown: int | None = None  # the step of the report that was shown last
         self._next_time = self._opened + _QUIET  # nothing is shown before this time
         # Reentrant, because log messages also go through this object and may come at any time.
         self._lock = threading.RLock()
@@ -270,7 +271,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         """
         with self._lock:
             start = self._clock()
-            before = self._phase
+            outer_phase = self._phase
             self._phase = name, start
             self._pace.pause(start)
         try:
@@ -278,7 +279,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         finally:
             with self._lock:
                 end = self._clock()
-                self._phase = before
+                self._phase = outer_phase
                 self._pace.resume(name, end)
             _log.debug('%s: %s took %.3f s', self._label, name, end - start)
 
@@ -291,11 +292,11 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         """Takes the number of steps done and the training loss of the trials, in nats per token."""
         with self._lock:
             now = self._clock()
-            self._phase = None
-            self._loss = loss
-            if self._step is None:
+            if self._step is None:  # the first report is shown at once
                 self._next_time = now
+            self._phase = None  # ends 'first steps', which `begin` has set
             self._step = step
+            self._loss = loss
             self._pace.report(step, now)
             self._show(now)
 
@@ -324,10 +325,11 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             if self._closed.is_set():
                 return
             self._closed.set()
-            # A terminal may still show a phase, so it is drawn again. Elsewhere, a report that was
-            # printed already is not printed again.
             self._phase = None
-            if self._screen.terminal or self._step != self._shown:
+            # On a terminal, the report replaces a phase. Elsewhere, it is printed unless it was
+            # printed already.
+            is_newer_than_shown = self._step != self._shown
+            if self._screen.terminal or is_newer_than_shown:
                 self._next_time = 0.0  # at once
                 self._show(self._clock())
             self._screen.close(keep=self._step is not None)
@@ -357,12 +359,13 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._study_asked = self._clock()
 
     def _show(self, now: float) -> None:
-        """Shows the current phase, or else the newest report, unless `_next_time` is not reached.
+        """Shows the current phase; without one, the newest report.
 
-        A terminal shows a phase at once.
+        Before `_next_time` it shows nothing, except for a phase on a terminal.
         """
+        is_too_early = now < self._next_time
         is_phase_on_terminal = self._phase is not None and self._screen.terminal
-        if now < self._next_time and not is_phase_on_terminal:
+        if is_too_early and not is_phase_on_terminal:
             return
 
         if self._phase is not None:
@@ -371,8 +374,8 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         elif self._step is not None:
             self._shown = self._step
             fields = self._fields(now)
-        else:
-            return  # nothing was reported so far
+        else:  # neither a phase nor a report
+            return
 
         if self._screen.terminal:
             self._screen.draw(self._row(fields, self._screen.room))
@@ -384,7 +387,10 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._next_time = now + quiet_seconds
 
     def _fields(self, now: float) -> list[str]:
-        """Returns the parts of the last report in words, the most important ones first."""
+        """Returns the parts of the last report, the most important ones first.
+
+        For example, ['step 1,200/4,000', 'validation loss 3.1000', '02:10 left', '30%'].
+        """
         step = self._step or 0
         fields = [f'step {step:,}/{self._total:,}']
         if self._validation_loss is not None:
@@ -418,24 +424,22 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         yield f'{_counted(study.runs, "run")} left'
 
     def _row(self, fields: list[str], room: int) -> str:
-        """Returns the label and as many fields as fit into `room` characters.
+        """Returns a row 'LABEL: FIELD, FIELD' of at most `room` characters.
 
-        If room is short, the label is shortened before fields are left out. A shorter field may
-        follow one that is left out.
+        If room is short, the label is shortened, down to _SHORTEST_LABEL characters. Then fields
+        that do not fit are left out, but not the first one.
         """
-        # The fields get all room but that of the shortest label.
-        shortest_label = min(len(self._label), _SHORTEST_LABEL)
-        room_of_fields = room - shortest_label - len(': ')
+        smallest_label_size = min(len(self._label), _SHORTEST_LABEL)
+        fields_room = room - smallest_label_size - len(': ')
         text = fields[0]
         for field in fields[1:]:
             longer_text = f'{text}, {field}'
-            if len(longer_text) <= room_of_fields:
+            if len(longer_text) <= fields_room:
                 text = longer_text
 
-        # The label gets the room that is left.
-        label_room = room - len(': ') - len(text)
-        longest_label = min(_LABEL, max(_SHORTEST_LABEL, label_room))
-        return f'{short(self._label, longest_label)}: {text}'
+        label_room = room - len(': ') - len(text)  # what the fields leave
+        label_size = min(_LABEL, max(_SHORTEST_LABEL, label_room))
+        return f'{short(self._label, label_size)}: {text}'
 
 
 def _counted(number: int, noun: str) -> str:
@@ -443,10 +447,10 @@ def _counted(number: int, noun: str) -> str:
 
 
 def loss_text(loss: Any, unit: str = '') -> str:
-    """Returns the loss with four decimals and its unit.
+    """Returns a loss, or the range of the losses of several trials, as text.
 
-    For several trials it is the range of the finite losses, and the number of those that are not
-    finite, as in '3.1000 to 3.2000 (1 of 4 trials not finite)'.
+    For example, '3.1000', '3.1000 to 3.2000', '3.1000 to 3.2000 (1 of 4 trials not finite)', or
+    'not finite'. The unit follows the numbers.
     """
     values = np.asarray(loss, np.float64).ravel()
     finite = values[np.isfinite(values)]

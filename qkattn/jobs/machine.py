@@ -32,7 +32,7 @@ def usable_cores() -> list[int]:
     """Returns the numbers of the cores that this process should use.
 
     The affinity of the process allows certain cores. If the control groups grant the time of fewer
-    cores, only that many are returned, evenly spaced.
+    cores, only that many are returned, evenly spaced: [0, 2] for 4 cores and the time of 2.
     """
     if hasattr(os, 'sched_getaffinity'):
         cores = sorted(os.sched_getaffinity(0))
@@ -69,25 +69,28 @@ def free_memory(
 
     It is the least of what the machine and each control group have left.
     """
-    free = [math.inf]
-    # 'MemAvailable:   1234 kB'
+    candidates = [math.inf]
+    # The machine has a line 'MemAvailable:   1234 kB'.
     available = re.search(r'^MemAvailable:\s*(\d+)', _text(memory), re.MULTILINE)
     if available:
-        free.append(1024 * int(available[1]))
+        candidates.append(1024 * int(available[1]))
 
+    # Each control group has three files: the limit in bytes, the bytes in use, and statistics.
     limits = _settings('memory.max', groups, membership)
     usages = _settings('memory.current', groups, membership)
     statistics = _settings('memory.stat', groups, membership)
     for limit, used, stat in itertools.zip_longest(limits, usages, statistics, fillvalue=''):
-        if limit in ('', 'max'):  # the group has no limit
+        has_limit = limit not in ('', 'max')
+        if not has_limit:
             continue
-        group_free = int(limit) - int(used)
-        # 'inactive_file 1234' counts the bytes of cached files, which the kernel gives back.
+        left = int(limit) - int(used)
+        # The bytes in use include cached files, which the kernel gives back. The statistics count
+        # these bytes in a line 'inactive_file 1234'.
         cached = re.search(r'^inactive_file (\d+)', stat, re.MULTILINE)
         if cached:
-            group_free += int(cached[1])
-        free.append(group_free)
-    return min(free)
+            left += int(cached[1])
+        candidates.append(left)
+    return min(candidates)
 
 
 def cpu() -> str:
@@ -109,8 +112,8 @@ def listed(visible: str) -> list[str]:
 def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | None:
     """Returns the NVIDIA GPUs that JAX may use, as entries of CUDA_VISIBLE_DEVICES: ['0', '1'].
 
-    The list is empty if there are no accelerators. None means that there are accelerators of
-    another kind, which are all used by one process.
+    The list is empty without accelerators. None stands for accelerators of another kind: one
+    process uses all of them.
 
     Args:
       platforms: the value of JAX_PLATFORMS; None allows all platforms.
@@ -160,14 +163,14 @@ def keep_freed_memory() -> None:
     """
     has_malloc_variable = any(name.startswith('MALLOC_') for name in os.environ)
     is_set_by_user = has_malloc_variable or 'GLIBC_TUNABLES' in os.environ
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)  # None without glibc
     if mallopt is None or is_set_by_user:
         return
-    # All threads share one arena. It keeps freed memory, and also holds large blocks.
-    mallopt(_M_ARENA_MAX, 1)
-    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    for threshold in _LARGEST_MMAP_THRESHOLDS:
-        if mallopt(_M_MMAP_THRESHOLD, threshold):
+    mallopt(_M_ARENA_MAX, 1)  # all threads share one arena
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # which keeps up to 2 GiB of freed memory at its end
+    for threshold in _LARGEST_MMAP_THRESHOLDS:  # blocks below the threshold lie in the arena
+        is_accepted = mallopt(_M_MMAP_THRESHOLD, threshold)
+        if is_accepted:
             break
 
 

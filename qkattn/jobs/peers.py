@@ -83,10 +83,10 @@ class JobPeers:
         atexit.register(self._unwatch, thread)
 
     def meet(self, requested: bool) -> bool:
-        """Begins the next block, and waits until all processes have called this.
+        """Waits until all processes begin the next block; returns whether any of them must stop.
 
-        `requested` is whether a stop was requested in this process. Returns whether a stop was
-        requested in any process. In this case nobody trains in the block.
+        `requested` is whether a signal has asked this process to stop. If one has asked any
+        process, all get True and leave the block without training.
         """
         with self._agreement:
             self._block += 1
@@ -95,20 +95,23 @@ class JobPeers:
             self._has_own_reason = False
             self._is_agreeing = False
             self._stop_after = None
-        is_requested_anywhere = any(agreement.from_all(requested, limit=_MEET_LIMIT))
-        self._all_in_block = not is_requested_anywhere
-        return is_requested_anywhere
+        requests = agreement.from_all(requested, limit=_MEET_LIMIT)  # one per process
+        self._all_in_block = not any(requests)
+        return any(requests)
 
     def should_stop(self, step: int, also: bool) -> bool:
         """Whether this process stops now that `step` steps are done.
 
-        While the processes agree on the step after which all stop, the function waits. `also` is
-        whether this process has a reason to stop besides signals.
+        While the processes agree on the step after which all stop, the function waits. If they
+        agree on 9, a process with 7 steps goes on, until its call with `step` 10 returns True.
+
+        `also` is whether this process has a reason to stop besides signals.
         """
         with self._agreement:
             self._has_own_reason |= also
-            self._agreement.wait_for(lambda: not self._is_agreeing or self._stop_after is not None)
-            if self._stop_after is None:  # no agreement has begun
+            while self._is_agreeing and self._stop_after is None:
+                self._agreement.wait()
+            if self._stop_after is None:  # no process has a reason to stop
                 self._last_step = step
                 return False
             return step > self._stop_after
@@ -119,11 +122,11 @@ class JobPeers:
         `code` is the exit code of this process, and `sentence` says why it ends. The wait takes at
         most _LINGER seconds.
         """
+        if self._is_aborted:  # the coordinator or another process has failed already
+            return
         if self._exit_code is not None:
-            # Another thread is ending the process, and this one leaves it the time for that. After
-            # an abort by jax, there is nothing to wait for.
-            if not self._is_aborted:
-                time.sleep(_LINGER)
+            # Another thread is in this function, and ends the process afterwards.
+            time.sleep(_LINGER)
             return
 
         self._exit_code = code
@@ -131,15 +134,15 @@ class JobPeers:
         # If the coordinator does not answer, this process ends alone.
         with contextlib.suppress(Exception):
             _set(f'{_ROOT}left/{self._job.process_id}', json.dumps([code, sentence]))
-            while time.monotonic() < deadline:
-                ending_processes = client().key_value_dir_get(f'{_ROOT}left/')
-                if len(ending_processes) == self._job.num_processes:
-                    # The coordinator ends with process 0. So process 0 leaves the others the time
-                    # to read these keys, too.
-                    if agreement.owner():
-                        time.sleep(1)
-                    break
+            # Each process that ends sets such a key.
+            while len(client().key_value_dir_get(f'{_ROOT}left/')) < self._job.num_processes:
+                if time.monotonic() >= deadline:
+                    return
                 time.sleep(0.1)
+            # The coordinator runs in process 0. So process 0 ends one second later, when the
+            # others have read the keys, too.
+            if agreement.owner():
+                time.sleep(1)
 
     def _unwatch(self, thread: threading.Thread) -> None:
         """Ends the thread that reads the keys, and removes the handler of aborts."""
@@ -190,7 +193,8 @@ class JobPeers:
     def _follow(self, published: dict[str, str]) -> None:
         """Acts on what the processes of the job have published.
 
-        `published` has the values of all keys in the list at the top of this module.
+        `published` has the keys of the list at the top of this module, without qkattn/job/:
+        {'request': '2'} after a signal to process 2.
         """
         for rank in range(self._job.num_processes):
             left = published.get(f'left/{rank}')
@@ -198,56 +202,67 @@ class JobPeers:
                 code, sentence = json.loads(left)
                 self._end_after(rank, code, sentence)
 
-        is_requested = 'request' in published
-        if is_requested and not StopRequest.pending():
-            # Some other process got a signal. This one acts as if it had got the signal, too.
+        if 'request' in published and not StopRequest.pending():
+            # Another process got a signal. This one acts as if it had got the signal, too.
             os.kill(os.getpid(), signal.SIGTERM)
 
+        self._follow_reasons_to_stop(published)
+
+    def _follow_reasons_to_stop(self, published: dict[str, str]) -> None:
+        """Agrees on the last step if any process has published a reason to stop training.
+
+        Before that, this process publishes a reason of its own if it has one.
+        """
         with self._agreement:
             block = self._block
+            if block == 0:  # no block has begun, so nothing is trained
+                return
             has_own_reason = self._has_own_reason
-            is_training = block > 0
-            is_stopping = is_training and (is_requested or f'also/{block}' in published)
-            begins_agreeing = is_stopping and not self._is_agreeing
-            if begins_agreeing:
-                self._is_agreeing = True  # from here on `_last_step` stays the same
-        if is_stopping:
-            if begins_agreeing:
-                _set(f'{_ROOT}at/{block}/{self._job.process_id}', str(self._last_step))
+            last_step = self._last_step
+            was_agreeing = self._is_agreeing
+            has_reason = 'request' in published or f'also/{block}' in published
+            if has_reason:
+                self._is_agreeing = True  # `should_stop` waits, so `_last_step` does not change
+
+        if has_reason and not was_agreeing:
+            _set(f'{_ROOT}at/{block}/{self._job.process_id}', str(last_step))
+        if has_reason:
             self._agree(block, published)
         elif has_own_reason:
             _set(f'{_ROOT}also/{block}', str(self._job.process_id))
 
     def _agree(self, block: int, published: dict[str, str]) -> None:
-        """Agrees with the others on the step after which all stop, once each has published its own.
+        """Chooses the step after which all stop, in process 0, and takes it, in every process.
 
-        Process 0 decides. In every process, `should_stop` waits for the decision.
+        For example, two processes publish {'at/1/0': '7', 'at/1/1': '9'} in block 1. Then process 0
+        publishes {'after/1': '9'}. A process that reads this wakes `should_stop`.
         """
         last_steps = []
         for rank in range(self._job.num_processes):
             step = published.get(f'at/{block}/{rank}')
             if step is not None:
                 last_steps.append(int(step))
-        if agreement.owner() and len(last_steps) == self._job.num_processes:
+        have_all_published = len(last_steps) == self._job.num_processes
+        if have_all_published and agreement.owner():
             _set(f'{_ROOT}after/{block}', str(max(last_steps)))
 
-        decision = published.get(f'after/{block}')
-        if decision is not None:
+        stop_after = published.get(f'after/{block}')
+        if stop_after is not None:
             with self._agreement:
-                self._stop_after = int(decision)
+                self._stop_after = int(stop_after)
                 self._agreement.notify_all()
 
     def _end_after(self, rank: int, code: int, sentence: str) -> None:
-        """Ends this process because process `rank` ends with an exit code and a sentence.
+        """Ends this process because process `rank` ends, unless both stop after the agreed step.
 
-        There is one exception. If the other process stops on request while all are training, this
-        process goes on: it stops after the agreed step, and saves its state.
+        `code` and `sentence` say how process `rank` ends.
         """
         is_stop_on_request = code == EXIT_REQUEUE
         if not is_stop_on_request:
             signals.end(code, f'process {rank} has ended with code {code}: {sentence}')
 
-        # If process `rank` has not entered the block, the agreement would wait for it in vain.
+        # If all are training, process `rank` has agreed on a step and stopped there. This process
+        # trains up to that step, too. In all other cases, it would wait for process `rank` in vain.
         all_are_training = bool(StopRequest.deferring) and self._all_in_block
         if not all_are_training:
             signals.end(code, f'process {rank} has {sentence}')

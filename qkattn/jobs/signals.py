@@ -72,35 +72,36 @@ class StopRequest:
             StopRequest._interrupts = 0
 
     def defer_exit(self) -> None:
-        """Keeps signals from ending the process before the end of the block.
+        """Until the block ends, a signal only sets `requested`, and does not end the process.
 
         Call it when there is something to save. In a job, all processes call it, and wait for each
         other. Raises Stopped if any of them has got a signal.
         """
         with no_interrupt:
             self.deferring.append(self)
-        is_stopping = self.requested
+        is_requested_anywhere = self.requested
         if self.peers is not None:
-            is_stopping = self.peers.meet(self.requested)
-        if is_stopping:
+            is_requested_anywhere = self.peers.meet(self.requested)
+        if is_requested_anywhere:
             raise Stopped('stopped with nothing to save')
 
     def allow_exit(self) -> None:
-        """Lets signals end the process at once again.
+        """Undoes `defer_exit`: signals end the process at once again.
 
         Call it when everything is saved. In a job, all processes call it, and wait for each other.
         Raises Stopped if any of them has got a signal.
         """
-        others_know = False  # of a stop that is requested in any process
+        is_known_to_all = False  # whether all processes know that one of them has got a signal
         if self.peers is not None:
-            others_know = self.peers.meet(self.requested)
+            is_known_to_all = self.peers.meet(self.requested)
         with no_interrupt:
             self._undefer()
-            # A signal may have come after `meet`, so that only this process knows of it. `end`
-            # tells the others, and they end too.
-            if self.requested and not others_know and self._in_exit_on_signal:
+            # A signal that came after `meet` is known to this process only. `end` tells the others,
+            # and they end too.
+            came_after_meet = self.requested and not is_known_to_all
+            if came_after_meet and self._in_exit_on_signal:
                 end(EXIT_REQUEUE, _SAVED)
-        if self.requested or others_know:
+        if self.requested or is_known_to_all:
             raise Stopped(_SAVED)
 
     def should_stop(self, step: int, also: bool = False) -> bool:
@@ -127,18 +128,20 @@ class StopRequest:
         Python passes the number of the signal and the interrupted stack frame.
         """
         StopRequest.requested = True
-        is_ctrl_c = number == signal.SIGINT
-        if not is_ctrl_c:
+        if number == signal.SIGTERM:
             return
 
+        # In a script without `exit_on_signal`, the next Ctrl-C raises KeyboardInterrupt.
         if not self._in_exit_on_signal:
             _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
 
+        # In a script with it, a Ctrl-C ends the process from another thread, `_watch`. But while
+        # there is something to save, only the third one ends it.
         has_something_to_save = bool(self.deferring)
         if not has_something_to_save:
-            return  # the thread of `exit_on_signal` ends the process
+            return
         StopRequest._interrupts += 1
         if self._interrupts == 1:
             _say('\nstopping after this step, and saving\n')
@@ -152,17 +155,17 @@ class StopRequest:
 def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """A block in which SIGTERM and Ctrl-C end the process, unless a `StopRequest` defers the exit.
 
-    `dry_run` is called when the block begins. It says whether the script leaves nothing to resume
-    from, so that the process must not ask to be started again.
+    A handler in Python would not do: while XLA compiles in C++, it does not run. But Python writes
+    the number of a signal into a pipe at once. A thread of this block reads the pipe and ends the
+    process.
 
-    Python runs no signal handler while XLA compiles in C++. But Python writes the number of a
-    signal into a pipe at once, and a thread of this block reads it.
+    `dry_run` is called when the block begins. It returns True for a script that leaves nothing to
+    resume from. The process then does not ask to be started again.
     """
-    # From here on, Python writes the numbers of signals into the pipe.
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    # It does so only for signals that have a handler. The thread acts on them, so the handler does
+    # Python writes into the pipe only for signals with a handler, so each gets one that does
     # nothing.
     previous_handlers = {}
     for number in _SIGNALS:
@@ -204,7 +207,7 @@ def end(code: int, sentence: str) -> NoReturn:
     were printed. Then it tells the other processes of a job. That comes last, since they may in
     turn end this process.
     """
-    # The process keeps the lock to its end, so that no other write begins. The time is limited
+    # The lock is never released, so that no other thread begins a write. The wait is limited
     # because a write may hang with its file system.
     no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
@@ -240,19 +243,19 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
 
 
 def _watch(read_end: int, dry_run: bool) -> None:
-    """Acts on signals until the other end of a pipe is closed; runs in a thread of its own.
+    """The thread of `exit_on_signal`: ends the process at a signal, or sets `requested`.
 
-    `read_end` is the file descriptor of the pipe. Python writes the number of each signal into the
-    pipe, as one byte. `dry_run` says whether there is nothing to resume from.
+    `read_end` is the end of the pipe from which the numbers of signals are read, one byte each.
+    `dry_run` says whether there is nothing to resume from.
     """
-    while content := os.read(read_end, 1):
+    while content := os.read(read_end, 1):  # empty once the write end is closed
         number = content[0]
         if number not in _SIGNALS:
             continue
         with no_interrupt:
             if not StopRequest.deferring:
                 _end_with_nothing_to_save(number, dry_run)
-            # The handler sets this, too, but Python may not run it before native code returns.
+            # `StopRequest._handle` sets it, too, but only when code in C++ has returned.
             StopRequest.requested = True
     os.close(read_end)
 
