@@ -157,7 +157,7 @@ class Ledger:
         """
         first_digests: dict[str, str] = {}
         first_looks: dict[str, int] = {}
-        # Go from the last look to the first, so that the first look at a run overwrites the others.
+        # Go from the last look to the first: an earlier look at a run overwrites the later ones.
         for entry in reversed(self._entries_of(LOOKED)):
             for run, run_digest in entry.get('runs', {}).items():
                 first_digests[run] = run_digest
@@ -176,16 +176,17 @@ class Ledger:
 
 
 def _repeat_in_retrospect(entry: Entry) -> Repeat:
-    """Reads a line that declares, after results are known, that the study repeats another one.
+    """Reads a line of the event REPEATS: a repeat that is declared after results are known.
 
-    The line has the event REPEATS; the top of this module lists its fields.
+    The repeated study may no longer be kept. The line then describes it in the field `lost`.
     """
-    repeat = Repeat(study=entry['study'], entry=entry['entry'], retrospective=True)
-    lost_study = entry.get('lost')  # describes the repeated study if it is not kept
+    lost_study = entry.get('lost')
     if lost_study is None:
-        return repeat
-    return dataclasses.replace(
-        repeat,
+        return Repeat(study=entry['study'], entry=entry['entry'], retrospective=True)
+    return Repeat(
+        study=entry['study'],
+        entry=entry['entry'],
+        retrospective=True,
         commit=lost_study['commit'],
         seeds=tuple(lost_study['seeds']),
         arms=frozenset(arm_key(arm) for arm in lost_study['arms']),
@@ -247,9 +248,11 @@ def append(path: Path, event: str, **data: Any) -> None:
 def declare(
     directory: Path, declared: Mapping[str, Any], repeats: Mapping[str, str] | None = None
 ) -> None:
-    """Enters a study, or the arms that were added to it, into its ledger.
+    """Enters into the ledger what a study compares, each time that the study starts.
 
-    Enters nothing if the study is as it was declared last. The caller holds the study's lock.
+    The first start declares the study. A later start enters the arms that were added since, or
+    declares the study again if another field has changed. It enters nothing if the study is as it
+    was declared last. The caller holds the study's lock.
 
     Args:
       directory: the study's directory.
@@ -258,25 +261,15 @@ def declare(
         earlier one, 'entry': the hash of the last line of its ledger}.
     """
     path = directory / NAME
-    before = read(path) if path.exists() else None
-    if before is not None and before.declaration == digest(declared):
-        return
-
-    # The family is the number of arms that are compared with the baseline.
-    arms = declared['arms']
-    family = 0
-    for arm in arms:
-        is_control = arm['control'] is not None
-        is_baseline = arm['variant'] == declared['baseline']
-        if not is_control and not is_baseline:
-            family += 1
-    common_fields = {'declaration': digest(declared), 'family': family}
-
-    if before is not None:
-        added_arms = [arm for arm in arms if arm_key(arm) not in before.arms]
+    common_fields = {'declaration': digest(declared), 'family': _family(declared)}
+    if path.exists():
+        ledger = read(path)
+        if ledger.declaration == digest(declared):
+            return
+        added_arms = [arm for arm in declared['arms'] if arm_key(arm) not in ledger.arms]
         if added_arms:
             # Results may have led to these arms if the study has verdicts and somebody has looked.
-            has_looked = before.first_look is not None
+            has_looked = ledger.first_look is not None
             has_verdicts = declared['tuning'] is not None
             is_post_hoc = has_looked and has_verdicts
             append(path, ARMS_ADDED, arms=added_arms, post_hoc=is_post_hoc, **common_fields)
@@ -286,6 +279,17 @@ def declare(
     if repeats is not None:
         fields['repeats'] = repeats
     append(path, DECLARED, **common_fields, **fields, post_hoc=False)
+
+
+def _family(declared: Mapping[str, Any]) -> int:
+    """Returns the number of arms in study.json that are compared with the baseline."""
+    family = 0
+    for arm in declared['arms']:
+        is_control = arm['control'] is not None
+        is_baseline = arm['variant'] == declared['baseline']
+        if not is_control and not is_baseline:
+            family += 1
+    return family
 
 
 def look(directory: Path, logs: Files | None = None) -> bool:
@@ -309,12 +313,14 @@ def look(directory: Path, logs: Files | None = None) -> bool:
 
     # Check before locking: locking creates a file, and a copy of a study should stay as it is.
     ledger = read(path)
-    if files == ledger.looked_files or ledger.altered(runs):
+    if files == ledger.looked_files:
+        return False
+    if ledger.altered(runs):
         return False
 
     with locked(directory / 'lock'):
+        # Read again: another process may have entered the same look in between.
         ledger = read(path)
-        # Another process may have entered the same look in between.
         if files != ledger.looked_files:
             earlier_looks = [entry for entry in ledger.entries if entry['event'] == LOOKED]
             append(path, LOOKED, look=len(earlier_looks) + 1, files=files, runs=runs)
@@ -368,51 +374,61 @@ def digests(directory: Files) -> dict[str, str | None]:
     without their training records. A study without yardsticks has no entry for them.
     """
     digest_by_name: dict[str, str | None] = {}
-    for name in ('study.json', 'plan.jsonl', 'results.jsonl', YARDSTICKS):
+    for name in ('study.json', 'plan.jsonl', 'results.jsonl'):
         digest_by_name[name] = _file_sha256(directory / name)
-    if digest_by_name[YARDSTICKS] is None:
-        del digest_by_name[YARDSTICKS]
-    logs = {planned['directory']: hashes for planned, hashes in _logs(directory)}
-    digest_by_name['logs'] = _sha256(logs)
+    yardsticks_digest = _file_sha256(directory / YARDSTICKS)
+    if yardsticks_digest is not None:
+        digest_by_name[YARDSTICKS] = yardsticks_digest
+    hashes_by_directory = {logs.directory: logs.hashes for logs in _logs(directory)}
+    digest_by_name['logs'] = _sha256(hashes_by_directory)
     return digest_by_name
 
 
 def seen(directory: Files) -> dict[str, str]:
     """Returns {run: SHA-256 of its results and logs} for each planned run that has results.
 
-    A look records these digests, so that `Ledger.altered` notices when a run changes later. They
-    cover the metrics of a result and its fields _SEEN. A line of results.jsonl that cannot be read
-    is skipped: the report has a sentence about it.
+    A look records these digests, so that `Ledger.altered` notices when a run changes later.
     """
-    results_by_run: dict[str, list[dict[str, Any]]] = {}
-    for line in _lines(directory / 'results.jsonl'):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            result = parse_json(line)
-            covered = {}
-            for name in (*_SEEN, *metric_fields(result)):
-                if name in result:
-                    covered[name] = result[name]
-            run_results = results_by_run.setdefault(result['run'], [])
-            # A line that repeats another one does not change the digest.
-            if covered not in run_results:
-                run_results.append(covered)
-
-    logs_by_run = {planned.get('run'): hashes for planned, hashes in _logs(directory)}
-
+    hashes_by_run = {logs.run: logs.hashes for logs in _logs(directory)}
     digest_by_run = {}
-    for run, run_results in results_by_run.items():
-        if run in logs_by_run:
-            digest_by_run[run] = _sha256({'results': run_results, 'logs': logs_by_run[run]})
+    for run, results in _results_by_run(directory).items():
+        if run in hashes_by_run:
+            digest_by_run[run] = _sha256({'results': results, 'logs': hashes_by_run[run]})
     return digest_by_run
 
 
-def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]:
-    """Yields the runs of a study's plan, with the hashes of their logs.
+def _results_by_run(directory: Files) -> dict[str, list[dict[str, Any]]]:
+    """Reads the results of each run, reduced to the fields _SEEN and the metrics.
 
-    Yields:
-      planned: the line of plan.jsonl, a JSON object.
-      hashes: the SHA-256 of documents.json, or None if it is missing, and the SHA-256 of the
-        evaluations: all lines of metrics.jsonl but the training records.
+    A line of results.jsonl that cannot be read is skipped: the report has a sentence about it. A
+    line that repeats another one adds nothing.
+    """
+    results_by_run: dict[str, list[dict[str, Any]]] = {}
+    for line in _lines(directory / 'results.jsonl'):
+        # These are the errors of a line that is damaged in any way.
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            result = parse_json(line)
+            fields = (*_SEEN, *metric_fields(result))
+            seen_fields = {name: result[name] for name in fields if name in result}
+            results = results_by_run.setdefault(result['run'], [])
+            if seen_fields not in results:
+                results.append(seen_fields)
+    return results_by_run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Logs:
+    """The hashes of the logs of a planned run."""
+
+    run: str | None  # the name of the run
+    directory: str  # 'runs/NAME', inside the study
+    # The SHA-256 of documents.json, or None if it is missing. Then the SHA-256 of the evaluations:
+    # all lines of metrics.jsonl but the training records.
+    hashes: list[str | None]
+
+
+def _logs(directory: Files) -> Iterator[_Logs]:
+    """Yields the hashes of the logs of each run in a study's plan.
 
     A run that cannot be read is skipped: the report has a sentence about it.
     """
@@ -420,17 +436,19 @@ def _logs(directory: Files) -> Iterator[tuple[dict[str, Any], list[str | None]]]
         # These are the errors of a plan or a log that is damaged in any way.
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OSError):
             planned = parse_json(line)
-            run = run_path(directory, planned['directory'])
+            run_directory = run_path(directory, planned['directory'])
+
+            documents_sha256 = left_out_documents(run_directory)
+            if not documents_sha256:
+                documents_sha256 = _file_sha256(run_directory / 'documents.json')
 
             evaluations = hashlib.sha256()
-            for record in _lines(run / 'metrics.jsonl'):
+            for record in _lines(run_directory / 'metrics.jsonl'):
                 if not is_training(record):
                     evaluations.update(record)
 
-            documents_sha256 = left_out_documents(run)
-            if not documents_sha256:
-                documents_sha256 = _file_sha256(run / 'documents.json')
-            yield planned, [documents_sha256, evaluations.hexdigest()]
+            hashes = [documents_sha256, evaluations.hexdigest()]
+            yield _Logs(planned.get('run'), planned['directory'], hashes)
 
 
 def left_out_documents(run: Files) -> str | None:

@@ -1,4 +1,4 @@
-"""Reads a study's files, checks what withholds a verdict, and decides: codes and numbers, no prose."""
+"""Reads a study's files, checks what withholds verdicts, and decides: in codes, without prose."""
 
 from qkattn.stats.decision import Decision
 from qkattn.verdict.codes import Reason, ReasonCode, Remark, RemarkCode

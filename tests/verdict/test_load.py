@@ -42,6 +42,7 @@ def planned(**changes):
     ('file', 'line', 'message'),
     [
         ('results.jsonl', '{"run": "x", ', 'it is not JSON'),
+        ('results.jsonl', '[1]', 'expected an object'),
         ('results.jsonl', result('other'), 'is not in plan.jsonl'),
         ('results.jsonl', result(seed=2), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
         ('results.jsonl', result(val_loss=1.5), 'seed 0 has two results, which differ'),
