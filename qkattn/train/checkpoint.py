@@ -208,15 +208,22 @@ class Checkpoints:
                 record = parse_json(read_whole(path))
             check(record, {'format': int, 'version': str})
             remove_checksum(record)
-            if record['format'] > FORMAT:
-                raise CheckpointError(
-                    f'{checkpoint} has format {record["format"]} of qkattn '
-                    f'{record["version"]}, but this is qkattn {__version__}, which reads format '
-                    f'{FORMAT}; use qkattn {record["version"]} or later, or another workdir'
-                )
-            check(record, {'data': dict, 'train_seconds': float})
+            # A record of a later format may have other fields.
+            if record['format'] <= FORMAT:
+                check(record, {'data': dict, 'train_seconds': float})
         except (OSError, ValueError) as error:
             return None, f'record/metadata: {error}'
+        self._require_of_this_run(checkpoint, record)
+        return record, None
+
+    def _require_of_this_run(self, checkpoint: Path, record: dict[str, Any]) -> None:
+        """Raises CheckpointError if a later version or a run with other settings wrote it."""
+        if record['format'] > FORMAT:
+            raise CheckpointError(
+                f'{checkpoint} has format {record["format"]} of qkattn {record["version"]}, but '
+                f'this is qkattn {__version__}, which reads format {FORMAT}; use qkattn '
+                f'{record["version"]} or later, or another workdir'
+            )
         # Checkpoints of earlier versions have no hash. They count as checkpoints of this run.
         stored_hash = record.get('config_hash', self._config_hash)
         if self._config_hash is not None and stored_hash != self._config_hash:
@@ -225,7 +232,6 @@ class Checkpoints:
                 f'{stored_hash!r}, not {self._config_hash!r}); restore the checkpoints of this run '
                 'from a copy, or use another workdir'
             )
-        return record, None
 
     def _read_state(self, step: int, target: dict) -> tuple[dict, str | None]:
         """Reads the state of a checkpoint: (state, None), or (state, what is damaged).
@@ -234,29 +240,31 @@ class Checkpoints:
         the system fails to read it in one process, all raise ReadError.
         """
         state, error = self._read_arrays(step, target)
-
-        failure = None
-        if error is not None:
-            failure = {'is_unread': isinstance(error, ReadError), 'text': str(error)}
-        failure_by_rank = [failure] if self._read_only else agreement.from_all(failure)
+        answer = {
+            'error': None if error is None else str(error),
+            'is_unread': isinstance(error, ReadError),
+        }
+        answers = [answer] if self._read_only else agreement.from_all(answer)
         damage: str | None = None
-        for rank, failure in enumerate(failure_by_rank):
-            if failure is None:
+        for rank, answer in enumerate(answers):
+            text = answer['error']
+            if text is None:
                 continue
-            text = failure['text']
-            if len(failure_by_rank) > 1:
+            if len(answers) > 1:
                 text = f'process {rank}: {text}'
-            if failure['is_unread']:
+            if answer['is_unread']:
                 raise ReadError(text)
-            damage = damage or text
+            if damage is None:
+                damage = text
+        if damage is not None:
+            return state, damage
 
-        if damage is None:
-            stored_sums = np.asarray(state.pop(SUMS))
-            is_different = stored_sums != np.asarray(checksums(state))
-            if is_different.any():
-                name = leaf_names(target)[is_different.argmax()]
-                damage = f'checksum of {name}'
-        return state, damage
+        stored_sums = np.asarray(state.pop(SUMS))
+        is_different = stored_sums != np.asarray(checksums(state))
+        if is_different.any():
+            first = is_different.argmax()
+            return state, f'checksum of {leaf_names(target)[first]}'
+        return state, None
 
     def _read_arrays(self, step: int, target: dict) -> tuple[dict, Exception | None]:
         """Reads the arrays of a checkpoint with their SUMS: (arrays, None), or ({}, the error).
@@ -265,6 +273,7 @@ class Checkpoints:
         would wait for all processes, even for one that fails on damaged files.
         """
         leaves = jax.tree.leaves(target)
+        # A checksum for each leaf.
         sums = jax.ShapeDtypeStruct(
             (len(leaves),), 'uint32', sharding=_replicated(leaves[0].sharding)
         )
@@ -279,32 +288,38 @@ class Checkpoints:
             return {}, error
 
     def discard_after(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, which are damaged; training writes them again."""
+        """Deletes the checkpoints after `step`, and those that `_tidy` has renamed.
+
+        All of them are damaged. Training writes them again.
+        """
         steps = self._on_owner(lambda: sorted(self._manager.all_steps()))
         for later_step in steps:
             if later_step > step:
                 self._manager.delete(later_step)
 
         def remove_damaged() -> None:
-            # Training saves these steps again and later moves them to the trash. Orbax fails if
-            # the trash already has a step of that number.
+            # Orbax has moved the checkpoints to the trash. It will do so again after training has
+            # saved the same steps, and fails if the trash already has a step of that number.
             _remove_all(below(self.directory, TRASH), '*')
             _remove_all(self.directory, f'*{SET_ASIDE}')
 
         self._on_owner(remove_damaged)
 
     def _on_owner(self, call: Callable[[], T]) -> T:
-        """Calls a function in process 0 and returns its result in all processes.
+        """Calls a function in process 0, and returns its result in all processes.
 
-        If read only, every process calls it for itself.
+        If the checkpoints are read only, every process calls it for itself.
         """
         return call() if self._read_only else agreement.on_owner(call)
 
     def _tidy(self) -> None:
-        """Renames checkpoints whose description is damaged; orbax would fail to open any other.
+        """Renames checkpoints with a damaged description to N.damaged.
 
-        Also deletes the trash, and checkpoints in a bucket that were not completed. If read only,
-        nothing changes, and a damaged description raises CheckpointError.
+        With one of them in the directory, orbax could not open any other checkpoint. Also deletes
+        the trash, and checkpoints in a bucket that were not completed.
+
+        If the checkpoints are read only, nothing changes, and a damaged description raises
+        CheckpointError.
         """
         if not self._read_only:
             remove_tree(below(self.directory, TRASH))
@@ -312,32 +327,31 @@ class Checkpoints:
             if not path.name.isdecimal():
                 continue
 
-            if buckets.is_url(path) and not (path / COMMITTED).exists():
+            is_completed = not buckets.is_url(path) or (path / COMMITTED).exists()
+            if not is_completed:
                 if not self._read_only:
                     remove_tree(path)
                 continue
 
-            try:
-                parse_file(path / '_CHECKPOINT_METADATA', {})
-                # Earlier versions wrote this file, which orbax also reads.
-                if (path / 'metrics').exists():
-                    parse_file(path / 'metrics/metrics', {})
-            except ValueError as error:
-                if not self._read_only:
-                    _name_damaged(path.name, error)
-                    set_aside = path.with_name(path.name + SET_ASIDE)
-                    remove_tree(set_aside)
-                    path.rename(set_aside)
-                elif path.exists():  # otherwise the run has deleted it in the meantime
-                    raise CheckpointError(
-                        f'{path} is damaged ({error}); run the training command again, which goes '
-                        'on from the checkpoint before'
-                    ) from error
+            error = _error_in_description(path)
+            if error is None:
+                continue
+            if not self._read_only:
+                _name_damaged(path.name, error)
+                set_aside = path.with_name(path.name + SET_ASIDE)
+                remove_tree(set_aside)
+                path.rename(set_aside)
+            elif path.exists():  # otherwise the run has deleted it in the meantime
+                raise CheckpointError(
+                    f'{path} is damaged ({error}); run the training command again, which goes '
+                    'on from the checkpoint before'
+                ) from error
 
     def close(self) -> None:
         """Waits for the last save, and closes the directory.
 
-        A save that could not be finished is deleted. Raises DiskError if the last save failed.
+        Deletes the trash, and a save that could not be completed. Raises DiskError if the last save
+        failed.
         """
         try:
             self.wait()
@@ -352,8 +366,8 @@ class Checkpoints:
     def _waiting(self) -> Iterator[None]:
         """Adds the time that a `with` block spends in calls of orbax to `stall_seconds`.
 
-        If orbax fails because the directory is gone or is another one, this raises DiskError;
-        orbax itself raises errors of many types.
+        Orbax raises errors of many types. If the cause is that the directory is gone, or that
+        another one has taken its place, this raises DiskError instead.
         """
         start = time.perf_counter()
         with disk_errors(self.directory):
@@ -376,11 +390,24 @@ def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
     if not data.tokenizer.endswith('.json'):
         return []
     for checkpoint in sorted((run / 'checkpoints').glob('*')):
-        # A damaged record is skipped here; restoring the checkpoint reports it.
-        with contextlib.suppress(ValueError):
+        try:
             record = parse_file(checkpoint / 'record/metadata', {'data': dict})
-            return names_in(record['data'])
+        except ValueError:
+            continue  # the record is damaged, as restoring the checkpoint will report
+        return names_in(record['data'])
     return []
+
+
+def _error_in_description(checkpoint: Path) -> ValueError | None:
+    """Returns the error of parsing what orbax writes about a checkpoint; None if it is sound."""
+    try:
+        parse_file(checkpoint / '_CHECKPOINT_METADATA', {})
+        # Earlier versions wrote this file, which orbax also reads.
+        if (checkpoint / 'metrics').exists():
+            parse_file(checkpoint / 'metrics/metrics', {})
+    except ValueError as error:
+        return error
+    return None
 
 
 def _remove_all(directory: Path, pattern: str) -> None:
@@ -390,6 +417,7 @@ def _remove_all(directory: Path, pattern: str) -> None:
 
 
 def _name_damaged(step: int | str, damage: object) -> None:
+    """Logs that a checkpoint is damaged, with the first line of what is damaged."""
     first_line = str(damage).partition('\n')[0]
     log.error('checkpoint %s is damaged (%s); trying the one before', step, first_line)
 
@@ -444,7 +472,7 @@ def checksum(array: jax.Array) -> jax.Array:
         array = jax.random.key_data(array)
     num_bits = 8 * min(array.dtype.itemsize, 4)
     bits = array.view(f'uint{num_bits}').astype(jnp.uint32)
-    # The number i of each element, computed from its index along each axis.
+    # The number i of each element: [[0, 1, 2], [3, 4, 5]] for an array [2, 3].
     position = jnp.zeros(bits.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(bits.ndim)):

@@ -95,8 +95,8 @@ def train(
         rows, corpora = _open_rows(config, path, progress)
         initial = InitialParameters(config)
         if not _is_begun(path):
-            # If these cannot be read, there is no run directory yet that would fix the settings,
-            # so a user can correct train.init_from.
+            # If the parameters cannot be read, this raises before there is a run directory, which
+            # would fix the settings. So the user can correct train.init_from.
             initial.load()
         directory = exits.enter_context(owned(lambda: RunDirectory(path, config)))
         stop = exits.enter_context(StopRequest())
@@ -193,9 +193,20 @@ def with_divergences(
 class Boundary:
     """A pause of training after a step, and what the run does in it."""
 
+    # An evaluation of the validation split is due.
     evaluating: bool
+    # A checkpoint is due. It always is if the run stops.
     saving: bool
     stopping: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """The evaluations that the run logs at a step."""
+
+    of_split: Evaluation
+    # The corpora of data.evaluate, by entry.
+    of_corpora: Mapping[str, Evaluation]
 
 
 @dataclasses.dataclass
@@ -236,10 +247,8 @@ class Run:
     # from a checkpoint of an earlier version, which did not record it.
     diverged_at: dict[int, int | None] = dataclasses.field(init=False)
 
-    # The newest evaluation of the validation split and of the corpora by entry, and its step.
-    validation: Evaluation | None = None
-    validation_of_corpora: Mapping[str, Evaluation] | None = None
-    validation_step: int | None = None
+    # The last validation of this start.
+    validation: Validation | None = None
     # Numbers the calls of `_should_stop`. All processes make equally many of them.
     questions: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
@@ -271,7 +280,7 @@ class Run:
         return agreement.on_owner(lambda: self._write_results(trial_results, documents))
 
     def _restore_or_initialize(self, compiled: Program) -> Mapping[str, Any]:
-        """Restores the newest checkpoint that is not damaged, or initializes the state of step 0.
+        """Restores the newest checkpoint that is not damaged; if there is none, initializes step 0.
 
         Returns the record that `_save` stored with the checkpoint; {} at step 0. Records of earlier
         versions lack some fields. Raises CheckpointError if the checkpoint was trained on other
@@ -291,15 +300,16 @@ class Run:
         self.step = self.stack.step
         self.clock = Clock(record, self.step)
 
-        # The record has the step of divergence of each trial, or None.
+        # Earlier versions did not record the steps at which trials diverged.
         alive_X = self.stack.alive_X
         diverged_at_X = record.get('diverged_at') or [None] * len(alive_X)
-        self.diverged_at = {
-            trial: step for trial, step in enumerate(diverged_at_X) if not alive_X[trial]
-        }
+        self.diverged_at = {}
+        for trial, step in enumerate(diverged_at_X):
+            if not alive_X[trial]:
+                self.diverged_at[trial] = step
 
-        # Checkpoints after this step are damaged. The run saves these steps again.
         if restored is not None:
+            # Later checkpoints are damaged. The run saves their steps again.
             self.checkpoints.discard_after(self.step)
             log.info('resuming at step %s', f'{self.step:,}')
         return record
@@ -320,12 +330,14 @@ class Run:
         `record` is the record of the checkpoint from which the run resumes; {} at step 0.
         """
         is_evaluated = record.get('evaluated', True)
+        # The number of lines of metrics.jsonl before the checkpoint, and their checksum.
         written = record.get('metrics')
-        agreement.on_owner(
-            lambda: self.directory.metrics.rewind(
-                self.step, evaluated=is_evaluated, written=written
-            )
-        )
+
+        def cut_metrics() -> None:
+            metrics = self.directory.metrics
+            metrics.rewind(self.step, evaluated=is_evaluated, written=written)
+
+        agreement.on_owner(cut_metrics)
         self.sinks.open(self.step)
         self.code = agreement.on_owner(
             lambda: results.with_this_start(self.path, record.get('code', []))
@@ -334,9 +346,10 @@ class Run:
     def _train(self, is_evaluated: bool) -> None:
         """Trains to the last step, with evaluations and checkpoints on the way.
 
-        `is_evaluated` is False if the previous start was stopped during the evaluation at this
-        step; training then begins with that evaluation. After a signal, saves the state and raises
-        Stopped.
+        After a signal, it saves the state and raises Stopped.
+
+        `is_evaluated` is False if the previous start was stopped before the evaluation at this step
+        was complete. Training then begins with that evaluation.
         """
         with (
             contextlib.closing(self.stack.batches()) as batches,
@@ -344,16 +357,21 @@ class Run:
         ):
             placed_batches = self.clock.inputs(map(self.stack.place, batches))
             self.stop.defer_exit()
-            if not is_evaluated and not self._validate():
-                raise self._stopped()
+            if not is_evaluated:
+                is_complete = self._validate()
+                if not is_complete:
+                    raise self._stopped()
             self.progress.begin()
             while self.step < self.config.train.num_steps:
                 boundary = self._train_to_boundary(placed_batches, trace)
-                stopping = boundary.stopping
-                if boundary.evaluating and not stopping:
-                    stopping = not self._validate()
+                is_evaluation_missing = False
+                if boundary.evaluating:
+                    # A signal skips the evaluation, or ends it early.
+                    is_complete = not boundary.stopping and self._validate()
+                    is_evaluation_missing = not is_complete
+                stopping = boundary.stopping or is_evaluation_missing
                 if boundary.saving or stopping:
-                    self._save(is_evaluated=not (boundary.evaluating and stopping))
+                    self._save(is_evaluated=not is_evaluation_missing)
                 if stopping:
                     raise self._stopped()
 
@@ -385,7 +403,7 @@ class Run:
         """
         train = self.config.train
         is_lost = self._is_lost()
-        stopping = self._should_stop(also=is_lost)
+        stopping = self._should_stop(also=is_lost)  # after a signal, or if the run is lost
         is_last = self.step == train.num_steps
         evaluating = is_last or self.step % train.eval_every == 0
         saving = is_last or stopping or self.step % train.checkpoint_every == 0
@@ -430,9 +448,9 @@ class Run:
         return speeds
 
     def _validate(self) -> bool:
-        """Evaluates and logs the validation split, and the corpora of data.evaluate.
+        """Evaluates the validation split and the corpora of data.evaluate, and logs the results.
 
-        Returns False, and logs nothing, if it was stopped by a request.
+        Returns whether it is complete. If a signal ends it early, it logs nothing.
         """
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
@@ -441,9 +459,7 @@ class Run:
             of_corpora = self.stack.evaluate_corpora(self._should_stop)
             if of_corpora is None:
                 return False
-        self.validation = evaluation
-        self.validation_of_corpora = of_corpora
-        self.validation_step = self.step
+        self.validation = Validation(evaluation, of_corpora)
         self._record(results.eval_record(self.step, evaluation, of_corpora))
         self.progress.evaluated(self.step, evaluation.values['loss'])
         return True
@@ -472,26 +488,12 @@ class Run:
             self.checkpoints.save(self.step, self.stack.state, record)
 
     def _measure(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns the results of the trials, and their losses on each evaluated document.
-
-        The last checkpoint is complete at this point, so a signal ends the process at once.
-        """
+        """Returns the results of the trials, and their losses on each evaluated document."""
+        # Once the last checkpoint is complete, a signal may end the process at once.
         self.checkpoints.wait()
         self.stop.allow_exit()
-        evaluations: dict[str, Evaluation] = {}
-        for split in self.rows.splits[1:]:  # all but 'train'
-            if split == 'validation' and self.validation_step == self.step:
-                evaluation = self.validation
-            else:
-                with self.progress.phase('evaluating'):
-                    evaluation = self.stack.evaluate(split)
-            assert evaluation is not None  # it is None only after a request to stop
-            evaluations[split] = evaluation
-        of_corpora = self.validation_of_corpora
-        if self.validation_step != self.step:
-            with self.progress.phase('evaluating'):
-                of_corpora = self.stack.evaluate_corpora()
-        assert of_corpora is not None  # as above
+
+        evaluations, of_corpora = self._final_evaluations()
         self._require_owned(self._is_lost(), 'after its last step')
         compiled = self.stack.program
         costs = {
@@ -505,15 +507,34 @@ class Run:
         )
         with self.progress.phase('measuring'):
             trial_results = results.trial_results(
-                self.stack,
-                evaluations,
-                costs,
-                {'provenance': provenance},
-                self.diverged_at,
-                of_corpora,
+                self.stack, evaluations, costs, provenance, self.diverged_at, of_corpora
             )
         documents = results.document_results(self.stack, evaluations, trial_results)
         return trial_results, documents
+
+    def _final_evaluations(self) -> tuple[dict[str, Evaluation], Mapping[str, Evaluation]]:
+        """Returns the evaluations after the last step: by split, and by entry of data.evaluate.
+
+        The splits are all but 'train'.
+        """
+        # The validation of the last step is reused. There is none if this start has resumed from a
+        # checkpoint after the last step.
+        validation = self.validation
+        evaluations: dict[str, Evaluation] = {}
+        with self.progress.phase('evaluating'):
+            for split in self.rows.splits[1:]:  # the first one is 'train'
+                if split == 'validation' and validation is not None:
+                    evaluations[split] = validation.of_split
+                    continue
+                evaluation = self.stack.evaluate(split)
+                assert evaluation is not None  # it is None only if it is told to stop
+                evaluations[split] = evaluation
+
+            if validation is not None:
+                return evaluations, validation.of_corpora
+            of_corpora = self.stack.evaluate_corpora()
+            assert of_corpora is not None  # it is None only if it is told to stop
+            return evaluations, of_corpora
 
     def _write_results(
         self, trial_results: list[dict[str, Any]], documents: dict[str, Any]
@@ -553,6 +574,7 @@ class Run:
         return self.stop.should_stop(next(self.questions), also=also)
 
     def _stopped(self) -> Stopped:
+        """Returns the error with which a start ends after a signal."""
         return Stopped(f'stopped at step {self.step} of {self.config.train.num_steps}, state saved')
 
     def _is_lost(self) -> bool:
@@ -577,13 +599,14 @@ def _open_rows(
     if they differ between processes.
     """
 
-    def opened() -> tuple[Rows, tuple[EvaluationCorpus, ...]]:
+    def open_data() -> tuple[Rows, tuple[EvaluationCorpus, ...]]:
         rows = rows_of(config)
         return rows, open_corpora(config, rows)
 
-    recorded = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
-    with progress.phase('preparing data'), as_recorded(*recorded):
-        rows, corpora = owner_first(opened)
+    # A resumed run opens its tokenizers as its first start did.
+    tokenizer_names = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
+    with progress.phase('preparing data'), as_recorded(*tokenizer_names):
+        rows, corpora = owner_first(open_data)
     agreement.require_same('dataset', json.dumps(identity_with(rows, corpora)))
     return rows, corpora
 

@@ -1,6 +1,5 @@
 """What a run leaves for reports: an object per trial, per evaluation, and per document."""
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ def trial_results(
     stack: Stack,
     evaluations: Mapping[str, Evaluation],
     costs: Mapping[str, Any],
-    about: Mapping[str, Any],
+    provenance: Mapping[str, Any],
     diverged_at: Mapping[int, int | None],
     corpora: Mapping[str, Evaluation],
 ) -> list[dict[str, Any]]:
@@ -49,8 +48,8 @@ def trial_results(
     Args:
       stack: the trained trials.
       evaluations: the last evaluation of each split but 'train'.
-      costs: times of the run, which all results hold.
-      about: further fields that all results hold.
+      costs: the times and the lifting of the run.
+      provenance: the software and devices of the run, as `software_of` returns them.
       diverged_at: by trial number, the step at which a trial diverged.
       corpora: the last evaluation of each entry of data.evaluate.
     """
@@ -60,7 +59,7 @@ def trial_results(
     }
     of_task = {metric.name: metric for metric in stack.rows.metrics}
     common = _common(stack, evaluations, costs, corpora)
-    common |= about
+    common['provenance'] = provenance
     # Declarations of metrics from outside the package, so that reports can show them.
     common |= described({**evaluated, **of_task})
 
@@ -78,13 +77,7 @@ def trial_results(
         if alive_X[x] and not is_finished:
             result['diverged_at'] = stack.step
         result |= common
-        sound_evaluations = evaluations if is_finished else {}
-        result |= _metrics_of_trial(x, sound_evaluations, evaluated)
-        for corpus, evaluation in corpora.items():
-            for name, metric in evaluated.items():
-                value_X = evaluation.values[name]
-                has_value = is_finished and value_X is not None
-                result[metric.corpus_field(corpus)] = float(value_X[x]) if has_value else None
+        result |= _metrics_of_trial(x, is_finished, evaluated, evaluations, corpora)
         for field, values_X in end_metrics.items():
             result[field] = values_X[x] if is_finished else None
         results.append(result)
@@ -92,30 +85,46 @@ def trial_results(
 
 
 def _metrics_of_trial(
-    x: int, evaluations: Mapping[str, Evaluation], evaluated: Mapping[str, Metric]
+    x: int,
+    is_finished: bool,
+    evaluated: Mapping[str, Metric],
+    evaluations: Mapping[str, Evaluation],
+    corpora: Mapping[str, Evaluation],
 ) -> dict[str, float | None]:
-    """Returns the metrics of trial x on each split, by field such as 'val_loss'.
+    """Returns the metrics of trial x by field, such as 'val_loss' and 'loss[@train]'.
 
-    A metric without a value, or on a split without an evaluation, is None.
+    A metric is None if the trial diverged, if there is no evaluation of the split, or if the metric
+    is not defined for its data.
+
+    Args:
+      x: the number of the trial.
+      is_finished: False if the trial diverged.
+      evaluated: the metrics, by name.
+      evaluations: the last evaluation of each split.
+      corpora: the last evaluation of each entry of data.evaluate.
     """
+
+    def value_of(evaluation: Evaluation | None, name: str) -> float | None:
+        if evaluation is None or not is_finished:
+            return None
+        value_X = evaluation.values.get(name)
+        return None if value_X is None else float(value_X[x])
+
     fields: dict[str, float | None] = {}
     for split, prefix in PREFIXES.items():
-        values: Mapping[str, np.ndarray | None] = {}
-        if split in evaluations:
-            values = evaluations[split].values
         for name, metric in evaluated.items():
-            if prefix not in metric.prefixes:
-                continue
-            value_X = values.get(name)
-            value = None if value_X is None else float(value_X[x])
-            fields[metric.field(prefix)] = value
+            if prefix in metric.prefixes:
+                fields[metric.field(prefix)] = value_of(evaluations.get(split), name)
+    for corpus, evaluation in corpora.items():
+        for name, metric in evaluated.items():
+            fields[metric.corpus_field(corpus)] = value_of(evaluation, name)
     return fields
 
 
 def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
     """Returns what the task measures when training ends: values [X] by field of a result.
 
-    Raises ConfigError if no metric of the package or of the task has such a field.
+    Raises ConfigError for a field that is not one of a metric of the package or of the task.
     """
     measured = stack.rows.end_metrics(stack, finished_X)
     known = result_fields(with_outside(stack.rows.metrics))
@@ -189,25 +198,31 @@ def _common(
 def document_results(
     stack: Stack, evaluations: Mapping[str, Evaluation], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Sums the loss of every trial over each of the C documents of every split.
+    """Returns the loss of every trial, summed over each of the C documents of every split.
 
-    Returns {split: {'documents': C names, 'tokens': C numbers of targets, 'nats': [X, C]}}. The
-    loss of a trial is sum(nats) / sum(tokens). A trial that diverged has None in place of its nats.
-    Documents without targets are left out. If a task has no documents, `pipeline.clusters` groups
-    the rows.
+    An example of 2 trials and 3 documents of the test split:
+
+        {'test': {
+            'documents': ['ast.py', 'bdb.py', 'cmd.py'],
+            'tokens': [120, 310, 205],  # numbers of targets
+            'nats': [[402.1, 950.7, 644.9], None],  # the second trial diverged
+        }}
+
+    The loss of a trial is sum(nats) / sum(tokens). Documents without targets are left out. If a
+    task has no documents, `pipeline.clusters` groups the rows.
     """
     splits = {}
     for split, evaluation in evaluations.items():
         max_rows = stack.config.data.eval_sequences
         names, document_R = pipeline.clusters(stack.rows, split, max_rows)
-        by_document = functools.partial(_sums_by_document, document_R, len(names))
-        targets_C = by_document(evaluation.targets_R)
+        targets_C = _sums_by_document(evaluation.targets_R, document_R, len(names))
         has_targets_C = targets_C > 0
 
         nats: list[list[float] | None] = []
         for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
             if result['status'] == FINISHED:
-                nats.append(by_document(nats_R)[has_targets_C].tolist())
+                nats_C = _sums_by_document(nats_R, document_R, len(names))
+                nats.append(nats_C[has_targets_C].tolist())
             else:
                 nats.append(None)
 
@@ -220,9 +235,9 @@ def document_results(
 
 
 def _sums_by_document(
-    document_R: np.ndarray, num_documents: int, values_R: np.ndarray
+    values_R: np.ndarray, document_R: np.ndarray, num_documents: int
 ) -> np.ndarray:
-    """Sums values over the rows of each document; returns [C].
+    """Sums the values of rows over each document; returns [C].
 
     `document_R` holds the number of each row's document. Any further values belong to rows that pad
     the last batch; they are left out.
@@ -234,17 +249,18 @@ def _sums_by_document(
 def eval_record(
     step: int, evaluation: Evaluation, corpora: Mapping[str, Evaluation]
 ) -> dict[str, Any]:
-    """Returns the record of an evaluation, with values [X].
+    """Returns the record of an evaluation in metrics.jsonl, with values [X] by field.
 
-    It is on the validation split and, by entry, on the `corpora` of data.evaluate.
+    Fields such as 'val_loss' are of `evaluation`, on the validation split. Fields such as
+    'loss[@train]' are of the `corpora` of data.evaluate.
     """
     record: dict[str, Any] = {'kind': 'eval', 'step': step}
-    for metric in logged(evaluation.metrics):
+    logged_metrics = logged(evaluation.metrics)
+    for metric in logged_metrics:
         record[metric.field('val')] = evaluation.values[metric.name]
     for corpus, evaluation_of_corpus in corpora.items():
-        for metric in logged(evaluation.metrics):
-            field = metric.corpus_field(corpus)
-            record[field] = evaluation_of_corpus.values[metric.name]
+        for metric in logged_metrics:
+            record[metric.corpus_field(corpus)] = evaluation_of_corpus.values[metric.name]
     return record
 
 
