@@ -119,15 +119,13 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
 
     measures = list[Measure]()
     for role in ROLES:
-        for metric in metrics:
-            if metric.role != role:
-                continue
-            # Prefixes are in the order 'val', 'test'. The last one with a value is shown.
-            for split in reversed(metric.prefixes):
-                measure = Measure(metric, split)
-                if has_value(measure):
-                    measures.append(measure)
-                    break
+        metrics_of_role = [metric for metric in metrics if metric.role == role]
+        for metric in metrics_of_role:
+            # The splits of a metric are in the order 'val', 'test'.
+            measure_of_splits = [Measure(metric, split) for split in metric.prefixes]
+            with_values = [measure for measure in measure_of_splits if has_value(measure)]
+            if with_values:
+                measures.append(with_values[-1])
 
     if has_value(TEST_LOSS):
         return (TEST_LOSS, *measures, VAL_LOSS)
@@ -250,6 +248,7 @@ def _arm_columns(findings: Findings) -> Iterator[Column]:
         tables=(CONTROL,),
         left=True,
     )
+    # Without a heading, these two are in table.csv only.
     yield Column('is_baseline', 'is_baseline')
     yield Column('post_hoc', is_post_hoc)
 
@@ -263,9 +262,10 @@ def _difference_columns(findings: Findings) -> Iterator[Column]:
 
 
 def _verdict_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the columns of the verdict, whether it is settled, and the tests behind it.
+    """Yields the columns of the verdict, of longer training, and of the tests behind the verdict.
 
-    A study without tuning has no verdicts, so its tables do not print them.
+    A study without tuning has no verdicts. Its columns stay in table.csv, but without a heading, so
+    they are not printed.
     """
     study = findings.study
     margin = f'{study.margin:g}'
@@ -274,7 +274,8 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
         """Returns the heading of a column, or '' if the column is not printed."""
         return text if study.tuned else ''
 
-    # The decision alone goes to table.csv. The printed text also says whether it is settled.
+    # The verdict: table.csv has the decision alone. The printed text also says whether it is
+    # settled.
     yield Column('verdict', 'verdict.decision.value')
     yield Column(
         '',
@@ -283,11 +284,14 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
         tables=(PAGE, FIRST_SCREEN, HEADLINE),
         left=True,
     )
+
+    # What longer training says about the difference.
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')
 
-    # The p values are corrected for multiple comparisons.
+    # The p values of the three tests, corrected for multiple comparisons. The headline has only the
+    # one on which the verdict rests.
     test_by_key = {
         'p_holm': 'p',
         'p_margin_holm': f'p of more than {margin}',
@@ -358,7 +362,7 @@ def corpora(findings: Findings) -> list[str]:
 
 
 def _corpus_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the loss over seeds on each corpus of data.evaluate, which decides nothing."""
+    """Yields the mean loss on each corpus of data.evaluate. No verdict depends on it."""
     loss = METRICS['loss']
     for corpus in corpora(findings):
         field = loss.corpus_field(corpus)
@@ -374,21 +378,24 @@ def _corpus_columns(findings: Findings) -> Iterator[Column]:
 def _setting_columns(findings: Findings) -> Iterator[Column]:
     """Yields the settings that studies may tune (the knobs), such as the learning rate.
 
-    Those that the study tunes are printed. The learning rate is also printed for a study without
-    tuning.
+    table.csv has the value of each knob. If the study tunes a knob, the value is also printed, with
+    the interval of its optimum, and table.csv has the parts SWEEP of its sweep. The learning rate
+    is also printed for a study without tuning.
     """
     for knob in KNOBS:
         yield Column(knob, partial(setting, knob))
+
+        printed_text = partial(_setting_text, knob)
         is_tuned = any(knob in arm.sweeps for arm in findings.arms)
         if is_tuned:
             has_intervals = any(knob in arm.bounded_knobs for arm in findings.arms)
             heading = f'tuned {words(knob)}'
             if has_intervals:
                 heading += '|[95 % interval]'
-            yield Column('', partial(_setting_text, knob), heading, tables=(PAGE, CONTROL))
+            yield Column('', printed_text, heading, tables=(PAGE, CONTROL))
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == 'learning_rate' and not findings.study.tuned:
-            yield Column('', partial(_setting_text, knob), 'learning|rate')
+            yield Column('', printed_text, 'learning|rate')
 
 
 def _exchange_rate(findings: Findings) -> Column:
@@ -439,15 +446,16 @@ def _p_of_verdict(arm: TrainedArm) -> float | None:
 
 
 def setting(knob: str, arm: TrainedArm) -> float | None:
-    """Returns an arm's value of a tuned setting.
+    """Returns an arm's value of a setting that studies may tune (a knob); None if it has none yet.
 
-    It is the value in the trials that decide, or before them the one that screening has chosen so
-    far. All trials that decide have the same settings.
+    In a tuned study it is the value of the trials of the verdict, or before there are any, the one
+    that screening has chosen so far.
     """
     if knob == 'learning_rate' and arm.tuning is None:
-        return arm.learning_rate
+        return arm.learning_rate  # the best of those that were trained
     if arm.verdict_trials:
-        settings = arm.verdict_trials[0].settings  # in the order of KNOBS
+        # All trials of the verdict have the same settings, which are in the order of KNOBS.
+        settings = arm.verdict_trials[0].settings
         return settings[KNOBS.index(knob)]
     if knob in arm.sweeps:
         return arm.sweeps[knob].chosen
@@ -465,9 +473,11 @@ def _setting_text(knob: str, arm: TrainedArm) -> str:
     sweep = arm.sweeps.get(knob)
     if sweep is not None:
         may_lie_beyond = not sweep.bracketed
+    elif arm.tuning is None:
+        # Without tuning, the best learning rate may be the lowest or the highest one.
+        may_lie_beyond = arm.at_edge
     else:
-        # Without tuning, `at_edge` says whether the best learning rate was the highest or lowest.
-        may_lie_beyond = arm.tuning is None and arm.at_edge
+        may_lie_beyond = False  # the arm does not tune this setting
     star = '*' if may_lie_beyond else ''
     return f'{value:g}{star} {prose.optimum(sweep)}'
 

@@ -40,6 +40,7 @@ verdicts. Each key of its `holds` is a format string, which has to give the valu
 """
 
 import ast
+import contextlib
 import re
 import tomllib
 from collections import defaultdict
@@ -139,7 +140,7 @@ def _check_page(kind: str, entry: dict[str, Any], root: Path, where: str) -> str
     text = one_line(re.sub(r'(?<=\d)%', ' %', text))
     page = entry['page']
     if text not in one_line(read_page(root / page)):
-        _, _, source_field, *_ = FIELDS[kind]
+        source_field = FIELDS[kind][2]
         raise ReportError(
             f'{page} does not contain {text!r}, which is what {entry[source_field]} gives; correct '
             f'the page, or {where}'
@@ -161,19 +162,24 @@ def _check_fields(kind: str, entry: Any, where: str) -> None:
 def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
     """Returns the text that an entry's page has to contain.
 
-    The text of a logged entry gets its numbers from the log. The verdicts of a decided entry are
-    compared with the log. Raises ReportError if the log cannot be read, lacks a value, or gives
-    other verdicts. `where` names the entry in the message.
+    The text of a logged entry is a format string, which gets its numbers from the log. The text of
+    a decided entry states verdicts, and its `holds` lists what the log then has to give. Entries of
+    other kinds have no log.
+
+    Raises ReportError if the log cannot be read, lacks a value, or gives other verdicts. `where`
+    names the entry in the message.
     """
     text = entry['text']
-    if kind not in ('logged', 'decided'):
+    if 'log' not in FIELDS[kind]:
         return text
+
     source = entry['log']
     try:
         log = read_log(root / source)
         if kind == 'logged':
             return text.format(log=log, count=len(log))
         for template, expected in entry['holds'].items():
+            # '{log[6][name]}: {log[6][rows][1][decision]}' gives 'drop W_V: undecided'.
             actual = template.format(log=log)
             if actual != expected:
                 raise ReportError(f'{where} expects {expected!r}, but {source} gives {actual!r}')
@@ -191,32 +197,28 @@ def uncovered(page: str, texts: list[str]) -> Iterator[str]:
     answers, names of matrices have to be in a text as well.
     """
     line = one_line(page)
-    # A character of the page is covered if it is in one of the texts, or if it is not prose.
-    covered = [False] * len(line)
 
-    def cover(match: re.Match) -> None:
-        covered[match.start() : match.end()] = [True] * len(match[0])
-
+    # For each character of the line, whether it is inside one of the texts or is not prose.
+    is_covered = [False] * len(line)
+    matches = list(NOT_PROSE.finditer(line))
     for text in texts:
-        for match in re.finditer(re.escape(text), line):
-            cover(match)
-    for match in NOT_PROSE.finditer(line):
-        cover(match)
+        matches += re.finditer(re.escape(text), line)
+    for match in matches:
+        is_covered[match.start() : match.end()] = [True] * len(match[0])
 
-    # The numbers and names that have to be covered.
+    # The numbers, and in discussions the names of matrices, all of which need to be covered.
     statements = list(NUMBER.finditer(line))
     for match in DISCUSSION.finditer(page):
         discussion = one_line(match[1])
         start = line.index(discussion)
         statements += MATRICES.finditer(line, start, start + len(discussion))
-    statements.sort(key=lambda match: match.start())
+    statements.sort(key=lambda statement: statement.start())
 
     for statement in statements:
-        is_covered = all(covered[statement.start() : statement.end()])
-        if not is_covered:
-            start = max(statement.start() - 40, 0)
-            end = statement.end() + 20
-            yield line[start:end]
+        if not all(is_covered[statement.start() : statement.end()]):
+            passage_start = max(statement.start() - 40, 0)
+            passage_end = statement.end() + 20
+            yield line[passage_start:passage_end]
 
 
 def read_log(path: Path) -> Any:
@@ -233,43 +235,44 @@ def read_log(path: Path) -> Any:
         return tomllib.loads(text)
     if path.suffix == '.py':
         return _constants(ast.parse(text).body)
-    if path.suffix != '.csv':
-        return parse_json(text)
-    table = pd.read_csv(path)
-    names = table[table.columns[0]]
-    rows = table.to_dict('records')
-    if names.is_unique:
-        return dict(zip(names, rows, strict=True))
-    return rows
+    if path.suffix == '.csv':
+        table = pd.read_csv(path)
+        rows = table.to_dict('records')
+        first_column = table[table.columns[0]]
+        if first_column.is_unique:
+            return dict(zip(first_column, rows, strict=True))
+        return rows
+    return parse_json(text)
 
 
 def _constants(statements: list[ast.stmt]) -> dict[str, Any]:
     """Returns the literal values that statements of a Python file assign to names.
 
-    `ALPHA = 0.05` gives {'ALPHA': 0.05}. A class gives a dict of its constants under its name. For
-    a call it is the first argument, so that `margin: float = setting(0.005, ...)` gives the default
-    of the field, 0.005.
+    `ALPHA = 0.05` gives {'ALPHA': 0.05}. A class gives its constants under its name. A field of a
+    config class gives its default:
+
+        class StudyConfig:
+            margin: float = setting(0.005, ...)
+
+    gives {'StudyConfig': {'margin': 0.005}}. For this, a call counts as its first argument.
     """
     constants = dict[str, Any]()
     for statement in statements:
-        if isinstance(statement, ast.ClassDef):
-            constants[statement.name] = _constants(statement.body)
-            continue
-        if isinstance(statement, ast.Assign):
-            target = statement.targets[0]
-        elif isinstance(statement, ast.AnnAssign):
-            target = statement.target
-        else:
-            continue
-        value = statement.value
+        match statement:
+            case ast.ClassDef(name=name, body=body):
+                constants[name] = _constants(body)
+                continue
+            case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
+                pass  # NAME = VALUE
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                pass  # NAME: TYPE = VALUE
+            case _:
+                continue
         if isinstance(value, ast.Call) and value.args:
             value = value.args[0]
-        if not isinstance(target, ast.Name) or value is None:
-            continue
-        try:
-            constants[target.id] = ast.literal_eval(value)
-        except ValueError:
-            continue  # the value is computed, so it is not a constant
+        # A value that is computed is not a constant.
+        with contextlib.suppress(ValueError):
+            constants[name] = ast.literal_eval(value)
     return constants
 
 

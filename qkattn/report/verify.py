@@ -84,7 +84,9 @@ HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(load_findings(pa
 
 
 def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = False) -> int:
-    """Makes each block of a Markdown page again, and returns how many blocks there are.
+    """Checks that the blocks of a Markdown page are what their studies give, or writes them.
+
+    A block is the text between `<!-- headline: DIRECTORY -->` and `<!-- end -->`.
 
     Args:
         path: The path of the page.
@@ -92,27 +94,29 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
         write: Whether to write the page with its blocks made again. Otherwise they are compared
             with the page.
 
-    Raises:
-        ReportError: The page differs from its blocks made again, and is not to be written. The
-            error shows the first line that differs.
+    Returns the number of blocks. Raises ReportError if the page differs and is not to be written.
+    The error shows the first line that differs.
     """
     path = Path(path)
-    text = read_page(path)
+    page = read_page(path)
     names = '|'.join(blocks)
     start = rf'<!-- (?P<name>{names}): (?P<directory>\S+) -->\n'
     block = re.compile(rf'(?P<start>{start}).*?(?P<end><!-- end -->)', re.DOTALL)
 
     def make_again(match: re.Match[str]) -> str:
+        """Returns a block with its text made again between the two comments."""
         make_text = blocks[match['name']]
-        directory = match['directory']
-        content = make_text(path.parent / directory, directory)
-        return match['start'] + content + match['end']
+        directory = match['directory']  # relative to the page
+        text = make_text(path.parent / directory, directory)
+        return match['start'] + text + match['end']
 
-    expected, num_blocks = block.subn(make_again, text)
-    first_difference = difference(text, expected)
-    if write and expected != text:
-        write_atomic(path, expected)
-    elif first_difference is not None:
+    expected_page, num_blocks = block.subn(make_again, page)
+    if write:
+        if expected_page != page:
+            write_atomic(path, expected_page)
+        return num_blocks
+    first_difference = difference(page, expected_page)
+    if first_difference is not None:
         raise ReportError(f'{path} does not match its studies, {first_difference}')
     return num_blocks
 
@@ -120,40 +124,42 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
 def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
     """Yields a sentence for each way in which a study differs from its ledger.
 
-    The ledger records what the study declared, and the digests of its files at each look. A look is
-    a report on results beyond screening, so a study without such results is compared with its
-    declaration alone.
+    The ledger records what the study declared. It also records each look, which is a report on
+    results beyond screening, with the digests of the study's files at that time.
     """
     if study.ledger.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
     if study.ledger.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
 
+    # Without results beyond screening there was no look to compare with.
     has_results = any(run.stage != SCREENING and run.trials for run in study.runs)
     if not has_results:
         return
     digests_then = study.ledger.looked_files
     digests_now = ledger.digests(study.files)
+    all_files = {**digests_then, **digests_now}  # then or now; a missing file has no digest
     changed_files = []
-    for name in {**digests_then, **digests_now}:
+    for name in all_files:
         if digests_then.get(name) != digests_now.get(name):
             changed_files.append(name)
-    if changed_files:
-        altered_runs = [
-            f'run {run} is not what look {look} saw; ' for run, look in study.altered.items()
-        ]
-        yield (
-            f'{" and ".join(changed_files)} changed since the last look in {ledger.NAME}; '
-            f'{"".join(altered_runs)}restore what was edited, or make the report again where '
-            'results were added'
-        )
+    if not changed_files:
+        return
+
+    altered_runs = ''
+    for run, look in study.altered.items():
+        altered_runs += f'run {run} is not what look {look} saw; '
+    yield (
+        f'{" and ".join(changed_files)} changed since the last look in {ledger.NAME}; '
+        f'{altered_runs}restore what was edited, or make the report again where results were added'
+    )
 
 
 def _run_problems(study: TrainedStudy) -> Iterator[str]:
     """Yields a sentence for each way in which a run's results contradict its config or each other.
 
-    A run is named by the hash of its config. It has a result for each trial of the config: one seed
-    and one setting of the hyperparameters.
+    The name of a run is the hash of its config. The config describes the trials of the run. A trial
+    is one seed with one setting of the hyperparameters, and has one result.
     """
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
@@ -174,10 +180,10 @@ def _run_problems(study: TrainedStudy) -> Iterator[str]:
 
 
 def _derived_fields(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, float, float]]:
-    """Yields (name, stored value, expected value) of the fields of a result that others determine.
+    """Yields (name, stored value, expected value) of the fields that follow from other fields.
 
-    These are the number of tokens and, in a study that matches its arms in cost, the residual: the
-    relative distance of the matched quantity from its target.
+    The number of tokens follows from the number of steps. In a study whose arms match in a quantity
+    such as FLOPs, the residual is the relative distance of this quantity from its target.
     """
     run = trial.run
     tokens_per_step = run.config['train']['batch_size'] * run.config['model']['context']
@@ -210,15 +216,16 @@ def close(printed: str, expected: str) -> bool:
     """
     printed_number = Decimal(printed.removeprefix('< '))
     expected_number = Decimal(expected.removeprefix('< '))
-    # The exponent of the last digit: -3 for '0.082', 0 for a count.
+    # The power of ten of the last digit: -3 for '0.082', 0 for a count.
     printed_exponent = int(printed_number.as_tuple().exponent)
     expected_exponent = int(expected_number.as_tuple().exponent)
-    exponent = min(printed_exponent, expected_exponent)
+    exponent = min(printed_exponent, expected_exponent)  # that of the more precise number
 
-    one_unit = Decimal(1).scaleb(exponent)
-    is_count = exponent >= 0
-    allowed = 0 if is_count else one_unit
-    return abs(printed_number - expected_number) <= allowed
+    are_counts = exponent >= 0
+    if are_counts:
+        return printed_number == expected_number
+    one_unit = Decimal(1).scaleb(exponent)  # 10^exponent: 0.001 for -3
+    return abs(printed_number - expected_number) <= one_unit
 
 
 def difference(actual: str, expected: str, agree: Callable[[str, str], bool] = close) -> str | None:
@@ -236,7 +243,7 @@ def difference(actual: str, expected: str, agree: Callable[[str, str], bool] = c
     pairs = zip(actual_lines, expected_lines, strict=False)
     for number, (line, expected_line) in enumerate(pairs, start=1):
         if not _lines_agree(line, expected_line, agree):
-            # Lines may be long: show them from shortly before their first difference.
+            # Lines may be long: show 20 characters before the first difference and 40 after it.
             equal_length = len(os.path.commonprefix([line, expected_line]))
             start = max(equal_length - 20, 0)
             end = equal_length + 40
