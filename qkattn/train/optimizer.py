@@ -24,11 +24,16 @@ def optimizer(
     weight_decay: jax.Array,
     fraction: jax.Array | float = 1.0,
 ) -> Transformation:
-    """Clips by global norm, then takes a step along u, which config.name determines.
+    """Returns the transformation of gradients into updates: clipping, a step along u, decay.
 
-    p <- p - fraction (learning_rate u + weight_decay p) with config.decay = 'independent',
-    p <- p - fraction learning_rate (u + weight_decay p) with 'coupled'. All numbers may be traced
-    and the state depends on none: one compiled program serves all trials and steps.
+    The optimizer config.name computes u from gradients that are clipped by their global norm. A
+    parameter p becomes
+
+        p - fraction (learning_rate u + weight_decay p)    if config.decay = 'independent',
+        p - fraction learning_rate (u + weight_decay p)    if config.decay = 'coupled'.
+
+    All numbers may be traced, and the state does not depend on them. So one compiled program serves
+    all trials and steps.
     """
     clip = optax.identity()
     if config.clip_norm is not None:
@@ -42,7 +47,10 @@ def optimizer(
 
 
 def decayed(params: dict) -> dict:
-    """True for matrices and embeddings (w_...) that train, False for biases, gains and frozen."""
+    """Returns which parameters decay: matrices and embeddings (w_...) that are not frozen.
+
+    Biases (b_...) and gains (g_...) do not.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key.startswith('w_') and not _is_frozen(path), params
     )
@@ -77,12 +85,13 @@ def sgd(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Tr
 def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Transformation:
     """Muon for the matrices of the blocks (Jordan et al. 2024), Adam for all other parameters.
 
-    Both with Nesterov momentum, as in optax. Updates of matrices are scaled to the root mean square
-    of Adam's (Liu et al. 2025), so that learning rates compare. Each head is a matrix of its own.
+    Both use Nesterov momentum, as in optax. Updates of matrices are scaled to the root mean square
+    of Adam's updates (Liu et al. 2025), so that both work with the same learning rate. Each head is
+    a matrix of its own.
     """
     return optax.chain(
         optax.contrib.muon(
-            1.0,
+            1.0,  # the rate scales both the update and the decay, below
             beta=config.momentum,
             eps=config.epsilon,
             adam_b1=config.beta1,
@@ -96,25 +105,22 @@ def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> T
 
 
 def matrix_axes(params: dict) -> dict:
-    """The two matrix axes of every matrix of the blocks, which Muon trains; None for the others.
-
-    Heads N and K are batches of matrices where two other letters are left: w_q_DNH holds a matrix
-    [D, H] for each head. So are layers L, a leading axis that names do not have.
-    """
+    """Returns the `_axes_of_parameter` of every parameter."""
     return jax.tree_util.tree_map_with_path(_axes_of_parameter, params)
 
 
 def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """Returns which axes of a parameter are the rows and the columns of the matrix for Muon.
+    """Returns which axes of a parameter are the rows and the columns of a matrix for Muon.
 
-    Returns None for a parameter that Muon does not train. The letters of a name are the axes of one
-    layer; the leaf has an axis L before them. Examples:
+    Muon trains the matrices of the blocks. For other parameters this returns None. The letters of a
+    name are the axes of one layer, and the leaf has an axis L of layers before them. Examples:
 
-        w_in_DF   [L, D, F]     rows D, columns F: axes ((1,), (2,))
-        w_q_DNH   [L, D, N, H]  rows D, columns H: axes ((1,), (3,)), with one matrix for each N
+        w_in_DF    [L, D, F]     rows D, columns F: axes ((1,), (2,))
+        w_q_DNH    [L, D, N, H]  rows D, columns H: axes ((1,), (3,)), with one matrix for each N
+        w_talk_NN  [L, N, N]     rows N, columns N: axes ((1,), (2,))
 
-    If the letters without heads N and K are not two, all axes form one matrix: the last one has the
-    columns, and the others together have the rows.
+    The heads N and K number matrices if two other letters remain, as in w_q_DNH. Otherwise all
+    letters form one matrix: the last one has the columns, and the others together have the rows.
     """
     name = path[-1].key
     letters = name.rpartition('_')[2]
@@ -126,9 +132,11 @@ def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimens
     axes_of_matrix = [axis for axis, letter in enumerate(letters) if letter not in 'NK']
     if len(axes_of_matrix) != 2:
         axes_of_matrix = list(range(len(letters)))
-    num_leading = leaf.ndim - len(letters)  # layers
-    *rows, columns = [num_leading + axis for axis in axes_of_matrix]
-    return optax.contrib.MuonDimensionNumbers(tuple(rows), (columns,))
+    num_leading = leaf.ndim - len(letters)  # the axis L
+    axes_of_leaf = [num_leading + axis for axis in axes_of_matrix]
+    rows = tuple(axes_of_leaf[:-1])
+    columns = (axes_of_leaf[-1],)
+    return optax.contrib.MuonDimensionNumbers(rows, columns)
 
 
 # (config, learning rate, weight decay) -> the optimizer, by the value of optimizer.name.
@@ -183,11 +191,11 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 
 
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Fraction of the peak learning rate at step 0, 1, ..., num_steps - 1.
+    """Returns the fraction of the peak learning rate as a function of the step, counted from 0.
 
     In a warm-up of W steps, step s has the fraction (s + 1) / (W + 1), so that no step has a rate
-    of zero. Then the decay begins, and reaches final_fraction after the last step; 'inverse_sqrt'
-    has no such end and is sqrt(W / s) at step s.
+    of zero. Then the decay begins, and reaches final_fraction after the last step. Two schedules
+    ignore final_fraction: 'constant' is 1, and 'inverse_sqrt' is sqrt(W / s) at step s.
     """
     warmup = config.warmup_steps
     make_decay = _schedule_function(config)
@@ -195,6 +203,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     if not warmup:
         return decay
     rise = optax.linear_schedule(1 / (warmup + 1), 1.0, warmup)
+    # `decay` counts its steps from the end of the warm-up.
     return optax.join_schedules([rise, decay], [warmup])
 
 
@@ -251,11 +260,12 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
             )
     decay_steps = num_steps - config.warmup_steps
     if ':' in config.schedule and decay_steps > 0:
-        end = called(
-            'optimizer.schedule',
-            config.schedule,
-            lambda: float(make_decay(config, decay_steps)(decay_steps)),
-        )
+
+        def fraction_at_end() -> float:
+            decay = make_decay(config, decay_steps)
+            return float(decay(decay_steps))
+
+        end = called('optimizer.schedule', config.schedule, fraction_at_end)
         # final_fraction decides whether a run anneals.
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
             raise ConfigError(

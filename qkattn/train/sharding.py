@@ -32,6 +32,9 @@ CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFHV'}
 JOINT = 'V'
 # The mesh axes that split the rows of a batch.
 BATCH_AXES = ('data', 'fsdp')
+# The name of a parameter at the end of a path, such as w_q_DNH. The group holds its last part, the
+# letters of its axes.
+_PARAMETER = re.compile(r'(?:^|/)[wbg](?:_[a-z\d]+)*_([A-Z]+)$')
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +63,8 @@ def require_devices(config: MeshConfig) -> None:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh (trial, data, fsdp, tensor) of the first `devices`, by default of the job's.
 
-    Devices that are neighbours along the last axes are close to each other. The axes tensor and
-    fsdp cross a border between processes, TPU slices or GPU nodes only if the axes before them are
-    too short to do so.
+    Devices that are neighbours along the last axes are close to each other. Where the sizes allow
+    it, only trial and data cross the borders between processes, TPU slices or GPU nodes.
     """
     if devices is None:
         require_devices(config)
@@ -91,30 +93,18 @@ def _slice_of(device: jax.Device) -> int:
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the partition of one leaf of the train state, by the letters of its axes.
 
-    For example, 'params/blocks/mlp/w_in_DF' has the axes X (trials), L (layers), D and F. The
-    letters are known only for parameters. Of other leaves, only the axis X of trials is split.
+    For example, 'params/blocks/mlp/w_in_DF' has the axes X (trials), L (layers), D and F. On a mesh
+    with trial=2, fsdp=2 and tensor=2, its partition is P('trial', None, 'fsdp', 'tensor').
+
+    The letters are known only for leaves with the name of a parameter. Of other leaves, only the
+    axis X is split.
     """
     letters = _letters_of(path, len(shape))
-    # The mesh axes that split each letter.
-    split: dict[str, tuple[str, ...]] = {'X': ('trial',)}
-    for mesh_axis in CANDIDATES:
-        if mesh.shape[mesh_axis] == 1:
-            continue
-        # How each letter would be split if this mesh axis split it, too.
-        split_further = {}
-        for letter in CANDIDATES[mesh_axis]:
-            is_free = letter not in split or letter == JOINT
-            if letter in letters and is_free:
-                # Tensor comes before fsdp: a device that gathers V over fsdp then holds the part
-                # of V that it needs for its logits.
-                split_further[letter] = (mesh_axis, *split.get(letter, ()))
-        letter = _first_that_divides(path, letters, shape, split_further, mesh)
-        if letter is not None:
-            split[letter] = split_further[letter]
+    mesh_axes_by_letter = _mesh_axes_by_letter(path, letters, shape, mesh)
 
     partition: list[Any] = []
     for position, letter in enumerate(letters):
-        mesh_axes = split.get(letter, ())
+        mesh_axes = mesh_axes_by_letter.get(letter, ())
         # A mesh axis can split only one axis of an array. Of w_talk_NN, it splits the first N.
         is_repeated = letter in letters[:position]
         if is_repeated or not mesh_axes:
@@ -126,14 +116,43 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*partition)
 
 
+def _mesh_axes_by_letter(
+    path: str, letters: str, shape: tuple[int, ...], mesh: Mesh
+) -> dict[str, tuple[str, ...]]:
+    """Returns the mesh axes that split each letter of a leaf: {'X': ('trial',), 'D': ('fsdp',)}.
+
+    A mesh axis splits the first of its CANDIDATES that divides evenly and that no other mesh axis
+    splits. Two mesh axes may split the letter JOINT.
+    """
+    split: dict[str, tuple[str, ...]] = {'X': ('trial',)}
+    for mesh_axis, candidates in CANDIDATES.items():
+        if mesh.shape[mesh_axis] == 1:
+            continue
+        # The letters that this mesh axis may split, with all mesh axes that would then split them.
+        options: dict[str, tuple[str, ...]] = {}
+        for letter in candidates:
+            if letter not in letters:
+                continue
+            if letter not in split:
+                options[letter] = (mesh_axis,)
+            elif letter == JOINT:
+                # Tensor comes before fsdp: a device that gathers V over fsdp then holds the part
+                # of V that it needs for its logits.
+                options[letter] = (mesh_axis, *split[letter])
+        letter_to_split = _first_that_divides(path, letters, shape, options, mesh)
+        if letter_to_split is not None:
+            split[letter_to_split] = options[letter_to_split]
+    return split
+
+
 def _first_that_divides(
     path: str,
     letters: str,
     shape: tuple[int, ...],
-    split: Mapping[str, tuple[str, ...]],
+    options: Mapping[str, tuple[str, ...]],
     mesh: Mesh,
 ) -> str | None:
-    """Returns the first letter of `split` whose axis can be split evenly; None if there is none.
+    """Returns the first letter of `options` whose axis can be split evenly; None if there is none.
 
     Logs a message if that is not the first letter.
 
@@ -141,22 +160,22 @@ def _first_that_divides(
       path: the path of the leaf.
       letters: the letter of each axis of the leaf.
       shape: the shape of the leaf.
-      split: the mesh axes that would split each letter, in the order of preference.
+      options: the mesh axes that would split each letter, in the order of preference.
       mesh: the mesh of the run.
     """
-    if not split:
+    if not options:
         return None
     chosen = None
-    for letter, mesh_axes in split.items():
+    for letter, mesh_axes in options.items():
         size = shape[letters.index(letter)]
         if size % _num_devices(mesh, mesh_axes) == 0:
             chosen = letter
             break
 
-    preferred = list(split)[0]
+    preferred = next(iter(options))
     if chosen != preferred:
         size = shape[letters.index(preferred)]
-        mesh_axes = split[preferred]
+        mesh_axes = options[preferred]
         over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in mesh_axes)
         instead = f'replicated over {mesh_axes[0]}'
         if chosen is not None:
@@ -166,23 +185,28 @@ def _first_that_divides(
 
 
 def _letters_of(path: str, num_axes: int) -> str:
-    """Returns the letter of each axis of a leaf of the train state; '.' for an unknown axis."""
+    """Returns the letter of each axis of a leaf of the train state; '.' for an unknown axis.
+
+    For example, 'params/blocks/attention/w_q_DNH' with five axes has 'XLDNH'.
+    """
+    modules = path.split('/')[:-1]
     # The first axis of every leaf is that of trials.
     letters = 'X'
-    # The letters at the end of a parameter's name: 'DNH' of 'params/blocks/attention/w_q_DNH'.
-    name = re.search(r'(?:^|/)[wbg](?:_[a-z\d]+)*_([A-Z]+)$', path)
-    if name:
-        if re.search(r'(^|/)blocks/', path):
+    parameter = _PARAMETER.search(path)
+    if parameter is not None:
+        if 'blocks' in modules:
             letters += 'L'  # blocks are stacked over layers
-        letters += name[1]
-    elif re.search(r'(^|/)params/', path):
+        letters += parameter[1]
+    elif 'params' in modules:
         say_once(
             f'{path}: the name does not end in the letters of its axes, as w_q_DNH; replicated'
         )
+    # The state of an optimizer may have fewer axes than the parameter of the same name.
     return letters.ljust(num_axes, '.')[:num_axes]
 
 
 def _num_devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Returns the number of devices along some axes of a mesh together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -205,28 +229,29 @@ def state_shardings(state: dict, mesh: Mesh) -> dict:
 
 
 def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
-    """Returns a function that constrains the sharding of activations.
+    """Returns a function that constrains the sharding of activations inside of a model.
 
-    `qkattn.model.stack.placing` applies it inside of the model. It splits the rows of activations
-    over `data` and `fsdp`, splits V over `tensor`, and replicates all other axes. Without these
-    constraints XLA splits the D of activations over fsdp, like the D of parameters, and copies the
-    batch to every device. For the same reason, an embedding that is stored split by D is gathered
-    before it is used.
+    `qkattn.model.stack.placing` applies it. It splits the rows B over `data` and `fsdp`, splits V
+    over `tensor`, and replicates all other axes. Without these constraints XLA splits the D of
+    activations over fsdp, like the D of parameters, and copies the batch to every device.
     """
     if mesh.shape['fsdp'] == 1:
         return lambda array, letters: array
 
+    mesh_axes_by_letter: dict[str, tuple[str, ...]] = {'B': BATCH_AXES}
+    if mesh.shape['tensor'] > 1:
+        mesh_axes_by_letter['V'] = ('tensor',)
+
     def place(array: jax.Array, letters: str) -> jax.Array:
         """Constrains the sharding of an array; `letters` name its axes, as in BTD or VD."""
+        # An embedding that is stored split by V stays so. One that is stored split by D would split
+        # the D of activations, so it is gathered.
         is_embedding = letters == 'VD'
         if is_embedding and array.shape[0] % mesh.shape['fsdp'] == 0:
-            return array  # it is stored split by V, and stays so
-        axes: dict[str, tuple[str, ...]] = {'B': BATCH_AXES}
-        if mesh.shape['tensor'] > 1:
-            axes['V'] = ('tensor',)
+            return array
         partition = []
         for letter, size in zip(letters, array.shape, strict=True):
-            mesh_axes = axes.get(letter)
+            mesh_axes = mesh_axes_by_letter.get(letter)
             if mesh_axes is not None and size % _num_devices(mesh, mesh_axes) != 0:
                 mesh_axes = None
             partition.append(mesh_axes)
@@ -268,6 +293,7 @@ def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     _, _, A, _ = shape
     trials_X = _held(batch_sharding(mesh), shape, axis=1)
     microbatch_rows_B = _held(batch_sharding(mesh), shape, axis=3)
+    # Row b of the A microbatches: rows b A, b A + 1, ... of the batch.
     rows_BA = microbatch_rows_B[:, None] * A + np.arange(A)
     return trials_X, rows_BA.ravel()
 
@@ -280,14 +306,14 @@ def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
 def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Makes the global batch of one dispatch, [C, X, A, B, ...], from the part of this process.
 
-    `local` has the trials and rows that `local_share` returns.
+    `local` has arrays with the trials and rows that `local_share` returns. They are cut into
+    microbatches here, on the host. Inside of the program, that would move rows between devices.
     """
-    # The batch is cut into microbatches on the host. Inside of the program, that would move rows
-    # between devices.
     C, X, A, B = leading_shape(config)
 
     def place(local_CXBT: np.ndarray) -> jax.Array:
         _, num_local_trials, _, T = local_CXBT.shape
+        # A rows in sequence belong to A different microbatches; see `local_share`.
         local_CXBAT = local_CXBT.reshape(C, num_local_trials, -1, A, T)
         local_CXABT = np.swapaxes(local_CXBAT, 2, 3)
         return _place(local_CXABT, batch_sharding(mesh), (C, X, A, B, T))
@@ -318,16 +344,17 @@ def _held(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndar
 
 def _place(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
     """Makes a global array of a shape; `local` is the part of it that this process holds."""
-    # Along some axes, `local` has only some of the global indices. They are listed here.
+    # The global indices that `local` has, for the axes along which it has not all of them.
     global_indices_by_axis = {}
     for axis, local_size in enumerate(local.shape):
         if local_size < shape[axis]:
             global_indices_by_axis[axis] = _held(sharding, shape, axis)
 
     def part_of_device(global_index: tuple[slice, ...]) -> np.ndarray:
-        """The part of `local` at an index into the global array."""
+        """Returns the part of `local` for a device that holds global_array[global_index]."""
         local_index = list(global_index)
         for axis, global_indices in global_indices_by_axis.items():
+            # If `local` has the global indices [4, 5, 6, 7], then 6:8 is 2:4 in it.
             start, stop, _ = global_index[axis].indices(shape[axis])
             local_start = int(np.searchsorted(global_indices, start))
             local_index[axis] = slice(local_start, local_start + stop - start)
@@ -376,13 +403,14 @@ def _memory_of_mesh(mesh: MeshConfig) -> int:
     num_devices = math.prod(dataclasses.astuple(mesh))
     devices = jax.devices()[:num_devices]
     local_devices = [device for device in devices if device.process_index == jax.process_index()]
-    available = 0
+    memory_of_process = 0
     for device in local_devices:
         statistics = device.memory_stats()
         if statistics:
-            available += statistics['bytes_limit']
-    if available == 0:
+            memory_of_process += statistics['bytes_limit']
+    if memory_of_process == 0:
         # CPU devices report no limit. They share the memory of the machine.
-        available = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        memory_of_process = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    # All processes have equally many devices.
     num_processes = len(devices) // len(local_devices)
-    return available * num_processes
+    return memory_of_process * num_processes
