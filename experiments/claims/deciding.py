@@ -38,7 +38,7 @@ from experiments.claims.studies import Results, context_of
 from experiments.claims.verdicts import condition_of, finding, verdict_on
 from qkattn.config.calls import called
 from qkattn.errors import ConfigError
-from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length
+from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length_words
 from qkattn.storage.records import flat
 from qkattn.storage.run_directory import describe_start
 from qkattn.study.arm_key import SAME_SHAPE, ArmKey
@@ -424,7 +424,7 @@ def _row(
         fields_of_row['is_short'] = bool(arm.shortfalls)
         fields_of_row['yardstick'] = yardstick_text(loaded, arm)
         if arm.settling and arm.settling.short == comparison.difference.mean:
-            fields_of_row['length'] = length(arm.settling)
+            fields_of_row['length'] = length_words(arm.settling)
     return difference_row(
         expected.label or ' - '.join(expected.variants),
         kind,

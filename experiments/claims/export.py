@@ -17,7 +17,7 @@ from qkattn.config import ModelConfig, from_json
 from qkattn.errors import ReportError
 from qkattn.model import cost
 from qkattn.report import export as export_study
-from qkattn.report.prose import length, rounded
+from qkattn.report.prose import length_words, rounded
 from qkattn.report.verify import close, near
 from qkattn.report.verify import difference as text_difference
 from qkattn.stats.decision import Decision
@@ -180,7 +180,7 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
                 decision=decision,
                 study=name,
                 is_short=bool(arm.shortfalls),
-                length=length(arm.settling),
+                length=length_words(arm.settling),
             )
             yield _Difference(row, baseline)
 

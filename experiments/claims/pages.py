@@ -22,7 +22,7 @@ from qkattn.report.figures import figures
 from qkattn.report.figures.drawing import Drawing, write_plots
 from qkattn.report.figures.forest import Line, Panels, forest
 from qkattn.report.figures.style import styles
-from qkattn.report.prose import NONE, environment, lasting, si, words
+from qkattn.report.prose import NONE, decision_at_length, environment, si, words
 from qkattn.report.tables import Heading, markdown_table, sheets
 from qkattn.report.verify import Blocks
 from qkattn.stats.decision import Decision
@@ -291,7 +291,8 @@ def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]])
         row = answer.row(model, kind)
         cells.append(_cell_of_difference(row))
         if (model, kind) == DECIDED_IN:
-            cells.append(lasting(row.decision or NONE, row.length or '') if row else NONE)
+            decision = decision_at_length(row.decision or NONE, row.length or '') if row else NONE
+            cells.append(decision)
     return cells
 
 

@@ -63,16 +63,7 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
         if plot_format not in FORMATS:
             raise ConfigError(f'plots={plot_format!r} is no format; valid are {", ".join(FORMATS)}')
 
-    study = load_study(study_dir)
-    is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
-    if is_beyond_screening:
-        is_entered = ledger.look(study.directory, study.files)
-        if is_entered:
-            # The look changes only the ledger, so no other file is read again. A look is not
-            # entered if a run was altered since an earlier look, so there is no such run.
-            new_ledger = ledger.read(study.directory / ledger.NAME)
-            study = dataclasses.replace(study, ledger=new_ledger, altered={})
-
+    study = _with_look(load_study(study_dir))
     findings = find(study)
     drawings = figures(findings)
     write_plots(study.directory / 'plots', drawings, plots)
@@ -81,6 +72,24 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
     for name, text in documents(findings, pictures).items():
         write_atomic(study.directory / name, text)
     return findings, study.directory / PAGE_NAME
+
+
+def _with_look(study: TrainedStudy) -> TrainedStudy:
+    """Enters into the study's ledger that somebody looks at its results; returns the study with it.
+
+    A report on screening alone is no look. Nothing is entered twice for the same results.
+    """
+    is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
+    if not is_beyond_screening:
+        return study
+    is_entered = ledger.look(study.directory, study.files)
+    if not is_entered:
+        return study
+
+    # The look changes only the ledger, so no other file is read again. A look is not entered if a
+    # run was altered since an earlier look, so there is no such run.
+    new_ledger = ledger.read(study.directory / ledger.NAME)
+    return dataclasses.replace(study, ledger=new_ledger, altered={})
 
 
 def export(study_dir: str | Path, destination: str | Path) -> Path:
@@ -140,9 +149,10 @@ def check_export(study_dir: str | Path, destination: str | Path) -> None:
         return
 
     name = _study_name(as_path(study_dir))
+    has_same_study = _study_name(destination) == name
     # A study that is being trained has this file. An export has it in its archive.
     is_working_directory = (destination / 'plan.jsonl').exists()
-    if _study_name(destination) != name or is_working_directory:
+    if is_working_directory or not has_same_study:
         raise ReportError(
             f'{str(destination)!r} holds something other than an export of study {name!r}; '
             'give an empty directory.'

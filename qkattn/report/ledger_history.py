@@ -69,9 +69,11 @@ def check_ledgers(results: Path) -> str:
     for path, versions in histories.items():
         num_versions += len(versions)
         for before, after in itertools.pairwise(versions):
-            if after.content.startswith(before.content):
+            has_only_grown = after.content.startswith(before.content)
+            if has_only_grown:
                 continue
-            if (path, _last_hash(before.content)) not in accepted_rewrites:
+            rewrite = (path, _last_hash(before.content))
+            if rewrite not in accepted_rewrites:
                 raise ReportError(
                     f'{results / path} was rewritten: in {after.place} it does not begin with what '
                     f'it was in {before.place}; restore it, or name it in {results / REASONS} with '
@@ -114,10 +116,10 @@ def _obstacle(results: Path) -> str | None:
 
 
 def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
-    """Reads rewritten_ledgers.toml; returns a pair for each of its entries.
+    """Reads the rewrites that rewritten_ledgers.toml gives a reason for; none without the file.
 
-    A pair is the path of a ledger, and the last hash of the version that was replaced. Without the
-    file there are none. Raises ReportError if the file is malformed.
+    A rewrite is a pair: the path of a ledger, and the last hash of the version that was replaced.
+    Raises ReportError if the file is malformed.
     """
     if not path.is_file():
         return set()
@@ -129,7 +131,8 @@ def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
     rewrites = set()
     for number, entry in enumerate(entries, start=1):
         has_keys = sorted(entry) == sorted(_REASON_KEYS)
-        if not has_keys or not all(str(value).strip() for value in entry.values()):
+        has_values = has_keys and all(str(value).strip() for value in entry.values())
+        if not has_values:
             keys = ', '.join(_REASON_KEYS)
             raise ReportError(f'{path}, entry {number} must have {keys}, none empty')
         rewrites.add((entry['ledger'], entry['replaced']))
@@ -151,6 +154,7 @@ def _histories(results: Path, paths: Sequence[str]) -> dict[str, list[Version]]:
     relative to `results`.
     """
     changes_by_path = _changes_by_path(results, paths)
+    # Read the contents of all commits at once.
     blobs = set[str]()
     for changes in changes_by_path.values():
         blobs.update(change.blob for change in changes)
@@ -172,15 +176,17 @@ def _histories(results: Path, paths: Sequence[str]) -> dict[str, list[Version]]:
 def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Change]]:
     """Returns the changes of each ledger by its path, the oldest first, without removals.
 
-    If a ledger appears, its changes continue those of the ledger that was last removed from a
-    directory of the same name. This directory has the name of the study.
+    A study keeps its history when it moves. If cpu/a/ledger.jsonl is removed and gpu/a/ledger.jsonl
+    appears, the changes of the first are followed by those of the second, because both directories
+    have the name of the study, `a`.
     """
     changes_by_path: dict[str, list[Change]] = {}
-    # The changes of ledgers that were removed, by study, until one appears again.
+    # The changes of removed ledgers, by study, until the study has a ledger again.
     removed_by_study: dict[str, list[Change]] = {}
     for change in _changes(results):
         study = Path(change.path).parent.name
-        if change.blob is None:
+        is_removal = change.blob is None
+        if is_removal:
             removed_by_study[study] = changes_by_path.pop(change.path, [])
         elif change.path in changes_by_path:
             changes_by_path[change.path].append(change)
@@ -192,8 +198,9 @@ def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Chan
     for path in paths:
         changes = changes_by_path.get(path)
         if changes is None:
-            # The file is not committed. It may be the removed ledger of the study in another place.
-            changes = removed_by_study.get(Path(path).parent.name, [])
+            # No commit has a ledger at this path. The study may have moved here since the last one.
+            study = Path(path).parent.name
+            changes = removed_by_study.get(study, [])
         changes_of_paths[path] = changes
     return changes_of_paths
 
@@ -220,8 +227,9 @@ def _changes(results: Path) -> list[Change]:
             changes.append(Change(commit, path, None if is_removal else blob_after))
 
     ordered_changes = list[Change]()
-    for _, group in itertools.groupby(changes, key=lambda change: change.commit):
-        ordered_changes += sorted(group, key=lambda change: change.blob is not None)
+    for _, changes_of_commit in itertools.groupby(changes, key=lambda change: change.commit):
+        # False, which stands for a removal, sorts before True.
+        ordered_changes += sorted(changes_of_commit, key=lambda change: change.blob is not None)
     return ordered_changes
 
 

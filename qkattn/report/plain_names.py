@@ -77,13 +77,19 @@ def plain_name(variant: str) -> str | None:
 def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
     """Describes a score or a value with its options; '' for a standard one without options.
 
+    For example, 'low_rank(rank=8)' gives 'W_Q W_K^T of low rank (rank 8)', and
+    'shared_qk(key_norm=True)' gives 'W_Q = W_K (key norm)'.
+
     `names` is SCORES or VALUES. Raises KeyError if the circuit has no plain name.
     """
     name, options = parse_call(circuit, 'variant', SpecError)
-    texts = []
+    plain = names[name]
+    if not options:
+        return plain
+
+    option_texts = []
     for option, value in options.items():
         words = option.replace('_', ' ')
-        texts.append(words if value is True else f'{words} {value}')
-    if not texts:
-        return names[name]
-    return f'{names[name] or circuit} ({", ".join(texts)})'
+        option_texts.append(words if value is True else f'{words} {value}')
+    # A standard circuit has no plain name to put before its options.
+    return f'{plain or circuit} ({", ".join(option_texts)})'

@@ -69,12 +69,12 @@ def si(value: float | None) -> str:
     rounded_value = float(scientific)
     exponent = int(scientific.partition('e')[2])
 
-    # 10^6 has the prefix of 1000^2. Numbers below 1000 have none.
+    # The exponent 6 is 1000^2, which has prefix 2, 'M'. Numbers below 1000 have no prefix.
     prefixes = ('', 'k', 'M', 'G', 'T', 'P', 'E')
     thousands = min(exponent // 3, len(prefixes) - 1)
     if thousands <= 0:
         return f'{rounded_value:.3g}'
-    # '#' keeps zeros at the end, as in 1.20M.
+    # '#' keeps zeros at the end, as in '1.20'. It also keeps the point of '123.'.
     number = f'{rounded_value / 1000**thousands:#.3g}'
     return number.rstrip('.') + prefixes[thousands]
 
@@ -113,17 +113,20 @@ def marked(number: str, is_short: bool) -> str:
     return f'{first}†{space}{rest}'
 
 
-def length(settling: Settling | None) -> str:
+def length_words(settling: Settling | None) -> str:
     """Says whether a difference stays the same in longer training; '' if that is unknown.
 
-    The text is 'settled', or 'at this length' if there is only one length. Otherwise it says how
-    the difference changes: 'at this length: shrinks to +0.0120 at 4 times the steps, towards ...'.
+    The text is one of these:
+
+        settled
+        at this length                                       (nothing was trained longer)
+        at this length: shrinks to +0.0120 at 4 times the steps, towards better
     """
     if settling is None:
         return ''
     if settling.code in (Length.SETTLED, Length.ONE_LENGTH):
         return settling.code.value
-    # The value of the code is a verb, such as 'shrinks'.
+    # The value of any other code is a verb, such as 'shrinks'.
     change = f'{settling.code.value} to {settling.longer:+.4f}'
     steps = f'at {settling.times:g} times the steps'
     return f'{Length.ONE_LENGTH.value}: {change} {steps}, towards {settling.towards}'
@@ -131,16 +134,16 @@ def length(settling: Settling | None) -> str:
 
 def verdict(arm: TrainedArm) -> str:
     """Formats the verdict of an arm, and whether it is settled: 'worse at this length'."""
-    return lasting(arm.verdict.decision.value, length(arm.settling))
+    return decision_at_length(arm.verdict.decision.value, length_words(arm.settling))
 
 
-def lasting(decision: str, length: str) -> str:
-    """Joins a decision and the text of `length`: 'worse, settled', 'worse at this length'.
+def decision_at_length(decision: str, length: str) -> str:
+    """Adds the text of `length_words` to a decision: 'worse, settled', 'worse at this length'.
 
     A decision other than better, worse or equivalent stays alone.
     """
-    decided_values = [decided.value for decided in DECIDED]
-    if not length or decision not in decided_values:
+    is_decided = decision in [decided.value for decided in DECIDED]
+    if not is_decided or not length:
         return decision
     if length == Length.SETTLED.value:
         return f'{decision}, {length}'
@@ -326,25 +329,29 @@ def by_where(arms: Iterable[TrainedArm], study: TrainedStudy) -> dict[str, list[
 def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yields three texts for each variant of a model: its form, and the equations of A[n] and B[n].
 
-    The form is the variant with all its options, as in 'shared_qk(self_mask=False)/vo'. For a part
-    of the model it is 'encoder variant: qk/no_v'. The equation is NONE for a class outside the
-    package. `model` has the settings of the model, as in a result.
+    A[n] is the matrix of the scores of head n, and B[n] that of its values. The form is the variant
+    with all its options, as in 'shared_qk(self_mask=False)/vo'. Besides its main variant, a model
+    may have others in its encoder, in cross-attention or in a pattern of layers. Their forms begin
+    with the setting: 'encoder variant: qk/no_v'.
+
+    The equation is NONE for a class outside the package. `model` has the settings of the model, as
+    in a result.
     """
-    # Pairs (prefix of the form, variant).
-    variants = [('', f'{model["score"]}/{model["value"]}')]
+    main_variant = f'{model["score"]}/{model["value"]}'
+    variants = [('', main_variant)]  # pairs of the beginning of the form and the variant
     for setting in ('encoder_variant', 'cross_variant', 'pattern'):
         setting_text = model.get(setting)
         if setting_text:
-            # A pattern may name a variant several times, and it is yielded once.
+            # A pattern may name a variant several times. `fromkeys` keeps each one once.
             different_variants = dict.fromkeys(split_pattern(setting_text))
             for variant in different_variants:
                 variants.append((f'{words(setting)}: ', variant))
 
-    for prefix, variant in variants:
+    for beginning, variant in variants:
         score, value = Variant.parse(variant)
         score_form, score_equation = _form(score, 'Score')
         value_form, value_equation = _form(value, 'Value')
-        yield f'{prefix}{score_form}/{value_form}', score_equation, value_equation
+        yield f'{beginning}{score_form}/{value_form}', score_equation, value_equation
 
 
 def _form(circuit: str, kind: str) -> tuple[str, str]:

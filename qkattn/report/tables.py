@@ -48,7 +48,7 @@ def csv_table(findings: Findings) -> str:
     for arm in findings.every_arm:
         row = dict[str, Any]()
         for column in all_columns:
-            # Most columns have one cell, some have several, as a loss and its standard error.
+            # Most columns have one cell. A loss has several, such as its mean and its sd.
             row |= column.cells(arm)
         rows.append({name: rounded(value) for name, value in row.items()})
     return csv_text(rows)
@@ -229,7 +229,7 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
     """Yields a row for each baseline: its own numbers, and the yardsticks that it has to beat.
 
     A yardstick is what a simple method reaches on the same data: n-grams in language modeling, or
-    word by word translation. Cells that the task does not define are NONE.
+    word by word translation.
     """
     loss_heading = f'{prose.SPLITS[findings.split]}|loss'
     for arm in rules.baselines(findings.study, findings.every_arm):
@@ -238,34 +238,44 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
             'size': arm.size,
             'corpus': arm.corpus,
             'trained|enough': 'no' if shortfalls else 'yes',
-            'tokens|seen': prose.NOT_RECORDED,
+            'tokens|seen': prose.si(arm.yardstick.seen) if arm.yardstick else prose.NOT_RECORDED,
             loss_heading: f'{arm.loss.mean:.3f}' if arm.loss else NONE,
-            'best counts|of these': NONE,  # the best n-grams of the tokens that were seen
-            'their|loss': NONE,
-            'gain by|position': NONE,
-            'BLEU': NONE,
-            'word by word,|BLEU': NONE,
-            'worth of|sources': NONE,
         }
-        yardstick = arm.yardstick
-        if yardstick is None:
-            yield row
-            continue
+        yield row | _yardstick_cells(arm)
 
-        row['tokens|seen'] = prose.si(yardstick.seen)
-        best_counts = yardstick.best(arm.split)
-        if best_counts is not None:
-            name, loss = best_counts
-            row['best counts|of these'] = name
-            row['their|loss'] = f'{loss:.3f}'
-        if yardstick.task == 'language':
-            row['gain by|position'] = _recorded(yardstick.context_gain, '.3f')
-        if yardstick.task == 'translation':
-            word_by_word_bleu = yardstick.bleu.get(arm.split)
-            row['BLEU'] = _recorded(arm.bleu, '.1f')
-            row['word by word,|BLEU'] = _recorded(word_by_word_bleu, '.1f')
-            row['worth of|sources'] = _recorded(yardstick.source_gain, '.3f')
-        yield row
+
+def _yardstick_cells(arm: TrainedArm) -> Row:
+    """Returns the cells of a baseline's yardstick; NONE where its task does not define a number.
+
+    Tasks with counts have the best n-grams of the tokens that the baseline has seen. A language
+    model also has its gain from the context. A translation has BLEU scores, and the baseline's gain
+    from the sources.
+    """
+    cells = {
+        'best counts|of these': NONE,
+        'their|loss': NONE,
+        'gain by|position': NONE,
+        'BLEU': NONE,
+        'word by word,|BLEU': NONE,
+        'worth of|sources': NONE,
+    }
+    yardstick = arm.yardstick
+    if yardstick is None:
+        return cells
+
+    best_counts = yardstick.best(arm.split)
+    if best_counts is not None:
+        name, loss = best_counts
+        cells['best counts|of these'] = name
+        cells['their|loss'] = f'{loss:.3f}'
+    if yardstick.task == 'language':
+        cells['gain by|position'] = _recorded(yardstick.context_gain, '.3f')
+    if yardstick.task == 'translation':
+        word_by_word_bleu = yardstick.bleu.get(arm.split)
+        cells['BLEU'] = _recorded(arm.bleu, '.1f')
+        cells['word by word,|BLEU'] = _recorded(word_by_word_bleu, '.1f')
+        cells['worth of|sources'] = _recorded(yardstick.source_gain, '.3f')
+    return cells
 
 
 def _recorded(value: float | None, spec: str) -> str:
@@ -274,22 +284,29 @@ def _recorded(value: float | None, spec: str) -> str:
 
 
 def _laws(findings: Findings) -> Iterator[Row]:
-    """Yields the scaling law E + A N^-a of each variant, and the worth of its parameters.
+    """Yields a row for each variant: its scaling law, and what one of its parameters is worth.
 
-    If a number is missing, the last column says why.
+    The law is the loss E + A N^-a at N parameters. The worth is the number of parameters that the
+    baseline needs in place of one. If a number is missing, the last column says why.
     """
     for scaling in findings.scaling:
-        row = _identity(findings.study, scaling)
-        row |= {'E,|nats/token': NONE, 'A': NONE, 'a': NONE, 'R²': NONE}
-        row |= {'baseline parameters|per parameter': NONE, 'no number, because': NONE}
-        problems = list[Problem]()
+        row = {
+            **_identity(findings.study, scaling),
+            'E,|nats/token': NONE,
+            'A': NONE,
+            'a': NONE,
+            'R²': NONE,
+            'baseline parameters|per parameter': NONE,
+            'no number, because': NONE,
+        }
+        problems = list[Problem]()  # why numbers are missing
 
-        # A Problem stands in place of a law or a worth that the losses do not determine.
         law = scaling.law
         if isinstance(law, Problem):
+            # The losses do not determine a law.
             problems.append(law)
         elif law.loose:
-            # The sizes of the study do not determine the exponent of the fit.
+            # There is a law, but the sizes of the study do not determine its exponent.
             problems.append(law.loose)
         else:
             row['E,|nats/token'] = _bounded(law.E)
@@ -297,10 +314,11 @@ def _laws(findings: Findings) -> Iterator[Row]:
             row['a'] = _bounded(law.a)
             row['R²'] = f'{law.r_squared:.3f}'
 
-        if isinstance(scaling.worth, Interval):
-            row['baseline parameters|per parameter'] = _bounded(scaling.worth)
-        elif isinstance(scaling.worth, Problem):
-            problems.append(scaling.worth)
+        worth = scaling.worth
+        if isinstance(worth, Interval):
+            row['baseline parameters|per parameter'] = _bounded(worth)
+        elif isinstance(worth, Problem):
+            problems.append(worth)
 
         if problems:
             row['no number, because'] = '; '.join(prose.clause(problem) for problem in problems)
@@ -324,8 +342,9 @@ def _ledger(study: TrainedStudy) -> Iterator[Row]:
     """Yields the entries of the study's ledger, which records its declarations and looks."""
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
-        # The macro writes one sentence.
+        # The macro `entered` writes one sentence.
         (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
+        # '2025-01-02T03:04:05+00:00' -> '2025-01-02 03:04:05'
         time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
         yield {
             'time, UTC': time,
@@ -416,8 +435,8 @@ def terminal_text(findings: Findings, page: Path) -> str:
     """Formats a report for a terminal.
 
     It has the result in sentences, a table of the results and one of the yardsticks, and the paths
-    of the full report. Columns that do not fit into WIDTH are left out. `page` is the path of
-    report.html.
+    of the full report. Columns of the tables that do not fit into WIDTH are left out. `page` is the
+    path of report.html.
     """
     study = findings.study
     lines = [f'study {study.name}']
@@ -448,11 +467,12 @@ def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     names = [visible(row[0]) for row in rows]
     name_length = WIDTH // 4
     while len({short(name, name_length) for name in names}) < len(set(names)):
-        name_length += 1
+        name_length += 1  # two different names are cut to the same text
     short_rows = []
     for name, row in zip(names, rows, strict=True):
         short_rows.append([short(name, name_length), *row[1:]])
 
+    # Leave out columns from the right until the table fits.
     num_columns = len(titles)
     while True:
         table = text_table(titles[:num_columns], [row[:num_columns] for row in short_rows])
