@@ -50,8 +50,7 @@ class Analysis:
         without the quantity has NaN. Raises KeyError if no layer of the site has the quantity, or
         if both A and B have it and `subject` is None.
         """
-        site_rows = [row for row in self.rows if row.site == site]
-        rows = [row for row in site_rows if row.quantity == quantity]
+        rows = [row for row in self.rows if row.site == site and row.quantity == quantity]
         if subject is not None:
             rows = [row for row in rows if row.subject == subject]
 
@@ -63,18 +62,17 @@ class Analysis:
             listed = ' and of '.join(sorted(subjects))
             raise KeyError(f'{quantity} is of {listed}; give the subject')
 
-        # L is the number of all layers of the site. A layer without this quantity is in a row of
-        # another quantity, or among the missing circuits.
-        layers = [row.layer for row in site_rows]
-        for missing_site, layer, _ in self.missing:
-            if missing_site == site:
-                layers.append(layer)
-        num_layers = max(layers) + 1
         num_heads = max(row.head for row in rows) + 1
-        values_LN = np.full((num_layers, num_heads), np.nan)
+        values_LN = np.full((self._num_layers(site), num_heads), np.nan)
         for row in rows:
             values_LN[row.layer, row.head] = row.value
         return values_LN
+
+    def _num_layers(self, site: str) -> int:
+        """Returns the number of layers of a site; each has rows or missing circuits."""
+        layers = [row.layer for row in self.rows if row.site == site]
+        layers += [layer for missing_site, layer, _ in self.missing if missing_site == site]
+        return max(layers) + 1
 
 
 def analyze(
@@ -149,18 +147,18 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
             score = attention.score
             value = attention.value
 
-            # With biases, a matrix has D + 1 rows: the last one belongs to the bias. So does the
-            # last column of A. Slicing to D drops them.
+            # With biases, A is [D + 1, D + 1] and B is [D + 1, D]. The last row, and the last
+            # column of A, belong to the biases. [:D, :D] drops them.
             matrices[site, layer, 'A'] = None
             if score.bilinear:
                 scale = score.scale * attention.spec.score_scale
-                a_NDE = scale * score.matrix()
-                matrices[site, layer, 'A'] = a_NDE[:, :D, :D]
+                a_NEE = scale * score.matrix()
+                matrices[site, layer, 'A'] = a_NEE[:, :D, :D]
 
             matrices[site, layer, 'B'] = None
             if value.linear:
-                b_NDE = value.matrix(score)
-                matrices[site, layer, 'B'] = b_NDE[:, :D, :D]
+                b_NED = value.matrix(score)
+                matrices[site, layer, 'B'] = b_NED[:, :D, :D]
     return matrices
 
 
@@ -173,13 +171,14 @@ def _in_float32(array: jax.Array) -> jax.Array:
 def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Array]:
     """Returns how far each circuit has moved from the reference, |other - reference| / |reference|.
 
-    The result has one number per head, [N]. A circuit that is not a matrix in both models is left
-    out. Raises ConfigError if the models differ in layers, heads or d_model.
+    For example, the value of ('attention', 0, 'A') is one number per head, [N]. A circuit that is
+    not a matrix in both models is left out. Raises ConfigError if the models differ in layers,
+    heads or d_model.
     """
     before = circuit_matrices(reference)
     after = circuit_matrices(other)
     needs = 'drift is between models of the same layers, heads and d_model'
-    unpaired = sorted(before.keys() ^ after.keys())
+    unpaired = sorted(before.keys() ^ after.keys())  # the circuits of one model only
     if unpaired:
         site, layer, _ = unpaired[0]
         raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
@@ -202,12 +201,13 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
 def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
     """Returns a batch for `induction_score`: random tokens_BT whose rows repeat their first half.
 
-    Returns None for an encoder-decoder, and if the half would have fewer than two tokens.
+    For example, a row is [7, 3, 9, 7, 3, 9] for a context of 6. Returns None for an
+    encoder-decoder, and if the half would have fewer than two tokens.
     """
     config = model.config
     half = config.context // 2
     if config.window is not None:
-        # The key of the score is half - 1 tokens before the query, and must lie in the window.
+        # A query must see the token half - 1 positions before it, which the score is about.
         half = min(half, config.window)
     if half < 2 or isinstance(model, EncoderDecoder):
         return None

@@ -65,11 +65,12 @@ def logit_deviation(pattern: Pattern) -> jax.Array:
     Each query's own mean is subtracted, because softmax ignores it.
     """
     mask_B1TS = pattern.mask_BTS[:, None]
-    count_B1T1 = jnp.maximum(mask_B1TS.sum(-1, keepdims=True), 1)
+    num_visible_B1T1 = mask_B1TS.sum(-1, keepdims=True)
+    num_visible_B1T1 = jnp.maximum(num_visible_B1T1, 1)  # against a division by 0
     s_BNTS = jnp.where(mask_B1TS, pattern.logits_BNTS, 0)
-    mean_BNT1 = s_BNTS.sum(-1, keepdims=True) / count_B1T1
+    mean_BNT1 = s_BNTS.sum(-1, keepdims=True) / num_visible_B1T1
     deviation_BNTS = jnp.where(mask_B1TS, s_BNTS - mean_BNT1, 0)
-    variance_BNT = (deviation_BNTS**2).sum(-1) / count_B1T1[..., 0]
+    variance_BNT = (deviation_BNTS**2).sum(-1) / num_visible_B1T1[..., 0]
     sees_any_BT = pattern.mask_BTS.any(-1)  # queries with at least one visible key
     return jnp.sqrt(_mean(variance_BNT, sees_any_BT))
 
@@ -96,7 +97,7 @@ def _mass_at_distance(pattern: Pattern, distance: int, first_query: int = 0) -> 
     t_T = jnp.arange(first_query, T)
     s_T = t_T - distance
     exists_T = s_T >= 0
-    s_T = jnp.maximum(s_T, 0)
+    s_T = jnp.maximum(s_T, 0)  # a negative index would count from the end
     visible_BT = pattern.mask_BTS[:, t_T, s_T] & exists_T
     return _mean(pattern.probabilities_BNTS[..., t_T, s_T], visible_BT)
 
@@ -124,13 +125,14 @@ def sites(model: Transformer) -> dict[str, list[Attention]]:
     The sites are 'attention', and in an encoder-decoder also 'cross_attention' and
     'encoder/attention'.
     """
-    layers = {}
+    layers_by_site = {}
     for prefix, stream in streams(model).items():
         first_block = layer_of(stream.blocks, 0)  # All blocks of a stream have the same attributes.
         for name, part in vars(first_block).items():
             if isinstance(part, Attention):
-                layers[prefix + name] = stream.layers(name)
-    return layers
+                site = f'{prefix}{name}'
+                layers_by_site[site] = stream.layers(name)
+    return layers_by_site
 
 
 def attention_patterns(
@@ -171,25 +173,25 @@ def pattern_of(
 ) -> Pattern:
     """Returns the logits and probabilities of one layer for x, in cross-attention for x and y.
 
-    An attention layer returns sum_s p[t, s] v[s], but neither p nor the logits. So a copy of the
-    layer gets other values and another normalizer. With the unit vectors as values, the sum is
-    the vector of all p[t, s]. With the normalizer `Logits`, p[t, s] is the logit itself.
+    An attention layer returns out[t] = sum_s p[t, s] v[s], but neither p nor the logits. A copy of
+    the layer gives the logits: its normalizer does nothing, so p[t, s] is the logit of t and s. Its
+    value v[s] is the s-th unit vector, so out[t] is the vector of all p[t, s].
     """
+    copy = jax.tree.map(lambda leaf: leaf, attention)
     T = x_BTD.shape[1]
     S = T if y_BSD is None else y_BSD.shape[1]
-    if attention.score.hides_self and y_BSD is None:
-        mask = dataclasses.replace(mask, hides_self=True)
-    mask_BTS = mask.dense(T, S)
-    mask_B1TS = mask_BTS[:, None]
-
-    copy = jax.tree.map(lambda leaf: leaf, attention)
     copy.value = _UnitValues(S)
     import_path = f'{__name__}:{Logits.__name__}'  # A spec names a normalizer by its import path.
     copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=import_path)
+    is_self_attention = y_BSD is None
+    if is_self_attention and attention.score.hides_self:
+        mask = dataclasses.replace(mask, hides_self=True)
     s_BTNS = copy(x_BTD, mask, y_BSD=y_BSD)
     s_BNTS = jnp.swapaxes(s_BTNS, 1, 2)
 
     # The layer's own normalizer turns the logits into probabilities, as in the kernel `einsum`.
+    mask_BTS = mask.dense(T, S)
+    mask_B1TS = mask_BTS[:, None]
     masked_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(s_BNTS.dtype).min / 2)
     normalizer = find_normalizer(attention.spec.normalizer)
     p_BNTS = normalizer(masked_BNTS, mask_B1TS)
@@ -241,25 +243,24 @@ def _run(
     dropout_key: None = None,
     **shared: Any,
 ) -> jax.Array:
-    """Passes x through all blocks and the final norm, and calls `visit` at every attention layer.
+    """Computes what `Stream.run` computes, in a loop that calls `visit` at every attention layer.
 
-    `walk` puts it in place of `Stream.run`, whose arguments begin with x_BTD. Nothing is dropped,
-    so `dropout_key` is None. `prefix` is the beginning of the names of the stream's sites, '' or
-    'encoder/'.
+    `Stream.run` takes the arguments from x_BTD on: x passes through all blocks and the final norm.
+    `dropout_key` is None, since nothing is dropped. `prefix` is '' or 'encoder/', with which the
+    names of the stream's sites begin.
     """
-    for index in range(stream.config.num_layers):
-        block = layer_of(stream.blocks, index)
-        # The block is a copy. In it, a function that calls `visit` replaces each attention layer.
+    for layer in range(stream.config.num_layers):
+        block = layer_of(stream.blocks, layer)  # a copy, whose attributes may change
         for name, part in list(vars(block).items()):
             if isinstance(part, Attention):
                 site = f'{prefix}{name}'
-                setattr(block, name, _visited(part, site, index, visit))
+                setattr(block, name, _visited(part, site, layer, visit))
         x_BTD = block(x_BTD, mask, **shared)
     return stream.normed(x_BTD)
 
 
 def _visited(attention: Attention, site: str, layer: int, visit: Visit) -> Callable[..., jax.Array]:
-    """Returns a function that calls `visit` with its inputs, then computes the attention."""
+    """Returns a function that stands for an attention layer: it calls `visit`, then the layer."""
 
     def attend(
         x_BTD: jax.Array, mask: Mask, *, y_BSD: jax.Array | None = None, **dropout: Any

@@ -164,8 +164,8 @@ class _ConfigParser(ConfigFileFlagParser):
 
         Raises:
             ConfigError: get_config() does not return settings.
-            ValueError: Python cannot read the file; or its code fails, and the message begins with
-                the line that failed.
+            ValueError: the file is not a Python file; or its code fails, as in
+                'line 7: NameError: name 'x' is not defined'.
         """
         name, colon, argument = path.partition(':')
         shipped_config = shipped_configs().get(name)
@@ -302,19 +302,19 @@ def read_config(flag: flags.FlagHolder) -> Any:
     try:
         config = from_config_dict(flag.value)
     except OSError as error:
-        # config_flags loads the file only when the value is used. The last line of its error says
-        # why it cannot be loaded.
+        # config_flags loads the file only here, where its value is used. The error has several
+        # lines, and the last one is the reason.
         path = config_flags.get_config_filename(flags.FLAGS['config'])
-        last_line = str(error).strip().splitlines()[-1]
-        reason = last_line.strip()
+        reason = str(error).strip().splitlines()[-1].strip()
         names = list(shipped_configs())
-        hint = _did_you_mean('--config=', path.partition(':')[0], names)
+        path_without_argument = path.partition(':')[0]
+        hint = _did_you_mean('--config=', path_without_argument, names)
         raise ConfigError(
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
             f'{", ".join(names)}{hint}'
         ) from error
 
-    kind = _kind()  # Config or Study, whichever the script needs
+    kind = _kind()  # what the script needs: Config or Study
     if not isinstance(config, kind):
         other_script = script('ablate' if isinstance(config, Study) else 'train')
         raise ConfigError(
@@ -325,7 +325,10 @@ def read_config(flag: flags.FlagHolder) -> Any:
 
 
 def _did_you_mean(prefix: str, name: str, known: Collection[str]) -> str:
-    """Returns the end of a sentence on an unknown name: a known name like it, or ''."""
+    """Returns '; did you mean --config.train.seed?' if a known name is close to `name`, else ''.
+
+    `prefix` is what precedes the name in the question, here '--config.'.
+    """
     near = difflib.get_close_matches(name, known, n=1)
     return f'; did you mean {prefix}{near[0]}?' if near else ''
 
@@ -339,12 +342,12 @@ def arguments(config: Config) -> list[str]:
     flag = flags.FLAGS['config']
     path = config_flags.get_config_filename(flag)
     config_of_file = from_config_dict(flag.parser.parse(path))
-    changes = []
+    overrides = []
     for name in settings(type(config)):
         value_of = operator.attrgetter(name)  # follows the dots of 'model.d_model'
         if value_of(config) != value_of(config_of_file):
-            changes.append(f'--config.{name}={value_of(config)}')
-    return [f'--config={path}', *changes]
+            overrides.append(f'--config.{name}={value_of(config)}')
+    return [f'--config={path}', *overrides]
 
 
 def required(flag: flags.FlagHolder) -> str:
@@ -433,9 +436,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     def run_main(argv: list[str]) -> None:
         """Runs `main`, and turns its errors into exit codes.
 
-        `argv` is what `parse_flags` returned. Arguments that are not flags are the value of
-        `positional`; a script without this flag refuses them.
+        `argv` is what `parse_flags` returned: the name of the script, and the arguments that are
+        not flags.
         """
+        # If `positional` is the flag --study, `report DIRECTORY` is `report --study=DIRECTORY`.
         unnamed = argv[1:]
         if positional is not None and _takes_unnamed(positional, unnamed):
             flags.FLAGS[positional.name].parse(','.join(unnamed))
@@ -454,12 +458,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
                 raise
             exit_with(expected.sentence, expected.code)
         except KeyboardInterrupt:
-            # Another Ctrl-C would print a traceback.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            script_file = Path(script_globals['__file__'])
-            # The script of experiments/claims/__main__.py is 'claims'.
-            is_package = script_file.stem == '__main__'
-            script_name = script_file.parent.name if is_package else script_file.stem
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would print a traceback
+            script_name = _script_name(Path(script_globals['__file__']))
             is_resumable = script_name in RESUMABLE and not is_dry_run()
             exit_with(INTERRUPTED if is_resumable else 'interrupted', EXIT_INTERRUPTED)
 
@@ -468,6 +468,11 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     except ConfigError as error:
         exit_with(str(error))
     app.run(run_main, flags_parser=parse_flags)
+
+
+def _script_name(file: Path) -> str:
+    """Returns the name of a script: 'train' of train.py, 'claims' of claims/__main__.py."""
+    return file.parent.name if file.stem == '__main__' else file.stem
 
 
 def _takes_unnamed(flag: flags.FlagHolder, unnamed: Sequence[str]) -> bool:
@@ -482,19 +487,24 @@ def _takes_unnamed(flag: flags.FlagHolder, unnamed: Sequence[str]) -> bool:
 def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
     """Returns a sentence that tells the user why the arguments of a script cannot be parsed.
 
+    The message of the error serves if it is clear. Four mistakes with --config get a sentence of
+    their own, and code of a config file that fails gets its reason.
+
     Args:
       error: what parsing them raised, an error of MALFORMED.
       kind: the class of settings of --config; None for a script without --config.
     """
-    # An override of a setting that does not exist.
-    if kind is not None:
-        misspelt = _misspelt(sys.argv[1:], kind)
-        if misspelt is not None:
-            return misspelt
-
-    # An override with a value that does not parse.
-    lines = (str(error) or type(error).__name__).strip().splitlines()
+    message = (str(error) or type(error).__name__).strip()
+    lines = message.splitlines()
     sentence = lines[0]
+
+    # --config.train.sed=1: the setting does not exist.
+    if kind is not None:
+        unknown_field = _describe_unknown_field(sys.argv[1:], kind)
+        if unknown_field is not None:
+            return unknown_field
+
+    # --config.train.seed=x: the setting has another type.
     override = _WRONG_OVERRIDE.match(sentence)
     if override is not None and kind is not None:
         name, value = override.groups()
@@ -506,31 +516,32 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
         # ml_collections imports the file of --config as a module named config_config.
         sentence = 'the file of --config has no function get_config()'
     elif isinstance(error, KeyError):
-        # `_misspelt` knows the field, but the config of the file does not have it. So the file is
-        # one for the other script.
+        # The script has the setting, but the config of the file does not: it is a Study where the
+        # script needs a Config, or the other way round.
         name = sentence.strip('\'"')
         other_script = script('train' if kind is Study else 'ablate')
         sentence = (
             f'the config has no field {name!r} to override; if it is for {other_script}, run that'
         )
-    if 'Traceback' in str(error):
-        # The code of the file has failed. The last line of the traceback is 'ERROR: REASON'.
+
+    # The code of the file has failed. The last line of the traceback is 'ERROR: REASON'.
+    if 'Traceback' in message:
         _, _, reason = lines[-1].partition(': ')
         sentence += f' {reason}'
     return sentence
 
 
-def _misspelt(arguments: Sequence[str], kind: Kind) -> str | None:
+def _describe_unknown_field(arguments: Sequence[str], kind: Kind) -> str | None:
     """Returns a sentence on the first --config.FIELD that does not exist; None if all exist."""
-    known = settings(kind)
-    sections = {name.rpartition('.')[0] for name in known}  # 'model' of 'model.d_model'
+    fields = settings(kind)  # by name, such as 'model.d_model'
+    sections = {name.rpartition('.')[0] for name in fields}  # such as 'model'
     for argument in arguments:
         override = _OVERRIDE.match(argument)
         if override is None:
             continue
         name = override[1]
-        if name not in known and name not in sections:
-            hint = _did_you_mean('--config.', name, known)
+        if name not in fields and name not in sections:
+            hint = _did_you_mean('--config.', name, fields)
             return f'unknown field --config.{name}{hint} (--help lists all fields)'
     return None
 
@@ -599,7 +610,8 @@ def _log_to_stderr() -> None:
 
     The variable QKATTN_LOG sets their level. The levels of libraries stay, except that of absl.
     """
-    # orbax logs each save, and each error that it also raises, through absl.
+    # orbax logs through absl: each save, and each error that it also raises. A user who wants
+    # these messages gives absl's flag --verbosity.
     if not flags.FLAGS['verbosity'].present:
         absl.logging.set_verbosity(absl.logging.FATAL)
     handler = LogHandler()
@@ -616,6 +628,7 @@ def _help(doc: str, kind: Kind | None) -> str:
 
     `kind` is the class of these settings; None for a script without --config.
     """
+    # The docstring. Its commands are not wrapped.
     lines = []
     width = flags.get_help_width()
     for paragraph in inspect.cleandoc(doc).split('\n\n'):
@@ -630,6 +643,7 @@ def _help(doc: str, kind: Kind | None) -> str:
     if kind is None:
         return '\n'.join(lines)
 
+    # The settings, as flags that override them: '--config.model.d_model: int, at least 1; ...'.
     for name, field in settings(kind).items():
         head = f'--config.{name}: {_expected(field)}; default {field.default!r}'
         description = field.doc
@@ -664,14 +678,14 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _type(annotation: Any) -> str:
-    """Returns a type in words: 'int or None', 'tuple of float', or the values of a Literal."""
+    """Returns a type in words, such as 'int or None', 'tuple of float' or "'adam' or 'sgd'"."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
-    if origin is Literal:
+    if origin is Literal:  # Literal['adam', 'sgd']
         return ' or '.join(repr(value) for value in arguments)
-    if origin in (types.UnionType, typing.Union):
+    if origin in (types.UnionType, typing.Union):  # int | None
         return ' or '.join(_type(member) for member in arguments)
-    if origin is tuple:
+    if origin is tuple:  # tuple[float, ...]
         return f'tuple of {_type(arguments[0])}'
     return 'None' if annotation is type(None) else annotation.__name__
 
@@ -681,10 +695,11 @@ def _expected(setting: Setting) -> str:
 
     Bounds are described for numbers only. For a tuple of numbers they apply to each entry.
     """
-    value_type = concrete_types(setting.kind)[0]
-    if value_type is tuple:
+    type_in_words = _type(setting.kind)
+    bounded_type = concrete_types(setting.kind)[0]  # int for 'int | None'
+    if bounded_type is tuple:
         entry_annotation = typing.get_args(setting.kind)[0]
-        value_type = concrete_types(entry_annotation)[0]
-    if value_type in (int, float):
-        return f'{_type(setting.kind)}, {setting.bounds.describe(value_type)}'
-    return _type(setting.kind)
+        bounded_type = concrete_types(entry_annotation)[0]
+    if bounded_type in (int, float):
+        return f'{type_in_words}, {setting.bounds.describe(bounded_type)}'
+    return type_in_words

@@ -117,9 +117,10 @@ def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, A
       'weight': the sum of the weights, [B].
       'rows': whether the row has a target, [B]. Its sum over rows is the number of such rows.
     """
-    array_library = loss_weights_BT.__array_namespace__()
+    array_library = loss_weights_BT.__array_namespace__()  # numpy or jax.numpy
     sums = {}
     for name, values in per_target.items():
+        # The weights get the axes that values have after B and T: [B, T, 1] for values [B, T, 5].
         trailing_axes = (1,) * (values.ndim - 2)
         weights = loss_weights_BT.reshape(loss_weights_BT.shape + trailing_axes)
         weighted_values = array_library.where(weights > 0, values * weights, 0)
@@ -151,7 +152,7 @@ def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndar
     """
     excess_RX = sums['loss'] - mean_loss(sums) * sums['weight']
     squares_X = (excess_RX**2).sum(0)
-    num_rows_X = sums['rows'].sum(0)
+    num_rows_X = sums['rows'].sum(0)  # R, without rows that have no target
     num_rows_X = np.where(num_rows_X > 1, num_rows_X, np.nan)
     correction_X = num_rows_X / (num_rows_X - 1)
     return np.sqrt(correction_X * squares_X) / sums['weight'].sum(0)
@@ -358,7 +359,8 @@ def _imported_metric(text: str) -> Metric:
             return lambda: target
         return target
 
-    # `options` are checked: they are keyword arguments of `function_of(target)`.
+    # `target` is the object at the import path. `resolve` has checked that `function_of(target)`
+    # takes the options: {'k': 5} for 'my_file:top(k=5)'.
     target, options = resolve(
         text,
         {},
