@@ -161,9 +161,9 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
 
 
 def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
-    """Reads a JSON file for a caller that makes its own error: raises ValueError if it is damaged.
+    """Reads a file as `read_json` does, for a caller that makes its own error.
 
-    The text of the error is only the reason. Otherwise this is `read_json`.
+    Raises ValueError if the file is damaged. The text of the error is the reason, without the path.
     """
     path = as_readable(path)
     try:
@@ -171,6 +171,7 @@ def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
             value = parse_json(read_whole(path))
     except OSError as error:
         raise ValueError(error.strerror or error) from error
+    # The file holds an object, or a list of objects, and each may have a checksum.
     items = value if isinstance(value, list) else [value]
     for item in items:
         if isinstance(item, dict) and CHECKSUM in item:
@@ -267,7 +268,8 @@ def check_result(record: Any) -> None:
     """
     check(record, RESULT)
 
-    # The metrics of the result: losses have to be there, the other fields may be missing.
+    # RESULT leaves out the metrics and _OPTIONAL. Of these, only the losses have to be there, and
+    # each may be null.
     required = _loss_fields()
     schema = {}
     type_by_field = metric_fields(record) | _OPTIONAL
@@ -281,10 +283,10 @@ def check_result(record: Any) -> None:
 
 
 def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
-    """Returns the metrics of a result by name: those of the package, and those that it describes.
+    """Returns {name: metric} for the metrics that a result may have.
 
-    A result describes its metrics from outside the package (see `described`). Raises ValueError if
-    a description is not valid.
+    These are the metrics of the package, and those from outside that the result describes in its
+    field OUTSIDE (see `described`). Raises ValueError if a description is not valid.
     """
     if OUTSIDE not in result:
         return METRICS
@@ -292,10 +294,11 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     outside_metrics = []
     for name, description in result[OUTSIDE].items():
         try:
-            # A description has no `details`, which are Python types.
-            outside_metrics.append(read(Metric, description, name=name, details={}))
+            # A description has no `details`, because they are Python types.
+            metric = read(Metric, description, name=name, details={})
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error
+        outside_metrics.append(metric)
     return with_outside(outside_metrics)
 
 
@@ -317,38 +320,33 @@ def metric_fields(result: Mapping[str, Any]) -> dict[str, type]:
 
 
 def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
-    """Describes the metrics from outside the package, as a field of a result.
+    """Returns the field of a result that describes the metrics from outside the package.
 
-    Returns {OUTSIDE: {name: description}}, or {} if all metrics are those of the package. Raises
-    ConfigError if `metrics_of` could not read a description.
+    Reports read it with `metrics_of`. For a metric top_3 it is {OUTSIDE: {'top_3': {'role':
+    'score', ...}}}. Returns {} if all metrics are those of the package. Raises ConfigError if
+    `metrics_of` could not read a description.
     """
     descriptions = {}
     for name, metric in outside(metrics).items():
         descriptions[name] = {field: getattr(metric, field) for field in _DESCRIBED}
     if not descriptions:
         return {}
-    recorded = to_jsonable({OUTSIDE: descriptions})
+    result_field = to_jsonable({OUTSIDE: descriptions})
     try:
-        metrics_of(recorded)  # reads the descriptions again, and raises if it cannot
+        metrics_of(result_field)  # raises if a report could not read a description
     except ValueError as error:
         raise ConfigError(f'train.metrics: {error}') from error
-    return recorded
+    return result_field
 
 
 def check(value: Any, schema: Any) -> None:
     """Raises ValueError, which names the field, unless `value` fits the schema.
 
-    The schema is a mapping, or a list with one mapping; see the top of this module.
+    The schema is that of an object, such as {'seed': int}, or of a list of objects, such as
+    [{'seed': int}]. Objects may hold objects and lists: {'trial': {'seed': int}}.
     """
     if isinstance(schema, list):
-        if not isinstance(value, list) or not value:
-            raise ValueError('expected a non-empty list')
-        item_schema = schema[0]
-        for number, item in enumerate(value):
-            try:
-                check(item, item_schema)
-            except ValueError as error:
-                raise ValueError(f'entry {number}: {error}') from error
+        _check_list(value, schema[0])
         return
 
     if not isinstance(value, dict):
@@ -356,17 +354,31 @@ def check(value: Any, schema: Any) -> None:
     for name, field_schema in schema.items():
         if name not in value:
             raise ValueError(f'field {name!r} is missing')
-        field_value = value[name]
-        # The schema of a field is a type, or the schema of an object or a list.
-        is_nested = isinstance(field_schema, dict | list)
-        field_type: Any = type(field_schema) if is_nested else field_schema
-        fits = _fits(field_type)
-        if not fits(field_value):
-            expected = field_type.__name__ if isinstance(field_type, type) else str(field_type)
-            expected = expected.removeprefix('typing.')
-            raise ValueError(f'field {name!r} is {field_value!r:.80}, expected {expected}')
-        if is_nested:
-            check(field_value, field_schema)
+        # For a field with an object or a list, first the type is checked, then the content.
+        has_content = isinstance(field_schema, dict | list)
+        field_type = type(field_schema) if has_content else field_schema
+        _check_type(name, value[name], field_type)
+        if has_content:
+            check(value[name], field_schema)
+
+
+def _check_list(value: Any, item_schema: Mapping[str, Any]) -> None:
+    """Raises ValueError unless `value` is a list of one or more objects that fit `item_schema`."""
+    if not isinstance(value, list) or not value:
+        raise ValueError('expected a non-empty list')
+    for number, item in enumerate(value):
+        try:
+            check(item, item_schema)
+        except ValueError as error:
+            raise ValueError(f'entry {number}: {error}') from error
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises ValueError unless the value of the field `name` fits a type hint."""
+    fits = _fits(hint)
+    if not fits(value):
+        expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix('typing.')
+        raise ValueError(f'field {name!r} is {value!r:.80}, expected {expected}')
 
 
 def read(cls: type[T], record: Any, **fixed: Any) -> T:
@@ -377,7 +389,7 @@ def read(cls: type[T], record: Any, **fixed: Any) -> T:
     Args:
       cls: the dataclass.
       record: the JSON object.
-      fixed: fields to set to these values. If the object has them, too, its values are not used.
+      fixed: values of fields that are not read from the object, even if it has them.
 
     Raises ValueError, which names the field, if a value does not fit the annotation of its field.
     """
@@ -415,7 +427,9 @@ def _as_tuples(value: Any) -> Any:
 def _fits(hint: Any) -> Callable[[Any], bool]:
     """Returns a function that tells whether a JSON value fits a type hint.
 
-    The function is made once for each hint, because files hold millions of values.
+    `_fits(int | None)` returns a function that is true for 3 and for None. The cases below are the
+    forms of a hint: a union, a Literal, a tuple or a Mapping of one type, and a plain type. The
+    function is made once for each hint, because files hold millions of values.
     """
     # For tuple[int, ...], the origin is `tuple` and the arguments are (int, ...).
     origin = typing.get_origin(hint) or hint
@@ -432,11 +446,12 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
         fits_item = _fits(arguments[0])
         return lambda value: isinstance(value, list) and all(map(fits_item, value))
 
-    if origin is Mapping and arguments and arguments[1] is not Any:  # such as Mapping[str, float]
+    has_item_type = len(arguments) == 2 and arguments[1] is not Any
+    if origin is Mapping and has_item_type:  # such as Mapping[str, float]
         fits_item = _fits(arguments[1])
         return lambda value: isinstance(value, dict) and all(map(fits_item, value.values()))
 
-    types_in_json = _TYPES.get(origin, (origin,))
+    types_in_json = _TYPES.get(origin, (origin,))  # a plain type, such as float
 
     def fits(value: Any) -> bool:
         if isinstance(value, bool):  # isinstance(True, int) is true, so bool comes first
