@@ -1,4 +1,4 @@
-"""Does a small decoder of speeches need W_Q, and queries that are not keys? The tutorial's study.
+"""Must the queries of a small decoder differ from its keys? The study of docs/tutorial.md.
 
     python -m experiments.ablate --config=configs/speeches.py --workdir=runs/speeches
 
@@ -24,18 +24,24 @@ from qkattn.config import (
 
 def get_config():
     base = Config(
-        model=ModelConfig(num_layers=2, num_heads=4, context=64),
-        data=DataConfig(name='text', path='../plays.txt', documents='blank_line'),
-        optimizer=OptimizerConfig(warmup_steps=50),
-        train=TrainConfig(num_steps=1000, batch_size=16, eval_every=500),
+        model=ModelConfig(num_layers=2, num_heads=4, context=64, vocab_size=512),
+        data=DataConfig(
+            name='text',
+            path='../plays.txt',
+            documents='blank_line',
+            tokenizer='bpe',
+            tokenizer_size=512,
+        ),
+        optimizer=OptimizerConfig(warmup_steps=100),
+        train=TrainConfig(num_steps=2000, batch_size=16, eval_every=500),
         # Six seeds compare the variants, each at its own one of these learning rates.
         trials=TrialsConfig(seeds=(0, 1, 2, 3, 4, 5), learning_rates=(4e-3, 8e-3, 1.6e-2)),
     )
     return Study(
         name='speeches',
-        question='Does a small decoder of speeches need W_Q, and queries that are not keys?',
+        question='Must the queries of a small decoder differ from its keys?',
         base=base,
-        variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),
+        variants=('qk/vo', 'shared_qk/vo'),
         sizes=('d_model=64',),
         margin=0.02,
         # Other seeds than those above choose the learning rate.
