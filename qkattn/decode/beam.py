@@ -41,6 +41,14 @@ class _State(NamedTuple):
     finished: Hypotheses
 
 
+class _Carry(NamedTuple):
+    """What the loop of `decode` carries from one token to the next."""
+
+    num_chosen: jax.Array  # how many tokens of a row are chosen so far
+    cache: Cache  # the cache of all these tokens except the last one
+    choice: Choice  # the choice of the last one
+
+
 def decode(
     logits_MV: jax.Array,
     cache: Cache,
@@ -51,6 +59,14 @@ def decode(
     not_done: Callable[[Any], jax.Array | bool] = lambda state: True,
 ) -> Any:
     """Decodes token by token, and returns the last state.
+
+    Three tokens are decoded in this way, and third.state is returned:
+
+        first = choose(0, logits_MV, state)
+        logits_MV, cache = step(first.tokens_M, first.rows_M, cache)
+        second = choose(1, logits_MV, first.state)
+        logits_MV, cache = step(second.tokens_M, second.rows_M, cache)
+        third = choose(2, logits_MV, second.state)
 
     It stops after `num_tokens` tokens, or once `not_done(state)` is False.
 
@@ -63,21 +79,21 @@ def decode(
       num_tokens: the most tokens to choose.
       not_done: whether to go on after a state.
     """
-    # The carry is (number of tokens chosen so far, cache without the last of them, last choice).
 
-    def has_next(carry: tuple[jax.Array, Cache, Choice]) -> jax.Array:
-        t, _, choice = carry
-        return (t < num_tokens) & not_done(choice.state)
+    def has_next(carry: _Carry) -> jax.Array:
+        return (carry.num_chosen < num_tokens) & not_done(carry.choice.state)
 
-    def body(carry: tuple[jax.Array, Cache, Choice]) -> tuple[jax.Array, Cache, Choice]:
-        t, cache, choice = carry
-        logits_MV, cache = step(choice.tokens_M, choice.rows_M, cache)
-        return t + 1, cache, choose(t, logits_MV, choice.state)
+    def next_token(carry: _Carry) -> _Carry:
+        """Passes the last token to `step`, and chooses the next one from the logits."""
+        last = carry.choice
+        logits_MV, cache = step(last.tokens_M, last.rows_M, carry.cache)
+        choice = choose(carry.num_chosen, logits_MV, last.state)
+        return _Carry(carry.num_chosen + 1, cache, choice)
 
     first_choice = choose(jnp.int32(0), logits_MV, state)
-    start = (jnp.int32(1), cache, first_choice)
-    _, _, last_choice = jax.lax.while_loop(has_next, body, start)
-    return last_choice.state
+    start = _Carry(jnp.int32(1), cache, first_choice)
+    end = jax.lax.while_loop(has_next, next_token, start)
+    return end.choice.state
 
 
 def beam_search(
@@ -124,31 +140,34 @@ def beam_search(
     divisors_T = jnp.asarray(np.arange(1, T + 1) ** float(length_penalty), dtype)
 
     def extend(t: jax.Array, logits_MV: jax.Array, state: _State) -> Choice:
-        """Chooses token number t of K unfinished hypotheses per row; M is B * K."""
+        """Extends the hypotheses of each row by token number t.
+
+        An extension by the separator finishes a hypothesis. The best extensions by other tokens are
+        the unfinished hypotheses of the next step.
+        """
         logits_BKV = logits_MV.astype(dtype).reshape(B, K, V)
         nats_BC, tokens_BC, parents_BC = _extensions(logits_BKV, state.nats_BK)
-        ends_BC = tokens_BC == separator
+        is_separator_BC = tokens_BC == separator
 
-        # Separators among the K best extensions finish hypotheses, in rows that are not done. Token
-        # t of these hypotheses holds the separator already, as do all positions after the last
-        # chosen token.
-        ending_BK = ends_BC[:, :K] & _not_done(state)[:, None]
-        ended = Hypotheses(
+        # Finished hypotheses: the separators among the K best extensions, unless the row is done.
+        # All tokens start as separators, so token t of these hypotheses need not be set.
+        is_finished_BK = is_separator_BC[:, :K] & _not_done(state)[:, None]
+        newly_finished = Hypotheses(
             tokens_BKT=_take(state.tokens_BKT, parents_BC[:, :K]),
             lengths_BK=jnp.full((B, K), t + 1, jnp.int32),
-            scores_BK=jnp.where(ending_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf),
+            scores_BK=jnp.where(is_finished_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf),
         )
 
-        # The K best extensions by other tokens are the unfinished hypotheses of the next step.
-        nats_BK, chosen_BK = jax.lax.top_k(jnp.where(ends_BC, -jnp.inf, nats_BC), K)
+        # Unfinished hypotheses: the K best extensions by other tokens.
+        nats_BK, chosen_BK = jax.lax.top_k(jnp.where(is_separator_BC, -jnp.inf, nats_BC), K)
         parents_BK = _take(parents_BC, chosen_BK)
         tokens_BK = _take(tokens_BC, chosen_BK)
         tokens_BKT = _take(state.tokens_BKT, parents_BK).at[:, :, t].set(tokens_BK)
+        state = _State(tokens_BKT, nats_BK, _best(state.finished, newly_finished))
 
         # Hypothesis k of row b is row b * K + k of the cache.
-        rows_BK = jnp.arange(B)[:, None] * K + parents_BK
-        state = _State(tokens_BKT, nats_BK, _best(state.finished, ended))
-        return Choice(state, tokens_BK.reshape(-1), rows_BK.reshape(-1))
+        cache_rows_BK = jnp.arange(B)[:, None] * K + parents_BK
+        return Choice(state, tokens_BK.reshape(-1), cache_rows_BK.reshape(-1))
 
     def not_done(state: _State) -> jax.Array:
         return _not_done(state).any()
@@ -173,8 +192,8 @@ def _extensions(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the C most probable extensions of each row's hypotheses by one token, best first.
 
-    C is 2 K, or fewer if there are fewer extensions. At most K extensions end with the separator,
-    one for each hypothesis. So at least K of 2 K extensions are left to go on as hypotheses.
+    C is 2 K, or fewer if there are fewer extensions. Each of the K hypotheses has one extension by
+    the separator, so at least K of 2 K extensions are by other tokens and can be extended further.
 
     Args:
       logits_BKV: the logits of the next token of K hypotheses per row.
@@ -186,22 +205,26 @@ def _extensions(
       parents_BC: the hypotheses that are extended, from 0 to K - 1.
     """
     B, K, V = logits_BKV.shape
-    # The C best extensions of each hypothesis contain the C best of all. They are ranked by logits,
-    # as in greedy decoding, because log-probabilities can lose small differences between logits.
-    logits_BKC, tokens_BKC = jax.lax.top_k(logits_BKV, min(2 * K, V))
+    # First the C best extensions of each hypothesis: the C best of all are among them. They are
+    # ranked by logits, as in greedy decoding, because log-probabilities can lose small differences
+    # between logits.
+    num_per_parent = min(2 * K, V)
+    logits_BKC, tokens_BKC = jax.lax.top_k(logits_BKV, num_per_parent)
+
+    # The log-probabilities of their last tokens. If all logits are -inf, so is the total, and the
+    # difference would be NaN.
     total_BK1 = jax.nn.logsumexp(logits_BKV, axis=-1, keepdims=True)
-    # If all logits are -inf, the total is -inf too, and the difference would be NaN.
-    gains_BKC = jnp.where(logits_BKC == -jnp.inf, -jnp.inf, logits_BKC - total_BK1)
+    token_nats_BKC = jnp.where(logits_BKC == -jnp.inf, -jnp.inf, logits_BKC - total_BK1)
     # A NaN must be among the best, so that it reaches the scores. top_k ranks a NaN with a negative
     # sign last, so all NaNs get a positive sign.
-    gains_BKC = jnp.where(jnp.isnan(gains_BKC), jnp.nan, gains_BKC)
+    token_nats_BKC = jnp.where(jnp.isnan(token_nats_BKC), jnp.nan, token_nats_BKC)
 
-    # The best extensions of all K hypotheses together, by log-probability.
-    flat_BC = (nats_BK[:, :, None] + gains_BKC).reshape(B, -1)
-    nats_BC, flat_index_BC = jax.lax.top_k(flat_BC, min(2 * K, flat_BC.shape[1]))
+    # Then the best extensions of all K hypotheses together. With 4 extensions for each hypothesis,
+    # number 6 of the flat array extends hypothesis 6 // 4 = 1.
+    flat_nats_BC = (nats_BK[:, :, None] + token_nats_BKC).reshape(B, -1)
+    nats_BC, flat_index_BC = jax.lax.top_k(flat_nats_BC, min(2 * K, flat_nats_BC.shape[1]))
     tokens_BC = _take(tokens_BKC.reshape(B, -1), flat_index_BC)
-    extensions_per_parent = logits_BKC.shape[-1]
-    parents_BC = flat_index_BC // extensions_per_parent
+    parents_BC = flat_index_BC // num_per_parent
     return nats_BC, tokens_BC, parents_BC
 
 

@@ -222,15 +222,17 @@ class TextModel:
     def num_tokens_of(self, options: Mapping[str, Any]) -> int:
         """Returns how many tokens the options of `generate_until` ask for.
 
-        Without such an option it is half the context, but at most DEFAULT_NUM_TOKENS. Raises
-        ConfigError if the options ask for sampling, or for more tokens than the context.
+        If no option gives the number, it is half the context, but at most DEFAULT_NUM_TOKENS.
+        Raises ConfigError if the options ask for sampling, or for more tokens than the context.
         """
-        do_sample = options.get('do_sample')
-        if do_sample is None:
-            do_sample = options.get('temperature', 0) > 0
-        # At temperature 0, sampling is the same as greedy decoding, and allowed.
-        is_greedy = not do_sample or options.get('temperature') == 0
-        if not is_greedy:
+        # A task samples if do_sample says so. Without do_sample, the temperature decides. Sampling
+        # at temperature 0 is greedy decoding.
+        samples = options.get('do_sample')
+        if samples is None:
+            samples = options.get('temperature', 0) > 0
+        if options.get('temperature') == 0:
+            samples = False
+        if samples:
             raise ConfigError(
                 f'the task samples (generation_kwargs: {dict(options)}); only greedy decoding is '
                 'supported, with do_sample: false'
@@ -266,10 +268,11 @@ class TextModel:
         )
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Returns the ids of context and continuation, encoded together as the harness does.
+        """Returns the ids of the context, and those of the continuation after it.
 
-        Spaces at the end of the context move to the continuation, and are scored. An empty context
-        becomes the separator.
+        Both are encoded as one text, as in the harness. Tokens often begin with a space, so spaces
+        at the end of the context move to the continuation: 'the cat ' and 'sat' are scored as
+        'the cat' and ' sat'. A context that is then empty becomes the separator.
         """
         stripped = context.rstrip()
         spaces = context[len(stripped) :]
@@ -281,21 +284,21 @@ class TextModel:
         return context_tokens, all_tokens[len(context_tokens) :]
 
     def scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
-        """Returns (log-probability, is_argmax) of the scored tokens of each row.
+        """Returns (log-probability, is_argmax) for each row.
 
-        `is_argmax` says whether each of them is the argmax prediction.
+        The log-probability is the sum over the scored tokens of the row. `is_argmax` says whether
+        all of them are argmax predictions.
         """
         results: dict[int, tuple[float, bool]] = {}
         for batch in self.batches([len(row.tokens) for row in rows]):
             tokens_BT = self.padded([rows[i].tokens for i in batch], self.context + 1)
             scores = token_scores(self.model, tokens_BT, vocab_size=self.tokenizer.vocab_size)
             nats_BT, is_argmax_BT = map(np.asarray, scores)
-            # Row b of the batch is rows[i].
-            for b, i in enumerate(batch):
-                # Column t scores token t + 1, so a row of n tokens has n - 1 scores. The scored
-                # tokens are the last ones.
-                end = len(rows[i].tokens) - 1
-                scored = slice(end - rows[i].num_scored, end)
+            for b, i in enumerate(batch):  # Row b of the batch is rows[i].
+                # Column t scores token t + 1. If the last 2 of 5 tokens are scored, their columns
+                # are 2 and 3.
+                num_columns = len(rows[i].tokens) - 1
+                scored = slice(num_columns - rows[i].num_scored, num_columns)
                 nats = nats_BT[b, scored].sum(dtype=np.float64)
                 all_argmax = is_argmax_BT[b, scored].all()
                 results[i] = (float(nats), bool(all_argmax))
@@ -308,40 +311,55 @@ class TextModel:
 
         Prompt i gets up to num_tokens[i] tokens, or fewer if a separator comes first.
         """
-        separator = self.tokenizer.separator
         results: dict[int, list[int]] = {}
         for batch in self.batches([len(prompt) for prompt in prompts]):
-            lengths_B = np.array([len(prompts[i]) for i in batch])
-            ends_B = lengths_B + [num_tokens[i] for i in batch]
-            width = int(ends_B.max())
-            rows = []
-            for i in batch:
-                padding = [0] * (width - len(prompts[i]))
-                rows.append([*prompts[i], *padding])
-
-            # The prefix that all prompts have is read in one pass. Each length of it compiles a
-            # program, so it is rounded down to a multiple of WIDTH_STEP.
-            shortest = int(lengths_B.min())
-            num_steps = shortest // WIDTH_STEP
-            prefix = max(1, num_steps * WIDTH_STEP)
-            # `padded` repeats rows to fill the batch, and np.resize repeats their numbers.
-            tokens_BT = continued(
-                self.model,
-                self.padded(rows, self.context + 1),
-                np.resize(lengths_B, self.batch_size),
-                np.resize(ends_B, self.batch_size),
-                prefix=prefix,
-                separator=separator,
-                vocab_size=self.tokenizer.vocab_size,
+            continuations = self.continuations_of_batch(
+                [prompts[i] for i in batch], [num_tokens[i] for i in batch]
             )
-
-            continued_rows = np.asarray(tokens_BT)
-            for b, i in enumerate(batch):
-                tokens = continued_rows[b, lengths_B[b] : ends_B[b]].tolist()
-                if separator in tokens:
-                    tokens = tokens[: tokens.index(separator)]
-                results[i] = tokens
+            results |= dict(zip(batch, continuations, strict=True))
         return [results[i] for i in range(len(prompts))]
+
+    def continuations_of_batch(
+        self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]
+    ) -> list[list[int]]:
+        """Does what `continuations` does, for at most `batch_size` prompts."""
+        lengths_B = np.array([len(prompt) for prompt in prompts])
+        ends_B = lengths_B + np.array(num_tokens)
+
+        # Each row is a prompt and free places, up to the end of the longest continuation.
+        width = int(ends_B.max())
+        rows = []
+        for prompt in prompts:
+            free_places = [0] * (width - len(prompt))
+            rows.append([*prompt, *free_places])
+
+        # The model reads the first tokens of all prompts in one pass, as many as the shortest one
+        # has. Each number of them compiles a program, so it is rounded down to a multiple of
+        # WIDTH_STEP.
+        shortest = int(lengths_B.min())
+        num_steps = shortest // WIDTH_STEP
+        prefix = max(1, num_steps * WIDTH_STEP)
+
+        # `padded` repeats rows to fill the batch. np.resize repeats their lengths and ends.
+        separator = self.tokenizer.separator
+        tokens_BT = continued(
+            self.model,
+            self.padded(rows, self.context + 1),
+            np.resize(lengths_B, self.batch_size),
+            np.resize(ends_B, self.batch_size),
+            prefix=prefix,
+            separator=separator,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+
+        continuations = []
+        continued_rows = np.asarray(tokens_BT)
+        for b in range(len(prompts)):
+            tokens = continued_rows[b, lengths_B[b] : ends_B[b]].tolist()
+            if separator in tokens:
+                tokens = tokens[: tokens.index(separator)]
+            continuations.append(tokens)
+        return continuations
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Yields the indices of `lengths` in batches of similar length, the longest first."""
@@ -385,10 +403,10 @@ def windows(tokens: Sequence[int], separator: int, context: int) -> Iterator[Sco
     (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
     """
     text = [separator, *tokens]
-    for begin in range(1, len(text), context):
-        end = min(begin + context, len(text))
-        first = max(0, end - (context + 1))
-        yield ScoredRow(text[first:end], num_scored=end - begin)
+    for first_scored in range(1, len(text), context):
+        end = min(first_scored + context, len(text))
+        row_begin = max(0, end - (context + 1))
+        yield ScoredRow(text[row_begin:end], num_scored=end - first_scored)
 
 
 def cut_at(text: str, stops: str | Sequence[str] | None) -> str:

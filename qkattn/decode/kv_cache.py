@@ -34,21 +34,22 @@ def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCa
 
     The parameters of the model may be shapes in place of arrays, because only shapes are computed.
     """
-    # Layer l has variant l mod P. Without a pattern, P is 1.
+    # P variants take turns: with P = 2, variant 0 has layers 0, 2, 4 ... and variant 1 has layers
+    # 1, 3, 5 ... Without a pattern, P is 1.
     L = model.config.num_layers
     P = len(stacks_of(model.blocks))
 
     def cached(model: Decoder | EncoderDecoder) -> list[Cache]:
-        """Returns what layers 0 to P - 1, one of each variant, cache of one token."""
+        """Returns what the first layer of each variant caches for one token."""
         x_BTD = model.embed(jnp.zeros((batch, 1), jnp.int32))
         return [layer_of(model.blocks, index).attention.cached(x_BTD) for index in range(P)]
 
     layers = []
-    arrays_of_variants = jax.eval_shape(cached, model)  # each array of one token is [B, 1, ...]
-    for variant, arrays in enumerate(arrays_of_variants):
+    for variant, arrays in enumerate(jax.eval_shape(cached, model)):
         num_layers = len(range(variant, L, P))  # layers variant, variant + P, variant + 2 P ...
         slots: Cache = {}
         for name, array in arrays.items():
+            # An array [B, 1, ...] of one token in one layer becomes [layers, B, slots, ...].
             shape = (num_layers, batch, length, *array.shape[2:])
             slots[name] = jnp.zeros(shape, array.dtype)
         layers.append(slots)
@@ -85,8 +86,6 @@ def prefill(
     """
     T = tokens_BT.shape[1]
     first = cache.length  # position of the first token
-    # The indices of a slice must have one dtype. Under x64, a literal 0 would be an int64.
-    zero = jnp.zeros_like(first)
     positions_BT = jnp.broadcast_to(first + jnp.arange(T), tokens_BT.shape)
     x_BTD = model.embed(tokens_BT, positions_BT)
     mask = Mask(causal=True, first_query=first, window=model.config.window)
@@ -97,23 +96,26 @@ def prefill(
         layer_index: tuple[int, jax.Array],
         source: Cache | None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """Runs one layer; returns the residual stream after it, and the updated caches.
+        """Runs one layer on the new tokens, and stores their keys and values in its cache.
 
-        The carry is the stream x_BTD and the caches of all layers (`KVCache.layers`). The layer is
-        number `index` of those of its variant, where layer_index = (variant, index). `source` is
-        what its cross-attention caches; None in a decoder.
+        Args:
+          carry: the residual stream x_BTD, and the caches of all layers (`KVCache.layers`).
+          block: the layer.
+          layer_index: (variant, index); the layer is number `index` of those of its variant.
+          source: what its cross-attention caches; None in a decoder.
+
+        Returns:
+          The stream after the layer, and the updated caches of all layers.
         """
         x_BTD, caches = carry
         variant, index = layer_index
         stack = caches[variant]  # arrays [L, B, S, ...] of all layers of the variant
-        updated_stack: Cache = {}  # filled by `attend`
+        updated_stack: Cache = {}  # `attend` fills it
 
         def attend(z_BTD: jax.Array) -> jax.Array:
-            """Writes keys and values of the new tokens into the cache, then attends to it."""
-            for name, array in block.attention.cached(z_BTD, first).items():
-                # The array [B, T, ...] goes to [index, :, first : first + T].
-                start = (index, zero, first) + (zero,) * (array.ndim - 2)
-                updated_stack[name] = jax.lax.dynamic_update_slice(stack[name], array[None], start)
+            """Stores the keys and values of the new tokens, then attends to the whole cache."""
+            new_arrays = block.attention.cached(z_BTD, first)
+            updated_stack.update(_with_new_tokens(stack, new_arrays, index, first))
             layer_cache: Cache = {}  # arrays [B, S, ...] of this layer
             for name, array in updated_stack.items():
                 layer_cache[name] = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
@@ -144,12 +146,27 @@ def prefill(
     return logits_BV, cache._replace(layers=layers, length=first + T)
 
 
+def _with_new_tokens(stack: Cache, new_arrays: Cache, index: jax.Array, first: jax.Array) -> Cache:
+    """Returns the cache of a variant's layers after new tokens are stored in one of them.
+
+    An array [B, T, ...] of T new tokens replaces [index, :, first : first + T] in the array
+    [L, B, S, ...] of the same name in `stack`.
+    """
+    # The indices of a slice must have one dtype. Under x64, a literal 0 would be an int64.
+    zero = jnp.zeros_like(first)
+    updated: Cache = {}
+    for name, array in new_arrays.items():
+        start = (index, zero, first) + (zero,) * (array.ndim - 2)
+        updated[name] = jax.lax.dynamic_update_slice(stack[name], array[None], start)
+    return updated
+
+
 def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     """Returns a cache whose row m is row rows_M[m] of `cache`.
 
-    If the number of rows stays the same, cached sources are not moved, which saves a copy. So
-    each row must then come from a row with the same source. This holds in a beam search: rows only
-    change places with the other hypotheses of the same source.
+    With as many rows as before, the cached sources keep their rows, which saves a copy. So row m
+    and row rows_M[m] must then have the same source. In a beam search they do: both are hypotheses
+    of one source.
     """
 
     def take(arrays: Any) -> Any:
@@ -159,6 +176,7 @@ def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     taken = cache._replace(layers=take(cache.layers))
     if cache.source is None:
         return taken
-    if len(rows_M) == len(cache.source_valid_BS):
+    keeps_sources = len(rows_M) == len(cache.source_valid_BS)
+    if keeps_sources:
         return taken
     return taken._replace(source=take(cache.source), source_valid_BS=cache.source_valid_BS[rows_M])
