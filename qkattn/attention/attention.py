@@ -80,25 +80,26 @@ class Attention(nnx.Module):
         cache_of_value = self.value.cached(y_BSD, self.score)
         cache = cache_of_score | cache_of_value
 
-        keys_name = self._finished_keys(cache)
+        keys_name = self._name_of_finished_keys(cache)
         if keys_name is not None:
             cache[keys_name] = self._norm_and_rotate(cache[keys_name], self.g_k_H, first)
         return cache
 
-    def _finished_keys(self, cache: Cache) -> str | None:
-        """Returns the name of the cached keys, if they are cached after QK-norm and rotation.
+    def _name_of_finished_keys(self, cache: Cache) -> str | None:
+        """Returns the name of the array that holds keys after QK-norm and rotation, as 'k_BSKH'.
 
-        Otherwise returns None, and `attend_to` has to norm and rotate the keys, if the spec asks
-        for either.
+        Returns None if the cache has no such array. There are three reasons:
+
+        - The spec asks for neither QK-norm nor rotation.
+        - The Value uses the keys before both, as `k_is_v` does.
+        - The Score does not cache its keys, but the stream or a latent.
         """
         changes_keys = self.spec.qk_norm or self.spec.positions == 'rope'
         if not changes_keys:
             return None
-        # A Value that shares the keys, such as `k_is_v`, needs them as they were projected.
         if 'key' in self.value.shares:
             return None
-        # A Score that caches its keys returns the cached array itself. Other Scores cache the
-        # stream or a latent, and compute a further array from it.
+        # If the Score caches its keys, `keys` returns the cached array itself.
         k_BSKH = self.score.keys(cache)
         for name, array in cache.items():
             if array is k_BSKH:
@@ -147,15 +148,16 @@ class Attention(nnx.Module):
         q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
         v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
         q_BTNH = self._norm_and_rotate(q_BTNH, self.g_q_H, mask.start)
-        if self._finished_keys(cache) is None:
+        if self._name_of_finished_keys(cache) is None:
             k_BSKH = self._norm_and_rotate(k_BSKH, self.g_k_H, 0)
 
         bias = self.bias(cross)
         drops = dropout_key is not None and dropout != 0
-        # A Score whose heads all have the same logits returns one query head in place of N.
+        # A Score whose heads all have the same logits returns one query head in place of N. Biases
+        # and dropout differ between heads, so with either, every head needs its own logits.
         one_pattern = q_BTNH.shape[2] < spec.num_heads
-        if one_pattern and (bias is not None or drops):
-            # Biases and dropout differ between heads, so every head needs its own logits.
+        heads_differ = bias is not None or drops
+        if one_pattern and heads_differ:
             q_BTNH = jnp.repeat(q_BTNH, spec.num_heads, axis=2)
             one_pattern = False
 

@@ -39,7 +39,7 @@ class Mask:
     def check(self, num_rows: int, num_queries: int, num_keys: int) -> None:
         """Raises SpecError if the shape or dtype of an array does not fit the attention.
 
-        Slicing would crop or shift such an array without an error.
+        Without this check, slices of an array of another shape could be cropped or shifted.
         """
         if (self.segments_BT is None) != (self.segments_BS is None):
             raise SpecError('a mask must have both segments_BT and segments_BS, or neither')
@@ -48,15 +48,15 @@ class Mask:
             array = getattr(self, field)
             if array is None:
                 continue
-            letters = field.partition('_')[2]  # 'valid_BS' -> 'BS'
-            shape = tuple(sizes[letter] for letter in letters)
+            axes = field.partition('_')[2]  # 'valid_BS' -> 'BS'
+            shape = tuple(sizes[letter] for letter in axes)
             shape_for_all_rows = (1, *shape[1:])
-            shape_fits = array.shape in (shape, shape_for_all_rows)
-            is_boolean = field in ('valid_BS', 'mask_BTS')
-            dtype_fits = array.dtype == bool or not is_boolean
-            if shape_fits and dtype_fits:
+            has_wrong_shape = array.shape not in (shape, shape_for_all_rows)
+            must_be_boolean = field in ('valid_BS', 'mask_BTS')
+            has_wrong_dtype = must_be_boolean and array.dtype != bool
+            if not has_wrong_shape and not has_wrong_dtype:
                 continue
-            dtype_text = 'boolean and ' if is_boolean else ''
+            dtype_text = 'boolean and ' if must_be_boolean else ''
             raise SpecError(
                 f'{field} is {array.dtype} of shape {array.shape}; it must be {dtype_text}of shape '
                 f'{shape}, where B may be 1'
@@ -90,32 +90,38 @@ class Mask:
     ) -> jax.Array:
         """Returns a block of mask_BTS: `num_queries` queries and `num_keys` keys.
 
-        `query_begin` and `key_begin` are the indices t and s of its first query and key. A block
-        cannot respect hides_self: whether a query sees another key than itself depends on all keys.
+        The block begins with query number `query_begin` and key number `key_begin`. It ignores
+        hides_self, because whether a query sees another key than itself depends on all keys.
         """
 
-        def queries_of(array: jax.Array, axis: int) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(array, query_begin, num_queries, axis)
+        def block_queries(array: jax.Array) -> jax.Array:
+            """Returns the queries of the block; they are axis 1 of segments_BT and mask_BTS."""
+            return jax.lax.dynamic_slice_in_dim(array, query_begin, num_queries, 1)
 
-        def keys_of(array: jax.Array, axis: int) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(array, key_begin, num_keys, axis)
+        def block_keys(array: jax.Array) -> jax.Array:
+            """Returns the keys of the block; they are the last axis of each array with an S."""
+            return jax.lax.dynamic_slice_in_dim(array, key_begin, num_keys, array.ndim - 1)
 
+        # Each field that is set hides further keys. t and s are positions.
         t_T1 = query_begin + self.queries(num_queries)[:, None]
         s_1S = key_begin + jnp.arange(num_keys)[None, :]
         mask_BTS = jnp.ones((1, num_queries, num_keys), bool)
         if self.causal:
             mask_BTS = (s_1S <= t_T1)[None]
         if self.window is not None:
-            mask_BTS = mask_BTS & (jnp.abs(t_T1 - s_1S) < self.window)[None]
+            is_near_TS = jnp.abs(t_T1 - s_1S) < self.window
+            mask_BTS = mask_BTS & is_near_TS[None]
         if self.valid_BS is not None:
-            mask_BTS = mask_BTS & keys_of(self.valid_BS, 1)[:, None, :]
+            valid_B1S = block_keys(self.valid_BS)[:, None, :]
+            mask_BTS = mask_BTS & valid_B1S
         if self.segments_BS is not None:
-            segments_BT1 = queries_of(self.segments_BT, 1)[:, :, None]
-            segments_B1S = keys_of(self.segments_BS, 1)[:, None, :]
-            mask_BTS = mask_BTS & (segments_BT1 == segments_B1S) & (segments_B1S > 0)
+            segments_BT1 = block_queries(self.segments_BT)[:, :, None]
+            segments_B1S = block_keys(self.segments_BS)[:, None, :]
+            is_same_BTS = segments_BT1 == segments_B1S
+            is_token_B1S = segments_B1S > 0  # 0 is padding
+            mask_BTS = mask_BTS & is_same_BTS & is_token_B1S
         if self.mask_BTS is not None:
-            rows_BTS = queries_of(self.mask_BTS, 1)
-            mask_BTS = mask_BTS & keys_of(rows_BTS, 2)
+            mask_BTS = mask_BTS & block_keys(block_queries(self.mask_BTS))
         return mask_BTS
 
     def padded(self, num_keys: int, *, more_queries: int, more_keys: int) -> 'Mask':
@@ -132,7 +138,7 @@ class Mask:
 
         valid_BS = self.valid_BS
         if more_keys and valid_BS is None:
-            valid_BS = jnp.ones((1, num_keys), bool)
+            valid_BS = jnp.ones((1, num_keys), bool)  # `pad` appends False, which hides keys
         return dataclasses.replace(
             self,
             valid_BS=pad(valid_BS, more_keys),

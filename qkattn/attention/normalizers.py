@@ -130,32 +130,36 @@ class Sparsemax(Entmax15):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
-    """Returns max((alpha - 1) s - tau, 0)^(1 / (alpha - 1)) over the last axis.
+    """Returns p = max(z - tau, 0)^(1 / (alpha - 1)) over the last axis, where z = (alpha - 1) s.
 
-    tau makes the probabilities sum to 1. The keys with probability above 0, the support, are those
-    with the largest logits. `alpha` is 1.5 or 2: then tau follows from the mean and the variance of
-    z = (alpha - 1) s over the support.
+    tau is the number with which the probabilities sum to 1, and `alpha` is 1.5 or 2. The keys with
+    a probability above 0 are the support. They are those with the largest logits. For example, with
+    alpha = 2 the logits [3, 2.5, 0] have tau = 2.25 and p = [0.75, 0.25, 0].
+
+    The function computes the tau of each possible size k of the support, then finds the size.
     """
     z_BNTS = (alpha - 1) * (s_BNTS - s_BNTS.max(-1, keepdims=True))
-    # tau lies in [-1, 0], so every z below -1 has probability 0. The bound is -2, because a z at
-    # exactly -1 could enter the support by rounding.
+    # The largest z is 0 here, so tau lies in [-1, 0] and every z below -1 has probability 0. The
+    # bound is -2, because a z at exactly -1 could enter the support by rounding.
     z_BNTS = jnp.maximum(z_BNTS, -2)
 
-    # The support is the i + 1 largest logits for some i. tau is computed for every i.
+    # With tau[k - 1], the probabilities of the k largest z sum to 1. It follows from the mean m and
+    # the variance v of these z.
     sorted_BNTS = -jnp.sort(-z_BNTS, axis=-1)
-    size_S = jnp.arange(1, z_BNTS.shape[-1] + 1, dtype=z_BNTS.dtype)
-    mean_BNTS = jnp.cumsum(sorted_BNTS, -1) / size_S
+    k_S = jnp.arange(1, z_BNTS.shape[-1] + 1, dtype=z_BNTS.dtype)
+    mean_BNTS = jnp.cumsum(sorted_BNTS, -1) / k_S
     if alpha == 2:
-        # sum (z - tau) = 1
-        tau_BNTS = mean_BNTS - 1 / size_S
+        # 1 = sum (z - tau) = k (m - tau)
+        tau_BNTS = mean_BNTS - 1 / k_S
     else:
-        # sum (z - tau)^2 = 1
-        variance_BNTS = jnp.cumsum(sorted_BNTS**2, -1) / size_S - mean_BNTS**2
-        tau_BNTS = mean_BNTS - jnp.sqrt(jnp.maximum(1 / size_S - variance_BNTS, 0))
+        # 1 = sum (z - tau)^2 = k v + k (m - tau)^2
+        variance_BNTS = jnp.cumsum(sorted_BNTS**2, -1) / k_S - mean_BNTS**2
+        tau_BNTS = mean_BNTS - jnp.sqrt(jnp.maximum(1 / k_S - variance_BNTS, 0))
 
-    # Logit i is in the support if it is not below the tau of the i + 1 largest logits.
-    support_size_BNT1 = (tau_BNTS <= sorted_BNTS).sum(-1, keepdims=True)
-    tau_BNT1 = jnp.take_along_axis(tau_BNTS, support_size_BNT1 - 1, axis=-1)
+    # The support is the largest k whose smallest z is not below its tau. All smaller k have this
+    # property too, so the size is their number.
+    size_BNT1 = (tau_BNTS <= sorted_BNTS).sum(-1, keepdims=True)
+    tau_BNT1 = jnp.take_along_axis(tau_BNTS, size_BNT1 - 1, axis=-1)
     return jnp.maximum(z_BNTS - tau_BNT1, 0) ** (1 / (alpha - 1))
 
 

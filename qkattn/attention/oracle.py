@@ -27,9 +27,9 @@ def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: fl
 def probabilities(
     s_BNTS: np.ndarray, mask_BTS: np.ndarray, normalizer: Normalizer | None = None
 ) -> np.ndarray:
-    """Normalizes the logits of every query over its visible keys; p_BNTS is 0 at the others.
+    """Returns p_BNTS: the logits of every query, normalized over its visible keys.
 
-    The default normalizer is softmax.
+    Hidden keys have probability 0. The default normalizer is softmax.
     """
     if normalizer is None:
         normalizer = Softmax()
@@ -48,9 +48,9 @@ def mix(
 ) -> np.ndarray:
     """Returns out_BTD = sum_n sum_s p[n, t, s] y_s B[n].
 
-    Pass the output bias b_o_D if the probabilities of a query may not sum to 1. The last row of
-    B[0] includes the bias, so the sum adds only sum_s p[0, t, s] times the bias, and the rest is
-    added here.
+    With biases, the last row of B[0] includes the output bias b_o. So this sum has b_o times the
+    sum of the probabilities of head 0. If they may not sum to 1, pass b_o_D: then 1 minus their
+    sum, times b_o, is added, and the output has b_o once.
     """
     p_BNTS = np.asarray(p_BNTS, np.float64)
     B_NDE = np.asarray(B_NDE, np.float64)
@@ -60,8 +60,8 @@ def mix(
     for b, n, t in np.ndindex(B, N, T):
         out_BTD[b, t] += p_BNTS[b, n, t] @ y_BSE[b] @ B_NDE[n]
     if b_o_D is not None:
-        rest_BT = 1 - p_BNTS[:, 0].sum(-1)
-        out_BTD += rest_BT[..., None] * np.asarray(b_o_D, np.float64)
+        missing_BT = 1 - p_BNTS[:, 0].sum(-1)
+        out_BTD += missing_BT[..., None] * np.asarray(b_o_D, np.float64)
     return out_BTD
 
 
@@ -74,7 +74,7 @@ def attention(
     *,
     scale: float,
 ) -> np.ndarray:
-    """Computes out_BTD of attention with softmax, by the two equations above."""
+    """Computes out_BTD of attention with softmax, by the two equations of this module."""
     s_BNTS = logits(A_NDE, x_BTD, y_BSD, scale=scale)
     p_BNTS = probabilities(s_BNTS, mask_BTS)
     return mix(p_BNTS, B_NDE, y_BSD)

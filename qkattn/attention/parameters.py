@@ -94,9 +94,9 @@ def weight(
 ) -> nnx.Param:
     """Draws a float32 matrix whose entries are normal, with mean 0 and deviation gain * std.
 
-    Two matrices of the same key and name have the same entries where they overlap, up to the
-    deviation: entry (i, j, k) does not depend on the shape. So models of different width or head
-    count start from the same random numbers, and so do variants that share a matrix.
+    Entry (i, j, k), divided by the deviation, depends on the key and the name, but not on the
+    shape. So models of different width or head count start from the same random numbers, and so do
+    variants that share a matrix.
 
     Args:
       key: the random key; all matrices of a layer are drawn with the same one.
@@ -188,23 +188,29 @@ def project(
 
     Inside `products_once`, a second call with the same arrays returns the first result.
     """
+    products = _products.get()
+    if products is None:
+        return _product_and_bias(x_BTD, w_DNH, b_NH, axes)
+
+    # An array belongs to the trace that computes it. JAX traces the body of a scan or of a
+    # checkpoint by itself, and its arrays cannot be used outside of it.
     factors = (x_BTD, w_DNH, b_NH)
     trace = get_opaque_trace_state()
-    products = _products.get()
-    if products is not None:
-        for earlier in products:
-            same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
-            # JAX traces the body of a scan or of a checkpoint by itself. An array of such a trace
-            # cannot be used outside of it.
-            if same_factors and earlier.trace == trace:
-                return earlier.out_BTNH
+    for earlier in products:
+        same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
+        if same_factors and earlier.trace == trace:
+            return earlier.out_BTNH
 
-    out_BTNH = product(x_BTD, w_DNH[...], axes=axes)
-    if b_NH is not None:
-        out_BTNH = out_BTNH + b_NH[...]
-    if products is not None:
-        products.append(_Product(factors, trace, out_BTNH))
+    out_BTNH = _product_and_bias(x_BTD, w_DNH, b_NH, axes)
+    products.append(_Product(factors, trace, out_BTNH))
     return out_BTNH
+
+
+def _product_and_bias(
+    x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None, axes: int
+) -> jax.Array:
+    out_BTNH = product(x_BTD, w_DNH[...], axes=axes)
+    return out_BTNH if b_NH is None else out_BTNH + b_NH[...]
 
 
 def product(
@@ -212,24 +218,24 @@ def product(
 ) -> jax.Array:
     """Returns x W, a sum over the last `axes` axes of x and the first `axes` axes of W.
 
-    The sums are computed in `dtype`. The result is that of one tensordot, but on CPUs the gradient
-    of W is faster.
+    This is jnp.tensordot(x, W, axes), with the sums in `dtype`. Two changes of layout make the
+    gradient of W faster in XLA's CPU backend.
     """
     row_sizes = x_BTD.shape[:-axes]  # B and T
     inner_sizes = w_DNH.shape[:axes]  # D, the axes of the sum
     outer_sizes = w_DNH.shape[axes:]  # N and H
+
+    # First, W is transposed if it has more inner than outer channels: its gradient then takes down
+    # to half the time. The barrier keeps XLA from undoing the transposition.
     first_axes = tuple(range(axes))
     last_axes = tuple(range(-axes, 0))
-
-    # XLA's CPU backend is slow to compute a gradient with more inner than outer channels, and up to
-    # twice as fast for a transposed W. The barrier keeps XLA from undoing the transposition.
     summed_axes_of_w = first_axes
     if math.prod(inner_sizes) > math.prod(outer_sizes):
         w_DNH = jax.lax.optimization_barrier(jnp.moveaxis(w_DNH, first_axes, last_axes))
         summed_axes_of_w = last_axes
 
-    # With several row axes, XLA's CPU backend would transpose the operands of the gradient, which
-    # takes as long as another product. So the rows become one axis.
+    # Second, all rows of x become one axis. With several row axes, XLA would transpose the operands
+    # of the gradient, which takes as long as another product.
     x_RD = x_BTD.reshape(-1, *inner_sizes)
     summed_axes = (last_axes, summed_axes_of_w)
     out_RNH = jnp.tensordot(x_RD, w_DNH, axes=summed_axes, preferred_element_type=dtype)

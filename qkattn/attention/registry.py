@@ -165,14 +165,16 @@ def _check_circuit(
       circuit: its class.
       options: its options, e.g. {'rank': 8}.
     """
-    name = text.partition('(')[0]
-    # Such a circuit takes N slices of the stream as heads, e.g. in place of x W_Q.
-    if circuit.uses_slices and spec.num_heads * spec.head_size != spec.d_model:
+    name = text.partition('(')[0]  # 'low_rank(rank=8)' -> 'low_rank'
+    # With `uses_slices`, the heads are slices of the stream, e.g. in place of x W_Q.
+    width_of_heads = spec.num_heads * spec.head_size
+    if circuit.uses_slices and width_of_heads != spec.d_model:
         raise SpecError(
             f'{name} uses slices of the stream as heads, so num_heads * head_size must equal '
             f'd_model={spec.d_model}, not {spec.num_heads} * {spec.head_size}'
         )
-    # First each option by itself, then conditions that involve several.
+    # `circuit.options` checks one option at a time. `circuit.check` checks conditions that involve
+    # several, and options without a check of their own.
     for option, value in options.items():
         if option in circuit.options:
             check_option = circuit.options[option]

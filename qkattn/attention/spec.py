@@ -127,19 +127,22 @@ Check = Callable[[AttentionSpec, str, str, Any], None]
 def whole(low: int, top: Literal['d_model', 'd_model // 2'] | None = None) -> Check:
     """Returns a check that an option is None or a whole number from `low` to `top`.
 
-    `top` is 'd_model' or 'd_model // 2', so the number depends on the spec. None is the largest
-    d_model that any model may have.
+    `whole(1, 'd_model')`, for example, accepts None and 1 to 64 in a spec with d_model=64. Without
+    `top`, the limit is the largest d_model that any model may have.
     """
 
     def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
         if number is None:
             return
+
+        # The largest valid number, and how the error names it.
         if top is None:
             high = WIDTH['most']
             high_text = f'{high}'
         else:
             high = spec.d_model if top == 'd_model' else spec.d_model // 2
             high_text = f'{top}={high}'
+
         if not _is_whole(number) or not low <= number <= high:
             raise SpecError(
                 f'{name}({option}={number!r}) must be a whole number from {low} to {high_text}'

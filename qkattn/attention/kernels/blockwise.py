@@ -76,11 +76,11 @@ class _Options(NamedTuple):
 def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array:
     """Computes o_BTNH of `attend` block by block; the normalizer is softmax or softmax_off_by_one.
 
-    The output of a query without visible keys is 0. Dropout draws other numbers than `einsum` does.
-    A block has at most `block` queries and `block` keys.
+    A block has at most `block` queries and `block` keys. The output of a query without visible keys
+    is 0. Dropout draws other numbers than `einsum` does.
     """
-    B, T, N, _ = call.q_BTNH.shape
-    S = call.k_BSKH.shape[1]
+    B, _, N, _ = call.q_BTNH.shape
+    T, S = call.lengths
     if block is None:
         block = BLOCK.get(target.platform, BLOCK_ELSEWHERE)
     grid = _Grid.of_lengths(T, S, block)
@@ -99,9 +99,9 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
 
     b_NR = None
     if call.bias is not None:
-        # A bias depends only on the distance of the query from the key, so it is computed once for
-        # each of the R distances. The least is from the last key to the first query, the greatest
-        # from the first key to the last query.
+        # A bias depends only on the distance t - s, so it is computed once for each of the R
+        # distances. They ascend: the first query and the last key have the least, the last query
+        # and the first key the greatest. `mask.start` is the position of the first query.
         distances_R = mask.start + jnp.arange(1 - padded_S, padded_T)
         b_NR = call.bias(distances_R[None])[:, 0]
 
@@ -114,7 +114,9 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
         mask.padded(S, more_queries=padded_T - T, more_keys=padded_S - S),
         call.dropout_key if call.dropout else None,
     )
-    o_BTNH = jnp.transpose(o_IBNTH, (1, 0, 3, 2, 4)).reshape(B, padded_T, N, -1)
+    # Joins the blocks of queries again, and cuts off the padding.
+    o_BITNH = jnp.transpose(o_IBNTH, (1, 0, 3, 2, 4))
+    o_BTNH = o_BITNH.reshape(B, padded_T, N, -1)
     return o_BTNH[:, :T]
 
 
@@ -128,8 +130,8 @@ def _blocks(x_BTNH: jax.Array, count: int, size: int) -> jax.Array:
 def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
     """Returns the pairs (i, j) of a query block and a key block that have to be computed.
 
-    The others are hidden entirely, by the causal mask or by the window. In decoding the position of
-    the first query is an array, whose value is not known here. Then all pairs are returned.
+    Pairs that the causal mask or the window hides entirely are left out. In decoding, the position
+    of the first query is an array without a known value, so all pairs are returned.
     """
     visible_IJ = np.ones((grid.num_q_blocks, grid.num_k_blocks), bool)
     if isinstance(mask.start, int):
@@ -137,7 +139,7 @@ def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
         last_query_I1 = first_query_I1 + grid.q_size - 1
         first_key_J = np.arange(grid.num_k_blocks) * grid.k_size
         last_key_J = first_key_J + grid.k_size - 1
-        # The least and the greatest distance of a query from a key, in each pair of blocks.
+        # The least and the greatest distance t - s in each pair of blocks.
         least_IJ = first_query_I1 - last_key_J
         greatest_IJ = last_query_I1 - first_key_J
         if mask.causal:
@@ -152,8 +154,8 @@ def _each_pair(options: _Options, step: Callable, carry: tuple) -> tuple:
     """Runs `carry = step(carry, i, j, number)` for every pair of blocks, and returns the carry.
 
     Args:
-      options: options.pairs are the pairs (i, j).
-      step: the function to call. `number` counts the pairs from 0.
+      options: options.pairs are the pairs (i, j) of a query block and a key block.
+      step: the function to call. The first pair has the number 0, the next one 1.
       carry: the first carry.
     """
     pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # P may be 0.
@@ -257,21 +259,20 @@ def _distances(grid: _Grid, i: jax.Array, j: jax.Array) -> tuple[jax.Array, int]
 def _toeplitz(b_NR: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
     """Returns the biases b_NTS of T queries and S keys, from one bias for each distance.
 
-    The R = T + S - 1 distances ascend: the first one is that of the first query from the last key,
-    the last one that of the last query from the first key. For 2 queries and 3 keys,
-    [0 1 2 3] -> [[2 1 0], [3 2 1]].
+    The R = T + S - 1 distances t - s ascend, from 1 - S to T - 1. For 2 queries and 3 keys, they
+    are -2, -1, 0 and 1. Their biases a, b, c, d give [[c b a], [d c b]].
     """
     N = len(b_NR)
     T = num_queries
     S = num_keys
     # A gather would be slower than these reshapes. In the example, _ is the padding:
     #
-    # 1. Pad by one element:        [0 1 2 3 _]
-    # 2. Repeat:                    [0 1 2 3 _ 0 1 2 3 _ 0 1]
-    # 3. Cut into rows of 6, one    [0 1 2 3 _ 0]
-    #    more than is repeated:     [1 2 3 _ 0 1]
-    # 4. Take the first 3 elements  [2 1 0]
-    #    of each row, backwards:    [3 2 1]
+    # 1. Pad by one element, and repeat:    [a b c d _ a b c d _ a b]
+    # 2. Cut into rows of 6. They are one   [a b c d _ a]
+    #    longer than a b c d _, so each     [b c d _ a b]
+    #    row begins one element later:
+    # 3. Take the first 3 elements of       [c b a]
+    #    each row, backwards:               [d c b]
     padded_NX = jnp.pad(b_NR, ((0, 0), (0, 1)))
     row_length = T + S + 1
     repeated_NX = jnp.tile(padded_NX, (1, T + 1))[:, : T * row_length]
@@ -301,25 +302,32 @@ def _forward(
     mask: Mask,
     key: jax.Array | None,
 ) -> tuple[jax.Array, tuple]:
-    """Returns o_IBNTH, and the arrays that `_backward` needs.
+    """Returns o_IBNTH, and the arrays that `_backward` needs. `key` is the random key of dropout.
 
-    The online softmax visits one key block after another. For every query it carries the greatest
-    logit so far (top), the sum of exp(s - top), and the sum of exp(s - top) v. `key` is the random
-    key of dropout.
+    The online softmax visits one key block after another. For each query it keeps the greatest
+    logit so far (top), the sum of exp(s - top) (sum), and the sum of exp(s - top) v (o). A key
+    block with logits s and values v changes these to
+
+        new top = max(old top, s)
+        shrink  = exp(old top - new top)
+        p       = exp(s - new top)
+        new sum = shrink * old sum + sum of p
+        new o   = shrink * old o + p v
+
+    After the last block, o / sum is the output.
     """
     dtype = jnp.promote_types(q_IBNTH.dtype, jnp.float32)
     num_blocks, B, N, T, _ = q_IBNTH.shape
     K, _, H = v_JBKSH.shape[2:]
 
     def step(carry: tuple, i: jax.Array, j: jax.Array, number: jax.Array) -> tuple:
-        """Adds the keys and values of block j to what query block i carries."""
+        """Updates o, top and sum of query block i with key block j, by the equations above."""
         o_IBNTH, top_IBNT, sum_IBNT = carry
         q_BNTH = _block(q_IBNTH, i)
         k_BKSH = _block(k_JBKSH, j)
         v_BKSH = _block(v_JBKSH, j)
         s_BNTS, mask_B1TS, _ = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j)
 
-        # The sums so far refer to the old top; the factor `shrink` makes them refer to the new one.
         old_top_BNT = _block(top_IBNT, i)
         top_BNT = jnp.maximum(old_top_BNT, s_BNTS.max(-1))
         shrink_BNT = jnp.exp(old_top_BNT - top_BNT)
@@ -413,16 +421,7 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
         # The gradients of the logits and of the biases.
         ds_BNTS = p_BNTS * (dp_BNTS - mean_dp_BNT1)
         if b_NR is not None:
-            T, S = ds_BNTS.shape[2:]
-            first, count = _distances(options.grid, i, j)
-            db_of_blocks_NR = lax.dynamic_slice_in_dim(db_NR, first, count, 1)
-            # `_toeplitz` copies a bias to all logits of one distance. Its transpose adds up their
-            # gradients.
-            sum_by_distance = jax.linear_transpose(
-                lambda b_NR: _toeplitz(b_NR, T, S), db_of_blocks_NR
-            )
-            (added_NR,) = sum_by_distance(ds_BNTS.sum(0))
-            db_NR = lax.dynamic_update_slice_in_dim(db_NR, db_of_blocks_NR + added_NR, first, 1)
+            db_NR = _with_bias_gradients(db_NR, ds_BNTS.sum(0), options.grid, i, j)
 
         # The gradients of the queries and keys, through the logit cap and the scale.
         ds_BNTS = (ds_BNTS * slope_BNTS * options.scale).astype(q_BNTH.dtype)
@@ -442,6 +441,22 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
     sums = _each_pair(options, step, start)
     gradients = jax.tree.map(lambda total, array: total.astype(array.dtype), sums, inputs)
     return (*gradients, None, None)
+
+
+def _with_bias_gradients(
+    db_NR: jax.Array, ds_NTS: jax.Array, grid: _Grid, i: jax.Array, j: jax.Array
+) -> jax.Array:
+    """Adds what query block i and key block j contribute to the gradients of the biases.
+
+    `_toeplitz` copies the bias of a distance to all logits of this distance. So the gradient of the
+    bias is the sum of the gradients ds_NTS of these logits, as the transpose of `_toeplitz` gives.
+    """
+    T, S = ds_NTS.shape[1:]
+    first, count = _distances(grid, i, j)
+    db_of_blocks_NR = lax.dynamic_slice_in_dim(db_NR, first, count, 1)
+    sum_by_distance = jax.linear_transpose(lambda b_NR: _toeplitz(b_NR, T, S), db_of_blocks_NR)
+    (added_NR,) = sum_by_distance(ds_NTS)
+    return lax.dynamic_update_slice_in_dim(db_NR, db_of_blocks_NR + added_NR, first, 1)
 
 
 _attention.defvjp(_forward, _backward)

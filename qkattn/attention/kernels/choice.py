@@ -135,12 +135,12 @@ def on(mesh: Mesh | None) -> AbstractContextManager[None]:
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     """Returns the kernel that computes the call, and the reason for the choice.
 
-    `kernel` is the setting model.kernel: the name of a kernel, or 'auto'. Raises SpecError if a
-    named kernel cannot compute the call. The libraries are an exception in decoding: they do not
-    take cached keys, so their names count as 'auto' there.
+    `kernel` is the setting model.kernel: the name of a kernel, or 'auto'. A named kernel is chosen,
+    or SpecError is raised if it cannot compute the call. In decoding the name of a library kernel
+    counts as 'auto', because libraries do not take cached keys.
     """
-    decoding = call.mask.first_query is not None
-    if decoding and kernel in LIBRARIES:
+    is_decoding = call.mask.first_query is not None
+    if is_decoding and kernel in LIBRARIES:
         kernel = 'auto'
     if kernel != 'auto':
         problem = obstacle(kernel, call, target)
@@ -149,12 +149,12 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
         valid = [other for other in KERNELS if obstacle(other, call, target) is None]
         raise SpecError(f'kernel={kernel!r} {problem}; valid: {", ".join(valid)}')
 
-    # A kernel of a library comes first, if one can compute the call.
+    # 'auto' prefers the library kernel of the platform.
     for name in AUTO.get(target.platform, ()):
         if obstacle(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
 
-    # Then `blockwise` for long contexts, and `einsum` for short ones.
+    # Without one, it takes `blockwise` for long contexts and `einsum` for short ones.
     problem = obstacle('blockwise', call, target)
     if problem is not None:
         return 'einsum', f'blockwise {problem}'

@@ -88,28 +88,33 @@ def einsum(call: Call) -> jax.Array:
     S, K = k_BSKH.shape[1:3]
     logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
 
-    # M = N / K query heads share a key head. Their queries become the Q = M T rows of that head. A
-    # separate axis M would take XLA's CPU backend up to twice the time, in the products and in the
-    # softmax.
+    # Logits. M = N / K query heads share a key head, so each key head has Q = M T queries: first
+    # the T queries of one query head, then those of the next. XLA's CPU backend would take up to
+    # twice the time with M as an axis of its own.
     q_BKMTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3)
     q_BKQH = q_BKMTH.reshape(B, K, -1, H)
     k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
     s_BKQS = jnp.einsum('BKQH,BKSH->BKQS', q_BKQH, k_BKSH, preferred_element_type=logits_dtype)
     s_BNTS = s_BKQS.reshape(B, N, T, S) * call.scale
+
+    # What acts on the logits: the cap, position biases, the mask. The lowest number is halved, so
+    # that normalizers can subtract from it.
     if call.logit_cap is not None:
         s_BNTS = call.logit_cap * jnp.tanh(s_BNTS / call.logit_cap)
     if call.bias is not None:
         distance_TS = call.mask.queries(T)[:, None] - jnp.arange(S)
         s_BNTS = s_BNTS + call.bias(distance_TS)
-
     mask_B1TS = call.mask.dense(T, S)[:, None]
     s_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(logits_dtype).min / 2)
+
+    # Probabilities.
     p_BNTS = call.normalizer(s_BNTS, mask_B1TS).astype(v_BSKH.dtype)
     if call.dropout:
         keep_BNTS = jax.random.bernoulli(call.dropout_key, 1 - call.dropout, p_BNTS.shape)
         p_BNTS = jnp.where(keep_BNTS, p_BNTS / (1 - call.dropout), 0)
 
-    # Values may have another number of heads than keys, so the rows are regrouped.
+    # Averages of the values. As above, the queries that share a value head become its rows. There
+    # may be more or fewer value heads than key heads.
     num_value_heads = v_BSKH.shape[2]
     p_BKQS = p_BNTS.reshape(B, num_value_heads, -1, S)
     v_BKSH = jnp.swapaxes(v_BSKH, 1, 2)

@@ -166,6 +166,7 @@ def _splash_mask(call: Call) -> Any:
     splash_attention = load_extra(SPLASH, 'tpu')
     mask = call.mask
     if mask.window is not None:
+        # How many keys before and after its own position a query sees.
         keys_before = mask.window - 1
         keys_after = 0 if mask.causal else keys_before
         return splash_attention.LocalMask(call.lengths, (keys_before, keys_after), offset=0)
@@ -193,10 +194,10 @@ def _splash_block_sizes(call: Call) -> Any:
 
 
 def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
-    """Returns how the mesh splits the queries, and how it splits the keys and values.
+    """Returns how a mesh splits the queries, and how it splits the keys and values.
 
-    The mesh splits rows and heads if their numbers are multiples of its shards. Otherwise every
-    device has all rows, or all heads.
+    The mesh axes 'data' and 'fsdp' split the rows, and 'tensor' splits the heads. If rows or heads
+    cannot be split into equal shards, every device has all of them.
     """
     B, _, N, _ = call.q_BTNH.shape
     K = call.k_BSKH.shape[2]
@@ -204,30 +205,36 @@ def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
     row_shards = mesh.shape['data'] * mesh.shape['fsdp']
     rows = ('data', 'fsdp') if B % row_shards == 0 else None
 
-    # A single key head is shared by all query heads, so every device needs it.
     head_shards = mesh.shape['tensor']
-    has_one_key_head = K == 1
-    fits_key_heads = has_one_key_head or K % head_shards == 0
-    splits_heads = N % head_shards == 0 and fits_key_heads
-    q_heads = 'tensor' if splits_heads else None
-    kv_heads = 'tensor' if splits_heads and not has_one_key_head else None
+    q_heads = None
+    kv_heads = None
+    if K == 1:
+        # All query heads share the key head, so every device has it.
+        if N % head_shards == 0:
+            q_heads = 'tensor'
+    elif K % head_shards == 0:
+        # K divides N, so the query heads can be split too.
+        q_heads = 'tensor'
+        kv_heads = 'tensor'
     return P(rows, None, q_heads), P(rows, None, kv_heads)
 
 
 def _segments(call: Call) -> Any:
-    """Returns the numbers by which splash hides padding and other sequences; None without either.
+    """Returns the segment ids of the call, which hide padding and other sequences of a row.
 
-    A query sees the keys with its own number. Without packed sequences this is 1. A key on padding
-    has the number -1, and no query has it.
+    In splash attention, a query sees the keys with its own id. The ids of packed sequences are 1,
+    2, and so on. Without packed sequences, all tokens have the id 1. A key on padding has -1, which
+    no query has. Returns None if the call has neither padding nor packed sequences.
     """
     mask = call.mask
     if mask.valid_BS is None and mask.segments_BS is None:
         return None
     B = len(call.q_BTNH)
     T, S = call.lengths
-    q_BT = jnp.ones((B, T), jnp.int32)
-    kv_BS = jnp.ones((B, S), jnp.int32)
-    if mask.segments_BS is not None:
+    if mask.segments_BS is None:
+        q_BT = jnp.ones((B, T), jnp.int32)
+        kv_BS = jnp.ones((B, S), jnp.int32)
+    else:
         q_BT = mask.segments_BT
         kv_BS = jnp.where(mask.segments_BS > 0, mask.segments_BS, -1)
     if mask.valid_BS is not None:

@@ -98,7 +98,8 @@ class QueryFreeFull(TwoMaps):
         return jnp.broadcast_to(x_BTD[:, :, None, :], (B, T, self.spec.num_heads, D))
 
     def matrix(self) -> jax.Array:
-        A_NED = jnp.transpose(homogeneous(self.w_k_DNE, self.b_k_NE), (1, 2, 0))
+        k_DNE = homogeneous(self.w_k_DNE, self.b_k_NE)
+        A_NED = jnp.transpose(k_DNE, (1, 2, 0))
         if self.b_k_NE is None:
             return A_NED
         # Queries have no bias, so the row of the constant 1 is zero.
@@ -124,7 +125,9 @@ class NeitherFull(TwoMaps):
         self.spec = spec
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
-        return x_BTD[:, :, None, :], self.keys(cache)
+        # One query head in place of N, because all heads have the same logits.
+        x_BT1D = x_BTD[:, :, None, :]
+        return x_BT1D, self.keys(cache)
 
     def matrix(self) -> jax.Array:
         A_DE = jnp.eye(self.spec.d_model)
@@ -172,8 +175,9 @@ class NonlinearQuery(TwoMaps):
         self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))  # of the LayerNorm
         self.residual = form == 'residual'
 
-        # The scale gives the logits variance 1 at initialization. x and f(x) have variance 1, so
-        # (x + f(x)) / 2 has 1/2, unless QK-norm sets the size of the queries.
+        # The logits sum H products of a query and a key channel. The scale gives them variance 1 at
+        # initialization. x, f(x) and keys have variance 1, so (x + f(x)) / 2 has variance 1/2. With
+        # QK-norm, queries have variance 1 in any case.
         query_variance = 1.0
         if self.residual and not spec.qk_norm:
             query_variance = 0.5
@@ -181,12 +185,12 @@ class NonlinearQuery(TwoMaps):
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        # gelu(RMSNorm(x) W_1) W_2
+        # f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2). First all but the LayerNorm:
         normed_BTD = rms_norm(x_BTD, epsilon=EPSILON) * self.g_in_D[...]
         hidden_BTR = project(normed_BTD, self.w_in_DR, self.b_in_R)
         f_BTD = jax.nn.gelu(hidden_BTR, approximate=False) @ self.w_out_RD[...]
 
-        # The LayerNorm after it, in float32 or wider.
+        # Then the LayerNorm, in float32 or wider.
         wide_BTD = f_BTD.astype(jnp.promote_types(f_BTD.dtype, jnp.float32))
         f_BTD = jax.nn.standardize(wide_BTD, epsilon=EPSILON).astype(x_BTD.dtype)
         f_BTD = f_BTD * self.g_out_D[...]
@@ -212,7 +216,7 @@ class NonlinearQuery(TwoMaps):
         normed_BTD = unit_BTD * array(self.g_in_D)
         hidden_BTR = normed_BTD @ array(self.w_in_DR) + array(self.b_in_R)
 
-        # gelu(h) W_2, where gelu(h) = h Phi(h); then LayerNorm.
+        # LayerNorm(gelu(h) W_2), where gelu(h) = h Phi(h) with the normal distribution Phi.
         activated_BTR = hidden_BTR * scipy.special.ndtr(hidden_BTR)
         f_BTD = activated_BTR @ array(self.w_out_RD)
         f_BTD = f_BTD - f_BTD.mean(-1, keepdims=True)

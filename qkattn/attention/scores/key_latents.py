@@ -54,9 +54,8 @@ class Latent(Score):
     @classmethod
     def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **sizes: Any) -> None:
         if spec.positions == 'rope' and rope_size is None:
-            # About half of the head size, rounded to an even number.
-            example = max(2, spec.head_size // 4 * 2)
-            # The absorbed form has no keys of size H, so a rotation would have nothing to act on.
+            # The absorbed form has no keys of size H that could be rotated.
+            example = max(2, spec.head_size // 4 * 2)  # about H / 2, and even
             raise SpecError(
                 'latent keys cannot be rotated themselves: positions=rope needs '
                 f'latent(rope_size=G), an even number of extra channels, e.g. {example}'
@@ -144,28 +143,34 @@ class Latent(Score):
         return jnp.concatenate([k_BSNH, rope_BSNG], axis=-1)
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
+        """Returns the explicit or the absorbed form, whichever needs fewer multiplications.
+
+        For a latent c, q (c W_K)^T = (q W_K^T) c^T. The explicit form has the queries q and the
+        keys c W_K, the absorbed form the queries q W_K^T and the single key head c. Rotary channels
+        are appended to either.
+        """
         T = x_BTD.shape[1]
-        cheaper = absorbing_is_cheaper(T, cache['latent_BSR'], self.w_k_RNH)
-        # The absorbed form would drop the bias b_K, which only a softmax ignores.
-        if not cheaper or self.spec.biases or self.spec.qk_norm:
+        is_cheaper = absorbing_is_cheaper(T, cache['latent_BSR'], self.w_k_RNH)
+        # The absorbed form would drop the bias b_K, which only a softmax ignores. QK-norm needs
+        # the explicit keys.
+        is_possible = not self.spec.biases and not self.spec.qk_norm
+        if not is_possible or not is_cheaper:
             return super().queries_and_keys(x_BTD, cache)
 
-        # Of the queries, the first H channels meet the latent (the content channels), and the last
-        # G meet the rotary key.
+        # The first H channels of a query are for the content, the last G are rotary. G may be 0.
         H = self.spec.head_size
         q_BTNH = self.queries(x_BTD)
         content_BTNH = q_BTNH[..., :H]
         rotary_BTNG = q_BTNH[..., H:]
-
-        # q (c W_K)^T = (q W_K^T) c^T: W_K moves from the keys to the queries.
-        content_BTNR = jnp.einsum('BTNH,RNH->BTNR', content_BTNH, self.w_k_RNH[...])
-        q_BTNX = jnp.concatenate([content_BTNR, rotary_BTNG], axis=-1)
+        absorbed_BTNR = jnp.einsum('BTNH,RNH->BTNR', content_BTNH, self.w_k_RNH[...])
+        q_BTNX = jnp.concatenate([absorbed_BTNR, rotary_BTNG], axis=-1)  # X = R + G
 
         key_parts = [cache['latent_BSR']]
         if self.rope_size is not None:
             key_parts.append(cache['rope_BSG'])
         k_BSX = jnp.concatenate(key_parts, axis=-1)
-        return q_BTNX, k_BSX[:, :, None, :]
+        k_BS1X = k_BSX[:, :, None, :]
+        return q_BTNX, k_BS1X
 
     def matrix(self) -> jax.Array:
         """Returns A_NDD for tokens at the same position, where the rotation has no effect."""

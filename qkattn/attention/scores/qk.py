@@ -91,8 +91,11 @@ class Double(TwoMaps):
     ):
         R = spec.d_model if size is None else size
 
-        # Queries: x O_Q W_Q[n], or x W_Q[n] as in `qk`. A Projection names the attributes of this
-        # Score that hold its matrix and bias. It applies `inner` first.
+        # Each side has parameters, a map that uses them, and its part of the equation and of the
+        # parameter count. A Projection is a map by the attributes of this Score that hold its
+        # matrix and bias, after the map `inner`.
+
+        # Queries: x O_Q W_Q[n], or x W_Q[n] as in `qk`.
         if which == 'k':
             self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
             self.query_map = QK.query_map
@@ -106,7 +109,7 @@ class Double(TwoMaps):
             query_equation = 'O_Q W_Q[n]'
             query_count = 'D*R + R*N*H'
 
-        # Keys: y O_K W_K[n], or y W_K[n] as in `qk`. Either is cached as 'k_BSKH'.
+        # Keys, cached as 'k_BSKH': y O_K W_K[n], or y W_K[n] as in `qk`.
         if which == 'q':
             self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
             self.key_map = QK.key_map
@@ -147,10 +150,11 @@ class Merged(TwoMaps):
             # Biases start at 0, so `qk` without biases has the same logits.
             qk = QK(dataclasses.replace(spec, biases=False), key=key)
             A_NDE = qk.matrix()
-            # `qk` multiplies the logits by H^-1/2, this Score by D^-1/2. The factor keeps them.
+            # `qk` multiplies A by H^-1/2, this Score by D^-1/2. With this factor the logits are
+            # the same.
             rescale = (D / spec.head_size) ** 0.5
             self.w_qk_DNE = nnx.Param(rescale * jnp.moveaxis(A_NDE, 0, 1))
-        else:
+        else:  # 'dense'
             self.w_qk_DNE = weight(key, 'w_qk_DNE', (D, N, D), D**-0.5)
         self.b_q_NE = bias(spec, (N, D))
         self.scale = D**-0.5

@@ -53,7 +53,8 @@ class SharedQK(Tied):
     def check(
         cls, spec: AttentionSpec, *, key_norm: Any = False, temperature: Any = None, **_: Any
     ) -> None:
-        if isinstance(temperature, (int, float)) and not isinstance(temperature, bool):
+        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        if is_number:
             valid = 0 < temperature < 1e38
         else:
             valid = temperature is None or temperature == 'learned'
@@ -62,7 +63,9 @@ class SharedQK(Tied):
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
                 'or None'
             )
-        if spec.qk_norm and (key_norm or temperature == 'learned'):
+        # Both options set the size of keys or queries, and QK-norm divides by that size.
+        sets_size = key_norm or temperature == 'learned'
+        if spec.qk_norm and sets_size:
             raise SpecError(
                 'qk_norm=True undoes key_norm and a learned temperature of shared_qk; leave it out'
             )
@@ -79,21 +82,21 @@ class SharedQK(Tied):
         D = spec.d_model
         N = spec.num_heads
         H = spec.head_size
-        std = D**-0.5 * (1 + H / D) ** -0.25  # See the class for the reason.
+        std = D**-0.5 * (1 + H / D) ** -0.25  # The docstring of the class derives it.
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std)
         self.key_norm = key_norm
         self.bilinear = not key_norm
         self.hides_self = self_mask
 
-        # The scale is 1 / sqrt(variance), so that the logits start with variance 1.
+        # The scale is 1 / sqrt(variance of q . k), so that the logits start with variance 1.
         if key_norm:
             self.scale = (1 + H / D) ** -0.25  # The variance is sqrt(1 + H/D).
         elif spec.qk_norm:
             self.scale = H**-0.5 * (1 + H / D) ** -0.5  # The variance is H (1 + H/D).
         else:
-            self.scale = H**-0.5  # The variance is H.
+            self.scale = H**-0.5  # With this std, the variance is H.
 
-        # The temperature is a number, or a gain of each head.
+        # A learned temperature is a gain of each head. A number divides the scale.
         if temperature == 'learned':
             self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32))
             self.equation = 'g[n] W_Q[n] W_Q[n]^T'
@@ -127,7 +130,8 @@ class SharedQK(Tied):
         return A_NDE * self.g_temperature_N[:, None, None]
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
-        # The matrix of queries and keys. A bias is its last row, which acts on the 1 of (x, 1).
+        # Queries and keys have one matrix. With biases, it has one more row, which acts on the 1 of
+        # (x, 1).
         w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)
         x_BTE = oracle.with_ones(x_BTD, len(w_ENH))
         y_BSE = oracle.with_ones(y_BSD, len(w_ENH))

@@ -41,10 +41,12 @@ class NoO(Factored):
         self.spec = spec
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
-        return o_BTNH.reshape(*o_BTNH.shape[:-2], -1)
+        return o_BTNH.reshape(*o_BTNH.shape[:-2], -1)  # the heads side by side
 
     def output_matrix(self, score: Score) -> jax.Array:
-        return jnp.moveaxis(slices_DNH(self.spec)[: self.spec.d_model], 0, -1)
+        # P^T, without the row of zeros that P has with biases.
+        p_DNH = slices_DNH(self.spec)[: self.spec.d_model]
+        return jnp.moveaxis(p_DNH, 0, -1)
 
 
 class NoVO(NoO):

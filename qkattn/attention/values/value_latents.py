@@ -39,10 +39,16 @@ class Latent(Factored):
     def values_and_output(
         self, cache: Cache, score: Score, num_queries: int
     ) -> tuple[jax.Array, Output]:
-        cheaper = absorbing_is_cheaper(num_queries, cache['latent_BSR'], self.w_up_v_RNH)
+        """Returns the explicit or the absorbed form, whichever needs fewer multiplications.
+
+        With the average c of the latents, the explicit form averages c W_UV. The absorbed form
+        averages c as a single value head, and its output begins with the product with W_UV.
+        """
+        is_cheaper = absorbing_is_cheaper(num_queries, cache['latent_BSR'], self.w_up_v_RNH)
         # The absorbed form has no place for a bias b_V: its average is b_V only if probabilities
         # sum to 1, which not every normalizer gives.
-        if not cheaper or self.b_v_NH is not None:
+        is_possible = self.b_v_NH is None
+        if not is_possible or not is_cheaper:
             return super().values_and_output(cache, score, num_queries)
         latent_BS1R = cache['latent_BSR'][:, :, None, :]
         return latent_BS1R, self._absorbed_output
