@@ -31,7 +31,8 @@ def merge(layer: Attention) -> Attention:
     """
     factors = qk_factors(layer)
     target = empty_layer(layer, score='merged')
-    # A[n] has D + 1 rows and columns. Its last row comes from b_Q, its last column from b_K:
+    # A[n] has D + 1 rows and columns. Its last row comes from b_Q. Its last column comes from b_K,
+    # and is dropped:
     #
     #     [ W_QK  . ]
     #     [ b_Q   . ]
@@ -62,25 +63,23 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     variant, letter = _variant_of_rank('qk', rank, layer)
     target = empty_layer(layer, score=variant)
 
-    # The matrices have D + 1 rows and columns. The last row comes from b_Q, the last column from
-    # b_K.
+    # A[n] has D + 1 rows and columns. The last row comes from b_Q, and is kept if there are biases.
+    # The last column comes from b_K, and is dropped.
     D = layer.spec.d_model
-    A_NED = factors.logit_matrices()[..., :D]
-    if not layer.spec.biases:
-        A_NED = A_NED[:, :D]
+    num_rows = D + 1 if layer.spec.biases else D
+    A_NED = factors.logit_matrices()[:, :num_rows, :D]
     q_ENR, k_DNR, lost = balanced_factors(A_NED, rank)
 
-    # The logits of the target are q k^T times its own scale, so each of the two factors is divided
-    # by the root of that scale.
+    # The target multiplies q k^T by a scale of its own. A includes the scale already, so each of
+    # its two factors is divided by the root of the target's scale.
     root_of_scale = logit_scale(target) ** 0.5
+    q_ENR = q_ENR / root_of_scale
+    k_DNR = k_DNR / root_of_scale
     zeros_NR = np.zeros(k_DNR.shape[1:])
-    b_q_NR = zeros_NR
-    if layer.spec.biases:
-        b_q_NR = q_ENR[D] / root_of_scale
     score = {
-        f'w_q_DN{letter}': q_ENR[:D] / root_of_scale,
-        f'w_k_DK{letter}': k_DNR / root_of_scale,
-        f'b_q_N{letter}': b_q_NR,
+        f'w_q_DN{letter}': q_ENR[:D],
+        f'w_k_DK{letter}': k_DNR,
+        f'b_q_N{letter}': q_ENR[D] if layer.spec.biases else zeros_NR,
         f'b_k_K{letter}': zeros_NR,
     }
     return fill(target, layer, score=score), lost
@@ -145,7 +144,7 @@ def _lossless(
     rank: int | None,
     matrix: str,
 ) -> Attention:
-    """Truncates a circuit to a rank that it has already, up to rounding.
+    """Returns a layer with one circuit factored at a rank, if that loses nothing but rounding.
 
     Args:
       truncate: the function `truncate` or `truncate_vo`.
@@ -153,7 +152,8 @@ def _lossless(
       rank: the rank; None is the head size.
       matrix: 'A[n]' or 'B[n]', for the error.
 
-    Raises ConversionError if more is lost than 256 rounding errors of the parameters' dtype.
+    Raises ConversionError if the rank of the circuit is higher: if the lost share of its norm is
+    more than 256 rounding errors of the parameters' dtype.
     """
     if rank is None:
         rank = layer.spec.head_size

@@ -188,17 +188,21 @@ def _convert_layers(
     Raises ConversionError if a layer cannot be converted; the error names the layer.
     """
     layers = model.layers()
+    # With `of_stack`, the function takes all layers at once, and its ConversionErrors name the
+    # layer.
     if conversion.of_stack:
-        # The function takes all layers at once, and its errors name the layer.
         try:
             converted_layers = conversion.function(layers, **options)
         except SpecError as refusal:
             raise ConversionError(f'{refusal}') from refusal
         return [(layer, 0.0) for layer in converted_layers]
 
+    # Otherwise it takes one layer, and in some conversions the norm before it.
     results: list[tuple[Attention, float]] = []
     for index, layer in enumerate(layers):
-        gain_and_bias = _norm_of_layer(model, index) if conversion.takes_norm else ()
+        gain_and_bias: tuple[np.ndarray, ...] = ()
+        if conversion.takes_norm:
+            gain_and_bias = _norm_of_layer(model, index)
         try:
             results.append(conversion(layer, *gain_and_bias, **options))
         except (ConversionError, SpecError) as refusal:

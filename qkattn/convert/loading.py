@@ -188,17 +188,19 @@ def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
 def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
     """Opens the tokenizer of a run's data.
 
-    Raises ConfigError if the run was trained with another one. Checkpoints record its name.
+    Raises ConfigError if the run's newest checkpoint records the name of another tokenizer: then
+    the data has changed since.
     """
     directory = absolute(path) / 'checkpoints'
     with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
-        restored = checkpoints.restore({})
+        restored = checkpoints.restore({})  # no arrays, only the record beside them
     assert restored is not None  # `load` has read this checkpoint before.
     _, record = restored
 
-    # One name, or for parallel text the names of the source and the target.
+    # There is one name, or for parallel text that of the source and that of the target.
     recorded_names = names_in(record['data'])
-    # The recorded name says which of two separators the tokenizer of a file has.
+    # A tokenizer.json may have two candidates for the separator. The recorded name says which one
+    # the run has.
     with as_recorded(*recorded_names):
         tokenizer = tokenizer_of(data)
     if recorded_names and tokenizer.name != recorded_names[0]:

@@ -125,15 +125,14 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
       ConfigError: if the tensors or the config.json are not those of a GPT-2, or d_model is not a
         multiple of the number of heads.
     """
-    arrays: Any = source
-    settings: dict[str, Any] = {}  # the contents of config.json
-    if not isinstance(source, Mapping):
+    arrays: Any
+    settings: dict[str, Any]
+    if isinstance(source, Mapping):
+        arrays = source
+        settings = {}
+    else:
         path = as_path(source)
-        directory = path if path.is_dir() else path.parent
-        config_file = directory / 'config.json'
-        if path.is_dir() or config_file.exists():
-            # True is the default of transformers.
-            settings = {'tie_word_embeddings': True} | _read_json(config_file)
+        settings = _settings_beside(path)
         arrays = _read_safetensors(path)
 
     for name, choices in SUPPORTED.items():
@@ -143,16 +142,28 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
             supported = ' or '.join(repr(choice) for choice in choices)
             raise ConfigError(f'config.json: {name}={value!r} is not supported, only {supported}')
 
-    # "n_inner": null, the width of the MLP, stands for 4 * n_embd. The default of n_embd in
-    # transformers is 768.
-    n_embd = settings.get('n_embd', 768)
-    has_default_width = 'n_inner' in settings and settings['n_inner'] is None
-    if has_default_width and isinstance(n_embd, int):
-        settings['n_inner'] = 4 * n_embd
-
     config, params = _decoder(_normalized(arrays), settings, 'config.json', num_heads)
     activation: Any = ACTIVATIONS[settings.get('activation_function', 'gelu_new')]
     return dataclasses.replace(config, activation=activation), params
+
+
+def _settings_beside(path: Path) -> dict[str, Any]:
+    """Returns the settings of the config.json in a directory, or beside a file.
+
+    A directory must have one. Without one beside a file, the result is empty. Two defaults of
+    transformers are filled in: embeddings are tied, and "n_inner": null, the width of the MLP,
+    stands for 4 * n_embd.
+    """
+    directory = path if path.is_dir() else path.parent
+    config_file = directory / 'config.json'
+    if not path.is_dir() and not config_file.exists():
+        return {}
+    settings = {'tie_word_embeddings': True} | _read_json(config_file)
+    n_embd = settings.get('n_embd', 768)  # the default of transformers
+    has_default_width = 'n_inner' in settings and settings['n_inner'] is None
+    if has_default_width and isinstance(n_embd, int):
+        settings['n_inner'] = 4 * n_embd
+    return settings
 
 
 def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[ModelConfig, dict]:
@@ -173,26 +184,19 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
     Raises:
       ConfigError: if the tensors do not have this layout, or torch is missing.
     """
-    # A checkpoint is a dictionary with the keys model and model_args. Other sources are only the
-    # arrays by name.
-    content: Any = source
-    if not isinstance(source, Mapping):
+    content: Any
+    if isinstance(source, Mapping):
+        content = source
+    else:
         path = as_path(source)
         is_safetensors = path.suffix == '.safetensors'
         content = _read_safetensors(path) if is_safetensors else _read_torch(path)
-    arrays = content
-    settings: dict[str, Any] = {}
-    if isinstance(content, Mapping) and isinstance(content.get('model'), Mapping):
-        arrays = content['model']
-        model_args = content.get('model_args') or {}
-        if not isinstance(model_args, Mapping):
-            raise ConfigError(f'model_args={model_args!r:.80} must be a dictionary, as of nanoGPT')
-        settings = dict(model_args)
 
-    settings.pop('dropout', None)  # dropout has no effect on a trained model
-    for name, value in settings.items():
-        if name not in FIELDS:
-            raise ConfigError(f'model_args: {name}={value!r} is not an argument of nanoGPT')
+    # A checkpoint is {'model': arrays by name, 'model_args': settings, ...}. Other sources are only
+    # the arrays by name.
+    is_checkpoint = isinstance(content, Mapping) and isinstance(content.get('model'), Mapping)
+    arrays = content['model'] if is_checkpoint else content
+    settings = _settings_of_checkpoint(content) if is_checkpoint else {}
 
     # nanoGPT stores some matrices as [outputs, inputs], GPT-2 as [inputs, outputs].
     tensors = _normalized(arrays)
@@ -201,6 +205,22 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
             tensors[name] = np.ascontiguousarray(tensor.T)
     config, params = _decoder(tensors, settings, 'model_args', num_heads)
     return dataclasses.replace(config, activation='gelu'), params
+
+
+def _settings_of_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model_args of a nanoGPT checkpoint, without the dropout, which has no effect.
+
+    Raises ConfigError if they are not a dictionary, or if one is not an argument of nanoGPT.
+    """
+    model_args = checkpoint.get('model_args') or {}
+    if not isinstance(model_args, Mapping):
+        raise ConfigError(f'model_args={model_args!r:.80} must be a dictionary, as of nanoGPT')
+    settings = dict(model_args)
+    settings.pop('dropout', None)
+    for name, value in settings.items():
+        if name not in FIELDS:
+            raise ConfigError(f'model_args: {name}={value!r} is not an argument of nanoGPT')
+    return settings
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -258,7 +278,8 @@ def _decoder(
                 f'{field}={getattr(config, field)!r}'
             )
 
-    # Stack each tensor over the layers, and split it into the parameters that it holds.
+    # Stack each tensor over the L layers, and split it into the parameters that it holds. For
+    # example, c_attn.weight becomes [L, D, 3 D], and then W_Q, W_K and W_V, each [L, D, D].
     expected = traverse_util.flatten_dict(abstract_params(config), sep='/')
     array_of_path: dict[str, np.ndarray] = {}
     for pattern, contents in TENSORS.items():
@@ -269,7 +290,7 @@ def _decoder(
         arrays = np.split(stack, len(paths), axis=-1)
         array_of_path |= dict(zip(paths, arrays, strict=True))
 
-    # Give each parameter the axes that the Decoder expects, such as [layers, D, N, H].
+    # Give each parameter the shape that the Decoder expects: W_Q becomes [L, D, N, H].
     parameters = {}
     for path, parameter in expected.items():
         array = array_of_path[path]
@@ -422,10 +443,10 @@ def _read_torch(path: Path) -> dict[str, Any]:
 
 
 def _require_whole(file: str | os.PathLike) -> None:
-    """Raises ValueError for a zip archive that unpacks to more bytes than it has.
+    """Raises ValueError for a zip archive that unpacks to more bytes than the file has.
 
-    Torch saves archives without compression, so it has not saved this one. Loading it could exhaust
-    the memory, because torch allocates the size that the archive declares.
+    Torch saves archives without compression, so such a file does not come from torch. Loading it
+    could exhaust the memory, because torch allocates the size that the archive declares.
     """
     if not zipfile.is_zipfile(file):
         return
@@ -441,7 +462,7 @@ def _normalized(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Prefixes are dropped: 'transformer.wte.weight' -> 'wte.weight'. Saved causal masks are left out.
 
     Raises ConfigError if the argument is not a dictionary of tensors by name, if two names are
-    equal without their prefixes, or if a tensor has an unsupported dtype or is incomplete.
+    equal without their prefixes, or as `_as_float32` does.
     """
     tensors: dict[str, np.ndarray] = {}
     if not isinstance(arrays, Mapping):
@@ -455,24 +476,28 @@ def _normalized(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
             continue
         if name in tensors:
             raise ConfigError(f'tensor {name!r} occurs twice, the second time as {original!r}')
-
-        dtype = str(value.dtype).removeprefix('torch.')
-        if dtype not in ('float32', 'float16', 'bfloat16'):
-            raise ConfigError(
-                f'tensor {original!r} is of {dtype}; supported are float32, float16 and bfloat16'
-            )
-
-        # A tensor of torch with a stride of 0 repeats a stored number. With it, a small file could
-        # claim a shape that does not fit into memory.
-        if hasattr(value, 'untyped_storage'):
-            claimed_bytes = value.numel() * value.element_size()
-            if claimed_bytes > value.untyped_storage().nbytes():
-                shape = tuple(value.shape)
-                raise ConfigError(
-                    f'tensor {original!r} has shape {shape}, but fewer stored numbers'
-                )
-        if hasattr(value, 'detach'):
-            # numpy does not know the bfloat16 of torch, so torch converts its tensors.
-            value = value.detach().cpu().float().numpy()
-        tensors[name] = np.asarray(value).astype(np.float32)
+        tensors[name] = _as_float32(original, value)
     return tensors
+
+
+def _as_float32(name: str, tensor: Any) -> np.ndarray:
+    """Converts a tensor of numpy, jax or torch; `name` is its name in errors.
+
+    Raises ConfigError for an unsupported dtype, and for a tensor of torch that has fewer stored
+    numbers than its shape. Torch allows that: a stride of 0 repeats a number. So a small file could
+    hold a tensor that does not fit into memory.
+    """
+    dtype = str(tensor.dtype).removeprefix('torch.')
+    if dtype not in ('float32', 'float16', 'bfloat16'):
+        raise ConfigError(
+            f'tensor {name!r} is of {dtype}; supported are float32, float16 and bfloat16'
+        )
+    if hasattr(tensor, 'untyped_storage'):
+        bytes_of_shape = tensor.numel() * tensor.element_size()
+        if bytes_of_shape > tensor.untyped_storage().nbytes():
+            shape = tuple(tensor.shape)
+            raise ConfigError(f'tensor {name!r} has shape {shape}, but fewer stored numbers')
+    if hasattr(tensor, 'detach'):
+        # numpy does not know the bfloat16 of torch, so torch converts its tensors.
+        tensor = tensor.detach().cpu().float().numpy()
+    return np.asarray(tensor).astype(np.float32)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from qkattn.attention.rope import BASE
 from qkattn.config import ModelConfig
-from qkattn.convert.published import HEAD, TENSORS, names_in_layers
+from qkattn.convert.published import HEAD, OUTPUT_MATRIX, TENSORS, names_in_layers
 from qkattn.convert.published import shapes as gpt2_shapes
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer, Subwords
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -129,21 +129,25 @@ def save(
 
 
 def layout_of(model: ModelConfig) -> Layout:
-    """Returns GPT2 for learned positions and LLAMA for RoPE.
+    """Returns the layout that a model fits: GPT2 with learned positions, LLAMA with RoPE.
 
-    Raises ConfigError, with the first setting that does not fit, if the model is neither of them.
+    Raises ConfigError for the first setting that the layout does not have.
     """
     layouts = {'learned': GPT2, 'rope': LLAMA}
     require('positions', model.positions, tuple(layouts), 'transformers has')
     layout = layouts[model.positions]
+    layout_has = f'a {layout.name} has'
+
+    # Settings with a few valid values.
     layout_settings = REQUIRED_OF_GPT2 if layout is GPT2 else REQUIRED_OF_LLAMA
     for field, valid in (REQUIRED | layout_settings).items():
-        require(field, getattr(model, field), valid, f'a {layout.name} has')
+        require(field, getattr(model, field), valid, layout_has)
 
-    # A window as long as the context hides nothing.
+    # The window: one as long as the context hides nothing, and counts as none.
     if model.window is not None and model.window < model.context:
-        require('window', model.window, (None,), f'a {layout.name} has')
+        require('window', model.window, (None,), layout_has)
 
+    # The sizes of heads.
     D = model.d_model
     N = model.num_heads
     if D % N:
@@ -152,16 +156,17 @@ def layout_of(model: ModelConfig) -> Layout:
             f'{layout.name} of transformers'
         )
     if layout is GPT2:
-        require('num_kv_heads', model.num_kv_heads, (None, N), 'a GPT-2 has')
-        require('head_size', model.head_size, (None, D // N), 'a GPT-2 has')
+        require('num_kv_heads', model.num_kv_heads, (None, N), layout_has)
+        require('head_size', model.head_size, (None, D // N), layout_has)
     return layout
 
 
 def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> None:
     """Raises ConfigError unless the value of a setting is one of the valid values.
 
-    With who_has='a Llama has', the message is "model.norm='layernorm' has no place in the layout
-    of transformers: a Llama has norm='rmsnorm'". The message advises a conversion if one helps.
+    `who_has` is a part of the message. With 'a Llama has' the message is "model.norm='layernorm'
+    has no place in the layout of transformers: a Llama has norm='rmsnorm'". It also advises a
+    conversion if one helps.
     """
     if value in valid:
         return
@@ -207,22 +212,23 @@ def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
     tensors: dict[str, np.ndarray] = {}
     for pattern, contents in TENSORS.items():
+        if pattern == HEAD:
+            continue  # It is transposed, so it is added below.
         # 'h.*.ln_1.weight' has a name for each layer, 'wte.weight' only one.
         is_in_layers = '*' in pattern
         for layer, name in enumerate(names_in_layers(pattern, model)):
-            if name not in shapes:
-                continue  # This is the output matrix of tied embeddings.
-
-            # A tensor may hold several parameters, side by side along its last axis.
-            leading_axes = shapes[name][:-1]
+            # A tensor holds one or more parameters, side by side along its last axis. For example,
+            # c_attn.weight [D, 3 D] holds W_Q, W_K and W_V, which are [D, N, H] here.
+            leading_sizes = shapes[name][:-1]
             parts = []
             for path in contents.paths:
                 parameter = full[path][layer] if is_in_layers else full[path]
-                if name == HEAD:
-                    parameter = parameter.T
-                parts.append(parameter.reshape(*leading_axes, -1))
-            prefix = '' if name == HEAD else 'transformer.'
-            tensors[prefix + name] = np.ascontiguousarray(np.concatenate(parts, axis=-1))
+                parts.append(parameter.reshape(*leading_sizes, -1))
+            tensor = np.concatenate(parts, axis=-1)
+            tensors[f'transformer.{name}'] = np.ascontiguousarray(tensor)
+
+    if HEAD in shapes:  # Without tied embeddings, the output matrix is a tensor of its own.
+        tensors[HEAD] = np.ascontiguousarray(full[OUTPUT_MATRIX].T)
     return tensors
 
 

@@ -126,11 +126,12 @@ def fold_biases(layer: Attention) -> Attention:
     """
     factors = _factors_of_standard(layer)
     if factors.b_k_KH.any():
-        qk_factors(layer)  # Raises ConversionError if the bias of the keys has an effect.
+        # Called only for its checks: it raises ConversionError where b_K has an effect.
+        qk_factors(layer)
     factors.b_k_KH[...] = 0
 
-    _, b_o_with_values_D = factors.output_matrices()  # b_O + sum_n b_V[n] W_O[n]
-    factors.b_o_D[...] = b_o_with_values_D
+    _, total_bias_D = factors.output_matrices()  # b_O + sum_n b_V[n] W_O[n]
+    factors.b_o_D[...] = total_bias_D
     factors.b_v_KH[...] = 0
     return _standard(layer, factors)
 

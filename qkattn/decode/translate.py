@@ -46,7 +46,6 @@ def translate_ids(
     Raises ConfigError for a source that is too long for model.source_context with its separator.
     """
     longest = model.config.encoder.context
-    separator = tokenizer.separator
     for i, source in enumerate(sources):
         if len(source) + 1 > longest:
             raise ConfigError(
@@ -60,35 +59,49 @@ def translate_ids(
     for begin in range(0, len(sources), BATCH_SIZE):
         batches.append(by_length[begin : begin + BATCH_SIZE])
 
+    # Of P processes, process p translates the batches p, p + P, p + 2 P ...
     translations: dict[int, str] = {}
     for batch in batches[jax.process_index() :: jax.process_count()]:
-        most_tokens = len(sources[batch[-1]]) + 1
-        width = min(math.ceil(most_tokens / WIDTH_STEP) * WIDTH_STEP, longest)
-        source_BS = np.zeros((BATCH_SIZE, width), np.int32)
-        valid_BS = np.zeros((BATCH_SIZE, width), bool)
-        # The last batch repeats its sources to be full. Beams of empty rows would rarely end, and
-        # the search would go on to the last token.
-        for row, i in enumerate(np.resize(batch, BATCH_SIZE)):
-            ids = np.append(sources[i], separator)
-            source_BS[row, : len(ids)] = ids
-            valid_BS[row, : len(ids)] = True
-
-        best = search(
-            model,
-            np.full((BATCH_SIZE, 1), separator, np.int32),
-            model.config.context,
-            (source_BS, valid_BS),
-            separator=separator,
-            beam=config.beam,
-            length_penalty=config.length_penalty,
-            vocab_size=tokenizer.vocab_size,
-        )
-        best_BT = np.asarray(best.tokens_BKT[:, 0])
-        for i, ids in zip(batch, best_BT, strict=False):
-            translations[i] = tokenizer.decode(ids[ids != separator])
+        sources_of_batch = [sources[i] for i in batch]
+        texts = _translations_of_batch(model, tokenizer, sources_of_batch, config)
+        translations |= dict(zip(batch, texts, strict=True))
 
     # Every process receives the translations of the others.
     parts = agreement.from_all(list(translations.items()), limit=agreement.OWNER_LIMIT)
     for part in parts:
         translations.update(part)
     return [translations[i] for i in range(len(sources))]
+
+
+def _translations_of_batch(
+    model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[np.ndarray], config: DecodeConfig
+) -> list[str]:
+    """Does what `translate_ids` does, in one process and for at most BATCH_SIZE sources."""
+    separator = tokenizer.separator
+    most_tokens = max(len(source) for source in sources) + 1  # with the separator
+    width = math.ceil(most_tokens / WIDTH_STEP) * WIDTH_STEP
+    width = min(width, model.config.encoder.context)
+    source_BS = np.zeros((BATCH_SIZE, width), np.int32)
+    valid_BS = np.zeros((BATCH_SIZE, width), bool)
+    # A smaller batch repeats its sources to be full. Beams of empty rows would rarely end, and the
+    # search would go on to the last token.
+    for row in range(BATCH_SIZE):
+        ids = np.append(sources[row % len(sources)], separator)
+        source_BS[row, : len(ids)] = ids
+        valid_BS[row, : len(ids)] = True
+
+    best = search(
+        model,
+        np.full((BATCH_SIZE, 1), separator, np.int32),
+        model.config.context,
+        (source_BS, valid_BS),
+        separator=separator,
+        beam=config.beam,
+        length_penalty=config.length_penalty,
+        vocab_size=tokenizer.vocab_size,
+    )
+    best_BT = np.asarray(best.tokens_BKT[:, 0])  # Hypothesis 0 is the best one of each row.
+    translations = []
+    for ids in best_BT[: len(sources)]:
+        translations.append(tokenizer.decode(ids[ids != separator]))
+    return translations
