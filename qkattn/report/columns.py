@@ -49,9 +49,9 @@ DIFFERENCE = (
     'tuning_low',
     'tuning_high',
 )
-# The parts of a difference that are printed, with their headings.
+# The parts of an arm's difference (`Decomposition`) that are printed, with their headings.
 _HEADING_OF_PART = {'same_shape': 'at the same shape', 'reinvesting': 'reinvesting'}
-# The parts of a difference that have another name in table.csv than in code.
+# The parts whose name in table.csv differs from their name in code.
 _KEY_OF_PART = {'same_shape': 'removing'}
 # The parts of a learning-rate sweep that table.csv has.
 SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
@@ -88,6 +88,7 @@ class Measure:
         return arm.over_seeds(self.field)
 
     def printed(self, value: Estimate) -> str:
+        """Formats a mean over seeds and its standard deviation: '3.2500 ± 0.3536'."""
         return mean_sd(value, self.metric.decimals, self.metric.scale)
 
 
@@ -164,7 +165,11 @@ class Column:
         return follow(arm, self.value)
 
     def cells(self, arm: TrainedArm) -> dict[str, Any]:
-        """Returns the values of an arm by their names in table.csv."""
+        """Returns the values of an arm by their names in table.csv.
+
+        This is {} for a column that is only printed, {'d_ff': 512} for one without parts, and
+        {'loss_mean': 3.2, 'loss_sd': 0.1} for one with the parts 'mean' and 'sd'.
+        """
         value = self.get(arm)
         if self.parts:
             return {f'{self.key}_{part}': follow(value, part) for part in self.parts}
@@ -264,8 +269,8 @@ def _difference_columns(findings: Findings) -> Iterator[Column]:
 def _verdict_columns(findings: Findings) -> Iterator[Column]:
     """Yields the columns of the verdict, of longer training, and of the tests behind the verdict.
 
-    A study without tuning has no verdicts. Its columns stay in table.csv, but without a heading, so
-    they are not printed.
+    A study without tuning has no verdicts. The columns then have no heading, so only table.csv has
+    them.
     """
     study = findings.study
     margin = f'{study.margin:g}'
@@ -496,7 +501,7 @@ def _signed_percent(fraction: float) -> str:
 
 # The arguments of a column that is printed on the page and for controls.
 _BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
-# The same for a column that is also on the first screen.
+# The arguments of a column that is also on the first screen.
 _FIRST: Mapping[str, Any] = {'tables': (PAGE, FIRST_SCREEN, CONTROL)}
 # Seeds, parameters, shape, costs, and how trials ended.
 COSTS = (

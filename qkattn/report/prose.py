@@ -210,31 +210,32 @@ def one_line(text: str) -> str:
 
 
 def clause(
-    code: Remark | Reason | Problem,
+    statement: Remark | Reason | Problem,
     comparisons: int = 0,
     study: TrainedStudy | None = None,
     intervals: bool = False,
     look: int = 1,
 ) -> str:
-    """Writes a code and its data as a clause, with a macro of templates/clauses.j2.
+    """Writes a remark, a reason or a problem as a clause, with a macro of templates/clauses.j2.
 
-    The macro for a Reason whose code is named DIVERGED, for example, is 'reason_diverged'.
+    For example, a Reason with the code DIVERGED is written by the macro 'reason_diverged', which
+    gets the data of the reason.
 
     Args:
-      code: a Remark, Reason or Problem: what it is about (its code), with numbers and names.
+      statement: a code, which says what it is about, with data: the numbers and names of the text.
       comparisons: how many comparisons the p value is corrected for.
       study: the study, if the clause depends on it.
       intervals: whether the report shows intervals of differences.
       look: the number of the interim analysis that the p value is corrected for.
     """
-    name = f'{type(code).__name__.lower()}_{code.code.name.lower()}'
+    macro_name = f'{type(statement).__name__}_{statement.code.name}'.lower()
     context = {
         'comparisons': comparisons,
         'study': study,
         'intervals': intervals,
         'look': look,
     }
-    texts = macro('clauses.j2', name, context, **code.data)
+    texts = macro('clauses.j2', macro_name, context, **statement.data)
     return texts[0]  # a clause is one sentence
 
 
@@ -265,12 +266,12 @@ def where(study: TrainedStudy, arm: Any) -> str:
     return ', '.join(names)
 
 
-def remark(code: Remark, study: TrainedStudy, intervals: bool = False) -> str:
+def remark(statement: Remark, study: TrainedStudy, intervals: bool = False) -> str:
     """Writes a remark as a whole sentence, with its arm; `intervals` is as in `clause`."""
-    text = clause(code, study=study, intervals=intervals)
-    if code.arm:
-        return f'{arm_title(code.arm, study)}: {text}.'
-    if code.every_arm:
+    text = clause(statement, study=study, intervals=intervals)
+    if statement.arm:
+        return f'{arm_title(statement.arm, study)}: {text}.'
+    if statement.every_arm:
         return f'every arm: {text}.'
     return f'{text[0].upper()}{text[1:]}.'
 

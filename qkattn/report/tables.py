@@ -247,9 +247,9 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
 def _yardstick_cells(arm: TrainedArm) -> Row:
     """Returns the cells of a baseline's yardstick; NONE where its task does not define a number.
 
-    Tasks with counts have the best n-grams of the tokens that the baseline has seen. A language
-    model also has its gain from the context. A translation has BLEU scores, and the baseline's gain
-    from the sources.
+    The best counts are the n-grams with the lowest loss, counted on the tokens that the baseline
+    has seen, or for a probe, chance. A language model also has its gain from context. A translation
+    has BLEU scores in place of counts, and the baseline's gain from its sources.
     """
     cells = {
         'best counts|of these': NONE,
@@ -286,8 +286,8 @@ def _recorded(value: float | None, spec: str) -> str:
 def _laws(findings: Findings) -> Iterator[Row]:
     """Yields a row for each variant: its scaling law, and what one of its parameters is worth.
 
-    The law is the loss E + A N^-a at N parameters. The worth is the number of parameters that the
-    baseline needs in place of one. If a number is missing, the last column says why.
+    The law gives the loss E + A N^-a at N parameters. The worth is how many parameters the baseline
+    needs in place of one of the variant. If a number is missing, the last column says why.
     """
     for scaling in findings.scaling:
         row = {

@@ -99,10 +99,9 @@ def _sweeps(
 
 
 def _is_beside_vertex(sweep: Sweep) -> bool:
-    """Returns whether the chosen value is another than the optimum of the parabola.
+    """Returns whether the chosen value differs from the optimum of the parabola.
 
-    They are compared after rounding to three digits. The caption of the figure explains such a
-    choice.
+    Both are compared with three significant digits. If any differ, the caption says why.
     """
     return sweep.optimum is not None and sweep.chosen != float(f'{sweep.optimum:.3g}')
 

@@ -52,7 +52,7 @@ class Grid:
 
     def draw(self, width: float = style.WIDTH) -> Figure:
         """Draws all panels in one figure. `width` is in inches."""
-        columns = self._columns()
+        columns = self._num_columns()
         height = self.row_height * style.rows_of(len(self.panels), columns) + _LEGEND_HEIGHT
         figure = Figure(figsize=(width, height))
         axes = style.panels(figure, columns, len(self.panels))
@@ -67,7 +67,7 @@ class Grid:
         style.legend(figure)
         return figure
 
-    def _columns(self) -> int:
+    def _num_columns(self) -> int:
         """Returns the number of columns of the figure.
 
         It is two, or one if two titles would be cut to the same text.

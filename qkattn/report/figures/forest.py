@@ -119,10 +119,7 @@ def forest(
     figure = Figure(figsize=(width, sum(heights)))
     axes = style.panels(figure, 1, len(heights), sharex=limits is not None, height_ratios=heights)
     for ax, (title, lines) in zip(axes, lines_by_title.items(), strict=True):
-        if margin:
-            band = {'color': style.GRID, 'alpha': 0.75, 'linewidth': 0, 'zorder': 0}
-            ax.axvspan(-margin, margin, label=f'±{margin:g}, equivalent inside', **band)
-        ax.axvline(0.0, label='no difference', **style.REFERENCE)
+        _draw_references(ax, margin)
         for y, line in enumerate(lines):
             _draw_numbers(ax, y, line, styles, limits, layout)
         names = [short(line.name or line.arm, longest) for line in lines]
@@ -136,6 +133,14 @@ def forest(
         ax.set(xlabel=xlabel, xlim=limits, ylim=(len(lines) - 0.4, layout.top))
     figure.set_figheight(sum(heights) + style.legend(figure, 'lower'))
     return figure
+
+
+def _draw_references(ax: Axes, margin: float) -> None:
+    """Draws a vertical line at zero and, if there is a margin, the band of equivalence."""
+    if margin:
+        band = {'color': style.GRID, 'alpha': 0.75, 'linewidth': 0, 'zorder': 0}
+        ax.axvspan(-margin, margin, label=f'±{margin:g}, equivalent inside', **band)
+    ax.axvline(0.0, label='no difference', **style.REFERENCE)
 
 
 def _layout(lines: Sequence[Line], width: float) -> _Layout:

@@ -167,7 +167,7 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
 
 
 def _mark(handle: Any) -> str:
-    """Returns what tells the marks of two artists apart: their colour, and the marker of a line."""
+    """Returns a text that is equal for handles that look the same: colour, and marker of a line."""
     color = handle.get_color() if hasattr(handle, 'get_color') else handle.get_facecolor()
     marker = handle.get_marker() if hasattr(handle, 'get_marker') else ''
     return f'{color} {marker}'
