@@ -99,30 +99,34 @@ def analyze(
       ConfigError: if `reference` differs from the model in layers, heads or d_model.
     """
     rows: list[Row] = []
+    # 1. The drift of the matrices.
     if reference is not None:
         for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
             rows += _by_head(circuit, {'drift': drift_N})
 
-    # All matrices are stacked into one array; see `matrices` for the reason.
+    # 2. The other quantities of the matrices. The P matrices are stacked into one array;
+    # qkattn/analysis/matrices.py says why.
     matrices = jax.jit(circuit_matrices)(model)
     present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
     missing = [circuit for circuit, a_NDD in matrices.items() if a_NDD is None]
     spectra: dict[Circuit, np.ndarray] = {}
     if present:
         a_PNDD = jnp.stack(list(present.values()))
-        quantities_of_all = jax.device_get(of_matrices(a_PNDD))
-        spectra_PND = quantities_of_all.pop('singular_values')
+        values_PN_by_name = jax.device_get(of_matrices(a_PNDD))
+        spectra_PND = values_PN_by_name.pop('singular_values')
         for index, circuit in enumerate(present):
             spectra[circuit] = spectra_PND[index]
-            values = {name: values_PN[index] for name, values_PN in quantities_of_all.items()}
-            rows += _by_head(circuit, values)
+            quantities = {name: values_PN[index] for name, values_PN in values_PN_by_name.items()}
+            rows += _by_head(circuit, quantities)
 
+    # 3. The quantities of the patterns on the batch.
     inputs = inputs_of(batch or {})
     if inputs:
-        patterns = jax.device_get(_of_patterns(model, inputs))
-        for (site, layer), values in patterns.items():
-            rows += _by_head((site, layer, 'pattern'), values)
+        quantities_by_layer = jax.device_get(_of_patterns(model, inputs))
+        for (site, layer), quantities in quantities_by_layer.items():
+            rows += _by_head((site, layer, 'pattern'), quantities)
 
+    # 4. The induction scores on tokens that occur twice.
     repeated = repeated_tokens(model) if induction else None
     if repeated is not None:
         period = repeated['tokens_BT'].shape[1] // 2

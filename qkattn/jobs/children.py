@@ -59,8 +59,8 @@ class Child:
         os.set_blocking(self.output, False)
         environment = {**os.environ, **variables, _PIPE: str(childs_pipe.fileno())}
 
-        # The child begins with the signal handlers of this process, until `_begin` replaces them.
-        # Signals are blocked until then, in both processes.
+        # The child begins with the signal handlers of this process. Signals are blocked in it until
+        # `_begin` has replaced the handlers, and in this process until the child has started.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
@@ -89,13 +89,14 @@ class Child:
     def lines(self, last: bool = False) -> list[str]:
         """Returns the lines that the child has printed since the last call.
 
-        With `last`, a line at the end without a newline is returned, too.
+        After 'step 1\\nste' they are ['step 1']. The next call returns the line that begins with
+        'ste', if it is complete. With `last`, it is returned at once.
         """
         with contextlib.suppress(BlockingIOError):  # the child has printed nothing more so far
             while part := os.read(self.output, _PART_SIZE):
                 self._unfinished += part
         lines = self._unfinished.split(b'\n')
-        self._unfinished = lines.pop()
+        self._unfinished = lines.pop()  # what follows the last newline
         if last and self._unfinished:
             lines.append(self._unfinished)
         return [line.decode(errors='replace').rstrip('\r') for line in lines]
@@ -138,5 +139,6 @@ def end_with_parent(parent: int) -> None:
     """
     if sys.platform == 'linux':
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent has ended before the call
+        has_ended_before = os.getppid() != parent
+        if has_ended_before:
             os._exit(EXIT_REQUEUE)

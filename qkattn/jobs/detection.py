@@ -114,9 +114,9 @@ def connect_seconds() -> int:
 
 
 def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
-    """Returns the job that an engine has started, if this process is in one; otherwise None.
+    """Returns the job that an engine has started, if this process is in one.
 
-    A job of a single process counts as none.
+    None without such a job, and for a job of a single process.
 
     Args:
       engine: a key of ENGINES.
@@ -131,7 +131,8 @@ def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
         return None
 
     num_processes = cluster.get_process_count()
-    if cluster is SlurmCluster:  # jax counts the tasks of the allocation; a step may have fewer
+    if cluster is SlurmCluster:
+        # jax counts the tasks of the allocation. The step of this process may have fewer.
         num_processes = int(os.environ.get('SLURM_STEP_NUM_TASKS', num_processes))
     if num_processes == 1:
         return None

@@ -18,7 +18,11 @@ _UNKNOWN_PLATFORM = re.compile(r"Backend '(.*?)' is not in the list of known bac
 
 
 def check() -> None:
-    """Raises ConfigError for problems that are known before JAX opens its devices."""
+    """Raises ConfigError for problems that are known before JAX opens its devices.
+
+    They are a working directory that was removed, and a number of CPU devices in XLA_FLAGS that is
+    not valid.
+    """
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -26,10 +30,11 @@ def check() -> None:
             'the working directory was removed; change to one that exists, as in `cd ~`'
         ) from error
     for match in _DEVICE_COUNT.finditer(os.environ.get('XLA_FLAGS', '')):
-        count = match[1] or ''
+        flag = match[0]  # '--xla_force_host_platform_device_count=8'
+        count = match[1] or ''  # '8'
         if not count.isdecimal() or int(count) < 1:
             raise ConfigError(
-                f'XLA_FLAGS has {match[0]}, whose value must be a whole number of at least 1'
+                f'XLA_FLAGS has {flag}, whose value must be a whole number of at least 1'
             )
 
 
@@ -42,10 +47,11 @@ def platform_problem(error: BaseException) -> str | None:
     value = os.environ.get(PLATFORMS)
     if not value or not _is_of_devices(error):
         return None
-    unknown = _UNKNOWN_PLATFORM.search(str(error))
-    if unknown is not None:
-        known = unknown[2].replace("'", '')
-        reason = f'JAX here has no platform {unknown[1]!r}, only {known}'
+    unknown_platform = _UNKNOWN_PLATFORM.search(str(error))
+    if unknown_platform is not None:
+        platform, known_platforms = unknown_platform.groups()
+        known = known_platforms.replace("'", '')
+        reason = f'JAX here has no platform {platform!r}, only {known}'
     elif machine.accelerators(None) == []:
         reason = 'JAX finds no device of this platform'
     else:

@@ -49,9 +49,16 @@ def short(text: str, limit: int) -> str:
 def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str:
     """Formats a table as aligned plain text. Control characters in cells are escaped.
 
+    For example, the titles ('variant', True) and ('loss|nats/token', False) with a row of 'qk/vo'
+    and '3.1000' give
+
+        variant        loss
+                 nats/token
+        -------  ----------
+        qk/vo        3.1000
+
     Args:
-      titles: pairs (title, is_flush_left), one for each column. 'loss|nats/token' is a title of
-        two lines.
+      titles: pairs (title, is_flush_left), one for each column. '|' separates two lines of a title.
       rows: the cells of each row. Rows of empty cells are left out.
     """
     first_lines = []
@@ -60,7 +67,7 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
         first_line, _, second_line = title.partition('|')
         first_lines.append(first_line)
         second_lines.append(second_line)
-    head = [line for line in (first_lines, second_lines) if any(line)]
+    head = [line for line in (first_lines, second_lines) if any(line)]  # one line or two
 
     body = []
     for row in rows:
@@ -92,7 +99,8 @@ def say(text: str, stream: TextIO) -> None:
         stream.write(text)
         stream.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        has_reader_gone = error.errno in (errno.EPIPE, errno.EIO)
+        if not has_reader_gone:
             raise
         discard(stream)
 
