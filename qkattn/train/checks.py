@@ -52,7 +52,10 @@ def check_data_if_here(
 
 
 def _preparing_local_data(data: Sequence[DataConfig]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that prepares nothing unless all data are on this machine."""
+    """Returns a context that lets data be prepared only if all of them are on this machine.
+
+    If one of them is not, the context prepares nothing: NotPrepared is raised instead.
+    """
     if all(is_local(settings) for settings in data):
         return contextlib.nullcontext()
     return nothing_prepared()

@@ -224,7 +224,7 @@ def _messages(logger: logging.Logger) -> Iterator[list[str]]:
 
     def keep(record: logging.LogRecord) -> bool:
         lines.append(record.getMessage())
-        return False
+        return False  # the logger does not print the message
 
     logger.setLevel(logging.INFO)
     logger.addFilter(keep)
@@ -252,7 +252,8 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
     These are the devices of a TPU slice if libtpu is installed, and otherwise fake devices of the
     CPU. Raises ConfigError if libtpu refuses the slice, or this process has too few fake devices.
     """
-    # JAX raises RuntimeError if it has started; the number of its devices is then fixed.
+    # JAX gets as many fake devices as the pod has. It raises RuntimeError if it has started; the
+    # number of its devices is then fixed.
     with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')

@@ -88,29 +88,36 @@ def load(
         not fit the model, or names an import path that is not allowed.
     """
     path = absolute(path)
-    if (path / ABOUT).exists():
+    is_export = (path / ABOUT).exists()
+    if not is_export and not is_run(path):
+        raise ConfigError(_why_nothing_to_load(path))
+
+    if is_export:
         about = read_json(path / ABOUT, {'model': dict})
         require_named(about['model'], imports, path / ABOUT, remedy)
         model = from_json(ModelConfig, about['model'], 'model.')
         params = _read_parameters(path / PARAMETERS, about)
-    elif is_run(path):
+    else:
         config, _, stack = load_stack(path)
         if not stack['alive'][0]:
             log.warning('the first trial of %s diverged', path)
         model = config.model
         params = jax.tree.map(lambda leaf_X: np.asarray(leaf_X[0]), stack['params'])
-    elif (path / 'study.json').exists():
-        runs = sorted((path / 'runs').glob('*'))
-        if not runs:
-            raise ConfigError(f'{path} is a study without runs yet')
-        raise ConfigError(f'{path} is a study; give one of its runs, e.g. {runs[0]}')
-    else:
-        raise ConfigError(
+    check(model, params, str(path))
+    return model, params
+
+
+def _why_nothing_to_load(path: Path) -> str:
+    """Returns an error message for a path that is neither an export nor a run."""
+    if not (path / 'study.json').exists():
+        return (
             f'{path} holds neither exported parameters ({ABOUT}) nor a run with checkpoints '
             '(config.json)'
         )
-    check(model, params, str(path))
-    return model, params
+    runs = sorted((path / 'runs').glob('*'))
+    if not runs:
+        return f'{path} is a study without runs yet'
+    return f'{path} is a study; give one of its runs, e.g. {runs[0]}'
 
 
 def _read_parameters(path: Path, about: dict[str, Any]) -> dict:
@@ -174,6 +181,7 @@ def parameters_sha256(params: dict) -> str:
 
 
 def _crc32s(param_by_name: dict[str, np.ndarray]) -> dict[str, int]:
+    """Returns the CRC-32 of the bytes of each parameter, by name."""
     return {name: zlib.crc32(leaf.tobytes()) for name, leaf in sorted(param_by_name.items())}
 
 
@@ -194,7 +202,8 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     steps = [int(state['step']) for state in states]
     # Two checkpoints in a row are at most checkpoint_every steps apart.
     longest_span = (average - 1) * config.train.checkpoint_every
-    if len(states) < average or steps[0] - steps[-1] > longest_span:
+    is_one_missing = steps[0] - steps[-1] > longest_span
+    if len(states) < average or is_one_missing:
         raise ConfigError(
             f'average={average} needs that many in a row, but the newest sound checkpoints of '
             f'{path} are of steps {steps}; train.keep={config.train.keep} there sets how many stay'

@@ -75,16 +75,6 @@ def lift(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
     num_slices = mesh.shape['trial']
     side_by_side = jax.vmap(of_trial, spmd_axis_name='trial')
 
-    def split_into_turns(array_X: jax.Array) -> jax.Array:
-        """[X, ...] as [turns, slices, ...]: slice i of the mesh holds a block of trials."""
-        by_slice = array_X.reshape(num_slices, -1, *array_X.shape[1:])
-        return jnp.swapaxes(by_slice, 0, 1)
-
-    def join_turns(by_turn: jax.Array) -> jax.Array:
-        """[turns, slices, ...] as [X, ...], the inverse of `split_into_turns`."""
-        by_slice = jnp.swapaxes(by_turn, 0, 1)
-        return by_slice.reshape(-1, *by_slice.shape[2:])
-
     def lifted(*stacked: Any) -> Any:
         """Calls `of_trial` for each of X trials; arguments and results are stacked, [X, ...]."""
         num_trials = len(jax.tree.leaves(stacked)[0])
@@ -97,22 +87,43 @@ def lift(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
         if num_slices == 1:
             return jax.lax.map(lambda arguments: of_trial(*arguments), stacked)
         # In each turn, every slice of the mesh computes one of its trials.
-        turns = jax.tree.map(split_into_turns, stacked)
+        turns = jax.tree.map(lambda array_X: _split_into_turns(array_X, num_slices), stacked)
         results = jax.lax.map(lambda arguments: side_by_side(*arguments), turns)
-        return jax.tree.map(join_turns, results)
+        return jax.tree.map(_join_turns, results)
 
     return lifted
+
+
+def _split_into_turns(array_X: jax.Array, num_slices: int) -> jax.Array:
+    """Turns an array [X, ...] into [turns, slices, ...], one trial for each slice in a turn.
+
+    Each slice of the mesh holds a block of trials. For example, of 6 trials on 2 slices, the first
+    slice holds the trials 0, 1, 2 and the second one 3, 4, 5. The turns are [0, 3], [1, 4], [2, 5].
+    """
+    by_slice = array_X.reshape(num_slices, -1, *array_X.shape[1:])
+    return jnp.swapaxes(by_slice, 0, 1)
+
+
+def _join_turns(by_turn: jax.Array) -> jax.Array:
+    """Turns an array [turns, slices, ...] into [X, ...], the inverse of `_split_into_turns`."""
+    by_slice = jnp.swapaxes(by_turn, 0, 1)
+    return by_slice.reshape(-1, *by_slice.shape[2:])
 
 
 def train_steps(
     config: Config, lifting: str, mesh: Mesh
 ) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
-    """Returns a function that takes C training steps of X trials, the program of one dispatch.
+    """Returns the program of one dispatch, a function that takes C training steps of X trials.
 
-    It maps (state, hyper, batches) to (state, metrics). `hyper` holds the HYPER of each trial, [X].
-    Batches have the axes [C, X, A, B, ...]: steps, trials, microbatches and rows. Metrics are
-    [C, X]. With the lifting 'map', a trial takes all C steps before the next trial begins, so that
-    its state stays in fast memory.
+    It maps (state, hyper, batches) to (state, metrics):
+
+        state     as `init_stack` returns it
+        hyper     the scalars HYPER of all trials, [X]
+        batches   [C, X, A, B, ...]: steps, trials, microbatches, rows
+        metrics   [C, X]
+
+    With the lifting 'map', a trial takes all C steps before the next trial begins, so that its
+    state stays in fast memory.
     """
 
     def steps_of_trial(first_step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
@@ -155,8 +166,8 @@ def stack_program(
 ) -> Callable[[dict, dict], dict[str, jax.Array]]:
     """Returns a compiled function that applies `measure` to X trials on one shared batch.
 
-    It maps (params [X, ...], batch [B, ...]) to the stacked results of
-    `measure(config, params of one trial, batch)`.
+    `measure` maps (config, params, batch) of one trial to a dict of arrays. The compiled function
+    maps (params [X, ...], batch [B, ...]) to a dict of stacked arrays, [X, ...].
     """
 
     def measured(params: dict, batch: dict) -> dict[str, jax.Array]:
@@ -181,12 +192,13 @@ def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
     for name, dtype in HYPER.items():
         hyper[name] = jax.ShapeDtypeStruct((X,), dtype, sharding=over_trials)
 
+    def with_sharding(
+        leaf: jax.ShapeDtypeStruct, sharding_of_leaf: NamedSharding
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of_leaf)
+
     shapes = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
-    state = jax.tree.map(
-        lambda a, placed: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed),
-        shapes,
-        sharding.state_shardings(shapes, mesh),
-    )
+    state = jax.tree.map(with_sharding, shapes, sharding.state_shardings(shapes, mesh))
 
     over_rows = sharding.batch_sharding(mesh)
     batch = {}
@@ -229,18 +241,7 @@ def build(config: Config, lifting: str | None = None) -> Program:
     for name, abstract in abstract_hyper.items():
         value_X = np.array([trial[name] for trial in trials])
         hyper[name] = _placed(value_X, abstract)
-    draw_initial_state = jax.jit(
-        functools.partial(init_stack, config),
-        out_shardings=jax.tree.map(lambda a: a.sharding, abstract_state),
-        compiler_options=_quick_to_compile(mesh),
-    )
-
-    def init(params: dict | None) -> dict:
-        state = draw_initial_state(hyper['seed'])
-        if params is not None:
-            drawn_params = state['trials'].pop('params')
-            state['trials']['params'] = jax.tree.map(_placed, params, drawn_params)
-        return state
+    init = _initializer(config, mesh, abstract_state, hyper['seed'])
 
     def compiled(lifting: str) -> tuple[Callable, float]:
         start = time.perf_counter()
@@ -265,6 +266,26 @@ def build(config: Config, lifting: str | None = None) -> Program:
         return chosen_steps(state, hyper, batch)
 
     return Program(mesh, chosen, abstract_state, train, init, compile_seconds, measured)
+
+
+def _initializer(
+    config: Config, mesh: Mesh, abstract_state: dict, seed_X: jax.Array
+) -> Callable[[dict | None], dict]:
+    """Returns the function `Program.init`, which makes the state before step 0."""
+    draw_initial_state = jax.jit(
+        functools.partial(init_stack, config),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
+        compiler_options=_quick_to_compile(mesh),
+    )
+
+    def init(params: dict | None) -> dict:
+        state = draw_initial_state(seed_X)
+        if params is not None:
+            drawn_params = state['trials'].pop('params')
+            state['trials']['params'] = jax.tree.map(_placed, params, drawn_params)
+        return state
+
+    return init
 
 
 def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
@@ -324,7 +345,10 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
 
 
 def warm_up(config: Config) -> tuple[float, float]:
-    """Returns the seconds per step of all trials, timed on constant rows, and to compile."""
+    """Returns the seconds of a step of all trials, and the seconds that the program compiles.
+
+    The step is timed on constant rows.
+    """
     sharding.require_memory(config)
     with without_cache():
         program = build(config)
@@ -339,10 +363,11 @@ def warm_up(config: Config) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _without_slow_compile_notice(mesh: Mesh) -> Iterator[None]:
-    """A block without XLA's notice on compilations of more than two minutes, on one CPU device.
+    """Hides XLA's notice on compilations of more than two minutes, if there is one CPU device.
 
     The display shows the seconds instead. XLA has no option for this notice alone, so the block
-    hides all of its messages but fatal ones; compilations that fail raise their errors as always.
+    hides all of its messages but fatal ones. Compilations that fail still raise their errors.
+
     On several devices and on accelerators the messages stay, as some warn of slow programs.
     """
     if mesh.size > 1 or mesh.devices.flat[0].platform != 'cpu':

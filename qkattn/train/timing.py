@@ -69,7 +69,10 @@ class Clock:
         self.tokens_per_second = self._tokens / seconds_of_start
 
     def lap(self, step: int) -> Lap:
-        """The speed since the last call, or since the start; `step` steps are done."""
+        """Returns the speed since the last call, or since training began.
+
+        `step` is the number of steps that are done.
+        """
         train_seconds = self._train_seconds()
         input_seconds = self.seconds['input_seconds']
         elapsed = train_seconds - self._lap_train_seconds
@@ -83,7 +86,7 @@ class Clock:
         return lap
 
     def _train_seconds(self) -> float:
-        """Seconds of training, over all starts, those of the training in progress included."""
+        """Returns the seconds of training over all starts, up to this moment."""
         if self._start_time is None:
             return self.seconds['train_seconds']
         return self.seconds['train_seconds'] + (time.perf_counter() - self._start_time)
@@ -133,23 +136,26 @@ class Trace:
         self._is_tracing = False
 
     def before_dispatch(self, state: Any) -> None:
-        """Begins or ends the trace if this dispatch is the first one inside or after it.
+        """Begins the trace before the first dispatch in it, and ends it before the first one after.
 
-        It then waits for `state`, the result of the dispatches before, so that the trace has whole
+        Both wait for `state`, the result of the earlier dispatches, so that the trace has whole
         dispatches.
         """
         if self._directory is None:
             return
-        if self._num_dispatches == SKIPPED:
+        is_first_in_trace = self._num_dispatches == SKIPPED
+        is_first_after_trace = self._num_dispatches == SKIPPED + TRACED
+        if is_first_in_trace:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
             self._is_tracing = True
-        if self._num_dispatches == SKIPPED + TRACED:
+        if is_first_after_trace:
             jax.block_until_ready(state)
             self._end()
         self._num_dispatches += 1
 
     def _end(self) -> None:
+        """Ends the trace, and logs where it is."""
         self._is_tracing = False
         jax.profiler.stop_trace()
         log.info(
@@ -162,15 +168,14 @@ class Trace:
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Ends a trace in progress.
 
-        Warns if the block ends before the dispatch at which the trace begins, unless the block ends
-        with an error.
+        Logs a warning if the block had too few dispatches for the trace to begin. A block that ends
+        with an error gets no warning.
         """
         if self._is_tracing:
             self._end()
-        if self._directory is None or error_type is not None:
-            return
+        is_trace_wanted = self._directory is not None and error_type is None
         has_begun = self._num_dispatches > SKIPPED
-        if not has_begun:
+        if is_trace_wanted and not has_begun:
             log.warning(
                 'no trace written to %s: it begins at dispatch %s of a start, and this one had %s',
                 self._directory,

@@ -133,6 +133,8 @@ class Stack:
         sums = self._sums(batches, should_stop)
         if sums is None:
             return None
+
+        # The values of trials that diverged become NaN.
         evaluated = metrics.named(self.config.train.metrics)
         one_or_nan_X = self._one_or_nan_X()
         values: dict[str, np.ndarray | None] = {}
@@ -140,14 +142,16 @@ class Stack:
         for name, value_X in all_values.items():
             values[name] = None if value_X is None else one_or_nan_X * value_X
 
-        # All trials are evaluated on the same rows, so targets and rows are counted for the first.
+        # All trials are evaluated on the same rows, so the counts of the first trial hold for all.
+        targets_R = sums['weight'][:, 0]
+        has_target_R = sums['rows'][:, 0]
         return Evaluation(
             values=values,
             metrics=evaluated,
-            num_targets=int(sums['weight'].sum(0)[0]),
-            num_rows=int(sums['rows'].sum(0)[0]),
+            num_targets=int(targets_R.sum()),
+            num_rows=int(has_target_R.sum()),
             nats_RX=one_or_nan_X * sums['loss'],
-            targets_R=sums['weight'][:, 0],
+            targets_R=targets_R,
         )
 
     def sums(self, read: Callable[..., Iterable[Batch]]) -> metrics.Sums:
@@ -183,22 +187,26 @@ class Stack:
             parts.append(self._measure(batch))
             # The host runs at most one batch ahead of the devices, so that it notices a request to
             # stop early.
-            last_two = parts[-2:]
-            jax.block_until_ready(last_two[0])
+            if len(parts) > 1:
+                jax.block_until_ready(parts[-2])
 
         sums = {}
         for name in parts[0]:
             sums_XR = np.concatenate([part[name] for part in parts], axis=1)
-            sums[name] = np.swapaxes(sums_XR.astype(np.float64), 0, 1)
+            sums_RX = np.swapaxes(sums_XR, 0, 1)
+            sums[name] = sums_RX.astype(np.float64)
         return sums
 
     def _one_or_nan_X(self) -> np.ndarray:
-        """Returns a factor for numbers of trials: NaN for trials that diverged, 1 for others."""
+        """Returns a factor for each trial: NaN if it diverged, and otherwise 1."""
         return np.where(self.alive_X, 1.0, np.nan)
 
 
 def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
-    """`metrics.row_sums` of one trial [B, ...], without dropout, smoothing, z-loss."""
+    """Returns the `metrics.row_sums` of one trial on a batch, arrays [B, ...] by name.
+
+    The loss is measured without dropout, label smoothing and z-loss.
+    """
     evaluated = metrics.named(config.train.metrics)
     numbers = on_targets(config, params, batch, functools.partial(per_target, evaluated))
     return metrics.row_sums(numbers, batch['loss_weights_BT'])
@@ -207,7 +215,7 @@ def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
 def per_target(
     evaluated: Mapping[str, metrics.Metric], logits_BTV: jax.Array, targets_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Computes what each metric needs of each target; returns arrays [B, T, ...] by metric."""
+    """Returns what each metric measures of each target: arrays [B, T, ...] by metric."""
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
     predictions = metrics.Predictions(logits_BTV, targets_BT, nats_BT, correct_BT)
