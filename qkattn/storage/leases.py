@@ -119,7 +119,7 @@ class Lease:
         with no_interrupt:
             if self._released.is_set():
                 return
-            self._lost = self.lost
+            self._lost = self.lost  # `lost` keeps this value after the release
             self._released.set()
             exit_hooks.remove(self.release)
 
@@ -139,6 +139,7 @@ class Lease:
         """Renews the lease until it is released or lost; runs in a thread of its own."""
         interval = EXPIRY / _BEATS
         while not self._released.wait(interval) and not self.lost:
+            # The time before the renewal, so that the lease never counts as younger than it is.
             start = seconds()
             # If renewing fails, the next round tries again, until the lease is too old.
             with contextlib.suppress(Exception):
@@ -251,13 +252,18 @@ def acquire(directory: Path, run: str) -> Lease | None:
     """
     with disk_errors(directory):
         lease = _lease(directory, run)
-        while _holder(lease) is None:  # while the lease is free
-            # `start` raises FileExistsError if another process was faster, or if the listing of the
-            # directory was out of date. The loop then looks at the lease that is there.
-            with contextlib.suppress(FileExistsError), no_interrupt:
-                lease.start()
-                return lease
-    return None
+        while True:
+            is_free = _holder(lease) is None
+            if not is_free:
+                return None
+            try:
+                with no_interrupt:
+                    lease.start()
+                    return lease
+            except FileExistsError:
+                # Another process was faster, or the listing of the directory was out of date. The
+                # next round looks at the lease that is there.
+                continue
 
 
 def holders(directory: Path) -> dict[str, str]:
@@ -295,9 +301,9 @@ class _Holder:
 def _holder(lease: Lease) -> _Holder | None:
     """Returns the process that holds a lease, or None if the lease is free.
 
-    A lease is free if it does not exist, if it was not renewed in time, or if its holder was a
-    process of this machine that has ended. If the content of a lease cannot be read, an unknown
-    process holds it until EXPIRY.
+    A lease is free in three cases: it does not exist; it was not renewed in time; or its holder was
+    a process of this machine that has ended. If the content of a lease cannot be read, an unknown
+    process holds it until it is EXPIRY seconds old.
     """
     state = lease.read()
     if state is None:
@@ -308,25 +314,30 @@ def _holder(lease: Lease) -> _Holder | None:
         description = parse_json(state.content)
         check(description, {'host': str, 'pid': int, 'expiry': float})
     except ValueError:
-        is_expired = age > EXPIRY
-        return None if is_expired else _Holder('an unknown process', is_alive_here=False)
-    is_expired = age > description['expiry']
-    if is_expired:
+        if age > EXPIRY:
+            return None
+        return _Holder('an unknown process', is_alive_here=False)
+    if age > description['expiry']:
         return None
 
-    # `_process` identifies a process as 'BOOT NAMESPACE PID START'. Processes of one machine share
-    # the first two words.
     pid = description['pid']
     name = f'process {pid} on {description["host"]}'
-    holder = str(description.get('process'))
-    this_process = _process(os.getpid())
-    is_here = this_process is not None and holder.split()[:2] == this_process.split()[:2]
-    if not is_here:
+    process = str(description.get('process'))
+    if not _is_of_this_machine(process):
         return _Holder(name, is_alive_here=False)
 
     # If the holder has ended, its id belongs to no process, or to one that started later.
-    is_alive = _process(pid) == holder
+    is_alive = _process(pid) == process
     return _Holder(name, is_alive_here=True) if is_alive else None
+
+
+def _is_of_this_machine(process: str) -> bool:
+    """Whether the text 'BOOT NAMESPACE PID START' of a process was made on this machine."""
+    this_process = _process(os.getpid())
+    if this_process is None:
+        return False
+    # Processes of one machine have the same BOOT and NAMESPACE.
+    return process.split()[:2] == this_process.split()[:2]
 
 
 def _process(pid: int) -> str | None:
@@ -381,16 +392,18 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
 def _file_lock(path: Path, wait: bool) -> Iterator[None]:
     """Holds a lock on a file of a file system. If the process dies, the kernel frees the lock.
 
-    The arguments and errors are those of `locked`.
+    Without `wait`, the file names the process that holds the lock, 'process 12 on host'. The error
+    of another process then repeats this name. The arguments and errors are those of `locked`.
     """
     with contextlib.ExitStack() as exits:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = exits.enter_context(open(path, 'a+', encoding='utf-8', opener=in_place))
-            operation = fcntl.LOCK_EX
-            if not wait:
-                operation |= fcntl.LOCK_NB  # raises BlockingIOError if another process holds it
-            fcntl.flock(file, operation)
+            if wait:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            else:
+                # Raises BlockingIOError if another process holds the lock.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise BlockingIOError(_name_in(file) or 'another process') from error
         except OSError as error:
@@ -399,13 +412,12 @@ def _file_lock(path: Path, wait: bool) -> Iterator[None]:
                 'user can write to, as workdir for results or as data_dir or QKATTN_DATA for data'
             ) from error
 
-        # The file names its holder, for the error of another process that does not wait.
         if not wait:
-            # If the disk is full, the file has no name, but it is locked.
+            # If the disk is full, the file names nobody, but it is locked.
             with contextlib.suppress(OSError):
                 file.truncate(0)
-                holder = f'process {os.getpid()} on {socket.gethostname()}\n'
-                os.write(file.fileno(), holder.encode())
+                name = f'process {os.getpid()} on {socket.gethostname()}\n'
+                os.write(file.fileno(), name.encode())
         yield
 
 
@@ -421,10 +433,9 @@ def _name_in(file: TextIO) -> str:
 def _lock_in_bucket(path: Path, wait: bool) -> Lease:
     """Takes a lock in a bucket, and returns its lease.
 
-    With `wait`, it waits until the lock is free. Without `wait`, it raises BlockingIOError as soon
-    as it knows that the holder lives. For a process of this machine, it knows at once. A process of
-    another machine lives if it still holds the lock after EXPIRY seconds: otherwise its lease would
-    have expired.
+    With `wait`, it waits until the lock is free. Without `wait`, it raises BlockingIOError once it
+    knows that the holder is alive. For a process of this machine, it knows at once. For a process
+    of another machine it waits EXPIRY seconds: if that process is dead, its lease expires by then.
     """
     deadline = seconds() + EXPIRY
     has_warned = False
@@ -437,7 +448,8 @@ def _lock_in_bucket(path: Path, wait: bool) -> Lease:
             continue
 
         if not wait:
-            if holder.is_alive_here or seconds() > deadline:
+            is_alive_elsewhere = seconds() > deadline
+            if holder.is_alive_here or is_alive_elsewhere:
                 raise BlockingIOError(holder.name)
             if not has_warned:
                 log.warning('%s is held by %s; waiting until it counts as dead', path, holder.name)

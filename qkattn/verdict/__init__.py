@@ -1,4 +1,4 @@
-"""Reads a study's files, checks what withholds verdicts, and decides: in codes, without prose."""
+"""Reads a study's files, and gives or withholds its verdicts: codes and numbers, no prose."""
 
 from qkattn.stats.decision import Decision
 from qkattn.verdict.codes import Reason, ReasonCode, Remark, RemarkCode
