@@ -65,8 +65,10 @@ def directionality(a_NDD: jax.Array) -> jax.Array:
         bound_N = norms_ND.mean(-1) + 2 * norms_ND.std(-1, ddof=1)
         return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
 
-    r_N = excess(jnp.sqrt((a_NDD**2).sum(-1)))
-    c_N = excess(jnp.sqrt((a_NDD**2).sum(-2)))
+    row_norms_ND = jnp.sqrt((a_NDD**2).sum(-1))
+    column_norms_ND = jnp.sqrt((a_NDD**2).sum(-2))
+    r_N = excess(row_norms_ND)
+    c_N = excess(column_norms_ND)
     total_N = c_N + r_N
     share_N = (c_N - r_N) / jnp.where(total_N > 0, total_N, 1)
     return jnp.where(_energy(a_NDD) > 0, share_N, jnp.nan)

@@ -255,9 +255,10 @@ def define_imports() -> flags.FlagHolder:
 
 
 def define_dry_run(description: str) -> flags.FlagHolder:
-    """Defines the flag --dry_run, whose value is None, COUNT or the name of a pod.
+    """Defines the flag --dry_run.
 
-    `description` says what is printed without a pod.
+    Its value is None without the flag, COUNT for --dry_run, and 'v5p-2x4x4' for
+    --dry_run=v5p-2x4x4, the name of a pod. `description` says what is printed without a pod.
     """
     description += (
         ' With a pod such as v5p-2x4x4 or h100-16x8, compiles for it, and prints memory, FLOPs and '

@@ -183,18 +183,19 @@ class Pace:
         """Returns the seconds until the last step, phases included; None before two reports."""
         if self._with_pauses is None:
             return None
-        since_report = self._training(now) - self._trained
-        from_report = (total_steps - self._step) * self._with_pauses
-        return max(0.0, from_report - since_report)
+        left_at_report = (total_steps - self._step) * self._with_pauses
+        trained_since_report = self._training(now) - self._trained
+        return max(0.0, left_at_report - trained_since_report)
 
     def whole(self, total_steps: int) -> float | None:
         """Returns the seconds that a run like this one takes in all; None before two reports."""
         if self._first is None or self._with_pauses is None:
             return None
         _, first_time = self._first
-        paid_once = first_time - self._opened
-        paid_once += sum(pause.first_seconds for pause in self._pauses.values())
-        return paid_once + total_steps * self._with_pauses
+        # Costs that come once, such as compilation.
+        until_first_report = first_time - self._opened
+        first_phases = sum(pause.first_seconds for pause in self._pauses.values())
+        return until_first_report + first_phases + total_steps * self._with_pauses
 
     @property
     def _with_pauses(self) -> float | None:
@@ -208,6 +209,7 @@ class Pace:
         if self._first is None:
             return 0.0
         _, first_time = self._first
+        # In a phase, training has ended when the phase began.
         training_end = now if self._pause_start is None else self._pause_start
         return training_end - first_time - self._paused
 

@@ -121,12 +121,12 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     """
     if platforms == 'cpu':
         return []
-    gpus = list(root.glob('dev/nvidia[0-9]*'))
+    num_gpus = len(list(root.glob('dev/nvidia[0-9]*')))  # /dev/nvidia0, /dev/nvidia1, ...
     has_cuda_in_jax = bool(importlib.util.find_spec('jax_plugins'))
-    if gpus and has_cuda_in_jax:
+    if num_gpus and has_cuda_in_jax:
         visible = os.environ.get('CUDA_VISIBLE_DEVICES')
-        if visible is None:
-            return [str(index) for index in range(len(gpus))]
+        if visible is None:  # all GPUs are visible
+            return [str(index) for index in range(num_gpus)]
         return listed(visible)
     return None if _has_other_accelerators(root) else []
 
