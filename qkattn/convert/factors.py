@@ -132,12 +132,14 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
             w_k_DKH, b_k_KH = _affine_map(keys, D, f'keys of {spec.variant}')
         w_v_DKH, b_v_KH = _affine_map(values, D, f'values of {spec.variant}')
 
-        # W_O and b_O, from the outputs for zero values and for one value of 1 at a time.
+        # The output for values of zero is b_O. For a 1 in channel h of head n, it is
+        # b_O + W_O[n, h].
         H = w_v_DKH.shape[-1]
         probe_TNH = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)]).reshape(-1, N, H)
         zeros_BTD = jnp.zeros((1, len(probe_TNH), D))
         out_TD = np.array(value.output(jnp.asarray(probe_TNH)[None], score, zeros_BTD))[0]
     b_o_D = out_TD[0]
+    w_o_NHD = (out_TD[1:] - b_o_D).reshape(N, H, D)
     return Factors(
         w_q_DNH=w_q_DNH,
         b_q_NH=b_q_NH,
@@ -145,7 +147,7 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
         b_k_KH=b_k_KH,
         w_v_DKH=w_v_DKH,
         b_v_KH=b_v_KH,
-        w_o_NHD=(out_TD[1:] - b_o_D).reshape(N, H, D),
+        w_o_NHD=w_o_NHD,
         b_o_D=b_o_D,
         scale=float(score.scale) * spec.score_scale,
     )
@@ -174,7 +176,7 @@ def _affine_map(
     b_NH = projected_SNH[0]
     w_DNH = projected_SNH[1:-1] - b_NH
 
-    # The vector of twos tests both: a map of another form gives something else.
+    # The vector of twos tests both: a map of this form gives twice the sum of all rows, plus b.
     expected_NH = 2 * w_DNH.sum(0) + b_NH
     error = np.abs(projected_SNH[-1] - expected_NH).max()
     tolerance = 1e-9 * (1 + np.abs(projected_SNH).max())
@@ -309,7 +311,7 @@ def fill(
             assert parameter.shape == arrays[name].shape, (name, arrays[name].shape)
             setattr(circuit, name, nnx.Param(jnp.array(arrays[name], dtype_of(source))))
 
-        # Arrays without a parameter may only be biases, and these must be zero.
+        # An array without a parameter is a bias of a circuit without biases. It must be zero.
         for name in arrays.keys() - parameters.keys():
             assert name.startswith('b_'), f'{type(circuit).__name__} has no parameter {name}'
             reason = f'{type(circuit).__name__} without biases has no parameter for {name}'
@@ -326,8 +328,10 @@ def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarr
     zeros are appended.
 
     Returns:
-      left_ENR and right_DNR, and the error of their product: the norm of the difference divided by
-      the norm of A, both over all heads.
+      left_ENR: U S^1/2.
+      right_DNR: V S^1/2.
+      lost: the error of their product, as the norm of the difference divided by the norm of A, both
+        over all heads.
     """
     left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
     norm = float(np.linalg.norm(A_NED))

@@ -131,9 +131,9 @@ def load(
     if exported.is_run(path):
         config, step, stack = exported.load_stack(absolute(path), average)
         trials = config.trials.trials()
+        # The arrays of a checkpoint have a leading axis of trials.
         params = []
         for x in range(len(trials)):
-            # The arrays of a checkpoint have a leading axis of trials.
             params.append(jax.tree.map(operator.itemgetter(x), stack['params']))
         return Loaded(
             path=path,
@@ -149,6 +149,7 @@ def load(
             f'average={average} needs the checkpoints of a run, and {path} is not one'
         )
 
+    # A model by itself: a checkpoint of nanoGPT, a GPT-2, or else exported parameters.
     is_exported = (path / exported.ABOUT).exists()
     if path.suffix == '.pt':
         model_config, model_params = load_nanogpt(path, num_heads=num_heads)

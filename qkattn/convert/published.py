@@ -331,15 +331,15 @@ def _config_of_tensors(
     if tied and not is_same:
         raise ConfigError(f"tensor {HEAD!r} differs from 'wte.weight', to which it should be tied")
 
-    layers = set()
+    numbers_of_layers = set()
     for name in tensors:
         match = LAYER.match(name)
         if match is not None:
-            layers.add(match[1])
+            numbers_of_layers.add(match[1])
 
     config = ModelConfig(
         d_model=tensors['wte.weight'].shape[1],
-        num_layers=len(layers),
+        num_layers=len(numbers_of_layers),
         num_heads=settings['n_head'] if num_heads is None else num_heads,
         d_ff=tensors['h.0.mlp.c_fc.weight'].shape[1],
         context=len(tensors['wpe.weight']),

@@ -167,7 +167,8 @@ def gqa_to_latent(layer: Attention) -> Attention:
     )
     target = empty_layer(layer, score=f'latent(size={R})', value='latent', num_kv_heads=N)
 
-    # select_KN is 1 if query head n uses key head k; select_RNH is the same for every channel.
+    # select_KN is 1 if query head n uses key head k: with K = 2 and N = 4, [[1 1 0 0], [0 0 1 1]].
+    # select_RNH is the same for each channel of a head.
     select_KN = np.repeat(np.eye(K), N // K, axis=1)
     select_RNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)
     zeros_RNH = np.zeros_like(select_RNH)

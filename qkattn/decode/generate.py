@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qkattn.config import ModelConfig
 from qkattn.decode.beam import Choice, Hypotheses, Step, beam_search, decode
 from qkattn.decode.kv_cache import KVCache, encode_source, init_cache, prefill, take_rows
 from qkattn.errors import ConfigError
@@ -142,10 +143,11 @@ def search(
     V = logits_BV.shape[1]
     require(beam >= 1, f'{beam=} must be at least 1')
     require(0 <= separator < V, f'{separator=} must be an id from 0 to {V - 1}')
-    copies_M = jnp.repeat(jnp.arange(len(prompts_BT)), beam)
+    # The search takes `beam` copies of each row: with beam=2, the rows 0 0 1 1 2 2 ...
+    rows_M = jnp.repeat(jnp.arange(len(prompts_BT)), beam)
     return beam_search(
-        logits_BV[copies_M],
-        take_rows(cache, copies_M),
+        logits_BV[rows_M],
+        take_rows(cache, rows_M),
         step,
         beam=beam,
         num_tokens=num_tokens,
@@ -161,44 +163,17 @@ def _started(
     vocab_size: int | None,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
-    """Checks the arguments and runs the prompts through the model.
+    """Runs the prompts through the model.
 
     Raises ConfigError for arguments that do not fit the model.
 
     Returns:
       The logits of the first new token, the cache before it, and the `Step` that continues.
     """
-    config = model.config
-    shape = prompts_BT.shape
-    require(len(shape) == 2, f'prompts of shape {shape} must have two axes, rows and tokens')
-    B, T = shape
-    V = config.vocab_size if vocab_size is None else vocab_size
+    V = model.config.vocab_size if vocab_size is None else vocab_size
+    _check_arguments(model.config, prompts_BT, num_tokens, V, source)
+    B, T = prompts_BT.shape
     S = T + num_tokens - 1  # slots of the cache; the model does not read the last token
-    needed = 'decoder' if source is None else 'encoder_decoder'
-
-    require(
-        config.kind == needed,
-        f'generation needs a model of kind {needed!r} here, not {config.kind!r}',
-    )
-    require(B * T > 0, f'prompts of shape {B, T} hold no token to continue')
-    require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
-    require(
-        1 <= V <= config.vocab_size,
-        f'vocab_size={V} must be from 1 to model.vocab_size={config.vocab_size}',
-    )
-    if source is not None:
-        source_BS, _ = source
-        length = source_BS.shape[1]
-        longest = config.encoder.context
-        require(
-            length <= longest,
-            f'a source of {length} tokens does not fit into model.source_context={longest}',
-        )
-    require(
-        S <= config.context,
-        f'{T} tokens and {num_tokens=} need {S} positions; model.context={config.context}',
-    )
-
     if source is None:
         cache = init_cache(model, B, S)
     else:
@@ -216,6 +191,44 @@ def _started(
         return logits_MV[:, :V], cache
 
     return logits_BV[:, :V], cache, step
+
+
+def _check_arguments(
+    config: ModelConfig,
+    prompts_BT: jax.Array,
+    num_tokens: int,
+    vocab_size: int,
+    source: tuple[jax.Array, jax.Array] | None,
+) -> None:
+    """Raises ConfigError unless the prompts, the new tokens and the source fit the model."""
+    shape = prompts_BT.shape
+    require(len(shape) == 2, f'prompts of shape {shape} must have two axes, rows and tokens')
+    B, T = shape
+    needed = 'decoder' if source is None else 'encoder_decoder'
+    require(
+        config.kind == needed,
+        f'generation needs a model of kind {needed!r} here, not {config.kind!r}',
+    )
+    require(B * T > 0, f'prompts of shape {B, T} hold no token to continue')
+    require(num_tokens >= 1, f'{num_tokens=} must be at least 1')
+    require(
+        1 <= vocab_size <= config.vocab_size,
+        f'{vocab_size=} must be from 1 to model.vocab_size={config.vocab_size}',
+    )
+    if source is not None:
+        source_BS, _ = source
+        length = source_BS.shape[1]
+        longest = config.encoder.context
+        require(
+            length <= longest,
+            f'a source of {length} tokens does not fit into model.source_context={longest}',
+        )
+    num_positions = T + num_tokens - 1  # The model does not read the last token.
+    require(
+        num_positions <= config.context,
+        f'{T} tokens and {num_tokens=} need {num_positions} positions; '
+        f'model.context={config.context}',
+    )
 
 
 def require(valid: Any, message: str) -> None:

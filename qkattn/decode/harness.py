@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,13 @@ def token_scores(
     return -nats_BT, logits_BTV.argmax(-1) == targets_BT
 
 
+class _Rows(NamedTuple):
+    """The rows of `continued`, while they are decoded."""
+
+    tokens_BT: jax.Array
+    is_done_B: jax.Array  # whether a row has reached its end or a separator
+
+
 @functools.partial(jax.jit, static_argnames=('prefix', 'separator', 'vocab_size'))
 def continued(
     model: Decoder,
@@ -84,9 +91,10 @@ def continued(
     continuation up to position ends_B[b]. Decoding stops once every row has reached its end or a
     separator; later tokens of a row mean nothing.
 
-    All rows share one cache, which has one length. So the model first reads the `prefix` tokens
-    that every prompt has, in one pass. Then it proceeds position by position: rows whose prompt
-    goes on read its next token, and the others are continued.
+    All rows share one cache, which has one length. So the model first reads `prefix` tokens of each
+    prompt in one pass, at most as many as the shortest prompt has. Then it proceeds position by
+    position: a row whose prompt is longer takes the next token of its prompt, and any other row
+    takes the argmax prediction.
     """
     B, T = tokens_BT.shape
     cache = init_cache(model, B, T - 1)  # the model does not read the last token
@@ -97,34 +105,28 @@ def continued(
     ) -> tuple[jax.Array, KVCache]:
         return prefill(model, tokens_B[:, None], cache)
 
-    def next_token(
-        t: jax.Array, logits_BV: jax.Array, state: tuple[jax.Array, jax.Array]
-    ) -> Choice:
-        """Sets the token of every row at the t-th position after the prefix.
-
-        It is the token of the prompt while the prompt goes on, and then the argmax prediction. The
-        state is (tokens_BT, is_done_B): the tokens of the rows, and whether a row is complete.
-        """
-        tokens_BT, is_done_B = state
+    def next_token(t: jax.Array, logits_BV: jax.Array, rows: _Rows) -> Choice:
+        """Sets the token of every row at position `prefix` + t."""
         position = prefix + t
         in_prompt_B = position < lengths_B
-        greedy_B = logits_BV[:, :vocab_size].argmax(-1).astype(tokens_BT.dtype)
-        token_B = jnp.where(in_prompt_B, tokens_BT[:, position], greedy_B)
-        tokens_BT = tokens_BT.at[:, position].set(token_B)
+        prediction_B = logits_BV[:, :vocab_size].argmax(-1).astype(rows.tokens_BT.dtype)
+        token_B = jnp.where(in_prompt_B, rows.tokens_BT[:, position], prediction_B)
 
         chose_separator_B = ~in_prompt_B & (token_B == separator)
         is_at_end_B = position + 1 >= ends_B
-        is_done_B = is_done_B | chose_separator_B | is_at_end_B
-        return Choice((tokens_BT, is_done_B), token_B, rows_M=None)
+        rows = _Rows(
+            tokens_BT=rows.tokens_BT.at[:, position].set(token_B),
+            is_done_B=rows.is_done_B | chose_separator_B | is_at_end_B,
+        )
+        return Choice(rows, token_B, rows_M=None)
 
-    def not_done(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-        _, is_done_B = state
-        return ~is_done_B.all()
+    def not_done(rows: _Rows) -> jax.Array:
+        return ~rows.is_done_B.all()
 
-    state = (tokens_BT, jnp.zeros(B, bool))
+    rows = _Rows(tokens_BT, jnp.zeros(B, bool))
     num_steps = ends_B.max() - prefix
-    tokens_BT, _ = decode(logits_BV, cache, step, next_token, state, num_steps, not_done)
-    return tokens_BT
+    rows = decode(logits_BV, cache, step, next_token, rows, num_steps, not_done)
+    return rows.tokens_BT
 
 
 class TextModel:
@@ -176,16 +178,16 @@ class TextModel:
     ) -> list[float]:
         """Returns log p(text) for each request (text,), the sum over the `windows` of the text."""
         rows = []
-        owners = []  # the index of each row's request
-        for number, request in enumerate(requests):
+        index_of_request = []  # for each row
+        for index, request in enumerate(requests):
             (text,) = request.args
             for row in windows(self.encode(text), self.tokenizer.separator, self.context):
                 rows.append(row)
-                owners.append(number)
+                index_of_request.append(index)
 
         nats = [0.0] * len(requests)
-        for number, (row_nats, _) in zip(owners, self.scores(rows), strict=True):
-            nats[number] += row_nats
+        for index, (row_nats, _) in zip(index_of_request, self.scores(rows), strict=True):
+            nats[index] += row_nats
         return nats
 
     def generate_until(self, requests: Sequence[Request], disable_tqdm: bool = False) -> list[str]:
