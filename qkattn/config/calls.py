@@ -33,8 +33,8 @@ def resolve(
       field: the name of the setting, for errors.
       needs: what an imported object must be, for errors: 'a class or function'.
       fits: whether an imported object is what `needs` says.
-      call: a function from the object to the class or function that takes the options. By default
-        it is the object itself. The options are keyword-only parameters.
+      call: returns the class or function whose keyword-only parameters are the options, given the
+        object. By default this is the object itself.
       error: the class of the exceptions below.
 
     Raises `error` for a malformed or unknown name, a module that cannot be imported, an imported
@@ -51,10 +51,10 @@ def resolve(
         raise error(_unknown_name(name, known, field))
 
     if options:
-        accepted = options_of(call(target))
+        accepted_options = options_of(call(target))
         for option in options:
-            if option not in accepted:
-                names = ', '.join(accepted) or 'none'
+            if option not in accepted_options:
+                names = ', '.join(accepted_options) or 'none'
                 raise error(f'{name} has no option {option!r}; it takes {names}')
     return target, options
 

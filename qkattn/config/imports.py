@@ -64,27 +64,31 @@ def describe_failure(failure: Exception) -> str:
 
 def import_paths(config_json: Any) -> list[str]:
     """Returns the import paths in a config as JSON, without options, in alphabetical order."""
-    text = json.dumps(_without_other_names(config_json), ensure_ascii=False)
+    text = json.dumps(_without_names_of_data(config_json), ensure_ascii=False)
     paths = set(IMPORT_PATH.findall(text))
     # The names of data sets in catalogues have the same form, as in 'tfds:lm1b'.
     return sorted(path for path in paths if not path.startswith(('tfds:', 'hf:')))
 
 
-def _without_other_names(config_json: Any) -> Any:
-    """Returns a config as JSON without texts that have the form of an import path and are none."""
+def _without_names_of_data(config_json: Any) -> Any:
+    """Returns a config as JSON without the corpora and vocabularies that look like import paths.
+
+    NOT_MODULES lists them. In the field `tokenizer`, 'tiktoken:gpt2' is left out, and
+    'my_file:MyTokenizer' stays. The values of each field become a list.
+    """
     if isinstance(config_json, list):
-        return [_without_other_names(item) for item in config_json]
+        return [_without_names_of_data(item) for item in config_json]
     if not isinstance(config_json, dict):
         return config_json
-    kept = {}
+    kept: dict[str, list[Any]] = {}
     for field, value in config_json.items():
+        kept[field] = []
         prefixes = tuple(f'{name}:' for name in NOT_MODULES.get(field, ()))
-        values = value if isinstance(value, list) else [value]
-        kept[field] = [
-            _without_other_names(item)
-            for item in values
-            if not (isinstance(item, str) and item.startswith(prefixes))
-        ]
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            is_name_of_data = isinstance(item, str) and item.startswith(prefixes)
+            if not is_name_of_data:
+                kept[field].append(_without_names_of_data(item))
     return kept
 
 

@@ -42,10 +42,10 @@ OF_MACHINE = (
 
 @functools.cache
 def defaults(cls: Any) -> dict[str, Any]:
-    """Returns {field: default}, the values of fields that a stored config leaves out.
+    """Returns {field: the value that it has in a stored config without the field}.
 
-    The default of a field is in schema.json. A field that is not there has the default of the
-    class. The default of a section is {}, so that each of its fields takes its own default.
+    This is the default in schema.json, or the default of the class for a field that is not there.
+    A section has the default {}: `from_json` then gives each field of the section its own default.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -54,8 +54,9 @@ def defaults(cls: Any) -> dict[str, Any]:
 
     for number in SCHEMAS:
         for name, default in introduced(number, cls).items():
-            # A field that was removed from the class stays in schema.json.
-            if name in values:
+            # A field that the class has no longer stays in schema.json.
+            is_field_of_class = name in values
+            if is_field_of_class:
                 values[name] = default
     return _plain(values)
 
@@ -74,8 +75,8 @@ def introduced(number: str, cls: Any) -> dict[str, Any]:
 def to_json(config: Any) -> dict[str, Any]:
     """Returns a config, or one of its sections, as plain JSON values: the form that is stored.
 
-    Fields of schema 1 are always stored. A field of a later schema is left out if it has its
-    default in schema.json. So adding a field does not change the hash of configs.
+    Fields of schema 1 are always stored. A field of a later schema is only stored if it differs
+    from its default in schema.json. So a field that is added changes no hash.
     """
     cls = typing.cast(Any, type(config))
     always_stored = introduced('1', cls)
@@ -85,6 +86,7 @@ def to_json(config: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             value = to_json(value)
         elif isinstance(value, str):
+            # remat='none' is stored as False; most texts are stored as they are.
             stored_forms = STORED_AS.get(field.name, {})
             value = stored_forms.get(value, value)
         value = _plain(value)
@@ -96,13 +98,13 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(cls: Any, values: Mapping[str, Any], prefix: str = '') -> Any:
-    """Builds a class of settings from nested JSON values.
+    """Builds a config, or one of its sections, from the JSON values that `to_json` returns.
 
-    Missing fields get the default of their schema.
+    A field that is missing gets its value from `defaults`.
 
     Args:
       cls: a class of settings, such as Config.
-      values: {field: value} as `to_json` returns it, with a mapping for each section.
+      values: {field: value}, with a mapping for each section.
       prefix: the beginning of names of fields in errors, 'model.' for the section model.
 
     Raises UnknownFieldError for an unknown field, ConfigError if a section is not a mapping.
@@ -123,10 +125,12 @@ def from_json(cls: Any, values: Mapping[str, Any], prefix: str = '') -> Any:
     complete_values = {**defaults(cls), **values}
     for name, value in complete_values.items():
         annotation = annotations[name]
-        if dataclasses.is_dataclass(annotation):
+        is_section = dataclasses.is_dataclass(annotation)
+        is_tuple = typing.get_origin(annotation) is tuple
+        if is_section:
             fields[name] = from_json(annotation, value, f'{prefix}{name}.')
-        elif typing.get_origin(annotation) is tuple and isinstance(value, list):
-            fields[name] = tuple(value)  # JSON has no tuples.
+        elif is_tuple and isinstance(value, list):  # JSON has lists for tuples
+            fields[name] = tuple(value)
         else:
             fields[name] = _from_stored_form(name, value)
     return cls(**fields)

@@ -72,6 +72,7 @@ class Bounds:
             return True
         if kind is str:
             return self._admit_text(value)
+        # The value is a number. A limit {'at least': 0} requires that operator.ge(value, 0).
         for words, limit in self._limits(kind).items():
             is_within_limit = COMPARISONS[words]
             if not is_within_limit(value, limit):
@@ -90,9 +91,9 @@ class Bounds:
         return is_one_line and longest_part < PART_END
 
     def _limits(self, kind: type) -> dict[str, float]:
-        """Returns the limits of a number of type `kind`, {'at least': 0, 'below': 1} for example.
+        """Returns the limits of a number of type `kind`, with the keys of COMPARISONS.
 
-        The keys are those of COMPARISONS.
+        They are {'at least': 0, 'below': 1} for a number x with 0 <= x < 1.
         """
         limits = {
             'at least': self.least,
