@@ -20,6 +20,7 @@ def rotate(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
     angle_T1H = positions_T[:, None, None].astype(dtype) * frequency_H
     cos_T1H = jnp.cos(angle_T1H)
     sin_T1H = jnp.sin(angle_T1H)
+    # Channel h of the first half, a, and of the second, b, are the coordinates of one point.
     a_BTNH = x_BTNH[..., :half].astype(dtype)
     b_BTNH = x_BTNH[..., half:].astype(dtype)
     rotated = [
@@ -53,7 +54,7 @@ def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     The factor sqrt(2) gives them unit variance. Positions may have any shape: [B, T] gives
     [B, T, D]. Vaswani et al. 2017, section 3.5.
     """
-    half = (d_model + 1) // 2
+    half = (d_model + 1) // 2  # For an odd d_model, the last cosine is cut off below.
     frequency_D = BASE ** (-np.arange(half) / half)
     angle_TD = positions_T[..., None].astype(jnp.float32) * jnp.asarray(frequency_D, jnp.float32)
     sin_cos_TD = jnp.concatenate([jnp.sin(angle_TD), jnp.cos(angle_TD)], axis=-1)

@@ -39,7 +39,8 @@ class AttentionSpec:
     kernel: str = 'auto'
 
     def __post_init__(self) -> None:
-        # The sizes, and the defaults of those that are None.
+        # The sizes, and the defaults of those that are None. The dataclass is frozen, so they are
+        # set by object.__setattr__.
         self._set_size('d_model')
         self._set_size('num_heads')
 

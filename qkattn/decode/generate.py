@@ -27,9 +27,10 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> ja
 
 
 def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds a check of prompt and source ids to a compiled function, which cannot see their values.
+    """Decorates `generate` or `search`: prompt and source ids are checked before the call.
 
-    The returned function raises ConfigError for ids outside of the vocabulary.
+    A function that jit compiles cannot see their values. The decorated function raises ConfigError
+    for ids outside of the vocabulary.
     """
 
     @functools.wraps(compiled)
