@@ -223,10 +223,13 @@ def _translated(
 ) -> Exception | None:
     """Returns the error that `_request` raises for an error of Google's libraries.
 
-    Returns None for an error that is not about the bucket. The arguments are those of `_request`.
+    There are three kinds: the bucket or object does not exist, this account may not use the bucket,
+    or the bucket cannot be reached. Returns None for any other error. The arguments are those of
+    `_request`.
     """
     bucket, _ = _split(path)
     if isinstance(error, _api('NotFound')):
+        # A bucket that was opened exists, so only the object to read can be missing.
         if task == 'read' and not opening:
             return FileNotFoundError(f'{os.fspath(path)} does not exist')
         return RunDirectoryError(
@@ -239,6 +242,7 @@ def _translated(
         )
 
     if _is_out_of_reach(error):
+        # The first line of the error, or its class if it has no text.
         lines = str(error).splitlines() or [type(error).__name__]
         reason = lines[0][:_SHOWN].rstrip('.')
         problem = (

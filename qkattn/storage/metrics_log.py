@@ -78,13 +78,13 @@ def _parse(
     damaged, or if its step is below the step of the line before.
     """
     last_step = -math.inf if after.last_step is None else after.last_step
-    number = after.lines
+    number = after.lines  # of the line that was read last; the first line is line 1
     with _reading(path) as file:
         file.seek(after.size)
         line = next(file, None)
         while line is not None:
             number += 1
-            # Only the last line may be partial, so the next one is read first.
+            # Only the last line may be partial. Reading one line ahead shows which is the last.
             next_line = next(file, None)
             is_last = next_line is None
             if is_last and not _is_complete(line):
@@ -150,7 +150,9 @@ def _damaged_line(path: Readable, number: int, reason: object) -> RunDirectoryEr
 def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
     """Describes the complete lines of a log, or only the first `limit` of them.
 
-    It parses only the last of these lines, and raises RunDirectoryError if that line is damaged.
+    A crash can leave a last line that is not complete: it has no newline, or it has one but is not
+    a record. This line is left out. Of the complete lines, only the last is parsed. Raises
+    RunDirectoryError if it is damaged.
     """
     num_lines = 0
     size = 0
@@ -169,13 +171,26 @@ def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
     if num_lines == 0:
         return _Beginning()
 
-    # A crash may also leave a last line of the log that has a newline but is not a record. Then
-    # only the lines before it are complete.
+    # `last_line` ends the log if all lines were read, and none of them was without a newline.
     is_last_of_log = limit is None and not ends_in_part
     if is_last_of_log and not _is_complete(last_line):
         return _beginning(path, limit=num_lines - 1)
     last_step = _record(path, num_lines, last_line)['step']
     return _Beginning(num_lines, size, crc32, last_step)
+
+
+def _opened_to_append(path: Path) -> Any:
+    """Opens a log to read it and to append to it; creates a log on a disk if there is none.
+
+    A log in a bucket is copied into memory. `MetricsFile.flush` writes the copy to the bucket.
+    """
+    if not buckets.is_url(path):
+        with disk_errors(path):
+            return open(path, 'a+b', buffering=0, opener=in_place)
+    if not path.exists():
+        return io.BytesIO()
+    with read_errors(path):
+        return io.BytesIO(path.read_bytes())
 
 
 class MetricsFile:
@@ -195,17 +210,8 @@ class MetricsFile:
         Raises RunDirectoryError if the last complete line is damaged.
         """
         self.path = as_path(path)
-        # The log on a disk, or the copy in memory of a log in a bucket.
-        self._file: Any = io.BytesIO()
         try:
-            if not buckets.is_url(self.path):
-                with disk_errors(self.path):
-                    self._file = open(  # noqa: SIM115
-                        self.path, 'a+b', buffering=0, opener=in_place
-                    )
-            elif self.path.exists():
-                with read_errors(self.path):
-                    self._file = io.BytesIO(self.path.read_bytes())
+            self._file = _opened_to_append(self.path)
         except OSError as error:
             raise damaged(self.path, error) from error
 
@@ -302,10 +308,11 @@ class MetricsFile:
         with contextlib.suppress(RunDirectoryError):
             beginning = _beginning(self.path, num_written)
             has_all_lines = beginning.lines == num_written
-            if has_all_lines and beginning.crc32 == written['crc32']:
+            is_unchanged = beginning.crc32 == written['crc32']
+            if has_all_lines and is_unchanged:
                 return beginning
 
-        # `_parse` raises at the first damaged line. If no line is damaged, their content differs.
+        # `_parse` raises at the first damaged line. Without one, lines are missing or have changed.
         num_sound = sum(1 for _ in itertools.islice(_parse(self.path), num_written))
         raise RunDirectoryError(
             f'{self.path}: its first {num_sound} lines are not the {num_written} that the run has '
@@ -315,8 +322,9 @@ class MetricsFile:
     def _lines_before(self, step: int, evaluated: bool) -> _Beginning:
         """Describes the lines that a run keeps when it resumes at `step`, by their steps alone.
 
-        These are the lines up to `step`. The run writes the final record at `step` again, and the
-        evaluation at `step` unless `evaluated`. So the lines end before these records.
+        A run that resumes at step 100 writes the final record of step 100 again, and also the
+        evaluation of step 100 unless `evaluated`. The lines end with the last record up to step 100
+        that the run does not write again.
         """
         kinds_written_again = ['final']
         if not evaluated:

@@ -171,21 +171,21 @@ class Sinks:
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes the numbers of a record of metrics.jsonl to every sink.
 
-        These are the fields with a number for each trial, and the speeds of the run, which are
-        repeated for each trial. Other fields are left out: texts, settings of trials, and numbers
-        of the run.
+        A sink gets a number for each trial. A loss is a list with one for each. The speed of a run
+        is a single number, which counts for each trial. Fields of other forms are left out: texts,
+        the settings of the trials, and other numbers of the run.
         """
         num_trials = len(self._config.trials.trials())
         values = {}
         for name, value in record.items():
+            if name == 'trials':  # the settings of the trials
+                continue
             label = f'{record["kind"]}/{name}'  # such as 'train/loss'
-            is_per_trial = name != 'trials' and np.ndim(value) == 1
+            is_list = np.ndim(value) == 1
             if name in SPEEDS:
                 values[label] = np.full(num_trials, value)
-            elif is_per_trial:
-                has_text = any(isinstance(entry, str) for entry in value)
-                if not has_text:
-                    values[label] = np.array(value, np.float64)
+            elif is_list and not any(isinstance(entry, str) for entry in value):
+                values[label] = np.array(value, np.float64)
 
         # A copy, because a sink that fails is removed in the loop.
         for name, sink in list(self._open.items()):
