@@ -131,7 +131,10 @@ class Member:
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """Returns the bytes of a zip archive of {name: content}; the same files make the same bytes."""
+    """Returns the bytes of a zip archive of {name: content}.
+
+    The same files make the same bytes: every member has the same date, mode and system.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, 'w') as archive:
         for name, content in files.items():

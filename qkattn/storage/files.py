@@ -416,9 +416,10 @@ def disk_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         # If a file was not found, name the outermost directory that is missing.
         if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
-            for ancestor in (*reversed(path.parents), path):
-                if not os.path.lexists(ancestor):
-                    raise _gone(ancestor) from error
+            from_root = (*reversed(path.parents), path)  # '/', '/runs', '/runs/a' for /runs/a
+            for directory in from_root:
+                if not os.path.lexists(directory):
+                    raise _gone(directory) from error
 
         directory = path if os.path.isdir(path) else path.parent
         for error_number, reason in _WRITE_FAILURES.items():

@@ -114,8 +114,8 @@ def require_no_links(directory: Path) -> None:
 def _check_config(directory: Path, config: Config) -> None:
     """Writes config.json, or checks that the existing one has the same configuration.
 
-    Raises ConfigError if the directory holds a study, or a run with another configuration. The
-    error lists the settings that differ.
+    Raises ConfigError if the directory holds a study, or a run with another configuration. Raises
+    RunDirectoryError if it holds other files of a run, but no config.json.
     """
     path = directory / 'config.json'
     if path.exists():
@@ -124,10 +124,10 @@ def _check_config(directory: Path, config: Config) -> None:
 
     if (directory / 'study.json').exists():
         raise ConfigError(f'workdir={directory} holds a study; give a run its own directory')
-    orphans = [name for name in ('metrics.jsonl', 'checkpoints') if (directory / name).exists()]
-    if orphans:
+    leftovers = [name for name in ('metrics.jsonl', 'checkpoints') if (directory / name).exists()]
+    if leftovers:
         raise RunDirectoryError(
-            f'workdir={directory} holds {" and ".join(orphans)} but no config.json to resume '
+            f'workdir={directory} holds {" and ".join(leftovers)} but no config.json to resume '
             'from; restore it from a copy or give another directory.'
         )
     write_json(path, {'hash': fingerprint(config), 'config': to_json(config)})
@@ -142,7 +142,7 @@ def _require_same_config(path: Path, config: Config) -> None:
     stored = _stored_config(path)
     if fingerprint(stored) == fingerprint(config):
         return
-    # With the stored settings of the machine, so that the error does not list them.
+    # Both configs get the same settings of the machine, so that the error does not list these.
     comparable = with_machine_of(config, stored)
     changes = differences(dataclasses.asdict(stored), dataclasses.asdict(comparable))
     change_lines = '\n  '.join(changes)
@@ -156,10 +156,9 @@ def _stored_config(path: Path) -> Config:
     """Reads a config.json; raises ConfigError if it is damaged or from a later version."""
     record = read_json(path, CONFIG)
     config_json = record['config']
+    if fingerprint_of(config_json) != record['hash']:
+        raise damaged(path, ConfigError('its hash does not match its config'))
     try:
-        # A hash that does not match is reported like any other damage, below.
-        if fingerprint_of(config_json) != record['hash']:
-            raise ConfigError('its hash does not match its config')
         return from_json(Config, config_json)
     except UnknownFieldError as error:  # of a later version
         raise ConfigError(f'{path} has an {error}; or give another workdir') from error
@@ -239,7 +238,8 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
         return completed.stdout.strip()
 
     try:
-        git('ls-files', '--error-unmatch', '__init__.py')  # fails for an installed copy
+        # Fails if git does not track the package, as for a copy that pip has installed.
+        git('ls-files', '--error-unmatch', '__init__.py')
         commit = git('rev-parse', 'HEAD')
         changed_files = git('status', '--porcelain')
     except (OSError, subprocess.SubprocessError) as error:
