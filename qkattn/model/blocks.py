@@ -81,8 +81,7 @@ class MLP(nnx.Module):
         self.dropout = config.activation_dropout
         with initialization(config.init, config.init_mlp):
             self.w_in_DF = weight(key, 'w_in_DF', (D, F), std=D**-0.5)
-            # The last matrix of a residual branch: its gain keeps the variance of the stream from
-            # growing with the number of branches.
+            # This gain keeps the variance of the stream from growing with the number of branches.
             gain = config.num_branches**-0.5
             self.w_out_FD = weight(key, 'w_out_FD', (F, D), std=F**-0.5, gain=gain)
             self.w_gate_DF = weight(key, 'w_gate_DF', (D, F), std=D**-0.5) if gated else None
@@ -130,11 +129,12 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None
     ) -> jax.Array:
+        # Keys for the attention probabilities and for the two branches.
         probability_key, *branch_keys = split_key(dropout_key, 3)
-        attend = self.attend(self.attention, mask, probability_key)
-        return self.around([attend], x_BTD, branch_keys)
+        branch = self.attention_branch(self.attention, mask, probability_key)
+        return self.around([branch], x_BTD, branch_keys)
 
-    def attend(
+    def attention_branch(
         self,
         attention: Attention,
         mask: Mask,
@@ -143,8 +143,11 @@ class Block(nnx.Module):
     ) -> Branch:
         """Returns the residual branch of an attention layer.
 
-        It attends to y_BSD if given, else to the stream itself. The key is for dropout of the
-        attention probabilities; None is no dropout.
+        Args:
+          attention: the layer.
+          mask: which positions are visible.
+          key: the key for dropout of the attention probabilities. None is no dropout.
+          y_BSD: what the layer attends to; by default the stream itself.
         """
 
         def branch(x_BTD: jax.Array) -> jax.Array:
@@ -163,34 +166,34 @@ class Block(nnx.Module):
 
     def around(
         self,
-        attends: Sequence[Branch],
+        attention_branches: Sequence[Branch],
         x_BTD: jax.Array,
         keys: Sequence[jax.Array | None] | None = None,
     ) -> jax.Array:
-        """Returns the stream after the attention branches `attends` and the MLP.
+        """Returns the stream after the given attention branches and the MLP.
 
         A caller may replace the attention layers of the block. Decoding, for example, passes
         branches that attend to cached keys.
 
         Args:
-          attends: the residual branches that come before the MLP, one for each attention norm.
+          attention_branches: the branches that come before the MLP, one for each attention norm.
           x_BTD: the stream before the block.
           keys: a dropout key for each branch, and one for the MLP. None is no dropout.
         """
         if keys is None:
-            keys = [None] * (len(attends) + 1)
+            keys = [None] * (len(attention_branches) + 1)
         *attention_keys, mlp_key = keys
         norms = self.attention_norms()
-        for attend, norm, key in zip(attends, norms, attention_keys, strict=True):
-            x_BTD = self.add(attend, norm, x_BTD, key)
+        for branch, norm, key in zip(attention_branches, norms, attention_keys, strict=True):
+            x_BTD = self.add(branch, norm, x_BTD, key)
 
-        # The MLP drops hidden activations, too, with another key than its branch.
-        inner_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
+        # mlp_key drops the output of the MLP. Hidden activations have a key of their own.
+        hidden_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
 
-        def mlp(x_BTD: jax.Array) -> jax.Array:
-            return self.mlp(x_BTD, inner_key)
+        def mlp_branch(x_BTD: jax.Array) -> jax.Array:
+            return self.mlp(x_BTD, hidden_key)
 
-        return self.add(mlp, self.mlp_norm, x_BTD, mlp_key)
+        return self.add(mlp_branch, self.mlp_norm, x_BTD, mlp_key)
 
     def attention_norms(self) -> list[Norm]:
         """Returns the norms of the attention layers, in the order of their branches."""
@@ -229,9 +232,9 @@ class CrossBlock(Block):
         """
         # Keys for the probabilities of both attention layers, then for the three branches.
         self_key, cross_key, *branch_keys = split_key(dropout_key, 5)
-        attend = self.attend(self.attention, mask, self_key)
-        cross_attend = self.attend(self.cross_attention, cross_mask, cross_key, y_BSD)
-        return self.around([attend, cross_attend], x_BTD, branch_keys)
+        self_branch = self.attention_branch(self.attention, mask, self_key)
+        cross_branch = self.attention_branch(self.cross_attention, cross_mask, cross_key, y_BSD)
+        return self.around([self_branch, cross_branch], x_BTD, branch_keys)
 
     def attention_norms(self) -> list[Norm]:
         return [self.attention_norm, self.cross_norm]

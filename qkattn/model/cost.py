@@ -72,6 +72,7 @@ def training_flops_per_token(config: ModelConfig) -> float:
     parameters do not train, and more if model.remat repeats parts of the forward pass.
     """
 
+    # Any scalar of the logits will do: only matrix products are counted.
     def loss(model: Transformer, inputs: dict[str, jax.Array]) -> jax.Array:
         return jnp.square(model(**inputs)).sum()
 
@@ -103,9 +104,9 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
         input_ids = []
         for variable in equation.invars:
             if isinstance(variable, Literal):
-                input_ids.append(repr(variable))
+                input_ids.append(repr(variable))  # literals of the same value are equal
             else:
-                # An argument of the program is computed by no equation, and only equals itself.
+                # An argument of the program is computed by no equation. It equals only itself.
                 input_ids.append(id_of_variable.get(variable, id(variable)))
         computation = hash((primitive, str(equation.params), tuple(input_ids)))
         for index, variable in enumerate(equation.outvars):
@@ -116,6 +117,7 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
 
         if primitive == 'dot_general':
             flops += _dot_general_flops(equation)
+        # The body of a scan runs `length` times.
         repeats = equation.params['length'] if primitive == 'scan' else 1
         for inner_jaxpr in _inner_jaxprs(equation):
             flops += repeats * _matmul_flops(inner_jaxpr)

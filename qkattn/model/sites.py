@@ -29,16 +29,16 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     The same config always gives the same object, so that its check runs only once. Raises SpecError
     if the sizes do not fit together.
     """
-    # A ModelConfig is frozen, but its attributes can be set through vars().
+    # The specification is stored in the config. A ModelConfig is frozen, but vars() returns its
+    # attributes as a dict that can be changed.
     attributes = vars(config)
     if SPEC in attributes:
         return attributes[SPEC]
 
-    # The fields have the same names in both classes, except for the residual gain.
-    fields = {}
-    for field in dataclasses.fields(AttentionSpec):
-        if field.name != 'residual_gain':
-            fields[field.name] = getattr(config, field.name)
+    # The fields of a specification have the same names in the config, except for the residual gain.
+    names = [field.name for field in dataclasses.fields(AttentionSpec)]
+    names.remove('residual_gain')
+    fields = {name: getattr(config, name) for name in names}
     if config.positions not in ('rope', 'alibi'):
         # Learned and sinusoidal positions are added to the stream, outside of attention.
         fields['positions'] = 'none'
@@ -54,8 +54,8 @@ def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
     decides it: 'model'; with a pattern also 'model.pattern[0]', 'model.pattern[1]', ...; and in an
     encoder-decoder also 'model.encoder_variant' and 'model.cross_variant'.
 
-    A function raises SpecError if the settings of its site do not fit together. Since it is called
-    for one site at a time, the caller can name the setting that fails.
+    A function raises SpecError if the settings of its site do not fit together. The caller can then
+    name the setting.
     """
 
     def spec_in_pattern(index: int) -> AttentionSpec:
@@ -144,14 +144,16 @@ def _trace_attention(config: Config, setting: str, spec: AttentionSpec) -> None:
     model = config.model
     is_in_encoder = setting == 'model.encoder_variant'
     is_cross = setting == 'model.cross_variant'
-    is_causal = model.kind != 'encoder' and not is_in_encoder and not is_cross
+    is_bidirectional = model.kind == 'encoder' or is_in_encoder
+    is_causal = not is_bidirectional and not is_cross
+    # T queries attend to S keys.
     T = model.encoder.context if is_in_encoder else model.context
     S = model.encoder.context if is_cross else T
-    # A row holds several documents, or several pairs in an encoder-decoder.
+    # The segments of a row are documents, or sentence pairs in an encoder-decoder.
     has_segments = not config.data.cross_documents or model.kind == 'encoder_decoder'
 
     def attend(layer: Attention, x_BTD: jax.Array, y_BSD: jax.Array) -> jax.Array:
-        """Attends from T queries to S keys with the mask of this site."""
+        """Attends with the mask of this site, as in training."""
         mask = Mask(
             causal=is_causal,
             window=spec.window,
@@ -167,7 +169,7 @@ def _trace_attention(config: Config, setting: str, spec: AttentionSpec) -> None:
             dropout_key=jax.random.key(0),
         )
 
-    # Shapes stand in for arrays. The parameters have the dtype in which training computes.
+    # There are only shapes in place of arrays. All have the dtype in which training computes.
     dtype = jnp.dtype(model.compute_dtype)
     layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     layer = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype), layer)

@@ -73,15 +73,13 @@ def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> B
     pattern, the only stack is returned as it is.
     """
     keys_L = jax.random.split(key, config.num_layers)
-    period = len(config.cycle)  # the number of variants
-    if period == 1:
-        return jax.vmap(functools.partial(kind, config.cycle[0]))(key=keys_L)
-
+    num_variants = len(config.cycle)
     stacks = []
     for number, layer_config in enumerate(config.cycle):
-        keys_of_stack = keys_L[number::period]
+        # With 2 variants, the stacks have the layers 0, 2, 4, ... and 1, 3, 5, ...
+        keys_of_stack = keys_L[number::num_variants]
         stacks.append(jax.vmap(functools.partial(kind, layer_config))(key=keys_of_stack))
-    return Pattern(stacks)
+    return stacks[0] if num_variants == 1 else Pattern(stacks)
 
 
 def layer_of(blocks: Blocks, index: int) -> Block:
@@ -172,7 +170,10 @@ def run_blocks(
     dropout_key: jax.Array | None,
     **shared: Any,
 ) -> jax.Array:
-    """Passes x through all layers. Every block gets the arguments in `shared`."""
+    """Passes x through all layers. Every block gets the arguments in `shared`.
+
+    With config.remat, the backward pass computes layers again instead of keeping all their values.
+    """
 
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
         """Runs one layer, and places the stream on the devices before and after it."""
@@ -185,7 +186,7 @@ def run_blocks(
     def step(
         x_BTD: jax.Array, block: Block, index: tuple[int, jax.Array], key: jax.Array | None
     ) -> jax.Array:
-        """Calls `layer` with the arguments that `scan_layers` passes; it needs no index."""
+        """Runs one layer in `scan_layers`, which also passes an index that is not needed."""
         return layer(x_BTD, block, key)
 
     keys_L = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)

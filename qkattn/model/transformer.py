@@ -38,7 +38,8 @@ class Stream(nnx.Module):
     ):
         """Initializes the parameters.
 
-        Without `own_embedding` there is no embedding matrix, and `embed` must get one.
+        `block` is the class of the layers. If `own_embedding` is False, there is no embedding
+        matrix, and `embed` takes one as an argument.
         """
         D = config.d_model
         V = config.vocab_size
@@ -286,6 +287,7 @@ class EncoderDecoder(Transformer):
             segments_BT = jnp.ones_like(tokens_BT)
         y_BSD = self.encode(source_BS, source_segments_BS, dropout_key=encoder_key)
         x_BTD = self.embed(tokens_BT, positions_of(segments_BT))
+        # A target token attends to the targets up to itself, and to all source tokens of its pair.
         window = self.config.window
         mask = Mask(causal=True, window=window, segments_BT=segments_BT, segments_BS=segments_BT)
         cross_mask = Mask(segments_BT=segments_BT, segments_BS=source_segments_BS)
