@@ -103,7 +103,17 @@ def train(
         sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
         require_shared(path)
         run = Run(
-            config, path, rows, corpora, initial, progress, directory, stop, sinks, lost, traces
+            config=config,
+            path=path,
+            rows=rows,
+            corpora=corpora,
+            initial=initial,
+            progress=progress,
+            directory=directory,
+            stop=stop,
+            sinks=sinks,
+            lost=lost,
+            traces=traces,
         )
         finished = run.finished_results()
         return run.to_end() if finished is None else finished

@@ -244,12 +244,15 @@ def build(config: Config, lifting: str | None = None) -> Program:
     init = _initializer(config, mesh, abstract_state, hyper['seed'])
 
     def compiled(lifting: str) -> tuple[Callable, float]:
+        """Returns the compiled program, and the seconds that this took."""
         start = time.perf_counter()
         lowered = lower(config, lifting, mesh, abstract_state, abstract_hyper, abstract_batch)
         with _without_slow_compile_notice(mesh):
             steps = lowered.compile()
         return steps, time.perf_counter() - start
 
+    # Compiles the program for each lifting that may be chosen. If there are several, a measurement
+    # decides.
     candidates = _liftings(lifting or config.train.lifting, len(trials))
     programs = {candidate: compiled(candidate) for candidate in candidates}
     chosen = candidates[0]
