@@ -255,10 +255,14 @@ def define_imports() -> flags.FlagHolder:
 
 
 def define_dry_run(description: str) -> flags.FlagHolder:
-    """Defines the flag --dry_run.
+    """Defines the flag --dry_run, which may be given alone or with the name of a pod.
 
-    Its value is None without the flag, COUNT for --dry_run, and 'v5p-2x4x4' for
-    --dry_run=v5p-2x4x4, the name of a pod. `description` says what is printed without a pod.
+        on the command line      value of the flag
+        nothing                  None
+        --dry_run                COUNT
+        --dry_run=v5p-2x4x4      'v5p-2x4x4'
+
+    `description` says what a script prints for --dry_run alone.
     """
     description += (
         ' With a pod such as v5p-2x4x4 or h100-16x8, compiles for it, and prints memory, FLOPs and '
@@ -266,7 +270,12 @@ def define_dry_run(description: str) -> flags.FlagHolder:
     )
     serializer: flags.ArgumentSerializer = flags.ArgumentSerializer()
     return flags.DEFINE(
-        DryRunParser(), 'dry_run', None, description, serializer=serializer, boolean=True
+        DryRunParser(),
+        'dry_run',
+        None,
+        description,
+        serializer=serializer,
+        boolean=True,  # absl accepts the flag without a value, and gives the parser 'true'
     )
 
 

@@ -72,17 +72,23 @@ class StopRequest:
             StopRequest._interrupts = 0
 
     def defer_exit(self) -> None:
-        """Until the block ends, a signal only sets `requested`, and does not end the process.
+        """Keeps signals from ending the process until the block ends; they only set `requested`.
 
-        Call it when there is something to save. In a job, all processes call it, and wait for each
-        other. Raises Stopped if any of them has got a signal.
+        Call it just before work begins whose state has to be saved, such as training. From then on,
+        the caller has to stop and save once `requested` is set. In a job, all processes call it,
+        and wait for each other.
+
+        Raises:
+          Stopped: this process, or another one of the job, has got a signal already. The work has
+            not begun, so there is nothing to save.
         """
         with no_interrupt:
             self.deferring.append(self)
-        is_requested_anywhere = self.requested
+        is_stop_requested = self.requested
         if self.peers is not None:
-            is_requested_anywhere = self.peers.meet(self.requested)
-        if is_requested_anywhere:
+            # Waits for the other processes. True if any of them has got a signal.
+            is_stop_requested = self.peers.meet(self.requested)
+        if is_stop_requested:
             raise Stopped('stopped with nothing to save')
 
     def allow_exit(self) -> None:

@@ -128,15 +128,23 @@ def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[in
 def _losses(
     loss_of_seed: Mapping[int, float | None], seeds: tuple[int, ...]
 ) -> dict[int, float | None]:
-    """Returns the measured losses of these seeds at one value; None for a diverged seed.
+    """Returns the losses of the given seeds at one value of a knob, such as learning_rate=0.003.
 
-    If one seed has diverged, the value is worse than all others, whatever the other seeds give. So
-    seeds that were not measured count as diverged, too, and are not trained.
+    The loss of a diverged seed is None. A seed that still has to be trained has no entry. With the
+    seeds 0, 1 and 2, for example:
+
+        loss_of_seed          returned
+        {0: 2.9, 1: 3.0}      {0: 2.9, 1: 3.0}             seed 2 still has to be trained
+        {0: 2.9, 1: None}     {0: 2.9, 1: None, 2: None}   seed 2 need not be trained
+
+    A value of a knob with a diverged seed ranks behind all values without one. Further seeds would
+    not change that, so they are not trained, and count as diverged.
     """
-    losses = {seed: loss_of_seed[seed] for seed in seeds if seed in loss_of_seed}
-    if None in losses.values():
-        return {seed: losses.get(seed) for seed in seeds}
-    return losses
+    measured = {seed: loss_of_seed[seed] for seed in seeds if seed in loss_of_seed}
+    has_diverged_seed = None in measured.values()
+    if not has_diverged_seed:
+        return measured
+    return {seed: measured.get(seed) for seed in seeds}
 
 
 def _missing(

@@ -164,22 +164,37 @@ def _swap_leading_axes(tree: dict) -> dict:
 def stack_program(
     config: Config, lifting: str, mesh: Mesh, measure: Callable[[Config, dict, dict], dict]
 ) -> Callable[[dict, dict], dict[str, jax.Array]]:
-    """Returns a compiled function that applies `measure` to X trials on one shared batch.
+    """Returns a compiled function that evaluates the models of X trials on the same batch.
 
-    `measure` maps (config, params, batch) of one trial to a dict of arrays. The compiled function
-    maps (params [X, ...], batch [B, ...]) to a dict of stacked arrays, [X, ...].
+    For example, `measure` computes the losses of one model on B rows, {'loss': [B]}. The compiled
+    function takes the parameters of 6 trials, each array with a leading axis of 6, and the rows. It
+    returns the losses of all trials, {'loss': [6, B]}.
+
+    Args:
+      config: the settings of the run.
+      lifting: 'vmap' evaluates the trials side by side, 'map' one after another, as in `lift`.
+      mesh: the mesh of the run.
+      measure: maps (config, params, batch) of one trial to a dict of arrays.
+
+    Returns:
+      A function that maps (params [X, ...], batch [B, ...]) to a dict of arrays [X, ...]. Every
+      device gets these arrays in full.
     """
 
-    def measured(params: dict, batch: dict) -> dict[str, jax.Array]:
-        batch = jax.lax.with_sharding_constraint(batch, sharding.row_sharding(mesh))
+    def measure_trials(params_of_trials: dict, batch: dict) -> dict[str, jax.Array]:
+        batch_over_devices = jax.lax.with_sharding_constraint(batch, sharding.row_sharding(mesh))
 
-        def of_trial(params: dict) -> dict[str, jax.Array]:
-            return measure(config, params, batch)
+        def measure_trial(params: dict) -> dict[str, jax.Array]:
+            return measure(config, params, batch_over_devices)
 
+        measure_each = lift(measure_trial, lifting, mesh)
+        # Inside of these blocks, a model splits its activations over the mesh, and chooses an
+        # attention kernel that runs on the devices of the mesh.
         with placing(sharding.place_activations(mesh)), choice.on(mesh):
-            return lift(of_trial, lifting, mesh)(params)
+            return measure_each(params_of_trials)
 
-    return jax.jit(measured, out_shardings=NamedSharding(mesh, P()))
+    on_every_device = NamedSharding(mesh, P())
+    return jax.jit(measure_trials, out_shardings=on_every_device)
 
 
 def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:

@@ -304,19 +304,25 @@ def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
 
 
 def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Makes the global batch of one dispatch, [C, X, A, B, ...], from the part of this process.
+    """Makes the global batch of one dispatch, [C, X, A, B, T], from the part of this process.
 
-    `local` has arrays with the trials and rows that `local_share` returns. They are cut into
-    microbatches here, on the host. Inside of the program, that would move rows between devices.
+    A dispatch has C steps of X trials. Each step has A microbatches of B rows, of T elements each.
+
+    `local` has arrays [C, trials, rows, T], with the trials and rows that `local_share` returns.
+    They are cut into microbatches here, on the host. Inside of the program, that would move rows
+    between devices.
     """
     C, X, A, B = leading_shape(config)
 
-    def place(local_CXBT: np.ndarray) -> jax.Array:
-        _, num_local_trials, _, T = local_CXBT.shape
-        # A rows in sequence belong to A different microbatches; see `local_share`.
-        local_CXBAT = local_CXBT.reshape(C, num_local_trials, -1, A, T)
+    def place(local_array: np.ndarray) -> jax.Array:
+        """Cuts the rows of one array into A microbatches, and makes the global array."""
+        # Row r belongs to microbatch r % A. For example, A is 2 and the rows are 0 to 5. They are
+        # cut into [[0, 1], [2, 3], [4, 5]]. Swapping the axes gives [[0, 2, 4], [1, 3, 5]].
+        _, num_local_trials, num_local_rows, T = local_array.shape
+        local_CXBAT = local_array.reshape(C, num_local_trials, num_local_rows // A, A, T)
         local_CXABT = np.swapaxes(local_CXBAT, 2, 3)
-        return _place(local_CXABT, batch_sharding(mesh), (C, X, A, B, T))
+        global_shape = (C, X, A, B, T)
+        return _place(local_CXABT, batch_sharding(mesh), global_shape)
 
     return jax.tree.map(place, local)
 

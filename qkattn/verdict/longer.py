@@ -52,8 +52,14 @@ _SCHEMA = {
 def studies_beside(study: TrainedStudy) -> list[Path]:
     """Finds the directories beside a study whose studies train the same models longer.
 
-    Longer means at least TIMES times as many steps.
+    For example, runs/long is found beside runs/short if it repeats the study with four times the
+    steps. Another study has to meet three conditions:
+
+    - it trains for at least TIMES times as many steps;
+    - it compares its arms with the same baseline, and matches their cost in the same way;
+    - its base config has the same settings, except for those of _FREE, such as the steps.
     """
+    settings_of_study = _settings_to_compare(study.base)
     directories = []
     for study_json in sorted(study.directory.resolve().parent.glob('*/study.json')):
         try:
@@ -63,28 +69,31 @@ def studies_beside(study: TrainedStudy) -> list[Path]:
             # A report on that study says what is wrong with it.
             continue
         is_longer = base.train.num_steps >= TIMES * study.base.train.num_steps
+        has_same_settings = _settings_to_compare(base) == settings_of_study
+        has_same_baseline = record['baseline'] == study.baseline
+        # Which cost is matched, what absorbs the rounding, and where saved parameters go.
         is_matched_alike = (
-            record['baseline'] == study.baseline
-            and record['matched'] == study.match
+            record['matched'] == study.match
             and record['fill'] == study.fill
             and tuple(record['destinations']) == study.destinations
         )
-        if is_longer and is_matched_alike and _shared(base) == _shared(study.base):
+        if is_longer and has_same_settings and has_same_baseline and is_matched_alike:
             directories.append(study_json.parent)
     return directories
 
 
-def _shared(base: Config) -> dict[str, Any]:
-    """Returns the settings that studies of different lengths have to share, by name.
+def _settings_to_compare(base: Config) -> dict[str, Any]:
+    """Returns the settings that have to be equal in studies of different lengths, by name.
 
-    _FREE lists the others, or the sections that they are in.
+    An example is {'model.d_model': 256, ...}. It leaves out the settings and sections that _FREE
+    lists, such as train.num_steps and trials.
     """
-    shared = {}
+    settings = {}
     for name, value in flat(to_json(base)):
         is_free = any(name == free or name.startswith(f'{free}.') for free in _FREE)
         if not is_free:
-            shared[name] = value
-    return shared
+            settings[name] = value
+    return settings
 
 
 def settlings(

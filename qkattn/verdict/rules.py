@@ -236,10 +236,18 @@ def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Requires that screening determines the arm's settings and that its verdict run uses them.
 
-    A setting (knob) is determined if its sweep is bracketed (worse values lie on both sides of the
-    best one) and bounds the optimum.
+    A knob is a setting that may be tuned, such as the learning rate. Screening measures the loss at
+    several values of a knob: its sweep. There are three requirements:
+
+    1. Every sweep determines the best value of its knob: worse values lie on both sides of it, and
+       the losses bound where the optimum is.
+    2. Every knob is screened before the verdict run.
+    3. The verdict run has the chosen value of every knob.
     """
     for knob, sweep in arm.sweeps.items():
+        # `at_worst` bounds how much lower the loss at the optimum may be. It is None if the losses
+        # do not bound where the optimum is.
+        is_optimum_bounded = sweep.at_worst is not None
         if not sweep.bracketed:
             yield _block(
                 RemarkCode.NOT_BRACKETED,
@@ -248,22 +256,22 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
                 high=sweep.values[-1],
                 best=sweep.best,
             )
-        elif sweep.at_worst is None:
+        elif not is_optimum_bounded:
             yield _block(RemarkCode.UNBOUNDED_OPTIMUM, knob=knob)
     if not arm.verdict_trials:
         return
 
     tuning = arm.tuning
-    next_knob = tuning.knob
-    if next_knob is not None:
-        # A knob is still to be screened, so the settings for a verdict run are not known yet.
-        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=next_knob, values=tuning.values)
+    knob_to_screen = tuning.knob  # None once all knobs are screened
+    if knob_to_screen is not None:
+        # The values that a verdict run must have are not known yet.
+        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=knob_to_screen, values=tuning.values)
         return
 
     for index, knob in enumerate(KNOBS):
         expected = tuning.settings[index]
-        different_values = dict.fromkeys(trial.settings[index] for trial in arm.verdict_trials)
-        for actual in different_values:
+        values_in_verdict = dict.fromkeys(trial.settings[index] for trial in arm.verdict_trials)
+        for actual in values_in_verdict:
             if actual != expected:
                 yield _block(
                     RemarkCode.OTHER_SETTING,

@@ -194,22 +194,18 @@ def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
 def with_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun:
     """Adds to a run its log and its losses by document, from the files of its directory.
 
-    These two files are read once no result of the run is missing. The other files of the directory
-    are only checked, because no number of a report comes from them. If a file is bad, its content
-    is left out and a sentence about it is added to `problems`.
+    There are three kinds of files:
+
+    1. config.json, provenance.json and result.json are only checked. No number of a report comes
+       from them.
+    2. metrics.jsonl, the log, is read if every trial of the run has a result.
+    3. documents.json, the losses by document, is read on the same condition. A stored study may
+       leave it out.
+
+    For each bad file, a sentence is added to `problems`, and its content is left out.
     """
     directory = study / run.directory
     documents_json = directory / 'documents.json'
-
-    def add_problem(name: str, error: ValueError) -> None:
-        """Adds a sentence about the file `name`, which could not be read because of `error`."""
-        if not (directory / name).exists():
-            problems.append(f'{run.directory} has results, but {name} is missing.')
-        elif isinstance(error, RunDirectoryError):
-            # The error names the file.
-            problems.append(f'{error}.')
-        else:
-            problems.append(f'{run.directory}/{name} is damaged: {error}.')
 
     for name, schema in records.RUN_FILES.items():
         path = directory / name
@@ -217,26 +213,40 @@ def with_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun
             if path.exists():
                 _check_run_file(name, records.parse_file(path, schema), run)
         except ValueError as error:
-            add_problem(name, error)
+            problems.append(_describe_bad_file(run, study, name, error))
 
     # A run writes documents.json at its end.
     if not run.trials and documents_json.exists():
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
-    if len(run.trials) != run.num_trials:
+    has_every_result = len(run.trials) == run.num_trials
+    if not has_every_result:
         return run
 
     try:
         run = _with_log(run, read_metrics(directory / 'metrics.jsonl'))
     except ValueError as error:
-        add_problem('metrics.jsonl', error)
-    if left_out_documents(directory):
+        problems.append(_describe_bad_file(run, study, 'metrics.jsonl', error))
+
+    # Where a stored study leaves out documents.json, it has a file with its SHA-256.
+    sha256_of_left_out = left_out_documents(directory)
+    if sha256_of_left_out:
         return run
     try:
         losses = records.parse_file(documents_json, {'validation': records.DOCUMENTS})
         run = _with_documents(run, losses)
     except ValueError as error:
-        add_problem('documents.json', error)
+        problems.append(_describe_bad_file(run, study, 'documents.json', error))
     return run
+
+
+def _describe_bad_file(run: TrainedRun, study: Files, name: str, error: ValueError) -> str:
+    """Returns a sentence on a file of a run that could not be read because of `error`."""
+    path = study / run.directory / name
+    if not path.exists():
+        return f'{run.directory} has results, but {name} is missing.'
+    if isinstance(error, RunDirectoryError):
+        return f'{error}.'  # the error names the file
+    return f'{run.directory}/{name} is damaged: {error}.'
 
 
 def _check_run_file(name: str, content: Any, run: TrainedRun) -> None:

@@ -135,5 +135,6 @@ def test_a_control_trained_longer_needs_fresh_seeds(tmp_path, longer_seeds, code
 def test_the_base_may_differ_in_the_length_of_training_alone():
     short = language_model('cpu')
     long = language_model('cpu', seeds=6, first_seed=56, evaluations=8, times_as_long=4)
-    assert longer._shared(short) == longer._shared(long)
-    assert longer._shared(language_model('cpu', positions='rope')) != longer._shared(short)
+    rope = language_model('cpu', positions='rope')
+    assert longer._settings_to_compare(short) == longer._settings_to_compare(long)
+    assert longer._settings_to_compare(rope) != longer._settings_to_compare(short)

@@ -448,14 +448,23 @@ def _with_bias_gradients(
 ) -> jax.Array:
     """Adds what query block i and key block j contribute to the gradients of the biases.
 
-    `_toeplitz` copies the bias of a distance to all logits of this distance. So the gradient of the
-    bias is the sum of the gradients ds_NTS of these logits, as the transpose of `_toeplitz` gives.
+    All logits of one distance t - s add the same bias, so the gradient of the bias is the sum of
+    the gradients ds_NTS of these logits. For 2 queries and 3 keys, the biases a, b, c, d are added
+    as [[c b a], [d c b]], so the gradient of c is ds[0, 0] + ds[1, 1].
     """
-    T, S = ds_NTS.shape[1:]
+    N, T, S = ds_NTS.shape
     first, count = _distances(grid, i, j)
+
+    # `_toeplitz` is linear: it copies biases to logits. Its transpose sums over the copies. JAX
+    # derives the transpose from the shape and dtype of the biases.
+    def copy_to_logits(b_of_blocks_NR: jax.Array) -> jax.Array:
+        return _toeplitz(b_of_blocks_NR, T, S)
+
+    shape_of_biases = jax.ShapeDtypeStruct((N, count), db_NR.dtype)
+    sum_over_logits = jax.linear_transpose(copy_to_logits, shape_of_biases)
+    (added_NR,) = sum_over_logits(ds_NTS)
+
     db_of_blocks_NR = lax.dynamic_slice_in_dim(db_NR, first, count, 1)
-    sum_by_distance = jax.linear_transpose(lambda b_NR: _toeplitz(b_NR, T, S), db_of_blocks_NR)
-    (added_NR,) = sum_by_distance(ds_NTS)
     return lax.dynamic_update_slice_in_dim(db_NR, db_of_blocks_NR + added_NR, first, 1)
 
 

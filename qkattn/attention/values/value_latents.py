@@ -39,19 +39,25 @@ class Latent(Factored):
     def values_and_output(
         self, cache: Cache, score: Score, num_queries: int
     ) -> tuple[jax.Array, Output]:
-        """Returns the explicit or the absorbed form, whichever needs fewer multiplications.
+        """Returns the values to average, and the function that maps the average to the output.
 
-        With the average c of the latents, the explicit form averages c W_UV. The absorbed form
-        averages c as a single value head, and its output begins with the product with W_UV.
+        They have two forms, which give the same output. Each key s has a latent c[s] and, in head
+        n, a probability p[s]. The head computes
+
+            explicit   (sum_s p[s] (c[s] W_UV[n])) W_O[n]   with the values c[s] W_UV[n]
+            absorbed   (sum_s p[s] c[s]) W_UV[n] W_O[n]     with the values c[s]
+
+        The form with fewer multiplications is chosen.
         """
-        is_cheaper = absorbing_is_cheaper(num_queries, cache['latent_BSR'], self.w_up_v_RNH)
         # The absorbed form has no place for a bias b_V: its average is b_V only if probabilities
         # sum to 1, which not every normalizer gives.
-        is_possible = self.b_v_NH is None
-        if not is_possible or not is_cheaper:
-            return super().values_and_output(cache, score, num_queries)
-        latent_BS1R = cache['latent_BSR'][:, :, None, :]
-        return latent_BS1R, self._absorbed_output
+        has_bias = self.b_v_NH is not None
+        latent_BSR = cache['latent_BSR']
+        is_absorbed_cheaper = absorbing_is_cheaper(num_queries, latent_BSR, self.w_up_v_RNH)
+        if has_bias or not is_absorbed_cheaper:
+            return super().values_and_output(cache, score, num_queries)  # the explicit form
+        v_BS1R = latent_BSR[:, :, None, :]  # one value head, which all heads share
+        return v_BS1R, self._absorbed_output
 
     def _absorbed_output(self, o_BTNR: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         """Maps the averaged latents to the values of each head, then to the output."""

@@ -53,19 +53,33 @@ class Megatron(TokenFormat):
             raise ConfigError(
                 f'data.path: {index_path} has sequences that do not follow one another'
             )
-        bounds = index.document_bounds
+        document_bounds = index.document_bounds
         num_sequences = len(index.lengths)
-        is_ascending = len(bounds) > 1 and bounds[0] == 0 and (np.diff(bounds) >= 0).all()
-        if not is_ascending or bounds[-1] != num_sequences:
+        if not _covers(document_bounds, num_sequences):
             raise ConfigError(
                 f'data.path: {index_path} has documents that do not begin at sequence 0, ascend, '
                 f'and end at {num_sequences:,}'
             )
 
-        # Documents without a token are left out: they end where the document before them does, or
-        # at 0.
-        document_ends = np.unique(sequence_bounds[bounds[1:]])
-        return Shard(path, ids, document_ends[document_ends > 0])
+        # For example, three sequences of 3, 2 and 4 ids have the bounds [0, 3, 5, 9]. A document of
+        # the first two, and one of the third, have the bounds [0, 2, 3]. They end at [5, 9].
+        document_ends = sequence_bounds[document_bounds[1:]]
+        # A document without ids is left out. It ends where the one before it does, or at 0.
+        different_ends = np.unique(document_ends)
+        return Shard(path, ids, different_ends[different_ends > 0])
+
+
+def _covers(document_bounds: np.ndarray, num_sequences: int) -> bool:
+    """Whether documents with these bounds follow one another from the first sequence to the last.
+
+    For example, [0, 2, 3] are the bounds of two documents that cover three sequences.
+    """
+    if len(document_bounds) < 2:
+        return False  # there is no document
+    begins_at_first = document_bounds[0] == 0
+    is_ascending = (np.diff(document_bounds) >= 0).all()
+    ends_at_last = document_bounds[-1] == num_sequences
+    return bool(begins_at_first and is_ascending and ends_at_last)
 
 
 class _Index(NamedTuple):
