@@ -418,7 +418,7 @@ class Run:
         evaluating = is_last or self.step % train.eval_every == 0
         saving = is_last or stopping or self.step % train.checkpoint_every == 0
         if saving:
-            self._require_owned(is_lost, f'at step {self.step}')
+            self._require_owned(is_lost, f'at step {self.step:,}')
         if not evaluating and not saving:
             return None
         return Boundary(evaluating, saving, stopping)
@@ -481,7 +481,7 @@ class Run:
         Lost if another process has taken over the run.
         """
         # `_boundary` has checked this, but an evaluation since then may have taken minutes.
-        self._require_owned(self._is_lost(), f'at step {self.step}')
+        self._require_owned(self._is_lost(), f'at step {self.step:,}')
         num_trials = len(self.config.trials.trials())
         record = {
             # Metrics are on the disk before the checkpoint, so a resumed file has no gap.
@@ -585,7 +585,8 @@ class Run:
 
     def _stopped(self) -> Stopped:
         """Returns the error with which a start ends after a signal."""
-        return Stopped(f'stopped at step {self.step} of {self.config.train.num_steps}, state saved')
+        num_steps = self.config.train.num_steps
+        return Stopped(f'stopped at step {self.step:,} of {num_steps:,}, state saved')
 
     def _is_lost(self) -> bool:
         """Whether another process has taken over the run; only process 0 knows it."""
