@@ -1,0 +1,116 @@
+"""docs/tutorial.md, typed as it stands in a clone of its own, with a generated text and tiny runs."""
+
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+PAGE = (ROOT / 'docs/tutorial.md').read_text()
+COMMANDS = [
+    shlex.join(shlex.split(command))
+    for block in re.findall(r'```sh\n(.*?)```', PAGE, re.S)
+    for command in block.replace('\\\n', ' ').splitlines()
+]
+TINY = (
+    '--config.sizes=("d_model=16",)',
+    '--config.base.train.num_steps=20',
+    '--config.base.train.eval_every=10',
+    '--config.base.optimizer.warmup_steps=2',
+    '--config.base.model.context=16',
+    '--config.base.trials.seeds=(0,1)',
+    '--config.tuning.max_points=3',
+    '--config.tuning.max_seeds=2',
+    '--config.match.tolerance=0.2',
+)
+
+
+def blocks(marker: str) -> list[str]:
+    """The code blocks that follow a comment `<!-- marker -->`."""
+    return re.findall(rf'<!-- {marker} -->\n```\w+\n(.*?)\n```', PAGE, re.S)
+
+
+def test_the_config_on_the_page_is_the_file():
+    (shown,) = blocks('config: configs/speeches.py')
+    assert shown in (ROOT / 'configs/speeches.py').read_text()
+
+
+@pytest.fixture(scope='module')
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A clone with one commit, beside a text of short speeches."""
+    if not (ROOT / '.git').exists() or shutil.which('git') is None:
+        pytest.skip('the files of the clone are those that git knows')
+    clone = tmp_path_factory.mktemp('tutorial') / 'qkattn'
+    listed = run(ROOT, 'git ls-files --cached --others --exclude-standard').stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, clone / name)
+    run(clone, 'git init --quiet')
+    run(clone, 'git add --all')
+    run(clone, 'git commit --quiet --message=all')
+    (clone / '.venv/bin').mkdir(parents=True)
+    python = clone / '.venv/bin/python'
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    draw = random.Random(0)
+    words = [''.join(draw.choices('abcdefghijklmnopqrstuvwxyz', k=5)) for _ in range(500)]
+    speeches = (' '.join(draw.choices(words, k=20)) + '.\n\n' for _ in range(2500))
+    (clone.parent / 'plays.txt').write_text(''.join(speeches))
+    yield clone
+    shutil.rmtree(clone)
+
+
+def run(directory: Path, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        'PYTHONPATH': str(directory),
+        'GIT_AUTHOR_NAME': 'A Reader',
+        'GIT_AUTHOR_EMAIL': 'reader@example.org',
+        'GIT_COMMITTER_NAME': 'A Reader',
+        'GIT_COMMITTER_EMAIL': 'reader@example.org',
+    }
+    return subprocess.run(
+        [*shlex.split(command), *flags],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def one_line(text: str) -> str:
+    return ' '.join(text.split())
+
+
+def test_a_plan_prints_what_the_page_shows(clone):
+    copied, refused, planned = (run(clone, command) for command in COMMANDS[1:4])
+    assert copied.returncode == 0
+    assert refused.returncode == 2
+    assert planned.returncode == 0, planned.stderr
+    (warning,) = blocks('warned')
+    assert warning in planned.stderr
+    printed = f'{one_line(refused.stderr)} {one_line(planned.stdout)}'
+    for text in blocks('printed by the dry run'):
+        assert one_line(text) in printed
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_runs(clone):
+    assert COMMANDS[0].startswith('curl ')  # the text lies there
+    for command in COMMANDS[1:]:
+        flags = TINY if '--workdir=' in command else ()
+        done = run(clone, command, *flags)
+        refused = 'documents=None' in command
+        assert done.returncode == (2 if refused else 0), (command, done.stdout, done.stderr)
+    assert (clone / 'runs/speeches/report.html').exists()
+    assert (clone / 'runs/speeches/plots').is_dir()
