@@ -5,8 +5,8 @@
 Its text is one file, ../plays.txt, the 1.1 MB of plays that tiny_shakespeare has; name yours with
 --config.base.data.path=FILE.
 
-Expected: Q = K is worse by 0.097 nats/token [0.075, 0.169] at this length of training; the log is in
-experiments/results/speeches.
+Expected: Q = K is worse by 0.097 nats/token [0.075, 0.169] at this length of training; the log is
+in experiments/results/speeches.
 Time: 42 minutes with two workers on two CPU cores that also had other work.
 """
 

@@ -186,7 +186,8 @@ OTHER_COMMANDS = (
 
 def commands() -> list[str]:
     """Every command of every page, its continuation lines joined."""
-    pages = [page for page in PAGES if page.name != 'tutorial.md']  # tests/test_tutorial.py types it
+    # tests/test_tutorial.py types those of the tutorial.
+    pages = [page for page in PAGES if page.name != 'tutorial.md']
     blocks = [b for page in pages for b in re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)]
     lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
     stripped = [shlex.join(shlex.split(line, comments=True)) for line in lines]

@@ -1,4 +1,4 @@
-"""docs/tutorial.md, typed as it stands in a clone of its own, with a generated text and tiny runs."""
+"""docs/tutorial.md, typed as it stands in a clone of its own: a generated text, tiny runs."""
 
 import os
 import random
