@@ -35,7 +35,7 @@ def get_config():
         ),
         optimizer=OptimizerConfig(warmup_steps=100),
         train=TrainConfig(num_steps=2000, batch_size=16, eval_every=500),
-        # Six seeds compare the variants, each at its own one of these learning rates.
+        # Six seeds compare the variants, each at its own tuned rate; these rates are tried first.
         trials=TrialsConfig(seeds=(0, 1, 2, 3, 4, 5), learning_rates=(4e-3, 8e-3, 1.6e-2)),
     )
     return Study(
