@@ -26,10 +26,10 @@ TINY = (
     '--config.base.train.eval_every=10',
     '--config.base.optimizer.warmup_steps=2',
     '--config.base.model.context=16',
-    '--config.base.trials.seeds=(0,1)',
+    '--config.base.trials.seeds=(0,1,2)',
     '--config.tuning.max_points=3',
     '--config.tuning.max_seeds=2',
-    '--config.match.tolerance=0.2',
+    '--config.tolerance=0.2',
 )
 
 
