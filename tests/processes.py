@@ -15,6 +15,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# The author of commits that tests make, whatever git knows of the user.
+GIT_IDENTITY = {
+    'GIT_AUTHOR_NAME': 'A Reader',
+    'GIT_AUTHOR_EMAIL': 'reader@example.org',
+    'GIT_COMMITTER_NAME': 'A Reader',
+    'GIT_COMMITTER_EMAIL': 'reader@example.org',
+}
+
+
+def git(directory: Path, *arguments: str) -> str:
+    """Runs a command of git in a directory; returns what it prints."""
+    return subprocess.run(
+        ['git', '-c', 'init.defaultBranch=main', *arguments],
+        cwd=directory,
+        env={**os.environ, **GIT_IDENTITY},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+
+
 def start_python(source: str, *arguments: object, **variables: str) -> subprocess.Popen:
     """Starts a process that runs `source`; it says when it is ready by printing a line."""
     return subprocess.Popen(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import GIT_IDENTITY, ROOT, git
 
 PAGE = (ROOT / 'docs/tutorial.md').read_text()
 COMMANDS = [
@@ -49,14 +49,14 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if not (ROOT / '.git').exists() or shutil.which('git') is None:
         pytest.skip('the files of the clone are those that git knows')
     clone = tmp_path_factory.mktemp('tutorial') / 'qkattn'
-    listed = run(ROOT, 'git ls-files --cached --others --exclude-standard').stdout
+    listed = git(ROOT, 'ls-files', '--cached', '--others', '--exclude-standard')
     for name in listed.splitlines():
         if (ROOT / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, clone / name)
-    run(clone, 'git init --quiet')
-    run(clone, 'git add --all')
-    run(clone, 'git commit --quiet --message=all')
+    git(clone, 'init')
+    git(clone, 'add', '--all')
+    git(clone, 'commit', '--message=all')
     (clone / '.venv/bin').mkdir(parents=True)
     python = clone / '.venv/bin/python'
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
@@ -70,14 +70,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(directory: Path, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        'PYTHONPATH': str(directory),
-        'GIT_AUTHOR_NAME': 'A Reader',
-        'GIT_AUTHOR_EMAIL': 'reader@example.org',
-        'GIT_COMMITTER_NAME': 'A Reader',
-        'GIT_COMMITTER_EMAIL': 'reader@example.org',
-    }
+    environment = {**os.environ, **GIT_IDENTITY, 'PYTHONPATH': str(directory)}
     return subprocess.run(
         [*shlex.split(command), *flags],
         cwd=directory,

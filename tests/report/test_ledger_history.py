@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import subprocess
 
 import pytest
 
 from qkattn.errors import ReportError
 from qkattn.report.ledger_history import REASONS, check_ledgers
-from tests.processes import ROOT
+from tests.processes import ROOT, git
 
 FIRST, SECOND, OTHER = ({'event': name, 'hash': name} for name in ('first', 'second', 'other'))
 STUDY = 'claims/cpu/a'
@@ -18,11 +17,6 @@ ledger = "{STUDY}/ledger.jsonl"
 replaced = "second"
 why = "Declared anew."
 '''
-
-
-def git(directory, *arguments):
-    identity = ('-c', 'user.name=a', '-c', 'user.email=a@b', '-c', 'init.defaultBranch=main')
-    subprocess.run(['git', *identity, *arguments], cwd=directory, check=True, capture_output=True)
 
 
 def write(results, study, *entries):

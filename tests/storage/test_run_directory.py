@@ -5,7 +5,6 @@ import hashlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -18,6 +17,7 @@ from qkattn.storage.files import write_atomic
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
 from qkattn.storage.run_directory import RunDirectory
+from tests.processes import git
 
 CONFIG = Config(trials=TrialsConfig(seeds=(0, 1)))
 
@@ -120,24 +120,19 @@ def test_git_state_is_that_of_the_package(tmp_path, monkeypatch):
         (directory / '__init__.py').touch()
     (package / '.gitignore').write_text('.venv')
 
-    def git(*arguments: str) -> str:
-        identity = ['-c', 'user.name=t', '-c', 'user.email=t@example.com']
-        command = ['git', '-C', str(package), *identity, *arguments]
-        return subprocess.check_output(command, text=True).strip()
-
     state = run_directory.git_state(package)
     assert state['commit'] is state['dirty'] is None
     assert 'not a git repository' in state['reason']
-    git('init', '-q')
-    git('add', '.')
-    git('commit', '-qm', 'first')
+    git(package, 'init', '-q')
+    git(package, 'add', '.')
+    git(package, 'commit', '-qm', 'first')
     assert run_directory.git_state(outside)['commit'] is None, "in somebody else's checkout"
-    head = git('rev-parse', 'HEAD')
+    head = git(package, 'rev-parse', 'HEAD')
     assert run_directory.git_state(package) == {'commit': head, 'dirty': False}
     (package / '__init__.py').write_text('changed = 1\n')
     assert run_directory.git_state(package) == {'commit': head, 'dirty': True}
-    git('checkout', '-q', '.')
-    git('config', 'core.quotePath', 'false')
+    git(package, 'checkout', '-q', '.')
+    git(package, 'config', 'core.quotePath', 'false')
     (package / os.fsdecode(b'caf\xe9')).touch()  # in Latin-1
     assert run_directory.git_state(package) == {'commit': head, 'dirty': True}
     monkeypatch.setenv('PATH', str(tmp_path))
