@@ -27,6 +27,8 @@ exit_hooks: list[Callable[[], None]] = []
 
 # Seconds for which `end` waits for a write in progress.
 _LONGEST_WRITE = 10.0
+# Seconds for which `_Watcher.catch_up` waits; the watcher is late only if the machine is.
+_LONGEST_CATCH_UP = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The flag --dry_run, or -dry_run=POD, among the arguments of a script.
 _DRY_RUN = re.compile(r'--?dry_run(=|$)')
@@ -55,7 +57,7 @@ class StopRequest:
     deferring: ClassVar[list['StopRequest']] = []  # the blocks with something to save
     _depth: ClassVar[int] = 0  # number of nested blocks
     _interrupts: ClassVar[int] = 0  # how often Ctrl-C came while there was something to save
-    _in_exit_on_signal: ClassVar[bool] = False
+    _watcher: ClassVar['_Watcher | None'] = None  # that of `exit_on_signal`
 
     def __enter__(self) -> 'StopRequest':
         StopRequest._depth += 1
@@ -64,6 +66,7 @@ class StopRequest:
 
     def __exit__(self, *exc_info: object) -> None:
         _restore(self._previous)
+        self._let_watcher_catch_up()
         with no_interrupt:
             self._undefer()
         StopRequest._depth -= 1
@@ -100,12 +103,13 @@ class StopRequest:
         is_known_to_all = False  # whether all processes know that one of them has got a signal
         if self.peers is not None:
             is_known_to_all = self.peers.meet(self.requested)
+        self._let_watcher_catch_up()
         with no_interrupt:
             self._undefer()
             # A signal that came after `meet` is known to this process only. `end` tells the others,
             # and they end too.
             came_after_meet = self.requested and not is_known_to_all
-            if came_after_meet and self._in_exit_on_signal:
+            if came_after_meet and self._watcher is not None:
                 end(EXIT_REQUEUE, _SAVED)
         if self.requested or is_known_to_all:
             raise Stopped(_SAVED)
@@ -124,6 +128,14 @@ class StopRequest:
         """Whether a stop was requested in this process while there is something to save."""
         return cls.requested and bool(cls.deferring)
 
+    def _let_watcher_catch_up(self) -> None:
+        """Has signals that came while there was something to save counted as such.
+
+        This thread may have handled a signal, and saved, before the watcher has read its number.
+        """
+        if self._watcher is not None:
+            self._watcher.catch_up()
+
     def _undefer(self) -> None:
         """Removes this block from the blocks with something to save."""
         self.deferring[:] = [block for block in self.deferring if block is not self]
@@ -138,13 +150,13 @@ class StopRequest:
             return
 
         # In a script without `exit_on_signal`, the next Ctrl-C raises KeyboardInterrupt.
-        if not self._in_exit_on_signal:
+        if self._watcher is None:
             _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
 
-        # In a script with it, a Ctrl-C ends the process from another thread, `_watch`. But while
-        # there is something to save, only the third one ends it.
+        # In a script with it, a Ctrl-C ends the process from another thread, that of `_Watcher`.
+        # But while there is something to save, only the third one ends it.
         has_something_to_save = bool(self.deferring)
         if not has_something_to_save:
             return
@@ -168,19 +180,14 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
     `dry_run` is called when the block begins. It returns True for a script that leaves nothing to
     resume from. The process then does not ask to be started again.
     """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    watcher = _Watcher(dry_run())
+    previous_descriptor = signal.set_wakeup_fd(watcher.write_end, warn_on_full_buffer=False)
     # Python writes into the pipe only for signals with a handler, so each gets one that does
     # nothing.
     previous_handlers = {}
     for number in _SIGNALS:
         previous_handlers[number] = signal.signal(number, lambda *_: None)
-    watcher = threading.Thread(
-        target=_watch, args=(read_end, dry_run()), name='signals', daemon=True
-    )
-    watcher.start()
-    StopRequest._in_exit_on_signal = True
+    StopRequest._watcher = watcher
 
     handlers_afterwards: dict[signal.Signals, Any] = previous_handlers
     try:
@@ -191,10 +198,10 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
         handlers_afterwards = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         raise
     finally:
-        StopRequest._in_exit_on_signal = False
+        StopRequest._watcher = None
         _restore(handlers_afterwards)
         signal.set_wakeup_fd(previous_descriptor)
-        os.close(write_end)  # ends the thread
+        watcher.close()
 
 
 def exit_while_starting(script: str) -> None:
@@ -248,22 +255,53 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _watch(read_end: int, dry_run: bool) -> None:
-    """The thread of `exit_on_signal`: ends the process at a signal, or sets `requested`.
+class _Watcher:
+    """The pipe of `exit_on_signal` and the thread that reads it.
 
-    `read_end` is the end of the pipe from which the numbers of signals are read, one byte each.
-    `dry_run` says whether there is nothing to resume from.
+    Each byte in the pipe is the number of a signal, and the thread ends the process at it, or sets
+    `StopRequest.requested`. A zero, which is no signal, comes from `catch_up`.
+
+    Attributes:
+      write_end: the descriptor that Python writes to.
     """
-    while content := os.read(read_end, 1):  # empty once the write end is closed
-        number = content[0]
-        if number not in _SIGNALS:
-            continue
+
+    def __init__(self, dry_run: bool) -> None:
+        """Starts the thread; `dry_run` says whether there is nothing to resume from."""
+        self._dry_run = dry_run
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self.write_end, False)
+        self._caught_up = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name='signals', daemon=True)
+        self._thread.start()
+
+    def catch_up(self) -> None:
+        """Waits until the thread has acted on each signal whose number is in the pipe."""
+        if not self._thread.is_alive():  # in a forked child
+            return
+        self._caught_up.clear()
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of signals
+            os.write(self.write_end, b'\0')
+            self._caught_up.wait(_LONGEST_CATCH_UP)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        os.close(self.write_end)
+
+    def _watch(self) -> None:
+        while content := os.read(self._read_end, 1):  # empty once the write end is closed
+            number = content[0]
+            if number == 0:
+                self._caught_up.set()
+            elif number in _SIGNALS:
+                self._act_on(number)
+        os.close(self._read_end)
+
+    def _act_on(self, number: int) -> None:
         with no_interrupt:
             if not StopRequest.deferring:
-                _end_with_nothing_to_save(number, dry_run)
+                _end_with_nothing_to_save(number, self._dry_run)
             # `StopRequest._handle` sets it, too, but only when code in C++ has returned.
             StopRequest.requested = True
-    os.close(read_end)
 
 
 def _say(text: str) -> None:

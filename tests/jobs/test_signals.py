@@ -206,6 +206,28 @@ def test_who_asks_again_while_the_state_is_saved_loses_nothing(again, seconds, c
     assert lines[1:-1] == ([waits] if signal.SIGINT in again else [])
 
 
+READ_LATE = """
+    import atexit, os, time
+
+    def read_late(*arguments, read=os.read):
+        content = read(*arguments)
+        time.sleep(0.2)
+        return content
+
+    os.read = read_late
+    atexit.register(time.sleep, 0.5)  # as long as the watcher is late, and longer
+"""
+
+
+def test_a_saved_state_is_not_called_nothing_to_save_where_the_watcher_is_late():
+    """The main thread handles the signal, and saves, before the watcher has read its number."""
+    process = start_python(READ_LATE + SAVE, 0)
+    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    ((code, _, errors),) = ended([process])
+    assert (code, errors) == (EXIT_REQUEUE, 'state saved; the same command resumes\n')
+
+
 END = """
     import os, sys, threading, time, types
     from pathlib import Path
