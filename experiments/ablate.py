@@ -60,7 +60,7 @@ def main() -> None:
         _dry_run(config)
         return
     path = local_workers.run(config, cli.required(WORKDIR), _matched(config), workers)
-    if not agreement.owner():
+    if not agreement.is_process_0():
         return
     if config.tuning.seeds:
         yardsticks.record_finished(path)

@@ -56,7 +56,7 @@ def _dry_run(config: Config) -> None:
     if LOG.value is not None:
         dry_run.check_log(LOG.value)
     step = dry_run.describe(config, DRY_RUN.value)
-    if agreement.owner():
+    if agreement.is_process_0():
         print(dry_run.text(step))
         if LOG.value is not None:
             dry_run.append_to_log(step, LOG.value)

@@ -36,7 +36,7 @@ from experiments.claims.needs import needed
 from experiments.claims.protocol import pick
 from experiments.claims.studies import Results, context_of
 from experiments.claims.verdicts import condition_of, finding, verdict_on
-from qkattn.config.calls import called
+from qkattn.config.calls import call_with_config_errors
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length_words
 from qkattn.storage.records import flat
@@ -87,8 +87,10 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     a measure of the claim raises.
     """
     started = time.perf_counter()
-    checked = called('claim', claim.name, lambda: _rows_of_checks(claim))
-    measured = called('claim', claim.name, lambda: _rows_of_measures(claim, scale, results))
+    checked = call_with_config_errors('claim', claim.name, lambda: _rows_of_checks(claim))
+    measured = call_with_config_errors(
+        'claim', claim.name, lambda: _rows_of_measures(claim, scale, results)
+    )
 
     trained = _trained(claim, scale, results)
     every_case: list[Case] = []

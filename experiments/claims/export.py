@@ -21,8 +21,8 @@ from qkattn.report.prose import length_words, rounded
 from qkattn.report.verify import close, near
 from qkattn.report.verify import difference as text_difference
 from qkattn.stats.decision import Decision
-from qkattn.storage.files import as_path, below
-from qkattn.storage.records import damaged, flat, parse_file, read, write_json
+from qkattn.storage.files import as_path, join_without_links
+from qkattn.storage.records import damaged_file_error, flat, parse_file, read, write_json
 from qkattn.study.arm_key import SAME_SHAPE
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.trained_arm import TrainedArm, with_baselines
@@ -250,7 +250,7 @@ def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
             rows = tuple(read(Row, row) for row in record['rows'])
             records.append(read(cls, record, rows=rows))
     except ValueError as error:
-        raise damaged(path, ValueError(f'{where}{error}'), again) from error
+        raise damaged_file_error(path, ValueError(f'{where}{error}'), again) from error
     return tuple(records)
 
 
@@ -268,8 +268,8 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         # A study cannot be read without the studies that it repeats.
         for earlier in loaded.study.earlier:
             if earlier.path is not None:
-                export_study(earlier.path, below(destination, earlier.name))
-        export_study(results.directory / name, below(destination, name))
+                export_study(earlier.path, join_without_links(destination, earlier.name))
+        export_study(results.directory / name, join_without_links(destination, name))
     write(destination, CLAIMS, decided)
     answered = answers(results)
     if answered:

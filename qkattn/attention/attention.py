@@ -12,7 +12,7 @@ from qkattn.attention.kernels.choice import attend
 from qkattn.attention.kernels.einsum import Bias
 from qkattn.attention.maps import Cache
 from qkattn.attention.mask import Mask
-from qkattn.attention.parameters import one_key, products_once, rms_norm
+from qkattn.attention.parameters import key_or_from_rngs, products_once, rms_norm
 from qkattn.attention.rope import linear_bias, rotate_last
 from qkattn.attention.spec import AttentionSpec
 
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         self, spec: AttentionSpec, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
     ):
         self.spec = spec
-        self.score, self.value = registry.build(spec, key=one_key(key, rngs))
+        self.score, self.value = registry.build(spec, key=key_or_from_rngs(key, rngs))
         if spec.qk_norm:
             # The gains have the size of queries and keys. It need not be the head size, so it is
             # read from the shape of the Score's queries; eval_shape computes nothing.

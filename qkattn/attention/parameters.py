@@ -40,7 +40,7 @@ NANOGPT_STD = 0.02
 
 
 @contextlib.contextmanager
-def inside(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+def set_context_variable(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
     """Sets a context variable inside the block, and restores its former value afterwards."""
     token = variable.set(value)
     try:
@@ -55,7 +55,7 @@ def initialization(init: str, factor: float) -> AbstractContextManager[None]:
     With init='fan_in' a matrix has the std that the caller of `weight` asks for. With 'nanogpt' it
     has std 0.02 (Radford et al. 2019). Both are multiplied by `factor`.
     """
-    return inside(_initialization, (init, factor))
+    return set_context_variable(_initialization, (init, factor))
 
 
 def std_of(init: str, std: float) -> float:
@@ -68,7 +68,7 @@ def shapes_only() -> AbstractContextManager[None]:
 
     `eval_shape` needs shapes only, and traces zeros six times as fast as random draws.
     """
-    return inside(_shapes_only, True)
+    return set_context_variable(_shapes_only, True)
 
 
 def products_once() -> AbstractContextManager[None]:
@@ -76,10 +76,10 @@ def products_once() -> AbstractContextManager[None]:
 
     The compiler would merge equal products, but not the products of their gradients.
     """
-    return inside(_products, [])
+    return set_context_variable(_products, [])
 
 
-def one_key(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
+def key_or_from_rngs(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
     """Returns `key`, or the next key of the stream 'params' of `rngs`.
 
     Raises SpecError unless exactly one of them is given.

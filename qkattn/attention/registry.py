@@ -86,7 +86,7 @@ def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dic
     The class is one of `registered`, or a subclass of `base` if `text` is an import path.
     """
 
-    def fits(member: Any) -> bool:
+    def is_subclass(member: Any) -> bool:
         return inspect.isclass(member) and issubclass(member, base)
 
     return resolve(
@@ -94,7 +94,7 @@ def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dic
         registered,
         base.__name__.lower(),
         needs=f'a subclass of qkattn.attention.{base.__name__}',
-        fits=fits,
+        is_valid=is_subclass,
         error=SpecError,
     )
 

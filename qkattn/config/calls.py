@@ -18,7 +18,7 @@ def resolve(
     field: str,
     *,
     needs: str = 'a class or function',
-    fits: Callable[[Any], bool] = callable,
+    is_valid: Callable[[Any], bool] = callable,
     call: Callable[[Any], Callable[..., Any]] = lambda target: target,
     error: type[ValueError] = ConfigError,
 ) -> tuple[Any, dict[str, Any]]:
@@ -32,7 +32,7 @@ def resolve(
       known: the registered objects by name.
       field: the name of the setting, for errors.
       needs: what an imported object must be, for errors: 'a class or function'.
-      fits: whether an imported object is what `needs` says.
+      is_valid: whether an imported object is what `needs` says.
       call: returns the class or function whose keyword-only parameters are the options, given the
         object. By default this is the object itself.
       error: the class of the exceptions below.
@@ -43,7 +43,7 @@ def resolve(
     name, options = parse_call(text, field, error)
     if ':' in name:
         target = import_object(name, field, error)
-        if not fits(target):
+        if not is_valid(target):
             raise error(f'{field}={name!r} is not {needs}')
     elif name in known:
         target = known[name]
@@ -126,23 +126,24 @@ def options_of(target: Callable[..., Any]) -> dict[str, Any]:
     return options
 
 
-def takes(*arguments: str) -> Callable[[Any], bool]:
+def accepts_arguments(*arguments: str) -> Callable[[Any], bool]:
     """Returns a check for `resolve`: whether an object takes this many positional arguments.
 
-    `takes('directory', 'config')` checks for two. The names only tell readers what they are.
+    `accepts_arguments('directory', 'config')` checks for two. The names only tell readers what they
+    are.
     """
 
-    def fits(target: Any) -> bool:
+    def is_valid(target: Any) -> bool:
         try:
             inspect.signature(target).bind(*arguments)
         except (TypeError, ValueError):
             return False
         return True
 
-    return fits
+    return is_valid
 
 
-def called(field: str, text: str, call: Callable[[], T]) -> T:
+def call_with_config_errors(field: str, text: str, call: Callable[[], T]) -> T:
     """Returns `call()`, and turns its exceptions into ConfigErrors that blame a setting.
 
     `call` runs code from outside the package, because the setting `field` has the value `text`. The

@@ -92,7 +92,7 @@ def _without_names_of_data(config_json: Any) -> Any:
     return kept
 
 
-def imported(config_json: Any) -> dict[str, str | None]:
+def source_hashes(config_json: Any) -> dict[str, str | None]:
     """Returns {import path: sha256 of its source file} for imported code that a config names.
 
     A run records the hashes, because code from outside the package is not part of its commit. Paths
@@ -125,7 +125,7 @@ def require_named(config_json: Any, named: Collection[str], source: object, reme
             )
 
 
-def digest(call: str) -> str:
+def source_digest(call: str) -> str:
     """Returns a hash that identifies an imported object, its options and its source file.
 
     `call` is the import path, with the options if there are any: 'my_file:MyScore(rank=2)'.

@@ -22,7 +22,7 @@ _KINDS = {
 }
 
 
-def expanded(path: str | os.PathLike[str]) -> Path:
+def expand_home(path: str | os.PathLike[str]) -> Path:
     """Returns a path with ~ expanded; raises RunDirectoryError if ~ names no home directory."""
     try:
         return Path(path).expanduser()
@@ -42,7 +42,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket, which cannot be opened
-            raise _unsuitable(path, _problem(os.stat(path).st_mode)) from error
+            raise _unsuitable_file_error(path, _problem(os.stat(path).st_mode)) from error
         raise
     try:
         _require_regular(path, os.fstat(descriptor))
@@ -83,12 +83,12 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
-        raise _unsuitable(path, _problem(status.st_mode))
+        raise _unsuitable_file_error(path, _problem(status.st_mode))
 
 
 def _require_size(path: str | os.PathLike[str], size: int, most: int | None) -> None:
     if most is not None and size > most:
-        raise _unsuitable(path, f'it has {size:,} bytes, and {most:,} are read at most')
+        raise _unsuitable_file_error(path, f'it has {size:,} bytes, and {most:,} are read at most')
 
 
 def _problem(mode: int) -> str:
@@ -97,5 +97,5 @@ def _problem(mode: int) -> str:
     return f'it is {file_type} and no regular file'
 
 
-def _unsuitable(path: str | os.PathLike[str], problem: str) -> UnsuitableFileError:
+def _unsuitable_file_error(path: str | os.PathLike[str], problem: str) -> UnsuitableFileError:
     return UnsuitableFileError(errno.EINVAL, problem, os.fspath(path))

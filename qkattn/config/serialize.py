@@ -53,15 +53,15 @@ def defaults(cls: Any) -> dict[str, Any]:
         values[field.name] = {} if is_section else field.default
 
     for number in SCHEMAS:
-        for name, default in introduced(number, cls).items():
+        for name, default in fields_added_by_schema(number, cls).items():
             # A field that the class has no longer stays in schema.json.
             is_field_of_class = name in values
             if is_field_of_class:
                 values[name] = default
-    return _plain(values)
+    return _tuples_to_lists(values)
 
 
-def introduced(number: str, cls: Any) -> dict[str, Any]:
+def fields_added_by_schema(number: str, cls: Any) -> dict[str, Any]:
     """Returns {field: default} for the fields that schema `number` added to a class of settings.
 
     Fields of base classes are included. The default is the one at that time.
@@ -79,7 +79,7 @@ def to_json(config: Any) -> dict[str, Any]:
     from its default in schema.json. So a field that is added changes no hash.
     """
     cls = typing.cast(Any, type(config))
-    always_stored = introduced('1', cls)
+    always_stored = fields_added_by_schema('1', cls)
     values = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -89,7 +89,7 @@ def to_json(config: Any) -> dict[str, Any]:
             # remat='none' is stored as False; most texts are stored as they are.
             stored_forms = STORED_AS.get(field.name, {})
             value = stored_forms.get(value, value)
-        value = _plain(value)
+        value = _tuples_to_lists(value)
 
         is_default = value == defaults(cls)[field.name]
         if field.name in always_stored or not is_default:
@@ -144,7 +144,7 @@ def _from_stored_form(name: str, value: Any) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _tuples_to_lists(value: Any) -> Any:
     """Returns a value as JSON gives it back: tuples become lists."""
     return json.loads(json.dumps(value))
 
@@ -160,7 +160,7 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
     The hash covers the stored fields as they are, without the settings OF_MACHINE. Default values
     are not filled in.
     """
-    hashed_values: dict[str, Any] = _plain(values)  # a copy, which may be changed
+    hashed_values: dict[str, Any] = _tuples_to_lists(values)  # a copy, which may be changed
     for name in OF_MACHINE:
         section, _, field = name.partition('.')
         if not field:

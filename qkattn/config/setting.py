@@ -224,7 +224,7 @@ def check_section(prefix: str, section: Any) -> None:
         elif isinstance(value, annotation):
             check_section(f'{name}.', value)
         else:
-            raise ConfigError(f'{name}={_shown(value)} must be a {annotation.__name__}')
+            raise ConfigError(f'{name}={_shortened(value)} must be a {annotation.__name__}')
     vars(section)[PASSED] = True
 
 
@@ -245,7 +245,7 @@ def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None
         return
     if is_optional(annotation):
         requirement += ', or None'
-    raise ConfigError(f'{name}={_shown(value)} must {requirement}')
+    raise ConfigError(f'{name}={_shortened(value)} must {requirement}')
 
 
 def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
@@ -298,7 +298,7 @@ def _literals(annotation: Any) -> Iterator[Any]:
         yield from _literals(member)
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     """Returns a value as an error shows it; the middle of a long value is left out."""
     text = repr(value)
     if len(text) <= SHOWN:

@@ -87,7 +87,7 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
         CONVERSIONS,
         'conversion',
         needs='a Conversion',
-        fits=lambda imported: isinstance(imported, Conversion),
+        is_valid=lambda imported: isinstance(imported, Conversion),
         call=lambda conversion: conversion.function,
     )
     # `resolve` refuses unknown options. An option without a default must be in the text.

@@ -24,7 +24,7 @@ from qkattn.config import Config, ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model.cost import abstract_params
 from qkattn.model.sites import validate
-from qkattn.storage.files import as_path, component, local_copy, read_whole
+from qkattn.storage.files import as_path, local_copy, read_whole, require_plain_name
 from qkattn.storage.records import parse_json
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -412,7 +412,7 @@ def _files_of_index(index: Path) -> list[str]:
             raise error
         if Path(name).name != name:  # a path to another directory
             raise error
-    return sorted({component(name) for name in weight_map.values()})
+    return sorted({require_plain_name(name) for name in weight_map.values()})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qkattn.errors import ConfigError
-from qkattn.storage.files import as_path, below
+from qkattn.storage.files import as_path, join_without_links
 from qkattn.storage.leases import locked
 
 T = TypeVar('T')
@@ -103,7 +103,7 @@ def prepared_once(
 
     # They are missing or damaged. Refuse to prepare them in a dry run, or below a link.
     require_preparing(str(path))
-    below(root, *path.parent.relative_to(root).parts)
+    join_without_links(root, *path.parent.relative_to(root).parts)
 
     with locked(path.with_name('lock')):
         # Another process may have prepared the data before this one got the lock.

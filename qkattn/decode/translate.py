@@ -67,7 +67,7 @@ def translate_ids(
         translations |= dict(zip(batch, texts, strict=True))
 
     # Every process receives the translations of the others.
-    parts = agreement.from_all(list(translations.items()), limit=agreement.OWNER_LIMIT)
+    parts = agreement.gather_from_processes(list(translations.items()), limit=agreement.OWNER_LIMIT)
     for part in parts:
         translations.update(part)
     return [translations[i] for i in range(len(sources))]

@@ -25,18 +25,19 @@ LIMIT = 600.0
 OWNER_LIMIT = 86_400.0
 # Process 0 gives up this many seconds before the others, because it knows who is missing.
 _GRACE = 10.0
-# Counts the calls of `from_all`. All processes count alike, so a number identifies a call.
+# Counts the calls of `gather_from_processes`. All processes count alike, so a number identifies a
+# call.
 _numbers = itertools.count()
 # The keys of earlier calls whose values process 0 has not deleted yet.
 _published: list[str] = []
 
 
-def owner() -> bool:
+def is_process_0() -> bool:
     """Whether this process is process 0, which owns the run directory."""
     return distributed.global_state.process_id == 0
 
 
-def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
+def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
     """Gathers a value, which must be JSON, from every process; returns all values, by rank.
 
     Process 0 collects the values and publishes the list. It waits `limit` seconds for the others.
@@ -60,19 +61,22 @@ def from_all(value: Any, *, limit: float = LIMIT) -> list[Any]:
     missing_ranks = answer['missing']
     if missing_ranks:
         raise ProcessError(
-            f'{named(missing_ranks)} did not arrive within {limit:g} s, while the others waited'
+            f'{describe_ranks(missing_ranks)} did not arrive within {limit:g} s, '
+            'while the others waited'
         )
     return answer['values']
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """Collects and publishes the values of all processes; what process 0 does in `from_all`.
+    """Collects and publishes the values of all processes.
+
+    This is what process 0 does in `gather_from_processes`.
 
     For the key 'qkattn/agreed/5', process 1 has set its value under 'qkattn/agreed/5/1', and waits
     for the answer under 'qkattn/agreed/5/all'.
 
     Args:
-      key: identifies the call of `from_all`.
+      key: identifies the call of `gather_from_processes`.
       own_value: the value of process 0.
       limit: the seconds for which process 0 waits for the values of the others.
 
@@ -103,7 +107,7 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
     return json.loads(answer)  # exactly what the other processes get
 
 
-def on_owner(call: Callable[[], Any]) -> Any:
+def call_in_process_0(call: Callable[[], Any]) -> Any:
     """Calls `call` in process 0 only; returns its result, which must be JSON, in all processes.
 
     If `call` raises an error of qkattn.errors, all processes raise it. If it raises another error,
@@ -112,8 +116,8 @@ def on_owner(call: Callable[[], Any]) -> Any:
     """
     # All processes exchange a message. That of process 0 is {'value': RESULT}, or
     # {'error': CLASS, 'text': MESSAGE} after an error. The others send None.
-    if not owner():
-        message = from_all(None, limit=OWNER_LIMIT)[0]
+    if not is_process_0():
+        message = gather_from_processes(None, limit=OWNER_LIMIT)[0]
         if 'error' in message:
             error_class = getattr(errors, message['error'])
             raise error_class(message['text'])
@@ -127,11 +131,12 @@ def on_owner(call: Callable[[], Any]) -> Any:
         if name is None:
             name = 'ProcessError'
             text = f'process 0 raised {type(error).__name__}: {error}'
-        # `from_all` raises ProcessError if a process is missing. It would hide the error of `call`.
+        # `gather_from_processes` raises ProcessError if a process is missing. It would hide the
+        # error of `call`.
         with contextlib.suppress(ProcessError):
-            from_all({'error': name, 'text': text})
+            gather_from_processes({'error': name, 'text': text})
         raise
-    message = from_all({'value': value}, limit=OWNER_LIMIT)[0]
+    message = gather_from_processes({'value': value}, limit=OWNER_LIMIT)[0]
     return message['value']
 
 
@@ -148,7 +153,7 @@ def _name_in_qkattn(error: Exception) -> str | None:
 
 def any_process(flag: bool) -> bool:
     """Whether the flag is set in any process."""
-    return any(from_all(bool(flag)))
+    return any(gather_from_processes(bool(flag)))
 
 
 def barrier(name: str, *, limit: float = LIMIT) -> None:
@@ -157,7 +162,7 @@ def barrier(name: str, *, limit: float = LIMIT) -> None:
     Raises ProcessError if a process waits at another barrier, or does not come within `limit`
     seconds.
     """
-    names = set(from_all(name, limit=limit))
+    names = set(gather_from_processes(name, limit=limit))
     if len(names) > 1:
         raise ProcessError(f'the processes wait at different places: {", ".join(sorted(names))}')
 
@@ -167,25 +172,26 @@ def require_same(name: str, value: str) -> None:
 
     `name` says what the value is, for the error.
     """
-    values = from_all(value)
+    values = gather_from_processes(value)
     expected = values[0]
     different_ranks = [rank for rank, other in enumerate(values) if other != expected]
     if different_ranks:
         first_difference = values[different_ranks[0]]
         raise ConfigError(
-            f'{name} of {named(different_ranks)} differs from that of process 0 ({expected}): '
-            f'{first_difference}; start all processes with the same command, code and data'
+            f'{name} of {describe_ranks(different_ranks)} differs from that of process 0 '
+            f'({expected}): {first_difference}; '
+            'start all processes with the same command, code and data'
         )
 
 
-def owned(make: Callable[[], T]) -> T:
+def make_in_process_0(make: Callable[[], T]) -> T:
     """Calls `make` in process 0, and returns its result there.
 
     The other processes get an object whose methods do nothing. If `make` raises, all raise as
-    `on_owner` does.
+    `call_in_process_0` does.
     """
     objects: list[T] = []  # stays empty in the other processes
-    on_owner(lambda: objects.append(make()))
+    call_in_process_0(lambda: objects.append(make()))
     return objects[0] if objects else cast(T, _Nothing())
 
 
@@ -196,14 +202,14 @@ def owner_first(make: Callable[[], T]) -> T:
     with the same disk finds them, and one with another disk prepares them again. Returns once all
     are done. If `make` raises in process 0, all raise.
     """
-    value = owned(make)  # also makes the others wait for process 0
-    if not owner():
+    value = make_in_process_0(make)  # also makes the others wait for process 0
+    if not is_process_0():
         value = make()
     barrier('prepared', limit=OWNER_LIMIT)
     return value
 
 
-def named(ranks: list[int]) -> str:
+def describe_ranks(ranks: list[int]) -> str:
     """Returns the ranks in words: 'process 1' or 'processes 1, 2'."""
     noun = 'process' if len(ranks) == 1 else 'processes'
     return f'{noun} {", ".join(map(str, ranks))}'

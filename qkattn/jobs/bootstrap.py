@@ -74,7 +74,7 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
             agreement.require_same('the number of processes', str(job.num_processes))
             # Only process 0 prints results. Messages and errors of all go to standard error.
             with open(os.devnull, 'w') as nowhere:
-                printed = sys.stdout if agreement.owner() else nowhere
+                printed = sys.stdout if agreement.is_process_0() else nowhere
                 with contextlib.redirect_stdout(printed):
                     main()
             # A process that is done early waits for the others, which may still need its answers.

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from qkattn.config import Config, DataConfig, Study, from_config_dict, to_config_dict
-from qkattn.config.paths import expanded, read_regular, require_regular
+from qkattn.config.paths import expand_home, read_regular, require_regular
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import (
     CheckpointError,
@@ -79,7 +79,7 @@ class PathParser(flags.ArgumentParser):
 
     def parse(self, argument: Any) -> str:
         if argument.startswith('~'):
-            return os.fspath(expanded(argument))
+            return os.fspath(expand_home(argument))
         return argument
 
     def flag_type(self) -> str:

@@ -95,7 +95,7 @@ class JobPeers:
             self._has_own_reason = False
             self._is_agreeing = False
             self._stop_after = None
-        requests = agreement.from_all(requested, limit=_MEET_LIMIT)  # one per process
+        requests = agreement.gather_from_processes(requested, limit=_MEET_LIMIT)  # one per process
         self._all_in_block = not any(requests)
         return any(requests)
 
@@ -141,7 +141,7 @@ class JobPeers:
                 time.sleep(0.1)
             # The coordinator runs in process 0. So process 0 ends one second later, when the
             # others have read the keys, too.
-            if agreement.owner():
+            if agreement.is_process_0():
                 time.sleep(1)
 
     def _unwatch(self, thread: threading.Thread) -> None:
@@ -243,7 +243,7 @@ class JobPeers:
             if step is not None:
                 last_steps.append(int(step))
         have_all_published = len(last_steps) == self._job.num_processes
-        if have_all_published and agreement.owner():
+        if have_all_published and agreement.is_process_0():
             _set(f'{_ROOT}after/{block}', str(max(last_steps)))
 
         stop_after = published.get(f'after/{block}')

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qkattn.config.calls import called, resolve, takes
+from qkattn.config.calls import accepts_arguments, call_with_config_errors, resolve
 from qkattn.errors import ConfigError
 
 # Where the data of a result describe the corpora of data.evaluate, by their entries there.
@@ -348,7 +348,8 @@ def _imported_metric(text: str) -> Metric:
     one. Options of the function may follow, as in 'my_file:top(k=5)'. Raises ConfigError if this
     gives no Metric.
     """
-    takes_options_only = takes()  # a check: can an object be called without positional arguments?
+    # A check: can an object be called without positional arguments?
+    takes_options_only = accepts_arguments()
 
     def is_metric_or_function(target: Any) -> bool:
         return isinstance(target, Metric) or takes_options_only(target)
@@ -366,10 +367,10 @@ def _imported_metric(text: str) -> Metric:
         {},
         'train.metrics',
         needs='a Metric, or a function (*, options) that returns one',
-        fits=is_metric_or_function,
+        is_valid=is_metric_or_function,
         call=function_of,
     )
-    metric = called('train.metrics', text, lambda: function_of(target)(**options))
+    metric = call_with_config_errors('train.metrics', text, lambda: function_of(target)(**options))
     if not isinstance(metric, Metric):
         raise ConfigError(f'train.metrics={text!r} must return a Metric, not {metric!r:.80}')
     return metric

@@ -14,7 +14,7 @@ from qkattn.attention import Attention, Mask, registry
 from qkattn.attention.kernels import choice
 from qkattn.attention.spec import AttentionSpec
 from qkattn.config import Config, ModelConfig
-from qkattn.config.calls import called
+from qkattn.config.calls import call_with_config_errors
 from qkattn.config.run_config import validate_settings
 from qkattn.config.variant import split_pattern
 from qkattn.errors import ConfigError, SpecError
@@ -96,9 +96,9 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
         check_spec()
         return
 
-    # Code from outside may raise anything. `called` turns every exception into a ConfigError.
+    # Code from outside may raise anything. Every exception becomes a ConfigError.
     joined_names = ', '.join(outside_names)
-    called(setting, joined_names, check_spec)
+    call_with_config_errors(setting, joined_names, check_spec)
 
     def trace() -> None:
         # The plain kernel computes every variant. Other kernels are for `check_kernel` to check.
@@ -106,7 +106,7 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
         _trace_attention(config, setting, plain_spec)
 
     # Arrays of code from outside may not fit together, and a trace finds that out.
-    called(setting, joined_names, trace)
+    call_with_config_errors(setting, joined_names, trace)
 
 
 def check_kernel(config: Config, mesh: Mesh | None) -> None:
@@ -118,7 +118,7 @@ def check_kernel(config: Config, mesh: Mesh | None) -> None:
     if config.model.kernel == 'auto':
         return
     for setting, make_spec in sites(config.model).items():
-        with _as_config_error(setting), choice.on(mesh):
+        with _as_config_error(setting), choice.tracing_for_mesh(mesh):
             _trace_attention(config, setting, make_spec())
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Mask
-from qkattn.attention.parameters import inside
+from qkattn.attention.parameters import set_context_variable
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block
 
@@ -43,15 +43,15 @@ Placement = Callable[[jax.Array, str], jax.Array]
 _placement: contextvars.ContextVar[Placement] = contextvars.ContextVar('placement')
 
 
-def placing(placement: Placement) -> AbstractContextManager[None]:
+def use_placement(placement: Placement) -> AbstractContextManager[None]:
     """Makes models traced inside the block apply a placement to their activations.
 
     These are the embeddings, the logits, and the stream before and after each layer.
     """
-    return inside(_placement, placement)
+    return set_context_variable(_placement, placement)
 
 
-def placed(array: jax.Array, letters: str) -> jax.Array:
+def apply_placement(array: jax.Array, letters: str) -> jax.Array:
     """Applies the placement in force, if any; `letters` names the axes, as in 'BTD'."""
     placement = _placement.get(None)
     if placement is None:
@@ -177,8 +177,8 @@ def run_blocks(
 
     def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
         """Runs one layer, and places the stream on the devices before and after it."""
-        x_BTD = placed(x_BTD, 'BTD')
-        return placed(block(x_BTD, mask, key, **shared), 'BTD')
+        x_BTD = apply_placement(x_BTD, 'BTD')
+        return apply_placement(block(x_BTD, mask, key, **shared), 'BTD')
 
     if config.remat != 'none':
         layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[config.remat])

@@ -11,7 +11,7 @@ from flax import nnx
 from qkattn.attention import Attention, Mask
 from qkattn.attention.parameters import (
     initialization,
-    one_key,
+    key_or_from_rngs,
     product,
     shapes_only,
     std_of,
@@ -22,7 +22,7 @@ from qkattn.config import ModelConfig
 from qkattn.config.setting import check_section
 from qkattn.errors import ConfigError
 from qkattn.model.blocks import Block, CrossBlock, Norm, drop, module_key, split_key
-from qkattn.model.stack import layer_of, placed, run_blocks, stack_blocks
+from qkattn.model.stack import apply_placement, layer_of, run_blocks, stack_blocks
 
 
 class Stream(nnx.Module):
@@ -75,11 +75,11 @@ class Stream(nnx.Module):
         config = self.config
         if w_embedding_VD is None:
             w_embedding_VD = self.w_embedding_VD[...]
-        x_BTD = placed(w_embedding_VD, 'VD')[tokens_BT]
+        x_BTD = apply_placement(w_embedding_VD, 'VD')[tokens_BT]
         _, T, D = x_BTD.shape
 
         if config.positions == 'learned':
-            w_position_TD = placed(self.w_position_TD[...], 'TD')
+            w_position_TD = apply_placement(self.w_position_TD[...], 'TD')
             if positions_BT is None:
                 x_BTD = x_BTD + w_position_TD[:T]
             else:
@@ -162,7 +162,7 @@ class Transformer(Stream):
                 f'model.kind={config.kind!r} must be {self.kind!r} in {type(self).__name__}; '
                 'qkattn.model.build takes any'
             )
-        key = one_key(key, rngs)
+        key = key_or_from_rngs(key, rngs)
         super().__init__(config, key=key, block=block)
         D = config.d_model
         V = config.vocab_size
@@ -185,8 +185,8 @@ class Transformer(Stream):
         tied = self.w_output_DV is None
         w_output_DV = self.w_embedding_VD[...].T if tied else self.w_output_DV
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        logits_BTV = product(placed(x_BTD, 'BTD'), w_output_DV, dtype=dtype)
-        return placed(logits_BTV, 'BTV')
+        logits_BTV = product(apply_placement(x_BTD, 'BTD'), w_output_DV, dtype=dtype)
+        return apply_placement(logits_BTV, 'BTV')
 
 
 class Decoder(Transformer):
@@ -249,7 +249,7 @@ class EncoderDecoder(Transformer):
     def __init__(
         self, config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
     ):
-        key = one_key(key, rngs)
+        key = key_or_from_rngs(key, rngs)
         super().__init__(config, key=key, block=CrossBlock)
         self.encoder = Stream(
             config.encoder,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qkattn.errors import ReportError, RunDirectoryError
-from qkattn.storage.files import component
+from qkattn.storage.files import require_plain_name
 
 # Largest size of a member in bytes, inflated. A member is inflated into memory as a whole.
 MAX_MEMBER = 2**29
@@ -156,7 +156,7 @@ def is_clean(name: str) -> bool:
         if '\\' in part or not part.isprintable():
             return False
         try:
-            component(part)
+            require_plain_name(part)
         except RunDirectoryError:
             return False
     return True

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from etils import epath
 
-from qkattn.config.paths import LARGEST, expanded, read_regular, require_regular
+from qkattn.config.paths import LARGEST, expand_home, read_regular, require_regular
 from qkattn.config.setting import PART_END
 from qkattn.errors import DiskError, ReadError, RunDirectoryError, UnsuitableFileError
 from qkattn.jobs.signals import no_interrupt
@@ -79,7 +79,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
     Raises RunDirectoryError if ~ names no home directory, or if the bucket cannot be listed.
     """
-    return buckets.to_path(path) if buckets.is_url(path) else expanded(path)
+    return buckets.to_path(path) if buckets.is_url(path) else expand_home(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -88,7 +88,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return path if buckets.is_url(path) else path.absolute()
 
 
-def component(name: str) -> str:
+def require_plain_name(name: str) -> str:
     """Returns `name` after checking that it is a plain name of a file or directory.
 
     Use it for names that were read from a file: a name with slashes or '..' could lead to any place
@@ -116,7 +116,7 @@ def run_path(study: Files, directory: str) -> Files:
     Raises RunDirectoryError if `directory` leads out of the study. Plans may come from anybody.
     """
     try:
-        names = [component(name) for name in directory.split('/')]
+        names = [require_plain_name(name) for name in directory.split('/')]
     except RunDirectoryError as error:
         raise RunDirectoryError(
             f'{directory!r:.80} is no directory inside the study; valid is runs/NAME'
@@ -127,12 +127,12 @@ def run_path(study: Files, directory: str) -> Files:
     return path
 
 
-def below(directory: Path, *names: str) -> Path:
+def join_without_links(directory: Path, *names: str) -> Path:
     """Returns directory/names[0]/names[1]/... after checking that none of `names` is a link.
 
     Call it before writing or deleting there: a directory from somebody else may have links to any
     file of this user. `directory` itself may be a link, since the user names it. Buckets have no
-    links. Raises RunDirectoryError if one of `names` is a link or is not a `component`.
+    links. Raises RunDirectoryError if one of `names` is a link or is not a plain name.
     """
     link = first_link(directory, *names)
     if link is not None:
@@ -143,11 +143,11 @@ def below(directory: Path, *names: str) -> Path:
 def first_link(directory: Path, *names: str) -> Path | None:
     """Returns the first link on the path directory/names[0]/names[1]/..., or None.
 
-    Raises RunDirectoryError if one of `names` is not a `component`. Buckets have no links.
+    Raises RunDirectoryError if one of `names` is not a plain name. Buckets have no links.
     """
     path = directory
     for name in names:
-        path = path / component(name)
+        path = path / require_plain_name(name)
         if not buckets.is_url(path) and path.is_symlink():
             return path
     return None

@@ -33,7 +33,7 @@ from qkattn.config.paths import open_regular
 from qkattn.errors import ConfigError
 from qkattn.jobs.signals import exit_hooks, no_interrupt
 from qkattn.storage import buckets
-from qkattn.storage.files import below, disk_errors, in_place
+from qkattn.storage.files import disk_errors, in_place, join_without_links
 from qkattn.storage.records import check, parse_json
 
 # Seconds after which a lease that was not renewed is free. Network file systems stall for less, and
@@ -155,7 +155,7 @@ class _File(Lease):
 
     def __init__(self, directory: Path, run: str):
         """Finds the newest lease of a run in leases/, and creates this directory if needed."""
-        below(directory.parent, directory.name).mkdir(parents=True, exist_ok=True)
+        join_without_links(directory.parent, directory.name).mkdir(parents=True, exist_ok=True)
         self._prefix = directory / run
         self._number = -1  # stays -1 if the run has no lease
         for name in os.listdir(directory):

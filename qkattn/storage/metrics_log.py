@@ -29,7 +29,7 @@ from qkattn.storage.files import (
 from qkattn.storage.records import (
     CHECKSUM,
     check,
-    damaged,
+    damaged_file_error,
     parse_json,
     remove_checksum,
     to_jsonable,
@@ -110,7 +110,7 @@ def _reading(path: Readable) -> Iterator[IO[bytes]]:
         with read_errors(path), _opened(path) as file:
             yield file
     except OSError as error:
-        raise damaged(path, error) from error
+        raise damaged_file_error(path, error) from error
 
 
 def _opened(path: Readable) -> IO[bytes]:
@@ -213,7 +213,7 @@ class MetricsFile:
         try:
             self._file = _opened_to_append(self.path)
         except OSError as error:
-            raise damaged(self.path, error) from error
+            raise damaged_file_error(self.path, error) from error
 
         # The lines to keep: those that were complete when the log was opened, and those that were
         # written since. `_cut` removes what follows them.

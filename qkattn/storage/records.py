@@ -157,7 +157,7 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
     try:
         return parse_file(path, schema)
     except ValueError as error:
-        raise damaged(path, error, advice) from error
+        raise damaged_file_error(path, error, advice) from error
 
 
 def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
@@ -216,11 +216,11 @@ def read_lines(
             take(record)
             records.append(record)
     except (OSError, ValueError) as error:
-        raise damaged(location, error, advice) from error
+        raise damaged_file_error(location, error, advice) from error
     return records
 
 
-def damaged(
+def damaged_file_error(
     path: str | os.PathLike | Readable, error: Exception, advice: str = ADVICE
 ) -> RunDirectoryError:
     """Returns the error for a file that cannot be used, with the reason and what to do."""
@@ -248,7 +248,7 @@ def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
                 f'it has results of {len(trials)} trials that do not belong to the run'
             )
     except ValueError as error:
-        raise damaged(path, error, _RESULT_ADVICE) from error
+        raise damaged_file_error(path, error, _RESULT_ADVICE) from error
     return results
 
 

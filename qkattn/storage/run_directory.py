@@ -26,13 +26,13 @@ from qkattn.config import (
     to_json,
     with_machine_of,
 )
-from qkattn.config.imports import imported
+from qkattn.config.imports import source_hashes
 from qkattn.errors import ConfigError, InUseError, RunDirectoryError, UnknownFieldError
 from qkattn.jobs.output import run_program
-from qkattn.storage.files import below, make_directory, remove_unfinished
+from qkattn.storage.files import join_without_links, make_directory, remove_unfinished
 from qkattn.storage.leases import locked
 from qkattn.storage.metrics_log import MetricsFile
-from qkattn.storage.records import CONFIG, PROVENANCE, damaged, read_json, write_json
+from qkattn.storage.records import CONFIG, PROVENANCE, damaged_file_error, read_json, write_json
 
 PACKAGE = Path(__file__).resolve().parent
 # Distributions whose versions every start records.
@@ -106,9 +106,9 @@ def require_no_links(directory: Path) -> None:
     Whoever made the directory may have linked to any file of this user.
     """
     for names in WRITTEN:
-        below(directory, *names)  # raises if one of the components is a link
+        join_without_links(directory, *names)  # raises if one of the components is a link
     for step in (directory / 'checkpoints').glob('[0-9]*'):
-        below(directory, 'checkpoints', step.name)
+        join_without_links(directory, 'checkpoints', step.name)
 
 
 def _check_config(directory: Path, config: Config) -> None:
@@ -157,13 +157,13 @@ def _stored_config(path: Path) -> Config:
     record = read_json(path, CONFIG)
     config_json = record['config']
     if fingerprint_of(config_json) != record['hash']:
-        raise damaged(path, ConfigError('its hash does not match its config'))
+        raise damaged_file_error(path, ConfigError('its hash does not match its config'))
     try:
         return from_json(Config, config_json)
     except UnknownFieldError as error:  # of a later version
         raise ConfigError(f'{path} has an {error}; or give another workdir') from error
     except ConfigError as error:
-        raise damaged(path, error) from error
+        raise damaged_file_error(path, error) from error
 
 
 def _record_start(directory: Path, config: Config) -> None:
@@ -173,7 +173,7 @@ def _record_start(directory: Path, config: Config) -> None:
     if path.exists():
         starts = read_json(path, PROVENANCE)['starts']
     start = describe_start()
-    start['imported'] = imported(to_json(config))
+    start['imported'] = source_hashes(to_json(config))
     write_json(path, {'starts': [*starts, start]})
 
 

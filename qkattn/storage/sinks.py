@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from qkattn.config import Config, to_json
-from qkattn.config.calls import resolve, takes
+from qkattn.config.calls import accepts_arguments, resolve
 from qkattn.config.imports import load_extra
 from qkattn.errors import ConfigError
 from qkattn.metrics import SPEEDS
 from qkattn.storage import buckets
-from qkattn.storage.files import below, read_whole, write_atomic
+from qkattn.storage.files import join_without_links, read_whole, write_atomic
 
 # SessionLog.START of TensorBoard's event.proto.
 _SESSION_START = 1
@@ -70,9 +70,9 @@ class TensorBoard:
         events_writer = package.event_file_writer.EventsWriter
         self._writers = []
         for name in trial_names(config):
-            path = below(directory, 'tensorboard')
+            path = join_without_links(directory, 'tensorboard')
             if name:
-                path = below(path, name)
+                path = join_without_links(path, name)
             path.mkdir(parents=True, exist_ok=True)
             # The name of the file has the time in seconds. The suffix tells two starts in the same
             # second apart.
@@ -105,7 +105,7 @@ class WandB:
         """Starts or continues the log of a run in a project of Weights & Biases."""
         wandb = load_extra(self.package, 'wandb')
         # A run that resumes finds its log by the id in this file.
-        id_file = below(directory, 'wandb', 'id')
+        id_file = join_without_links(directory, 'wandb', 'id')
         if not id_file.exists():
             write_atomic(id_file, uuid.uuid4().hex)
         # The name of a value ends in the name of its trial, as in 'train/loss/seed=1'.
@@ -221,7 +221,7 @@ def _resolve(sink: str) -> tuple[Any, dict[str, Any]]:
     'wandb(project="x")' -> (WandB, {'project': 'x'}). Raises ConfigError as `check_sinks` does.
     """
     description_of_sink = 'a class of (directory, config, step) with write and close'
-    cls, options = resolve(sink, SINKS, 'train.sinks', needs=description_of_sink, fits=_is_sink)
+    cls, options = resolve(sink, SINKS, 'train.sinks', needs=description_of_sink, is_valid=_is_sink)
     name = _name_of(sink)
     if name in SINKS:
         load_extra(cls.package, name)  # raises if the package of the sink is missing
@@ -232,5 +232,5 @@ def _is_sink(value: Any) -> bool:
     """Whether an imported object takes (directory, config, step) and has the methods of a sink."""
     can_write = callable(getattr(value, 'write', None))
     can_close = callable(getattr(value, 'close', None))
-    takes_arguments = takes('directory', 'config', 'step')
+    takes_arguments = accepts_arguments('directory', 'config', 'step')
     return takes_arguments(value) and can_write and can_close

@@ -184,7 +184,7 @@ def _continued(
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise records.damaged(file, error, records.ADVICE) from error
+        raise records.damaged_file_error(file, error, records.ADVICE) from error
     base: Config = with_machine_of(study.base, earlier_base)
 
     # What is left out? If a variant is, so are all its arms, and naming the variant is enough.
@@ -221,7 +221,7 @@ def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dic
     """
     cls: Any = type(study)
     # All files have the fields of schema 1.
-    fields_of_schema_1 = serialize.introduced('1', cls)
+    fields_of_schema_1 = serialize.fields_added_by_schema('1', cls)
     settings: dict[str, Any] = {}
     for name, default in serialize.defaults(cls).items():
         if name not in fields_of_schema_1:

@@ -32,12 +32,12 @@ from qkattn.errors import (
     Stopped,
 )
 from qkattn.jobs import agreement, cli
-from qkattn.jobs.agreement import owned
+from qkattn.jobs.agreement import make_in_process_0
 from qkattn.jobs.display import StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.storage import leases, ledger
 from qkattn.storage.buckets import is_url
-from qkattn.storage.files import below, check_directory, make_directory, write_atomic
+from qkattn.storage.files import check_directory, join_without_links, make_directory, write_atomic
 from qkattn.storage.leases import locked
 from qkattn.storage.records import read_json
 from qkattn.study import declaration, plan
@@ -82,9 +82,9 @@ def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = No
     path = check_directory(workdir)
     reason_of_failed: dict[str, str] = {}  # by the id of a run that cannot be trained
     with StopRequest() as stop:
-        worker = owned(lambda: _Worker(study, path, arms or build_arms(study), stop))
+        worker = make_in_process_0(lambda: _Worker(study, path, arms or build_arms(study), stop))
         while True:
-            leased = agreement.on_owner(lambda: worker.lease_next(reason_of_failed))
+            leased = agreement.call_in_process_0(lambda: worker.lease_next(reason_of_failed))
             if leased is None:
                 break
             if leased != _WAITED:
@@ -129,7 +129,7 @@ class _Worker:
         declaration.require_no_run(path)
         # A link in place of one of these would lead workers to write outside the directory.
         for name in ('lock', 'leases', 'runs', 'plots'):
-            below(path, name)
+            join_without_links(path, name)
         declaration.require_chain(path, study, self.arms)
         for run in of_each_model(left_of(study, self.arms, path)):
             sharding.require_devices(run.config.mesh)
@@ -269,7 +269,7 @@ def _train(
         try:
             train(
                 from_json(Config, leased['config']),
-                below(path, *leased['directory'].split('/')),
+                join_without_links(path, *leased['directory'].split('/')),
                 label=leased['label'],
                 study=worker.study_left,
                 lost=lambda: lease.lost,

@@ -361,5 +361,5 @@ def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.
     def nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
         return {'nats_BT': cross_entropy(logits_BTV, targets_BT)}
 
-    measured = step.on_targets(config, params, batch, nats)
+    measured = step.measure_on_targets(config, params, batch, nats)
     return {'nats_BT': measured['nats_BT'] * batch['loss_weights_BT']}

@@ -34,8 +34,8 @@ from qkattn.errors import CheckpointError, ReadError
 from qkattn.jobs import agreement
 from qkattn.storage import buckets
 from qkattn.storage.files import (
-    below,
     disk_errors,
+    join_without_links,
     read_errors,
     read_whole,
     remove_tree,
@@ -105,13 +105,13 @@ class Checkpoints:
             enable_async_checkpointing=True,
             read_only=read_only,
         )
-        self._on_owner(self._tidy)
+        self._call_in_process_0(self._tidy)
         # In process 0, the status of a directory on a disk. It tells later whether another
         # directory has taken the place of the one that was opened.
         self._status: os.stat_result | None = None
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
-            if agreement.owner() and not read_only and not buckets.is_url(directory):
+            if agreement.is_process_0() and not read_only and not buckets.is_url(directory):
                 self._status = directory.stat()
 
     def save(self, step: int, state: dict, record: dict[str, Any]) -> None:
@@ -134,9 +134,9 @@ class Checkpoints:
         # Orbax would log a traceback for every leaf of a full disk, and take long to fail without
         # a directory. So the room is checked first.
         size = _SIZE_OF_RECORD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        self._on_owner(lambda: require_room(self.directory, size))
+        self._call_in_process_0(lambda: require_room(self.directory, size))
 
-        with self._waiting():
+        with self._count_stall_seconds():
             sums = checksums(state)  # JAX computes them while orbax copies the state
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave({**state, SUMS: sums}),
@@ -146,10 +146,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits for the last save and deletes the checkpoints that it replaces; see `save`."""
-        with self._waiting():
+        with self._count_stall_seconds():
             self._manager.wait_until_finished()
             if self._status is not None:
-                _remove_all(below(self.directory, TRASH), '*')
+                _remove_all(join_without_links(self.directory, TRASH), '*')
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
         """Reads the newest sound checkpoint as (state, record); None if there is no checkpoint.
@@ -171,11 +171,11 @@ class Checkpoints:
         """
         num_sound = 0
         num_damaged = 0
-        steps = self._on_owner(lambda: sorted(self._manager.all_steps(), reverse=True))
+        steps = self._call_in_process_0(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
             # `damage` says what is damaged; None if the checkpoint is sound.
             state: dict = {}
-            record, damage = self._on_owner(functools.partial(self._read_record, step))
+            record, damage = self._call_in_process_0(functools.partial(self._read_record, step))
             if target and damage is None:
                 state, damage = self._read_state(step, target)
             if damage is None:
@@ -189,7 +189,9 @@ class Checkpoints:
             _name_damaged(step, damage)
 
         # Checkpoints that `_tidy` has renamed are damaged, too.
-        is_any_set_aside = self._on_owner(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
+        is_any_set_aside = self._call_in_process_0(
+            lambda: any(self.directory.glob(f'*{SET_ASIDE}'))
+        )
         if num_sound == 0 and (num_damaged > 0 or is_any_set_aside):
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
@@ -244,7 +246,7 @@ class Checkpoints:
             'error': None if error is None else str(error),
             'is_unread': isinstance(error, ReadError),
         }
-        answers = [answer] if self._read_only else agreement.from_all(answer)
+        answers = [answer] if self._read_only else agreement.gather_from_processes(answer)
         damage: str | None = None
         for rank, answer in enumerate(answers):
             text = answer['error']
@@ -292,7 +294,7 @@ class Checkpoints:
 
         All of them are damaged. Training writes them again.
         """
-        steps = self._on_owner(lambda: sorted(self._manager.all_steps()))
+        steps = self._call_in_process_0(lambda: sorted(self._manager.all_steps()))
         for later_step in steps:
             if later_step > step:
                 self._manager.delete(later_step)
@@ -300,17 +302,17 @@ class Checkpoints:
         def remove_damaged() -> None:
             # Orbax has moved the checkpoints to the trash. It will do so again after training has
             # saved the same steps, and fails if the trash already has a step of that number.
-            _remove_all(below(self.directory, TRASH), '*')
+            _remove_all(join_without_links(self.directory, TRASH), '*')
             _remove_all(self.directory, f'*{SET_ASIDE}')
 
-        self._on_owner(remove_damaged)
+        self._call_in_process_0(remove_damaged)
 
-    def _on_owner(self, call: Callable[[], T]) -> T:
+    def _call_in_process_0(self, call: Callable[[], T]) -> T:
         """Calls a function in process 0, and returns its result in all processes.
 
         If the checkpoints are read only, every process calls it for itself.
         """
-        return call() if self._read_only else agreement.on_owner(call)
+        return call() if self._read_only else agreement.call_in_process_0(call)
 
     def _tidy(self) -> None:
         """Renames checkpoints with a damaged description to N.damaged.
@@ -322,7 +324,7 @@ class Checkpoints:
         CheckpointError.
         """
         if not self._read_only:
-            remove_tree(below(self.directory, TRASH))
+            remove_tree(join_without_links(self.directory, TRASH))
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
                 continue
@@ -356,14 +358,14 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            with self._waiting():
+            with self._count_stall_seconds():
                 self._manager.close()
-            if agreement.owner() and not self._read_only:
+            if agreement.is_process_0() and not self._read_only:
                 _remove_all(self.directory, TRASH)
                 _remove_all(self.directory, UNFINISHED)
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _count_stall_seconds(self) -> Iterator[None]:
         """Adds the time that a `with` block spends in calls of orbax to `stall_seconds`.
 
         Orbax raises errors of many types. If the cause is that the directory is gone, or that

@@ -20,7 +20,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import as_recorded
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs import agreement
-from qkattn.jobs.agreement import owned, owner_first
+from qkattn.jobs.agreement import make_in_process_0, owner_first
 from qkattn.jobs.display import Progress, StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
@@ -84,23 +84,25 @@ def train(
     path = check_directory(workdir)
     traces = None if profile is None else trace_directory(profile)
     sharding.require_devices(config.mesh)
-    agreement.on_owner(lambda: sharding.require_memory(config))
+    agreement.call_in_process_0(lambda: sharding.require_memory(config))
 
     def make_progress() -> Progress:
         tokens = tokens_per_step(config)
         return Progress(label, config.train.num_steps, tokens_per_step=tokens, study=study)
 
     with contextlib.ExitStack() as exits:
-        progress = exits.enter_context(owned(make_progress))
+        progress = exits.enter_context(make_in_process_0(make_progress))
         rows, corpora = _open_rows(config, path, progress)
         initial = InitialParameters(config)
         if not _is_begun(path):
             # If the parameters cannot be read, this raises before there is a run directory, which
             # would fix the settings. So the user can correct train.init_from.
             initial.load()
-        directory = exits.enter_context(owned(lambda: RunDirectory(path, config)))
+        directory = exits.enter_context(make_in_process_0(lambda: RunDirectory(path, config)))
         stop = exits.enter_context(StopRequest())
-        sinks = exits.enter_context(contextlib.closing(owned(lambda: Sinks(config, path))))
+        sinks = exits.enter_context(
+            contextlib.closing(make_in_process_0(lambda: Sinks(config, path)))
+        )
         require_shared(path)
         run = Run(
             config=config,
@@ -127,7 +129,7 @@ def require_same_settings(settings: Config | Study) -> None:
     else:
         with waiting('qkattn', 'opening devices'):
             jax.devices()
-    settings_by_rank = agreement.from_all(to_json(settings))
+    settings_by_rank = agreement.gather_from_processes(to_json(settings))
     for rank, settings_of_rank in enumerate(settings_by_rank):
         changes = differences(settings_by_rank[0], settings_of_rank)
         if changes:
@@ -148,7 +150,7 @@ def require_shared(directory: Path) -> None:
     while not is_seen and time.monotonic() < until:
         time.sleep(0.1)
         is_seen = config_file.exists()
-    answers = agreement.from_all({'is_seen': is_seen, 'directory': str(directory)})
+    answers = agreement.gather_from_processes({'is_seen': is_seen, 'directory': str(directory)})
     for rank, answer in enumerate(answers):
         if not answer['is_seen']:
             raise ConfigError(
@@ -170,11 +172,11 @@ def compile_program(config: Config, directory: Path) -> Program:
     def recorded_lifting() -> str | None:
         return read_json(path, {'lifting': str})['lifting'] if path.exists() else None
 
-    recorded = agreement.on_owner(recorded_lifting)
+    recorded = agreement.call_in_process_0(recorded_lifting)
     built = program.build(config, recorded)
     if recorded is None:
         choice = {'lifting': built.lifting, 'seconds_per_step': built.measured}
-        agreement.on_owner(lambda: write_json(path, choice))
+        agreement.call_in_process_0(lambda: write_json(path, choice))
     return built
 
 
@@ -269,7 +271,7 @@ class Run:
         def stored() -> list[dict[str, Any]] | None:
             return read_results(path, self.config) if path.exists() else None
 
-        return agreement.on_owner(stored)
+        return agreement.call_in_process_0(stored)
 
     def to_end(self) -> list[dict[str, Any]]:
         """Trains the remaining steps of the run; stores and returns the results of its trials."""
@@ -287,7 +289,7 @@ class Run:
             self._train(is_evaluated=record.get('evaluated', True))
             trial_results, documents = self._measure()
         # The results include the time to close the checkpoints, so they are written afterwards.
-        return agreement.on_owner(lambda: self._write_results(trial_results, documents))
+        return agreement.call_in_process_0(lambda: self._write_results(trial_results, documents))
 
     def _restore_or_initialize(self, compiled: Program) -> Mapping[str, Any]:
         """Restores the newest checkpoint that is not damaged; if there is none, initializes step 0.
@@ -347,9 +349,9 @@ class Run:
             metrics = self.directory.metrics
             metrics.rewind(self.step, evaluated=is_evaluated, written=written)
 
-        agreement.on_owner(cut_metrics)
+        agreement.call_in_process_0(cut_metrics)
         self.sinks.open(self.step)
-        self.code = agreement.on_owner(
+        self.code = agreement.call_in_process_0(
             lambda: results.with_this_start(self.path, record.get('code', []))
         )
 
@@ -485,7 +487,7 @@ class Run:
         num_trials = len(self.config.trials.trials())
         record = {
             # Metrics are on the disk before the checkpoint, so a resumed file has no gap.
-            'metrics': agreement.on_owner(self.directory.metrics.flush),
+            'metrics': agreement.call_in_process_0(self.directory.metrics.flush),
             'data': identity_with(self.rows, self.corpora),
             **self.clock.seconds,
             # The step of each trial, or None.
@@ -512,7 +514,7 @@ class Run:
             'tokens_per_second': self.clock.tokens_per_second,
             'lifting': compiled.lifting,
         }
-        provenance = agreement.on_owner(
+        provenance = agreement.call_in_process_0(
             lambda: results.software_of(self.path, self.read_files, self.code)
         )
         with self.progress.phase('measuring'):
@@ -590,7 +592,7 @@ class Run:
 
     def _is_lost(self) -> bool:
         """Whether another process has taken over the run; only process 0 knows it."""
-        return agreement.owner() and (self.lost() or self.directory.lost())
+        return agreement.is_process_0() and (self.lost() or self.directory.lost())
 
     def _require_owned(self, is_lost: bool, when: str) -> None:
         """Raises Lost in every process if `is_lost` is true in one.
@@ -615,7 +617,7 @@ def _open_rows(
         return rows, open_corpora(config, rows)
 
     # A resumed run opens its tokenizers as its first start did.
-    tokenizer_names = agreement.on_owner(lambda: recorded_tokenizers(path, config.data))
+    tokenizer_names = agreement.call_in_process_0(lambda: recorded_tokenizers(path, config.data))
     with progress.phase('preparing data'), as_recorded(*tokenizer_names):
         rows, corpora = owner_first(open_data)
     agreement.require_same('dataset', json.dumps(identity_with(rows, corpora)))
@@ -625,4 +627,4 @@ def _open_rows(
 def _is_begun(path: Path) -> bool:
     """Whether an earlier start of the run at `path` has compiled, and read train.init_from."""
     files = [path / LIFTING, path / RESULTS]
-    return agreement.on_owner(lambda: any(file.exists() for file in files))
+    return agreement.call_in_process_0(lambda: any(file.exists() for file in files))

@@ -14,7 +14,7 @@ import optax
 from optax import GradientTransformation as Transformation
 
 from qkattn.config import OptimizerConfig
-from qkattn.config.calls import called, resolve, takes
+from qkattn.config.calls import accepts_arguments, call_with_config_errors, resolve
 from qkattn.errors import ConfigError
 
 
@@ -42,11 +42,11 @@ def optimizer(
     make = _optimizer_function(config)
     if config.decay == 'coupled':
         return optax.chain(clip, make(config, rate, weight_decay))
-    decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decayed)
+    decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decay_mask)
     return optax.chain(clip, make(config, rate, 0.0), decay)
 
 
-def decayed(params: dict) -> dict:
+def decay_mask(params: dict) -> dict:
     """Returns which parameters decay: matrices and embeddings (w_...) that are not frozen.
 
     Biases (b_...) and gains (g_...) do not.
@@ -69,7 +69,7 @@ def adamw(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> 
         config.beta2,
         config.epsilon,
         weight_decay=weight_decay,
-        mask=decayed,
+        mask=decay_mask,
     )
 
 
@@ -77,7 +77,7 @@ def sgd(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Tr
     """Gradient descent with momentum: u <- gradient + momentum u."""
     return optax.chain(
         optax.trace(config.momentum),
-        optax.add_decayed_weights(weight_decay, mask=decayed),
+        optax.add_decayed_weights(weight_decay, mask=decay_mask),
         optax.scale_by_learning_rate(rate),
     )
 
@@ -99,7 +99,7 @@ def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> T
             muon_weight_dimension_numbers=matrix_axes,
             consistent_rms=0.2,  # that of Adam's updates (section 2.2)
         ),
-        optax.add_decayed_weights(-weight_decay, mask=decayed),
+        optax.add_decayed_weights(-weight_decay, mask=decay_mask),
         optax.scale(rate),
     )
 
@@ -238,7 +238,7 @@ def _resolved(
         registry,
         f'optimizer.{field}',
         needs=f'a function (config, {", ".join(arguments)}, *, options)',
-        fits=takes('config', *arguments),
+        is_valid=accepts_arguments('config', *arguments),
     )
     return functools.partial(function, **options)
 
@@ -252,7 +252,9 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
     make_optimizer = _optimizer_function(config)
     make_decay = _schedule_function(config)
     if ':' in config.name:  # an import path
-        transform = called('optimizer.name', config.name, lambda: make_optimizer(config, 1e-3, 0.0))
+        transform = call_with_config_errors(
+            'optimizer.name', config.name, lambda: make_optimizer(config, 1e-3, 0.0)
+        )
         if not isinstance(transform, Transformation):
             raise ConfigError(
                 f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
@@ -265,7 +267,7 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
             decay = make_decay(config, decay_steps)
             return float(decay(decay_steps))
 
-        end = called('optimizer.schedule', config.schedule, fraction_at_end)
+        end = call_with_config_errors('optimizer.schedule', config.schedule, fraction_at_end)
         # final_fraction decides whether a run anneals.
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
             raise ConfigError(

@@ -23,7 +23,7 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.jobs import agreement
 from qkattn.jobs.machine import keep_freed_memory
 from qkattn.model.sites import check_kernel
-from qkattn.model.stack import placing
+from qkattn.model.stack import use_placement
 from qkattn.train import sharding
 from qkattn.train.program_cache import without_cache
 from qkattn.train.sharding import leading_shape
@@ -45,7 +45,7 @@ class Program:
     """A run's train program on its mesh."""
 
     mesh: Mesh
-    # 'vmap' or 'map', as in `lift`.
+    # 'vmap' or 'map', as in `map_over_trials`.
     lifting: str
     # ShapeDtypeStructs with shardings; checkpoints are restored like these.
     abstract_state: dict
@@ -60,7 +60,7 @@ class Program:
     measured: dict[str, float]
 
 
-def lift(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
+def map_over_trials(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
     """Turns a function of one trial into a function of X trials.
 
     All arrays that the returned function takes and returns have a leading axis [X]. The trials do
@@ -143,9 +143,11 @@ def train_steps(
         num_steps = batches['targets_BT'].shape[0]
 
         # All trials are at the same step, so only the other arguments have an axis of trials.
-        steps_of_stack = lift(functools.partial(steps_of_trial, first_step), lifting, mesh)
+        steps_of_stack = map_over_trials(
+            functools.partial(steps_of_trial, first_step), lifting, mesh
+        )
         batches_XC = _swap_leading_axes(batches)
-        with placing(sharding.place_activations(mesh)), choice.on(mesh):
+        with use_placement(sharding.place_activations(mesh)), choice.tracing_for_mesh(mesh):
             trials, metrics_XC = steps_of_stack(state['trials'], hyper, batches_XC)
 
         next_state = {'step': first_step + num_steps, 'trials': trials}
@@ -172,7 +174,8 @@ def stack_program(
 
     Args:
       config: the settings of the run.
-      lifting: 'vmap' evaluates the trials side by side, 'map' one after another, as in `lift`.
+      lifting: 'vmap' evaluates the trials side by side, 'map' one after another, as in
+        `map_over_trials`.
       mesh: the mesh of the run.
       measure: maps (config, params, batch) of one trial to a dict of arrays.
 
@@ -187,10 +190,10 @@ def stack_program(
         def measure_trial(params: dict) -> dict[str, jax.Array]:
             return measure(config, params, batch_over_devices)
 
-        measure_each = lift(measure_trial, lifting, mesh)
+        measure_each = map_over_trials(measure_trial, lifting, mesh)
         # Inside of these blocks, a model splits its activations over the mesh, and chooses an
         # attention kernel that runs on the devices of the mesh.
-        with placing(sharding.place_activations(mesh)), choice.on(mesh):
+        with use_placement(sharding.place_activations(mesh)), choice.tracing_for_mesh(mesh):
             return measure_each(params_of_trials)
 
     on_every_device = NamedSharding(mesh, P())
@@ -312,7 +315,7 @@ def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
     `measured` holds the seconds per step of this process.
     """
     # All processes of a job have to choose the same lifting, so they use the times of process 0.
-    seconds_by_lifting = agreement.on_owner(lambda: measured)
+    seconds_by_lifting = agreement.call_in_process_0(lambda: measured)
     times = []
     for lifting, seconds in seconds_by_lifting.items():
         times.append(f'{seconds:.3g} s with the trials {_LIFTING_IN_WORDS[lifting]}')
@@ -376,7 +379,7 @@ def warm_up(config: Config) -> tuple[float, float]:
         batch = constant_batch(config, program.mesh)
         seconds = seconds_per_dispatch(program.train, lambda: (program.init(None), batch))
         per_step = seconds / config.train.steps_per_dispatch
-    return agreement.on_owner(lambda: (per_step, program.compile_seconds))
+    return agreement.call_in_process_0(lambda: (per_step, program.compile_seconds))
 
 
 @contextlib.contextmanager

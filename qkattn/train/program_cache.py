@@ -16,7 +16,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from qkattn.errors import ConfigError
-from qkattn.storage.files import as_path, below
+from qkattn.storage.files import as_path, join_without_links
 
 # The most bytes that the cache takes. Beyond them, the least recently used programs are deleted.
 LIMIT = 4 * 2**30
@@ -91,7 +91,7 @@ def _make_private(path: Path) -> None:
     Programs are code that is executed, so other users must not be able to place any there. Raises
     PermissionError if they can write to the directory, and RunDirectoryError if it is a link.
     """
-    below(path.parent, path.name)
+    join_without_links(path.parent, path.name)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     writable_by_others = stat.S_IWGRP | stat.S_IWOTH

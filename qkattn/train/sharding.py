@@ -231,9 +231,9 @@ def state_shardings(state: dict, mesh: Mesh) -> dict:
 def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """Returns a function that constrains the sharding of activations inside of a model.
 
-    `qkattn.model.stack.placing` applies it. It splits the rows B over `data` and `fsdp`, splits V
-    over `tensor`, and replicates all other axes. Without these constraints XLA splits the D of
-    activations over fsdp, like the D of parameters, and copies the batch to every device.
+    `qkattn.model.stack.use_placement` applies it. It splits the rows B over `data` and `fsdp`,
+    splits V over `tensor`, and replicates all other axes. Without these constraints XLA splits the
+    D of activations over fsdp, like the D of parameters, and copies the batch to every device.
     """
     if mesh.shape['fsdp'] == 1:
         return lambda array, letters: array

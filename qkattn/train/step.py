@@ -32,7 +32,7 @@ def init_stack(config: Config, seeds: jax.Array) -> dict:
     return {'step': jnp.int32(0), 'trials': trials}
 
 
-def on_targets(
+def measure_on_targets(
     config: Config,
     params: dict,
     batch: dict,
@@ -117,7 +117,7 @@ def objective(
         log_z_BT = jax.nn.logsumexp(logits_BTV, -1)
         return {'nats_BT': nats_BT, 'penalty_BT': z_loss * log_z_BT**2}
 
-    measured = on_targets(config, params, batch, losses, key)
+    measured = measure_on_targets(config, params, batch, losses, key)
     weights_BT = batch['loss_weights_BT']
     loss = jnp.sum(measured['nats_BT'] * weights_BT)
     if not z_loss:

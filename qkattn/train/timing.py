@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from qkattn.jobs import agreement
-from qkattn.storage.files import below, make_directory
+from qkattn.storage.files import join_without_links, make_directory
 
 T = TypeVar('T')
 
@@ -114,8 +114,9 @@ class Clock:
 def trace_directory(profile: str) -> Path:
     """Makes the directory of traces; raises RunDirectoryError if it cannot be written to."""
     directory = make_directory(profile, name='profile')
-    # The profiler writes into plugins/profile. `below` raises if that is reached by a link.
-    below(directory, 'plugins', 'profile')
+    # The profiler writes into plugins/profile. `join_without_links` raises if that
+    # is a link.
+    join_without_links(directory, 'plugins', 'profile')
     return directory
 
 
@@ -131,7 +132,7 @@ class Trace:
     """
 
     def __init__(self, directory: Path | None):
-        self._directory = directory if agreement.owner() else None
+        self._directory = directory if agreement.is_process_0() else None
         self._num_dispatches = 0
         self._is_tracing = False
 

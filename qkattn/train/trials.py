@@ -10,7 +10,7 @@ import numpy as np
 
 from qkattn import metrics
 from qkattn.config import Config
-from qkattn.config.calls import called
+from qkattn.config.calls import call_with_config_errors
 from qkattn.data import pipeline
 from qkattn.data.evaluation_corpora import EvaluationCorpus
 from qkattn.data.tasks.rows import Batch, Rows
@@ -23,7 +23,7 @@ from qkattn.model.transformer import cross_entropy
 from qkattn.storage.records import described
 from qkattn.train.program import Program, stack_program
 from qkattn.train.sharding import fetch, local_rows, local_share, place_batch, place_rows
-from qkattn.train.step import on_targets
+from qkattn.train.step import measure_on_targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
     The loss is measured without dropout, label smoothing and z-loss.
     """
     evaluated = metrics.named(config.train.metrics)
-    numbers = on_targets(config, params, batch, functools.partial(per_target, evaluated))
+    numbers = measure_on_targets(config, params, batch, functools.partial(per_target, evaluated))
     return metrics.row_sums(numbers, batch['loss_weights_BT'])
 
 
@@ -246,7 +246,7 @@ def check_metrics(config: Config) -> None:
     B, T, R, X = 2, 3, 5, 7
     logits_BTV = jax.ShapeDtypeStruct((B, T, config.model.vocab_size), jnp.float32)
     targets_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    numbers = called(
+    numbers = call_with_config_errors(
         'train.metrics',
         texts,
         lambda: jax.eval_shape(functools.partial(per_target, evaluated), logits_BTV, targets_BT),
@@ -267,7 +267,9 @@ def check_metrics(config: Config) -> None:
         if metric.value is None:
             raise ConfigError(f'metric {name!r} must have per_target, value or both')
         with np.errstate(all='ignore'):
-            value_X = called('train.metrics', texts, functools.partial(metric.value, sums, 1.0))
+            value_X = call_with_config_errors(
+                'train.metrics', texts, functools.partial(metric.value, sums, 1.0)
+            )
         if value_X is not None and np.shape(value_X) != (X,):
             raise ConfigError(
                 f'value of metric {name!r} gives {np.shape(value_X)} for sums of shape '

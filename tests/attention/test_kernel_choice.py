@@ -79,7 +79,7 @@ def test_the_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO):
         attend(x_BTNH, x_BTNH, x_BTNH, Mask(), scale=1.0, kernel='blockwise')
         for _ in range(2):
-            with choice.on(MESH):
+            with choice.tracing_for_mesh(MESH):
                 attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
     messages = [record.message for record in caplog.records if 'attention' in record.message]
     assert messages == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']

@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from qkattn.config import ModelConfig, Study, serialize
-from qkattn.config.calls import resolve, takes
+from qkattn.config.calls import accepts_arguments, resolve
 from qkattn.config.imports import import_paths
 from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
 from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
@@ -89,7 +89,7 @@ def test_what_cannot_be_resolved_is_one_sentence():
         ('outside_calls:quadratic(slope=1)', "no option 'slope'; it takes power"),
     ):
         with refused(message):
-            named(text, needs='a function of two', fits=takes('config', 'steps'))
+            named(text, needs='a function of two', is_valid=accepts_arguments('config', 'steps'))
 
 
 def test_variants_are_separated_by_the_commas_outside_of_parentheses():

@@ -139,7 +139,7 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
             return [[(i, '') for i in range(7)], *parts.values()]  # until all have arrived
 
         monkeypatch.setattr(jax, 'process_index', lambda rank=rank: rank)
-        monkeypatch.setattr(agreement, 'from_all', from_all)
+        monkeypatch.setattr(agreement, 'gather_from_processes', from_all)
         last = translated(sources, beam=1)
     assert [len(parts[rank]) for rank in range(3)] == [3, 2, 2]  # of batches of 2, 2, 2 and 1
     assert last == expected

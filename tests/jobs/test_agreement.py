@@ -17,7 +17,7 @@ JOB = """
     from qkattn.jobs import agreement, bootstrap
 
     rank = bootstrap.start().process_id
-    assert bootstrap.start().process_id == rank and agreement.owner() == (rank == 0)
+    assert bootstrap.start().process_id == rank and agreement.is_process_0() == (rank == 0)
     seen = {}
     called = []
 
@@ -31,12 +31,14 @@ JOB = """
         except Exception as error:
             return [type(error).__name__, str(error)]
 
-    seen['all'] = agreement.from_all({'rank': rank, 'none': None})
-    seen['owner'] = agreement.on_owner(lambda: called.append('value') or [rank, 'value'])
-    seen['refused'] = attempt(lambda: agreement.owned(lambda: says(errors.InUseError, 'held')))
-    seen['bug'] = attempt(lambda: agreement.on_owner(lambda: says(KeyError, 'bug')))
+    seen['all'] = agreement.gather_from_processes({'rank': rank, 'none': None})
+    seen['owner'] = agreement.call_in_process_0(lambda: called.append('value') or [rank, 'value'])
+    seen['refused'] = attempt(
+        lambda: agreement.make_in_process_0(lambda: says(errors.InUseError, 'held'))
+    )
+    seen['bug'] = attempt(lambda: agreement.call_in_process_0(lambda: says(KeyError, 'bug')))
     damaged = type('Damaged', (errors.ConfigError,), {})  # as of another module
-    seen['kind'] = attempt(lambda: agreement.on_owner(lambda: says(damaged, 'x')))
+    seen['kind'] = attempt(lambda: agreement.call_in_process_0(lambda: says(damaged, 'x')))
     seen['any'] = [agreement.any_process(rank == 1), agreement.any_process(False)]
 
     def use(made):
@@ -44,13 +46,13 @@ JOB = """
             entered.metrics.append(1)
             raise ValueError('stays')
 
-    made = agreement.owned(lambda: called.append('made') or called)
+    made = agreement.make_in_process_0(lambda: called.append('made') or called)
     seen['stays'] = attempt(lambda: rank and use(made))
     seen['first'] = agreement.owner_first(lambda: f'made by {rank}')
     agreement.require_same('seed', '0')
     seen['differs'] = attempt(lambda: agreement.require_same('hash', 'ab'[rank > 0]))
     for _ in range(50):
-        agreement.on_owner(lambda: 'x' * 1000)
+        agreement.call_in_process_0(lambda: 'x' * 1000)
         agreement.barrier('here')
     seen['places'] = attempt(lambda: agreement.barrier('one' if rank else 'other'))
     client = distributed.global_state.client
@@ -90,7 +92,7 @@ def test_three_processes_agree():
 
 
 def test_a_single_process_gets_the_values_of_json():
-    assert agreement.on_owner(lambda: {1: (2,)}) == {'1': [2]}
+    assert agreement.call_in_process_0(lambda: {1: (2,)}) == {'1': [2]}
 
 
 def test_process_0_may_arrive_as_late_as_it_then_waits_itself(monkeypatch):
@@ -103,7 +105,7 @@ def test_process_0_may_arrive_as_late_as_it_then_waits_itself(monkeypatch):
     monkeypatch.setattr(agreement.distributed.global_state, 'process_id', 1)
     monkeypatch.setattr(agreement, 'client', mock.MagicMock())
     monkeypatch.setattr(agreement, '_get', get)
-    assert agreement.from_all(2, limit=60.0) == [1, 2] and waits[0] > 120
+    assert agreement.gather_from_processes(2, limit=60.0) == [1, 2] and waits[0] > 120
 
 
 # Processes that do not come together.

@@ -8,11 +8,11 @@ import pytest
 from qkattn.errors import DiskError, RunDirectoryError
 from qkattn.storage.files import (
     as_path,
-    below,
     check_directory,
-    component,
+    join_without_links,
     make_directory,
     replacing,
+    require_plain_name,
     run_path,
     without_directories,
     write_atomic,
@@ -140,9 +140,9 @@ def test_an_argument_loses_the_directories_of_the_machine(
 )
 def test_a_name_of_a_file_from_elsewhere_is_one_component(tmp_path, name):
     for check in (
-        component,
-        lambda name: below(tmp_path, name),
-        lambda name: below(tmp_path, 'a', name),
+        require_plain_name,
+        lambda name: join_without_links(tmp_path, name),
+        lambda name: join_without_links(tmp_path, 'a', name),
     ):
         with refused(
             'is no name of a file or directory; valid is one component', RunDirectoryError
@@ -152,7 +152,10 @@ def test_a_name_of_a_file_from_elsewhere_is_one_component(tmp_path, name):
 
 @pytest.mark.parametrize('name', ['a', 'a.b', '...', '-a', 'ä' * 127, 'a b', '~'])
 def test_any_other_name_is_taken_as_it_is(tmp_path, name):
-    assert component(name) == name and below(tmp_path, 'x', name) == tmp_path / 'x' / name
+    assert (
+        require_plain_name(name) == name
+        and join_without_links(tmp_path, 'x', name) == tmp_path / 'x' / name
+    )
 
 
 def test_a_run_of_a_study_is_one_directory_below_runs(tmp_path):

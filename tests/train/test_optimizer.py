@@ -11,7 +11,7 @@ import pytest
 from qkattn.config import ModelConfig, OptimizerConfig
 from qkattn.model.cost import abstract_params
 from qkattn.train import optimizer as optimizers
-from qkattn.train.optimizer import OPTIMIZERS, SCHEDULES, check_optimizer, decayed, matrix_axes
+from qkattn.train.optimizer import OPTIMIZERS, SCHEDULES, check_optimizer, decay_mask, matrix_axes
 from tests.fixtures import chosen
 from tests.lanes import only
 from tests.refusals import refused
@@ -50,7 +50,7 @@ def two_steps(transform, params, *gradients):
 def test_steps_of_adamw_are_those_of_optax_on_clipped_gradients():
     expected = optax.chain(
         optax.clip_by_global_norm(1.0),
-        ADAM(weight_decay=DECAY, mask=decayed),
+        ADAM(weight_decay=DECAY, mask=decay_mask),
     )
     adamw = named(DECAY, clip_norm=1.0, decay='coupled')
     jax.tree.map(np.testing.assert_array_equal, *both(adamw, expected))

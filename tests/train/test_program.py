@@ -23,7 +23,7 @@ def loops(jaxpr):
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
 def test_a_single_trial_has_no_axis(lifting):
-    square = program.lift(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
+    square = program.map_over_trials(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
     jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
     products = [e for e in jaxpr.eqns if e.primitive.name == 'dot_general']
     assert [product.outvars[0].aval.shape for product in products] == [(4, 5)]
@@ -32,7 +32,9 @@ def test_a_single_trial_has_no_axis(lifting):
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
 def test_trials_keep_their_order_over_slices_of_the_mesh(lifting):
-    double = program.lift(lambda a: 2 * a, lifting, sharding.make_mesh(MeshConfig(trial=2)))
+    double = program.map_over_trials(
+        lambda a: 2 * a, lifting, sharding.make_mesh(MeshConfig(trial=2))
+    )
     x_XD = np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(jax.jit(double)(x_XD), 2 * x_XD)
 

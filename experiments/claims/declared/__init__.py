@@ -40,7 +40,7 @@ def chosen(names: Iterable[str]) -> list[Claim]:
             declared,
             'claim',
             needs='a claim (experiments.claims.claim.Claim)',
-            fits=lambda value: isinstance(value, Claim),
+            is_valid=lambda value: isinstance(value, Claim),
         )
         if declared.get(claim.name, claim) is not claim:
             raise ConfigError(f'claim={text!r} has the name {claim.name!r} of a declared claim')

@@ -22,7 +22,7 @@ from qkattn.attention.kernels.blockwise import blockwise
 from qkattn.attention.kernels.einsum import Bias, Call, Target, einsum
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import Normalizer, Softmax, SoftmaxOffByOne
-from qkattn.attention.parameters import inside
+from qkattn.attention.parameters import set_context_variable
 from qkattn.errors import SpecError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ BLOCKWISE_FROM_ELSEWHERE = 2048
 class Library(NamedTuple):
     """A kernel of a library."""
 
-    # Returns why the kernel cannot compute a call; see `obstacle`.
+    # Returns why the kernel cannot compute a call; see `why_unsupported`.
     obstacle: Callable[[Call, Target], str | None]
     compute: Callable[[Call, Target], jax.Array]
 
@@ -51,7 +51,7 @@ LIBRARIES = {
 AUTO = {'gpu': ('dot_product',), 'tpu': ('splash',)}
 KERNELS = ('auto', 'einsum', 'blockwise', *LIBRARIES)
 
-# The devices of the program that is traced; see `on`.
+# The devices of the program that is traced; see `tracing_for_mesh`.
 _target: contextvars.ContextVar[Target] = contextvars.ContextVar('target')
 
 
@@ -122,14 +122,14 @@ def attend(
     return LIBRARIES[name].compute(call, target)
 
 
-def on(mesh: Mesh | None) -> AbstractContextManager[None]:
+def tracing_for_mesh(mesh: Mesh | None) -> AbstractContextManager[None]:
     """Declares that attention traced inside the block runs on the devices of a mesh.
 
     `attend` then logs each choice of a kernel once. Pass None if the devices are not known yet;
     then `attend` refuses only a named kernel that no platform could use.
     """
     target = Target(None) if mesh is None else Target.from_mesh(mesh)
-    return inside(_target, target)
+    return set_context_variable(_target, target)
 
 
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
@@ -143,19 +143,19 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     if is_decoding and kernel in LIBRARIES:
         kernel = 'auto'
     if kernel != 'auto':
-        problem = obstacle(kernel, call, target)
+        problem = why_unsupported(kernel, call, target)
         if problem is None:
             return kernel, 'as model.kernel says'
-        valid = [other for other in KERNELS if obstacle(other, call, target) is None]
+        valid = [other for other in KERNELS if why_unsupported(other, call, target) is None]
         raise SpecError(f'kernel={kernel!r} {problem}; valid: {", ".join(valid)}')
 
     # 'auto' prefers the library kernel of the platform.
     for name in AUTO.get(target.platform, ()):
-        if obstacle(name, call, target) is None:
+        if why_unsupported(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
 
     # Without one, it takes `blockwise` for long contexts and `einsum` for short ones.
-    problem = obstacle('blockwise', call, target)
+    problem = why_unsupported('blockwise', call, target)
     if problem is not None:
         return 'einsum', f'blockwise {problem}'
     shortest_long = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
@@ -164,7 +164,7 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     return 'blockwise', f'contexts are not below {shortest_long}'
 
 
-def obstacle(kernel: str, call: Call, target: Target) -> str | None:
+def why_unsupported(kernel: str, call: Call, target: Target) -> str | None:
     """Returns why a kernel cannot compute a call, or None if it can; 'auto' always can.
 
     The reason is the end of a sentence: "kernel='splash' does not take cached keys".

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from qkattn.config import DataConfig
-from qkattn.config.calls import called, resolve, takes
-from qkattn.config.imports import digest
+from qkattn.config.calls import accepts_arguments, call_with_config_errors, resolve
+from qkattn.config.imports import source_digest
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
 from qkattn.data.corpora.corpus import SPLITS, Corpus, capped, carved
 from qkattn.data.corpora.divided import divided
@@ -106,7 +106,7 @@ def _source(name: str, others: Iterable[str]) -> Source:
         known,
         'data.name',
         needs='a function (config, *, options) that returns a Corpus',
-        fits=takes('config'),
+        is_valid=accepts_arguments('config'),
         call=function_with_options,
     )
     if isinstance(source_or_function, Source):
@@ -188,12 +188,12 @@ def _from_outside(
         _check_corpus(corpus, config)
         return dataclasses.replace(
             corpus,
-            version=f'{corpus.version}-{digest(config.name)}',
+            version=f'{corpus.version}-{source_digest(config.name)}',
             documents=functools.partial(_checked_documents, corpus, config.name),
         )
 
-    # `called` turns exceptions of the function into a ConfigError.
-    return called('data.name', config.name, opened)
+    # Exceptions of the function become a ConfigError.
+    return call_with_config_errors('data.name', config.name, opened)
 
 
 def _check_corpus(corpus: Any, config: DataConfig) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from qkattn.config import Config
 from qkattn.config.calls import parse_call, resolve
-from qkattn.config.imports import digest
+from qkattn.config.imports import source_digest
 from qkattn.data.corpora.corpus import SPLITS
 from qkattn.data.corpora.corpus_registry import SETTINGS, in_catalogue, refuse_unused
 from qkattn.data.tasks.repeats import induction
@@ -334,7 +334,7 @@ def find(text: str) -> tuple[str, Probe]:
     option is not a whole number or is too small.
     """
     probe_class, options = resolve(
-        text, PROBES, 'data.name', needs='a subclass of Probe', fits=_is_probe_class
+        text, PROBES, 'data.name', needs='a subclass of Probe', is_valid=_is_probe_class
     )
     if any(type(value) is not int for value in options.values()):
         raise ConfigError(f'data.name={text!r}: options of probes are whole numbers.')
@@ -396,7 +396,7 @@ class ProbeRows(Rows):
     def identity(self) -> dict[str, Any]:
         version: int | str = VERSION
         if ':' in self.name:  # of a probe from outside
-            version = f'{VERSION}-{digest(self.name)}'
+            version = f'{VERSION}-{source_digest(self.name)}'
         options = dataclasses.asdict(self._probe)
         return {'name': self.name, 'version': version, 'options': options}
 

@@ -123,7 +123,7 @@ def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
         TASKS,
         'data.task',
         needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
-        fits=is_task,
+        is_valid=is_task,
         call=function_with_options,
     )
     if (task.kind, task.data) != (kind, form):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qkattn.config.calls import called, resolve
-from qkattn.config.imports import digest
+from qkattn.config.calls import call_with_config_errors, resolve
+from qkattn.config.imports import source_digest
 from qkattn.data.cache import DamagedData, prepared_once
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tiktoken_encodings import PREFIX, TiktokenTokenizer
@@ -64,7 +64,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         KINDS,
         'data.tokenizer',
         needs=f'a class with {methods}, as qkattn.data.tokenizers.tokenizer.Tokenizer',
-        fits=is_tokenizer,
+        is_valid=is_tokenizer,
         call=function_with_options,
     )
 
@@ -115,7 +115,7 @@ def _folder(kind: str, size: int) -> str:
         return f'byte-bpe-{size}'
     if is_import_path(kind):
         import_path, _, _ = kind.partition('(')
-        return f'{import_path.replace(":", ".")}-{digest(kind)}'
+        return f'{import_path.replace(":", ".")}-{source_digest(kind)}'
     return kind
 
 
@@ -182,10 +182,10 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     elif cls in (FileTokenizer, TiktokenTokenizer):
         tokenizer = cls.open(kind)  # a path, or the name of an encoding
     else:
-        # `called` turns exceptions of a class from outside into a ConfigError.
-        tokenizer = called('data.tokenizer', kind, lambda: cls(**options))
+        # Exceptions of a class from outside become a ConfigError.
+        tokenizer = call_with_config_errors('data.tokenizer', kind, lambda: cls(**options))
     if is_import_path(kind):
-        tokenizer.name = f'{tokenizer.name}-{digest(kind)}'
+        tokenizer.name = f'{tokenizer.name}-{source_digest(kind)}'
     if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
         # The recorded tokenizer did not use the end-of-text token of the file; see `as_recorded`.
         tokenizer = tokenizer.with_added_separator()

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from qkattn.jobs.output import short
 from qkattn.report.figures import style
-from qkattn.storage.files import below, write_atomic
+from qkattn.storage.files import join_without_links, write_atomic
 
 FORMATS = ('png', 'pdf', 'svg')
 # Inches of a panel that stands alone on a page.
@@ -181,7 +181,7 @@ def write_plots(plots: Path, drawings: Sequence[Drawing], formats: Sequence[str]
 
     Removes all other figures from the folder, such as those of an earlier report.
     """
-    plots = below(plots.parent, plots.name)
+    plots = join_without_links(plots.parent, plots.name)
     written_paths = set()
     for drawing in drawings:
         for plot_format in formats:
