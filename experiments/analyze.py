@@ -26,7 +26,7 @@ from qkattn.analysis.patterns import attention_patterns
 from qkattn.convert import loading
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.data.tokenizers.vocabulary import as_recorded
+from qkattn.data.tokenizers.vocabulary import use_recorded_tokenizers
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.output import text_table
@@ -150,7 +150,7 @@ class Subject:
 
 def validation_rows(source: loading.Loaded) -> dict[str, np.ndarray]:
     """The first validation rows of a run, as one batch."""
-    with as_recorded(*recorded_tokenizers(absolute(source.path), source.config.data)):
+    with use_recorded_tokenizers(*recorded_tokenizers(absolute(source.path), source.config.data)):
         rows = rows_of(source.config)
     count = min(NUM_ROWS, rows.count('validation'))
     return next(eval_batches(rows, 'validation', batch_size=count, max_rows=count))

@@ -21,7 +21,7 @@ from qkattn.config.setting import check_section
 from qkattn.convert import loading
 from qkattn.data.load import load
 from qkattn.data.tasks.translation import score_split
-from qkattn.data.tokenizers.vocabulary import as_recorded
+from qkattn.data.tokenizers.vocabulary import use_recorded_tokenizers
 from qkattn.data.tokens import PairDataset
 from qkattn.decode.translate import translate, translate_ids
 from qkattn.errors import ConfigError
@@ -92,7 +92,7 @@ def scores_of(
 ) -> dict[str, Any]:
     """BLEU and the other scores of a split of the run's own data."""
     data = source.config.data
-    with as_recorded(*recorded_tokenizers(absolute(source.path), data)):
+    with use_recorded_tokenizers(*recorded_tokenizers(absolute(source.path), data)):
         pairs = load(data)
     assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
     if split not in pairs.splits:

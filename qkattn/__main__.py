@@ -45,7 +45,7 @@ def main() -> None:
     if name in ('--version', '--help', '-h', 'help'):
         text = __version__ if name == '--version' else _help(scripts)
         # The reader may close the pipe early, as in `qkattn --help | head`.
-        with output.ending_unread():
+        with output.exit_if_reader_gone():
             print(text)
         return
     if name not in scripts:

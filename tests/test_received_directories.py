@@ -16,8 +16,8 @@ import pytest
 from experiments.benchmark import record
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.convert.published import load_gpt2
-from qkattn.data.cache import prepared_once
-from qkattn.data.corpora.downloads import CAPTIONS, fetched
+from qkattn.data.cache import read_or_prepare
+from qkattn.data.corpora.downloads import CAPTIONS, fetch_file
 from qkattn.data.corpora.own_files import text
 from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.errors import ConfigError, RunDirectoryError, UnsuitableFileError
@@ -85,7 +85,7 @@ def draw(path):
 
 def prepare(path):
     file = path / 'tokens/text/1.0.0/tokens.json'
-    prepared_once(file, Mock(), lambda: file.write_text('{}'), root=path)
+    read_or_prepare(file, Mock(), lambda: file.write_text('{}'), root=path)
 
 
 def trace(path):
@@ -179,7 +179,7 @@ def open_local(path):
 def read_download(path):
     path.rename(path.with_name('train.de.gz'))
     config = DataConfig(manual_dir=str(path.parent), data_dir=str(path.parent / 'data'))
-    fetched('multi30k', f'{CAPTIONS}/train.de.gz', config)
+    fetch_file('multi30k', f'{CAPTIONS}/train.de.gz', config)
 
 
 def read_lease(path):

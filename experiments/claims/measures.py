@@ -89,7 +89,7 @@ def growth(loaded: Findings, variant: str) -> list[Row]:
         first = min(curves[0])
         last = max(curves[0])
         growth_by_seed = [curve[last] - curve[first] for curve in curves]
-        grown = inference.paired(growth_by_seed, margin)
+        grown = inference.paired_test(growth_by_seed, margin)
         quantity = f'growth of the difference from {first / last:.0%} of the steps on'
         speaks = _speaks(arm, baseline, grown, below=margin, above=0.0)
         context = context_of(loaded, arm)
@@ -156,7 +156,7 @@ def _change(
     changes = [curve[step] - curve[last] for curve in curves if step in curve and last in curve]
     if not changes:
         return None
-    return inference.paired(changes, margin)
+    return inference.paired_test(changes, margin)
 
 
 def _differences_by_step(arm: TrainedArm, baseline: TrainedArm) -> list[dict[int, float]]:

@@ -230,7 +230,7 @@ def costs(studies: Mapping[str, Study]) -> str:
     planned: dict[str, list[PlannedRun]] = {}
     for name, study in studies.items():
         with waiting(name, 'planning'):
-            planned[name] = plan.imagined(study, build_arms(study))
+            planned[name] = plan.fewest_runs(study, build_arms(study))
     planned['total'] = [run for runs in planned.values() for run in runs]
     rows = []
     for name, runs in planned.items():

@@ -21,7 +21,12 @@ from qkattn.data.token_files import INDEX, open_prepared, read_index
 from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.data.tokenizers.tiktoken_encodings import PREFIX
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, names_in, restored
+from qkattn.data.tokenizers.vocabulary import (
+    is_import_path,
+    names_in,
+    restore_tokenizer,
+    use_recorded_tokenizers,
+)
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.model.transformer import Transformer
@@ -202,7 +207,7 @@ def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
     recorded_names = names_in(record['data'])
     # A tokenizer.json may have two candidates for the separator. The recorded name says which one
     # the run has.
-    with as_recorded(*recorded_names):
+    with use_recorded_tokenizers(*recorded_names):
         tokenizer = tokenizer_of(data)
     if recorded_names and tokenizer.name != recorded_names[0]:
         raise ConfigError(
@@ -241,7 +246,7 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
             return FileTokenizer(read_whole(as_path(data)))
 
     if data.startswith(PREFIX):
-        return restored(data, None)
+        return restore_tokenizer(data, None)
 
     # INDEX is the file that prepare_data writes beside the tokens.
     is_prepared = data and (as_path(data) / INDEX).exists()

@@ -70,7 +70,7 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
     return local_directory(chosen, 'data.data_dir').absolute()
 
 
-def prepared_once(
+def read_or_prepare(
     path: Path, read: Callable[[], T], prepare: Callable[[], object], *, root: Path
 ) -> T:
     """Reads data, and prepares them first if they are missing or damaged.

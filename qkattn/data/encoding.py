@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.data.tokenizers.vocabulary import as_recorded, restored
+from qkattn.data.tokenizers.vocabulary import restore_tokenizer, use_recorded_tokenizers
 from qkattn.errors import ConfigError
 from qkattn.jobs.children import end_with_parent
 
@@ -146,8 +146,8 @@ def _begin(parent: int, kind: str, model: bytes | None, name: str) -> None:
     global _tokenizer
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    with as_recorded(name):
-        _tokenizer = restored(kind, model)
+    with use_recorded_tokenizers(name):
+        _tokenizer = restore_tokenizer(kind, model)
     assert _tokenizer.name == name, f'the tokenizer is {_tokenizer.name} in a worker, not {name}'
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import DamagedData, data_root, local_directory, prepared_once
+from qkattn.data.cache import DamagedData, data_root, local_directory, read_or_prepare
 from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.corpus_registry import find
 from qkattn.data.token_files import (
@@ -21,7 +21,7 @@ from qkattn.data.token_files import (
 )
 from qkattn.data.token_formats.in_place import open_in_place, token_files
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.data.tokenizers.vocabulary import as_recorded, open_tokenizer
+from qkattn.data.tokenizers.vocabulary import open_tokenizer, use_recorded_tokenizers
 from qkattn.data.tokens import PairDataset, TokenDataset
 from qkattn.errors import ConfigError
 
@@ -172,7 +172,7 @@ def _written_once(
     def write() -> None:
         write_tokens(directory, kind, corpus, tokenizer, workers)
 
-    return prepared_once(directory / INDEX, read, write, root=root)
+    return read_or_prepare(directory / INDEX, read, write, root=root)
 
 
 def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
@@ -199,7 +199,7 @@ def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
     corpus = find(config)
     # The tokenizer of a file may have either of two separators. If the directory has tokens
     # already, the name of their tokenizer tells which one.
-    with as_recorded(*_stored_tokenizer(directory)):
+    with use_recorded_tokenizers(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
     return _written_once(directory, corpus, config.tokenizer, tokenizer, directory, workers)
 

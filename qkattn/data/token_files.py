@@ -25,7 +25,11 @@ from qkattn.data.encoding import Encoded, Result, encoder
 from qkattn.data.mapped import map_ids
 from qkattn.data.tokenizers.tiktoken_encodings import PREFIX
 from qkattn.data.tokenizers.tokenizer import Tokenizer
-from qkattn.data.tokenizers.vocabulary import as_recorded, is_import_path, restored
+from qkattn.data.tokenizers.vocabulary import (
+    is_import_path,
+    restore_tokenizer,
+    use_recorded_tokenizers,
+)
 from qkattn.data.tokens import BLOCK, SplitInfo, TokenDataset, TokenIds, entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import read_whole, replacing, write_atomic
@@ -277,7 +281,7 @@ def open_prepared(config: DataConfig) -> TokenDataset:
     try:
         index = read_index(directory)
         # A vocabulary may have either of two separators. The name in the index tells which one.
-        with as_recorded(index.tokenizer_name):
+        with use_recorded_tokenizers(index.tokenizer_name):
             tokenizer = _tokenizer_beside(directory, index, config.tokenizer, advice)
         # Comparing the sha256 of the files would read all of them at each start.
         dataset = open_index(directory, index, tokenizer, compare=False)
@@ -319,14 +323,14 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
     model = directory / MODEL
     if model.exists():
         with readable(str(model), advice, Exception):  # the library of sub-words raises Exception
-            return restored(kind, read_whole(model))
+            return restore_tokenizer(kind, read_whole(model))
 
     # The name alone is enough for bytes and for encodings of tiktoken. A tokenizer with an import
     # path has a vocabulary only if it is learned.
     is_whole_by_name = kind == 'bytes' or kind.startswith(PREFIX) or is_import_path(kind)
     if not is_whole_by_name:
         raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
-    return restored(kind, None)
+    return restore_tokenizer(kind, None)
 
 
 def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
@@ -365,6 +369,6 @@ def _is_same_tokenizer(requested: str, index: Index) -> bool:
     is_file = requested.endswith('.json')
     if not is_file:
         return True
-    with as_recorded(index.tokenizer_name):
-        tokenizer = restored(requested, None)
+    with use_recorded_tokenizers(index.tokenizer_name):
+        tokenizer = restore_tokenizer(requested, None)
     return tokenizer.name == index.tokenizer_name

@@ -37,7 +37,7 @@ from qkattn.errors import (
 from qkattn.jobs import environment
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
-from qkattn.jobs.output import discard, ending_unread, say
+from qkattn.jobs.output import discard, exit_if_reader_gone, say
 from qkattn.jobs.signals import (
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
@@ -435,7 +435,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     def parse_flags(argv: Sequence[str]) -> list[str]:
         """Parses the flags; returns the name of the script and the arguments that are not flags."""
         if '--help' in argv or '-h' in argv:
-            with ending_unread():
+            with exit_if_reader_gone():
                 print(_help(script_globals['__doc__'], kind))
             sys.exit(0)
         try:
@@ -460,7 +460,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         _log_to_stderr()
         keep_freed_memory()  # must come before other threads start
         try:
-            with ending_unread():
+            with exit_if_reader_gone():
                 main()
         except Exception as error:
             expected = outcome(error)

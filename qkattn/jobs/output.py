@@ -106,7 +106,7 @@ def say(text: str, stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def ending_unread() -> Iterator[None]:
+def exit_if_reader_gone() -> Iterator[None]:
     """A block that prints results: if their reader has gone, the process ends with EXIT_UNREAD."""
     try:
         yield

@@ -127,7 +127,7 @@ class Difference:
 _LARGER = ('high', 'p', 'p_margin', 'p_equivalence', 'p_not_better', 'p_not_worse')
 
 
-def paired(
+def paired_test(
     differences: Sequence[float],
     margin: float = MARGIN,
     *,
@@ -191,7 +191,7 @@ def _difference(
     tuning: tuple[float, float],
     strata: Sequence[int],
 ) -> Difference:
-    """Estimates and tests the mean of all values, outliers included; arguments as in `paired`.
+    """Estimates and tests the mean of all values, outliers included; arguments as in `paired_test`.
 
     With m strata, sd^2 = sum_i (d_i - mean of its stratum)^2 / (n - m), error_seeds = sd / sqrt(n),
     and the error of the mean, in units of the standard error, is t distributed (`Difference`).
@@ -223,7 +223,7 @@ def _difference(
     highest = mean + tuning_high
     # The smallest |difference| in that range; negative if tuning may explain the whole mean.
     least_size = max(lowest, -highest)
-    half_width = quantile(df) * error
+    half_width = t_quantile(df) * error
     p_not_better = tail(margin + lowest)
     p_not_worse = tail(margin - highest)
     return dataclasses.replace(
@@ -242,7 +242,7 @@ def _difference(
     )
 
 
-def quantile(df: float) -> float:
+def t_quantile(df: float) -> float:
     """Returns the half-width of a 95 % t interval, in standard errors."""
     return float(scipy.special.stdtrit(df, 0.5 + LEVEL / 2))
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from qkattn.stats.inference import combined, quantile
+from qkattn.stats.inference import combined, t_quantile
 
 # A law needs this many sizes.
 MIN_SIZES = 4
@@ -157,7 +157,7 @@ def fit(
     residuals = (residual_norm**2 / df_of_residuals, df_of_residuals)
     variance, df = max(residuals, seeds, key=_interval_width)
     covariance_PP = variance * np.linalg.inv(slopes_VP.T @ slopes_VP)
-    half_width_P = quantile(df) * np.sqrt(np.diag(covariance_PP))
+    half_width_P = t_quantile(df) * np.sqrt(np.diag(covariance_PP))
     half_width_of_E, _, half_width_of_a = half_width_P.tolist()
     floor = Interval(E, E - half_width_of_E, E + half_width_of_E)
     exponent = Interval(a, a - half_width_of_a, a + half_width_of_a)
@@ -209,7 +209,7 @@ def _least_squares(x_V: np.ndarray, losses_V: np.ndarray) -> tuple[float, float,
 def _interval_width(error: tuple[float, float]) -> float:
     """Returns the half-width of the 95 % interval for a pair (variance, degrees of freedom)."""
     variance, df = error
-    return quantile(df) * variance**0.5
+    return t_quantile(df) * variance**0.5
 
 
 def multiplier(
@@ -263,6 +263,6 @@ def multiplier(
     error_of_law = float(slope_P @ law.covariance_PP @ slope_P) ** 0.5
     error, df = combined([(error_of_sizes, len(sizes) - 1), (error_of_law, law.df)])
 
-    half_width = quantile(df) * error
+    half_width = t_quantile(df) * error
     value, low, high = np.exp([mean, mean - half_width, mean + half_width]).tolist()
     return Interval(value, low, high)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import scipy  # whose submodules are imported on first use
 
-from qkattn.stats.inference import LEVEL, ROUNDING, quantile
+from qkattn.stats.inference import LEVEL, ROUNDING, t_quantile
 
 # The parabola is fitted to at least this many grid steps on each side of the best value.
 REACH = 2
@@ -192,7 +192,7 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
     means_V = losses_VS.mean(axis=1)
     squares_around_means = float(np.sum((losses_VS - means_V[:, None]) ** 2))
     variance_of_slopes = _variance_of_slopes(x_V, losses_VS)
-    t = quantile(df)
+    t = t_quantile(df)
 
     optimum_range = (x_V[0], x_V[-1])
     skew_range = (-SKEW, SKEW)
@@ -477,5 +477,5 @@ def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> 
         variance = float(np.sum(residuals_N**2)) / df
         inverse_PP = np.linalg.inv(design_NP.T @ design_NP)
         error_of_c = (variance * inverse_PP[-1, -1]) ** 0.5
-        parabola['bounded'] = bool(c > quantile(df) * error_of_c)
+        parabola['bounded'] = bool(c > t_quantile(df) * error_of_c)
     return parabola

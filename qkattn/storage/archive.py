@@ -130,7 +130,7 @@ class Member:
         return self.archive.read(self.name)
 
 
-def zipped(files: Mapping[str, bytes]) -> bytes:
+def zip_bytes(files: Mapping[str, bytes]) -> bytes:
     """Returns the bytes of a zip archive of {name: content}.
 
     The same files make the same bytes: every member has the same date, mode and system.

@@ -6,7 +6,7 @@ from qkattn.config import Study
 from qkattn.jobs.display import waiting
 from qkattn.jobs.output import text_table
 from qkattn.study.arms import PlannedArm, row_title
-from qkattn.study.plan import PlannedRun, imagined
+from qkattn.study.plan import PlannedRun, fewest_runs
 from qkattn.train import dry_run
 from qkattn.train.chips import GB
 
@@ -22,7 +22,7 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
       arms: its arms.
       topology: the name of the pod, such as 'h100-1x8'; see `dry_run.Pod`.
     """
-    largest_runs = _largest_runs(imagined(study, arms))
+    largest_runs = _largest_runs(fewest_runs(study, arms))
     keys = [run.arm.key for run in largest_runs]
     rows: list[list[str]] = []
     arms_of_note: dict[str, list[str]] = {}  # titles of arms by note

@@ -372,11 +372,11 @@ def _paired(
             differences.append(loss - baseline_loss)
     difference = None
     if differences:
-        difference = inference.paired(differences, margin)
+        difference = inference.paired_test(differences, margin)
     return difference, (arm_diverged, baseline_diverged)
 
 
-def imagined(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
+def fewest_runs(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
     """Returns the fewest runs that the study may need if every arm is decided.
 
     It is the plan for imagined results: the best value of each setting is the middle one of its
@@ -439,7 +439,7 @@ def estimate(study: Study, arms: Sequence[PlannedArm], *, measure: bool = False)
     run of each size is compiled and timed for a few steps. If this machine lacks the memory or the
     devices for a size, a note says why there is no time.
     """
-    planned = imagined(study, arms)
+    planned = fewest_runs(study, arms)
     keys = {run.arm.key for run in planned}
     notes: list[str] = []
     seconds_of_run: dict[str, float] | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qkattn.errors import ReportError, RunDirectoryError
-from qkattn.storage.archive import Archive, Member, is_clean, zipped
+from qkattn.storage.archive import Archive, Member, is_clean, zip_bytes
 from qkattn.storage.files import (
     Files,
     Readable,
@@ -126,7 +126,7 @@ def pack(study: Files, destination: Path) -> None:
     which names machines and users, are left out. If the result could not be read again, raises
     ReportError and writes nothing.
     """
-    logs = zipped(dict(_stored_logs(study)))
+    logs = zip_bytes(dict(_stored_logs(study)))
     StoredFiles(destination, logs)  # raises ReportError if the logs cannot be read
     # The logs are written last. If an export is interrupted before, the next one recognizes the
     # study by its other files.

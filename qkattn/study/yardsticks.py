@@ -29,7 +29,7 @@ from qkattn.config.imports import require_named
 from qkattn.data import pipeline
 from qkattn.data.tasks.rows import Batch, Rows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.data.tokenizers.vocabulary import as_recorded, names_in
+from qkattn.data.tokenizers.vocabulary import names_in, use_recorded_tokenizers
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
 from qkattn.metrics import PREFIXES
@@ -246,7 +246,7 @@ def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
     Raises ConfigError if they are not the data that the trial with this `result` was trained on.
     """
     # One tokenizer file may give two tokenizers. The name in the result says which one.
-    with as_recorded(*names_in(result['data'])):
+    with use_recorded_tokenizers(*names_in(result['data'])):
         rows = rows_of(config)
     identity = records.to_jsonable(rows.identity())
     for name, value in identity.items():

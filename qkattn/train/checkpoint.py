@@ -386,7 +386,7 @@ class Checkpoints:
 def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
     """Returns the names of the tokenizers that a run's checkpoints record; [] if it has none.
 
-    Only a tokenizer that is read from a file depends on them (see `as_recorded`). For all others
+    Only a tokenizer that is read from a file depends on them. For all others
     this returns [] and reads nothing.
     """
     if not data.tokenizer.endswith('.json'):

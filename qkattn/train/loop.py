@@ -17,7 +17,7 @@ from qkattn.config import Config, Study, differences, fingerprint, to_json
 from qkattn.data.evaluation_corpora import EvaluationCorpus, identity_with, open_corpora
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import rows_of
-from qkattn.data.tokenizers.vocabulary import as_recorded
+from qkattn.data.tokenizers.vocabulary import use_recorded_tokenizers
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs import agreement
 from qkattn.jobs.agreement import make_in_process_0, owner_first
@@ -618,7 +618,7 @@ def _open_rows(
 
     # A resumed run opens its tokenizers as its first start did.
     tokenizer_names = agreement.call_in_process_0(lambda: recorded_tokenizers(path, config.data))
-    with progress.phase('preparing data'), as_recorded(*tokenizer_names):
+    with progress.phase('preparing data'), use_recorded_tokenizers(*tokenizer_names):
         rows, corpora = owner_first(open_data)
     agreement.require_same('dataset', json.dumps(identity_with(rows, corpora)))
     return rows, corpora

@@ -49,7 +49,7 @@ def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | N
         strata += [stratum] * len(sample.seeds)
     sum_arm_tuning = math.fsum(len(sample.seeds) * sample.arm_tuning for sample in samples)
     sum_other_tuning = math.fsum(len(sample.seeds) * sample.other_tuning for sample in samples)
-    difference = inference.paired(
+    difference = inference.paired_test(
         differences,
         margin,
         evaluation=_evaluation_error(samples),

@@ -262,7 +262,7 @@ def test_a_download_is_checked(tmp_path, monkeypatch, warnings):
         return response
 
     def fetched(**settings):
-        return downloads.fetched('lines', URL, DataConfig(data_dir=str(tmp_path), **settings))
+        return downloads.fetch_file('lines', URL, DataConfig(data_dir=str(tmp_path), **settings))
 
     monkeypatch.setattr(requests, 'get', get)
     monkeypatch.setitem(downloads.SHA256, 'lines.txt', hashlib.sha256(TEXT).hexdigest())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qkattn.config import Config, DataConfig, ModelConfig
-from qkattn.data.cache import data_root, prepared_once
+from qkattn.data.cache import data_root, read_or_prepare
 from qkattn.data.load import load
 from qkattn.data.tasks import repeats
 from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
@@ -46,7 +46,7 @@ def test_of_those_that_race_one_prepares(tmp_path):
 
     def opened(_):
         try:
-            return prepared_once(
+            return read_or_prepare(
                 tmp_path / 'file', (tmp_path / 'file').read_text, prepare, root=tmp_path
             )
         except KeyError:

@@ -10,7 +10,7 @@ import pytest
 from qkattn.config import DataConfig
 from qkattn.data.corpora import records
 from qkattn.data.corpora.corpus import Corpus
-from qkattn.data.corpora.divided import divided
+from qkattn.data.corpora.divided import divide_texts
 from qkattn.data.load import load_text
 from tests.data.datasets import documents
 from tests.data.test_corpora import opened
@@ -203,22 +203,22 @@ PLAY = b'\n\nACT I\nto be\n\n  \nor not\nto be\n\nACT II\nthat is\r\n\r\nthe que
     ],
 )
 def test_a_long_text_is_cut_into_documents(rule, expected):
-    corpus = divided(long_text(PLAY), rule)
+    corpus = divide_texts(long_text(PLAY), rule)
     assert documents(corpus) == {'train': expected}
     assert corpus.names is None and corpus.version != '1'
-    assert corpus.version != divided(long_text(PLAY), 'kB=1').version
+    assert corpus.version != divide_texts(long_text(PLAY), 'kB=1').version
 
 
 def test_blocks_end_at_line_ends():
     # With the ends of lines, the first block has 1,000 bytes.
     blocks = [[400, 500, 97], [300, 2500], [10, 999], [1, 1]]
     texts = [b''.join(b'x' * size + b'\n' for size in sizes) for sizes in blocks]
-    assert documents(divided(long_text(b''.join(texts)), 'kB=1'))['train'] == texts
+    assert documents(divide_texts(long_text(b''.join(texts)), 'kB=1'))['train'] == texts
 
 
 def test_a_regular_expression_matches_characters_of_any_length():
     text = 'ä ä\nÜ ö\nÜ x\n'.encode()
-    cut = documents(divided(long_text(text), '^[Ü]'))['train']
+    cut = documents(divide_texts(long_text(text), '^[Ü]'))['train']
     assert cut == ['ä ä\n'.encode(), 'Ü ö\n'.encode(), 'Ü x\n'.encode()]
 
 
@@ -232,7 +232,7 @@ def test_a_regular_expression_matches_characters_of_any_length():
 )
 def test_what_does_not_name_documents_of_a_text_is_refused(rule, message):
     with refused(message):
-        divided(long_text(PLAY), rule)
+        divide_texts(long_text(PLAY), rule)
 
 
 def test_one_file_of_many_paragraphs_has_as_many_documents_as_a_verdict_needs(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from qkattn.config import Config, DataConfig, Study
 from qkattn.config.setting import settings
 from qkattn.data.cache import data_root, local_directory
-from qkattn.data.corpora.downloads import CAPTIONS, fetched
+from qkattn.data.corpora.downloads import CAPTIONS, fetch_file
 from qkattn.data.corpora.own_files import text
 from qkattn.data.evaluation_corpora import entries
 from qkattn.data.tokenizers.subwords import FileTokenizer
@@ -130,7 +130,7 @@ def test_sentences_may_come_from_a_pipe_that_the_shell_has_opened():
 
 def download(path):
     config = DataConfig(manual_dir=path, data_dir='data')
-    fetched('multi30k', f'{CAPTIONS}/train.de.gz', config)
+    fetch_file('multi30k', f'{CAPTIONS}/train.de.gz', config)
 
 
 def evaluation(path):

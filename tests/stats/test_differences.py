@@ -10,7 +10,7 @@ from scipy import stats
 
 from qkattn.stats import inference
 from qkattn.stats.decision import ALPHA, Decision, holm, judge, level
-from qkattn.stats.inference import paired
+from qkattn.stats.inference import paired_test
 
 BETTER = Decision.BETTER
 BETTER_BELOW = Decision.BETTER_BELOW_MARGIN
@@ -31,7 +31,7 @@ def sample(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
     values = sample(mean)
-    difference = paired(values, TEST_MARGIN)
+    difference = paired_test(values, TEST_MARGIN)
     interval = tuple(stats.ttest_1samp(values, 0).confidence_interval(0.95))
     assert (difference.low, difference.high) == pytest.approx(interval)
     assert difference.df == pytest.approx(8)
@@ -43,7 +43,7 @@ def test_an_interval_is_that_of_scipys_t_test(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
     values = sample(mean)
-    difference = paired(values, TEST_MARGIN)
+    difference = paired_test(values, TEST_MARGIN)
     above = stats.ttest_1samp(values, -TEST_MARGIN, alternative='greater').pvalue
     below = stats.ttest_1samp(values, TEST_MARGIN, alternative='less').pvalue
     assert (difference.p_not_better, difference.p_not_worse) == pytest.approx((above, below))
@@ -53,7 +53,7 @@ def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
     values = sample(mean)
-    difference = paired(values, TEST_MARGIN)
+    difference = paired_test(values, TEST_MARGIN)
     p_less = stats.ttest_1samp(values, 0, alternative='less').pvalue
     p_side = min(p_less, 1 - p_less)
     assert difference.p == pytest.approx(2 * p_side)
@@ -62,8 +62,8 @@ def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
 
 
 def test_a_value_that_lies_apart_hides_no_finding_in_the_typical_ones():
-    alone = paired(VALUES)
-    with_outlier = paired([*VALUES, 0.06])
+    alone = paired_test(VALUES)
+    with_outlier = paired_test([*VALUES, 0.06])
     assert alone.typical is None and alone.p < 0.001
     assert with_outlier.typical == alone and (with_outlier.n, alone.n) == (8, 7)
     assert with_outlier.p == pytest.approx(stats.ttest_1samp([*VALUES, 0.06], 0).pvalue)
@@ -72,13 +72,13 @@ def test_a_value_that_lies_apart_hides_no_finding_in_the_typical_ones():
 
 def test_a_shift_that_a_few_of_many_values_make_is_no_finding():
     rng = np.random.default_rng(0)
-    shifted = paired([*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)])
+    shifted = paired_test([*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)])
     assert shifted.mean / shifted.error_seeds > 2.6 and 0.1 < shifted.p == shifted.typical.p
     assert shifted.low == shifted.typical.low < 0 < shifted.typical.high < shifted.high
 
 
 def test_a_side_that_hangs_on_outliers_is_no_finding():
-    turned = paired([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1])
+    turned = paired_test([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1])
     assert turned.mean > 0 > turned.typical.mean
     assert (turned.p, turned.p_margin) == (1.0, 1.0)
 
@@ -109,26 +109,26 @@ def alternating(sign):
 @MISSES
 def test_what_tuning_may_have_missed_widens_the_interval(sign, low, high):
     values = alternating(sign)
-    plain = paired(values)
-    missed = paired(values, tuning=(low, high))
+    plain = paired_test(values)
+    missed = paired_test(values, tuning=(low, high))
     assert (missed.low, missed.high) == pytest.approx((plain.low - low, plain.high + high))
 
 
 @MISSES
 def test_what_tuning_may_have_missed_weakens_the_tests(sign, low, high):
     values = alternating(sign)
-    missed = paired(values, tuning=(low, high))
-    nearer = paired(values - sign * 0.004)
+    missed = paired_test(values, tuning=(low, high))
+    nearer = paired_test(values - sign * 0.004)
     assert (missed.p, missed.p_margin) == pytest.approx((nearer.p, nearer.p_margin))
-    wide = paired(values, 0.03, tuning=(low, high))
-    farther = paired(values + sign * 0.007, 0.03)
+    wide = paired_test(values, 0.03, tuning=(low, high))
+    farther = paired_test(values + sign * 0.007, 0.03)
     assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
 
 
 @pytest.mark.parametrize('sign', [1, -1])
 @pytest.mark.parametrize('miss', [0.03, np.inf])
 def test_nothing_is_shown_where_tuning_may_miss_more_than_the_difference(sign, miss):
-    lost = paired(alternating(sign), tuning=(miss, miss))
+    lost = paired_test(alternating(sign), tuning=(miss, miss))
     assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
     assert lost.low < 0 < lost.high
 
@@ -137,8 +137,8 @@ EVALUATION_ERROR = 0.0015
 
 
 def test_the_error_over_documents_adds_to_that_over_seeds():
-    alone = paired(VALUES)
-    both = paired(VALUES, evaluation=(EVALUATION_ERROR, 20.0))
+    alone = paired_test(VALUES)
+    both = paired_test(VALUES, evaluation=(EVALUATION_ERROR, 20.0))
     assert both.error_seeds == alone.error_seeds
     assert both.error_evaluation == EVALUATION_ERROR
     total = math.hypot(alone.error_seeds, EVALUATION_ERROR)
@@ -148,14 +148,14 @@ def test_the_error_over_documents_adds_to_that_over_seeds():
 
 
 def test_an_error_that_is_known_exactly_costs_no_degrees_of_freedom():
-    exact = paired(VALUES, evaluation=(EVALUATION_ERROR, None))
+    exact = paired_test(VALUES, evaluation=(EVALUATION_ERROR, None))
     total = math.hypot(exact.error_seeds, EVALUATION_ERROR)
     assert exact.df == pytest.approx(total**4 / (exact.error_seeds**4 / 6))
 
 
 def test_an_error_that_is_not_known_leaves_the_mean_alone():
-    unknown = paired(VALUES, evaluation=None)
-    assert unknown.mean == paired(VALUES).mean and unknown.p is unknown.low is None
+    unknown = paired_test(VALUES, evaluation=None)
+    assert unknown.mean == paired_test(VALUES).mean and unknown.p is unknown.low is None
 
 
 def test_the_error_over_equal_documents_is_that_of_their_mean():
@@ -208,7 +208,7 @@ NEARLY = [
 @pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY], ids=str)
 def test_a_spread_that_is_only_rounding_is_none(values):
     estimate = inference.estimate(values)
-    difference = paired(values)
+    difference = paired_test(values)
     is_zero = float(values[0] == 0)
     mean = pytest.approx(values[0], abs=1e-14)
     assert (estimate.sd, difference.sd) == (0.0, 0.0)
@@ -218,27 +218,29 @@ def test_a_spread_that_is_only_rounding_is_none(values):
 
 def test_a_single_seed_leaves_blanks():
     known = {'mean': 0.01, 'n': 1, 'margin': inference.MARGIN, 'tuning_low': 0, 'tuning_high': 0}
-    assert {n: value for n, value in vars(paired([0.01])).items() if value is not None} == known
+    assert {
+        n: value for n, value in vars(paired_test([0.01])).items() if value is not None
+    } == known
     assert inference.estimate([2.0]) == inference.Estimate(2.0, 1, None, None, None)
 
 
 @pytest.mark.parametrize('differences', [[], [0.1, math.nan], [math.inf]])
 def test_differences_are_finite(differences):
     with pytest.raises(ValueError, match='must be one or more finite'):
-        paired(differences)
+        paired_test(differences)
 
 
 EIGHT = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
 
 
 def test_as_many_pairs_as_there_are_find_their_detectable_difference():
-    eight = paired(EIGHT)
+    eight = paired_test(EIGHT)
     detectable = inference.detectable_difference(eight.error_seeds, eight.df)
     assert inference.to_find(eight, detectable * (1 + 1e-9)) == (8, 1.0)
 
 
 def test_half_a_difference_takes_four_times_as_many_pairs():
-    eight = paired(EIGHT)
+    eight = paired_test(EIGHT)
     many, documents = inference.to_find(eight, 2e-5)  # above a million
     more, documents_of_more = inference.to_find(eight, 1e-5)
     assert documents == documents_of_more == 1
@@ -246,21 +248,21 @@ def test_half_a_difference_takes_four_times_as_many_pairs():
 
 
 def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
-    noisy = paired(EIGHT, evaluation=(0.01, 100))
+    noisy = paired_test(EIGHT, evaluation=(0.01, 100))
     pairs, documents = inference.to_find(noisy, 0.01)
     error = math.hypot(noisy.sd / pairs**0.5, 0.01 / documents**0.5)
     assert documents > 1 and error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
 
 
 def test_nothing_finds_what_tuning_may_hide_on_its_side():
-    eight = paired(EIGHT)
+    eight = paired_test(EIGHT)
     tuned = dataclasses.replace(eight, tuning_low=0.01)
     assert inference.to_find(tuned, -0.01) is None
     assert inference.to_find(tuned, 0.01) == inference.to_find(eight, -0.01)
 
 
 def test_a_single_pair_tells_of_no_number_of_pairs():
-    assert inference.to_find(paired([0.1]), 0.01) is None
+    assert inference.to_find(paired_test([0.1]), 0.01) is None
 
 
 def test_holm_rejects_what_its_definition_rejects():
@@ -280,7 +282,7 @@ def test_holm_rejects_what_its_definition_rejects():
 
 def difference(mean, spread=0.001, n=8, **keywords):
     """Alternates by `spread` around the mean."""
-    return paired([mean + spread * (-1) ** i for i in range(n)], **keywords)
+    return paired_test([mean + spread * (-1) ** i for i in range(n)], **keywords)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +315,7 @@ def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
     first = level(1) / ALPHA
     for _ in range(100):
         means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
-        differences = {i: paired(rng.normal(mean, 0.01, 8)) for i, mean in enumerate(means)}
+        differences = {i: paired_test(rng.normal(mean, 0.01, 8)) for i, mean in enumerate(means)}
         judged = judge(differences)
         p_margins = holm([difference.p_margin for difference in differences.values()])
         for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(p_margins)):

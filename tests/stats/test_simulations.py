@@ -166,7 +166,7 @@ def simulate(case, num_seeds, num_studies, choice, effect=0.0):
         for i in range(1, len(arms)):
             if max(misses[i], misses[0]) < math.inf:
                 tuning = (misses[i], misses[0])
-                differences[i] = inference.paired(losses[i] - losses[0], tuning=tuning)
+                differences[i] = inference.paired_test(losses[i] - losses[0], tuning=tuning)
                 means[i] = true[i] + BAD * (arms[i].shape.bad - arms[0].shape.bad)
         judged = decision.judge(differences, planned=ARMS)
         num_false += any(
@@ -203,9 +203,9 @@ def crossed(studies):
         noise_SC = rng.normal(0, 0.02, (num_seeds, documents)) + rng.normal(0, 0.03, documents)
         nats_SC = (noise_SC + rng.normal(0, 0.01, (num_seeds, 1))) * tokens_C
         means_S = nats_SC.sum(axis=1) / tokens_C.sum()
-        over_seeds = inference.paired(means_S)
+        over_seeds = inference.paired_test(means_S)
         evaluation = inference.evaluation_error(nats_SC, tokens_C)
-        over_both = inference.paired(means_S, evaluation=evaluation)
+        over_both = inference.paired_test(means_S, evaluation=evaluation)
         num_covered += [d.low <= 0 <= d.high for d in (over_both, over_seeds)]
     return num_covered / studies
 
@@ -270,7 +270,7 @@ def test_studies_rarely_decide_wrongly(true, sd):
     def share_of_false(studies):
         are_false = []
         for arms_of_study in studies:
-            judged = decision.judge(dict(enumerate(map(inference.paired, arms_of_study))))
+            judged = decision.judge(dict(enumerate(map(inference.paired_test, arms_of_study))))
             are_false.append(any(is_false(judged[i].decision, true[i]) for i in judged))
         return np.mean(are_false)
 
@@ -315,7 +315,7 @@ def asked_again(num_seeds, true, sd, studies, by_the_rule):
 
 def pooled(samples):
     strata = [number for number, sample in enumerate(samples) for _ in sample]
-    return inference.paired(np.concatenate(samples), strata=strata)
+    return inference.paired_test(np.concatenate(samples), strata=strata)
 
 
 # Seeds of each look: one repeat and two, as large as the first look or larger.

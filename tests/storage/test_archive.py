@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qkattn.errors import ReportError
-from qkattn.storage.archive import MAX_MEMBER, Archive, Member, is_clean, zipped
+from qkattn.storage.archive import MAX_MEMBER, Archive, Member, is_clean, zip_bytes
 
 PATH = Path('kept/logs.zip')
 FILES = {'plan.jsonl': b'{}\n' * 100, 'runs/a/metrics.jsonl': b'{"step": 1}\n', 'runs/b/empty': b''}
@@ -48,7 +48,7 @@ def changed(content: bytes, field: tuple[int, str], value: int) -> bytes:
 
 def twice() -> bytes:
     """An archive that has a name twice."""
-    return zipped({'a': b'1', 'b': b'2'}).replace(b'b', b'a')
+    return zip_bytes({'a': b'1', 'b': b'2'}).replace(b'b', b'a')
 
 
 def flipped(content: bytes, place: int) -> bytes:
@@ -57,7 +57,7 @@ def flipped(content: bytes, place: int) -> bytes:
 
 
 def test_files_are_read_in_the_archive_as_in_a_directory():
-    files = archive(zipped(FILES))
+    files = archive(zip_bytes(FILES))
     assert files.names == tuple(FILES)
     assert {name: files.read(name) for name in files.names} == FILES
     run = Member(files, 'runs/a')
@@ -71,8 +71,8 @@ def test_files_are_read_in_the_archive_as_in_a_directory():
 def test_the_same_files_make_the_same_bytes(monkeypatch):
     monkeypatch.setattr('time.time', lambda: 2e9)
     monkeypatch.setattr('sys.platform', 'win32')
-    assert zipped(dict(FILES)) == zipped(FILES)
-    (member, *_) = zipfile.ZipFile(io.BytesIO(zipped(FILES))).infolist()
+    assert zip_bytes(dict(FILES)) == zip_bytes(FILES)
+    (member, *_) = zipfile.ZipFile(io.BytesIO(zip_bytes(FILES))).infolist()
     assert member.date_time == (1980, 1, 1, 0, 0, 0) and member.create_system == 3
     assert stat.filemode(member.external_attr >> 16) == '-rw-r--r--'
 
@@ -106,7 +106,7 @@ NOT_TAKEN = {
     'lzma': (with_member(method=zipfile.ZIP_LZMA), "'a' is compressed by method 14, not by def"),
     'too large': (changed(with_member(), SIZE, MAX_MEMBER + 1), "'a' has 536,870,913 bytes, more"),
     'too many': (
-        changed(zipped({f'{n}': b'' for n in range(9)}), SIZE, MAX_MEMBER),
+        changed(zip_bytes({f'{n}': b'' for n in range(9)}), SIZE, MAX_MEMBER),
         'has members of 4,831,838,208 bytes, more than 4,294,967,296',
     ),
 }
@@ -134,9 +134,9 @@ def test_no_more_is_inflated_than_is_declared():
 DAMAGED = {
     'nothing': b'',
     'text': b'text',
-    'cut': zipped(FILES)[:-30],
+    'cut': zip_bytes(FILES)[:-30],
     'a bit of the text': flipped(with_member(method=zipfile.ZIP_STORED), 33),
-    'a bit of the deflated text': flipped(zipped(FILES), 45),
+    'a bit of the deflated text': flipped(zip_bytes(FILES), 45),
     'more is declared': changed(with_member(), SIZE, 5),
     'less is declared': changed(with_member(), SIZE, 3),
     'nothing is declared': changed(with_member(), SIZE, 0),

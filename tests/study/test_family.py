@@ -15,7 +15,7 @@ KEYS = [
     ARM._replace(control=LONGER),
     ARM._replace(size='d_model=128'),
 ]
-DIFFERENCE = inference.paired(
+DIFFERENCE = inference.paired_test(
     [0.011, 0.02, 0.014, 0.025], evaluation=(0.001, 99.0), tuning=(0.0, 0.0)
 )
 

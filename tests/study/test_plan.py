@@ -330,7 +330,7 @@ def costly_arms(costly_study):
 def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(
     costly_study, costly_arms
 ):
-    runs = plan.imagined(costly_study, costly_arms)
+    runs = plan.fewest_runs(costly_study, costly_arms)
     assert {run.config.trials.learning_rates for run in runs} == {GRID, (2e-3,)}
     # Of each of 4 arms: 2 seeds at 3 rates, then 3 seeds at one; then the same with 4 x the steps.
     tokens = 9 * 5 * 100 * 4 * 16

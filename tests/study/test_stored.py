@@ -48,7 +48,7 @@ def edit(kept, changes):
     """Writes files into logs.zip, or takes out those that are None."""
     logs = logs_of(kept) | changes
     whole = {name: content for name, content in logs.items() if content is not None}
-    (kept / stored.LOGS).write_bytes(archive.zipped(whole))
+    (kept / stored.LOGS).write_bytes(archive.zip_bytes(whole))
 
 
 def replanned(kept, directory):

@@ -128,7 +128,7 @@ def test_the_interval_includes_every_source_of_error(study_dir, sd, decided):
     tuning = [a.sweeps['learning_rate'].at_worst for a in (b, baseline)]
     assert min(tuning) > 1e-4 and tuning[0] != pytest.approx(tuning[1])
     evaluation = inference.evaluation_error((shifts * tokens)[None], tokens)
-    expected = inference.paired(NOISE - 0.03, evaluation=evaluation, tuning=tuning)
+    expected = inference.paired_test(NOISE - 0.03, evaluation=evaluation, tuning=tuning)
     interval = b.difference.low, b.difference.high
     assert interval == pytest.approx((expected.low, expected.high))
     assert b.comparison.num_documents == 100 and b.verdict.decision is decided

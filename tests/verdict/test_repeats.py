@@ -123,7 +123,7 @@ def test_a_table_names_what_it_repeats(repeated):
 
 def test_a_study_alone_is_a_sample_of_one_stratum():
     values = np.random.default_rng(0).normal(0.01, 0.01, 9)
-    assert inference.paired(values, strata=[0] * 9) == inference.paired(values)
+    assert inference.paired_test(values, strata=[0] * 9) == inference.paired_test(values)
     apart = [*values, *(values + 5)]
-    two = inference.paired(apart, strata=[0] * 9 + [1] * 9)
+    two = inference.paired_test(apart, strata=[0] * 9 + [1] * 9)
     assert two.sd == pytest.approx(float(np.std(values, ddof=1))) and two.df == 16

@@ -10,7 +10,7 @@ from qkattn.config.calls import accepts_arguments, call_with_config_errors, reso
 from qkattn.config.imports import source_digest
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
 from qkattn.data.corpora.corpus import SPLITS, Corpus, capped, carved
-from qkattn.data.corpora.divided import divided
+from qkattn.data.corpora.divided import divide_texts
 from qkattn.errors import ConfigError
 
 
@@ -157,7 +157,7 @@ def find(config: DataConfig) -> Corpus:
             documents=functools.partial(_lowercased, corpus),
         )
     if config.documents is not None:
-        corpus = divided(corpus, config.documents)
+        corpus = divide_texts(corpus, config.documents)
     corpus = carved(corpus, config.carve_test)
     if corpus.languages:
         return corpus  # shortening one language would separate it from the other

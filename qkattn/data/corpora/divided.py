@@ -28,7 +28,7 @@ class Cuts(Protocol):
         """
 
 
-def divided(corpus: Corpus, rule: str) -> Corpus:
+def divide_texts(corpus: Corpus, rule: str) -> Corpus:
     """Returns a corpus in which each text is cut into documents.
 
     The documents of a text, one after the other, are the text.
@@ -80,7 +80,7 @@ def _documents(texts: Iterable[bytes], cuts: Cuts) -> Iterator[bytes]:
 
 
 def _cuts_of(rule: str) -> Cuts:
-    """Returns the function that finds where documents begin; `divided` describes the rules.
+    """Returns the function that finds where documents begin; `divide_texts` describes the rules.
 
     Raises ConfigError for a rule that is none of them.
     """

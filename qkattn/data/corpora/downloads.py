@@ -6,7 +6,7 @@ import hashlib
 import requests
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import DamagedData, data_root, prepared_once
+from qkattn.data.cache import DamagedData, data_root, read_or_prepare
 from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, write_atomic
@@ -40,7 +40,7 @@ def tiny_shakespeare(config: DataConfig) -> Corpus:
     """
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        text = fetched('tiny_shakespeare', PLAYS, config).decode()
+        text = fetch_file('tiny_shakespeare', PLAYS, config).decode()
         cut = int(0.9 * len(text))
         return {'train': [text[:cut].encode()], 'validation': [text[cut:].encode()]}
 
@@ -68,7 +68,7 @@ def multi30k(config: DataConfig) -> Corpus:
     def documents(language: str | None) -> dict[str, list[bytes]]:
         texts = {}
         for split, part in CAPTION_PARTS.items():
-            packed = fetched('multi30k', f'{CAPTIONS}/{part}.{language}.gz', config)
+            packed = fetch_file('multi30k', f'{CAPTIONS}/{part}.{language}.gz', config)
             lines = gzip.decompress(packed).removesuffix(b'\n')
             # `splitlines` would also split at characters other than the newline.
             texts[split] = lines.split(b'\n')
@@ -83,7 +83,7 @@ def multi30k(config: DataConfig) -> Corpus:
     )
 
 
-def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
+def fetch_file(dataset: str, url: str, config: DataConfig) -> bytes:
     """Returns the content of a file. The first call downloads the file and keeps it.
 
     Args:
@@ -125,7 +125,7 @@ def fetched(dataset: str, url: str, config: DataConfig) -> bytes:
         check(content, source)
         write_atomic(kept_file, content)
 
-    return prepared_once(kept_file, read, prepare, root=root)
+    return read_or_prepare(kept_file, read, prepare, root=root)
 
 
 def _downloaded(url: str, advice: str) -> bytes:

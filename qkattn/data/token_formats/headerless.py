@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkattn.data.token_formats.shards import Shard, TokenFormat, mapped
+from qkattn.data.token_formats.shards import Shard, TokenFormat, memory_map_ids
 from qkattn.errors import ConfigError
 
 DTYPE = 'uint16'  # the type of nanoGPT's ids
@@ -34,7 +34,7 @@ class Headerless(TokenFormat):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        ids = mapped(path, np.dtype(dtype or DTYPE).newbyteorder('<'))
+        ids = memory_map_ids(path, np.dtype(dtype or DTYPE).newbyteorder('<'))
         _refuse_header(path, ids)
         if dtype is None:
             _refuse_wider_ids(path, ids[:SAMPLE])

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from qkattn.config import DataConfig
-from qkattn.data.cache import DamagedData, data_root, prepared_once
+from qkattn.data.cache import DamagedData, data_root, read_or_prepare
 from qkattn.data.corpora.corpus import CARVED_FRACTION, SPLITS
 from qkattn.data.corpora.split_files import files_by_split
 from qkattn.data.token_formats.documents import Documents, documents_of
@@ -149,7 +149,7 @@ def _named_tokenizer(config: DataConfig) -> Tokenizer | None:
             f'data.tokenizer={config.tokenizer!r} is learned from text, which tokens have not; '
             'name the tokenizer.json that they were made with, or leave it unset'
         )
-    return vocabulary.restored(config.tokenizer, None)
+    return vocabulary.restore_tokenizer(config.tokenizer, None)
 
 
 def _format_of(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
@@ -346,4 +346,4 @@ def _counted_once(config: DataConfig, key: list, count: Callable[[], Counts]) ->
     def write_counts() -> None:
         write_atomic(path, json.dumps(dataclasses.asdict(count()), indent=1) + '\n')
 
-    return prepared_once(path, read_counts, write_counts, root=root)
+    return read_or_prepare(path, read_counts, write_counts, root=root)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from qkattn.config.paths import open_regular
-from qkattn.data.token_formats.shards import Shard, TokenFormat, mapped, refuse_other_dtype
+from qkattn.data.token_formats.shards import Shard, TokenFormat, memory_map_ids, refuse_other_dtype
 from qkattn.errors import ConfigError
 
 # The first bytes of a file are a header of 256 int32.
@@ -45,7 +45,7 @@ class LlmC(TokenFormat):
                 f'{expected_version}'
             )
         refuse_other_dtype(path, stated_dtype, dtype)
-        ids = mapped(path, np.dtype(stated_dtype).newbyteorder('<'), offset=HEADER_BYTES)
+        ids = memory_map_ids(path, np.dtype(stated_dtype).newbyteorder('<'), offset=HEADER_BYTES)
         if len(ids) != num_ids:
             raise ConfigError(
                 f'data.path: {path} holds {len(ids):,} tokens after its header, which states '

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from qkattn.data.token_formats.shards import Shard, TokenFormat, mapped, refuse_other_dtype
+from qkattn.data.token_formats.shards import Shard, TokenFormat, memory_map_ids, refuse_other_dtype
 from qkattn.errors import ConfigError
 from qkattn.storage.files import read_whole
 
@@ -39,7 +39,7 @@ class Megatron(TokenFormat):
     def open(path: Path, dtype: str | None) -> Shard:
         index_path = path.with_suffix('.idx')
         index = _read_index(index_path, dtype)
-        ids = mapped(path, np.dtype(index.dtype).newbyteorder('<'))
+        ids = memory_map_ids(path, np.dtype(index.dtype).newbyteorder('<'))
 
         # Sequence i has the ids from sequence_bounds[i] to sequence_bounds[i + 1].
         sequence_bounds = np.append(0, np.cumsum(index.lengths, dtype=np.int64))

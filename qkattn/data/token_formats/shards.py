@@ -105,7 +105,7 @@ class Shards:
         return parts
 
 
-def mapped(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
+def memory_map_ids(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
     """Returns the ids of a file, memory-mapped, from byte `offset` to its end.
 
     Raises ConfigError if there are no ids, or if the bytes of the last one are incomplete.

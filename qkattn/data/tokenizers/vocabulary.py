@@ -17,7 +17,7 @@ from typing import Any
 
 from qkattn.config.calls import call_with_config_errors, resolve
 from qkattn.config.imports import source_digest
-from qkattn.data.cache import DamagedData, prepared_once
+from qkattn.data.cache import DamagedData, read_or_prepare
 from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tiktoken_encodings import PREFIX, TiktokenTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -34,7 +34,7 @@ KINDS: dict[str, Any] = {
 # The methods that a class from outside the package must have to be a tokenizer.
 METHODS = ('encode', 'decode', 'num_bytes')
 
-# The names that `as_recorded` sets.
+# The names that `use_recorded_tokenizers` sets.
 _RECORDED: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar('recorded', default=())
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def open_tokenizer(
     cls, options = check(kind)
     is_learned = hasattr(cls, 'train')
     if not is_learned:
-        return restored(kind, None)
+        return restore_tokenizer(kind, None)
 
     if kind == 'bpe':
         options = {'size': size}
@@ -92,7 +92,7 @@ def open_tokenizer(
 
     def read() -> Tokenizer:
         try:
-            return restored(kind, read_whole(path))
+            return restore_tokenizer(kind, read_whole(path))
         except Exception as error:  # the library of sub-words raises a plain Exception
             raise DamagedData(f'{path} is damaged: {error}') from error
 
@@ -101,7 +101,7 @@ def open_tokenizer(
         tokenizer = cls.train(texts(), **options)
         write_atomic(path, tokenizer.model())
 
-    return prepared_once(path, read, train, root=root)
+    return read_or_prepare(path, read, train, root=root)
 
 
 def _folder(kind: str, size: int) -> str:
@@ -131,7 +131,7 @@ def is_import_path(kind: str) -> bool:
 
 
 @contextlib.contextmanager
-def as_recorded(*names: str) -> Iterator[None]:
+def use_recorded_tokenizers(*names: str) -> Iterator[None]:
     """Inside of this context, tokenizers are opened as those with the recorded `names`.
 
     Results, checkpoints and tokens record the names of their tokenizers. For most tokenizers this
@@ -166,7 +166,7 @@ def names_in(data: Any) -> list[str]:
     return names
 
 
-def restored(kind: str, model: bytes | None) -> Tokenizer:
+def restore_tokenizer(kind: str, model: bytes | None) -> Tokenizer:
     """Makes the tokenizer that `kind`, the value of data.tokenizer, names.
 
     The name of a tokenizer from outside the package gets a digest of its options and its source.
@@ -187,6 +187,7 @@ def restored(kind: str, model: bytes | None) -> Tokenizer:
     if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{source_digest(kind)}'
     if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
-        # The recorded tokenizer did not use the end-of-text token of the file; see `as_recorded`.
+        # The recorded tokenizer did not use the end-of-text token of the file; see
+        # `use_recorded_tokenizers`.
         tokenizer = tokenizer.with_added_separator()
     return tokenizer

@@ -33,7 +33,7 @@ def row(speaks, value=0.0, **context):
 
 
 def compared(values, margin, validation=None):
-    difference = inference.paired(list(values), margin)
+    difference = inference.paired_test(list(values), margin)
     mean = difference.mean if validation is None else validation
     return Comparison('test', {}, difference, mean, None, 100)
 
