@@ -103,7 +103,7 @@ def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int |
     number = 1
     if wanted != 1:
         declaration.require_no_run(path)
-        number = limit(study, arms, wanted, worker.runs_left(study, arms, path))
+        number = limit(study, arms, wanted, worker.runs_without_result(study, arms, path))
         log.info('%s: workers on this machine: %d', study.name, number)
     if number == 1:
         return worker.run(study, path, arms=arms)
@@ -111,7 +111,7 @@ def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int |
     with StopRequest() as stop:
         stop.defer_exit()
         last_crash = _train(number, (study, path, arms, sys.orig_argv), stop)
-    runs_left = worker.runs_left(study, arms, path)
+    runs_left = worker.runs_without_result(study, arms, path)
     if runs_left:
         reason = last_crash or 'no worker is left'
         raise ProcessError(

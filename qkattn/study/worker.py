@@ -131,7 +131,7 @@ class _Worker:
         for name in ('lock', 'leases', 'runs', 'plots'):
             join_without_links(path, name)
         declaration.require_chain(path, study, self.arms)
-        for run in of_each_model(runs_left(study, self.arms, path)):
+        for run in of_each_model(runs_without_result(study, self.arms, path)):
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
             check_parts(run.config)
@@ -331,7 +331,7 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
     """
     if path is not None:
         declaration.check(path, study, arms)
-        runs_left = runs_left(study, arms, path)
+        runs_left = runs_without_result(study, arms, path)
     else:
         runs_left = plan.left(plan.runs(study, arms, _no_results), _no_results)
     reasons: list[str] = []
@@ -347,7 +347,7 @@ def _no_results(run: PlannedRun) -> None:
     """Returns the results of a run in a study that has not begun: None."""
 
 
-def runs_left(study: Study, arms: list[PlannedArm], path: Path) -> list[PlannedRun]:
+def runs_without_result(study: Study, arms: list[PlannedArm], path: Path) -> list[PlannedRun]:
     """Returns the runs planned so far that have no result, in the order that workers take them."""
     results = plan.results_in(path)
     return plan.left(plan.runs(study, arms, results), results)

@@ -54,7 +54,7 @@ def run_workers(work, path) -> None:
     os.environ['PYTHONPATH'] = str(ROOT)
     machine.usable_cores = lambda: [core] * 2
     runs = [types.SimpleNamespace(config=number) for number in range(2)]
-    worker.runs_left = lambda study, arms, path: [] if (path / 'done').exists() else runs
+    worker.runs_without_result = lambda study, arms, path: [] if (path / 'done').exists() else runs
     local_workers._gpus = lambda: []
     local_workers.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
     children.Child = lambda line, *rest: make_child([*line, str(next(numbers))], *rest)

@@ -204,7 +204,7 @@ def test_every_model_is_checked_before_anything_is_written(trained, tmp_path, mo
 
 def test_the_longest_runs_are_taken_first(tmp_path):
     study = changed(variants=('qk/vo',), sizes=('d_model=32', 'd_model=64'))
-    left = worker.runs_left(study, build_arms(study), tmp_path)
+    left = worker.runs_without_result(study, build_arms(study), tmp_path)
     assert [run.arm.key.size for run in left] == ['d_model=64', 'd_model=32']
 
 
@@ -222,7 +222,7 @@ def test_the_runs_that_wait_are_shared_by_the_workers_that_train(trained, tmp_pa
     study = changed(
         tuning=TuningConfig(), variants=('qk/vo',), sizes=('d_model=32', 'd_model=64', 'd_model=48')
     )
-    longest = worker.runs_left(study, build_arms(study), tmp_path)[0]
+    longest = worker.runs_without_result(study, build_arms(study), tmp_path)[0]
     held = leases.acquire(tmp_path / 'out/leases', longest.id)
     train = worker.train
     lefts = []  # before and after the other worker gives up its run, for each run of this one
