@@ -48,13 +48,13 @@ T = TypeVar('T')
 
 # The format of the checkpoints that this version writes. It also reads all earlier formats.
 FORMAT = 2
-# The entry of a stored state that holds the checksums of the other entries.
-SUMS = 'checksums'
+# The entry of a stored state that holds the checksums of its arrays.
+CHECKSUMS = 'checksums'
 # The directory beside the checkpoints into which orbax moves checkpoints before it deletes them.
 TRASH = 'trash'
 # Directories of saves that were not completed.
 UNFINISHED = '*.orbax-checkpoint-tmp'
-# The end of the name of a checkpoint that cannot be opened at all, as in 8.damaged.
+# The end of the name of a checkpoint that orbax cannot open, as in 8.damaged; see `_tidy`.
 SET_ASIDE = '.damaged'
 # The object that orbax writes last to a bucket, where it cannot rename a finished checkpoint.
 COMMITTED = 'commit_success.txt'
@@ -87,8 +87,8 @@ class Checkpoints:
         Args:
           directory: an absolute path.
           keep: how many of the newest checkpoints stay.
-          read_only: whether nothing is written or deleted. Otherwise, opening deletes the trash and
-            saves that were not completed.
+          read_only: if True, nothing is written or deleted. If False, opening deletes the trash,
+            which holds replaced checkpoints, and saves that were not completed.
           config_hash: the hash of the run's settings. It is stored with each checkpoint. Reading a
             checkpoint with another hash raises an error. With None, hashes are not compared.
         """
@@ -106,8 +106,8 @@ class Checkpoints:
             read_only=read_only,
         )
         self._call_in_process_0(self._tidy)
-        # In process 0, the status of a directory on a disk. It tells later whether another
-        # directory has taken the place of the one that was opened.
+        # The identity of the directory (its device and inode), known in process 0 on a disk. It
+        # shows later whether another directory has taken the place of this one.
         self._status: os.stat_result | None = None
         with disk_errors(directory):
             self._manager = ocp.CheckpointManager(directory, options=options)
@@ -117,7 +117,9 @@ class Checkpoints:
     def save(self, step: int, state: dict, record: dict[str, Any]) -> None:
         """Saves the state of a step with its record, unless that step is saved already.
 
-        Raises DiskError if this save or the one before failed.
+        The record is JSON: what a resumed run needs besides the arrays. Files are written in the
+        background, so an error may come one save late. Raises DiskError if this save or the one
+        before failed.
         """
         if step in self._manager.all_steps():
             return
@@ -129,17 +131,17 @@ class Checkpoints:
         }
         if self._config_hash is not None:
             stored_record['config_hash'] = self._config_hash
-        self.wait()
+        self.wait()  # the save before may still be writing
 
-        # Orbax would log a traceback for every leaf of a full disk, and take long to fail without
-        # a directory. So the room is checked first.
-        size = _SIZE_OF_RECORD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        self._call_in_process_0(lambda: require_room(self.directory, size))
+        # On a full disk, orbax would log a traceback for every array. Without a directory, it would
+        # take long to fail. So space and directory are checked first.
+        num_bytes = _SIZE_OF_RECORD + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._call_in_process_0(lambda: require_room(self.directory, num_bytes))
 
         with self._count_stall_seconds():
-            sums = checksums(state)  # JAX computes them while orbax copies the state
+            array_checksums = checksums(state)  # JAX computes them while orbax copies the state
             items = ocp.args.Composite(
-                state=ocp.args.StandardSave({**state, SUMS: sums}),
+                state=ocp.args.StandardSave({**state, CHECKSUMS: array_checksums}),
                 record=ocp.args.JsonSave(with_checksum(stored_record)),
             )
             self._manager.save(step, args=items)
@@ -166,29 +168,32 @@ class Checkpoints:
     def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
         """Yields (state, record) of each checkpoint that is not damaged, the newest first.
 
-        A damaged checkpoint is logged and skipped. `target` and the errors are those of `restore`.
-        If all checkpoints are damaged, CheckpointError is raised at the end.
+        A damaged checkpoint is logged and skipped. If all are damaged, CheckpointError is raised at
+        the end. `target` and the other errors are as in `restore`.
         """
         num_sound = 0
         num_damaged = 0
         steps = self._call_in_process_0(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
-            # `damage` says what is damaged; None if the checkpoint is sound.
+            # `damage` says what is damaged. It is None if the checkpoint is sound.
             state: dict = {}
             record, damage = self._call_in_process_0(functools.partial(self._read_record, step))
             if target and damage is None:
                 state, damage = self._read_state(step, target)
+
             if damage is None:
                 self.stall_seconds = record.get('checkpoint_seconds', 0.0)
                 num_sound += 1
                 yield state, record
-                continue
-            if self._read_only and not (self.directory / str(step)).exists():
-                continue  # the run has replaced it by a newer one, and deleted it
-            num_damaged += 1
-            _name_damaged(step, damage)
+            elif self._read_only and not (self.directory / str(step)).exists():
+                # The run that is read goes on. It has saved a newer checkpoint, and deleted this
+                # one in the meantime.
+                pass
+            else:
+                num_damaged += 1
+                _log_damage(step, damage)
 
-        # Checkpoints that `_tidy` has renamed are damaged, too.
+        # `_tidy` has renamed checkpoints that orbax cannot open. They count as damaged, too.
         is_any_set_aside = self._call_in_process_0(
             lambda: any(self.directory.glob(f'*{SET_ASIDE}'))
         )
@@ -208,9 +213,9 @@ class Checkpoints:
         try:
             with read_errors(path):
                 record = parse_json(read_whole(path))
-            check(record, {'format': int, 'version': str})
+            check(record, {'format': int, 'version': str})  # fields that every format has
             remove_checksum(record)
-            # A record of a later format may have other fields.
+            # A later format may have other fields. `_require_of_this_run` raises an error for it.
             if record['format'] <= FORMAT:
                 check(record, {'data': dict, 'train_seconds': float})
         except (OSError, ValueError) as error:
@@ -219,14 +224,17 @@ class Checkpoints:
         return record, None
 
     def _require_of_this_run(self, checkpoint: Path, record: dict[str, Any]) -> None:
-        """Raises CheckpointError if a later version or a run with other settings wrote it."""
+        """Raises CheckpointError if a later version, or a run with other settings, wrote `record`.
+
+        `checkpoint` is the directory of the checkpoint, for the message.
+        """
         if record['format'] > FORMAT:
             raise CheckpointError(
                 f'{checkpoint} has format {record["format"]} of qkattn {record["version"]}, but '
                 f'this is qkattn {__version__}, which reads format {FORMAT}; use qkattn '
                 f'{record["version"]} or later, or another workdir'
             )
-        # Checkpoints of earlier versions have no hash. They count as checkpoints of this run.
+        # Earlier versions stored no hash. Their checkpoints count as those of this run.
         stored_hash = record.get('config_hash', self._config_hash)
         if self._config_hash is not None and stored_hash != self._config_hash:
             raise CheckpointError(
@@ -242,12 +250,32 @@ class Checkpoints:
         the system fails to read it in one process, all raise ReadError.
         """
         state, error = self._read_arrays(step, target)
+        damage = self._error_in_any_process(error)
+        if damage is not None:
+            return state, damage
+
+        # Compare the stored checksums with those of the arrays that were read.
+        stored_checksums = np.asarray(state.pop(CHECKSUMS))
+        is_different = stored_checksums != np.asarray(checksums(state))
+        if is_different.any():
+            first = is_different.argmax()
+            return state, f'checksum of {leaf_names(target)[first]}'
+        return state, None
+
+    def _error_in_any_process(self, error: Exception | None) -> str | None:
+        """Returns the text of the first error in reading a checkpoint; None if there is none.
+
+        Each process of a job passes its own error or None, and all get the same answer, such as
+        'process 1: ...'. If the checkpoints are read only, a process asks only itself.
+
+        Raises ReadError if one of the errors is a ReadError.
+        """
         answer = {
             'error': None if error is None else str(error),
             'is_unread': isinstance(error, ReadError),
         }
         answers = [answer] if self._read_only else agreement.gather_from_processes(answer)
-        damage: str | None = None
+        first_error: str | None = None
         for rank, answer in enumerate(answers):
             text = answer['error']
             if text is None:
@@ -256,32 +284,26 @@ class Checkpoints:
                 text = f'process {rank}: {text}'
             if answer['is_unread']:
                 raise ReadError(text)
-            if damage is None:
-                damage = text
-        if damage is not None:
-            return state, damage
-
-        stored_sums = np.asarray(state.pop(SUMS))
-        is_different = stored_sums != np.asarray(checksums(state))
-        if is_different.any():
-            first = is_different.argmax()
-            return state, f'checksum of {leaf_names(target)[first]}'
-        return state, None
+            if first_error is None:
+                first_error = text
+        return first_error
 
     def _read_arrays(self, step: int, target: dict) -> tuple[dict, Exception | None]:
-        """Reads the arrays of a checkpoint with their SUMS: (arrays, None), or ({}, the error).
+        """Reads the arrays of a checkpoint: (arrays, None), or ({}, the error).
 
-        The arrays are placed like `target`. This does not use orbax's CheckpointManager, which
-        would wait for all processes, even for one that fails on damaged files.
+        The arrays are placed like those of `target`. With them come their stored checksums, as the
+        entry CHECKSUMS.
         """
         leaves = jax.tree.leaves(target)
-        # A checksum for each leaf.
-        sums = jax.ShapeDtypeStruct(
+        # One checksum for each leaf, with a copy of all of them on every device.
+        array_checksums = jax.ShapeDtypeStruct(
             (len(leaves),), 'uint32', sharding=_replicated(leaves[0].sharding)
         )
         path = epath.Path(self.directory / str(step) / 'state')
+        # Orbax's CheckpointManager is not used here: it would wait for all processes, even for one
+        # that fails on damaged files.
         try:
-            args = ocp.args.StandardRestore({**target, SUMS: sums})
+            args = ocp.args.StandardRestore({**target, CHECKSUMS: array_checksums})
             with read_errors(path):
                 if not buckets.is_url(path):
                     require_regular_tree(path)
@@ -292,7 +314,8 @@ class Checkpoints:
     def discard_after(self, step: int) -> None:
         """Deletes the checkpoints after `step`, and those that `_tidy` has renamed.
 
-        All of them are damaged. Training writes them again.
+        A run that has resumed at `step` calls this. It has skipped the checkpoints after `step`,
+        because they are damaged. Training reaches their steps again and saves them again.
         """
         steps = self._call_in_process_0(lambda: sorted(self._manager.all_steps()))
         for later_step in steps:
@@ -300,25 +323,26 @@ class Checkpoints:
                 self._manager.delete(later_step)
 
         def remove_damaged() -> None:
-            # Orbax has moved the checkpoints to the trash. It will do so again after training has
-            # saved the same steps, and fails if the trash already has a step of that number.
+            # `delete` has moved checkpoint 8, for example, to trash/8. Training will save step 8
+            # again. When orbax deletes that one, it fails if there is still a trash/8.
             _remove_all(join_without_links(self.directory, TRASH), '*')
             _remove_all(self.directory, f'*{SET_ASIDE}')
 
         self._call_in_process_0(remove_damaged)
 
     def _call_in_process_0(self, call: Callable[[], T]) -> T:
-        """Calls a function in process 0, and returns its result in all processes.
+        """Calls `call` in process 0, and returns its result in all processes.
 
         If the checkpoints are read only, every process calls it for itself.
         """
         return call() if self._read_only else agreement.call_in_process_0(call)
 
     def _tidy(self) -> None:
-        """Renames checkpoints with a damaged description to N.damaged.
+        """Prepares the directory, so that orbax can open it.
 
-        With one of them in the directory, orbax could not open any other checkpoint. Also deletes
-        the trash, and checkpoints in a bucket that were not completed.
+        A checkpoint whose description is damaged is renamed, as 8 to 8.damaged: with it in the
+        directory, orbax could not open any other checkpoint. The trash is deleted, and so are
+        checkpoints in a bucket that were not completed.
 
         If the checkpoints are read only, nothing changes, and a damaged description raises
         CheckpointError.
@@ -327,33 +351,37 @@ class Checkpoints:
             remove_tree(join_without_links(self.directory, TRASH))
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
-                continue
-
-            is_completed = not buckets.is_url(path) or (path / COMMITTED).exists()
-            if not is_completed:
+                continue  # such as 8.damaged
+            is_incomplete = buckets.is_url(path) and not (path / COMMITTED).exists()
+            if is_incomplete:
                 if not self._read_only:
                     remove_tree(path)
                 continue
-
             error = _error_in_description(path)
-            if error is None:
-                continue
-            if not self._read_only:
-                _name_damaged(path.name, error)
-                set_aside = path.with_name(path.name + SET_ASIDE)
-                remove_tree(set_aside)
-                path.rename(set_aside)
-            elif path.exists():  # otherwise the run has deleted it in the meantime
-                raise CheckpointError(
-                    f'{path} is damaged ({error}); run the training command again, which goes '
-                    'on from the checkpoint before'
-                ) from error
+            if error is not None:
+                self._set_aside(path, error)
+
+    def _set_aside(self, path: Path, error: ValueError) -> None:
+        """Renames a checkpoint with a damaged description, as 8 to 8.damaged.
+
+        Raises CheckpointError instead if the checkpoints are read only.
+        """
+        if not self._read_only:
+            _log_damage(path.name, error)
+            renamed = path.with_name(path.name + SET_ASIDE)
+            remove_tree(renamed)
+            path.rename(renamed)
+        elif path.exists():  # otherwise the run has deleted it in the meantime
+            raise CheckpointError(
+                f'{path} is damaged ({error}); run the training command again, which goes '
+                'on from the checkpoint before'
+            ) from error
 
     def close(self) -> None:
         """Waits for the last save, and closes the directory.
 
-        Deletes the trash, and a save that could not be completed. Raises DiskError if the last save
-        failed.
+        Deletes the trash, which holds replaced checkpoints, and the files of a save that failed.
+        Raises DiskError if the last save failed.
         """
         try:
             self.wait()
@@ -366,16 +394,17 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _count_stall_seconds(self) -> Iterator[None]:
-        """Adds the time that a `with` block spends in calls of orbax to `stall_seconds`.
+        """Adds the seconds of a `with` block, in which orbax is called, to `stall_seconds`.
 
-        Orbax raises errors of many types. If the cause is that the directory is gone, or that
-        another one has taken its place, this raises DiskError instead.
+        Orbax raises errors of many types. If the directory is gone, or another one has taken its
+        place, the block raises DiskError instead of them.
         """
         start = time.perf_counter()
         with disk_errors(self.directory):
             try:
                 yield
             except Exception:
+                # `require_same` raises DiskError if this is no longer the directory of `__init__`.
                 if self._status is not None:
                     require_same(self.directory, self._status)
                 raise
@@ -384,10 +413,11 @@ class Checkpoints:
 
 
 def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
-    """Returns the names of the tokenizers that a run's checkpoints record; [] if it has none.
+    """Returns the names of a run's tokenizers, which its checkpoints record; [] without any.
 
-    Only a tokenizer that is read from a file depends on them. For all others
-    this returns [] and reads nothing.
+    A resumed run passes them to `use_recorded_tokenizers`, because one tokenizer.json can give two tokenizers,
+    and the name tells which one the run has. For any other tokenizer this returns [] and reads
+    nothing.
     """
     if not data.tokenizer.endswith('.json'):
         return []
@@ -401,7 +431,7 @@ def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
 
 
 def _error_in_description(checkpoint: Path) -> ValueError | None:
-    """Returns the error of parsing what orbax writes about a checkpoint; None if it is sound."""
+    """Returns the error of parsing orbax's description of a checkpoint; None if it is valid."""
     try:
         parse_file(checkpoint / '_CHECKPOINT_METADATA', {})
         # Earlier versions wrote this file, which orbax also reads.
@@ -418,7 +448,7 @@ def _remove_all(directory: Path, pattern: str) -> None:
         remove_tree(path)
 
 
-def _name_damaged(step: int | str, damage: object) -> None:
+def _log_damage(step: int | str, damage: object) -> None:
     """Logs that a checkpoint is damaged, with the first line of what is damaged."""
     first_line = str(damage).partition('\n')[0]
     log.error('checkpoint %s is damaged (%s); trying the one before', step, first_line)
@@ -466,9 +496,9 @@ def checksum(array: jax.Array) -> jax.Array:
     """Computes a checksum of the bits of an array, uint32 [].
 
     It is sum_i h(b_i xor h(i)) mod 2^32. Here b_i is the bit pattern of element i in row-major
-    order, and h is `_mixed`. Mixing i in makes the sum depend on the order of the elements, and a
-    sum does not depend on how they are split over devices. An element of eight bytes counts as two
-    elements of four.
+    order, and h is `_mixed`. With i mixed in, the sum changes if two elements trade places. It does
+    not change with the way in which devices share the array. An element of eight bytes counts as
+    two elements of four.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

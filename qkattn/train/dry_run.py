@@ -57,8 +57,8 @@ class Pod:
 
     def __init__(self, name: str):
         """Raises ConfigError for an unknown chip, or a shape with the wrong number of sides."""
-        kind, _, shape = name.lower().rpartition('-')
-        is_shape = re.fullmatch(r'[1-9]\d{0,4}(x[1-9]\d{0,4})*', shape) is not None  # as 2x4x4
+        kind, _, shape = name.lower().rpartition('-')  # 'v5p-2x4x4' -> 'v5p' and '2x4x4'
+        is_shape = re.fullmatch(r'[1-9]\d{0,4}(x[1-9]\d{0,4})*', shape) is not None
         sides = shape.split('x')
         if not is_shape or kind not in CHIPS or len(sides) != CHIPS[kind].sides:
             raise ConfigError(
@@ -67,7 +67,7 @@ class Pod:
             )
         self.name = name
         self.chip = CHIPS[kind]
-        # The name that libtpu has for the slice.
+        # The name of the slice in libtpu, as 'v5p:2x4x4'.
         self.slice = f'{kind}:{shape}'
         self.chips = math.prod(int(side) for side in sides)
         self.devices = self.chips * self.chip.devices
@@ -113,9 +113,10 @@ def describe(config: Config, topology: str) -> Description:
     pod = Pod(topology)
     check_section('', config)
     _require_fit(config, pod)
-    # Code from outside the package may start JAX, after which devices can no longer be chosen.
+    # The devices come before the other checks, which may import code from outside the package. If
+    # that starts JAX, the number of fake devices is fixed.
     devices, compiler = _devices(pod)
-    unchecked_data = _check(config)
+    unchecked_data = _check_all_but_devices(config)
 
     mesh = sharding.make_mesh(config.mesh, devices)
     program = _compile(config, mesh)
@@ -153,7 +154,7 @@ def counts(config: Config) -> str:
     Checks the settings as `describe` does, and raises ConfigError for invalid ones.
     """
     check_section('', config)
-    unchecked_data = _check(config)
+    unchecked_data = _check_all_but_devices(config)
     num_steps = config.train.num_steps
     num_trials = len(config.trials.trials())
     parameters = cost.count(config.model)
@@ -173,7 +174,7 @@ def counts(config: Config) -> str:
     return '\n'.join(lines)
 
 
-def _check(config: Config) -> str | None:
+def _check_all_but_devices(config: Config) -> str | None:
     """Checks a run as its start does, except for devices and memory.
 
     Returns why its data were not checked; None if they were. Raises ConfigError.
@@ -199,13 +200,15 @@ class _Compiled:
 
 def _compile(config: Config, mesh: Mesh) -> _Compiled:
     """Compiles the train program for a mesh of a TPU slice or of fake devices of the CPU."""
-    # 'auto' would measure both liftings, which needs the real devices.
+    # The lifting says whether trials run side by side ('vmap') or one after another ('map'). A run
+    # with 'auto' would measure both, which needs the real devices.
     lifting = 'vmap' if config.train.lifting == 'auto' else config.train.lifting
 
-    # An earlier program of this process may have logged the same messages, which are logged once.
+    # Collect the messages that lowering logs. `say_once` leaves out messages that this process has
+    # logged for an earlier program, unless its cache is cleared.
     sharding.say_once.cache_clear()
     choice.say_once.cache_clear()
-    with _messages(sharding.log) as fallbacks, _messages(choice.log) as kernels:
+    with _collect_messages(sharding.log) as fallbacks, _collect_messages(choice.log) as kernels:
         state, hyper, batch = abstract_inputs(config, mesh)
         lowered = lower(config, lifting, mesh, state, hyper, batch)
 
@@ -217,7 +220,7 @@ def _compile(config: Config, mesh: Mesh) -> _Compiled:
 
 
 @contextlib.contextmanager
-def _messages(logger: logging.Logger) -> Iterator[list[str]]:
+def _collect_messages(logger: logging.Logger) -> Iterator[list[str]]:
     """Collects the messages of a logger in a list instead of printing them."""
     lines: list[str] = []
     level = logger.level
@@ -252,8 +255,8 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
     These are the devices of a TPU slice if libtpu is installed, and otherwise fake devices of the
     CPU. Raises ConfigError if libtpu refuses the slice, or this process has too few fake devices.
     """
-    # JAX gets as many fake devices as the pod has. It raises RuntimeError if it has started; the
-    # number of its devices is then fixed.
+    # Ask JAX for as many fake devices as the pod has. It raises RuntimeError if it has started
+    # already. The number of its devices is then fixed, and compared below.
     with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')
@@ -348,11 +351,11 @@ def _row(name: str, value: float, remark: str = '') -> str:
 def check_log(path: str | Path) -> None:
     """Raises ConfigError unless `append_to_log` can append to a path.
 
-    The path has to be a CSV file with LOG_COLUMNS, an empty file, or a name in a directory that
-    exists.
+    The path has to be a CSV file with LOG_COLUMNS, an empty file, or the name of a new file in a
+    directory that exists.
     """
     file = Path(path)
-    is_other_kind = file.exists() and not file.is_file()
+    is_other_kind = file.exists() and not file.is_file()  # a directory, for example
     if is_other_kind or not file.parent.is_dir():
         raise ConfigError(
             f'--dry_run_log={path} must be a CSV file, or a name for one in a directory that exists'

@@ -79,9 +79,9 @@ def load(
 
     Args:
       path: the directory of an export, or of a run, whose first trial is loaded.
-      imports: the import paths that the settings of an export may name. They are code from outside
-        the package.
-      remedy: the end of the error message about an import path that is not one of these.
+      imports: the import paths that the settings of an export may name. Loading imports them, so
+        only trusted code may be among them.
+      remedy: the end of the error message about any other import path: what the user can do.
 
     Raises:
       ConfigError: the directory is neither an export nor a run, is damaged, has parameters that do
@@ -108,7 +108,10 @@ def load(
 
 
 def _why_nothing_to_load(path: Path) -> str:
-    """Returns an error message for a path that is neither an export nor a run."""
+    """Returns an error message for a path that is neither an export nor a run.
+
+    If it is a study, which holds runs, the message names one of them.
+    """
     if not (path / 'study.json').exists():
         return (
             f'{path} holds neither exported parameters ({ABOUT}) nor a run with checkpoints '
@@ -200,7 +203,8 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
     steps = [int(state['step']) for state in states]
-    # Two checkpoints in a row are at most checkpoint_every steps apart.
+    # Consecutive checkpoints are at most checkpoint_every steps apart. Without a gap, the steps
+    # 300, 200 and 100 span 200 with average=3 and checkpoint_every=100.
     longest_span = (average - 1) * config.train.checkpoint_every
     is_one_missing = steps[0] - steps[-1] > longest_span
     if len(states) < average or is_one_missing:
@@ -219,7 +223,7 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
 
 
 def _newest_states(path: Path, config: Config, count: int) -> list[dict]:
-    """Reads the newest `count` sound checkpoints of a run, or all if there are fewer.
+    """Reads the newest checkpoints of a run that are not damaged: `count`, or all if fewer.
 
     Their arrays are on one device.
     """

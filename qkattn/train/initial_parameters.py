@@ -34,7 +34,7 @@ class InitialParameters:
         return self._params
 
     def hashes(self) -> dict[str, str]:
-        """Returns {'train.init_from': sha256 of the parameters}; {} if the setting is None.
+        """Returns {'train.init_from': sha256 of the parameters}; {} if train.init_from is None.
 
         Raises ConfigError if the processes of a job have read different parameters.
         """
@@ -49,19 +49,21 @@ class InitialParameters:
     def _params(self) -> dict | None:
         """The parameters that `load` returns, read on first use.
 
-        Logs a warning if the model they come from has other settings than the model of the run.
+        Logs a warning if the settings of the model at train.init_from differ from those of the
+        run's model.
         """
         source = self._config.train.init_from
         if source is None:
             return None
         model_json = to_json(self._config.model)
 
-        # The parameters' own settings may name code by import path. Loading imports it only if the
-        # model of the run names the same code.
-        remedy = "name it in the model's settings too, or start from other parameters"
-        source_model, params = exported.load(source, import_paths(model_json), remedy)
+        # The settings stored with the parameters may name code by import path. It is imported only
+        # if the run's model names it too. Otherwise `load` raises an error that ends in `advice`.
+        advice = "name it in the model's settings too, or start from other parameters"
+        source_model, params = exported.load(source, import_paths(model_json), advice)
         exported.check(self._config.model, params, source)
 
+        # A difference is a text such as 'window: 3 -> null'.
         all_changes = differences(to_json(source_model), model_json)
         changes = [change for change in all_changes if _is_worth_a_warning(change)]
         if changes:

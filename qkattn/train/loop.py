@@ -122,7 +122,10 @@ def train(
 
 
 def require_same_settings(settings: Config | Study) -> None:
-    """Raises ConfigError if a process of the job has other settings than process 0."""
+    """Raises ConfigError if a process of the job has other settings than process 0.
+
+    Every process of a job calls this. `rank` is the number of a process.
+    """
     # The first call of `jax.devices` opens the devices, which may take a while.
     if jax.distributed.is_initialized():
         jax.devices()
@@ -298,6 +301,7 @@ class Run:
         versions lack some fields. Raises CheckpointError if the checkpoint was trained on other
         data.
         """
+        # The state of the trials, and the files from which it was initialized.
         restored = self.checkpoints.restore(compiled.abstract_state)
         if restored is None:
             record: Mapping[str, Any] = {}
@@ -312,7 +316,8 @@ class Run:
         self.step = self.stack.step
         self.clock = Clock(record, self.step)
 
-        # Earlier versions did not record the steps at which trials diverged.
+        # The trials that have diverged, and at which step: None if an earlier version saved the
+        # checkpoint, which did not record it.
         alive_X = self.stack.alive_X
         diverged_at_X = record.get('diverged_at') or [None] * len(alive_X)
         self.diverged_at = {}
@@ -321,7 +326,7 @@ class Run:
                 self.diverged_at[trial] = step
 
         if restored is not None:
-            # Later checkpoints are damaged. The run saves their steps again.
+            # Checkpoints of later steps are damaged. The run saves these steps again.
             self.checkpoints.discard_after(self.step)
             log.info('resuming at step %s', f'{self.step:,}')
         return record
@@ -337,53 +342,59 @@ class Run:
             )
 
     def _reopen_logs(self, record: Mapping[str, Any]) -> None:
-        """Cuts metrics.jsonl back to the current step, and opens the sinks at that step.
+        """Prepares the logs for training from the current step.
+
+        The start before may have logged steps after its last checkpoint. They are trained again, so
+        their lines are removed from metrics.jsonl. The sinks, such as TensorBoard, open at the
+        current step.
 
         `record` is the record of the checkpoint from which the run resumes; {} at step 0.
         """
         is_evaluated = record.get('evaluated', True)
-        # The number of lines of metrics.jsonl before the checkpoint, and their checksum.
+        # How many lines metrics.jsonl had at the checkpoint, and their checksum.
         written = record.get('metrics')
 
-        def cut_metrics() -> None:
+        def remove_later_lines() -> None:
             metrics = self.directory.metrics
             metrics.rewind(self.step, evaluated=is_evaluated, written=written)
 
-        agreement.call_in_process_0(cut_metrics)
+        agreement.call_in_process_0(remove_later_lines)
         self.sinks.open(self.step)
+
+        code_of_earlier_starts = record.get('code', [])
         self.code = agreement.call_in_process_0(
-            lambda: results.with_this_start(self.path, record.get('code', []))
+            lambda: results.with_code_of_this_start(self.path, code_of_earlier_starts)
         )
 
     def _train(self, is_evaluated: bool) -> None:
         """Trains to the last step, with evaluations and checkpoints on the way.
 
-        After a signal, it saves the state and raises Stopped.
+        After a signal to stop, it saves the state and raises Stopped.
 
-        `is_evaluated` is False if the previous start was stopped before the evaluation at this step
-        was complete. Training then begins with that evaluation.
+        `is_evaluated` is False if an earlier start of the run was stopped at this step, before the
+        evaluation that was due was complete. This start then begins with that evaluation.
         """
         with (
             contextlib.closing(self.stack.batches()) as batches,
             Trace(self.traces) as trace,
         ):
             placed_batches = self.clock.inputs(map(self.stack.place, batches))
-            self.stop.defer_exit()
+            self.stop.defer_exit()  # from here on, a signal only asks to stop
             if not is_evaluated:
-                is_complete = self._validate()
-                if not is_complete:
+                is_evaluated = self._validate()
+                if not is_evaluated:
                     raise self._stopped()
+
             self.progress.begin()
             while self.step < self.config.train.num_steps:
                 boundary = self._train_to_boundary(placed_batches, trace)
-                is_evaluation_missing = False
+                is_evaluated = True
                 if boundary.evaluating:
-                    # A signal skips the evaluation, or ends it early.
-                    is_complete = not boundary.stopping and self._validate()
-                    is_evaluation_missing = not is_complete
-                stopping = boundary.stopping or is_evaluation_missing
+                    # After a signal there is no evaluation. A signal during one ends it early.
+                    is_evaluated = not boundary.stopping and self._validate()
+                stopping = boundary.stopping or not is_evaluated
                 if boundary.saving or stopping:
-                    self._save(is_evaluated=not is_evaluation_missing)
+                    self._save(is_evaluated)
                 if stopping:
                     raise self._stopped()
 
@@ -396,11 +407,12 @@ class Run:
         while boundary is None:
             batch = next(batches)
             trace.before_dispatch(self.stack.state)
-            earlier_metrics = metrics
+            # The metrics of the last dispatch are logged while the devices compute this one, so
+            # that they do not wait for the host.
+            last_metrics = metrics
             metrics = self.stack.train(batch)
-            # Metrics are fetched one dispatch late, so that the devices do not wait for the host.
-            if earlier_metrics:
-                self._log_steps(self.step, earlier_metrics)
+            if last_metrics:
+                self._log_steps(self.step, last_metrics)
             self.step += self.config.train.steps_per_dispatch
             boundary = self._boundary()
         self._log_steps(self.step, metrics)
@@ -414,13 +426,13 @@ class Run:
         Raises Lost if a checkpoint is due, but another process has taken over the run.
         """
         train = self.config.train
-        is_lost = self._is_lost()
-        stopping = self._should_stop(also=is_lost)  # after a signal, or if the run is lost
+        is_taken_over = self._is_taken_over()
+        stopping = self._should_stop(also=is_taken_over)  # also True after a signal
         is_last = self.step == train.num_steps
         evaluating = is_last or self.step % train.eval_every == 0
         saving = is_last or stopping or self.step % train.checkpoint_every == 0
         if saving:
-            self._require_owned(is_lost, f'at step {self.step:,}')
+            self._raise_if_taken_over(is_taken_over, f'at step {self.step:,}')
         if not evaluating and not saving:
             return None
         return Boundary(evaluating, saving, stopping)
@@ -431,7 +443,7 @@ class Run:
         It logs the means over the C steps, for each trial, at multiples of train.log_every.
         """
         jax.block_until_ready(metrics)
-        with self.clock.part('logging_seconds'):
+        with self.clock.counted_as('logging_seconds'):
             loss_CX = np.asarray(metrics['loss'], np.float64)
             self.diverged_at = with_divergences(self.diverged_at, loss_CX, last_step)
             if last_step % self.config.train.log_every == 0:
@@ -483,16 +495,17 @@ class Run:
         Lost if another process has taken over the run.
         """
         # `_boundary` has checked this, but an evaluation since then may have taken minutes.
-        self._require_owned(self._is_lost(), f'at step {self.step:,}')
+        self._raise_if_taken_over(self._is_taken_over(), f'at step {self.step:,}')
         num_trials = len(self.config.trials.trials())
         record = {
             # Metrics are on the disk before the checkpoint, so a resumed file has no gap.
             'metrics': agreement.call_in_process_0(self.directory.metrics.flush),
             'data': identity_with(self.rows, self.corpora),
             **self.clock.seconds,
-            # The step of each trial, or None.
+            # For each trial the step at which it diverged, or None.
             'diverged_at': [self.diverged_at.get(trial) for trial in range(num_trials)],
             'evaluated': is_evaluated,
+            # The hashes of files that were read before step 0, and the code of all starts.
             'given': self.read_files,
             'code': self.code,
         }
@@ -500,13 +513,18 @@ class Run:
             self.checkpoints.save(self.step, self.stack.state, record)
 
     def _measure(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Returns the results of the trials, and their losses on each evaluated document."""
+        """Evaluates the trained models on all splits.
+
+        Returns the results of the trials, and the losses of all trials on each document.
+        """
         # Once the last checkpoint is complete, a signal may end the process at once.
         self.checkpoints.wait()
         self.stop.allow_exit()
 
         evaluations, of_corpora = self._final_evaluations()
-        self._require_owned(self._is_lost(), 'after its last step')
+        self._raise_if_taken_over(self._is_taken_over(), 'after its last step')
+
+        # What the results say besides metrics: times, software and devices.
         compiled = self.stack.program
         costs = {
             **self.clock.seconds,
@@ -515,8 +533,9 @@ class Run:
             'lifting': compiled.lifting,
         }
         provenance = agreement.call_in_process_0(
-            lambda: results.software_of(self.path, self.read_files, self.code)
+            lambda: results.provenance_of(self.path, self.read_files, self.code)
         )
+
         with self.progress.phase('measuring'):
             trial_results = results.trial_results(
                 self.stack, evaluations, costs, provenance, self.diverged_at, of_corpora
@@ -529,24 +548,26 @@ class Run:
 
         The splits are all but 'train'.
         """
-        # The validation of the last step is reused. There is none if this start has resumed from a
-        # checkpoint after the last step.
+        # Training has evaluated the validation split and the corpora after its last step. It has
+        # not if this start has resumed from the checkpoint of the last step.
         validation = self.validation
         evaluations: dict[str, Evaluation] = {}
+        of_corpora: Mapping[str, Evaluation] | None
         with self.progress.phase('evaluating'):
             for split in self.rows.splits[1:]:  # the first one is 'train'
                 if split == 'validation' and validation is not None:
-                    evaluations[split] = validation.of_split
-                    continue
-                evaluation = self.stack.evaluate(split)
+                    evaluation: Evaluation | None = validation.of_split
+                else:
+                    evaluation = self.stack.evaluate(split)
                 assert evaluation is not None  # it is None only if it is told to stop
                 evaluations[split] = evaluation
 
             if validation is not None:
-                return evaluations, validation.of_corpora
-            of_corpora = self.stack.evaluate_corpora()
+                of_corpora = validation.of_corpora
+            else:
+                of_corpora = self.stack.evaluate_corpora()
             assert of_corpora is not None  # it is None only if it is told to stop
-            return evaluations, of_corpora
+        return evaluations, of_corpora
 
     def _write_results(
         self, trial_results: list[dict[str, Any]], documents: dict[str, Any]
@@ -556,12 +577,12 @@ class Run:
         result.json is written after the other files. If it is missing, the next start writes all
         of them again. Raises Lost if another process has taken over the run.
         """
-        if self._is_lost():
+        if self._is_taken_over():
             raise Lost(f'{self.path} was taken over before its results were written')
         for result in trial_results:
             result['checkpoint_seconds'] = self.checkpoints.stall_seconds
         metrics = self.directory.metrics
-        metrics.check()
+        metrics.check()  # raises an error if metrics.jsonl was damaged during training
         write_json(self.path / 'documents.json', documents, indent=None)
         final = results.final_record(trial_results)
         metrics.append(final)
@@ -590,16 +611,16 @@ class Run:
         num_steps = self.config.train.num_steps
         return Stopped(f'stopped at step {self.step:,} of {num_steps:,}, state saved')
 
-    def _is_lost(self) -> bool:
-        """Whether another process has taken over the run; only process 0 knows it."""
+    def _is_taken_over(self) -> bool:
+        """Whether another program trains the run now; False except in process 0."""
         return agreement.is_process_0() and (self.lost() or self.directory.lost())
 
-    def _require_owned(self, is_lost: bool, when: str) -> None:
-        """Raises Lost in every process if `is_lost` is true in one.
+    def _raise_if_taken_over(self, is_taken_over: bool, when: str) -> None:
+        """Raises Lost in every process of the job if `is_taken_over` is True in one.
 
         `when` ends the message, as in 'at step 100'.
         """
-        if agreement.any_process(is_lost):
+        if agreement.any_process(is_taken_over):
             raise Lost(f'{self.path} was taken over {when}')
 
 
@@ -608,17 +629,17 @@ def _open_rows(
 ) -> tuple[Rows, tuple[EvaluationCorpus, ...]]:
     """Opens the rows of a run and the corpora of data.evaluate.
 
-    Process 0 opens them first and prepares the data, which the others then find. Raises ConfigError
-    if they differ between processes.
+    Raises ConfigError if the processes of a job get different data.
     """
 
     def open_data() -> tuple[Rows, tuple[EvaluationCorpus, ...]]:
         rows = rows_of(config)
         return rows, open_corpora(config, rows)
 
-    # A resumed run opens its tokenizers as its first start did.
+    # A resumed run uses the same tokenizers as its first start, whose names its checkpoints hold.
     tokenizer_names = agreement.call_in_process_0(lambda: recorded_tokenizers(path, config.data))
     with progress.phase('preparing data'), use_recorded_tokenizers(*tokenizer_names):
+        # Process 0 opens the data first, and prepares them on disk. The others find them there.
         rows, corpora = owner_first(open_data)
     agreement.require_same('dataset', json.dumps(identity_with(rows, corpora)))
     return rows, corpora

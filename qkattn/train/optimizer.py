@@ -26,8 +26,9 @@ def optimizer(
 ) -> Transformation:
     """Returns the transformation of gradients into updates: clipping, a step along u, decay.
 
-    The optimizer config.name computes u from gradients that are clipped by their global norm. A
-    parameter p becomes
+    The optimizer config.name computes u from gradients that are clipped by their global norm.
+    `fraction` is the value of the learning rate's schedule at the step, from 0 to 1. A parameter p
+    becomes
 
         p - fraction (learning_rate u + weight_decay p)    if config.decay = 'independent',
         p - fraction learning_rate (u + weight_decay p)    if config.decay = 'coupled'.
@@ -42,6 +43,7 @@ def optimizer(
     make = _optimizer_function(config)
     if config.decay == 'coupled':
         return optax.chain(clip, make(config, rate, weight_decay))
+    # Updates are added to p, so the decay has a minus sign. `decay_mask` selects the parameters.
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decay_mask)
     return optax.chain(clip, make(config, rate, 0.0), decay)
 
@@ -119,8 +121,9 @@ def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimens
         w_q_DNH    [L, D, N, H]  rows D, columns H: axes ((1,), (3,)), with one matrix for each N
         w_talk_NN  [L, N, N]     rows N, columns N: axes ((1,), (2,))
 
-    The heads N and K number matrices if two other letters remain, as in w_q_DNH. Otherwise all
-    letters form one matrix: the last one has the columns, and the others together have the rows.
+    N and K are axes of heads. If two other letters remain, each head has a matrix of its own, as in
+    w_q_DNH. Otherwise all letters together form one matrix: the last one is the columns, and all
+    others are the rows.
     """
     name = path[-1].key
     letters = name.rpartition('_')[2]
@@ -209,26 +212,27 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 def _optimizer_function(config: OptimizerConfig) -> Callable[..., Any]:
     """Returns the function that config.name names. Raises ConfigError if it names no optimizer."""
-    return _resolved(config.name, 'name', OPTIMIZERS, ('learning_rate', 'weight_decay'))
+    return _function_named(config.name, 'name', OPTIMIZERS, ('learning_rate', 'weight_decay'))
 
 
 def _schedule_function(config: OptimizerConfig) -> Callable[..., Any]:
     """Returns the function that config.schedule names. Raises ConfigError if it is no schedule."""
-    return _resolved(config.schedule, 'schedule', SCHEDULES, ('decay_steps',))
+    return _function_named(config.schedule, 'schedule', SCHEDULES, ('decay_steps',))
 
 
-def _resolved(
+def _function_named(
     text: str, field: str, registry: Mapping[str, Any], arguments: tuple[str, ...]
 ) -> Callable[..., Any]:
     """Returns the function that a setting names, with its options filled in.
 
-    'module:name(a=1)' -> functools.partial(name, a=1)
+    For example, 'module:name(a=1)' gives functools.partial(name, a=1).
 
     Args:
         text: The value of the setting: a registered name such as 'muon', or an import path.
         field: The name of the setting in OptimizerConfig, for error messages.
         registry: The registered functions by name.
-        arguments: The names of the positional arguments that the function takes after a config.
+        arguments: The names of the positional arguments that the function has to take after a
+            config, such as ('decay_steps',).
 
     Raises:
         ConfigError: There is no such function, or it takes other arguments.
@@ -246,8 +250,9 @@ def _resolved(
 def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
     """Raises ConfigError if the optimizer or the schedule is unknown or does not work.
 
-    An optimizer or schedule that is given by import path is called once. The optimizer has to
-    return a GradientTransformation. The schedule has to end at final_fraction after `num_steps`.
+    An optimizer or schedule from outside the package, which the setting names by an import path
+    such as 'module:name', is called once. The optimizer has to return a GradientTransformation. The
+    schedule has to end at final_fraction after `num_steps`.
     """
     make_optimizer = _optimizer_function(config)
     make_decay = _schedule_function(config)
@@ -268,7 +273,8 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
             return float(decay(decay_steps))
 
         end = call_with_config_errors('optimizer.schedule', config.schedule, fraction_at_end)
-        # final_fraction decides whether a run anneals.
+        # Reports tell from final_fraction whether the learning rate decays to the end of a run, so
+        # it has to be true.
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
             raise ConfigError(
                 f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '

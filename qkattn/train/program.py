@@ -86,7 +86,8 @@ def map_over_trials(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
             return side_by_side(*stacked)
         if num_slices == 1:
             return jax.lax.map(lambda arguments: of_trial(*arguments), stacked)
-        # In each turn, every slice of the mesh computes one of its trials.
+        # In each turn, every slice of the mesh computes one of its trials. With 6 trials on 2
+        # slices, the three turns compute the trials 0 and 3, then 1 and 4, then 2 and 5.
         turns = jax.tree.map(lambda array_X: _split_into_turns(array_X, num_slices), stacked)
         results = jax.lax.map(lambda arguments: side_by_side(*arguments), turns)
         return jax.tree.map(_join_turns, results)
@@ -113,7 +114,7 @@ def _join_turns(by_turn: jax.Array) -> jax.Array:
 def train_steps(
     config: Config, lifting: str, mesh: Mesh
 ) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
-    """Returns the program of one dispatch, a function that takes C training steps of X trials.
+    """Returns a function that takes C training steps of X trials; one call of it is a dispatch.
 
     It maps (state, hyper, batches) to (state, metrics):
 
@@ -126,6 +127,7 @@ def train_steps(
     state stays in fast memory.
     """
 
+    # First the C steps of one trial. `map_over_trials` below makes them a function of X trials.
     def steps_of_trial(first_step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
         """C steps of one trial, on batches [C, A, B, ...]."""
 
@@ -142,13 +144,14 @@ def train_steps(
         first_step = state['step']
         num_steps = batches['targets_BT'].shape[0]
 
-        # All trials are at the same step, so only the other arguments have an axis of trials.
-        steps_of_stack = map_over_trials(
+        # All trials are at the same step, so `first_step` is the only argument of `steps_of_trial`
+        # without an axis of trials.
+        steps_of_all_trials = map_over_trials(
             functools.partial(steps_of_trial, first_step), lifting, mesh
         )
         batches_XC = _swap_leading_axes(batches)
         with use_placement(sharding.place_activations(mesh)), choice.tracing_for_mesh(mesh):
-            trials, metrics_XC = steps_of_stack(state['trials'], hyper, batches_XC)
+            trials, metrics_XC = steps_of_all_trials(state['trials'], hyper, batches_XC)
 
         next_state = {'step': first_step + num_steps, 'trials': trials}
         return next_state, _swap_leading_axes(metrics_XC)
@@ -201,8 +204,11 @@ def stack_program(
 
 
 def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
-    """Returns the train program's state, hyper and batch as ShapeDtypeStructs with shardings."""
-    leading = leading_shape(config)
+    """Returns the arguments (state, hyper, batch) of `train_steps`, without their values.
+
+    In place of arrays they have ShapeDtypeStructs, with a sharding over the mesh.
+    """
+    leading = leading_shape(config)  # of the batch: steps, trials, microbatches, rows
     _, X, _, _ = leading
 
     over_trials = NamedSharding(mesh, P('trial'))
@@ -248,51 +254,55 @@ def build(config: Config, lifting: str | None = None) -> Program:
 
     Args:
       config: the settings of the run.
-      lifting: the lifting that an earlier start of the run has chosen. None follows
-        config.train.lifting, and 'auto' there compiles both liftings and takes the faster one.
+      lifting: how trials are computed: 'vmap', side by side, or 'map', one after another. An
+        earlier start of the run has chosen it. None takes config.train.lifting. If that is 'auto',
+        both programs are compiled, and the faster one is taken.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
     abstract_state, abstract_hyper, abstract_batch = abstract_inputs(config, mesh)
+
+    # The hyperparameters of all trials, {'seed': [X], ...}, on the devices of the mesh.
     hyper: dict[str, jax.Array] = {}
     for name, abstract in abstract_hyper.items():
         value_X = np.array([trial[name] for trial in trials])
-        hyper[name] = _placed(value_X, abstract)
+        hyper[name] = _broadcast_like(value_X, abstract)
     init = _initializer(config, mesh, abstract_state, hyper['seed'])
 
-    def compiled(lifting: str) -> tuple[Callable, float]:
-        """Returns the compiled program, and the seconds that this took."""
+    def compile_steps(lifting: str) -> tuple[Callable, float]:
+        """Returns the compiled `train_steps`, and the seconds that the compilation took."""
         start = time.perf_counter()
         lowered = lower(config, lifting, mesh, abstract_state, abstract_hyper, abstract_batch)
         with _without_slow_compile_notice(mesh):
             steps = lowered.compile()
         return steps, time.perf_counter() - start
 
-    # Compiles the program for each lifting that may be chosen. If there are several, a measurement
-    # decides.
+    # Compile the program for each lifting that may be chosen.
     candidates = _liftings(lifting or config.train.lifting, len(trials))
-    programs = {candidate: compiled(candidate) for candidate in candidates}
+    programs = {candidate: compile_steps(candidate) for candidate in candidates}
+
+    # If there are several, take the one with the faster steps.
     chosen = candidates[0]
-    measured: dict[str, float] = {}
+    seconds_per_step: dict[str, float] = {}
     if len(candidates) > 1:
         batch = constant_batch(config, mesh)
         for candidate, (steps, _) in programs.items():
             seconds = seconds_per_dispatch(steps, lambda: (init(None), hyper, batch))
-            measured[candidate] = seconds / config.train.steps_per_dispatch
-        chosen, measured = _fastest(measured)
+            seconds_per_step[candidate] = seconds / config.train.steps_per_dispatch
+        chosen, seconds_per_step = _fastest(seconds_per_step)
     chosen_steps, compile_seconds = programs[chosen]
 
     def train(state: dict, batch: dict) -> tuple[dict, dict]:
         return chosen_steps(state, hyper, batch)
 
-    return Program(mesh, chosen, abstract_state, train, init, compile_seconds, measured)
+    return Program(mesh, chosen, abstract_state, train, init, compile_seconds, seconds_per_step)
 
 
 def _initializer(
     config: Config, mesh: Mesh, abstract_state: dict, seed_X: jax.Array
 ) -> Callable[[dict | None], dict]:
-    """Returns the function `Program.init`, which makes the state before step 0."""
+    """Returns the function `Program.init`, which makes the state of all trials before step 0."""
     draw_initial_state = jax.jit(
         functools.partial(init_stack, config),
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
@@ -301,18 +311,19 @@ def _initializer(
 
     def init(params: dict | None) -> dict:
         state = draw_initial_state(seed_X)
+        # Given parameters replace the drawn ones, and are copied to every trial.
         if params is not None:
             drawn_params = state['trials'].pop('params')
-            state['trials']['params'] = jax.tree.map(_placed, params, drawn_params)
+            state['trials']['params'] = jax.tree.map(_broadcast_like, params, drawn_params)
         return state
 
     return init
 
 
 def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """Returns the fastest lifting, and the seconds per step by lifting that process 0 measured.
+    """Returns the fastest lifting, and the seconds per step that process 0 has measured.
 
-    `measured` holds the seconds per step of this process.
+    `measured` holds what this process has measured, such as {'map': 0.2, 'vmap': 0.1}.
     """
     # All processes of a job have to choose the same lifting, so they use the times of process 0.
     seconds_by_lifting = agreement.call_in_process_0(lambda: measured)
@@ -333,7 +344,7 @@ def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:
     return ('map', 'vmap')
 
 
-def _placed(value: np.ndarray, like: Any) -> jax.Array:
+def _broadcast_like(value: np.ndarray, like: Any) -> jax.Array:
     """Broadcasts `value` to an array with the shape, dtype and sharding of `like`."""
     whole = np.broadcast_to(np.asarray(value, like.dtype), like.shape)
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
@@ -366,9 +377,10 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
 
 
 def warm_up(config: Config) -> tuple[float, float]:
-    """Returns the seconds of a step of all trials, and the seconds that the program compiles.
+    """Compiles a run's train program and times it on a batch of ones.
 
-    The step is timed on constant rows.
+    Returns the seconds of a training step, which all trials take together, and the seconds of the
+    compilation. All processes of a job get the times of process 0.
     """
     sharding.require_memory(config)
     with without_cache():
@@ -384,12 +396,14 @@ def warm_up(config: Config) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _without_slow_compile_notice(mesh: Mesh) -> Iterator[None]:
-    """Hides XLA's notice on compilations of more than two minutes, if there is one CPU device.
+    """Hides XLA's notice that compiling takes more than two minutes, if there is one CPU device.
 
-    The display shows the seconds instead. XLA has no option for this notice alone, so the block
-    hides all of its messages but fatal ones. Compilations that fail still raise their errors.
+    The progress display shows the seconds in any case. XLA cannot turn off this notice alone, so
+    all of its messages are hidden inside the `with` block, except fatal ones. A compilation that
+    fails still raises its error.
 
-    On several devices and on accelerators the messages stay, as some warn of slow programs.
+    With several devices or an accelerator nothing is hidden, because some messages warn of slow
+    programs.
     """
     if mesh.size > 1 or mesh.devices.flat[0].platform != 'cpu':
         yield

@@ -22,7 +22,7 @@ from qkattn.storage.files import as_path, join_without_links
 LIMIT = 4 * 2**30
 
 # The environment variable of JAX that names another directory. LIMIT does not apply there.
-_NAMED = 'JAX_COMPILATION_CACHE_DIR'
+_DIRECTORY_VARIABLE = 'JAX_COMPILATION_CACHE_DIR'
 # Settings of JAX. An environment variable of the same name takes precedence.
 _SETTINGS = {
     # By default, JAX does not keep programs that compile within a second.
@@ -40,7 +40,7 @@ def directory() -> Path:
 
     The parent directory is JAX_COMPILATION_CACHE_DIR if that is set.
     """
-    parent = os.environ.get(_NAMED)
+    parent = os.environ.get(_DIRECTORY_VARIABLE)
     if not parent:
         user_cache = os.environ.get('XDG_CACHE_HOME', '')
         # The XDG specification says that a relative path is to be ignored.
@@ -64,20 +64,23 @@ def keep_programs() -> None:
     If the directory cannot be used, or other users can write to it, this logs a warning and turns
     the cache off.
     """
+    # Environment variables of the user take precedence.
     for name, value in _SETTINGS.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-    if '://' in os.environ.get(_NAMED, ''):
+    if '://' in os.environ.get(_DIRECTORY_VARIABLE, ''):
         return  # JAX itself writes to a bucket
     try:
         path = directory()
         _make_private(path)
-        if not os.environ.get(_NAMED):
+        if not os.environ.get(_DIRECTORY_VARIABLE):
             # Another process may delete the same files at the same time.
             with contextlib.suppress(FileNotFoundError):
                 _delete_oldest(path.parent)
     except (OSError, ConfigError) as error:  # a user may have no home directory
-        log.warning('compiled programs are not kept (%s); set %s to a directory', error, _NAMED)
+        log.warning(
+            'compiled programs are not kept (%s); set %s to a directory', error, _DIRECTORY_VARIABLE
+        )
         jax.config.update('jax_enable_compilation_cache', False)
     else:
         jax.config.update('jax_compilation_cache_dir', str(path))

@@ -49,7 +49,7 @@ def trial_results(
       stack: the trained trials.
       evaluations: the last evaluation of each split but 'train'.
       costs: the times and the lifting of the run.
-      provenance: the software and devices of the run, as `software_of` returns them.
+      provenance: the software and devices of the run, as `provenance_of` returns them.
       diverged_at: by trial number, the step at which a trial diverged.
       corpora: the last evaluation of each entry of data.evaluate.
     """
@@ -122,9 +122,10 @@ def _metrics_of_trial(
 
 
 def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
-    """Returns what the task measures when training ends: values [X] by field of a result.
+    """Returns what the task measures when training ends, as values [X] by field of a result.
 
-    Raises ConfigError for a field that is not one of a metric of the package or of the task.
+    A translation task, for example, gives {'val_bleu': [31.2, 30.8]} for two trials. Raises
+    ConfigError for a field that belongs to no metric of the package or of the task.
     """
     measured = stack.rows.end_metrics(stack, finished_X)
     known = result_fields(with_outside(stack.rows.metrics))
@@ -198,7 +199,7 @@ def _common(
 def document_results(
     stack: Stack, evaluations: Mapping[str, Evaluation], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the loss of every trial, summed over each of the C documents of every split.
+    """Returns the loss of each of X trials on each of the C documents of every split.
 
     An example of 2 trials and 3 documents of the test split:
 
@@ -208,8 +209,9 @@ def document_results(
             'nats': [[402.1, 950.7, 644.9], None],  # the second trial diverged
         }}
 
-    The loss of a trial is sum(nats) / sum(tokens). Documents without targets are left out. If a
-    task has no documents, `pipeline.clusters` groups the rows.
+    'nats' are losses summed over the targets of a document: the loss of a trial on the split is
+    sum(nats) / sum(tokens). Documents without targets are left out. The R rows of a task without
+    documents are grouped in another way, which `pipeline.clusters` describes.
     """
     splits = {}
     for split, evaluation in evaluations.items():
@@ -280,11 +282,11 @@ def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def with_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Appends the code of this start to the code of earlier starts, `before`.
+def with_code_of_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the code of all starts of a run: that of earlier starts, `before`, then of this one.
 
-    Each version of the code is listed once. The last entry is that of this start, which is the last
-    start in provenance.json.
+    An entry holds the git commit and the modules from outside the package, as provenance.json does.
+    Each version of the code is listed once, and the version of this start is the last entry.
     """
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     code = {name: start[name] for name in ('git', 'imported')}
@@ -292,19 +294,21 @@ def with_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[
     return [*others, code]
 
 
-def software_of(
+def provenance_of(
     directory: Path, read_files: Mapping[str, str], code: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the provenance of results: the software and devices of the last start.
+    """Returns the provenance of results: the software and devices of the run's last start.
 
-    The user and the host are not part of it; they are only in provenance.json.
+    These are the fields START of provenance.json, without user and host, and two that are left out
+    if they are empty:
+
+        imported   sha256 of modules from outside the package, and of files that the run has read
+        earlier    the code of earlier starts, if it was different
 
     Args:
       directory: the run directory, with provenance.json.
-      read_files: the sha256 of files that the run has read, by setting. They and the modules from
-        outside the package make up 'imported', which is left out if it is empty.
-      code: the code of all starts, as `with_this_start` returns it. All but the last are 'earlier',
-        which is left out if it is empty.
+      read_files: the sha256 of files that the run has read, by setting.
+      code: the code of all starts, as `with_code_of_this_start` returns it.
     """
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     provenance = {name: start[name] for name in START}

@@ -63,8 +63,8 @@ def require_devices(config: MeshConfig) -> None:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh (trial, data, fsdp, tensor) of the first `devices`, by default of the job's.
 
-    Devices that are neighbours along the last axes are close to each other. Where the sizes allow
-    it, only trial and data cross the borders between processes, TPU slices or GPU nodes.
+    Devices communicate most along tensor and fsdp, so neighbours along these axes are close to each
+    other. Where the sizes allow it, they are in one process, TPU slice or GPU node.
     """
     if devices is None:
         require_devices(config)
@@ -121,14 +121,18 @@ def _mesh_axes_by_letter(
 ) -> dict[str, tuple[str, ...]]:
     """Returns the mesh axes that split each letter of a leaf: {'X': ('trial',), 'D': ('fsdp',)}.
 
-    A mesh axis splits the first of its CANDIDATES that divides evenly and that no other mesh axis
-    splits. Two mesh axes may split the letter JOINT.
+    For example, w_q_DNH has D = 64, N = 6 and H = 16, on a mesh with fsdp=4 and tensor=4. The
+    letters that tensor may split are N K F H V, in this order of preference. 6 is not a multiple of
+    4, so it splits H. The only one of V D E R C in the leaf is D, so fsdp splits D.
+
+    In general, a mesh axis splits the first of its CANDIDATES that divides evenly and that is not
+    split yet. The letter JOINT, which is V, may be split by both: {'V': ('tensor', 'fsdp')}.
     """
     split: dict[str, tuple[str, ...]] = {'X': ('trial',)}
     for mesh_axis, candidates in CANDIDATES.items():
         if mesh.shape[mesh_axis] == 1:
             continue
-        # The letters that this mesh axis may split, with all mesh axes that would then split them.
+        # Letters that this mesh axis may split, and the mesh axes that would split them together.
         options: dict[str, tuple[str, ...]] = {}
         for letter in candidates:
             if letter not in letters:
@@ -136,8 +140,8 @@ def _mesh_axes_by_letter(
             if letter not in split:
                 options[letter] = (mesh_axis,)
             elif letter == JOINT:
-                # Tensor comes before fsdp: a device that gathers V over fsdp then holds the part
-                # of V that it needs for its logits.
+                # fsdp splits V already. Tensor comes first here: a device that gathers V over fsdp
+                # then holds the part of V that it needs for its logits.
                 options[letter] = (mesh_axis, *split[letter])
         letter_to_split = _first_that_divides(path, letters, shape, options, mesh)
         if letter_to_split is not None:
@@ -187,10 +191,10 @@ def _first_that_divides(
 def _letters_of(path: str, num_axes: int) -> str:
     """Returns the letter of each axis of a leaf of the train state; '.' for an unknown axis.
 
-    For example, 'params/blocks/attention/w_q_DNH' with five axes has 'XLDNH'.
+    For example, 'params/blocks/attention/w_q_DNH' with five axes gives 'XLDNH'. A leaf with two
+    axes whose name has no letters gives 'X.': the first axis is that of trials in every leaf.
     """
     modules = path.split('/')[:-1]
-    # The first axis of every leaf is that of trials.
     letters = 'X'
     parameter = _PARAMETER.search(path)
     if parameter is not None:
@@ -201,7 +205,7 @@ def _letters_of(path: str, num_axes: int) -> str:
         say_once(
             f'{path}: the name does not end in the letters of its axes, as w_q_DNH; replicated'
         )
-    # The state of an optimizer may have fewer axes than the parameter of the same name.
+    # Fill up with dots, or cut: the state of an optimizer may have fewer axes than its parameter.
     return letters.ljust(num_axes, '.')[:num_axes]
 
 
@@ -231,9 +235,10 @@ def state_shardings(state: dict, mesh: Mesh) -> dict:
 def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """Returns a function that constrains the sharding of activations inside of a model.
 
-    `qkattn.model.stack.use_placement` applies it. It splits the rows B over `data` and `fsdp`,
-    splits V over `tensor`, and replicates all other axes. Without these constraints XLA splits the
-    D of activations over fsdp, like the D of parameters, and copies the batch to every device.
+    The model calls it, inside a block of `qkattn.model.stack.use_placement`. It splits the rows B
+    over `data` and `fsdp`, splits V over `tensor`, and replicates all other axes. Without it, XLA
+    would split the D of activations over fsdp, like the D of parameters, and copy the batch to
+    every device.
     """
     if mesh.shape['fsdp'] == 1:
         return lambda array, letters: array
@@ -244,11 +249,14 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
 
     def place(array: jax.Array, letters: str) -> jax.Array:
         """Constrains the sharding of an array; `letters` name its axes, as in BTD or VD."""
-        # An embedding that is stored split by V stays so. One that is stored split by D would split
-        # the D of activations, so it is gathered.
+        # fsdp splits the stored embedding by V, if V is a multiple of it, and otherwise by D. Split
+        # by V, it stays as it is. Split by D, it would split the D of activations too, so it gets
+        # the sharding below, which gathers it.
         is_embedding = letters == 'VD'
         if is_embedding and array.shape[0] % mesh.shape['fsdp'] == 0:
             return array
+
+        # Split each axis that divides evenly over the mesh axes of its letter.
         partition = []
         for letter, size in zip(letters, array.shape, strict=True):
             mesh_axes = mesh_axes_by_letter.get(letter)
@@ -287,20 +295,21 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of the trials and of the batch rows that this process holds, ascending.
 
-    Row r of a batch of A microbatches is row r // A of microbatch r % A.
+    Row r of a batch with A microbatches is row r // A of microbatch r % A. With A = 2, a process
+    that holds the rows 2 and 3 of each microbatch holds the rows 4, 5, 6 and 7 of the batch.
     """
     shape = leading_shape(config)
     _, _, A, _ = shape
-    trials_X = _held(batch_sharding(mesh), shape, axis=1)
-    microbatch_rows_B = _held(batch_sharding(mesh), shape, axis=3)
-    # Row b of the A microbatches: rows b A, b A + 1, ... of the batch.
+    trials_X = _local_indices(batch_sharding(mesh), shape, axis=1)
+    microbatch_rows_B = _local_indices(batch_sharding(mesh), shape, axis=3)
+    # Row b of microbatch a is row b A + a of the batch.
     rows_BA = microbatch_rows_B[:, None] * A + np.arange(A)
     return trials_X, rows_BA.ravel()
 
 
 def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
     """Returns the numbers of the rows of an evaluation batch that this process holds."""
-    return _held(row_sharding(mesh), (config.train.batch_size,), axis=0)
+    return _local_indices(row_sharding(mesh), (config.train.batch_size,), axis=0)
 
 
 def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -322,7 +331,7 @@ def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dic
         local_CXBAT = local_array.reshape(C, num_local_trials, num_local_rows // A, A, T)
         local_CXABT = np.swapaxes(local_CXBAT, 2, 3)
         global_shape = (C, X, A, B, T)
-        return _place(local_CXABT, batch_sharding(mesh), global_shape)
+        return _global_array(local_CXABT, batch_sharding(mesh), global_shape)
 
     return jax.tree.map(place, local)
 
@@ -331,7 +340,7 @@ def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict
     """Makes the global evaluation batch [B, ...] from the rows that `local_rows` returns."""
     B = config.train.batch_size
     return {
-        name: _place(local_BT, row_sharding(mesh), (B, *local_BT.shape[1:]))
+        name: _global_array(local_BT, row_sharding(mesh), (B, *local_BT.shape[1:]))
         for name, local_BT in local.items()
     }
 
@@ -341,23 +350,27 @@ def fetch(array: jax.Array) -> np.ndarray:
     return multihost_utils.process_allgather(array, tiled=True)
 
 
-def _held(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
+def _local_indices(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
     """Returns the indices along one axis of a global array that this process holds, ascending."""
     all_indices = np.arange(shape[axis])
     slices_by_device = sharding.addressable_devices_indices_map(shape)
     return np.unique([all_indices[slices[axis]] for slices in slices_by_device.values()])
 
 
-def _place(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    """Makes a global array of a shape; `local` is the part of it that this process holds."""
-    # The global indices that `local` has, for the axes along which it has not all of them.
+def _global_array(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    """Makes a global array of a shape from the part of it that this process holds, `local`.
+
+    For example, the second of two processes holds the rows 4 to 7 of 8, as the rows 0 to 3 of
+    `local`. The array that both make has 8 rows.
+    """
+    # For each axis along which `local` has only a part: the global indices of this part.
     global_indices_by_axis = {}
     for axis, local_size in enumerate(local.shape):
         if local_size < shape[axis]:
-            global_indices_by_axis[axis] = _held(sharding, shape, axis)
+            global_indices_by_axis[axis] = _local_indices(sharding, shape, axis)
 
     def part_of_device(global_index: tuple[slice, ...]) -> np.ndarray:
-        """Returns the part of `local` for a device that holds global_array[global_index]."""
+        """Returns global_array[global_index], the part of one device, as a part of `local`."""
         local_index = list(global_index)
         for axis, global_indices in global_indices_by_axis.items():
             # If `local` has the global indices [4, 5, 6, 7], then 6:8 is 2:4 in it.

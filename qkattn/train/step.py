@@ -39,7 +39,7 @@ def measure_on_targets(
     measure: Callable[[jax.Array, jax.Array], dict[str, jax.Array]],
     key: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Runs the model on a batch and returns `measure(logits_BTV, targets_BT)`.
+    """Runs the model on a batch; returns what `measure` computes from its logits and the targets.
 
     With train.logits_chunk = C, the logits of C positions are computed and measured at a time. The
     memory then holds B C V logits instead of B T V. The backward pass computes them again.
@@ -48,7 +48,7 @@ def measure_on_targets(
       config: the settings of the run.
       params: the parameters of one trial.
       batch: arrays [B, ...] by name.
-      measure: returns arrays [B, T, ...] by name. It measures each position by itself.
+      measure: maps (logits_BTV, targets_BT) to arrays [B, T, ...] by name, each position by itself.
       key: the key of dropout. None is no dropout.
     """
     dtype = jnp.dtype(config.model.compute_dtype)
@@ -135,6 +135,7 @@ def gradients(
     all of them and then divided by the total loss weight.
     """
     A = batch['loss_weights_BT'].shape[0]
+    # has_aux: `objective` returns a pair, and its first entry is differentiated.
     objective_and_gradient = jax.value_and_grad(functools.partial(objective, config), has_aux=True)
 
     def sums_of(microbatch: dict, key: jax.Array | None) -> tuple[jax.Array, dict]:

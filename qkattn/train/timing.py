@@ -51,7 +51,8 @@ class Clock:
         self._start_time: float | None = None
         # Tokens that were trained in this start.
         self._tokens = 0
-        # At the last reading: steps, seconds of training, and seconds of waits for batches.
+        # `lap` returns differences to these numbers: steps, seconds of training, and seconds of
+        # waits for batches at its last call.
         self._lap_step = step
         self._lap_train_seconds = self.seconds['train_seconds']
         self._lap_input_seconds = self.seconds['input_seconds']
@@ -92,8 +93,8 @@ class Clock:
         return self.seconds['train_seconds'] + (time.perf_counter() - self._start_time)
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Adds the time of a block to one of PARTS."""
+    def counted_as(self, name: str) -> Iterator[None]:
+        """Adds the time of a `with` block to one of PARTS, such as 'logging_seconds'."""
         start = time.perf_counter()
         try:
             yield
@@ -103,7 +104,7 @@ class Clock:
     def inputs(self, items: Iterator[T]) -> Iterator[T]:
         """Yields `items`, and adds the time that they take to 'input_seconds'."""
         while True:
-            with self.part('input_seconds'):
+            with self.counted_as('input_seconds'):
                 try:
                     item = next(items)
                 except StopIteration:
@@ -137,20 +138,20 @@ class Trace:
         self._is_tracing = False
 
     def before_dispatch(self, state: Any) -> None:
-        """Begins the trace before the first dispatch in it, and ends it before the first one after.
+        """Begins or ends the trace, if it is time; call it before every dispatch.
 
-        Both wait for `state`, the result of the earlier dispatches, so that the trace has whole
-        dispatches.
+        With SKIPPED = 2 and TRACED = 3, the trace has the dispatches 3, 4 and 5: it begins before
+        dispatch 3 and ends before dispatch 6. Both moments wait for `state`, the result of the
+        dispatches so far, so that none of them is traced in part.
         """
         if self._directory is None:
             return
-        is_first_in_trace = self._num_dispatches == SKIPPED
-        is_first_after_trace = self._num_dispatches == SKIPPED + TRACED
-        if is_first_in_trace:
+        num_done = self._num_dispatches
+        if num_done == SKIPPED:
             jax.block_until_ready(state)
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
             self._is_tracing = True
-        if is_first_after_trace:
+        if num_done == SKIPPED + TRACED:
             jax.block_until_ready(state)
             self._end()
         self._num_dispatches += 1
@@ -167,16 +168,16 @@ class Trace:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """Ends a trace in progress.
+        """Ends the trace if it is still in progress, at the end of the `with` block.
 
-        Logs a warning if the block had too few dispatches for the trace to begin. A block that ends
-        with an error gets no warning.
+        Logs a warning if a trace was requested, and the block ended without an error before
+        dispatch SKIPPED + 1, with which the trace begins.
         """
         if self._is_tracing:
             self._end()
-        is_trace_wanted = self._directory is not None and error_type is None
+        is_requested = self._directory is not None
         has_begun = self._num_dispatches > SKIPPED
-        if is_trace_wanted and not has_begun:
+        if is_requested and not has_begun and error_type is None:
             log.warning(
                 'no trace written to %s: it begins at dispatch %s of a start, and this one had %s',
                 self._directory,

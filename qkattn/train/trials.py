@@ -134,7 +134,7 @@ class Stack:
         if sums is None:
             return None
 
-        # The values of trials that diverged become NaN.
+        # The value of each metric. The factor one_or_nan_X makes it NaN for trials that diverged.
         evaluated = metrics.named(self.config.train.metrics)
         one_or_nan_X = self._one_or_nan_X()
         values: dict[str, np.ndarray | None] = {}
@@ -142,7 +142,8 @@ class Stack:
         for name, value_X in all_values.items():
             values[name] = None if value_X is None else one_or_nan_X * value_X
 
-        # All trials are evaluated on the same rows, so the counts of the first trial hold for all.
+        # The number of targets of each row, and 1 for rows with targets, else 0. All trials are
+        # evaluated on the same rows, so the counts of the first trial hold for all.
         targets_R = sums['weight'][:, 0]
         has_target_R = sums['rows'][:, 0]
         return Evaluation(
@@ -180,19 +181,20 @@ class Stack:
 
         Calls `should_stop` before every batch, and returns None as soon as it returns True.
         """
-        parts: list[dict] = []
+        sums_by_batch: list[dict] = []  # of each batch, arrays [X, B, ...] by name
         for batch in batches:
             if should_stop():
                 return None
-            parts.append(self._measure(batch))
-            # The host runs at most one batch ahead of the devices, so that it notices a request to
-            # stop early.
-            if len(parts) > 1:
-                jax.block_until_ready(parts[-2])
+            sums_by_batch.append(self._measure(batch))
+            # The host runs at most one batch ahead of the devices, so that it soon notices a
+            # request to stop.
+            if len(sums_by_batch) > 1:
+                jax.block_until_ready(sums_by_batch[-2])
 
+        # Join the rows of all batches, and move them to the first axis.
         sums = {}
-        for name in parts[0]:
-            sums_XR = np.concatenate([part[name] for part in parts], axis=1)
+        for name in sums_by_batch[0]:
+            sums_XR = np.concatenate([arrays[name] for arrays in sums_by_batch], axis=1)
             sums_RX = np.swapaxes(sums_XR, 0, 1)
             sums[name] = sums_RX.astype(np.float64)
         return sums

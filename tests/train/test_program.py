@@ -112,7 +112,7 @@ def test_waits_for_inputs_are_a_part_of_the_time(wait):
 def test_a_resumed_run_adds_to_its_times(wait):
     clock = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0})
     clock.start()
-    with clock.part('logging_seconds'):
+    with clock.counted_as('logging_seconds'):
         wait(0.5)
     clock.pause(tokens=10)
     wait(11)
