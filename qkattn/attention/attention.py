@@ -86,12 +86,12 @@ class Attention(nnx.Module):
         return cache
 
     def _name_of_finished_keys(self, cache: Cache) -> str | None:
-        """Returns the name of the array that holds keys after QK-norm and rotation, as 'k_BSKH'.
+        """Returns the name of the array that caches keys after QK-norm and rotation, as 'k_BSKH'.
 
-        Returns None if the cache has no such array. There are three reasons:
+        Returns None if the cache has no such array, for one of three reasons:
 
         - The spec asks for neither QK-norm nor rotation.
-        - The Value uses the keys before both, as `k_is_v` does.
+        - The Value needs the keys without them: `k_is_v` takes the keys as values.
         - The Score does not cache its keys, but the stream or a latent.
         """
         changes_keys = self.spec.qk_norm or self.spec.positions == 'rope'
@@ -199,7 +199,7 @@ class Attention(nnx.Module):
         # Cross-attention leaves out the biases of the Score: t and s count different sequences.
         relative: Bias | None = None
         if not cross:
-            # A Score without biases returns None for any distance.
+            # Whether the Score has biases: if not, it returns None for any distance.
             distance_11 = jnp.zeros((1, 1), int)
             if self.score.relative_bias(distance_11) is not None:
                 relative = self.score.relative_bias
@@ -228,7 +228,7 @@ class Attention(nnx.Module):
         Args:
           x_BTD: the stream of the queries; in self-attention also of the keys and values.
           mask: which keys a query may attend to. By default, self-attention is causal and within
-            spec.window, and cross-attention sees all of y. A mask replaces both.
+            spec.window, and cross-attention sees all of y. A given mask replaces these limits.
           y_BSD: the stream of keys and values in cross-attention.
           dropout: the rate at which attention probabilities are dropped.
           dropout_key: the key of the dropout; without it nothing is dropped.
@@ -236,7 +236,7 @@ class Attention(nnx.Module):
         cross = y_BSD is not None
         if mask is None:
             mask = Mask() if cross else Mask(causal=True, window=self.spec.window)
-        # If the Value shares a projection with the Score, it is computed once for both.
+        # In `k_is_v`, for example, keys and values have one projection, which is computed once.
         with products_once():
             cache = self.cached(y_BSD if cross else x_BTD)
             return self.attend_to(

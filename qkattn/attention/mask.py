@@ -102,7 +102,8 @@ class Mask:
             """Returns the keys of the block; they are the last axis of each array with an S."""
             return jax.lax.dynamic_slice_in_dim(array, key_begin, num_keys, array.ndim - 1)
 
-        # Each field that is set hides further keys. t and s are positions.
+        # t and s are the positions of the queries and keys. In decoding, the queries come after the
+        # cached keys, which `queries` takes into account.
         t_T1 = query_begin + self.queries(num_queries)[:, None]
         s_1S = key_begin + jnp.arange(num_keys)[None, :]
         mask_BTS = jnp.ones((1, num_queries, num_keys), bool)

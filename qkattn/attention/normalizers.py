@@ -132,11 +132,12 @@ class Sparsemax(Entmax15):
 def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
     """Returns p = max(z - tau, 0)^(1 / (alpha - 1)) over the last axis, where z = (alpha - 1) s.
 
-    tau is the number with which the probabilities sum to 1, and `alpha` is 1.5 or 2. The keys with
-    a probability above 0 are the support. They are those with the largest logits. For example, with
-    alpha = 2 the logits [3, 2.5, 0] have tau = 2.25 and p = [0.75, 0.25, 0].
+    tau is the number with which the probabilities sum to 1, and `alpha` is 1.5 or 2. For example,
+    with alpha = 2 the logits [3, 2.5, 0] have tau = 2.25 and p = [0.75, 0.25, 0].
 
-    The function computes the tau of each possible size k of the support, then finds the size.
+    The keys with a probability above 0, which have the largest logits, are the support. If its size
+    k were known, tau would follow from the sum. So the function computes a tau for each possible
+    size, and then finds which size is the right one.
     """
     z_BNTS = (alpha - 1) * (s_BNTS - s_BNTS.max(-1, keepdims=True))
     # The largest z is 0 here, so tau lies in [-1, 0] and every z below -1 has probability 0. The

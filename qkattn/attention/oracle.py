@@ -48,9 +48,9 @@ def mix(
 ) -> np.ndarray:
     """Returns out_BTD = sum_n sum_s p[n, t, s] y_s B[n].
 
-    With biases, the last row of B[0] includes the output bias b_o. So this sum has b_o times the
-    sum of the probabilities of head 0. If they may not sum to 1, pass b_o_D: then 1 minus their
-    sum, times b_o, is added, and the output has b_o once.
+    With biases, the last row of B[0] includes the output bias b_o. If the probabilities of head 0
+    sum to 1, the output contains b_o once. If they sum to 0.7, as they may without softmax, it
+    contains only 0.7 b_o. With the argument b_o_D, the missing 0.3 b_o is added.
     """
     p_BNTS = np.asarray(p_BNTS, np.float64)
     B_NDE = np.asarray(B_NDE, np.float64)

@@ -102,8 +102,8 @@ def weight(
       key: the random key; all matrices of a layer are drawn with the same one.
       name: the name of the parameter, e.g. 'w_q_DNH'.
       shape: the sizes of its axes.
-      std: the standard deviation. Inside a block of `initialization`, init='nanogpt' replaces it,
-        and the block's factor multiplies it.
+      std: the standard deviation. Inside a `with initialization(init, factor)` block it is
+        multiplied by `factor`, and with init='nanogpt' replaced by 0.02 before.
       gain: a further factor, for the last matrix of a residual branch.
     """
     if _shapes_only.get():
@@ -186,14 +186,16 @@ def project(
 ) -> jax.Array:
     """Returns x W + b, a sum over the last `axes` axes of x and the first `axes` axes of W.
 
-    Inside `products_once`, a second call with the same arrays returns the first result.
+    Inside a `with products_once()` block, a second call with the same arrays returns the first
+    result: if keys and values are the same projection, for example, it is computed once.
     """
+    # The products of the innermost block so far; None outside of such a block.
     products = _products.get()
     if products is None:
         return _product_and_bias(x_BTD, w_DNH, b_NH, axes)
 
-    # An array belongs to the trace that computes it. JAX traces the body of a scan or of a
-    # checkpoint by itself, and its arrays cannot be used outside of it.
+    # Reuse an earlier product of the same arrays, if the same trace computed it. JAX traces the
+    # body of a scan or of a checkpoint separately, and its arrays must not be used outside of it.
     factors = (x_BTD, w_DNH, b_NH)
     trace = get_opaque_trace_state()
     for earlier in products:
@@ -218,15 +220,15 @@ def product(
 ) -> jax.Array:
     """Returns x W, a sum over the last `axes` axes of x and the first `axes` axes of W.
 
-    This is jnp.tensordot(x, W, axes), with the sums in `dtype`. Two changes of layout make the
-    gradient of W faster in XLA's CPU backend.
+    The result is jnp.tensordot(x, W, axes), with the sums in `dtype`. The operands are transposed
+    and reshaped before it, because XLA's CPU backend then computes the gradient of W faster.
     """
     row_sizes = x_BTD.shape[:-axes]  # B and T
     inner_sizes = w_DNH.shape[:axes]  # D, the axes of the sum
     outer_sizes = w_DNH.shape[axes:]  # N and H
 
-    # First, W is transposed if it has more inner than outer channels: its gradient then takes down
-    # to half the time. The barrier keeps XLA from undoing the transposition.
+    # If W has more inputs than outputs, transpose it: its gradient then takes as little as half the
+    # time. The barrier keeps XLA from undoing the transposition.
     first_axes = tuple(range(axes))
     last_axes = tuple(range(-axes, 0))
     summed_axes_of_w = first_axes
@@ -234,8 +236,8 @@ def product(
         w_DNH = jax.lax.optimization_barrier(jnp.moveaxis(w_DNH, first_axes, last_axes))
         summed_axes_of_w = last_axes
 
-    # Second, all rows of x become one axis. With several row axes, XLA would transpose the operands
-    # of the gradient, which takes as long as another product.
+    # Make one axis of all rows of x. With several, XLA would transpose the operands of the
+    # gradient, which takes as long as another product.
     x_RD = x_BTD.reshape(-1, *inner_sizes)
     summed_axes = (last_axes, summed_axes_of_w)
     out_RNH = jnp.tensordot(x_RD, w_DNH, axes=summed_axes, preferred_element_type=dtype)

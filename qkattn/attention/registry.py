@@ -83,16 +83,18 @@ def find_normalizer(text: str) -> Normalizer:
 def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dict[str, Any]]:
     """Returns the class that `text` names, and its options.
 
-    The class is one of `registered`, or a subclass of `base` if `text` is an import path.
+    For example, 'low_rank(rank=8)' gives (LowRank, {'rank': 8}). The class is one of `registered`,
+    or a subclass of `base` if `text` is an import path. Raises SpecError if it is neither.
     """
 
-    def is_subclass(member: Any) -> bool:
-        return inspect.isclass(member) and issubclass(member, base)
+    def is_subclass(imported: Any) -> bool:
+        return inspect.isclass(imported) and issubclass(imported, base)
 
+    setting = base.__name__.lower()  # 'score', 'value' or 'normalizer', for errors
     return resolve(
         text,
         registered,
-        base.__name__.lower(),
+        setting,
         needs=f'a subclass of qkattn.attention.{base.__name__}',
         is_valid=is_subclass,
         error=SpecError,
@@ -119,7 +121,8 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
         score = score_class(spec, key=key, **score_options)
     with initialization(spec.init, spec.init_vo):
         value = value_class(spec, score, key=key, **value_options)
-    # A layer outside of a model counts as layer 0; `Attention.at` sets another index.
+    # Some variants depend on the index of their layer in the model. It is 0 here; `Attention.at`
+    # sets another one.
     for circuit in (score, value):
         if circuit.uses_layer:
             circuit.layer = 0
@@ -127,7 +130,7 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
 
 
 def check(spec: AttentionSpec) -> None:
-    """Raises SpecError, with one sentence, if the variant of `spec` cannot be built.
+    """Raises SpecError if the Score or the Value of `spec` is unknown, or cannot be built with it.
 
     A spec that passes gets the attribute PASSED, and is not checked again.
     """
@@ -137,6 +140,7 @@ def check(spec: AttentionSpec) -> None:
     value, value_options = find_value(spec.value)
     find_normalizer(spec.normalizer)
 
+    # The Score by itself, then what the Value uses of it, then the Value by itself.
     _check_circuit(spec, spec.score, score, score_options)
     _check_sharing(spec, score, score_options, value)
     _check_circuit(spec, spec.value, value, value_options)
@@ -185,10 +189,10 @@ def _check_circuit(
 def _check_sharing(
     spec: AttentionSpec, score: type[Score], options: dict[str, Any], value: type[Value]
 ) -> None:
-    """Raises SpecError if the Value cannot share the projections of the Score that it uses.
+    """Raises SpecError if the Value uses a projection of the Score, and must not.
 
-    For example, `k_is_v` uses W_K of its Score as W_V, so value.shares is ('key',). There are three
-    reasons why a Value cannot share:
+    For example, the value `k_is_v` takes W_K of its Score as W_V. Its `shares` is ('key',), and the
+    `shareable` of the Score has to contain 'key'. There are three errors:
 
     - The Score has no such projection: `key_free` has no W_K.
     - The Score has one matrix for queries and keys, so `q_is_v` is `k_is_v` by another name.

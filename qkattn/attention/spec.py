@@ -133,6 +133,7 @@ def whole(low: int, top: Literal['d_model', 'd_model // 2'] | None = None) -> Ch
     """
 
     def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
+        """Raises SpecError unless `number` is None or from `low` to `top`, as above."""
         if number is None:
             return
 
@@ -156,6 +157,7 @@ def one_of(*valid: Any) -> Check:
     """Returns a check that an option has one of these values."""
 
     def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
+        """Raises SpecError unless `value` is one of `valid`."""
         for choice in valid:
             # The types are compared too, because 1 == True.
             if value == choice and type(value) is type(choice):

@@ -187,7 +187,7 @@ class Block(nnx.Module):
         for branch, norm, key in zip(attention_branches, norms, attention_keys, strict=True):
             x_BTD = self.add(branch, norm, x_BTD, key)
 
-        # mlp_key drops the output of the MLP. Hidden activations have a key of their own.
+        # mlp_key is for dropout of the MLP's output, in `add`. Its hidden activations have another.
         hidden_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
 
         def mlp_branch(x_BTD: jax.Array) -> jax.Array:

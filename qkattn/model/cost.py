@@ -90,13 +90,13 @@ def _flops_per_token(config: ModelConfig, program: Callable) -> float:
 
 
 def _matmul_flops(jaxpr: Jaxpr) -> int:
-    """Returns the FLOPs of all dot_generals in a program.
+    """Returns the FLOPs of all matrix products (dot_general) in a program.
 
-    If two equations compute the same value, it counts once, because the compiler merges them. They
-    do so if they have the same primitive, the same parameters and the same values as inputs.
+    Two equations that compute the same value count once, because the compiler merges them. They do
+    if they apply the same primitive with the same parameters to inputs of the same values.
     """
     flops = 0
-    # Two variables with the same id hold the same value.
+    # Every variable gets an id, so that variables with the same id hold the same value.
     id_of_variable: dict[Any, Any] = {}
     computed: set[int] = set()
     for equation in jaxpr.eqns:
@@ -106,7 +106,7 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
             if isinstance(variable, Literal):
                 input_ids.append(repr(variable))  # literals of the same value are equal
             else:
-                # An argument of the program is computed by no equation. It equals only itself.
+                # An argument of the program, which no equation computes, has an id of its own.
                 input_ids.append(id_of_variable.get(variable, id(variable)))
         computation = hash((primitive, str(equation.params), tuple(input_ids)))
         for index, variable in enumerate(equation.outvars):

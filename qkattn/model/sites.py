@@ -29,8 +29,8 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     The same config always gives the same object, so that its check runs only once. Raises SpecError
     if the sizes do not fit together.
     """
-    # The specification is stored in the config. A ModelConfig is frozen, but vars() returns its
-    # attributes as a dict that can be changed.
+    # The specification is kept as an attribute of the config. A ModelConfig is frozen, but vars()
+    # returns its attributes as a dict that can be changed.
     attributes = vars(config)
     if SPEC in attributes:
         return attributes[SPEC]
@@ -42,6 +42,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     if config.positions not in ('rope', 'alibi'):
         # Learned and sinusoidal positions are added to the stream, outside of attention.
         fields['positions'] = 'none'
+    # With this gain, the sum of all residual branches has the variance of a single one.
     spec = AttentionSpec(**fields, residual_gain=config.num_branches**-0.5)
     attributes[SPEC] = spec
     return spec
@@ -82,7 +83,11 @@ def validate(config: Config) -> None:
 
 
 def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionSpec]) -> None:
-    """Raises ConfigError if the attention of a site cannot be built; see `sites` for a site."""
+    """Raises ConfigError if the attention layers of one site cannot be built.
+
+    A site is a group of layers with one specification, which `make_spec` makes. `setting` decides
+    it, such as 'model' or 'model.encoder_variant'; see `sites`.
+    """
     with _as_config_error(setting):
         spec = make_spec()
 
@@ -90,23 +95,22 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
         with _as_config_error(setting):
             registry.check(spec)
 
+    def trace_layer() -> None:
+        # 'einsum' computes every variant. `check_kernel` checks the other kernels.
+        plain_spec = dataclasses.replace(spec, kernel='einsum')
+        _trace_attention(config, setting, plain_spec)
+
     # A name with a colon is the import path of a class from outside the package.
     outside_names = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
     if not outside_names:
         check_spec()
         return
 
-    # Code from outside may raise anything. Every exception becomes a ConfigError.
+    # Code from outside may raise anything, and every exception becomes a ConfigError. A trace finds
+    # out whether its arrays fit together.
     joined_names = ', '.join(outside_names)
     call_with_config_errors(setting, joined_names, check_spec)
-
-    def trace() -> None:
-        # The plain kernel computes every variant. Other kernels are for `check_kernel` to check.
-        plain_spec = dataclasses.replace(spec, kernel='einsum')
-        _trace_attention(config, setting, plain_spec)
-
-    # Arrays of code from outside may not fit together, and a trace finds that out.
-    call_with_config_errors(setting, joined_names, trace)
+    call_with_config_errors(setting, joined_names, trace_layer)
 
 
 def check_kernel(config: Config, mesh: Mesh | None) -> None:
@@ -138,8 +142,8 @@ def _trace_attention(config: Config, setting: str, spec: AttentionSpec) -> None:
 
     Args:
       config: the settings of the run.
-      setting: the key of the layer's site; see `sites`.
-      spec: the specification of the layer. It may differ from the site's in the kernel.
+      setting: the setting that decides the layer's specification, such as 'model'; see `sites`.
+      spec: the specification of the layer, in which the caller may have replaced the kernel.
     """
     model = config.model
     is_in_encoder = setting == 'model.encoder_variant'

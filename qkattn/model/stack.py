@@ -78,7 +78,9 @@ def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> B
     for number, layer_config in enumerate(config.cycle):
         # With 2 variants, the stacks have the layers 0, 2, 4, ... and 1, 3, 5, ...
         keys_of_stack = keys_L[number::num_variants]
-        stacks.append(jax.vmap(functools.partial(kind, layer_config))(key=keys_of_stack))
+        # A block is initialized by kind(layer_config, key=...). vmap does this for all keys.
+        make_block = functools.partial(kind, layer_config)
+        stacks.append(jax.vmap(make_block)(key=keys_of_stack))
     return stacks[0] if num_variants == 1 else Pattern(stacks)
 
 

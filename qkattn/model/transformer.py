@@ -125,7 +125,8 @@ class Stream(nnx.Module):
         Raises ValueError if the blocks have no such attribute.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
-        sites = [name for name, part in vars(blocks[0]).items() if isinstance(part, Attention)]
+        attributes = vars(blocks[0]).items()
+        sites = [name for name, module in attributes if isinstance(module, Attention)]
         if site not in sites:
             raise ValueError(f'{site!r} names no layers; known: {", ".join(sites)}')
         return [getattr(block, site) for block in blocks]

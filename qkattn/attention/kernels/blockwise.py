@@ -100,8 +100,8 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
     b_NR = None
     if call.bias is not None:
         # A bias depends only on the distance t - s, so it is computed once for each of the R
-        # distances. They ascend: the first query and the last key have the least, the last query
-        # and the first key the greatest. `mask.start` is the position of the first query.
+        # distances. They ascend from 1 - S, of the first query and the last key, to T - 1, of the
+        # last query and the first key. In decoding, the first query is at position `mask.start`.
         distances_R = mask.start + jnp.arange(1 - padded_S, padded_T)
         b_NR = call.bias(distances_R[None])[:, 0]
 
@@ -130,8 +130,9 @@ def _blocks(x_BTNH: jax.Array, count: int, size: int) -> jax.Array:
 def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
     """Returns the pairs (i, j) of a query block and a key block that have to be computed.
 
-    Pairs that the causal mask or the window hides entirely are left out. In decoding, the position
-    of the first query is an array without a known value, so all pairs are returned.
+    Pairs that the causal mask or the window hides entirely are left out. With blocks of 4, queries
+    0 to 3 see no key of 4 to 7 under a causal mask, so (0, 1) is left out. In decoding, the
+    position of the first query is an array without a known value, so all pairs are returned.
     """
     visible_IJ = np.ones((grid.num_q_blocks, grid.num_k_blocks), bool)
     if isinstance(mask.start, int):
@@ -150,12 +151,12 @@ def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
     return tuple((int(i), int(j)) for i, j in np.argwhere(visible_IJ))
 
 
-def _each_pair(options: _Options, step: Callable, carry: tuple) -> tuple:
-    """Runs `carry = step(carry, i, j, number)` for every pair of blocks, and returns the carry.
+def _scan_pairs(options: _Options, step: Callable, carry: tuple) -> tuple:
+    """Runs `carry = step(carry, i, j, number)` for all pairs of blocks; returns the last carry.
 
     Args:
       options: options.pairs are the pairs (i, j) of a query block and a key block.
-      step: the function to call. The first pair has the number 0, the next one 1.
+      step: the function to call; `number` counts the pairs from 0.
       carry: the first carry.
     """
     pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # P may be 0.
@@ -359,7 +360,7 @@ def _forward(
         jnp.full((num_blocks, B, N, T), first_top, dtype),
         jnp.full((num_blocks, B, N, T), first_sum, dtype),
     )
-    o_IBNTH, top_IBNT, sum_IBNT = _each_pair(options, step, start)
+    o_IBNTH, top_IBNT, sum_IBNT = _scan_pairs(options, step, start)
 
     # The sum is 0 for a query without visible keys, whose output is then 0 / 1.
     sum_IBNT = jnp.where(sum_IBNT == 0, 1, sum_IBNT)
@@ -421,7 +422,7 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
         # The gradients of the logits and of the biases.
         ds_BNTS = p_BNTS * (dp_BNTS - mean_dp_BNT1)
         if b_NR is not None:
-            db_NR = _with_bias_gradients(db_NR, ds_BNTS.sum(0), options.grid, i, j)
+            db_NR = _add_bias_gradients(db_NR, ds_BNTS.sum(0), options.grid, i, j)
 
         # The gradients of the queries and keys, through the logit cap and the scale.
         ds_BNTS = (ds_BNTS * slope_BNTS * options.scale).astype(q_BNTH.dtype)
@@ -438,22 +439,22 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
 
     inputs = (q_IBNTH, k_JBKSH, v_JBKSH, b_NR)
     start = jax.tree.map(lambda array: jnp.zeros(array.shape, dtype), inputs)
-    sums = _each_pair(options, step, start)
+    sums = _scan_pairs(options, step, start)
     gradients = jax.tree.map(lambda total, array: total.astype(array.dtype), sums, inputs)
     return (*gradients, None, None)
 
 
-def _with_bias_gradients(
+def _add_bias_gradients(
     db_NR: jax.Array, ds_NTS: jax.Array, grid: _Grid, i: jax.Array, j: jax.Array
 ) -> jax.Array:
-    """Adds what query block i and key block j contribute to the gradients of the biases.
+    """Returns db_NR plus what query block i and key block j contribute to it.
 
-    All logits of one distance t - s add the same bias, so the gradient of the bias is the sum of
-    the gradients ds_NTS of these logits. For 2 queries and 3 keys, the biases a, b, c, d are added
-    as [[c b a], [d c b]], so the gradient of c is ds[0, 0] + ds[1, 1].
+    db_NR is the gradient of the biases, one for each distance t - s of a query and a key. For 2
+    queries and 3 keys, the biases a, b, c, d are added to the logits as [[c b a], [d c b]]. So the
+    gradient of c is ds[0, 0] + ds[1, 1], a sum of the gradients ds_NTS of logits.
     """
     N, T, S = ds_NTS.shape
-    first, count = _distances(grid, i, j)
+    first, count = _distances(grid, i, j)  # which of the R distances occur in these blocks
 
     # `_toeplitz` is linear: it copies biases to logits. Its transpose sums over the copies. JAX
     # derives the transpose from the shape and dtype of the biases.

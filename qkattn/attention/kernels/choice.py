@@ -154,14 +154,15 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
         if why_unsupported(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
 
-    # Without one, it takes `blockwise` for long contexts and `einsum` for short ones.
+    # Without one, it takes `blockwise` if both contexts, of queries and keys, are long enough, and
+    # otherwise `einsum`.
     problem = why_unsupported('blockwise', call, target)
     if problem is not None:
         return 'einsum', f'blockwise {problem}'
-    shortest_long = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
-    if min(call.lengths) < shortest_long:
-        return 'einsum', f'contexts are below {shortest_long}'
-    return 'blockwise', f'contexts are not below {shortest_long}'
+    blockwise_from = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
+    if min(call.lengths) < blockwise_from:
+        return 'einsum', f'contexts are below {blockwise_from}'
+    return 'blockwise', f'contexts are not below {blockwise_from}'
 
 
 def why_unsupported(kernel: str, call: Call, target: Target) -> str | None:

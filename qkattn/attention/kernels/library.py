@@ -42,7 +42,11 @@ def _common_obstacle(call: Call) -> str | None:
 
 
 def dot_product_obstacle(call: Call, target: Target) -> str | None:
-    """Returns why `dot_product` cannot compute a call: cuDNN on a GPU, XLA elsewhere."""
+    """Returns why `dot_product` cannot compute the attention `call`; None if it can.
+
+    `dot_product` is computed by cuDNN on a GPU, and by XLA elsewhere. The reason is the end of a
+    sentence, such as 'cannot hide a token from itself'.
+    """
     obstacle = _common_obstacle(call)
     if obstacle is not None:
         return obstacle
@@ -93,7 +97,7 @@ def dot_product(call: Call, target: Target) -> jax.Array:
 
 
 def splash_obstacle(call: Call, target: Target) -> str | None:
-    """Returns why `splash` cannot compute a call."""
+    """Returns why `splash` cannot compute the attention `call`; None if it can."""
     obstacle = _common_obstacle(call)
     if obstacle is not None:
         return obstacle

@@ -175,9 +175,9 @@ class NonlinearQuery(TwoMaps):
         self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))  # of the LayerNorm
         self.residual = form == 'residual'
 
-        # The logits sum H products of a query and a key channel. The scale gives them variance 1 at
-        # initialization. x, f(x) and keys have variance 1, so (x + f(x)) / 2 has variance 1/2. With
-        # QK-norm, queries have variance 1 in any case.
+        # A logit is scale times a sum of H products of a query channel and a key channel, and the
+        # scale gives it variance 1 at initialization. x, f(x) and keys have variance 1. So the
+        # queries (x + f(x)) / 2 have variance 1/2, unless QK-norm gives them 1.
         query_variance = 1.0
         if self.residual and not spec.qk_norm:
             query_variance = 0.5

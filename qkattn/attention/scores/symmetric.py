@@ -53,6 +53,7 @@ class SharedQK(Tied):
     def check(
         cls, spec: AttentionSpec, *, key_norm: Any = False, temperature: Any = None, **_: Any
     ) -> None:
+        # The temperature.
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if is_number:
             valid = 0 < temperature < 1e38
@@ -63,7 +64,9 @@ class SharedQK(Tied):
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
                 'or None'
             )
-        # Both options set the size of keys or queries, and QK-norm divides by that size.
+
+        # `key_norm` and a learned temperature change the length of keys or queries. QK-norm comes
+        # after them and divides by that length, so they would have no effect.
         sets_size = key_norm or temperature == 'learned'
         if spec.qk_norm and sets_size:
             raise SpecError(
@@ -130,8 +133,8 @@ class SharedQK(Tied):
         return A_NDE * self.g_temperature_N[:, None, None]
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
-        # Queries and keys have one matrix. With biases, it has one more row, which acts on the 1 of
-        # (x, 1).
+        # Queries and keys have one matrix. With biases, it has one more row for them, and acts on
+        # x with a 1 appended, which `with_ones` does.
         w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)
         x_BTE = oracle.with_ones(x_BTD, len(w_ENH))
         y_BSE = oracle.with_ones(y_BSD, len(w_ENH))
