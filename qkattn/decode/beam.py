@@ -74,10 +74,11 @@ def decode(
       logits_MV: the logits of the first token, for M rows.
       cache: the cache before that token.
       step: see `Step`.
-      choose: maps (t, logits_MV, state) to the choice of token number t, counted from 0.
+      choose: maps (t, logits_MV, state) to a Choice: the tokens number t, counted from 0, the cache
+        rows that they continue, and the next state.
       state: the state before the first token; its form is up to `choose`.
       num_tokens: the most tokens to choose.
-      not_done: whether to go on after a state.
+      not_done: maps a state to whether decoding goes on.
     """
 
     def has_next(carry: _Carry) -> jax.Array:
@@ -140,17 +141,19 @@ def beam_search(
     divisors_T = jnp.asarray(np.arange(1, T + 1) ** float(length_penalty), dtype)
 
     def extend(t: jax.Array, logits_MV: jax.Array, state: _State) -> Choice:
-        """Extends the hypotheses of each row by token number t.
+        """Extends the K unfinished hypotheses of each row by token number t.
 
         An extension by the separator finishes a hypothesis. The best extensions by other tokens are
         the unfinished hypotheses of the next step.
         """
+        # The C best extensions: their log-probabilities, tokens, and which hypotheses they extend.
         logits_BKV = logits_MV.astype(dtype).reshape(B, K, V)
         nats_BC, tokens_BC, parents_BC = _extensions(logits_BKV, state.nats_BK)
         is_separator_BC = tokens_BC == separator
 
-        # Finished hypotheses: the separators among the K best extensions, unless the row is done.
-        # All tokens start as separators, so token t of these hypotheses need not be set.
+        # Finished hypotheses: those of the K best extensions that are by the separator, unless the
+        # row is done. The others get the score -inf. All places of tokens_BKT hold the separator at
+        # first, so token t need not be set.
         is_finished_BK = is_separator_BC[:, :K] & _not_done(state)[:, None]
         newly_finished = Hypotheses(
             tokens_BKT=_take(state.tokens_BKT, parents_BC[:, :K]),
@@ -158,7 +161,7 @@ def beam_search(
             scores_BK=jnp.where(is_finished_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf),
         )
 
-        # Unfinished hypotheses: the K best extensions by other tokens.
+        # Unfinished hypotheses: the K best of the C extensions that are by other tokens.
         nats_BK, chosen_BK = jax.lax.top_k(jnp.where(is_separator_BC, -jnp.inf, nats_BC), K)
         parents_BK = _take(parents_BC, chosen_BK)
         tokens_BK = _take(tokens_BC, chosen_BK)

@@ -27,9 +27,9 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> ja
 
 
 def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates `generate` or `search`: prompt and source ids are checked before the call.
+    """Decorates `generate` or `search`, so that the ids of prompts and sources are checked first.
 
-    A function that jit compiles cannot see their values. The decorated function raises ConfigError
+    The compiled function itself cannot see their values. The decorated function raises ConfigError
     for ids outside of the vocabulary.
     """
 
@@ -40,6 +40,7 @@ def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
         vocab_size = model.config.vocab_size
         if source is not None:
             source_BS, valid_BS = source
+            # Only `search` has this argument, and `generate` is called without it.
             options['source'] = (_checked_ids('source_BS', source_BS, vocab_size), valid_BS)
         prompts_BT = _checked_ids('prompts_BT', prompts_BT, vocab_size)
         return compiled(model, prompts_BT, num_tokens, **options)
@@ -113,7 +114,7 @@ def generate(
         tokens_B = choose(logits_BV, keys_B, temperature=temperature).astype(jnp.int32)
         return Choice(tokens_BT.at[:, t].set(tokens_B), tokens_B, rows_M=None)
 
-    logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size)
+    logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size)
     tokens_BT = jnp.zeros((B, num_tokens), jnp.int32)
     return decode(logits_BV, cache, step, pick, tokens_BT, num_tokens)
 
@@ -140,11 +141,11 @@ def search(
 
     Raises ConfigError as `generate` does, and for a source longer than model.source_context.
     """
-    logits_BV, cache, step = _started(model, prompts_BT, num_tokens, vocab_size, source)
+    logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size, source)
     V = logits_BV.shape[1]
     require(beam >= 1, f'{beam=} must be at least 1')
     require(0 <= separator < V, f'{separator=} must be an id from 0 to {V - 1}')
-    # The search takes `beam` copies of each row: with beam=2, the rows 0 0 1 1 2 2 ...
+    # The search takes `beam` copies of each row and its cache: with beam=2, rows 0 0 1 1 2 2 ...
     rows_M = jnp.repeat(jnp.arange(len(prompts_BT)), beam)
     return beam_search(
         logits_BV[rows_M],
@@ -157,14 +158,14 @@ def search(
     )
 
 
-def _started(
+def _prefill_prompts(
     model: Decoder | EncoderDecoder,
     prompts_BT: jax.Array,
     num_tokens: int,
     vocab_size: int | None,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
-    """Runs the prompts through the model.
+    """Checks the arguments, runs the prompts through the model, and fills a cache with them.
 
     Raises ConfigError for arguments that do not fit the model.
 

@@ -106,7 +106,11 @@ def continued(
         return prefill(model, tokens_B[:, None], cache)
 
     def next_token(t: jax.Array, logits_BV: jax.Array, rows: _Rows) -> Choice:
-        """Sets the token of every row at position `prefix` + t."""
+        """Sets the token of every row at position `prefix` + t.
+
+        In a row whose prompt reaches that far, it is the token of the prompt, and in any other row
+        the argmax prediction.
+        """
         position = prefix + t
         in_prompt_B = position < lengths_B
         prediction_B = logits_BV[:, :vocab_size].argmax(-1).astype(rows.tokens_BT.dtype)
@@ -227,12 +231,13 @@ class TextModel:
         If no option gives the number, it is half the context, but at most DEFAULT_NUM_TOKENS.
         Raises ConfigError if the options ask for sampling, or for more tokens than the context.
         """
-        # A task samples if do_sample says so. Without do_sample, the temperature decides. Sampling
-        # at temperature 0 is greedy decoding.
+        # A task samples if do_sample says so. Without do_sample, it samples if it has a temperature
+        # above 0. At temperature 0, sampling is greedy decoding.
+        temperature = options.get('temperature', 0)
         samples = options.get('do_sample')
         if samples is None:
-            samples = options.get('temperature', 0) > 0
-        if options.get('temperature') == 0:
+            samples = temperature > 0
+        if 'temperature' in options and temperature == 0:
             samples = False
         if samples:
             raise ConfigError(
@@ -262,7 +267,7 @@ class TextModel:
 
         part = 'a part'
         if len(tokens) == len(text):
-            # Each token is one character, so the character without an id can be shown.
+            # Each token is one character, so the error can show the first one without an id.
             part = repr(text[tokens.index(unknown)])
         raise ConfigError(
             f'the text {text!r:.60} has {part}, which the tokenizer {self.tokenizer.name} lacks; '
@@ -399,10 +404,13 @@ class TextModel:
 def windows(tokens: Sequence[int], separator: int, context: int) -> Iterator[ScoredRow]:
     """Yields rows that together score each token of a text once.
 
-    The text follows the separator S. A row has up to `context` + 1 tokens, because the model reads
-    all but the last. With a context of 4, the text 0 1 2 3 4 5 has two rows: S 0 1 2 3, in which
-    0 1 2 3 are scored, and 1 2 3 4 5, in which 4 5 are scored. The harness has the same rule
-    (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
+    A row has up to `context` + 1 tokens, because the model reads all but the last. The text follows
+    the separator S. With a context of 4, the text 0 1 2 3 4 5 has two rows:
+
+        S 0 1 2 3    0 1 2 3 are scored
+        1 2 3 4 5    4 5 are scored, given as many tokens as fit
+
+    The harness has the same rule (`lm_eval.utils.get_rolling_token_windows` with context_len=1).
     """
     text = [separator, *tokens]
     for first_scored in range(1, len(text), context):

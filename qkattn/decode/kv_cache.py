@@ -30,12 +30,12 @@ class KVCache(NamedTuple):
 
 
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
-    """Returns an empty cache with `length` slots for `batch` rows.
+    """Returns an empty cache with `length` slots, one for each token, for `batch` rows.
 
-    The parameters of the model may be shapes in place of arrays, because only shapes are computed.
+    The parameters of the model may be ShapeDtypeStructs, because they are used only for shapes.
     """
-    # P variants take turns: with P = 2, variant 0 has layers 0, 2, 4 ... and variant 1 has layers
-    # 1, 3, 5 ... Without a pattern, P is 1.
+    # In a model with a pattern, P variants of attention take turns: with P = 2, layers 0, 2, 4 ...
+    # have variant 0, and layers 1, 3, 5 ... have variant 1. Without a pattern, P is 1.
     L = model.config.num_layers
     P = len(stacks_of(model.blocks))
 
@@ -44,16 +44,17 @@ def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCa
         x_BTD = model.embed(jnp.zeros((batch, 1), jnp.int32))
         return [layer_of(model.blocks, index).attention.cached(x_BTD) for index in range(P)]
 
-    layers = []
+    # For each variant, arrays of zeros: [B, 1, ...] of one token in one layer becomes
+    # [layers, B, slots, ...].
+    caches = []
     for variant, arrays in enumerate(jax.eval_shape(cached, model)):
-        num_layers = len(range(variant, L, P))  # layers variant, variant + P, variant + 2 P ...
+        num_layers = len(range(variant, L, P))  # variant, variant + P, variant + 2 P ... below L
         slots: Cache = {}
         for name, array in arrays.items():
-            # An array [B, 1, ...] of one token in one layer becomes [layers, B, slots, ...].
             shape = (num_layers, batch, length, *array.shape[2:])
             slots[name] = jnp.zeros(shape, array.dtype)
-        layers.append(slots)
-    return KVCache(tuple(layers), length=jnp.int32(0))
+        caches.append(slots)
+    return KVCache(tuple(caches), length=jnp.int32(0))
 
 
 def encode_source(
@@ -109,19 +110,20 @@ def prefill(
         """
         x_BTD, caches = carry
         variant, index = layer_index
-        stack = caches[variant]  # arrays [L, B, S, ...] of all layers of the variant
-        updated_stack: Cache = {}  # `attend` fills it
+        cache_of_variant = caches[variant]  # arrays [L, B, S, ...] of all its layers
+        # The same with the new tokens. `attend` fills it, when `block.around` calls it below.
+        updated_cache: Cache = {}
 
         def attend(z_BTD: jax.Array) -> jax.Array:
             """Stores the keys and values of the new tokens, then attends to the whole cache."""
             new_arrays = block.attention.cached(z_BTD, first)
-            updated_stack.update(_with_new_tokens(stack, new_arrays, index, first))
+            updated_cache.update(_with_new_tokens(cache_of_variant, new_arrays, index, first))
             layer_cache: Cache = {}  # arrays [B, S, ...] of this layer
-            for name, array in updated_stack.items():
+            for name, array in updated_cache.items():
                 layer_cache[name] = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
             return block.attention.attend_to(z_BTD, layer_cache, mask)
 
-        attends: list[Branch] = [attend]
+        attention_branches: list[Branch] = [attend]
         if isinstance(block, CrossBlock):
             cross_attention = block.cross_attention
             source_mask = Mask(valid_BS=cache.source_valid_BS)
@@ -130,11 +132,11 @@ def prefill(
                 """Attends to the source, whose keys and values are cached."""
                 return cross_attention.attend_to(z_BTD, source, source_mask, cross=True)
 
-            attends.append(cross_attend)
+            attention_branches.append(cross_attend)
 
-        out_BTD = block.around(attends, x_BTD)  # calls `attend`
+        out_BTD = block.around(attention_branches, x_BTD)
         updated_caches = list(caches)
-        updated_caches[variant] = updated_stack
+        updated_caches[variant] = updated_cache
         return out_BTD, tuple(updated_caches)
 
     # The scan carries the whole cache, which it updates in place. It would copy an input.
@@ -164,9 +166,9 @@ def _with_new_tokens(stack: Cache, new_arrays: Cache, index: jax.Array, first: j
 def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     """Returns a cache whose row m is row rows_M[m] of `cache`.
 
-    With as many rows as before, the cached sources keep their rows, which saves a copy. So row m
-    and row rows_M[m] must then have the same source. In a beam search they do: both are hypotheses
-    of one source.
+    What is cached of an encoder's source is not copied if there are as many rows as before. So row
+    m and row rows_M[m] must have the same source then. In a beam search they do: it exchanges rows
+    only among the hypotheses of one source.
     """
 
     def take(arrays: Any) -> Any:
