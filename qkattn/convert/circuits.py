@@ -55,8 +55,8 @@ def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
 def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     """Any bilinear Score -> the closest `qk` or `low_rank(rank=)` of a rank, and its error.
 
-    Each A[n] keeps its `rank` largest singular values. The error is the norm of what is lost, over
-    the norm of A. With biases, A has a last row for b_Q, which is truncated with it. The bias of
+    Each A[n] keeps its `rank` largest singular values. The error is the norm of the others, divided
+    by the norm of A. With biases, A has a last row for b_Q, which is truncated with it. The bias of
     the keys is dropped, because softmax ignores it.
     """
     factors = qk_factors(layer)
@@ -103,8 +103,8 @@ def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
 def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     """Any Value -> the closest `vo` or `low_rank(rank=)` of a rank, and its error.
 
-    Each B[n] keeps its `rank` largest singular values. The error is the norm of what is lost, over
-    the norm of B. The bias of the values moves into the output bias.
+    Each B[n] keeps its `rank` largest singular values. The error is the norm of the others, divided
+    by the norm of B. The bias of the values moves into the output bias.
     """
     variant, letter = _variant_of_rank('vo', rank, layer)
     target = empty_layer(layer, value=variant)
@@ -120,11 +120,12 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     return fill(target, layer, value=value), lost
 
 
-def _variant_of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
+def _variant_of_rank(standard: str, rank: int, layer: Attention) -> tuple[str, str]:
     """Returns the Score or Value with this rank, and the letter of the rank in parameter names.
 
-    If the rank is the head size, these are `full` ('qk' or 'vo') and 'H', as in w_q_DNH. Otherwise
-    they are 'low_rank(rank=8)' and 'R', as in w_q_DNR. Raises ConversionError if heads are shared.
+    If the rank is the head size, these are `standard`, which is 'qk' or 'vo', and 'H', as in
+    w_q_DNH. If it is 8 in place of that, they are 'low_rank(rank=8)' and 'R', as in w_q_DNR. Raises
+    ConversionError if query heads share key and value heads.
     """
     N = layer.spec.num_heads
     K = layer.spec.num_kv_heads
@@ -134,7 +135,7 @@ def _variant_of_rank(full: str, rank: int, layer: Attention) -> tuple[str, str]:
         'apply gqa_to_mha first',
     )
     if rank == layer.spec.head_size:
-        return full, 'H'
+        return standard, 'H'
     return f'low_rank(rank={rank})', 'R'
 
 

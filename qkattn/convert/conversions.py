@@ -77,20 +77,29 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
-    """Parses a conversion and its options, e.g. 'truncate(rank=8)'.
+    """Parses the name of a conversion and its options, e.g. 'truncate(rank=8)'.
 
     The name is one of `CONVERSIONS` or an import path. Raises ConfigError if the conversion or an
     option is unknown, or an option is missing.
     """
+
+    def is_conversion(imported: Any) -> bool:
+        return isinstance(imported, Conversion)
+
+    def function_of(conversion: Conversion) -> Callable[..., Any]:
+        return conversion.function
+
+    # The options are the keyword-only parameters of the conversion's function. `resolve` refuses
+    # others.
     conversion, options = resolve(
         text,
         CONVERSIONS,
         'conversion',
         needs='a Conversion',
-        is_valid=lambda imported: isinstance(imported, Conversion),
-        call=lambda conversion: conversion.function,
+        is_valid=is_conversion,
+        call=function_of,
     )
-    # `resolve` refuses unknown options. An option without a default must be in the text.
+    # An option without a default must be in the text.
     for option, default in options_of(conversion.function).items():
         if default is inspect.Parameter.empty and option not in options:
             raise ConfigError(f'{text} requires the option {option!r}')
@@ -118,8 +127,8 @@ def convert_model(
     """
     conversion, options = parse_conversion(text)
     _require_one_stack(config)
-    # A conversion that takes the norm moves its gain into W_Q, W_K and W_V. With post-norm, the
-    # norm's output is also the residual stream, which needs the gain.
+    # A conversion with `takes_norm` moves the gain of the norm before attention into W_Q, W_K and
+    # W_V. In a post-norm model, the residual stream needs that gain, too.
     require(
         not (conversion.takes_norm and config.norm_position == 'post'),
         'in a post-norm model the residual stream also reads what the norm before attention writes',
@@ -130,7 +139,7 @@ def convert_model(
     layers = [layer for layer, _ in results]
     errors = [error for _, error in results] if conversion.lossy else []
 
-    # The model holds its layers as one, whose arrays have a leading axis over the layers.
+    # The model holds all layers in one module, whose arrays have a leading axis over the layers.
     spec = _common_spec(layers)
     model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if conversion.takes_norm:
@@ -161,6 +170,7 @@ def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:
         name: getattr(spec, name)
         for name in ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
     }
+    # The MLP keeps its width, whatever default the changed config would give it.
     config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
     require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
     return config
@@ -188,8 +198,7 @@ def _convert_layers(
     Raises ConversionError if a layer cannot be converted; the error names the layer.
     """
     layers = model.layers()
-    # With `of_stack`, the function takes all layers at once, and its ConversionErrors name the
-    # layer.
+    # Some conversions have a function of all layers together, whose errors name the layer.
     if conversion.of_stack:
         try:
             converted_layers = conversion.function(layers, **options)
@@ -197,7 +206,7 @@ def _convert_layers(
             raise ConversionError(f'{refusal}') from refusal
         return [(layer, 0.0) for layer in converted_layers]
 
-    # Otherwise it takes one layer, and in some conversions the norm before it.
+    # The others have a function of one layer. Some of them also take the norm before the layer.
     results: list[tuple[Attention, float]] = []
     for index, layer in enumerate(layers):
         gain_and_bias: tuple[np.ndarray, ...] = ()

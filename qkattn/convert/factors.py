@@ -259,7 +259,8 @@ def empty_layer(source: Attention, **changes: Any) -> Attention:
     """
     spec = dataclasses.replace(source.spec, **changes)
 
-    # If neither circuit can share heads, the spec must not ask for shared ones.
+    # Query heads can share key or value heads only if the Score or the Value supports it. If
+    # neither does, every query head gets its own.
     score_class, _ = registry.find_score(spec.score)
     value_class, _ = registry.find_value(spec.value)
     if not (score_class.uses_kv_heads or value_class.uses_kv_heads):
@@ -311,7 +312,7 @@ def fill(
             assert parameter.shape == arrays[name].shape, (name, arrays[name].shape)
             setattr(circuit, name, nnx.Param(jnp.array(arrays[name], dtype_of(source))))
 
-        # An array without a parameter is a bias of a circuit without biases. It must be zero.
+        # The arrays may contain a bias that the circuit does not have. It must be zero.
         for name in arrays.keys() - parameters.keys():
             assert name.startswith('b_'), f'{type(circuit).__name__} has no parameter {name}'
             reason = f'{type(circuit).__name__} without biases has no parameter for {name}'

@@ -169,10 +169,10 @@ def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
     """Returns the tokenizer of a loaded model.
 
     Args:
-      source: the model. If it is a run, its config names the tokenizer.
-      data: the value of the flag --data, which names the tokenizer of a model without a run.
-      otherwise: what errors advise to give instead. '--prompt_tokens', for example, is a flag that
-        takes token ids in place of text.
+      source: the model. If it comes from a run, the config of the run names the tokenizer.
+      data: the value of the flag --data, which names the tokenizer of any other model.
+      otherwise: what the user can give in place of text, for errors: '--prompt_tokens', for
+        example, a flag that takes token ids.
 
     Raises:
       ConfigError: the tokenizer has more tokens than the model, the data has changed since the run,
@@ -194,19 +194,20 @@ def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
 def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
     """Opens the tokenizer of a run's data.
 
-    Raises ConfigError if the run's newest checkpoint records the name of another tokenizer: then
-    the data has changed since.
+    Raises ConfigError if the newest checkpoint of the run has the name of another tokenizer,
+    because the data has changed since.
     """
+    # Read only the record of the checkpoint: with {} there are no arrays to restore.
     directory = absolute(path) / 'checkpoints'
     with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
-        restored = checkpoints.restore({})  # no arrays, only the record beside them
+        restored = checkpoints.restore({})
     assert restored is not None  # `load` has read this checkpoint before.
     _, record = restored
 
-    # There is one name, or for parallel text that of the source and that of the target.
+    # The name of the tokenizer; for parallel text, those of the source and of the target.
     recorded_names = names_in(record['data'])
-    # A tokenizer.json may have two candidates for the separator. The recorded name says which one
-    # the run has.
+    # One tokenizer.json can give two tokenizers, with different separators between documents.
+    # `tokenizer_of` opens the one with the recorded name.
     with use_recorded_tokenizers(*recorded_names):
         tokenizer = tokenizer_of(data)
     if recorded_names and tokenizer.name != recorded_names[0]:

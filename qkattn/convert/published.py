@@ -148,11 +148,11 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
-    """Returns the settings of the config.json in a directory, or beside a file.
+    """Returns the settings in the config.json of a model, which is a directory or a file.
 
-    A directory must have one. Without one beside a file, the result is empty. Two defaults of
-    transformers are filled in: embeddings are tied, and "n_inner": null, the width of the MLP,
-    stands for 4 * n_embd.
+    A directory must contain a config.json. If there is none beside a file, the result is {}. Two
+    defaults of transformers are filled in: tie_word_embeddings is True, and n_inner, the width of
+    the MLP, is 4 * n_embd if config.json has "n_inner": null.
     """
     directory = path if path.is_dir() else path.parent
     config_file = directory / 'config.json'
@@ -462,7 +462,7 @@ def _normalized(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Prefixes are dropped: 'transformer.wte.weight' -> 'wte.weight'. Saved causal masks are left out.
 
     Raises ConfigError if the argument is not a dictionary of tensors by name, if two names are
-    equal without their prefixes, or as `_as_float32` does.
+    equal without their prefixes, or if `_as_float32` does not support a tensor.
     """
     tensors: dict[str, np.ndarray] = {}
     if not isinstance(arrays, Mapping):

@@ -161,12 +161,12 @@ def layout_of(model: ModelConfig) -> Layout:
     return layout
 
 
-def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> None:
-    """Raises ConfigError unless the value of a setting is one of the valid values.
+def require(field: str, value: Any, valid: tuple[Any, ...], layout_has: str) -> None:
+    """Raises ConfigError unless the value of the setting model.`field` is one of `valid`.
 
-    `who_has` is a part of the message. With 'a Llama has' the message is "model.norm='layernorm'
-    has no place in the layout of transformers: a Llama has norm='rmsnorm'". It also advises a
-    conversion if one helps.
+    The message is, for example, "model.norm='layernorm' has no place in the layout of transformers:
+    a Llama has norm='rmsnorm'". The words 'a Llama has' in it are `layout_has`. The message also
+    names a conversion if one helps.
     """
     if value in valid:
         return
@@ -177,7 +177,7 @@ def require(field: str, value: Any, valid: tuple[Any, ...], who_has: str) -> Non
     if field == 'num_kv_heads':
         advice = '; --apply=gqa_to_mha repeats the heads'
     raise ConfigError(
-        f'model.{field}={value!r} has no place in the layout of transformers: {who_has} {field}='
+        f'model.{field}={value!r} has no place in the layout of transformers: {layout_has} {field}='
         f'{choices}{advice}'
     )
 
@@ -207,7 +207,10 @@ def completed(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np
 
 
 def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """Returns the tensors of a GPT2LMHeadModel by name. It always has biases."""
+    """Returns the tensors of a GPT2LMHeadModel by name.
+
+    This layout always has biases. They are zero for a model without biases.
+    """
     full = completed(model, params, biases=True)
     shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
     tensors: dict[str, np.ndarray] = {}

@@ -95,8 +95,8 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
     The result satisfies result(z) = layer(z * gain + bias), where z is the normalized stream. Each
     projection W, b of the layer becomes diag(gain) W, b + bias W.
 
-    Only the variant qk/vo can be converted. `query_free`, for example, has no query matrix that
-    could absorb the gain. Raises ConversionError for other variants.
+    Raises ConversionError for all variants but qk/vo. In `query_free`, for example, there is no
+    query matrix that could absorb the gain.
     """
     factors = _factors_of_standard(layer)
     gain_D = np.asarray(gain_D, np.float64)
