@@ -415,9 +415,9 @@ class Checkpoints:
 def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
     """Returns the names of a run's tokenizers, which its checkpoints record; [] without any.
 
-    A resumed run passes them to `use_recorded_tokenizers`, because one tokenizer.json can give two tokenizers,
-    and the name tells which one the run has. For any other tokenizer this returns [] and reads
-    nothing.
+    A resumed run passes them to `use_recorded_tokenizers`, because one tokenizer.json can give two
+    tokenizers, and the name tells which one the run has. For any other tokenizer this returns []
+    and reads nothing.
     """
     if not data.tokenizer.endswith('.json'):
         return []
