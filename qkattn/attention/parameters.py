@@ -167,7 +167,8 @@ def output_projection(
     `sizes` gives the sizes of letters that the spec does not have, as in `affine`.
     """
     N, H, D = _shape_of(name, spec, **sizes)
-    # Each output is a sum over the H channels of N heads.
+    # Each output is a sum over the H channels of N heads. The residual gain makes it smaller, so
+    # that the sum of all layers does not grow with their number.
     num_inputs = N * H
     w_o_NHD = weight(key, name, (N, H, D), num_inputs**-0.5, spec.residual_gain)
     b_o_D = bias(spec, (D,))

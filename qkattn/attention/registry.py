@@ -112,7 +112,8 @@ def parse_variant(text: str) -> Variant:
 def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
     """Checks the spec of one layer, and returns its Score and Value at initialization.
 
-    Raises SpecError as `check` does.
+    The Score computes the logits of attention, and the Value its outputs. Raises SpecError as
+    `check` does.
     """
     check(spec)
     score_class, score_options = find_score(spec.score)
@@ -162,6 +163,8 @@ def _check_circuit(
     spec: AttentionSpec, text: str, circuit: type[Circuit], options: dict[str, Any]
 ) -> None:
     """Raises SpecError if a Score or Value does not fit the sizes, or an option is not valid.
+
+    The Score of a layer computes the logits of attention, and the Value its outputs.
 
     Args:
       spec: the spec of the layer.

@@ -145,7 +145,7 @@ def _lossless(
     rank: int | None,
     matrix: str,
 ) -> Attention:
-    """Returns a layer with one circuit factored at a rank, if that loses nothing but rounding.
+    """Returns a layer with A[n] or B[n] factored at a rank, if that loses nothing but rounding.
 
     Args:
       truncate: the function `truncate` or `truncate_vo`.
@@ -153,7 +153,7 @@ def _lossless(
       rank: the rank; None is the head size.
       matrix: 'A[n]' or 'B[n]', for the error.
 
-    Raises ConversionError if the rank of the circuit is higher: if the lost share of its norm is
+    Raises ConversionError if the rank of the matrix is higher: if the lost share of its norm is
     more than 256 rounding errors of the parameters' dtype.
     """
     if rank is None:

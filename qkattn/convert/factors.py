@@ -288,6 +288,8 @@ def fill(
 ) -> Attention:
     """Sets every parameter of an empty layer and returns the layer.
 
+    The Score of a layer computes the logits of attention, and the Value its outputs.
+
     Args:
       layer: the return value of `empty_layer`.
       source: the layer that is converted. Its dtype is the dtype of the parameters.

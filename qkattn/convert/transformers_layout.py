@@ -182,7 +182,7 @@ def require(field: str, value: Any, valid: tuple[Any, ...], layout_has: str) -> 
     )
 
 
-def completed(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np.ndarray]:
+def complete_parameters(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np.ndarray]:
     """Returns every parameter that a layout needs, by path, as float32.
 
     A model may leave out parameters that the layout has. Missing gains become 1. Missing biases
@@ -211,7 +211,7 @@ def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
 
     This layout always has biases. They are zero for a model without biases.
     """
-    full = completed(model, params, biases=True)
+    full = complete_parameters(model, params, biases=True)
     shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
     tensors: dict[str, np.ndarray] = {}
     for pattern, contents in TENSORS.items():
@@ -257,7 +257,7 @@ def gpt2_config(model: ModelConfig) -> dict[str, Any]:
 
 def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     """Returns the tensors of a LlamaForCausalLM by name."""
-    full = completed(model, params, biases=False)
+    full = complete_parameters(model, params, biases=False)
     D = model.d_model
     tensors: dict[str, np.ndarray] = {}
     for pattern, path in LLAMA_TENSORS.items():

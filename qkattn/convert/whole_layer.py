@@ -68,7 +68,7 @@ def to_standard(layer: Attention) -> Attention:
 def fold_double(layer: Attention) -> Attention:
     """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact.
 
-    A circuit that is not `double` stays as it is.
+    If only the Score or only the Value is `double`, the other one stays as it is.
     """
     score_name, _, _ = layer.spec.score.partition('(')  # 'double(size=64)' -> 'double'
     value_name, _, _ = layer.spec.value.partition('(')

@@ -143,8 +143,8 @@ def beam_search(
     def extend(t: jax.Array, logits_MV: jax.Array, state: _State) -> Choice:
         """Extends the K unfinished hypotheses of each row by token number t.
 
-        An extension by the separator finishes a hypothesis. The best extensions by other tokens are
-        the unfinished hypotheses of the next step.
+        An extension by the separator, the token that ends a text, finishes a hypothesis. The best
+        extensions by other tokens are the unfinished hypotheses of the next step.
         """
         # The C best extensions: their log-probabilities, tokens, and which hypotheses they extend.
         logits_BKV = logits_MV.astype(dtype).reshape(B, K, V)
@@ -196,7 +196,8 @@ def _extensions(
     """Returns the C most probable extensions of each row's hypotheses by one token, best first.
 
     C is 2 K, or fewer if there are fewer extensions. Each of the K hypotheses has one extension by
-    the separator, so at least K of 2 K extensions are by other tokens and can be extended further.
+    the separator, the token that ends a text. So at least K of 2 K extensions are by other tokens
+    and can be extended further.
 
     Args:
       logits_BKV: the logits of the next token of K hypotheses per row.

@@ -111,7 +111,7 @@ def prefill(
         x_BTD, caches = carry
         variant, index = layer_index
         cache_of_variant = caches[variant]  # arrays [L, B, S, ...] of all its layers
-        # The same with the new tokens. `attend` fills it, when `block.around` calls it below.
+        # The same with the new tokens. `attend` fills it, when `block.run_branches` calls it below.
         updated_cache: Cache = {}
 
         def attend(z_BTD: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ def prefill(
 
             attention_branches.append(cross_attend)
 
-        out_BTD = block.around(attention_branches, x_BTD)
+        out_BTD = block.run_branches(attention_branches, x_BTD)
         updated_caches = list(caches)
         updated_caches[variant] = updated_cache
         return out_BTD, tuple(updated_caches)

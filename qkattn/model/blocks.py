@@ -132,7 +132,7 @@ class Block(nnx.Module):
         # Keys for the attention probabilities and for the two branches.
         probability_key, *branch_keys = split_key(dropout_key, 3)
         branch = self.attention_branch(self.attention, mask, probability_key)
-        return self.around([branch], x_BTD, branch_keys)
+        return self.run_branches([branch], x_BTD, branch_keys)
 
     def attention_branch(
         self,
@@ -164,7 +164,7 @@ class Block(nnx.Module):
                 setattr(copy, name, module.at(layer))
         return copy
 
-    def around(
+    def run_branches(
         self,
         attention_branches: Sequence[Branch],
         x_BTD: jax.Array,
@@ -234,7 +234,7 @@ class CrossBlock(Block):
         self_key, cross_key, *branch_keys = split_key(dropout_key, 5)
         self_branch = self.attention_branch(self.attention, mask, self_key)
         cross_branch = self.attention_branch(self.cross_attention, cross_mask, cross_key, y_BSD)
-        return self.around([self_branch, cross_branch], x_BTD, branch_keys)
+        return self.run_branches([self_branch, cross_branch], x_BTD, branch_keys)
 
     def attention_norms(self) -> list[Norm]:
         return [self.attention_norm, self.cross_norm]

@@ -154,28 +154,29 @@ class Checkpoints:
                 _remove_all(join_without_links(self.directory, TRASH), '*')
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
-        """Reads the newest sound checkpoint as (state, record); None if there is no checkpoint.
+        """Reads the newest checkpoint that is not damaged; None if there is no checkpoint.
 
-        The state is placed like `target`. If that is {}, only the record is read.
+        Returns (state, record): the arrays, and the JSON that `save` stored with them. The state is
+        placed on devices like `target`. If that is {}, only the record is read.
 
         Raises:
           CheckpointError: every checkpoint is damaged, or the newest one was written by a later
             version or by a run with other settings.
           ReadError: the system fails to read a checkpoint. It may be sound, so it is not skipped.
         """
-        return next(self.sound(target), None)
+        return next(self.read_undamaged(target), None)
 
-    def sound(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
+    def read_undamaged(self, target: dict) -> Iterator[tuple[dict, dict[str, Any]]]:
         """Yields (state, record) of each checkpoint that is not damaged, the newest first.
 
         A damaged checkpoint is logged and skipped. If all are damaged, CheckpointError is raised at
         the end. `target` and the other errors are as in `restore`.
         """
-        num_sound = 0
+        num_undamaged = 0
         num_damaged = 0
         steps = self._call_in_process_0(lambda: sorted(self._manager.all_steps(), reverse=True))
         for step in steps:
-            # `damage` says what is damaged. It is None if the checkpoint is sound.
+            # `damage` says what is damaged. It is None if nothing is.
             state: dict = {}
             record, damage = self._call_in_process_0(functools.partial(self._read_record, step))
             if target and damage is None:
@@ -183,7 +184,7 @@ class Checkpoints:
 
             if damage is None:
                 self.stall_seconds = record.get('checkpoint_seconds', 0.0)
-                num_sound += 1
+                num_undamaged += 1
                 yield state, record
             elif self._read_only and not (self.directory / str(step)).exists():
                 # The run that is read goes on. It has saved a newer checkpoint, and deleted this
@@ -197,7 +198,7 @@ class Checkpoints:
         is_any_set_aside = self._call_in_process_0(
             lambda: any(self.directory.glob(f'*{SET_ASIDE}'))
         )
-        if num_sound == 0 and (num_damaged > 0 or is_any_set_aside):
+        if num_undamaged == 0 and (num_damaged > 0 or is_any_set_aside):
             raise CheckpointError(
                 f'every checkpoint in {self.directory} is damaged; restore one from a copy or use '
                 'another workdir'

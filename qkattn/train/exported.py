@@ -236,5 +236,5 @@ def _newest_states(path: Path, config: Config, count: int) -> list[dict]:
     )
     checkpoints = Checkpoints(path / 'checkpoints', read_only=True, config_hash=fingerprint(config))
     with contextlib.closing(checkpoints):
-        sound = itertools.islice(checkpoints.sound(target), count)
-        return [state for state, _ in sound]
+        newest = itertools.islice(checkpoints.read_undamaged(target), count)
+        return [state for state, _ in newest]

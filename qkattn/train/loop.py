@@ -167,8 +167,8 @@ def compile_program(config: Config, directory: Path) -> Program:
     """Compiles the program of a run.
 
     The last bits of results depend on the lifting: whether trials run side by side (`vmap`) or one
-    after another (`map`). The first start of a run chooses the lifting and records it in the run
-    directory; later starts use the recorded one.
+    after another (`map`). A run that is interrupted and started again must keep it. So its first
+    start chooses the lifting and records it in the run directory, and later starts use that one.
     """
     path = directory / LIFTING
 
@@ -186,14 +186,15 @@ def compile_program(config: Config, directory: Path) -> Program:
 def with_divergences(
     diverged_at: Mapping[int, int | None], loss_CX: np.ndarray, last_step: int
 ) -> dict[int, int | None]:
-    """Returns `diverged_at` with the trials added that diverged in the last dispatch.
+    """Returns `diverged_at` with the trials added that diverged in the last C steps.
 
-    A trial diverges at the first step whose loss is not finite.
+    A trial diverges at the first step whose loss is not finite. With the losses [1.2, nan, nan] in
+    the steps 10 to 12, it diverged at step 11.
 
     Args:
       diverged_at: the step at which a trial diverged, by trial number. Its entries do not change.
-      loss_CX: the losses of X trials in the C steps of the dispatch.
-      last_step: the last of these steps.
+      loss_CX: the losses of X trials in the C steps.
+      last_step: the number of the last of these steps.
     """
     first_step = last_step - len(loss_CX) + 1
     steps = dict(diverged_at)
@@ -407,8 +408,8 @@ class Run:
         while boundary is None:
             batch = next(batches)
             trace.before_dispatch(self.stack.state)
-            # The metrics of the last dispatch are logged while the devices compute this one, so
-            # that they do not wait for the host.
+            # Each iteration dispatches the next C steps to the devices. While they compute these,
+            # the host logs the metrics of the C steps before.
             last_metrics = metrics
             metrics = self.stack.train(batch)
             if last_metrics:
@@ -438,9 +439,9 @@ class Run:
         return Boundary(evaluating, saving, stopping)
 
     def _log_steps(self, last_step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Shows and logs the metrics [C, X] of a dispatch, which ends with `last_step`.
+        """Shows and logs the metrics [C, X] of X trials in the C steps up to `last_step`.
 
-        It logs the means over the C steps, for each trial, at multiples of train.log_every.
+        At multiples of train.log_every it logs, for each trial, the means over the C steps.
         """
         jax.block_until_ready(metrics)
         with self.clock.counted_as('logging_seconds'):
@@ -474,7 +475,7 @@ class Run:
     def _validate(self) -> bool:
         """Evaluates the validation split and the corpora of data.evaluate, and logs the results.
 
-        Returns whether it is complete. If a signal ends it early, it logs nothing.
+        Returns True if the evaluation is complete. If a signal ends it early, nothing is logged.
         """
         with self.progress.phase('evaluating'):
             evaluation = self.stack.evaluate('validation', self._should_stop)
@@ -544,9 +545,9 @@ class Run:
         return trial_results, documents
 
     def _final_evaluations(self) -> tuple[dict[str, Evaluation], Mapping[str, Evaluation]]:
-        """Returns the evaluations after the last step: by split, and by entry of data.evaluate.
+        """Returns the evaluations after the last step: of splits, and of further corpora.
 
-        The splits are all but 'train'.
+        The splits are all but 'train'. The setting data.evaluate names the corpora.
         """
         # Training has evaluated the validation split and the corpora after its last step. It has
         # not if this start has resumed from the checkpoint of the last step.
@@ -588,7 +589,7 @@ class Run:
         metrics.append(final)
         metrics.flush()
         write_json(self.path / RESULTS, trial_results)
-        self.sinks.write(final)
+        self.sinks.write(final)  # sinks, such as TensorBoard, show the metrics elsewhere
         num_diverged = sum(result['status'] != results.FINISHED for result in trial_results)
         if num_diverged > 0:
             log.warning('%s: %s of %s trials diverged', self.path, num_diverged, len(trial_results))

@@ -234,7 +234,13 @@ def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
 def lower(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> jax.stages.Lowered:
-    """Lowers the train program on abstract inputs, as `abstract_inputs` returns them.
+    """Lowers the train program, so that it can be compiled.
+
+    Args:
+      config: the settings of the run.
+      lifting: 'vmap' computes the trials side by side, 'map' one after another.
+      mesh: the mesh of the run.
+      state, hyper, batch: the shapes of the program's arguments, as `abstract_inputs` returns them.
 
     Raises ConfigError if model.kernel cannot compute the attention of the model.
     """

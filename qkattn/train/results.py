@@ -100,8 +100,8 @@ def _metrics_of_trial(
       x: the number of the trial.
       is_finished: False if the trial diverged.
       evaluated: the metrics, by name.
-      evaluations: the last evaluation of each split.
-      corpora: the last evaluation of each entry of data.evaluate.
+      evaluations: the last evaluation of each split of the run's data.
+      corpora: the last evaluation of each further corpus, which the setting data.evaluate names.
     """
 
     def value_of(evaluation: Evaluation | None, name: str) -> float | None:
@@ -253,8 +253,9 @@ def eval_record(
 ) -> dict[str, Any]:
     """Returns the record of an evaluation in metrics.jsonl, with values [X] by field.
 
-    Fields such as 'val_loss' are of `evaluation`, on the validation split. Fields such as
-    'loss[@train]' are of the `corpora` of data.evaluate.
+    Fields such as 'val_loss' are from `evaluation`, on the validation split. Fields such as
+    'loss[@train]' are from `corpora`, evaluations on further corpora such as '@train', which the
+    setting data.evaluate names.
     """
     record: dict[str, Any] = {'kind': 'eval', 'step': step}
     logged_metrics = logged(evaluation.metrics)

@@ -91,7 +91,7 @@ def _slice_of(device: jax.Device) -> int:
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Returns the partition of one leaf of the train state, by the letters of its axes.
+    """Returns the partition of one leaf (array) of the train state, by the letters of its axes.
 
     For example, 'params/blocks/mlp/w_in_DF' has the axes X (trials), L (layers), D and F. On a mesh
     with trial=2, fsdp=2 and tensor=2, its partition is P('trial', None, 'fsdp', 'tensor').

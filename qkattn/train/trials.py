@@ -107,9 +107,10 @@ class Stack:
     def evaluate_corpora(
         self, should_stop: Callable[[], bool] = lambda: False
     ) -> dict[str, Evaluation] | None:
-        """Evaluates every trial on the corpora of data.evaluate; returns evaluations by entry.
+        """Evaluates every trial on further corpora, which the setting data.evaluate names.
 
-        Returns None if `should_stop` returns True, as in `evaluate`.
+        Returns the evaluations by name, such as {'@train': ...}, or None if `should_stop` returns
+        True, as in `evaluate`.
         """
         evaluations = {}
         for corpus in self.corpora:

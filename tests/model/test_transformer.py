@@ -232,7 +232,7 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
     assert len(layers) == 3
     for index, layer in enumerate(layers):
         block = jax.tree.map(lambda stacked, index=index: stacked[index], model.blocks)
-        x_BTD = block.around([layer], x_BTD)
+        x_BTD = block.run_branches([layer], x_BTD)
         A_NDE, B_NDE = layer.matrix()
         assert A_NDE.shape == B_NDE.shape == (2, 16, 16)
     np.testing.assert_allclose(model.logits(model.normed(x_BTD)), model(TOKENS), atol=1e-5)

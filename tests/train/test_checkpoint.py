@@ -164,7 +164,7 @@ def test_the_newest_that_are_to_be_kept_stay(tmp_path):
             assert len(list(tmp_path.glob('[0-9]*'))) <= 4  # with the one being written
         saved.wait()
         assert not list(tmp_path.glob('trash/*'))
-        steps = [int(state['step']) for state, _ in saved.sound(target_on())]
+        steps = [int(state['step']) for state, _ in saved.read_undamaged(target_on())]
     assert steps == [9, 8, 7]
 
 
@@ -317,7 +317,7 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
 def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(two, tmp_path):
     path = shutil.copytree(two, tmp_path / 'c')
     with contextlib.closing(Checkpoints(path, read_only=True)) as saved:
-        sound = saved.sound(target_on())
+        sound = saved.read_undamaged(target_on())
         assert int(next(sound)[0]['step']) == 8
         shutil.rmtree(path / '4')
         assert list(sound) == []

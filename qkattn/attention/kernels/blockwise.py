@@ -281,7 +281,9 @@ def _toeplitz(b_NR: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
     return rows_NTX[:, :, S - 1 :: -1]
 
 
-def _kept(options: _Options, key: jax.Array, number: jax.Array, shape: tuple) -> jax.Array:
+def _dropout_factors(
+    options: _Options, key: jax.Array, number: jax.Array, shape: tuple
+) -> jax.Array:
     """Returns the factors of dropout for pair number `number` of blocks: 0 or 1 / (1 - rate)."""
     keep = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - options.dropout, shape)
     return keep / (1 - options.dropout)
@@ -337,7 +339,7 @@ def _forward(
 
         # Dropout acts on the weights of the values, but not on the sum that normalizes them.
         if options.dropout:
-            p_BNTS = p_BNTS * _kept(options, key, number, p_BNTS.shape)
+            p_BNTS = p_BNTS * _dropout_factors(options, key, number, p_BNTS.shape)
         p_BKQS = _by_heads(p_BNTS.astype(v_BKSH.dtype), K)
         pv_BKQH = jnp.einsum('BKQS,BKSH->BKQH', p_BKQS, v_BKSH, preferred_element_type=dtype)
         pv_BNTH = pv_BKQH.reshape(B, N, T, H)
@@ -404,18 +406,18 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
         # The probabilities, computed again, and the factors of the same dropout.
         s_BNTS, mask_B1TS, slope_BNTS = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j)
         p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - log_sum_exp_BNT1), 0)
-        kept_BNTS = None
+        dropout_BNTS = None
         if options.dropout:
-            kept_BNTS = _kept(options, key, number, p_BNTS.shape)
+            dropout_BNTS = _dropout_factors(options, key, number, p_BNTS.shape)
 
         # The gradients of the probabilities and of the values.
         do_BKQH = _by_heads(do_BNTH, num_value_heads)
         dp_BKQS = product('BKQH,BKSH->BKQS', do_BKQH, v_BKSH)
         dp_BNTS = dp_BKQS.reshape(p_BNTS.shape)
         dropped_p_BNTS = p_BNTS
-        if kept_BNTS is not None:
-            dp_BNTS = dp_BNTS * kept_BNTS
-            dropped_p_BNTS = p_BNTS * kept_BNTS
+        if dropout_BNTS is not None:
+            dp_BNTS = dp_BNTS * dropout_BNTS
+            dropped_p_BNTS = p_BNTS * dropout_BNTS
         dropped_p_BKQS = _by_heads(dropped_p_BNTS.astype(do_BNTH.dtype), num_value_heads)
         dv_BKSH = product('BKQS,BKQH->BKSH', dropped_p_BKQS, do_BKQH)
 
