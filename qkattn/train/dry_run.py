@@ -113,8 +113,7 @@ def describe(config: Config, topology: str) -> Description:
     pod = Pod(topology)
     check_section('', config)
     _require_fit(config, pod)
-    # The devices come before the other checks, which may import code from outside the package. If
-    # that starts JAX, the number of fake devices is fixed.
+    # Before the other checks: they may import code that starts JAX, which fixes its devices.
     devices, compiler = _devices(pod)
     unchecked_data = _check_all_but_devices(config)
 
@@ -130,9 +129,8 @@ def describe(config: Config, topology: str) -> Description:
         f'mesh {_axes_text(mesh.shape)}',
         _program_text(config, program.lifting),
         *program.kernels,
+        *_warnings(program, capacity, unchecked_data),
     ]
-    notes += _warnings(program, capacity, unchecked_data)
-
     return Description(
         name=pod.name,
         compiler=compiler,

@@ -276,17 +276,13 @@ def build(config: Config, lifting: str | None = None) -> Program:
         hyper[name] = _broadcast_like(value_X, abstract)
     init = _initializer(config, mesh, abstract_state, hyper['seed'])
 
-    def compile_steps(lifting: str) -> tuple[Callable, float]:
-        """Returns the compiled `train_steps`, and the seconds that the compilation took."""
-        start = time.perf_counter()
-        lowered = lower(config, lifting, mesh, abstract_state, abstract_hyper, abstract_batch)
-        with _without_slow_compile_notice(mesh):
-            steps = lowered.compile()
-        return steps, time.perf_counter() - start
-
     # Compile the program for each lifting that may be chosen.
     candidates = _liftings(lifting or config.train.lifting, len(trials))
-    programs = {candidate: compile_steps(candidate) for candidate in candidates}
+    programs: dict[str, tuple[Callable, float]] = {}
+    for candidate in candidates:
+        programs[candidate] = _compile_steps(
+            config, candidate, mesh, abstract_state, abstract_hyper, abstract_batch
+        )
 
     # If there are several, take the one with the faster steps.
     chosen = candidates[0]
@@ -303,6 +299,20 @@ def build(config: Config, lifting: str | None = None) -> Program:
         return chosen_steps(state, hyper, batch)
 
     return Program(mesh, chosen, abstract_state, train, init, compile_seconds, seconds_per_step)
+
+
+def _compile_steps(
+    config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
+) -> tuple[Callable, float]:
+    """Compiles `train_steps` for the arguments of `lower`.
+
+    Returns the compiled function, and the seconds that this took.
+    """
+    start = time.perf_counter()
+    lowered = lower(config, lifting, mesh, state, hyper, batch)
+    with _without_slow_compile_notice(mesh):
+        steps = lowered.compile()
+    return steps, time.perf_counter() - start
 
 
 def _initializer(
