@@ -271,6 +271,7 @@ def empty_layer(source: Attention, **changes: Any) -> Attention:
     if not spec.qk_norm:
         return layer
 
+    # Copy the gains of QK-norm. They have the size of queries, which may be another one here.
     for name in ('g_q_H', 'g_k_H'):
         gain_H = getattr(source, name)
         size = getattr(layer, name).shape[0]
@@ -297,15 +298,17 @@ def fill(
       value: the parameters of the Value by name; None copies the Value of `source`.
 
     Raises:
-      ConversionError: a given bias is not zero, but the circuit has no biases.
+      ConversionError: a bias in `score` or `value` is not zero, but the layer has no biases.
     """
     for circuit_name, arrays in (('score', score), ('value', value)):
         circuit = getattr(layer, circuit_name)
         if arrays is None:
+            # Copy all parameters of the source's Score or Value.
             source_state = nnx.state(getattr(source, circuit_name))
             nnx.update(circuit, jax.tree.map(jnp.array, source_state))
             continue
 
+        # Set each parameter to the array of the same name.
         parameters = {}
         for name, attribute in vars(circuit).items():
             if isinstance(attribute, nnx.Param):

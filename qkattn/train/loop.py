@@ -302,7 +302,7 @@ class Run:
         versions lack some fields. Raises CheckpointError if the checkpoint was trained on other
         data.
         """
-        # The state of the trials, and the files from which it was initialized.
+        # The state of the trials. `read_files` are the hashes of files that step 0 depends on.
         restored = self.checkpoints.restore(compiled.abstract_state)
         if restored is None:
             record: Mapping[str, Any] = {}

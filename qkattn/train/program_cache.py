@@ -74,7 +74,8 @@ def keep_programs() -> None:
         path = directory()
         _make_private(path)
         if not os.environ.get(_DIRECTORY_VARIABLE):
-            # Another process may delete the same files at the same time.
+            # A directory that the user has named has no limit of size, and this one has. Another
+            # process may delete the same files at the same time.
             with contextlib.suppress(FileNotFoundError):
                 _delete_oldest(path.parent)
     except (OSError, ConfigError) as error:  # a user may have no home directory

@@ -95,8 +95,7 @@ class Double(TwoMaps):
         # parameter count. A map is a Projection: it has the names of the attributes that hold the
         # matrix and the bias. With `inner`, it applies that map first.
 
-        # Queries. Only the keys have a shared matrix with which='k': then they are x W_Q[n], as in
-        # `qk`. Otherwise they are x O_Q W_Q[n].
+        # Queries: x O_Q W_Q[n], or with which='k' x W_Q[n], as in `qk`.
         if which == 'k':
             self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
             self.query_map = QK.query_map
@@ -110,7 +109,7 @@ class Double(TwoMaps):
             query_equation = 'O_Q W_Q[n]'
             query_count = 'D*R + R*N*H'
 
-        # Keys, cached as 'k_BSKH': y W_K[n] with which='q', else y O_K W_K[n].
+        # Keys, cached as 'k_BSKH': y O_K W_K[n], or with which='q' y W_K[n], as in `qk`.
         if which == 'q':
             self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
             self.key_map = QK.key_map
