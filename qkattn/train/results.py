@@ -215,11 +215,13 @@ def document_results(
     """
     splits = {}
     for split, evaluation in evaluations.items():
+        # The names of the documents, and the number of the document of each of the R rows.
         max_rows = stack.config.data.eval_sequences
         names, document_R = pipeline.clusters(stack.rows, split, max_rows)
         targets_C = _sums_by_document(evaluation.targets_R, document_R, len(names))
         has_targets_C = targets_C > 0
 
+        # The losses of each trial; None if it diverged.
         nats: list[list[float] | None] = []
         for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
             if result['status'] == FINISHED:
@@ -300,9 +302,10 @@ def provenance_of(
 ) -> dict[str, Any]:
     """Returns the provenance of results: the software and devices of the run's last start.
 
-    These are the fields START of provenance.json, without user and host, and two that are left out
-    if they are empty:
+    A run has several starts if it was interrupted. The fields are those of the last start in
+    provenance.json, without user and host, and two that are left out if they are empty:
 
+        git, python, versions, devices
         imported   sha256 of modules from outside the package, and of files that the run has read
         earlier    the code of earlier starts, if it was different
 
@@ -314,7 +317,7 @@ def provenance_of(
     start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     provenance = {name: start[name] for name in START}
     imported = {**start['imported'], **read_files}
-    earlier = list(code[:-1])
+    earlier = list(code[:-1])  # the last entry is the code of the last start
     if imported:
         provenance['imported'] = imported
     if earlier:
