@@ -75,19 +75,20 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
 
 
 def _with_look(study: TrainedStudy) -> TrainedStudy:
-    """Enters into the study's ledger that somebody looks at its results; returns the study with it.
+    """Records in the study's ledger that somebody looks at its results; returns the study with it.
 
-    A report on screening alone is no look. Nothing is entered twice for the same results.
+    A report on the tuning alone (screening) is no look. A second report on the same results is not
+    recorded again.
     """
     is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
     if not is_beyond_screening:
         return study
-    is_entered = ledger.look(study.directory, study.files)
-    if not is_entered:
+    is_recorded = ledger.look(study.directory, study.files)
+    if not is_recorded:
         return study
 
-    # The look changes only the ledger, so no other file is read again. A look is not entered if a
-    # run was altered since an earlier look, so there is no such run.
+    # The look changes only the ledger, so no other file is read again. A look is not recorded if a
+    # run was altered since an earlier look. So no run is altered here.
     new_ledger = ledger.read(study.directory / ledger.NAME)
     return dataclasses.replace(study, ledger=new_ledger, altered={})
 

@@ -98,7 +98,7 @@ TEST_LOSS = Measure(METRICS['loss'], 'test')
 ROLES = ('score', 'probe')
 
 
-def measured(findings: Findings) -> tuple[Measure, ...]:
+def reported_measures(findings: Findings) -> tuple[Measure, ...]:
     """Returns the metrics that a report shows, in the order of their columns.
 
     The first is the loss that decides: the test loss, or the validation loss if there is no test
@@ -122,11 +122,11 @@ def measured(findings: Findings) -> tuple[Measure, ...]:
     for role in ROLES:
         metrics_of_role = [metric for metric in metrics if metric.role == role]
         for metric in metrics_of_role:
-            # The splits of a metric are in the order 'val', 'test'.
+            # `prefixes` are the splits of the metric, 'val' before 'test'.
             measure_of_splits = [Measure(metric, split) for split in metric.prefixes]
             with_values = [measure for measure in measure_of_splits if has_value(measure)]
             if with_values:
-                measures.append(with_values[-1])
+                measures.append(with_values[-1])  # test, if it has a value there
 
     if has_value(TEST_LOSS):
         return (TEST_LOSS, *measures, VAL_LOSS)
@@ -239,7 +239,7 @@ def _arm_columns(findings: Findings) -> Iterator[Column]:
     corpus_heading = 'corpus' if len(study.corpora) > 1 else ''
 
     def is_post_hoc(arm: TrainedArm) -> int:
-        """Returns 1 if the arm was declared after a look at results, else 0."""
+        """Returns 1 if the arm was added to the study after a look at results, else 0."""
         return int(arm.key.declared in study.ledger.post_hoc)
 
     yield Column('variant', 'variant', 'variant', tables=EVERYWHERE, left=True)
@@ -269,8 +269,9 @@ def _difference_columns(findings: Findings) -> Iterator[Column]:
 def _verdict_columns(findings: Findings) -> Iterator[Column]:
     """Yields the columns of the verdict, of longer training, and of the tests behind the verdict.
 
-    A study without tuning has no verdicts. The columns then have no heading, so only table.csv has
-    them.
+    A verdict compares the difference from the baseline with the margin: 'worse' is a loss that is
+    higher by more than the margin. A study without tuning has no verdicts. The columns then have no
+    heading, so only table.csv has them.
     """
     study = findings.study
     margin = f'{study.margin:g}'
@@ -279,8 +280,8 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
         """Returns the heading of a column, or '' if the column is not printed."""
         return text if study.tuned else ''
 
-    # The verdict: table.csv has the decision alone. The printed text also says whether it is
-    # settled.
+    # The verdict: table.csv has the decision alone. The printed text also says whether a longer
+    # training confirms it, as in 'worse, settled'.
     yield Column('verdict', 'verdict.decision.value')
     yield Column(
         '',
@@ -316,7 +317,9 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
 def _part_columns(findings: Findings) -> Iterator[Column]:
     """Yields the parts of a difference, the reasons of the verdict, and the data that decide.
 
-    All of them are in table.csv. Only some parts are printed, if any arm has them.
+    For example, the part 'same_shape' is the difference of an arm that has the baseline's
+    dimensions and so fewer parameters. All columns are in table.csv. Of the parts, those in
+    _HEADING_OF_PART are also printed, unless no arm has them.
     """
     for part in PARTS:
         # A part without a printed heading is in table.csv only.
@@ -339,8 +342,11 @@ def _part_columns(findings: Findings) -> Iterator[Column]:
 
 
 def _metric_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the metrics over seeds. The table of controls has only the loss that decides."""
-    measures = measured(findings)
+    """Yields a column for each metric, as its mean over the seeds of an arm.
+
+    The table of controls has only the loss that decides.
+    """
+    measures = reported_measures(findings)
     deciding_loss = measures[0]
     for measure in measures:
         tables = (PAGE, CONTROL) if measure == deciding_loss else (PAGE,)
@@ -371,9 +377,10 @@ def _corpus_columns(findings: Findings) -> Iterator[Column]:
     loss = METRICS['loss']
     for corpus in corpora(findings):
         field = loss.corpus_field(corpus)
+        mean_loss = methodcaller('over_seeds', field)  # gives arm.over_seeds(field)
         yield Column(
             field,
-            methodcaller('over_seeds', field),
+            mean_loss,
             f'loss on {corpus}, {loss.unit}|mean ± sd',
             text=VAL_LOSS.printed,
             parts=ESTIMATE,
@@ -381,14 +388,15 @@ def _corpus_columns(findings: Findings) -> Iterator[Column]:
 
 
 def _setting_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the settings that studies may tune (the knobs), such as the learning rate.
+    """Yields the columns of each setting that a study may tune (a knob): the learning rate, etc.
 
-    table.csv has the value of each knob. If the study tunes a knob, the value is also printed, with
-    the interval of its optimum, and table.csv has the parts SWEEP of its sweep. The learning rate
-    is also printed for a study without tuning.
+    The value of every knob is in table.csv. A knob that the study tunes has two more columns: a
+    printed text with the interval of its optimum, such as '0.0042 [0.0038, 0.0047]', and details of
+    its sweep in table.csv, such as 'learning_rate_optimum'. If a study tunes nothing, the learning
+    rate is still printed.
     """
     for knob in KNOBS:
-        yield Column(knob, partial(setting, knob))
+        yield Column(knob, partial(chosen_setting, knob))
 
         printed_text = partial(_setting_text, knob)
         is_tuned = any(knob in arm.sweeps for arm in findings.arms)
@@ -397,6 +405,8 @@ def _setting_columns(findings: Findings) -> Iterator[Column]:
             heading = f'tuned {words(knob)}'
             if has_intervals:
                 heading += '|[95 % interval]'
+            # The printed text has no key, so it is not in table.csv. The sweep has no heading, so
+            # it is only there.
             yield Column('', printed_text, heading, tables=(PAGE, CONTROL))
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == 'learning_rate' and not findings.study.tuned:
@@ -406,7 +416,8 @@ def _setting_columns(findings: Findings) -> Iterator[Column]:
 def _exchange_rate(findings: Findings) -> Column:
     """Returns the column of how many baseline parameters one parameter of a variant is worth.
 
-    The number is estimated over all sizes of a variant, so its arms have the same number.
+    At 1.5, a variant with 1,000,000 parameters has the loss of a baseline with 1,500,000. The
+    number is estimated over all sizes of a variant, so its arms have the same number.
     """
     worth_of_variant = {}
     for scaling in findings.scaling:
@@ -436,10 +447,11 @@ def _verdict_text(arm: TrainedArm) -> str | None:
 
 
 def _p_of_verdict(arm: TrainedArm) -> float | None:
-    """Returns the corrected p value of the test on which an arm's verdict rests.
+    """Returns the p value on which an arm's verdict rests, corrected for multiple tests (Holm).
 
-    `better` and `worse` rest on the test of a difference of more than the margin, `equivalent` on
-    the test of a difference of less. For all other decisions, it is the test of no difference.
+    The verdicts `better` and `worse` say that the difference from the baseline is larger than the
+    margin, and `equivalent` that it is smaller. The p value is that of the test of this statement.
+    For an arm without one of these verdicts, it is the test of any difference at all.
     """
     if arm.verdict is None:
         return None
@@ -450,10 +462,12 @@ def _p_of_verdict(arm: TrainedArm) -> float | None:
     return arm.verdict.p_holm
 
 
-def setting(knob: str, arm: TrainedArm) -> float | None:
-    """Returns an arm's value of a setting that studies may tune (a knob); None if it has none yet.
+def chosen_setting(knob: str, arm: TrainedArm) -> float | None:
+    """Returns the value that an arm uses for a setting such as 'learning_rate'; None if not known.
 
-    In a tuned study it is the value of the trials of the verdict, or before there are any, the one
+    `knob` is one of KNOBS, the settings that a study may tune. A tuned study first tries values on
+    a few seeds (screening), and then trains the best value on other seeds, which decide the
+    verdict. The result is the value of these seeds. While they are not trained, it is the value
     that screening has chosen so far.
     """
     if knob == 'learning_rate' and arm.tuning is None:
@@ -472,7 +486,7 @@ def _setting_text(knob: str, arm: TrainedArm) -> str:
 
     A star, as in '0.016*', says that the optimum may lie beyond the values that were tried.
     """
-    value = setting(knob, arm)
+    value = chosen_setting(knob, arm)
     if value is None:
         return NONE
     sweep = arm.sweeps.get(knob)

@@ -28,8 +28,8 @@ from qkattn.report.prose import counted
 from qkattn.storage import ledger
 
 REASONS = 'rewritten_ledgers.toml'
-# The keys of each of its entries.
-_REASON_KEYS = ('ledger', 'replaced', 'why')
+# The keys of each entry of that file.
+_ENTRY_KEYS = ('ledger', 'replaced', 'why')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +118,8 @@ def _obstacle(results: Path) -> str | None:
 def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
     """Reads the rewrites that rewritten_ledgers.toml gives a reason for; none without the file.
 
-    A rewrite is a pair: the path of a ledger, and the last hash of the version that was replaced.
-    Raises ReportError if the file is malformed.
+    A rewrite is a pair such as ('cpu/NAME/ledger.jsonl', '3f2a...'): the path of a ledger, and the
+    last hash of the version that was replaced. Raises ReportError if the file is malformed.
     """
     if not path.is_file():
         return set()
@@ -130,10 +130,10 @@ def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
 
     rewrites = set()
     for number, entry in enumerate(entries, start=1):
-        has_keys = sorted(entry) == sorted(_REASON_KEYS)
+        has_keys = sorted(entry) == sorted(_ENTRY_KEYS)
         has_values = has_keys and all(str(value).strip() for value in entry.values())
         if not has_values:
-            keys = ', '.join(_REASON_KEYS)
+            keys = ', '.join(_ENTRY_KEYS)
             raise ReportError(f'{path}, entry {number} must have {keys}, none empty')
         rewrites.add((entry['ledger'], entry['replaced']))
     return rewrites
@@ -176,9 +176,9 @@ def _histories(results: Path, paths: Sequence[str]) -> dict[str, list[Version]]:
 def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Change]]:
     """Returns the changes of each ledger by its path, the oldest first, without removals.
 
-    A study keeps its history when it moves. If cpu/a/ledger.jsonl is removed and gpu/a/ledger.jsonl
-    appears, the changes of the first are followed by those of the second, because both directories
-    have the name of the study, `a`.
+    A study keeps its history when its directory moves. For example, cpu/a/ledger.jsonl is removed
+    and gpu/a/ledger.jsonl appears. Both are ledgers of the study `a`, so the result for the second
+    path has the changes of both.
     """
     changes_by_path: dict[str, list[Change]] = {}
     # The changes of removed ledgers, by study, until the study has a ledger again.

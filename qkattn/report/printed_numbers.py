@@ -140,7 +140,7 @@ def _check_page(kind: str, entry: dict[str, Any], root: Path, where: str) -> str
     text = one_line(re.sub(r'(?<=\d)%', ' %', text))
     page = entry['page']
     if text not in one_line(read_page(root / page)):
-        source_field = FIELDS[kind][2]
+        source_field = FIELDS[kind][2]  # 'log', 'source' or 'reason'
         raise ReportError(
             f'{page} does not contain {text!r}, which is what {entry[source_field]} gives; correct '
             f'the page, or {where}'
@@ -193,8 +193,9 @@ def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
 def uncovered(page: str, texts: list[str]) -> Iterator[str]:
     """Yields a passage for each number in a page's prose that is in none of the texts.
 
-    The passage is the number with some characters around it. In the discussion of a table of
-    answers, names of matrices have to be in a text as well.
+    For example, the page 'It is 3 of 4, and 5.' with the text '3 of 4' gives one passage, the one
+    around '5'. The passage has some characters on each side of the number. In the discussion of a
+    table of answers, names of matrices such as W_Q have to be in a text as well.
     """
     line = one_line(page)
 

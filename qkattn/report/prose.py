@@ -114,11 +114,11 @@ def marked(number: str, is_short: bool) -> str:
 
 
 def length_words(settling: Settling | None) -> str:
-    """Says whether a difference stays the same in longer training; '' if that is unknown.
+    """Says whether a difference from the baseline lasts in longer training; '' if that is unknown.
 
     The text is one of these:
 
-        settled
+        settled                                              (four times the steps confirm it)
         at this length                                       (nothing was trained longer)
         at this length: shrinks to +0.0120 at 4 times the steps, towards better
     """
@@ -138,9 +138,10 @@ def verdict(arm: TrainedArm) -> str:
 
 
 def decision_at_length(decision: str, length: str) -> str:
-    """Adds the text of `length_words` to a decision: 'worse, settled', 'worse at this length'.
+    """Adds to a decision whether it lasts in longer training: 'worse, settled'.
 
-    A decision other than better, worse or equivalent stays alone.
+    `length` is the text of `length_words`, such as 'settled' or 'at this length'. A decision other
+    than better, worse or equivalent, such as 'undecided', is returned as it is.
     """
     is_decided = decision in [decided.value for decided in DECIDED]
     if not is_decided or not length:
@@ -222,11 +223,12 @@ def clause(
     gets the data of the reason.
 
     Args:
-      statement: a code, which says what it is about, with data: the numbers and names of the text.
-      comparisons: how many comparisons the p value is corrected for.
+      statement: its `code` chooses the macro, and its `data` are the numbers and names of the
+        text.
+      comparisons: how many comparisons the p value in the text is corrected for.
       study: the study, if the clause depends on it.
       intervals: whether the report shows intervals of differences.
-      look: the number of the interim analysis that the p value is corrected for.
+      look: how many studies have asked the same question, which the p value is corrected for, too.
     """
     macro_name = f'{type(statement).__name__}_{statement.code.name}'.lower()
     context = {
@@ -253,8 +255,8 @@ def arm_title(key: ArmKey, study: TrainedStudy | None) -> str:
     return text
 
 
-def where(study: TrainedStudy, arm: Any) -> str:
-    """Formats the size and corpus of an arm, or of the key of one: 'd_model=128, stdlib'.
+def size_and_corpus(study: TrainedStudy, arm: TrainedArm | ArmKey) -> str:
+    """Formats the size and corpus of an arm, or of the key of an arm: 'd_model=128, stdlib'.
 
     The size is left out if the study has one size only, and the corpus if it has one corpus.
     """
@@ -321,38 +323,45 @@ def device(provenance: Mapping[str, Any]) -> str:
     return f'{devices["count"]} x {devices["kind"]}'
 
 
-def by_where(arms: Iterable[TrainedArm], study: TrainedStudy) -> dict[str, list[TrainedArm]]:
-    """Groups arms, which are in order of size and corpus, by the text of `where`."""
-    groups = itertools.groupby(arms, key=lambda arm: where(study, arm))
+def by_size_and_corpus(
+    arms: Iterable[TrainedArm], study: TrainedStudy
+) -> dict[str, list[TrainedArm]]:
+    """Groups arms by size and corpus: {'d_model=128, stdlib': [...], ...}.
+
+    The arms must be in the order of size and corpus. The keys are texts of `size_and_corpus`.
+    """
+    groups = itertools.groupby(arms, key=lambda arm: size_and_corpus(study, arm))
     return {name: list(group) for name, group in groups}
 
 
 def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yields three texts for each variant of a model: its form, and the equations of A[n] and B[n].
 
-    A[n] is the matrix of the scores of head n, and B[n] that of its values. The form is the variant
-    with all its options, as in 'shared_qk(self_mask=False)/vo'. Besides its main variant, a model
-    may have others in its encoder, in cross-attention or in a pattern of layers. Their forms begin
-    with the setting: 'encoder variant: qk/no_v'.
+    For example, ('low_rank(rank=8)/vo', 'W_Q[n] W_K[n]^T, rank R', 'W_V[n] W_O[n]'). The form is
+    the variant with all its options. A[n] is the matrix of the scores of head n, and B[n] that of
+    its values. The equation is '-' for a class from outside the package, which has none.
 
-    The equation is NONE for a class outside the package. `model` has the settings of the model, as
-    in a result.
+    An encoder-decoder may have further variants in its encoder and in cross-attention. A model with
+    the setting `pattern` has several, as in 'qk/vo, qk/no_v', which its layers use in turn. The
+    forms of these begin with the name of the setting: 'encoder variant: qk/no_v'.
+
+    `model` has the settings of the model, as in a result.
     """
     main_variant = f'{model["score"]}/{model["value"]}'
-    variants = [('', main_variant)]  # pairs of the beginning of the form and the variant
+    prefixed_variants = [('', main_variant)]  # (prefix of the form, variant)
     for setting in ('encoder_variant', 'cross_variant', 'pattern'):
         setting_text = model.get(setting)
         if setting_text:
             # A pattern may name a variant several times. `fromkeys` keeps each one once.
             different_variants = dict.fromkeys(split_pattern(setting_text))
             for variant in different_variants:
-                variants.append((f'{words(setting)}: ', variant))
+                prefixed_variants.append((f'{words(setting)}: ', variant))
 
-    for beginning, variant in variants:
+    for prefix, variant in prefixed_variants:
         score, value = Variant.parse(variant)
         score_form, score_equation = _form(score, 'Score')
         value_form, value_equation = _form(value, 'Value')
-        yield f'{beginning}{score_form}/{value_form}', score_equation, value_equation
+        yield f'{prefix}{score_form}/{value_form}', score_equation, value_equation
 
 
 def _form(circuit: str, kind: str) -> tuple[str, str]:
@@ -427,7 +436,7 @@ FILTERS = {
     'arm_title': _arm_title,
     'breakable': breakable,
     'by_difference': _by_difference,
-    'by_where': by_where,
+    'by_size_and_corpus': by_size_and_corpus,
     'clause': clause,
     'counted': counted,
     'details': _details,

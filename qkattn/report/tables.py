@@ -339,7 +339,11 @@ def _forms(findings: Findings) -> Iterator[Row]:
 
 
 def _ledger(study: TrainedStudy) -> Iterator[Row]:
-    """Yields the entries of the study's ledger, which records its declarations and looks."""
+    """Yields the entries of the study's ledger, which records its declarations and looks.
+
+    A look is a report on results, and has a number. The family is the number of arms that are
+    compared with the baseline, whose p values are corrected for each other.
+    """
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         # The macro `entered` writes one sentence.
@@ -367,7 +371,7 @@ def headline(findings: Findings) -> str:
         return not arm.is_baseline, difference
 
     arms = list[TrainedArm]()
-    for group in prose.by_where(findings.arms, findings.study).values():
+    for group in prose.by_size_and_corpus(findings.arms, findings.study).values():
         arms += sorted(group, key=rank)
     headings, rows = columns.printed(columns.HEADLINE, findings, arms)
 
@@ -399,7 +403,7 @@ def notes(findings: Findings) -> list[str]:
         'notes.j2',
         study=findings.study,
         findings=findings,
-        measures=columns.measured(findings),
+        measures=columns.reported_measures(findings),
         power=POWER,
         alpha=ALPHA,
         level=level,

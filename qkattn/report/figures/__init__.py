@@ -25,7 +25,7 @@ from qkattn.verdict.trained_study import TrainedStudy
 # The most panels of a figure. With more it would be larger than a page shows and an image may be.
 MOST_PANELS = 60
 # Parameter counts are about equal if the largest is at most this many times the smallest.
-EQUAL = 1.01
+LARGEST_EQUAL_RATIO = 1.01
 # Learning curves leave out this first fraction of the training, in which variants do not differ.
 NOT_DRAWN = 0.2
 _VAL_LOSS = 'val loss (nats/token)'
@@ -38,7 +38,7 @@ def figures(findings: Findings) -> list[Drawing]:
     drawings = [forest.differences(findings, styles)]
     # A group is a size and a corpus, such as 'd_model=128, stdlib'. A study of one size and one
     # corpus has a single group, '', and its figures need no number.
-    arms_by_group = prose.by_where(findings.arms, study)
+    arms_by_group = prose.by_size_and_corpus(findings.arms, study)
     for number, (group, arms) in enumerate(arms_by_group.items(), start=1):
         suffix = f'_{number}' if group else ''
         for knob in KNOBS:
@@ -48,7 +48,7 @@ def figures(findings: Findings) -> list[Drawing]:
     return [drawing for drawing in drawings if drawing is not None]
 
 
-def _of_grid(stem: str, grid: Grid, group: str, num_arms: int, **values: object) -> Drawing:
+def _drawing_of_grid(stem: str, grid: Grid, group: str, num_arms: int, **values: object) -> Drawing:
     """Returns a figure of panels for the arms of a group.
 
     `num_arms` is the number of arms that could be drawn. If it exceeds MOST_PANELS, the caption
@@ -65,10 +65,10 @@ def _sweeps(
 
     Args:
       knob: the setting, such as 'learning_rate'.
-      arms: the arms of a group.
+      arms: the arms of one size and corpus.
       styles: the style of each variant.
-      suffix: the end of the name of the figure, as in 'sweep_learning_rate_2'.
-      group: the size and corpus of the arms.
+      suffix: the end of the name of the figure, such as '_2' in 'sweep_learning_rate_2'.
+      group: the size and corpus of the arms, for the caption.
 
     Returns None if no arm has tuned the setting.
     """
@@ -77,25 +77,35 @@ def _sweeps(
         return None
 
     drawn_arms = tuned_arms[:MOST_PANELS]
-    tried_values = set[float]()  # by any arm; all panels have the same x axis
+    # All panels have the same x axis, with the values that any of the arms has tried.
+    tried_values = set[float]()
     for arm in drawn_arms:
         tried_values.update(arm.sweeps[knob].values)
+    axis_values = sorted(tried_values)
+
     panels = []
     for arm in drawn_arms:
         sweep = arm.sweeps[knob]
+        draw = functools.partial(
+            _draw_sweep, sweep=sweep, values=axis_values, keywords=styles[arm.variant]
+        )
+        # The title of the panel gives the chosen value, and the interval of the optimum.
         chosen = f'{sweep.chosen:.3g}'
         interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
-        draw = functools.partial(
-            _draw_sweep, sweep=sweep, values=sorted(tried_values), keywords=styles[arm.variant]
-        )
         panels.append(Panel(arm.variant, draw, notes=(chosen, interval)))
-    grid = Grid(panels, f'{prose.words(knob)} (log scale)', _VAL_LOSS, title_length=36)
+    xlabel = f'{prose.words(knob)} (log scale)'
+    grid = Grid(panels, xlabel, _VAL_LOSS, title_length=36)
 
-    caption_values = {
-        'knob': knob,
-        'beside_vertex': any(_is_beside_vertex(arm.sweeps[knob]) for arm in drawn_arms),
-    }
-    return _of_grid(f'sweep_{knob}{suffix}', grid, group, len(tuned_arms), **caption_values)
+    # The caption explains why a chosen value is not the vertex of its parabola.
+    is_any_beside_vertex = any(_is_beside_vertex(arm.sweeps[knob]) for arm in drawn_arms)
+    return _drawing_of_grid(
+        f'sweep_{knob}{suffix}',
+        grid,
+        group,
+        len(tuned_arms),
+        knob=knob,
+        beside_vertex=is_any_beside_vertex,
+    )
 
 
 def _is_beside_vertex(sweep: Sweep) -> bool:
@@ -184,8 +194,8 @@ def _learning_curves(
     There is a panel for each variant, which also shows the baseline. The baseline has a panel of
     its own only if no other arm has a curve. Returns None if no arm has a curve.
 
-    `group` is the size and corpus of the arms. `suffix` ends the name of the figure, as in
-    'curves_2'.
+    `group` is the size and corpus of the arms, for the caption. `suffix` ends the name of the
+    figure: '_2' in 'curves_2'.
     """
     baselines = [arm for arm in arms if arm.is_baseline]
     other_arms = [arm for arm in arms if not arm.is_baseline]
@@ -206,7 +216,7 @@ def _learning_curves(
         draw = functools.partial(_draw_curves, study, curves, variant, styles, limits)
         panels.append(Panel(variant, draw))
     grid = Grid(panels, 'training tokens', _VAL_LOSS, title_length=44, row_height=1.6)
-    return _of_grid(f'curves{suffix}', grid, group, len(other_arms))
+    return _drawing_of_grid(f'curves{suffix}', grid, group, len(other_arms))
 
 
 def _common_limits(curves: Collection[pd.DataFrame]) -> dict[str, tuple[float, float]]:
@@ -290,15 +300,16 @@ def _num_parameters(arm: TrainedArm) -> int:
 def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Drawing | None:
     """Returns the figure of the loss of each variant and corpus against the parameter count.
 
-    Returns None without losses, or if all arms have the same parameter count.
+    Returns None without losses, or if all arms have about the same parameter count.
     """
     has_losses = any(arm.chosen for arm in findings.arms)
     if not has_losses:
         return None
     counts = [_num_parameters(arm) for arm in findings.arms]
-    are_equal = max(counts) <= EQUAL * min(counts)
+    are_equal = max(counts) <= LARGEST_EQUAL_RATIO * min(counts)
     if are_equal:
         return None
+    # The caption explains the scaling laws, if any variant has one.
     has_laws = any(isinstance(scaling.law, Law) for scaling in findings.scaling)
     draw = functools.partial(_draw_loss_against_parameters, findings, styles)
     return Drawing('loss_parameters', draw, {'laws': has_laws})

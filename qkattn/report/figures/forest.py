@@ -32,7 +32,7 @@ MOST_LINES = 100
 # Inches of a figure that has room for the names of arms beside the axis.
 _WIDE = 6.0
 # The marker of a mean, as keywords of `Axes.scatter`.
-_MEAN: dict[str, Any] = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4}
+_MEAN_MARKER: dict[str, Any] = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +154,12 @@ def _layout(lines: Sequence[Line], width: float) -> _Layout:
 def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, float] | None:
     """Returns the ends of the x axis; None if all numbers are zero.
 
-    The axis shows zero, the margin, and the numbers of all lines. But one line with numbers far
-    from zero would flatten the others, so the axis does not follow it. Let the reach of a line be
-    its largest absolute number. The axis ends at `far` times the median reach, or at 4 margins if
-    that is more: with a median reach of 0.02 and far=6, it shows no number beyond ±0.12.
+    The axis shows zero, the margin, and the numbers of all lines, unless they are very far from
+    zero: one such line would flatten the others. If the largest number of a typical line is 0.02,
+    and far=6, the axis ends at ±0.12 at the latest. With a margin above 0.03, it ends at 4 margins
+    instead. The typical line is the median one.
     """
-    # Show some room on each side of the margin, too.
+    # The margin is shown with some room on each side.
     numbers_to_show = [-1.5 * margin, 1.5 * margin]
     reaches = []
     for line in lines:
@@ -204,7 +204,7 @@ def _draw_numbers(
         ax.hlines(y, line.low, line.high, color, linewidth=2, label='95 % interval')
     if line.seeds:
         ax.scatter(line.seeds, [y_seeds] * len(line.seeds), color=color, **style.SEEDS)
-    ax.scatter([line.mean], [y], marker=marker, color=color, label=line.meaning, **_MEAN)
+    ax.scatter([line.mean], [y], marker=marker, color=color, label=line.meaning, **_MEAN_MARKER)
 
     if limits is not None:
         _draw_arrowheads(ax, y, line.reported or (), style.MUTED, limits)
@@ -217,7 +217,7 @@ def _draw_arrowheads(
 ) -> None:
     """Draws an arrowhead at each end of the x axis beyond which there are numbers."""
     low, high = limits
-    keywords = _MEAN | {'label': style.BEYOND, 'clip_on': False, 'color': color}
+    keywords = _MEAN_MARKER | {'label': style.BEYOND, 'clip_on': False, 'color': color}
     if any(number < low for number in numbers):
         ax.scatter([low], [y], marker='<', **keywords)
     if any(number > high for number in numbers):
@@ -225,27 +225,30 @@ def _draw_arrowheads(
 
 
 def _draw_names(ax: Axes, lines: Sequence[Line], names: Sequence[str], layout: _Layout) -> None:
-    """Writes the name of each line, its text such as a verdict, and why it has no mean.
+    """Writes the texts of each line: its name, its result such as a verdict, why it has no mean.
 
-    If the layout has margins, the name is to the left of the axis, as a label of the y axis, and
-    the text is to the right. Otherwise both stand inside the axis, above the place of the mean.
+    On a wide figure (`layout.in_margins`), the name is a label of the y axis, and the result is to
+    the right of the axis. On a narrow figure, all texts stand inside the axis: the name and the
+    result above the mean, and the reason in its place.
     """
-    right_margin = 1.01  # in units of the x axis, which ends at 1
     ax.set_yticks(range(len(names)), names)
     ax.tick_params(axis='y', length=0, labelleft=layout.in_margins)
+    right_margin = 1.01  # in units of the x axis, which ends at 1
     for y, (line, name) in enumerate(zip(lines, names, strict=True)):
-        text_font: Font = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
+        result = line.right
+        result_font: Font = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
+        reason = line.absent if line.mean is None else ''
         reason_font: Font = {'style': 'italic', 'color': style.MUTED}
-        reason = line.absent if line.mean is None else ''  # `_write` skips an empty text
-        if layout.in_margins:
-            # The margin has room for one text.
-            _write(ax, y, line.right, x=right_margin, **text_font)
-            if not line.right:
-                _write(ax, y, reason, x=right_margin, **reason_font)
-        else:
+        # `_write` skips an empty text.
+        if not layout.in_margins:
             _write(ax, y + layout.name, name)
-            _write(ax, y + layout.text, line.right, **text_font)
+            _write(ax, y + layout.text, result, **result_font)
             _write(ax, y, reason, **reason_font)
+        elif result:
+            # The right margin has room for one text.
+            _write(ax, y, result, x=right_margin, **result_font)
+        else:
+            _write(ax, y, reason, x=right_margin, **reason_font)
 
 
 def _write(ax: Axes, y: float, text: str, x: float = 0.0, **font: Any) -> None:
@@ -272,13 +275,13 @@ def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
     if not study.tuned and not has_differences:
         return None
 
-    cut = _cut(study)
+    cut = _cut_to_most_lines(study)
     lines_by_title = dict[str, list[Line]]()
     for size, corpus in itertools.product(study.sizes, study.corpora):
         lines = _sorted_lines(findings, size, corpus)
         if cut is not None:
             lines = lines[: cut.num_drawn] + lines[-cut.num_drawn :]
-        title = prose.where(study, ArmKey(study.baseline, size, corpus))
+        title = prose.size_and_corpus(study, ArmKey(study.baseline, size, corpus))
         lines_by_title[title] = lines
 
     xlabel = f'difference in {findings.split} loss (nats/token)'
@@ -291,12 +294,12 @@ def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
     return Drawing(stem, draw, {'cut': cut})
 
 
-def _cut(study: TrainedStudy) -> Cut | None:
-    """Returns how many of the lowest means a panel draws, and as many of the highest.
+def _cut_to_most_lines(study: TrainedStudy) -> Cut | None:
+    """Returns how many arms each panel draws; None if it draws all of them.
 
-    Returns None if a panel draws all arms. All panels of a figure together have at most MOST_LINES
-    lines. With 100 lines, each of 4 panels with 40 arms has room for 25. It draws the 12 arms with
-    the lowest means and the 12 with the highest.
+    All panels of a figure together have at most MOST_LINES lines. For example, a study has 4 panels
+    with 40 arms each, and MOST_LINES is 100. Then each panel has room for 25 lines. It draws the 12
+    arms with the lowest means and the 12 with the highest.
     """
     num_panels = len(study.sizes) * len(study.corpora)
     num_arms = len(study.variants) - 1  # without the baseline
