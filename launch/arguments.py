@@ -5,44 +5,50 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 EXIT_CONFIG = 2
 COMMANDS = ('train', 'ablate')
 
 
-def leave(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
+def exit_with(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
     """Ends the launcher with one sentence on standard error; 2 is a wrong command line."""
     print(sentence, file=sys.stderr)
     sys.exit(code)
 
 
-def need(tool: str, hint: str) -> None:
-    """Ends the launcher where a program is not installed."""
+def require_program(tool: str, hint: str) -> None:
+    """Ends the launcher if a program is not installed."""
     if not shutil.which(tool):
-        leave(f'{tool} is not installed; {hint}')
+        exit_with(f'{tool} is not installed; {hint}')
 
 
 def run_program(command: list[str], **settings: Any) -> 'subprocess.CompletedProcess[str]':
-    """`subprocess.run` with text, in which bytes that are not UTF-8 are replaced."""
+    """Calls `subprocess.run` with text, in which bytes that are not UTF-8 are replaced."""
     return subprocess.run(command, encoding='utf-8', errors='replace', **settings)
 
 
-def check_kept(options: argparse.Namespace, storage: str, owners: str, *places: str) -> None:
-    """Says that results end with the hosts where --workdir is in no bucket and none of `places`.
+def check_workdir_lasts(
+    options: argparse.Namespace, *, storage: str, machines: str, other_paths: Sequence[str] = ()
+) -> None:
+    """Warns if --workdir is on a disk that is gone when the machines of the job are.
 
-    Ends the launcher where workers would share nothing.
+    With --workers, which have to share the directory, ends the launcher instead. A directory lasts
+    if it is in a bucket (gs://) or below one of `other_paths`. `storage` and `machines` are the
+    words of the message: 'without a gs:// directory, results end with the hosts'.
     """
-    if options.command and not options.workdir.startswith(('gs://', *places)):
-        lost = f'--workdir={options.workdir}: without {storage}, '
-        if getattr(options, 'workers', None):
-            leave(f'{lost}--workers={options.workers} share no study')
-        print(f'note: {lost}results end with the {owners}', file=sys.stderr)
+    lasts = options.workdir.startswith(('gs://', *other_paths))
+    if lasts or not options.command:
+        return
+    reason = f'--workdir={options.workdir}: without {storage}, '
+    if getattr(options, 'workers', None):
+        exit_with(f'{reason}--workers={options.workers} share no study')
+    print(f'note: {reason}results end with the {machines}', file=sys.stderr)
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers that are large enough."""
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers from `least` on, for `add_argument(type=...)`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -53,14 +59,14 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def variable(text: str) -> str:
-    """NAME=VALUE of an environment variable."""
+    """Parses NAME=VALUE of an environment variable, and returns it as it is."""
     if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', text, re.DOTALL):
         raise argparse.ArgumentTypeError(f'{text!r} is not NAME=VALUE')
     return text
 
 
 def label(text: str) -> str:
-    """A name that clouds and Kubernetes accept, with room for what they append."""
+    """Parses a name that clouds and Kubernetes accept, with room for what they append."""
     if not re.fullmatch('[a-z]([-a-z0-9]{0,38}[a-z0-9])?', text):
         raise argparse.ArgumentTypeError(
             f'{text!r} is not 1 to 40 lower-case letters, digits and inner hyphens'
@@ -68,58 +74,83 @@ def label(text: str) -> str:
     return text
 
 
-def flag(text: str, kind: Callable[[str], Any] = str, default: Any = None, **more: Any) -> dict:
-    """A flag: its help, what parses its value, its default, and more of `add_argument`."""
-    return {'help': text, 'type': kind, 'default': default, **more}
+def flag(text: str, parser: Callable[[str], Any] = str, default: Any = None, **more: Any) -> dict:
+    """Returns the arguments of `add_argument` for a flag with the help `text`.
+
+    `parser` makes the value from its text. `more` are further arguments of `add_argument`.
+    """
+    return {'help': text, 'type': parser, 'default': default, **more}
 
 
 def switch(text: str) -> dict:
-    """A flag without a value."""
+    """Returns the arguments of `add_argument` for a flag without a value."""
     return {'help': text, 'action': 'store_true'}
 
 
 ENV = flag('NAME=VALUE', variable, [], action='append')
-WORKERS = flag('jobs that share a study', whole(1))
+WORKERS = flag('jobs that share a study', at_least(1))
 DRY_RUN = switch('print what would be done, and do nothing')
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        leave(f'{message}; --help lists the flags')
+        exit_with(f'{message}; --help lists the flags')
 
 
-def read(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespace:
-    """The command line: the values of `flags`, and `command`, what follows `--` or [].
+def read_command_line(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespace:
+    """Reads the flags of a launcher, and the command after `--`.
+
+    For example, `--nodes=2 -- train --workdir=runs/a` gives options with nodes=2, the command
+    ['train', '--workdir=runs/a'], and the workdir 'runs/a'. Without `--`, the command is [] and the
+    workdir ''.
 
     A mistake ends the launcher with one sentence: an unknown flag, a wrong value, a command that is
-    not one of COMMANDS or has no directory; workers that share no study.
+    not one of COMMANDS or has no --workdir, or --workers with the command `train`.
+
+    Args:
+        doc: The text of --help.
+        flags: The arguments of `add_argument` for each flag, from `flag` or `switch`.
+        argv: The command line, without the name of the program.
     """
-    at = argv.index('--') if '--' in argv else len(argv)
     parser = _Parser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for name, settings in flags.items():
         parser.add_argument(name, **settings)
-    for argument in argv[:at]:  # argparse drops a value that is --
+
+    # Split the command line at the first `--`.
+    has_command = '--' in argv
+    num_flags = argv.index('--') if has_command else len(argv)
+    own_flags = argv[:num_flags]
+    command = argv[num_flags + 1 :]
+
+    for argument in own_flags:
+        # argparse would drop this value.
         if argument.partition('=')[2] == '--':
-            leave(f'{argument} has no value; -- alone begins the command')
-    command = argv[at + 1 :]
-    if at < len(argv) and command[:1] not in [[name] for name in COMMANDS]:
-        given = f'is {command[0]!r}' if command else 'is missing'
-        leave(f'the command after -- {given}; valid: {" and ".join(COMMANDS)}')
-    options = parser.parse_args(argv[:at])
+            exit_with(f'{argument} has no value; -- alone begins the command')
+    if has_command and not command:
+        exit_with(f'the command after -- is missing; valid: {" and ".join(COMMANDS)}')
+    if has_command and command[0] not in COMMANDS:
+        exit_with(f'the command after -- is {command[0]!r}; valid: {" and ".join(COMMANDS)}')
+    options = parser.parse_args(own_flags)
     options.command = command
+
     workers = getattr(options, 'workers', None)
     if workers and command[:1] == ['train']:
-        leave(f'--workers={workers} share a study, but the command is train')
-    found = re.search('^--?workdir[=\n](.+)$', '\n'.join(command), re.MULTILINE)
-    if command and not found:
-        leave('the command has no --workdir=DIRECTORY, from which a job that is restarted resumes')
-    options.workdir = found[1] if found else ''
+        exit_with(f'--workers={workers} share a study, but the command is train')
+    # With one argument a line, this finds both `--workdir=runs/a` and `--workdir runs/a`.
+    workdir = re.search('^--?workdir[=\n](.+)$', '\n'.join(command), re.MULTILINE)
+    if command and not workdir:
+        exit_with(
+            'the command has no --workdir=DIRECTORY, from which a job that is restarted resumes'
+        )
+    options.workdir = workdir[1] if workdir else ''
     return options
 
 
 def require_command(options: argparse.Namespace) -> None:
     """Ends the launcher without a command."""
     if not options.command:
-        leave('no command; give it after --, as in -- train --config=CONFIG --workdir=DIRECTORY')
+        exit_with(
+            'no command; give it after --, as in -- train --config=CONFIG --workdir=DIRECTORY'
+        )

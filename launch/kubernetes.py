@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 from arguments import (
     DRY_RUN,
     ENV,
-    check_kept,
+    at_least,
+    check_workdir_lasts,
+    exit_with,
     flag,
     label,
-    leave,
-    need,
-    read,
+    read_command_line,
     require_command,
+    require_program,
     run_program,
     switch,
-    whole,
 )
 
 TEMPLATES = Path(__file__).resolve().parent / 'kubernetes'
@@ -43,12 +43,22 @@ PORT = 8476
 FLAT = {1: '1x1', 4: '2x2', 8: '2x4', 16: '4x4', 32: '4x8', 64: '8x8', 128: '8x16', 256: '16x16'}
 SOLID = {4: '2x2x1', 8: '2x2x2', 16: '2x2x4', 32: '2x4x4', 64: '4x4x4', 128: '4x4x8', 256: '4x8x8'}
 SOLID |= {512: '8x8x8', 1024: '8x8x16', 2048: '8x16x16'}
-# GKE's name, how much a chip counts in the type's N, topology by chips, most chips per host.
+
+
+class Tpu(NamedTuple):
+    """A kind of TPU, as in --accelerator=KIND-N."""
+
+    gke_name: str
+    units_per_chip: int  # N counts the cores of a chip, which are two, or the chip as one
+    topologies: dict[int, str]  # by the number of chips
+    most_chips: int  # of a single host; the hosts of a larger slice have 4
+
+
 TPUS = {
-    'v4': ('tpu-v4-podslice', 2, SOLID, 4),
-    'v5litepod': ('tpu-v5-lite-podslice', 1, FLAT, 8),
-    'v5p': ('tpu-v5p-slice', 2, SOLID, 4),
-    'v6e': ('tpu-v6e-slice', 1, FLAT, 8),
+    'v4': Tpu('tpu-v4-podslice', 2, SOLID, 4),
+    'v5litepod': Tpu('tpu-v5-lite-podslice', 1, FLAT, 8),
+    'v5p': Tpu('tpu-v5p-slice', 2, SOLID, 4),
+    'v6e': Tpu('tpu-v6e-slice', 1, FLAT, 8),
 }
 # GKE's name; None for any node with GPUs.
 GPUS = {
@@ -66,15 +76,15 @@ FLAGS = {
     '--name': flag('name of the JobSet or Job', label, required=True),
     '--image': flag('image built with launch/kubernetes/Dockerfile', required=True),
     '--accelerator': flag('e.g. v6e-16, a3-2x8, gpu-1x8', required=True),
-    '--workers': flag('pods that share a study', whole(1)),
+    '--workers': flag('pods that share a study', at_least(1)),
     '--spot': switch('on nodes that may be preempted'),
     '--volume': flag('volume claim to mount at /runs'),
     '--env': ENV,
     '--service_account': flag('account with access to the bucket', default='default'),
     '--queue': flag("Kueue's local queue"),
     '--namespace': flag("default: kubectl's"),
-    '--retries': flag('restarts after a crash', whole(0), 3),
-    '--grace': flag('seconds from a stop to a kill', whole(0), 300),
+    '--retries': flag('restarts after a crash', at_least(0), 3),
+    '--grace': flag('seconds from a stop to a kill', at_least(0), 300),
     '--dry_run': DRY_RUN,
 }
 
@@ -89,63 +99,83 @@ class Machine(NamedTuple):
 
 
 def hardware(accelerator: str) -> Machine:
-    """What --accelerator names; an unknown one ends the launcher."""
+    """Returns the hosts that --accelerator names; an unknown one ends the launcher.
+
+    For example, 'a3-2x8' is two hosts with 8 GPUs each. 'v5p-16' is 16 cores, and so 8 chips with
+    the topology 2x2x2, on two hosts with 4 chips each.
+    """
     kind, _, size = accelerator.partition('-')
-    if kind in GPUS and (sizes := re.fullmatch('([1-9][0-9]*)x([1-9][0-9]*)', size)):
-        name = GPUS[kind]
-        nodes = {} if name is None else {f'{GKE}accelerator': name}
-        return Machine('nvidia.com/gpu', int(sizes[1]), int(sizes[2]), nodes)
+    hosts_and_gpus = re.fullmatch('([1-9][0-9]*)x([1-9][0-9]*)', size)
+    if kind in GPUS and hosts_and_gpus:
+        gke_name = GPUS[kind]
+        nodes = {} if gke_name is None else {f'{GKE}accelerator': gke_name}
+        return Machine('nvidia.com/gpu', int(hosts_and_gpus[1]), int(hosts_and_gpus[2]), nodes)
+
     if kind in TPUS:
-        name, cores, topologies, most = TPUS[kind]
-        totals = {str(cores * chips): chips for chips in topologies}
-        if size not in totals:
-            leave(f'--accelerator={accelerator} does not exist; {kind} has {", ".join(totals)}')
-        total = totals[size]
-        chips = total if total <= most else 4
-        nodes = {f'{GKE}tpu-accelerator': name, f'{GKE}tpu-topology': topologies[total]}
-        return Machine('google.com/tpu', total // chips, chips, nodes)
+        tpu = TPUS[kind]
+        chips_by_size = {str(tpu.units_per_chip * chips): chips for chips in tpu.topologies}
+        if size not in chips_by_size:
+            sizes = ', '.join(chips_by_size)
+            exit_with(f'--accelerator={accelerator} does not exist; {kind} has {sizes}')
+        chips = chips_by_size[size]
+        chips_per_host = chips if chips <= tpu.most_chips else 4
+        nodes = {
+            f'{GKE}tpu-accelerator': tpu.gke_name,
+            f'{GKE}tpu-topology': tpu.topologies[chips],
+        }
+        return Machine('google.com/tpu', chips // chips_per_host, chips_per_host, nodes)
+
     valid = ', '.join([f'{kind}-N' for kind in TPUS] + [f'{kind}-HOSTSxGPUS' for kind in GPUS])
-    leave(f'--accelerator={accelerator} is not known; valid: {valid}')
+    exit_with(f'--accelerator={accelerator} is not known; valid: {valid}')
 
 
 def quoted(value: Any) -> str:
-    """A value as YAML in one line, in ASCII: JSON with YAML's escape for long code points."""
+    """Formats a value as YAML in one line of ASCII: JSON, with YAML's escape for other letters."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub('[^ -~]', lambda match: f'\\U{ord(match[0]):08x}', text)
 
 
 def literal(text: str) -> str:
-    """An argument or a value in which Kubernetes expands no $(NAME)."""
+    """Escapes an argument or a value, so that Kubernetes expands no $(NAME) in it."""
     return text.replace('$', '$$')
 
 
-def manifest(options: Namespace) -> str:
-    """The YAML of the JobSet, or of the Job with --workers."""
-    machine, workers = hardware(options.accelerator), options.workers
-    on_gpus = machine.resource == 'nvidia.com/gpu'
-    if workers and machine.hosts > 1:
-        leave(
-            f'--workers={workers} needs an accelerator of one host, not '
-            f'{options.accelerator} with {machine.hosts}; submit one job per worker instead'
-        )
+def environment(options: Namespace, machine: Machine, on_gpus: bool) -> list[dict[str, Any]]:
+    """Returns the environment variables of a pod. Those of --env replace others of their name."""
     # Compiled programs are executed: a directory has one owner, and pods with TPUs run as root.
     programs = f'/runs/.jax-cache-{"gpu" if on_gpus else "tpu"}'
-    env = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': programs}]
-    if not workers:  # nodes start and pull images at different times
-        env += [{'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'}]
-    if on_gpus:  # one that does not open is an error: no run goes on on the CPU
-        env += [{'name': 'JAX_PLATFORMS', 'value': 'cuda,cpu'}]
-    if on_gpus and not workers:
-        first = f'{options.name}-train-0-0.{options.name}:{PORT}'
+    variables: list[dict[str, Any]] = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': programs}]
+    if not options.workers:
+        # Nodes start and pull images at different times.
+        variables.append({'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'})
+    if on_gpus:
+        # A GPU that does not open is an error: no run goes on on the CPU.
+        variables.append({'name': 'JAX_PLATFORMS', 'value': 'cuda,cpu'})
+    if on_gpus and not options.workers:
+        first_pod = f'{options.name}-train-0-0.{options.name}:{PORT}'
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        env += [
-            {'name': 'JAX_COORDINATOR_ADDRESS', 'value': first},
+        variables += [
+            {'name': 'JAX_COORDINATOR_ADDRESS', 'value': first_pod},
             {'name': 'JAX_NUM_PROCESSES', 'value': str(machine.hosts)},
             {'name': 'JAX_PROCESS_ID', 'valueFrom': {'fieldRef': {'fieldPath': index}}},
         ]
-    given = dict(setting.split('=', 1) for setting in options.env)
-    env = [entry for entry in env if entry['name'] not in given]
-    env += [{'name': name, 'value': literal(value)} for name, value in given.items()]
+    requested = dict(setting.split('=', 1) for setting in options.env)
+    variables = [entry for entry in variables if entry['name'] not in requested]
+    for name, value in requested.items():
+        variables.append({'name': name, 'value': literal(value)})
+    return variables
+
+
+def manifest(options: Namespace) -> str:
+    """Returns the YAML of the JobSet, or of the Job with --workers."""
+    machine = hardware(options.accelerator)
+    workers = options.workers
+    on_gpus = machine.resource == 'nvidia.com/gpu'
+    if workers and machine.hosts > 1:
+        exit_with(
+            f'--workers={workers} needs an accelerator of one host, not '
+            f'{options.accelerator} with {machine.hosts}; submit one job per worker instead'
+        )
     claim = {'persistentVolumeClaim': {'claimName': options.volume}}
     queue = {'kueue.x-k8s.io/queue-name': options.queue} if options.queue else {}
     values = {
@@ -162,7 +192,7 @@ def manifest(options: Namespace) -> str:
         'nodes': machine.nodes | ({f'{GKE}spot': 'true'} if options.spot else {}),
         'image': options.image,
         'arguments': [literal(argument) for argument in options.command],
-        'env': env,
+        'env': environment(options, machine, on_gpus),
         'volume': {'name': 'runs'} | (claim if options.volume else {'emptyDir': {}}),
     }
     file = 'study' if workers else 'gpu' if on_gpus else 'tpu'
@@ -171,17 +201,22 @@ def manifest(options: Namespace) -> str:
 
 
 def main() -> int:
-    options = read(__doc__, FLAGS, sys.argv[1:])
+    options = read_command_line(__doc__, FLAGS, sys.argv[1:])
     require_command(options)
     text = manifest(options)
-    check_kept(options, 'gs:// or /runs of a --volume', 'pods', *['/runs'] * bool(options.volume))
+    check_workdir_lasts(
+        options,
+        storage='gs:// or /runs of a --volume',
+        machines='pods',
+        other_paths=['/runs'] if options.volume else [],
+    )
     if options.dry_run:
         print(text, end='')
         return 0
-    need('kubectl', 'https://kubernetes.io/docs/tasks/tools says how')
-    where = [f'--namespace={options.namespace}'] if options.namespace else []
-    # `create` refuses a name that is taken, where `apply` would leave a finished job as it is.
-    command = ['kubectl', 'create', *where, '-f', '-']
+    require_program('kubectl', 'https://kubernetes.io/docs/tasks/tools says how')
+    namespace = [f'--namespace={options.namespace}'] if options.namespace else []
+    # `create` refuses a name that is taken. `apply` would leave a finished job as it is.
+    command = ['kubectl', 'create', *namespace, '-f', '-']
     return run_program(command, input=text).returncode
 
 

@@ -24,80 +24,93 @@ from arguments import (
     DRY_RUN,
     ENV,
     WORKERS,
-    check_kept,
+    at_least,
+    check_workdir_lasts,
+    exit_with,
     flag,
     label,
-    leave,
-    need,
-    read,
+    read_command_line,
     require_command,
+    require_program,
     switch,
-    whole,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {
     '--accelerators': flag('e.g. H100:8, tpu-v6e-16', required=True),
     '--name': flag('name of the job or jobs', label, 'qkattn'),
-    '--nodes': flag('hosts with GPUs (1)', whole(1), 1),
+    '--nodes': flag('hosts with GPUs (1)', at_least(1), 1),
     '--workers': WORKERS,
     '--infra': flag('where, e.g. gcp/us-east5; default: the cheapest'),
     '--on_demand': switch('capacity that is not preempted'),
     '--env': ENV,
-    '--retries': flag('restarts after a crash (3)', whole(0), 3),
+    '--retries': flag('restarts after a crash (3)', at_least(0), 3),
     '--dry_run': DRY_RUN,
 }
 
 
 def quoted(argument: str) -> str:
-    """An argument for bash in one line of printable ASCII."""
+    """Quotes an argument for bash, in one line of printable ASCII."""
     if re.fullmatch('[ -~]*', argument):
         return shlex.quote(argument)
     return "$'" + ''.join(rf'\x{byte:02x}' for byte in argument.encode()) + "'"
 
 
 def task(options: Namespace) -> str:
-    """The YAML of the job."""
+    """Returns the YAML of the jobs, with the command in its line `set --`."""
     text = (ROOT / 'launch/sky' / f'{"study" if options.workers else "train"}.yaml').read_text()
     line = f'  set -- {" ".join(map(quoted, options.command))}'
     filled, count = re.subn('^  set -- .*$', lambda _: line, text, flags=re.M)
     if count != 1:
-        leave('the YAML in launch/sky has no line `set --`, or several; restore it')
+        exit_with('the YAML in launch/sky has no line `set --`, or several; restore it')
     return filled
 
 
 def submissions(options: Namespace, path: str) -> list[list[str]]:
-    """One `sky jobs launch` per job."""
+    """Returns the `sky jobs launch` command of each job: of the run, or of each worker.
+
+    `path` is the YAML of the jobs.
+    """
     flags = ['--detach-run', '--yes', '--gpus', options.accelerators]
-    flags += ['--no-use-spot'] if options.on_demand else ['--use-spot']
-    flags += ['--infra', options.infra] if options.infra else []
-    flags += ['--num-nodes', str(options.nodes)] if not options.workers else []
+    flags.append('--no-use-spot' if options.on_demand else '--use-spot')
+    if options.infra:
+        flags += ['--infra', options.infra]
+    if not options.workers:
+        flags += ['--num-nodes', str(options.nodes)]
     extras = 'tpu,gcs' if options.accelerators.startswith('tpu') else 'cuda,gcs'
-    for setting in (f'EXTRAS={extras}', f'RETRIES={options.retries}', *options.env):
-        flags += ['--env', setting]
-    names = [f'{options.name}-{k}' for k in range(options.workers or 0)] or [options.name]
+    for variable in (f'EXTRAS={extras}', f'RETRIES={options.retries}', *options.env):
+        flags += ['--env', variable]
+
+    names = [options.name]
+    if options.workers:
+        names = [f'{options.name}-{number}' for number in range(options.workers)]
     return [['sky', 'jobs', 'launch', '--name', name, *flags, path] for name in names]
 
 
 def main() -> int:
-    options = read(__doc__, FLAGS, sys.argv[1:])
+    options = read_command_line(__doc__, FLAGS, sys.argv[1:])
     require_command(options)
     if not re.fullmatch(r'[A-Za-z0-9-]+(:[1-9][0-9]*)?', options.accelerators):
-        leave(f'--accelerators={options.accelerators} is not NAME or NAME:COUNT, e.g. H100:8')
+        exit_with(f'--accelerators={options.accelerators} is not NAME or NAME:COUNT, e.g. H100:8')
     if options.workers and options.nodes > 1:
-        leave(f'--workers={options.workers} excludes --nodes={options.nodes}: a worker is one host')
-    check_kept(options, 'a gs:// directory', 'hosts')
+        exit_with(
+            f'--workers={options.workers} excludes --nodes={options.nodes}: a worker is one host'
+        )
+    check_workdir_lasts(options, storage='a gs:// directory', machines='hosts')
     text = task(options)
     if options.dry_run:
         print(text)
-        print('\n'.join(map(shlex.join, submissions(options, 'job.yaml'))))
+        for submission in submissions(options, 'job.yaml'):
+            print(shlex.join(submission))
         return 0
-    need('sky', "pip install 'skypilot[gcp]' in an environment of its own")
+    require_program('sky', "pip install 'skypilot[gcp]' in an environment of its own")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'job.yaml')
         path.write_text(text, encoding='utf-8')
-        for submission in submissions(options, str(path)):  # `workdir: .` is the repository
-            if code := subprocess.run(submission, cwd=ROOT).returncode:
+        for submission in submissions(options, str(path)):
+            # The YAML has `workdir: .`, which has to be the repository.
+            code = subprocess.run(submission, cwd=ROOT).returncode
+            if code:
                 return code
     return 0
 

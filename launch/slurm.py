@@ -14,46 +14,89 @@ Exit code: 0 submitted, 2 wrong arguments, else sbatch's.
 import os
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-from arguments import DRY_RUN, WORKERS, flag, leave, need, read, require_command, switch, whole
+from arguments import (
+    DRY_RUN,
+    WORKERS,
+    at_least,
+    exit_with,
+    flag,
+    read_command_line,
+    require_command,
+    require_program,
+    switch,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / 'launch/slurm.sbatch'
 # Options of sbatch that are passed on, with a value.
-PASSED = 'account begin chdir constraint cpus_per_task dependency exclude gpus_per_node gres'
-PASSED += ' job_name mail_type mail_user mem nodelist output partition qos reservation time'
+SBATCH_OPTIONS = (
+    'account',
+    'begin',
+    'chdir',
+    'constraint',
+    'cpus_per_task',
+    'dependency',
+    'exclude',
+    'gpus_per_node',
+    'gres',
+    'job_name',
+    'mail_type',
+    'mail_user',
+    'mem',
+    'nodelist',
+    'output',
+    'partition',
+    'qos',
+    'reservation',
+    'time',
+)
 FLAGS = {
-    '--nodes': flag('nodes of a job (1)', whole(1), 1),
-    '--processes_per_node': flag('processes that share its GPUs (1)', whole(1), 1),
+    '--nodes': flag('nodes of a job (1)', at_least(1), 1),
+    '--processes_per_node': flag('processes that share its GPUs (1)', at_least(1), 1),
     '--workers': WORKERS,
-    '--retries': flag('how often a crashed job is requeued (3)', whole(0), 3),
+    '--retries': flag('how often a crashed job is requeued (3)', at_least(0), 3),
     '--dry_run': DRY_RUN,
     '--exclusive': switch('share no node with other jobs'),
-    **{f'--{name}': flag('passed to sbatch', metavar='VALUE') for name in PASSED.split()},
+    **{f'--{name}': flag('passed to sbatch', metavar='VALUE') for name in SBATCH_OPTIONS},
 }
 
 
+def submission(options: Namespace) -> list[str]:
+    """Returns the sbatch command of the job, or of an array with a job for each worker."""
+    command = [
+        'sbatch',
+        f'--nodes={options.nodes}',
+        f'--ntasks-per-node={options.processes_per_node}',
+    ]
+    if options.workers:
+        command.append(f'--array=1-{options.workers}')
+    if options.exclusive:
+        command.append('--exclusive')
+    for name in SBATCH_OPTIONS:
+        value = getattr(options, name)
+        if value is not None:
+            command.append(f'--{name.replace("_", "-")}={value}')
+    return [*command, str(SCRIPT), *options.command]
+
+
 def main() -> None:
-    options = read(__doc__, FLAGS, sys.argv[1:])
+    options = read_command_line(__doc__, FLAGS, sys.argv[1:])
     require_command(options)
     venv = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv').expanduser().absolute()
     variables = {'QKATTN_VENV': str(venv), 'QKATTN_RETRIES': str(options.retries)}
-    submit = ['sbatch', f'--nodes={options.nodes}']
-    submit += [f'--ntasks-per-node={options.processes_per_node}']
-    submit += [f'--array=1-{options.workers}'] if options.workers else []
-    submit += ['--exclusive'] if options.exclusive else []
-    passed = {name: getattr(options, name) for name in PASSED.split()}
-    submit += [f'--{n.replace("_", "-")}={v}' for n, v in passed.items() if v is not None]
-    submit += [str(SCRIPT), *options.command]
+    command = submission(options)
     if options.dry_run:
-        print(shlex.join(['env', *(f'{n}={v}' for n, v in variables.items()), *submit]))
+        settings = [f'{name}={value}' for name, value in variables.items()]
+        print(shlex.join(['env', *settings, *command]))
         print(f'\n# {SCRIPT}\n{SCRIPT.read_text()}', end='')
         return
     if not (venv / 'bin/python').exists():
-        leave(f'{venv} has no bin/python; run launch/venv.sh or set QKATTN_VENV')
-    need('sbatch', 'run this where jobs are submitted, or with --dry_run')
-    os.execvpe('sbatch', submit, {**os.environ, **variables})
+        exit_with(f'{venv} has no bin/python; run launch/venv.sh or set QKATTN_VENV')
+    require_program('sbatch', 'run this where jobs are submitted, or with --dry_run')
+    os.execvpe('sbatch', command, {**os.environ, **variables})
 
 
 if __name__ == '__main__':

@@ -26,16 +26,16 @@ from pathlib import Path
 from arguments import (
     DRY_RUN,
     ENV,
-    check_kept,
+    at_least,
+    check_workdir_lasts,
+    exit_with,
     flag,
     label,
-    leave,
-    need,
-    read,
+    read_command_line,
     require_command,
+    require_program,
     run_program,
     switch,
-    whole,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,10 +62,10 @@ FLAGS = {
     '--reserved': switch('on reserved capacity'),
     '--extras': flag('extras to install (setup, watch)', default='tpu,gcs'),
     '--env': ENV,
-    '--retries': flag('restarts after a crash (run, watch)', whole(0), 3),
-    '--grace': flag('seconds to save in (stop)', whole(1), 300),
+    '--retries': flag('restarts after a crash (run, watch)', at_least(0), 3),
+    '--grace': flag('seconds to save in (stop)', at_least(1), 300),
     '--worker': flag('host whose log is printed (logs)', default='0'),
-    '--poll': flag('seconds between polls (watch)', whole(0), 60),
+    '--poll': flag('seconds between polls (watch)', at_least(0), 60),
     '--dry_run': DRY_RUN,
 }
 UNPACK = """set -e
@@ -77,127 +77,168 @@ STATUS = f'if [ -e {HOST} ]; then {HOST} status; else echo "qkattn $(hostname) n
 
 
 def gcloud(options: Namespace, *arguments: str, group: str = 'tpu-vm') -> list[str]:
-    """One gcloud command on the slice."""
+    """Returns a gcloud command on the slice: `gcloud compute tpus GROUP ARGUMENTS`."""
     flags = [f'--zone={options.zone}', '--quiet']
-    flags += [f'--project={options.project}'] if options.project else []
-    verb, *rest = arguments
-    return ['gcloud', 'compute', 'tpus', group, verb, *rest, *flags]
+    if options.project:
+        flags.append(f'--project={options.project}')
+    return ['gcloud', 'compute', 'tpus', group, *arguments, *flags]
 
 
 def ssh(options: Namespace, script: str, worker: str = 'all') -> list[str]:
-    """Executes a script on one host, or on all at once."""
-    where = [options.name, f'--worker={worker}']
-    return gcloud(options, 'ssh', *where, f'--command={script}')
+    """Returns the command that executes a script on one host, or on all at once."""
+    return gcloud(options, 'ssh', options.name, f'--worker={worker}', f'--command={script}')
 
 
-def state(options: Namespace) -> list[str]:
-    """Prints the state of the queued resource; nothing if there is none."""
+def print_state(options: Namespace) -> list[str]:
+    """Returns the command that prints the state of the queued resource, or nothing without one."""
     only = [f'--filter=name~/{options.name}$', '--format=value(state.state)']
     return gcloud(options, 'list', *only, group='queued-resources')
 
 
-def steps(options: Namespace, verb: str) -> list[list[str]]:
-    """The gcloud commands of a verb."""
-    if verb == 'create':
-        kind = options.accelerator
-        version = options.runtime_version or RUNTIMES[kind.split('-')[0]]
-        flags = [f'--node-id={options.name}', f'--accelerator-type={kind}']
-        flags += [f'--runtime-version={version}']
-        flags += [f'--{tier}' for tier in ('spot', 'reserved') if getattr(options, tier)]
-        return [gcloud(options, 'create', options.name, *flags, group='queued-resources')]
-    if verb == 'setup':  # this commit with its history, so that provenance names it
-        copy = ['scp', options.bundle, f'{options.name}:qkattn.bundle', '--worker=all']
-        install = shlex.join([HOST, 'setup', options.extras])
-        return [gcloud(options, *copy), ssh(options, UNPACK + install)]
-    if verb == 'run':
-        command = [HOST, 'start', f'--retries={options.retries}', '--', *options.command]
-        environment = ['env', *options.env] if options.env else []
-        return [ssh(options, shlex.join([*environment, *command]))]
-    if verb == 'status':
-        return [state(options), ssh(options, STATUS)]
-    if verb == 'logs':
-        return [ssh(options, f'{HOST} logs', worker=options.worker)]
-    if verb == 'stop':
-        return [ssh(options, f'{HOST} stop {options.grace}')]
-    return [gcloud(options, 'delete', options.name, '--force', group='queued-resources')]
+def gcloud_commands(options: Namespace, verb: str) -> list[list[str]]:
+    """Returns the gcloud commands that execute a verb of the launcher, such as 'create'."""
+    match verb:
+        case 'create':
+            kind = options.accelerator  # 'v6e-16'
+            version = options.runtime_version or RUNTIMES[kind.split('-')[0]]
+            flags = [
+                f'--node-id={options.name}',
+                f'--accelerator-type={kind}',
+                f'--runtime-version={version}',
+            ]
+            if options.spot:
+                flags.append('--spot')
+            if options.reserved:
+                flags.append('--reserved')
+            return [gcloud(options, 'create', options.name, *flags, group='queued-resources')]
+        case 'setup':
+            # The bundle has this commit with its history, so that results name the commit.
+            destination = f'{options.name}:qkattn.bundle'
+            copy = gcloud(options, 'scp', options.bundle, destination, '--worker=all')
+            install = shlex.join([HOST, 'setup', options.extras])
+            return [copy, ssh(options, UNPACK + install)]
+        case 'run':
+            command = [HOST, 'start', f'--retries={options.retries}', '--', *options.command]
+            if options.env:
+                command = ['env', *options.env, *command]
+            return [ssh(options, shlex.join(command))]
+        case 'status':
+            return [print_state(options), ssh(options, STATUS)]
+        case 'logs':
+            return [ssh(options, f'{HOST} logs', worker=options.worker)]
+        case 'stop':
+            return [ssh(options, f'{HOST} stop {options.grace}')]
+        case 'delete':
+            return [gcloud(options, 'delete', options.name, '--force', group='queued-resources')]
+    raise ValueError(f'{verb} has no commands')
 
 
 def output_of(command: list[str]) -> str | None:
-    """What a command prints; None if it fails, which is then on standard error."""
-    done = run_program(command, stdout=subprocess.PIPE)
-    return done.stdout if done.returncode == 0 else None
+    """Returns what a command prints; None if it fails. Its error is then on standard error."""
+    process = run_program(command, stdout=subprocess.PIPE)
+    return process.stdout if process.returncode == 0 else None
 
 
-def do(options: Namespace, verb: str) -> int:
-    """Runs the commands of a verb up to the first that fails; its exit code."""
-    for command in steps(options, verb):
-        if code := subprocess.run(command).returncode:
+def execute(options: Namespace, verb: str) -> int:
+    """Runs the commands of a verb up to the first that fails; returns its exit code, or 0."""
+    for command in gcloud_commands(options, verb):
+        code = subprocess.run(command).returncode
+        if code:
             return code
     return 0
 
 
-def finished(states: list[str]) -> int | None:
-    """The exit code of the job from the states of its hosts; None while one is running.
+def exit_code_of(hosts: list[str]) -> int | None:
+    """Returns the exit code of the job from the states of its hosts; None if one has not ended.
 
-    2 on any host decides; then 0 if all ended so; then a crash before 75 (stopped).
+    ['exit 0', 'running'] gives None. Of several codes, 2 (a wrong setting) comes first, then the
+    first crash, then 75 (stopped), then 0.
     """
-    codes = [int(text.split()[1]) for text in states if text.startswith('exit')]
-    if len(codes) < len(states) or not codes:
+    codes = [int(host.split()[1]) for host in hosts if host.startswith('exit')]
+    if not codes or len(codes) < len(hosts):
         return None
+    if 2 in codes:
+        return 2
     crashes = [code for code in codes if code not in (0, 75)]
-    return 2 if 2 in codes else (crashes or [max(codes)])[0]
+    return crashes[0] if crashes else max(codes)
+
+
+def next_verbs(slice_state: str, hosts: list[str]) -> list[str]:
+    """Returns what `watch` has to do next, from the states of the slice and of its hosts."""
+    if slice_state == 'ABSENT':
+        return ['create']
+    if slice_state == 'SUSPENDED':
+        # The slice was preempted. It does not come back by itself.
+        return ['delete', 'create']
+    if 'new' in hosts:
+        return ['setup', 'run']
+    if 'ready' in hosts or 'lost' in hosts or exit_code_of(hosts) is not None:
+        return ['run']
+    return []
 
 
 def watch(options: Namespace) -> int:
-    """Keeps the slice and the command on it running until the command is done."""
-    started, failures = False, 0
+    """Keeps the slice and the command on it running until the command is done.
+
+    Returns the exit code of the command. The states of the slice are those of gcloud, such as
+    ACTIVE, or ABSENT without a slice, or UNKNOWN if gcloud fails. The states of the hosts are those
+    that launch/host.sh prints: 'new', 'ready', 'running', 'lost', 'exit CODE'.
+    """
+    # Whether the command has run since this watch began. Otherwise an exit code is that of an
+    # earlier start.
+    has_run = False
+    failures = 0  # of verbs, in a row
     while True:
-        queued = output_of(state(options))
-        slice_state = 'UNKNOWN' if queued is None else queued.strip() or 'ABSENT'
-        verbs = {'ABSENT': ['create'], 'SUSPENDED': ['delete', 'create']}.get(slice_state, [])
+        output = output_of(print_state(options))
+        slice_state = 'UNKNOWN' if output is None else output.strip() or 'ABSENT'
+        if slice_state == 'FAILED':
+            exit_with(
+                f'the request {options.name} failed; delete it and see the quota of the zone', 1
+            )
         hosts: list[str] = []
         if slice_state == 'ACTIVE':
             hosts = re.findall(r'^qkattn \S+ (.+)$', output_of(ssh(options, STATUS)) or '', re.M)
-            code = finished(hosts)
-            if started and code is not None:
-                return code
-            if 'new' in hosts:
-                verbs = ['setup', 'run']
-            elif code is not None or {'ready', 'lost'} & set(hosts):
-                verbs = ['run']
-            started = started or 'running' in hosts
-        elif slice_state == 'FAILED':
-            leave(f'the request {options.name} failed; delete it and see the quota of the zone', 1)
+        code = exit_code_of(hosts)
+        if has_run and code is not None:
+            return code
+
+        verbs = next_verbs(slice_state, hosts)
         print(
             f'watch: {options.name} is {slice_state.lower()}', *hosts, *verbs, sep=', ', flush=True
         )
-        failed = next((verb for verb in verbs if do(options, verb)), None)
-        started = started or ('run' in verbs and not failed)
-        failures = failures + 1 if failed else 0
+        failed_verb = None
+        for verb in verbs:
+            if execute(options, verb) != 0:
+                failed_verb = verb
+                break
+        if 'running' in hosts or ('run' in verbs and failed_verb is None):
+            has_run = True
+        failures = failures + 1 if failed_verb else 0
         if failures > options.retries:
-            leave(f'{failed} failed {failures} times; the reason is above', 1)
+            exit_with(f'{failed_verb} failed {failures} times; the reason is above', 1)
         time.sleep(options.poll)
 
 
 def read_options(argv: list[str]) -> Namespace:
-    """The command line, checked; a mistake ends the launcher with one sentence."""
-    options = read(__doc__, FLAGS, argv)
-    verb, kind = options.verb, options.accelerator
+    """Reads and checks the command line; a mistake ends the launcher with one sentence."""
+    options = read_command_line(__doc__, FLAGS, argv)
+    verb = options.verb
+    kind = options.accelerator
     if verb not in VERBS:
-        leave(f'unknown verb {verb!r}; known: {", ".join(VERBS)}')
+        exit_with(f'unknown verb {verb!r}; known: {", ".join(VERBS)}')
     if options.spot and options.reserved:
-        leave('argument --reserved: not allowed with argument --spot')
+        exit_with('argument --reserved: not allowed with argument --spot')
     if verb in ('create', 'watch'):
         if kind is None:
-            leave(f'{verb} needs --accelerator=TYPE, e.g. --accelerator=v6e-16')
+            exit_with(f'{verb} needs --accelerator=TYPE, e.g. --accelerator=v6e-16')
         if not re.fullmatch(f'({"|".join(RUNTIMES)})-[1-9][0-9]*', kind):
             valid = ', '.join(f'{name}-N' for name in RUNTIMES)
-            leave(f'--accelerator={kind} is not a TPU VM type; valid: {valid}')
+            exit_with(f'--accelerator={kind} is not a TPU VM type; valid: {valid}')
     if verb in ('run', 'watch'):
         require_command(options)
     elif options.command:
-        leave(f'{verb} takes no command after --')
-    check_kept(options, 'a gs:// directory', 'hosts')
+        exit_with(f'{verb} takes no command after --')
+    check_workdir_lasts(options, storage='a gs:// directory', machines='hosts')
     return options
 
 
@@ -205,18 +246,24 @@ def main() -> int:
     options = read_options(sys.argv[1:])
     if options.dry_run:
         options.bundle = 'qkattn.bundle'
-        verbs = ('create', 'setup', 'run', 'status') if options.verb == 'watch' else [options.verb]
-        for command in (command for verb in verbs for command in steps(options, verb)):
-            print(shlex.join(command))
+        verbs = [options.verb]
+        if options.verb == 'watch':
+            # The verbs of a slice that does not exist yet.
+            verbs = ['create', 'setup', 'run', 'status']
+        for verb in verbs:
+            for command in gcloud_commands(options, verb):
+                print(shlex.join(command))
         return 0
-    need('gcloud', 'https://cloud.google.com/sdk/docs/install says how')
+    require_program('gcloud', 'https://cloud.google.com/sdk/docs/install says how')
     with tempfile.TemporaryDirectory() as folder:
         options.bundle = f'{folder}/qkattn.bundle'
         if options.verb in ('setup', 'watch'):
             bundle = ['git', '-C', str(ROOT), 'bundle', 'create', '--quiet', options.bundle, 'HEAD']
             if subprocess.run(bundle).returncode:
-                leave(f'{ROOT} has no commit of git; setup copies one')
-        return watch(options) if options.verb == 'watch' else do(options, options.verb)
+                exit_with(f'{ROOT} has no commit of git; setup copies one')
+        if options.verb == 'watch':
+            return watch(options)
+        return execute(options, options.verb)
 
 
 if __name__ == '__main__':

@@ -68,7 +68,7 @@ def watch(monkeypatch):
             return 'ACTIVE\n'
 
         monkeypatch.setattr(tpu, 'output_of', output_of)
-        monkeypatch.setattr(tpu, 'do', lambda _, verb: done.append(verb) or fails)
+        monkeypatch.setattr(tpu, 'execute', lambda _, verb: done.append(verb) or fails)
         options = tpu.read_options(['watch', *WHERE, KIND, '--poll=0', *flags, '--', *TRAIN])
         try:
             code = tpu.watch(options)
