@@ -25,7 +25,7 @@ FAIR = RESULTS / 'fair_small'
 KINDS = ['quickstart', 'translation_small']  # of a language model, and of translation
 CPU = [f'claims/cpu/lm_{name}' for name in ('added', 'dropped', 'rank', 'sharing')]
 SHAPE = ('d_model', 'd_ff', 'num_heads', 'head_size')
-TRIALS = read_lines(stored.opened(FAIR) / stored.RESULTS)
+TRIALS = read_lines(stored.open_files(FAIR) / stored.RESULTS)
 
 
 def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]:

@@ -330,7 +330,7 @@ def _case(expected: Expectation, loaded: Findings, key: ArmKey) -> Case:
     arm = arms.get(key)
     if arm is None:
         return Case(expected, loaded, key, None, None, loaded.blocks)
-    baseline = arms.get(arm.group)
+    baseline = arms.get(arm.baseline_key)
     if expected.versus is None:
         return Case(expected, loaded, key, arm, baseline, loaded.blocks)
     reference = None
@@ -356,7 +356,7 @@ def evidence(every_case: Iterable[Case], family: int = 1) -> Iterator[tuple[Row,
             continue
         expected = case.expected
         study = case.loaded.study
-        verdict = judging.pair(study, arm, case.other, case.blocks, family)
+        verdict = judging.verdict_on_pair(study, arm, case.other, case.blocks, family)
         # Without matching, an arm is neither removed nor at equal parameter count.
         is_unmatched = study.match is None and expected.at != Kind.SAME_SHAPE
         kind = Kind.MEASURED if is_unmatched else Kind(expected.at)
@@ -438,7 +438,7 @@ def _row(
 
 def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
     """Returns what an arm's baseline has to beat: '5-gram 1.457' or 'IBM model 1: BLEU 16.5'."""
-    yardstick = (loaded.study.yardsticks or {}).get(arm.group)
+    yardstick = (loaded.study.yardsticks or {}).get(arm.baseline_key)
     if yardstick is None:
         return None
     bleu = yardstick.bleu.get(arm.split)

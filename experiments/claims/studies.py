@@ -134,7 +134,7 @@ class Results:
         baselines = rules.baselines(loaded.study, loaded.arms)
         is_withheld = not baselines or bool(loaded.blocks)
         for baseline in baselines:
-            if baseline.blocks or list(rules.untrained(baseline)):
+            if baseline.blocks or list(rules.why_untrained(baseline)):
                 is_withheld = True
         for row in measure.read(loaded):
             speaks = row.speaks

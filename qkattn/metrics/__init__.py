@@ -70,7 +70,10 @@ class Metric:
     value: Callable[[Sums, float | None], Any] | None = None
 
     def __post_init__(self) -> None:
-        """Sets label, direction, logged and value to their defaults if they were left out."""
+        """Sets label, direction, logged and value to their defaults if they were left out.
+
+        The default value is the mean over targets of the numbers that `per_target` computes.
+        """
         lower_is_better = self.role in ('loss', 'error')
         has_number_per_target = self.per_target is not None
         defaults = {
@@ -348,32 +351,33 @@ def _imported_metric(text: str) -> Metric:
     one. Options of the function may follow, as in 'my_file:top(k=5)'. Raises ConfigError if this
     gives no Metric.
     """
-    # A check: can an object be called without positional arguments?
-    takes_options_only = accepts_arguments()
-
-    def is_metric_or_function(target: Any) -> bool:
-        return isinstance(target, Metric) or takes_options_only(target)
-
-    def function_of(target: Any) -> Callable[..., Any]:
-        """Returns the function that gives the metric. For a Metric it takes no options."""
-        if isinstance(target, Metric):
-            return lambda: target
-        return target
-
-    # `target` is the object at the import path. `resolve` has checked that `function_of(target)`
-    # takes the options: {'k': 5} for 'my_file:top(k=5)'.
+    # Import the Metric or function, and check that it takes the options, such as {'k': 5}.
     target, options = resolve(
         text,
         {},
         'train.metrics',
         needs='a Metric, or a function (*, options) that returns one',
-        is_valid=is_metric_or_function,
-        call=function_of,
+        is_valid=_is_metric_or_function,
+        call=_as_function,
     )
-    metric = call_with_config_errors('train.metrics', text, lambda: function_of(target)(**options))
+    # The function is not ours, so its exceptions become ConfigErrors that blame train.metrics.
+    metric = call_with_config_errors('train.metrics', text, lambda: _as_function(target)(**options))
     if not isinstance(metric, Metric):
         raise ConfigError(f'train.metrics={text!r} must return a Metric, not {metric!r:.80}')
     return metric
+
+
+def _is_metric_or_function(target: Any) -> bool:
+    """Returns whether an object is a Metric, or can be called without positional arguments."""
+    can_be_called = accepts_arguments()  # a check that takes the object
+    return isinstance(target, Metric) or can_be_called(target)
+
+
+def _as_function(target: Any) -> Callable[..., Any]:
+    """Returns the function that gives the metric. For a Metric, it takes no options."""
+    if isinstance(target, Metric):
+        return lambda: target
+    return target
 
 
 def outside(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -386,8 +390,10 @@ def values(
 ) -> dict[str, np.ndarray | None]:
     """Computes the value [X] of every evaluated metric, by name.
 
-    `sums` are the sums of R rows, [R, X, ...]. `bytes_per_target` is None if the targets are not
-    text.
+    Args:
+      sums: the sums of R rows and X trials, [R, X, ...], from `row_sums`.
+      bytes_per_target: the mean number of bytes of a target; None if the targets are not text.
+      metrics: the metrics. Those without a `value` are not evaluated, and are left out.
     """
     value_by_name = {}
     for name, metric in metrics.items():
@@ -399,19 +405,21 @@ def values(
 def result_fields(
     metrics: Mapping[str, Metric] = METRICS, corpora: Iterable[str] = ()
 ) -> dict[str, type]:
-    """Returns the fields that metrics have in a result, with types: {'val_loss': float, ...}.
+    """Returns the fields that metrics have in a result, with their types.
 
-    `corpora` are entries of data.evaluate. A field may also be null, if the metric was not
-    measured.
+    The metric 'bleu' has the fields 'val_bleu' and 'test_bleu', further ones for its details, such
+    as 'val_num_sentences', and one for each of `corpora`, such as 'bleu[wmt@test]'. These are
+    entries of data.evaluate. A field may also be null, if the metric was not measured.
     """
     fields: dict[str, type] = {}
     for metric in metrics.values():
-        for prefix in metric.prefixes:
+        for prefix in metric.prefixes:  # 'val' and 'test'
             fields[metric.field(prefix)] = float
             for detail, detail_type in metric.details.items():
                 fields[f'{prefix}_{detail}'] = detail_type
     for corpus in corpora:
-        fields |= {metric.corpus_field(corpus): float for metric in metrics.values()}
+        for metric in metrics.values():
+            fields[metric.corpus_field(corpus)] = float
     return fields
 
 

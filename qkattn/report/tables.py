@@ -233,7 +233,7 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
     """
     loss_heading = f'{prose.SPLITS[findings.split]}|loss'
     for arm in rules.baselines(findings.study, findings.every_arm):
-        shortfalls = list(rules.untrained(arm))
+        shortfalls = list(rules.why_untrained(arm))
         row = {
             'size': arm.size,
             'corpus': arm.corpus,

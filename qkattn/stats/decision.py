@@ -202,17 +202,18 @@ def judge(
 def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
     """Returns the p value of one arm's test, corrected for the arms that share alpha with it.
 
-    An arm leaves the family when its margin test is rejected (see `judge`), so the larger alpha is,
-    the more arms have left. The corrected p value is the smallest alpha that satisfies
+    For example, two arms share alpha, and p is 0.02. While both do, alpha has to be 0.04. At an
+    alpha of 0.03 or more, the margin test of one of them is rejected, and it leaves the other one
+    all of alpha. So an alpha of 0.03 is enough, and the corrected p value is 0.03.
+
+    In general, an arm leaves the family at the alpha at which its margin test is rejected (see
+    `judge`). The larger alpha is, the more arms have left. The corrected p value is the smallest
+    alpha that satisfies
 
         p <= alpha / (number of arms still in the family at alpha),
 
     or 1 if there is none. `p_margins_holm` holds the adjusted p value of each arm's margin test,
-    which is the alpha at which the arm leaves.
-
-    For example, there are two arms, which leave at alpha = 0.03 and 0.9, and p is 0.02. While both
-    are in the family, alpha has to be 0.04. From alpha = 0.03 on, only one is, and an alpha of 0.02
-    or more is enough. So the corrected p value is 0.03.
+    which is the alpha at which the arm leaves; in the example, these are 0.03 and 0.9.
     """
     num_arms = len(p_margins_holm)
     # From alpha = leaving_alphas[k] on, k arms have left.
@@ -230,8 +231,8 @@ def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
 def _detectable(difference: Any, alpha: float) -> float:
     """Returns the |difference| (nats per token) that tests at level `alpha` find.
 
-    A finding has to hold with and without outlying seeds. So the difference must be detectable in
-    both samples, and the larger result counts. Settings that miss their optimum may hide up to
+    A finding has to hold with all seeds, and without the outlying ones (`difference.typical`). So
+    the larger |difference| of both samples counts. Settings that miss their optimum may hide up to
     tuning_low + tuning_high of a difference, so this is added.
     """
     samples = [difference]

@@ -211,7 +211,7 @@ def masked_losses(
         nats_OM of each set, with a row for each of the O = order + 1 numbers of neighbours.
     """
     targets_of_set = [
-        _Targets.read(shown_RT, text_RT, hidden_RT, order)
+        _Targets.from_rows(shown_RT, text_RT, hidden_RT, order)
         for shown_RT, text_RT, hidden_RT in evaluated
     ]
     # The sets share their counts, so they are evaluated as one.
@@ -261,10 +261,13 @@ class _Targets(NamedTuple):
     ids_M: np.ndarray
 
     @classmethod
-    def read(
+    def from_rows(
         cls, shown_RT: np.ndarray, rows_RT: np.ndarray, hidden_RT: np.ndarray, order: int
     ) -> '_Targets':
         """Finds the masked tokens of R rows, and the nearest visible neighbours of each.
+
+        For example, the middle token of [5, MISSING, 7] has the neighbour 5 at offset -1, then 7 at
+        offset +1.
 
         Args:
             shown_RT: The visible ids; MISSING where the text is hidden.
@@ -343,20 +346,21 @@ class _Node(NamedTuple):
         next_token_M = targets.tokens_KM[self.depth, self.target_M]
         has_next_M = next_offset_M != 0
         for offset in np.unique(next_offset_M[has_next_M]):
-            # The child's targets, and the numbers of their longer contexts in the order of c V + w.
+            # Extend the contexts of the child's targets by the token at the offset: context c and
+            # token w give c V + w. The longer contexts are numbered in the order of these integers.
             members = np.flatnonzero(next_offset_M == offset)
             longer_M = self.context_M[members] * vocab_size + next_token_M[members]
             longer_C, context_M = np.unique(longer_M, return_inverse=True)
 
-            # The contexts at the positions of the text. Positions without a context of a target are
-            # left out, as they would not be counted.
+            # Extend the contexts at the positions of the text in the same way. A position whose
+            # longer context is that of no target is not counted.
             added_N = text[self.position_N + offset]
             context_N = _extended(longer_C, self.context_N, added_N, vocab_size)
-            is_kept_N = context_N != MISSING
+            is_counted_N = context_N != MISSING
             yield _Node(
                 depth=self.depth + 1,
-                position_N=self.position_N[is_kept_N],
-                context_N=context_N[is_kept_N],
+                position_N=self.position_N[is_counted_N],
+                context_N=context_N[is_counted_N],
                 target_M=self.target_M[members],
                 context_M=context_M,
                 lower_M=probability_M[members],

@@ -95,8 +95,9 @@ class Sweep:
         """The value to train at, rounded to three significant digits.
 
         With the choice 'vertex', this is the optimum of the parabola. With 'minimax', it is the
-        value with the smallest `excess`. If there is no optimum, or if the value does not lie
-        between the neighbours of `best` on the grid, `best` itself is chosen.
+        value with the smallest `excess`, which bounds how far its loss lies above the lowest one.
+        If there is no optimum, or if the value does not lie between the neighbours of `best` on the
+        grid, `best` itself is chosen.
         """
         index = self.values.index(self.best)
         is_at_end = index in (0, len(self.values) - 1)
@@ -222,8 +223,8 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
             largest_scale_C[is_possible_C], optimum_C[is_possible_C], skew_C[is_possible_C]
         )
         # Refine the grid around the possible curves.
-        optimum_range = _zoomed(curves.optimum_C, optimum_P, optimum_range)
-        skew_range = _zoomed(curves.skew_C, skew_P, skew_range)
+        optimum_range = _finer_range(curves.optimum_C, optimum_P, optimum_range)
+        skew_range = _finer_range(curves.skew_C, skew_P, skew_range)
     return curves
 
 
@@ -239,13 +240,18 @@ def _variance_of_slopes(x_V: np.ndarray, losses_VS: np.ndarray) -> float:
     return float(np.var(slopes_S, ddof=1))
 
 
-def _zoomed(
+def _finer_range(
     possible_C: np.ndarray, grid_P: np.ndarray, limits: tuple[float, float]
 ) -> tuple[float, float]:
-    """Returns the range for the next, finer grid of a parameter of the curves, optimum or skew.
+    """Returns the range of a finer grid for a parameter of the curves: the optimum or the skew.
 
-    It covers the parameters of all possible curves, and one step of the present grid more on each
-    side, within `limits`.
+    For example, the present grid has steps of 0.1, and the optima of the possible curves lie
+    between 0.3 and 0.5. Then the finer grid covers 0.2 to 0.6.
+
+    Args:
+        possible_C: The parameter of each possible curve.
+        grid_P: The present grid.
+        limits: The range that must not be left.
     """
     step = grid_P[1] - grid_P[0]
     lower_limit, upper_limit = limits
@@ -255,14 +261,15 @@ def _zoomed(
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """Returns g(u) = u^2 / 2 (1 + skew u), continued as a straight line where it is not convex.
+    """Returns g(u) = u^2 / 2 (1 + skew u), the shape of a loss around its optimum at u = 0.
 
-    The second derivative, 1 + 3 skew u, is 0 at the inflection u0 = -1 / (3 skew). Beyond this
-    point, the curve continues along its tangent, g(u0) + u0 / 2 (u - u0).
+    Where this is not convex, g is a straight line. The second derivative, 1 + 3 skew u, is 0 at the
+    inflection u0 = -1 / (3 skew). Beyond this point, g continues along its tangent,
+    g(u0) + u0 / 2 (u - u0).
     """
     is_convex = 1 + 3 * skew * u >= 0
     inflection = -1 / np.where(skew, 3 * skew, np.inf)  # without skew, it is not used
-    # u itself where the curve is convex. The added line is then 0.
+    # Where the curve is convex, the line starts at u itself, and adds 0.
     start_of_line = np.where(is_convex, u, inflection)
     curve = start_of_line**2 / 2 * (1 + skew * start_of_line)
     line = start_of_line / 2 * (u - start_of_line)
@@ -336,9 +343,9 @@ def _mean_or_inf(finished_losses: tuple[float, ...], num_seeds: int) -> float:
 def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tuple[float, ...]:
     """Returns the values to screen next, in ascending order.
 
-    If the best value has no worse value below it, the grid needs one more value below; likewise
-    above it. For example, 0.004 is the best of (0.001, 0.002, 0.004) and 0.002 is worse, so 0.008
-    is next. `_nearest_worse` says what worse means. If there is room for one more value only, or if
+    The best value of a grid needs a worse value on each side. On a side without one, the grid grows
+    by one value. For example, 0.004 is the best of (0.001, 0.002, 0.004) and 0.002 is worse, so
+    0.008 is next. `_nearest_worse` says what worse means. If only one more value is allowed, or if
     every value diverged, the grid grows downwards.
 
     Args:
@@ -352,11 +359,11 @@ def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tupl
     """
     best = sweep.values.index(sweep.best)
     below, above = _nearest_worse(sweep.losses, sweep.means, best)
-    has_diverged = not math.isfinite(sweep.means[best])  # then all values have
+    all_diverged = not math.isfinite(sweep.means[best])
     candidates = []
     if below is None:
         candidates.append(sweep.values[0] / ratio)
-    if above is None and not has_diverged:
+    if above is None and not all_diverged:
         candidates.append(sweep.values[-1] * ratio)
     # Ten digits drop rounding errors: 0.1 * 3 becomes 0.3.
     rounded = [float(f'{value:.10g}') for value in candidates]
@@ -384,17 +391,18 @@ def _nearest_worse(
     Returns:
         The indices of both values. An index is None if no value on that side is worse.
     """
-    is_worse = [mean > means[best] for mean in means]
+    # How far the mean of a value has to exceed the best mean. Without a test, any excess counts.
+    # With several seeds, the test says how far, for the values at which every seed finished.
+    critical = [0.0] * len(means)
     num_seeds = len(losses[best])
     finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     if num_seeds > 1 and finished:
-        # The test decides on the finished values. It takes them in the order of their means.
         best_first = sorted(finished, key=lambda index: means[index])
         sorted_losses = [losses[index] for index in best_first]
-        critical = _critical_differences(sorted_losses, len(means) - 1).tolist()
-        for rank, index in enumerate(best_first):
-            if rank > 0:  # rank 0 is the best value itself
-                is_worse[index] = means[index] - means[best] > critical[rank]
+        sorted_critical = _critical_differences(sorted_losses, len(means) - 1).tolist()
+        for index, critical_difference in zip(best_first, sorted_critical, strict=True):
+            critical[index] = critical_difference
+    is_worse = [mean - means[best] > critical[index] for index, mean in enumerate(means)]
 
     below = [index for index in range(best) if is_worse[index]]
     above = [index for index in range(best + 1, len(means)) if is_worse[index]]
@@ -417,20 +425,22 @@ def _critical_differences(losses: list[tuple[float, ...]], num_compared: int) ->
         num_compared: The number of comparisons in Bonferroni's correction.
 
     Returns:
-        The critical difference of each of the V values. The first one is the best, which has none:
-        its number is not used.
+        The critical difference of each of the V values. That of the first value, the best one, is
+        not used.
     """
     losses_VS = np.array(losses)
     num_seeds = losses_VS.shape[1]
+    # Entry k - 1 of each sum below runs over the best k values.
     k_V = np.arange(1, len(losses) + 1)
 
-    # The squares of loss_vs - mean_v. The sums here and below run over the best k values.
+    # The squares of loss_vs - mean_v, summed over seeds and values.
     deviation_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
     squares_V = np.cumsum(np.sum(deviation_VS**2, axis=1))
-    # They are the squares of the levels plus those of the residuals. level_s is the mean deviation
-    # of a seed, so k level_s^2 is the square of its summed deviation over k.
-    deviations_summed_VS = np.cumsum(deviation_VS, axis=0)
-    squares_of_levels_V = np.sum(deviations_summed_VS**2, axis=1) / k_V
+
+    # One part of them is due to the levels. The level of a seed is its mean deviation, so this part
+    # is k sum_s level_s^2 = sum_s (summed deviation)^2 / k. The rest is due to the residuals.
+    summed_deviation_VS = np.cumsum(deviation_VS, axis=0)
+    squares_of_levels_V = np.sum(summed_deviation_VS**2, axis=1) / k_V
     squares_of_residuals_V = np.maximum(squares_V - squares_of_levels_V, 0)
 
     df_V = np.maximum((k_V - 1) * (num_seeds - 1), 1)

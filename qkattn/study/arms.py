@@ -19,7 +19,7 @@ from qkattn.storage.sinks import check_sinks
 from qkattn.study.arm_key import LONGER, SAME_SHAPE, ArmKey, parse_expected
 from qkattn.study.matching import COSTS, match, violated_constraint
 from qkattn.study.protocol import check_protocol, resolved
-from qkattn.study.remedies import Refusal, remedy
+from qkattn.study.remedies import Refusal, suggest_flags
 from qkattn.study.tuning import MODEL_KNOBS
 from qkattn.train.optimizer import check_optimizer
 from qkattn.train.trials import check_metrics
@@ -88,9 +88,12 @@ def parse_variant(text: str) -> dict[str, Any]:
 def build_arms(study: Study) -> list[PlannedArm]:
     """Returns all arms of a study, validated and matched in cost. Compiles nothing.
 
-    The arms are ordered by corpus, then by size. Raises ConfigError for an impossible variant, size
-    or setting. If no model of a variant costs as much as the baseline, the error is a MatchError
-    with the reason for each such variant of a size, and a last line on how all arms match.
+    The arms are ordered by corpus, then by size.
+
+    Raises:
+        ConfigError: A variant, a size or a setting is impossible.
+        MatchError: Some variants have no model that costs as much as the baseline. The message has
+            the reasons, and a last line that suggests flags with which all arms match.
     """
     check_section('', study)
     check_protocol(study)
@@ -109,6 +112,7 @@ def build_arms(study: Study) -> list[PlannedArm]:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
         evaluation_corpora.entries(base)  # raises ConfigError for an invalid entry
 
+    # The arms on the first corpus.
     arms_on_first_corpus: list[PlannedArm] = []
     refusals: list[Refusal] = []
     for size in study.sizes:
@@ -120,7 +124,7 @@ def build_arms(study: Study) -> list[PlannedArm]:
     _require_different_models(arms_on_first_corpus)
     _require_expected_arms(study, arms_on_first_corpus)
 
-    # All corpora have the same arms.
+    # The other corpora have the same arms.
     arms: list[PlannedArm] = []
     for corpus in study.corpora:
         for arm in arms_on_first_corpus:
@@ -144,9 +148,11 @@ def _require_different_models(arms: Sequence[PlannedArm]) -> None:
 
 
 def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Checks that each positive control of the study, such as 'A is worse', names a compared arm.
+    """Checks that each positive control of the study names an arm that is compared.
 
-    Raises ConfigError otherwise. A control 'at equal shape' has to name an arm at that shape.
+    A positive control states a known effect, as in 'qk/vo?num_heads=1 is worse'. If it says 'at
+    equal shape', the arm has to be a control at the baseline's shape. Raises ConfigError if there
+    is no such arm.
     """
     for text in study.expected:
         expected = parse_expected(text)
@@ -170,7 +176,11 @@ def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
 
 
 def _refusal_text(study: Study, refusals: Sequence[Refusal]) -> str:
-    """Returns a line for each reason to refuse variants, and one on how all arms match."""
+    """Returns the message of an error about arms that no model matches in cost.
+
+    It has one line for each reason, which names the variants. The last line suggests flags with
+    which all arms match.
+    """
     variants_of_reason: dict[tuple[str, str], list[str]] = {}  # by size and reason
     for refusal in refusals:
         variants = variants_of_reason.setdefault((refusal.size, refusal.reason), [])
@@ -183,11 +193,11 @@ def _refusal_text(study: Study, refusals: Sequence[Refusal]) -> str:
         if len(study.sizes) > 1:
             subject += f' at {size!r}'
         lines.append(f'{subject} {reason}')
-    lines.append(remedy(study, refusals, _all_match))
+    lines.append(suggest_flags(study, refusals, _all_arms_match))
     return '\n'.join(lines)
 
 
-def _all_match(study: Study, size: str) -> bool:
+def _all_arms_match(study: Study, size: str) -> bool:
     """Returns whether all arms of a study can be matched at a size."""
     try:
         arms, refusals = _arms_at_size(study, size)
@@ -197,6 +207,16 @@ def _all_match(study: Study, size: str) -> bool:
     return not refusals
 
 
+@dataclasses.dataclass(frozen=True)
+class _Baseline:
+    """The baseline at one size, whose cost the other arms of this size have to match."""
+
+    size: str  # as written in the study, such as 'd_model=128'
+    model: ModelConfig
+    which: str  # the cost that is made equal, one of COSTS
+    cost: float | int
+
+
 def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refusal]]:
     """Returns the arms of a size on the first corpus, in the order of the variants.
 
@@ -204,42 +224,13 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
     baseline. The variant's control at the baseline's shape follows, if the study asks for it and
     the variant costs less there. Arms that no model matches are returned as refusals.
     """
-    # The baseline, whose cost the other arms have to match.
     size_fields = parse_fields(size, f'size {size!r}')
-    which = study.match or 'total'  # the cost that is made equal
-    baseline = _model_at_baseline_shape(study, size_fields, study.baseline)
-    validate(dataclasses.replace(study.base, model=baseline))
-    if study.match is not None:
-        baseline = dataclasses.replace(baseline, d_ff=baseline.mlp_width)
-    target = cost.measured(baseline, which)
-    if not target:
-        raise MatchError(f'match={which!r}: a model of kind={baseline.kind!r} has no cache')
-
-    def planned_arm(
-        variant: str,
-        model: ModelConfig,
-        destination: str | None = None,
-        control: str | None = None,
-    ) -> PlannedArm:
-        """Returns the arm of a variant with this model. Raises ConfigError for an invalid model.
-
-        The label of the arm names the destination only if the study has several, as in
-        'qk/no_o [d_ff]'. All arms here have the same `size`, and the same `target` of the cost
-        `which`.
-        """
-        validate(dataclasses.replace(study.base, model=model))
-        label = variant
-        if destination is not None and len(study.destinations) > 1:
-            label = f'{variant} [{destination}]'
-        key = ArmKey(label, size, study.corpora[0], control)
-        residual = cost.measured(model, which) / target - 1
-        return PlannedArm(variant, destination, key, model, target, residual)
-
+    baseline = _baseline_at_size(study, size, size_fields)
     arms: list[PlannedArm] = []
     refusals: list[Refusal] = []
     for variant in study.variants:
         if variant == study.baseline:
-            arms.append(planned_arm(variant, baseline))
+            arms.append(_planned_arm(study, baseline, variant, baseline.model))
             continue
 
         # One arm for each destination.
@@ -251,25 +242,64 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
                 try:
                     model = match(
                         unmatched,
-                        target,
-                        which=which,
+                        baseline.cost,
+                        which=baseline.which,
                         fill=study.fill,
                         tolerance=study.tolerance,
                         destination=destination,
                     )
                 except MatchError as error:
-                    refusals.append(Refusal(size, baseline, variant, str(error)))
+                    refusals.append(Refusal(size, baseline.model, variant, str(error)))
                     continue
-            arms.append(planned_arm(variant, model, destination))
+            arms.append(_planned_arm(study, baseline, variant, model, destination))
 
         # The control at the baseline's shape.
         if study.controls.equal_shape:
-            model = dataclasses.replace(unmatched, d_ff=unmatched.d_ff or baseline.d_ff)
+            d_ff = unmatched.d_ff or baseline.model.d_ff
+            model = dataclasses.replace(unmatched, d_ff=d_ff)
             can_be_built = violated_constraint(model) is None
-            costs_less = can_be_built and cost.measured(model, which) < target
+            costs_less = can_be_built and cost.measured(model, baseline.which) < baseline.cost
             if costs_less and model not in [arm.model for arm in arms]:
-                arms.append(planned_arm(variant, model, control=SAME_SHAPE))
+                arms.append(_planned_arm(study, baseline, variant, model, control=SAME_SHAPE))
     return arms, refusals
+
+
+def _baseline_at_size(study: Study, size: str, size_fields: dict[str, Any]) -> _Baseline:
+    """Returns the baseline of a study at a size; `size_fields` are the model fields of the size.
+
+    Raises ConfigError for an invalid model, and MatchError if the model has no cache to match.
+    """
+    model = _model_at_baseline_shape(study, size_fields, study.baseline)
+    validate(dataclasses.replace(study.base, model=model))
+    if study.match is not None:
+        model = dataclasses.replace(model, d_ff=model.mlp_width)
+    which = study.match or 'total'
+    baseline_cost = cost.measured(model, which)
+    if not baseline_cost:
+        raise MatchError(f'match={which!r}: a model of kind={model.kind!r} has no cache')
+    return _Baseline(size, model, which, baseline_cost)
+
+
+def _planned_arm(
+    study: Study,
+    baseline: _Baseline,
+    variant: str,
+    model: ModelConfig,
+    destination: str | None = None,
+    control: str | None = None,
+) -> PlannedArm:
+    """Returns the arm of a variant with a model. Raises ConfigError for an invalid model.
+
+    The label of the arm names the destination of the saved parameters only if the study has
+    several, as in 'qk/no_o [d_ff]'.
+    """
+    validate(dataclasses.replace(study.base, model=model))
+    label = variant
+    if destination is not None and len(study.destinations) > 1:
+        label = f'{variant} [{destination}]'
+    key = ArmKey(label, baseline.size, study.corpora[0], control)
+    residual = cost.measured(model, baseline.which) / baseline.cost - 1
+    return PlannedArm(variant, destination, key, model, baseline.cost, residual)
 
 
 def _model_at_baseline_shape(
@@ -300,9 +330,10 @@ def _model_at_baseline_shape(
 
 
 def row_title(key: ArmKey, keys: Iterable[ArmKey]) -> str:
-    """Returns the title of an arm in a table of the arms `keys`.
+    """Returns the title of an arm in a table of the arms `keys`, as in 'qk/no_o (longer)'.
 
-    These are its variant and control, and its size and corpus where the arms have several.
+    The title has the variant and the control. The size and the corpus follow if the arms of the
+    table have several.
     """
     parts = [key.variant]
     if key.control is not None:
@@ -314,11 +345,11 @@ def row_title(key: ArmKey, keys: Iterable[ArmKey]) -> str:
     return ' '.join(parts)
 
 
-def table(arms: Sequence[PlannedArm], equal: str | None) -> str:
+def table(arms: Sequence[PlannedArm], matched_cost: str | None) -> str:
     """Returns a table of all arms: shape, parameters by group, residual, FLOPs and cache.
 
-    `equal` is the cost that was made equal, such as 'total' (see COSTS). The first line names it.
-    It is None for a study without matching.
+    `matched_cost` is the cost that was made equal, such as 'total' (see COSTS). A first line above
+    the table names it. It is None for a study without matching.
     """
     keys = [arm.key for arm in arms]
     rows: list[dict[str, str]] = []
@@ -338,8 +369,8 @@ def table(arms: Sequence[PlannedArm], equal: str | None) -> str:
         row['FLOP/token'] = f'{cost.flops_per_token(config):,.0f}'
         row['cache/token'] = f'{cost.cache_floats_per_token(config):,}'
         rows.append(row)
-    titles = [(title, title == 'variant') for title in rows[0]]
+    titles = [(title, title == 'variant') for title in rows[0]]  # whether the column is flush left
     text = text_table(titles, [list(row.values()) for row in rows])
-    if equal is None:
+    if matched_cost is None:
         return text
-    return f'equal: {COSTS[equal]}\n{text}'
+    return f'equal: {COSTS[matched_cost]}\n{text}'

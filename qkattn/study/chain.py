@@ -53,16 +53,17 @@ _SCHEMA = {
 
 
 def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
-    """Returns the question that an arm asks, as a key to compare with arms of other studies.
+    """Returns the question that an arm asks: a key by which arms of several studies are compared.
 
-    Two studies may write the same arm differently. There are three cases:
+    Two studies may write the same arm in different ways. For example, a study that matches only
+    d_model has the arm 'qk/no_o', and one that matches d_model or d_ff has 'qk/no_o [d_model]'.
+    Both ask the question 'qk/no_o [d_model]'. There are three cases:
 
-    - The baseline, a same-shape control, and an arm whose label names its destination: the question
-      is the key of the arm.
-    - An arm without a destination in its label, because its study has only one destination: the
-      question names it. If the study matches d_model, 'qk/no_o' asks 'qk/no_o [d_model]'.
-    - An arm of a study without matching: it has the shape of the baseline, so it asks what a
-      same-shape control of a study with matching asks.
+    - The label of the arm lacks the destination of the saved parameters, because its study has only
+      one. The question adds it.
+    - The study matches no cost, so the arm has the shape of the baseline. Its question is that of a
+      same-shape control in a study that matches.
+    - All other arms, and baselines: the question is the key of the arm.
 
     `declared` has the fields `baseline`, `destinations` and `matched` of study.json.
     """
@@ -102,12 +103,16 @@ class _Pooled(NamedTuple):
     seeds: frozenset[int]
 
 
-def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) -> list[Earlier]:
-    """Returns the earlier studies in the chain of a study: first those that it repeats itself.
+def earlier_studies(
+    directory: Path, study_ledger: Ledger, declared: Mapping[str, Any]
+) -> list[Earlier]:
+    """Returns the earlier studies in the chain of a study.
+
+    If study A repeats B, and B repeats C, the result for A is [B, C].
 
     Args:
         directory: The directory of the study.
-        kept: Its ledger.
+        study_ledger: Its ledger.
         declared: The content of its study.json.
 
     Raises ReportError if
@@ -117,36 +122,46 @@ def earlier_studies(directory: Path, kept: Ledger, declared: Mapping[str, Any]) 
     - two studies of the chain ask the same question with the same seed.
     """
     name = declared.get('repeats')
-    if name is not None and name not in [repeat.study for repeat in kept.repeats]:
+    if name is not None and name not in [repeat.study for repeat in study_ledger.repeats]:
         raise ReportError(
             f'{directory / "study.json"} repeats {name!r}, which '
             f'{directory / ledger.NAME} does not declare; {ledger.ADVICE}'
         )
-    if not kept.repeats:
+    if not study_ledger.repeats:
         return []
 
-    # Several studies of the chain may repeat the same study, which is listed once. The hash of its
-    # ledger line identifies it.
+    # If several studies of the chain repeat the same study, it is listed once. The last line of its
+    # ledger identifies it, by the hash of the line.
     chain: dict[str, Earlier] = {}
-    for earlier in _all_repeated(directory, kept, declared, (directory.resolve(),)):
+    for earlier in _all_repeated(directory, study_ledger, declared, (directory.resolve(),)):
         chain.setdefault(earlier.repeat.entry, earlier)
-    _require_different_seeds(directory, kept, declared, list(chain.values()))
+    _require_different_seeds(directory, study_ledger, declared, list(chain.values()))
     return list(chain.values())
 
 
 def _require_different_seeds(
-    directory: Path, kept: Ledger, declared: Mapping[str, Any], chain: Sequence[Earlier]
+    directory: Path,
+    study_ledger: Ledger,
+    declared: Mapping[str, Any],
+    repeated_studies: Sequence[Earlier],
 ) -> None:
     """Raises ReportError if two studies of a chain ask the same question with the same seed.
 
-    The result of a comparison is pooled over the seeds of all studies that make it, so no seed may
-    count twice. Only the comparisons of the study in `directory` matter, and `chain` has the
-    earlier studies. `kept` is the ledger of the study and `declared` the content of its study.json.
+    Seeds of all studies that ask a question are pooled, so no seed may count twice. Only questions
+    that the last study of the chain asks are pooled.
+
+    Args:
+        directory: The directory of the last study.
+        study_ledger: Its ledger.
+        declared: The content of its study.json.
+        repeated_studies: The studies that it repeats, and those that they repeat.
     """
-    questions = _questions(kept.arms, declared)
+    questions = _questions(study_ledger.arms, declared)
     compared = frozenset(key for key in questions if key.variant != declared['baseline'])
+
+    # What each study adds to the pooled comparisons. Seeds of lost studies are not pooled.
     pools = [_Pooled(directory.name, compared, frozenset(declared['seeds']))]
-    for earlier in chain:
+    for earlier in repeated_studies:
         if earlier.path is not None:
             pools.append(_Pooled(earlier.name, earlier.questions & compared, earlier.seeds))
     for first, second in combinations(pools, 2):
@@ -160,16 +175,16 @@ def _require_different_seeds(
 
 
 def _all_repeated(
-    directory: Path, kept: Ledger, declared: Mapping[str, Any], route: tuple[Path, ...]
+    directory: Path, study_ledger: Ledger, declared: Mapping[str, Any], route: tuple[Path, ...]
 ) -> list[Earlier]:
     """Returns the studies that a study repeats, followed by the studies that those repeat.
 
-    If A repeats B, and B repeats C, the result for A is [B, C]. A study appears once for each
-    study that repeats it.
+    If A repeats B, and B repeats C, the result for A is [B, C]. If two studies repeat the same
+    study, it appears twice.
 
     Args:
         directory: The directory of the study.
-        kept: Its ledger.
+        study_ledger: Its ledger.
         declared: The content of its study.json.
         route: The directories of the studies on the way from the first study to this one, both
             included. When the function calls itself for B, this is (A, B).
@@ -178,11 +193,11 @@ def _all_repeated(
         ReportError: A repeated study is on the route, so the repeats form a circle; or it cannot be
             read.
     """
-    repeated = [_repeated_study(directory, repeat, declared) for repeat in kept.repeats]
+    repeated = [_repeated_study(directory, repeat, declared) for repeat in study_ledger.repeats]
     studies = list(repeated)
     for earlier in repeated:
         if earlier.path is None:
-            continue  # it is lost, and so is what it repeats
+            continue  # the study is lost, so what it repeats is not known
         if earlier.path.resolve() in route:
             names = ' -> '.join(path.name for path in (*route, earlier.path))
             raise ReportError(f'{directory / ledger.NAME} closes a circle of repeats: {names}')
@@ -196,17 +211,18 @@ def _all_repeated(
 
 
 def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]) -> Earlier:
-    """Reads a study that another study repeats.
+    """Finds and reads a study that another study repeats.
 
     Args:
         directory: The directory of the study that repeats it.
-        repeat: The line about the repeat in that study's ledger.
-        declared: The content of that study's study.json.
+        repeat: What the ledger in `directory` says about the repeated study: its name, and the
+            hash of the last line of its ledger at that time (`repeat.entry`).
+        declared: The content of study.json in `directory`.
 
     Raises:
-        ReportError: The repeated study is not found, or its ledger lacks the entry in `repeat`.
+        ReportError: The repeated study is not found, or its ledger has no line with that hash.
     """
-    # Of a lost study, only the seeds and arms in `repeat` are known.
+    # The files of a lost study are gone. Its seeds and arms are known from `repeat`.
     if repeat.is_lost:
         return Earlier(
             repeat,
@@ -222,19 +238,19 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
             f'{directory.parent / repeat.study} nor in {COMMITTED}; copy it there'
         )
 
-    # Several studies may have this name. The right one has the ledger line of the repeat.
+    # Several studies may have this name. The hash tells which one was repeated.
     for path in paths:
-        ledger_there = ledger.read(path / ledger.NAME)
-        hashes = [entry['hash'] for entry in ledger_there.entries]
+        repeated_ledger = ledger.read(path / ledger.NAME)
+        hashes = [entry['hash'] for entry in repeated_ledger.entries]
         if repeat.entry in hashes:
-            declared_there = read_json(path / 'study.json', _SCHEMA)
+            repeated = read_json(path / 'study.json', _SCHEMA)
             return Earlier(
                 repeat,
                 path,
-                seeds=frozenset(declared_there['seeds']),
-                questions=_questions(ledger_there.arms, declared_there),
-                family=_family(ledger_there.arms, declared_there),
-                expected=tuple(declared_there.get('expected', ())),
+                seeds=frozenset(repeated['seeds']),
+                questions=_questions(repeated_ledger.arms, repeated),
+                family=_family(repeated_ledger.arms, repeated),
+                expected=tuple(repeated.get('expected', ())),
             )
     raise ReportError(
         f'{directory / ledger.NAME} repeats {repeat.study!r} as of the entry {repeat.entry[:12]}, '
@@ -317,12 +333,12 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
 def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
     """Returns why a study cannot repeat the one in `path`; None if it can.
 
-    `declared` is the content of study.json of the study that would be the repeat.
+    `declared` is the content of study.json of the study that would repeat it.
     """
-    declared_there = read_json(path / 'study.json', _SCHEMA)
+    candidate = read_json(path / 'study.json', _SCHEMA)
     are_matched = declared['matched'] is not None
     changes = differences(
-        _settings_to_share(declared_there, are_matched), _settings_to_share(declared, are_matched)
+        _settings_to_share(candidate, are_matched), _settings_to_share(declared, are_matched)
     )
     if changes:
         return (
@@ -330,10 +346,10 @@ def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
             'learning rates, tuning and controls'
         )
     compared = set(declared['variants']) - {declared['baseline']}
-    if not compared.intersection(declared_there['variants']):
+    if not compared.intersection(candidate['variants']):
         return (
             f'{path} compares none of the variants {", ".join(declared["variants"])} with '
-            f'{declared["baseline"]}; it has {", ".join(declared_there["variants"])}'
+            f'{declared["baseline"]}; it has {", ".join(candidate["variants"])}'
         )
     return None
 
@@ -343,17 +359,16 @@ def _settings_to_share(study: Mapping[str, Any], are_matched: bool) -> dict[str,
 
     Args:
         study: The content of study.json of either study.
-        are_matched: Whether the repeat matches its arms in cost. If it does not, its arms have the
-            baseline's shape, and so have the arms of the repeated study that they compare with. So
-            the settings of matching need not be equal.
+        are_matched: Whether the repeat matches its arms in cost. If not, all arms that are compared
+            have the baseline's shape, so the two studies need not match in the same way.
     """
     names = [*_EQUAL]
     if are_matched:
         names += _EQUAL_IF_MATCHED
     settings = {name: study[name] for name in names}
 
-    # The base config has to be equal, too, without some settings that may differ: the trials, a
-    # whole section such as 'mesh', or a field of a section such as 'train.log_every'.
+    # The base config has to be equal, too, except for some settings: the trials, a whole section
+    # such as 'mesh', or a field of a section such as 'train.log_every'.
     base = {section: fields for section, fields in study['base'].items() if section != 'trials'}
     for name in (*HARMLESS, *OF_MACHINE):
         section, _, field = name.partition('.')

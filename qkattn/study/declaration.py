@@ -65,15 +65,16 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     declared['matched'] = declared.pop('match')
     declared['variants'] = list(dict.fromkeys(arm.key.variant for arm in primary_arms))
     if is_tuned:
-        # A setting that is not tuned has a grid of one value, that of the baseline.
+        # The grid of a setting that is not tuned has one value. It is that of the baseline, though
+        # a variant may set another one.
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
         for knob, grid in plan.grids(study, baseline).items():
             declared['tuning'][f'{knob}s'] = grid
     else:
         declared['tuning'] = None
     declared['seeds'] = seeds
-    # `looks` are the numbers of seeds at interim analyses. Studies have none, so the only number is
-    # that of all seeds. Ledgers know a study by a hash that includes this field, so it stays.
+    # `looks` lists the numbers of seeds at which results are analyzed. They are analyzed once, with
+    # all seeds. The hash that ledgers record includes this field, so it stays.
     declared['looks'] = [len(seeds)] if is_tuned else []
     declared['base_hash'] = fingerprint(study.base)
     declared['arms'] = [arm.key._asdict() for arm in arms]
@@ -85,8 +86,12 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
 def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     """Declares a study in its directory, and returns the content of study.json.
 
-    A new study is written to study.json, and its hash to the ledger. If the directory already holds
-    the study, it continues there (see `_continued`), and both files are written if it has changed.
+    There are two cases:
+
+    - The directory is new. study.json gets the study, and the ledger gets the hash of this file.
+    - The directory holds the same study already, which continues. If it has grown, for example by a
+      variant, both files are written again.
+
     Raises ConfigError if the directory holds another study, or parts of one.
     """
     declared = content(study, arms)
@@ -94,15 +99,15 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
     ledger_file = path / ledger.NAME
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
-        is_begun = study_file.exists() or ledger_file.exists() or (path / 'runs').exists()
-        earlier = None
+        is_new = not (study_file.exists() or ledger_file.exists() or (path / 'runs').exists())
+        earlier = None  # what study.json holds already
         if study_file.exists():
             earlier = records.read_json(study_file, {})
             declared = _continued(study_file, study, earlier, declared)
-        if is_begun:
+        if not is_new:
             _require_declared(study_file, earlier, declared)
         _check_runs(path, study, arms)
-        repeats = None if is_begun else _repeats(path, declared)
+        repeats = _repeats(path, declared) if is_new else None
 
         # The ledger is written first; see `_require_declared`.
         ledger.declare(path, declared, repeats)
@@ -114,11 +119,15 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
 def _require_declared(
     study_file: Path, earlier: dict[str, Any] | None, declared: dict[str, Any]
 ) -> None:
-    """Raises ConfigError unless the ledger has the hash of the study.json beside it.
+    """Raises ConfigError unless the ledger has recorded the hash of study.json.
 
-    `earlier` is the content of study.json, or None without this file. The ledger is written before
-    study.json. So after a crash between the two, it may have the hash of `declared`, the content
-    that study.json is about to get.
+    The ledger is written before study.json. If a worker crashed between the two, the ledger already
+    has the hash of the content that study.json still has to get.
+
+    Args:
+        study_file: The study.json.
+        earlier: Its content; None if there is no such file.
+        declared: The content that it has to get.
     """
     ledger_file = study_file.parent / ledger.NAME
     valid_hashes = [ledger.digest(declared)]
@@ -211,8 +220,8 @@ def _continued(
 def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dict[str, Any]:
     """Returns the settings in a study.json that must not change when the study continues.
 
-    A file of an earlier version lacks the fields that were introduced since. They get their
-    defaults, so that it can be compared with a file of this version.
+    The file may have been written by an earlier version, which did not have all settings of this
+    version. Such settings get their defaults, so that the files of both versions can be compared.
 
     Args:
         study: Any study; its class has the defaults.
@@ -220,7 +229,7 @@ def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dic
         base: The base config in this content.
     """
     cls: Any = type(study)
-    # All files have the fields of schema 1.
+    # Every file has the settings of schema 1, the oldest one.
     fields_of_schema_1 = serialize.fields_added_by_schema('1', cls)
     settings: dict[str, Any] = {}
     for name, default in serialize.defaults(cls).items():

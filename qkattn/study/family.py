@@ -1,7 +1,7 @@
 """Families: sets of comparisons that are decided together, each p value corrected for all of them.
 
-Both that decide on comparisons collect them in a `Family`: the plan of a study, which trains the
-decided arms longer, and its verdicts.
+Comparisons are decided in two places, and both collect them in a `Family`: the plan of a study,
+which trains the decided arms longer, and its verdicts.
 """
 
 from collections.abc import Hashable, Iterable
@@ -15,8 +15,8 @@ from qkattn.study.arm_key import SAME_SHAPE, ArmKey, Expected
 class Family:
     """Comparisons that are decided together.
 
-    `size` is the number of comparisons of the finished study. Those that are not added, as they
-    have no results yet, are corrected for all the same.
+    `size` is the number of comparisons in the finished study. P values are corrected for all of
+    them, also for those that have no results yet and are not added.
     """
 
     def __init__(self, size: int):
@@ -32,10 +32,14 @@ class Family:
         diverged: tuple[int, int],
         look: int = 1,
     ) -> None:
-        """Adds a comparison; `difference` is None if no seed finished in both arms.
+        """Adds the comparison of an arm with its baseline.
 
-        `diverged` has the numbers of diverged trials of the arm and of its baseline. `look` is 1
-        for a question that no earlier study has asked.
+        Args:
+            name: Identifies the comparison.
+            difference: The arm's loss minus the baseline's; None if no seed finished in both.
+            diverged: The numbers of diverged trials, as (the arm's, the baseline's).
+            look: How many studies have made this comparison, this one included. It is 1 for the
+                first study. Each repeat of a study looks once more, and is tested more strictly.
         """
         self.differences[name] = difference
         self.diverged[name] = diverged
@@ -49,16 +53,16 @@ class Family:
 
 
 def is_compared(key: ArmKey, baseline: str) -> bool:
-    """Whether an arm belongs to the family of primary arms: no control, and no baseline."""
+    """Returns whether an arm is a primary arm: neither a control nor a baseline."""
     return key.control is None and key.variant != baseline
 
 
 def primary_arms(keys: Iterable[ArmKey], baseline: str) -> list[ArmKey]:
-    """The arms whose comparisons with the baseline are the main family of a study."""
+    """Returns the primary arms: those that a study compares with its baseline."""
     return [key for key in keys if is_compared(key, baseline)]
 
 
 def expected_arms(keys: Iterable[ArmKey], expected: Expected) -> list[ArmKey]:
-    """The arms that a positive control is about: one for each size and corpus."""
+    """Returns the arms that a positive control is about: one for each size and corpus."""
     control = SAME_SHAPE if expected.same_shape else None
     return [key for key in keys if (key.variant, key.control) == (expected.variant, control)]

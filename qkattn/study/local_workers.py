@@ -55,60 +55,74 @@ def _gpus() -> list[str] | None:
     return machine.accelerators(jax.config.jax_platforms)  # type: ignore[attr-defined]
 
 
-def limit(
-    study: Study, arms: list[PlannedArm], wanted: int | None, runs_left: list[PlannedRun]
+def count_workers(
+    study: Study, arms: list[PlannedArm], max_workers: int | None, runs_left: list[PlannedRun]
 ) -> int:
-    """Returns how many workers to start: at most `wanted`, if it is a number.
+    """Returns how many workers to start on this machine, at least 1.
 
-    There are at most as many workers as the machine has room for:
+    For example, a machine with 4 GPUs has room for 4 workers if each trains on one GPU. If only 3
+    runs are left, 3 workers are started, as a worker trains one run at a time.
 
     - With GPUs, each worker takes the GPUs of its mesh and one core.
-    - Without GPUs, each worker takes one core. If `wanted` is None, the workers also have to fit
-      into memory.
+    - Without GPUs, each worker takes one core. If `max_workers` is None, the workers also have to
+      fit into memory.
     - An accelerator that cannot be divided has one worker.
 
-    A worker trains one run at a time, so there are at most as many workers as runs.
+    Args:
+        study: The study.
+        arms: Its arms.
+        max_workers: The number that the user asks for. Fewer are started if there is no room for
+            them. None asks for as many as there is room for.
+        runs_left: The runs planned so far that have no result.
     """
     gpus = _gpus()
     if gpus is None:
         # One process drives all chips of such an accelerator.
         return 1
-    most_on_machine = float(len(machine.usable_cores()))
+
+    # How many workers does the machine have room for?
+    room = float(len(machine.usable_cores()))
     if gpus:
         gpus_of_worker = math.prod(dataclasses.astuple(study.base.mesh))
-        most_on_machine = min(most_on_machine, len(gpus) // gpus_of_worker)
-    elif wanted is None and runs_left:
+        room = min(room, len(gpus) // gpus_of_worker)
+    elif max_workers is None and runs_left:
         memory_of_worker = _PROCESS + _TRAINING * least_memory(runs_left[0].config)
-        most_on_machine = min(most_on_machine, machine.free_memory() / memory_of_worker)
+        room = min(room, machine.free_memory() / memory_of_worker)
 
-    most_runs = len(runs_left)
+    # How many workers have something to do? The plan of a tuned study grows: each arm has further
+    # runs once its first one is finished.
+    num_busy = len(runs_left)
     if runs_left and study.tuning.seeds:
-        # The plan of a tuned study grows: each arm has further runs once its first one is finished.
-        most_runs = max(most_runs, len(arms))
-    number = min(most_on_machine, most_runs)
-    if wanted is not None:
-        number = min(number, wanted)
+        num_busy = max(num_busy, len(arms))
+    number = min(room, num_busy)
+    if max_workers is not None:
+        number = min(number, max_workers)
     return max(1, int(number))
 
 
-def run(study: Study, workdir: str | Path, arms: list[PlannedArm], wanted: int | None) -> Path:
+def run(study: Study, workdir: str | Path, arms: list[PlannedArm], max_workers: int | None) -> Path:
     """Trains until every run of the study has its result; returns the study's directory.
 
-    Starts at most `wanted` workers. If `wanted` is None, it starts as many as there is room for. A
-    single worker trains in this process. Raises ConfigError and Stopped like `worker.run`, and
-    ProcessError if runs remain because workers crashed.
+    Starts at most `max_workers` workers, each a process of its own. If `max_workers` is None, it
+    starts as many as there is room for. A single worker trains in this process.
+
+    Raises:
+        ConfigError, Stopped: As in `worker.run`.
+        ProcessError: Runs have no result because workers crashed.
     """
     path = check_directory(workdir)
     declaration.require_chain(path, study, arms)
     number = 1
-    if wanted != 1:
+    if max_workers != 1:
         declaration.require_no_run(path)
-        number = limit(study, arms, wanted, worker.runs_without_result(study, arms, path))
+        runs_left = worker.runs_without_result(study, arms, path)
+        number = count_workers(study, arms, max_workers, runs_left)
         log.info('%s: workers on this machine: %d', study.name, number)
     if number == 1:
         return worker.run(study, path, arms=arms)
 
     with StopRequest() as stop:
+        # This process ends after its workers, which save their state first.
         stop.defer_exit()
         last_crash = _train(number, (study, path, arms, sys.orig_argv), stop)
     runs_left = worker.runs_without_result(study, arms, path)

@@ -84,14 +84,15 @@ class Dimension:
     def resized(self, value: int) -> ModelConfig:
         """Returns the model at another value of this dimension.
 
-        The fields that depend on the dimension are adapted; `match` lists them.
+        Other dimensions follow, so that the variant stays comparable; `match` says how.
         """
         config = self.config
         if self.name == 'd_model':
             return self._at_width(value)
         if self.name == 'd_ff':
             return dataclasses.replace(config, d_ff=value)
-        # The width of the MLP stays. A default width is made explicit.
+        # For heads and layers, the width of the MLP stays. d_ff=None would stand for a width that
+        # follows d_model, so the width is set.
         if self.name == 'num_heads':
             head_size = config.head_size or config.d_model // config.num_heads
             return dataclasses.replace(
@@ -124,11 +125,11 @@ class Dimension:
                 return value
         return None
 
-    def across(self, value: int, target: float) -> int | None:
-        """Returns the next usable value after `value`, upwards if it costs less than `target`.
+    def next_toward(self, target: float, value: int) -> int | None:
+        """Returns the next usable value after `value`, in the direction in which `target` lies.
 
-        The search goes downwards if `value` costs `target` or more. Returns None if there is no
-        usable value above 0 and below SEARCH_LIMIT times the baseline's value.
+        The direction is up if `value` costs less than `target`, and down otherwise. Returns None if
+        there is no usable value above 0 and below SEARCH_LIMIT times the baseline's value.
         """
         if self.cost(value) < target:
             limit = SEARCH_LIMIT * self.baseline_value
@@ -138,14 +139,13 @@ class Dimension:
     def nearest(self, target: float) -> int:
         """Returns the usable value whose cost is nearest to `target`.
 
-        A value is usable if the variant can be built there. Costs grow with the value, so the
-        search has three steps:
+        A value is usable if the variant can be built there. For example, some variants need a power
+        of two. Costs grow with the value, so the search has three steps:
 
         1. Double an upper bound until it costs `target` or more.
         2. Bisect the values up to the bound for the first one that costs `target` or more.
-        3. Of the usable values below this one and from it on, return the one whose cost is nearer.
+        3. Return that value or the usable value below it, whichever has the nearer cost.
 
-        In steps 1 and 2, the next usable value above it stands in for a value that is not usable.
         Values of SEARCH_LIMIT times the baseline's value or more are not tried. Raises MatchError
         if the cost does not depend on this dimension.
         """
@@ -157,27 +157,31 @@ class Dimension:
         if next_value is not None and self.cost(next_value) == self.cost(start):
             raise MatchError(f'has the same cost at any {self.name}')
 
-        def reaches_target(value: int) -> bool:
-            """Returns whether the first usable value from `value` on costs `target` or more.
-
-            Also returns True if there is none, so that the search ends.
-            """
-            usable = self.first_usable(range(value, limit, self.step))
-            return usable is None or self.cost(usable) >= target
-
         upper = start
-        while not reaches_target(upper):
+        while not self._reaches(target, upper):
             upper *= 2
 
-        # reaches_target is False for the first candidates and True for the last ones.
+        # The target is reached at the last candidates, but not at the first ones.
         candidates = range(self.step, upper + 1, self.step)
-        first_index = bisect.bisect_left(candidates, True, key=reaches_target)
-        value = candidates[first_index]
+        first_index = bisect.bisect_left(
+            candidates, True, key=lambda value: self._reaches(target, value)
+        )
+        reaching = candidates[first_index]
 
-        below = self.first_usable(range(value - self.step, 0, -self.step))
-        from_it_on = self.first_usable(range(value, limit, self.step))
-        neighbours = [neighbour for neighbour in (below, from_it_on) if neighbour is not None]
-        return min(neighbours, key=lambda neighbour: abs(self.cost(neighbour) - target))
+        below = self.first_usable(range(reaching - self.step, 0, -self.step))
+        at_or_above = self.first_usable(range(reaching, limit, self.step))
+        neighbours = [value for value in (below, at_or_above) if value is not None]
+        return min(neighbours, key=lambda value: abs(self.cost(value) - target))
+
+    def _reaches(self, target: float, value: int) -> bool:
+        """Returns whether the model costs `target` or more at `value`.
+
+        If `value` is not usable, the next usable value above it counts. If there is none, the
+        search has to end, so the target counts as reached.
+        """
+        limit = SEARCH_LIMIT * self.baseline_value
+        usable = self.first_usable(range(value, limit, self.step))
+        return usable is None or self.cost(usable) >= target
 
 
 def match(
@@ -262,26 +266,28 @@ def _why_unchanged(dimension: Dimension, target: float) -> str:
 
     For example, the cost is 7% below the target at d_model=96, and 8% above it at the next usable
     value, d_model=104. So d_model stays at 96. The sentence gives both differences, and the reason
-    for the step of 8. It has no subject, as those of `match`.
+    why there is no value between. It has no subject, like the errors of `match`:
+
+        is -7.00% from the target at d_model=96 and +8.00% at d_model=104, and no other d_model is
+        nearer, so d_ff would absorb it all: d_model moves in steps of 8, as ...
     """
     name = dimension.name
     value = dimension.baseline_value
     gap = dimension.cost(value) / target - 1
-    next_value = dimension.across(value, target)
+    here = f'is {gap:+.2%} from the target at {name}={value}'
     no_other = f'no other {name} is nearer, so d_ff would absorb it all'
+
+    next_value = dimension.next_toward(target, value)
     if next_value is None:
-        # Give the reason why the variant cannot be built at the value beside this one.
-        sentence = f'is {gap:+.2%} from the target at {name}={value}, and {no_other}'
+        # The variant cannot be built at any further value. Say why at the one beside this value.
+        sentence = f'{here}, and {no_other}'
         beside = value + dimension.step if gap < 0 else value - dimension.step
         if beside > 0:
             sentence += f': at {name}={beside} it {violated_constraint(dimension.resized(beside))}'
         return sentence
 
     next_gap = dimension.cost(next_value) / target - 1
-    sentence = (
-        f'is {gap:+.2%} from the target at {name}={value} and {next_gap:+.2%} at '
-        f'{name}={next_value}, and {no_other}'
-    )
+    sentence = f'{here} and {next_gap:+.2%} at {name}={next_value}, and {no_other}'
     step = abs(next_value - value)
     is_smallest_step = name == 'd_model' and step == dimension.smallest_width
     if is_smallest_step and uses_slices(dimension.config):

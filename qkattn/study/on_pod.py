@@ -47,7 +47,8 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
         for note in description.notes:
             arms_of_note.setdefault(note, []).append(title)
 
-    titles = [('arm', True)]  # flush left
+    # Each column has a title, and whether it is flush left. '|' is a line break in a title.
+    titles = [('arm', True)]
     names = ('trials', 'tokens|per step', 'state|GB', 'memory|GB', 'of HBM', 'TFLOP', 'ms at|peak')
     titles += [(name, False) for name in names]
     lines = [text_table(titles, rows), 'state, memory and TFLOP are per device, and of one step']

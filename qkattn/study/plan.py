@@ -114,7 +114,7 @@ def grids(study: Study, arm: PlannedArm) -> dict[str, tuple[float, ...]]:
 
 
 def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[PlannedRun]:
-    """Returns the runs of a study that the results of finished runs determine so far.
+    """Returns the runs of a study that can be planned from the results of finished runs.
 
     - An arm of a study without tuning has a single run.
     - An arm of a tuned study has its screening runs and, once screening has ended, a verdict run.
@@ -125,6 +125,7 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
     if not study.tuning.seeds:
         return [_run(study, arm, SINGLE, None, study.base.trials.seeds) for arm in arms]
 
+    # Screening and verdict of each arm.
     planned: list[PlannedRun] = []
     settings_of_arm: dict[ArmKey, Settings] = {}
     for arm in arms:
@@ -134,7 +135,8 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
     if study.controls.longer is None:
         return planned
 
-    # Longer runs are not judged, so all decided arms are listed before the plan gets longer runs.
+    # The same for the decided arms, trained longer. All decided arms are listed first, because
+    # longer runs in `planned` would be judged as well.
     decided_arms = list(_decided(study, results, arms, planned))
     for arm in decided_arms:
         longer_arm = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
@@ -161,7 +163,7 @@ def results_in(path: Path) -> Results:
     return results
 
 
-def left(planned: Sequence[PlannedRun], results: Results) -> list[PlannedRun]:
+def without_result(planned: Sequence[PlannedRun], results: Results) -> list[PlannedRun]:
     """Returns the runs without results, longest first: workers then end at about the same time."""
     without_results = [run for run in planned if results(run) is None]
     return sorted(without_results, key=lambda run: -run.work)
@@ -244,13 +246,17 @@ def _run(
 ) -> PlannedRun:
     """Returns the run of an arm at a stage: one trial for each pair of a seed and settings.
 
+    Settings have one value for each of KNOBS, the settings that may be tuned. For example, a run
+    that screens three learning rates on two seeds has six trials. Its settings differ only in the
+    learning rate.
+
     Args:
         study: The study.
         arm: The arm, with its model.
         stage: SCREENING, VERDICT or SINGLE.
         knob: The knob that is screened; None at other stages.
         seeds: The seeds of the run.
-        settings_of_run: The settings that its trials have. They differ in at most one knob, one of
+        settings_of_run: The settings of its trials. They differ in at most one knob, one of
             TRIAL_KNOBS. If empty, the trials have the settings that the study gives.
     """
     base = study.base
@@ -352,7 +358,10 @@ def _paired(
 ) -> tuple[inference.Difference | None, tuple[int, int]]:
     """Compares the losses of an arm with the losses of its baseline, seed by seed.
 
-    Both map a seed to a loss, or to None for a diverged trial. The margin is that of equivalence.
+    Args:
+        losses: The losses of the arm by seed; None for a diverged trial.
+        baseline_losses: The losses of the baseline, at the same seeds.
+        margin: Arms that differ by less are equivalent, nats per token.
 
     Returns:
         A pair of
@@ -379,38 +388,40 @@ def _paired(
 def fewest_runs(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
     """Returns the fewest runs that the study may need if every arm is decided.
 
-    It is the plan for imagined results: the best value of each setting is the middle one of its
-    grid, losses have no noise, and all arms are equivalent. Equivalent arms are decided, so every
-    arm is also trained longer if the study asks for that.
+    It is the plan for ideal results (`_ideal_results`): tuning finds a best value in each first
+    grid, and all arms are equivalent. Equivalent arms are decided, so every arm is also trained
+    longer if the study asks for that.
     """
-
-    def ideal_results(run: PlannedRun) -> list[dict[str, Any]]:
-        """Returns imagined results of a run, one for each trial.
-
-        All test losses are equal. The validation loss is the squared distance of the settings from
-        the best ones, on a logarithmic scale.
-        """
-        best_settings = [values[len(values) // 2] for values in grids(study, run.arm).values()]
-        results = []
-        for trial in run.config.trials.trials():
-            settings = _settings(run.config, trial)
-            squares: list[float] = []
-            for value, best in zip(settings, best_settings, strict=True):
-                if value != best:  # equal ones may be 0, which has no logarithm
-                    squares.append(math.log(value / best) ** 2)
-            result = {
-                'trial': trial,
-                'status': FINISHED,
-                'val_loss': sum(squares),
-                'test_loss': 0.0,
-            }
-            results.append(result)
-        return results
-
-    # A parabola fits these losses exactly, and its vertex is the middle value. The bound on the
-    # excess loss is made for noisy losses, so it must not ask for further seeds.
+    # A parabola fits ideal results exactly, and its vertex is the middle value of the grid. The
+    # bound on the excess loss is made for noisy losses, so it must not ask for further seeds.
     tuning = dataclasses.replace(study.tuning, choice='vertex', max_excess=None)
-    return runs(dataclasses.replace(study, tuning=tuning), arms, ideal_results)
+    tuned_study = dataclasses.replace(study, tuning=tuning)
+    return runs(tuned_study, arms, lambda run: _ideal_results(study, run))
+
+
+def _ideal_results(study: Study, run: PlannedRun) -> list[dict[str, Any]]:
+    """Returns results that make a plan short, without noise; one for each trial of a run.
+
+    The best value of each setting is the middle one of its grid. The validation loss is the squared
+    distance of the settings from these values, on a logarithmic scale. All test losses are equal,
+    so all arms are equivalent.
+    """
+    best_settings = [values[len(values) // 2] for values in grids(study, run.arm).values()]
+    results = []
+    for trial in run.config.trials.trials():
+        settings = _settings(run.config, trial)
+        squares: list[float] = []
+        for value, best in zip(settings, best_settings, strict=True):
+            if value != best:  # equal ones may be 0, which has no logarithm
+                squares.append(math.log(value / best) ** 2)
+        result = {
+            'trial': trial,
+            'status': FINISHED,
+            'val_loss': sum(squares),
+            'test_loss': 0.0,
+        }
+        results.append(result)
+    return results
 
 
 class PlanCost(NamedTuple):
@@ -459,30 +470,31 @@ def estimate(study: Study, arms: Sequence[PlannedArm], *, measure: bool = False)
 def _cost_table(
     title: str,
     planned: Sequence[PlannedRun],
-    title_of: Callable[[PlannedRun], str],
+    row_of: Callable[[PlannedRun], str],
     seconds_of_run: Mapping[str, float] | None = None,
 ) -> str:
-    """Returns a table of what runs cost: one row for all runs of equal title, and a row 'total'.
+    """Returns a table of what runs cost. Runs of the same row are added up; the last row has all.
 
     Args:
         title: The title of the first column, such as 'arm'.
         planned: The runs.
-        title_of: Returns the title of the row that a run belongs to.
+        row_of: Returns the title of the row that a run belongs to.
         seconds_of_run: The seconds of each run by its id, which add a last column with the time.
             If {}, the time is unknown, and the column has '-'.
     """
-    runs_of_title: dict[str, list[PlannedRun]] = {}
+    runs_of_row: dict[str, list[PlannedRun]] = {}
     for run in planned:
-        runs_of_title.setdefault(title_of(run), []).append(run)
+        runs_of_row.setdefault(row_of(run), []).append(run)
 
-    titles = [(title, True)]  # flush left
+    # Each column has a title, and whether it is flush left.
+    titles = [(title, True)]
     titles += [(column, False) for column in ('runs', 'trials', 'tokens', 'FLOPs')]
     if seconds_of_run is not None:
         titles.append(('about', False))
     rows: list[list[str]] = []
-    for row_name, members in [*runs_of_title.items(), ('total', planned)]:
+    for name, members in [*runs_of_row.items(), ('total', planned)]:
         total = cost(members)
-        row = [row_name, f'{total.runs}', f'{total.trials}']
+        row = [name, f'{total.runs}', f'{total.trials}']
         row += [f'{total.tokens:.3g}', f'{total.flops:.3g}']
         if seconds_of_run is not None:
             time = '-'
@@ -558,7 +570,7 @@ def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float 
     return loss_of_seed
 
 
-def lines(study: Study, planned: Sequence[PlannedRun]) -> str:
+def plan_lines(study: Study, planned: Sequence[PlannedRun]) -> str:
     """Returns the content of plan.jsonl: one line for each run, with its resolved config."""
     text = []
     for run in planned:

@@ -12,9 +12,11 @@ from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, screening_seeds
 
 
 def resolved(study: Study) -> Study:
-    """Fills in the defaults of a study's corpora and controls.
+    """Returns the study with its corpora and controls filled in.
 
-    A study without tuning has no controls. A study without matching has no same-shape controls.
+    By default, the only corpus is that of the base config, and controls that are trained longer
+    have the seeds of the verdict. A study without tuning has no controls. A study without matching
+    has no controls at the baseline's shape, as all its arms have that shape.
     """
     is_tuned = bool(study.tuning.seeds)
     longer = study.controls.longer if is_tuned else None
@@ -53,9 +55,9 @@ def _check_untuned(study: Study) -> None:
         raise ConfigError(
             f'repeats={study.repeats!r} needs tuning.seeds: without them there is no verdict'
         )
-    # Positive controls, and the grids of model fields.
-    without_effect = {'expected': study.expected, **_model_grids(study)}
-    for name, values in without_effect.items():
+    # `expected` are positive controls, which need a verdict. Grids of model fields need tuning.
+    needs_tuning = {'expected': study.expected, **_model_grids(study)}
+    for name, values in needs_tuning.items():
         if values:
             raise ConfigError(
                 f'{name}={values} need tuning.seeds: without them there is no verdict'
@@ -102,7 +104,11 @@ def _check_verdict_seeds(name: str, seeds: tuple[int, ...], tuning: TuningConfig
 
 
 def _check_grids(study: Study) -> None:
-    """Raises ConfigError unless grids ascend and may grow enough to show their best value."""
+    """Raises ConfigError unless grids ascend, and may grow until they show a best value.
+
+    A best value shows if there are worse values on both sides of it. While it does not, tuning adds
+    values to a grid, and seeds to a value, up to the limits `max_points` and `max_seeds`.
+    """
     # The grids by setting, as in {'trials.learning_rates': (0.001, 0.002, 0.004), ...}.
     grids = {f'trials.{knob}s': getattr(study.base.trials, f'{knob}s') for knob in TRIAL_KNOBS}
     for name, values in _model_grids(study).items():
@@ -116,7 +122,7 @@ def _check_grids(study: Study) -> None:
                 f'{name}={values} must ascend by a constant factor, as in (0.001, 0.002, 0.004)'
             )
 
-    # The limits allow the longest grid, and enough values to show a best one.
+    # The limits leave room for the longest grid, and for worse values beside a best one.
     tuning = study.tuning
     longest = max(len(values) for values in grids.values())
     least_points = max(longest, MIN_VALUES)
@@ -126,7 +132,7 @@ def _check_grids(study: Study) -> None:
             f'grid has {longest}, and a best value needs worse ones beside it'
         )
 
-    # They also allow the first seeds, and enough seeds to show noise.
+    # They leave room for the first seeds, and for enough seeds to show noise.
     least_seeds = max(len(tuning.seeds), MIN_SEEDS)
     if tuning.max_seeds < least_seeds:
         raise ConfigError(

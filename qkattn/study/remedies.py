@@ -4,7 +4,6 @@ Sizes and destinations are tried before they are named, so the flags of the mess
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from qkattn.study.matching import Dimension
 
 # How many other values of d_model are tried for a size, those nearest to its own.
 NUM_TRIED = 12
-# How many of those that match are named.
+# How many of those that match are suggested.
 NUM_NAMED = 2
 
 
@@ -27,47 +26,59 @@ class Refusal(NamedTuple):
 
 
 # Returns whether all arms of a study can be matched at a size.
-Matches = Callable[[Study, str], bool]
+AllArmsMatch = Callable[[Study, str], bool]
 
 
-def remedy(study: Study, refusals: Sequence[Refusal], matches: Matches) -> str:
-    """Returns a line with the flags that make all arms match in cost.
+def suggest_flags(study: Study, refusals: Sequence[Refusal], all_arms_match: AllArmsMatch) -> str:
+    """Returns a line with the flags that make all arms of a study match the baseline's cost.
 
-    Two changes are tried: other sizes near those that refuse an arm, and the destination d_ff at
-    the sizes of the study. Some variants may match at no other size either. The line then names
-    them, and gives the sizes at which the other variants match:
+    Two changes are tried. One is another size near a size at which an arm has no match. The other
+    one is the destination d_ff at the sizes of the study. For example:
+
+        all arms match with --config.sizes='("d_model=104",)' or --config.destinations='("d_ff",)'
+
+    Some variants may not match at any nearby size. The line then suggests sizes for the others:
 
         all arms but 'merged/vo' match with --config.sizes='("d_model=104",)'
+
+    Args:
+        study: The study.
+        refusals: The arms without a match.
+        all_arms_match: Tells whether all arms of a changed study match at a size.
     """
-    # Controls at the baseline's shape are not matched.
+    # Controls at the baseline's shape are not matched, so they are left out.
     study = dataclasses.replace(study, controls=ControlsConfig(equal_shape=False))
 
     # Which variants could match at other sizes?
     nearby_sizes: dict[str, list[str]] = {}  # by the size that refuses an arm
     for refusal in refusals:
         nearby_sizes[refusal.size] = _nearby_sizes(refusal.size, refusal.baseline)
-    never_matched = _never_matched(study, refusals, nearby_sizes, matches)
+    never_matched = _never_matched(study, refusals, nearby_sizes, all_arms_match)
     matchable = [variant for variant in study.variants if variant not in never_matched]
-    refusals_to_avoid = [refusal for refusal in refusals if refusal.variant in matchable]
+    avoidable_refusals = [refusal for refusal in refusals if refusal.variant in matchable]
 
-    # The first change: other sizes, for the matchable arms.
+    # The first change: other sizes, for the arms that could match.
     matchable_arms = 'all arms'
     if never_matched:
         matchable_arms += f' but {" and ".join(repr(variant) for variant in never_matched)}'
-    flags_of_arms: dict[str, list[str]] = {}  # by the arms that match with these flags
-    if refusals_to_avoid:
+    flags_of_arms: dict[str, list[str]] = {}  # by the arms that match with one of these flags
+    if avoidable_refusals:
         matchable_study = _with_variants(study, matchable)
-        for sizes in _fitting_sizes(matchable_study, refusals_to_avoid, nearby_sizes, matches):
+        suggested_sizes = _fitting_sizes(
+            matchable_study, avoidable_refusals, nearby_sizes, all_arms_match
+        )
+        for sizes in suggested_sizes:
             flags_of_arms.setdefault(matchable_arms, []).append(f'--config.sizes={_quoted(sizes)}')
 
     # The second change: the destination d_ff, for all arms.
     on_d_ff = dataclasses.replace(study, destinations=('d_ff',))
-    if all(matches(on_d_ff, size) for size in study.sizes):
+    if all(all_arms_match(on_d_ff, size) for size in study.sizes):
         flag = f'--config.destinations={_quoted(on_d_ff.destinations)}'
         flags_of_arms.setdefault('all arms', []).append(flag)
 
+    # The line.
     clauses: list[str] = []
-    if not refusals_to_avoid:
+    if not avoidable_refusals:
         clauses.append(f'{matchable_arms} match at these sizes')
     for arms, flags in flags_of_arms.items():
         clauses.append(f'{arms} match with {" or ".join(flags)}')
@@ -101,17 +112,25 @@ def _never_matched(
     study: Study,
     refusals: Sequence[Refusal],
     nearby_sizes: Mapping[str, Sequence[str]],
-    matches: Matches,
+    all_arms_match: AllArmsMatch,
 ) -> list[str]:
-    """Returns the variants that no other size helps.
+    """Returns the variants that another size does not help.
 
-    Each of them is refused at a size of the study and at all sizes near it.
+    A variant is one of them if it has no match at a size of the study, nor at any size near it.
+
+    Args:
+        study: The study.
+        refusals: The arms without a match.
+        nearby_sizes: The sizes near each size at which an arm has no match.
+        all_arms_match: Tells whether all arms of a changed study match at a size.
     """
     variants: list[str] = []
     for refusal in refusals:
-        alone = _with_variants(study, [refusal.variant])
-        is_helped = any(matches(alone, nearby) for nearby in nearby_sizes[refusal.size])
-        if not is_helped and refusal.variant not in variants:
+        study_of_variant = _with_variants(study, [refusal.variant])
+        matches_nearby = any(
+            all_arms_match(study_of_variant, size) for size in nearby_sizes[refusal.size]
+        )
+        if not matches_nearby and refusal.variant not in variants:
             variants.append(refusal.variant)
     return variants
 
@@ -120,30 +139,35 @@ def _fitting_sizes(
     study: Study,
     refusals: Sequence[Refusal],
     nearby_sizes: Mapping[str, Sequence[str]],
-    matches: Matches,
+    all_arms_match: AllArmsMatch,
 ) -> list[list[str]]:
     """Returns up to NUM_NAMED values of the setting `sizes` with which all arms match.
 
-    Sizes that refuse no arm stay, and nearby sizes replace the others. For example, a study has the
-    sizes A and B, and B refuses an arm. All arms match at B1 and B2 near B, and B1 is nearer. Then
-    the values are [A, B1] and [A, B2].
+    For example, a study has the sizes A and B, and some arms have no match at B. At B1 and B2 near
+    B, all arms match, and B1 is nearer. Then the values are [A, B1] and [A, B2].
+
+    Args:
+        study: The study.
+        refusals: The arms without a match.
+        nearby_sizes: The sizes near each size at which an arm has no match, nearest first.
+        all_arms_match: Tells whether all arms of a changed study match at a size.
     """
-    refused_variants = dict.fromkeys(refusal.variant for refusal in refusals)
-    refusing_sizes = dict.fromkeys(refusal.size for refusal in refusals)
+    refused_variants = list(dict.fromkeys(refusal.variant for refusal in refusals))
+    refusing_sizes = list(dict.fromkeys(refusal.size for refusal in refusals))
 
-    def all_match(size: str) -> bool:
-        # A variant that was refused is the most likely to fail, so each is tried first and alone.
-        for variant in refused_variants:
-            if not matches(_with_variants(study, [variant]), size):
-                return False
-        return matches(study, size)
-
-    replacements: dict[str, list[str]] = {}  # of each size that refuses an arm, nearest first
+    # For each size to replace, the nearest ones at which all arms match.
+    replacements: dict[str, list[str]] = {}
     for size in refusing_sizes:
-        others = [nearby for nearby in nearby_sizes[size] if nearby not in study.sizes]
-        # filter is lazy, so the search stops after NUM_NAMED replacements.
-        replacements[size] = list(itertools.islice(filter(all_match, others), NUM_NAMED))
+        replacements[size] = []
+        for nearby in nearby_sizes[size]:
+            if len(replacements[size]) == NUM_NAMED:
+                break
+            if nearby in study.sizes:
+                continue
+            if _all_match_at(nearby, study, refused_variants, all_arms_match):
+                replacements[size].append(nearby)
 
+    # The n-th value has the n-th replacement of each size. The other sizes stay.
     values: list[list[str]] = []
     num_values = min(len(sizes) for sizes in replacements.values())
     for number in range(num_values):
@@ -152,6 +176,19 @@ def _fitting_sizes(
             value.append(replacements[size][number] if size in replacements else size)
         values.append(value)
     return values
+
+
+def _all_match_at(
+    size: str, study: Study, refused_variants: Sequence[str], all_arms_match: AllArmsMatch
+) -> bool:
+    """Returns whether all arms of a study match at a size.
+
+    Variants that had no match at another size are the most likely to fail, so they are tried first.
+    """
+    for variant in refused_variants:
+        if not all_arms_match(_with_variants(study, [variant]), size):
+            return False
+    return all_arms_match(study, size)
 
 
 def _with_variants(study: Study, variants: Iterable[str]) -> Study:

@@ -84,11 +84,13 @@ class StoredFiles:
         return Member(self.archive, name)
 
 
-def opened(directory: str | Path) -> Path | StoredFiles:
-    """Opens the files of a study: `opened(directory) / name` is a file that can be read.
+def open_files(directory: str | Path) -> Path | StoredFiles:
+    """Opens the files of a study: `open_files(directory) / 'plan.jsonl'` can be read.
 
-    Returns the directory itself, or a StoredFiles for a stored study. Readers cache what they read
-    by this object, so a stored study gets the same object again until one of its files changes.
+    Returns the directory itself, or for a stored study, which has its logs in an archive, a
+    StoredFiles. Callers cache what they compute from these files, with the returned object as the
+    key. So a stored study gets the same object again until one of its files changes.
+
     Raises ReportError if the stored study is damaged.
     """
     path = as_path(directory)
@@ -101,11 +103,13 @@ def opened(directory: str | Path) -> Path | StoredFiles:
     with read_errors(path):
         content = logs.read_bytes()
         other_files = [_bytes_or_none(path / name) for name in WHOLE_FILES]
-    return _opened(path, content, tuple(other_files))
+    return _same_stored_files(path, content, tuple(other_files))
 
 
 @functools.lru_cache(maxsize=64)
-def _opened(directory: Path, logs: bytes, other_files: tuple[bytes | None, ...]) -> StoredFiles:
+def _same_stored_files(
+    directory: Path, logs: bytes, other_files: tuple[bytes | None, ...]
+) -> StoredFiles:
     """Returns a StoredFiles: the same object for the same arguments.
 
     `logs` is the content of logs.zip. `other_files`, the content of WHOLE_FILES, is an argument
@@ -152,14 +156,13 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
             yield f'{directory}/{METRICS}', _complete_lines(metrics)
 
         documents = study / directory / DOCUMENTS
-        digest: str | None
+        digest: str | None = None  # of documents that are left out
         if not documents.is_file():
             # `study` may be a stored study, which has only the SHA-256.
             digest = left_out_documents(study / directory)
         elif run['stage'] == SCREENING:
             digest = hashlib.sha256(documents.read_bytes()).hexdigest()
         else:
-            digest = None
             yield f'{directory}/{DOCUMENTS}', documents.read_bytes()
         if digest is not None:
             yield f'{directory}/{DOCUMENTS_SHA256}', f'{digest}\n'.encode()
@@ -183,7 +186,7 @@ def unpack_in_place(directory: Path) -> None:
     A run without results starts again from step 0, because checkpoints are not stored. If the
     stored study is damaged, or a run's directory is a link, raises ReportError and writes nothing.
     """
-    files = opened(directory)
+    files = open_files(directory)
     if not isinstance(files, StoredFiles):
         return
     runs = planned(files / PLAN)

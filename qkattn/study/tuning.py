@@ -93,10 +93,10 @@ def tune(
             losses_of_value = {}
             for value in values:
                 loss_of_seed = measured.get(with_knob(settings, knob, value), {})
-                losses_of_value[value] = _losses(loss_of_seed, seeds)
-            missing = _missing(losses_of_value, seeds)
-            if missing is not None:
-                return Tuning(sweeps, settings, knob, *missing)
+                losses_of_value[value] = _losses_at_value(loss_of_seed, seeds)
+            next_to_screen = _next_to_screen(losses_of_value, seeds)
+            if next_to_screen is not None:
+                return Tuning(sweeps, settings, knob, *next_to_screen)
 
             # Do they ask for further values, or for further seeds? If not, they choose a value.
             swept = sweep.fit(losses_of_value, limits.choice)
@@ -125,7 +125,7 @@ def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[in
     return (*limits.seeds, *range(first_drawn, first_drawn + num_drawn))
 
 
-def _losses(
+def _losses_at_value(
     loss_of_seed: Mapping[int, float | None], seeds: tuple[int, ...]
 ) -> dict[int, float | None]:
     """Returns the losses of the given seeds at one value of a knob, such as learning_rate=0.003.
@@ -147,10 +147,10 @@ def _losses(
     return {seed: measured.get(seed) for seed in seeds}
 
 
-def _missing(
+def _next_to_screen(
     losses_of_value: Mapping[float, Mapping[int, float | None]], seeds: tuple[int, ...]
 ) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """Returns the values and seeds to screen next; None if every value has a loss of every seed.
+    """Returns the values and the seeds to screen next; None if no loss is missing.
 
     One run trains the same seeds at all its values. For example, 0.001 and 0.004 lack seed 2, and
     0.008 lacks seeds 1 and 2. The result is ((0.001, 0.004), (2,)), and 0.008 has its turn later.
@@ -162,9 +162,10 @@ def _missing(
             missing_of_value[value] = missing
     if not missing_of_value:
         return None
-    first_missing = list(missing_of_value.values())[0]
-    values = [value for value, missing in missing_of_value.items() if missing == first_missing]
-    return tuple(values), first_missing
+    # The seeds that the first such value lacks, and all values that lack the same ones.
+    missing_first = list(missing_of_value.values())[0]
+    values = [value for value, missing in missing_of_value.items() if missing == missing_first]
+    return tuple(values), missing_first
 
 
 def _needs_seeds(swept: Sweep, limits: TuningConfig) -> bool:

@@ -19,9 +19,9 @@ REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns the entry of every registered Score and Value, by kind and name."""
-    scores = {name: entry(name, 'vo') for name in SCORES}
-    values = {name: entry(cls.partner, name, 'value') for name, cls in VALUES.items()}
+    """Returns the description of every registered Score and Value, by kind and name."""
+    scores = {name: describe_circuit(name, 'vo') for name in SCORES}
+    values = {name: describe_circuit(cls.partner, name, 'value') for name, cls in VALUES.items()}
     return {'Score': scores, 'Value': values}
 
 
@@ -33,12 +33,12 @@ def documented_variants() -> list[tuple[str, str]]:
 
 
 def reference_spec(score: str, value: str) -> AttentionSpec:
-    """The attention layer of this variant at the reference size."""
+    """Returns the attention layer of this variant at the reference size."""
     return attention_spec(dataclasses.replace(REFERENCE, score=score, value=value))
 
 
-def entry(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
-    """Describes one circuit of a variant: its Score ('score') or its Value ('value').
+def describe_circuit(score: str, value: str, circuit: str = 'score') -> dict[str, Any]:
+    """Describes the Score of a variant (circuit 'score') or its Value (circuit 'value').
 
     Returns:
         A dictionary with the keys

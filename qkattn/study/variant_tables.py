@@ -26,7 +26,7 @@ def text(catalogue: Catalogue) -> str:
 
 
 def table(catalogue: Catalogue, kind: str) -> str:
-    """A Markdown table of the entries of a kind, 'Score' or 'Value'."""
+    """Returns a Markdown table of all Scores (kind 'Score') or all Values ('Value')."""
     is_score = kind == 'Score'
     titles = [kind, 'A[n]' if is_score else 'B[n]', 'parameters', 'cache, floats per token']
     if is_score:
@@ -38,7 +38,7 @@ def table(catalogue: Catalogue, kind: str) -> str:
             row.append('yes' if entry['rope'] else 'no')
         rows.append(row)
     lines = [f'| {" | ".join(cells)} |' for cells in rows]
-    lines.insert(1, '|---' * len(titles) + '|')
+    lines.insert(1, '|---' * len(titles) + '|')  # Markdown needs a rule below the titles
     return '\n'.join(lines).replace('*', '·')
 
 

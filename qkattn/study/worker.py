@@ -65,8 +65,9 @@ _WAITED: dict[str, Any] = {}
 def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = None) -> Path:
     """Trains until every run of the study has its result; returns the study's directory.
 
-    The same call resumes a study, and may run beside other workers. It waits while they hold all
-    remaining runs. A run that cannot be trained does not stop the others.
+    The same call resumes a study. Several processes may make it beside each other: each trains the
+    runs that no other one trains, and waits if there are none. A run that cannot be trained does
+    not stop the others.
 
     Args:
         study: The study.
@@ -82,6 +83,7 @@ def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = No
     path = check_directory(workdir)
     reason_of_failed: dict[str, str] = {}  # by the id of a run that cannot be trained
     with StopRequest() as stop:
+        # In a job of several processes, process 0 chooses the runs, and all of them train.
         worker = make_in_process_0(lambda: _Worker(study, path, arms or build_arms(study), stop))
         while True:
             leased = agreement.call_in_process_0(lambda: worker.lease_next(reason_of_failed))
@@ -121,8 +123,8 @@ class _Worker:
     def __post_init__(self) -> None:
         """Checks the study, creates its directory and declares the study there.
 
-        All checks but those of `declare` come before the directory is created, so a study that they
-        refuse leaves nothing behind.
+        The checks come first, so a study that is refused leaves no directory behind. Only the
+        checks of `declaration.declare` need the directory.
         """
         study = self.study
         path = self.path
@@ -131,7 +133,7 @@ class _Worker:
         for name in ('lock', 'leases', 'runs', 'plots'):
             join_without_links(path, name)
         declaration.require_chain(path, study, self.arms)
-        for run in of_each_model(runs_without_result(study, self.arms, path)):
+        for run in longest_of_each_model(runs_without_result(study, self.arms, path)):
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
             check_parts(run.config)
@@ -149,7 +151,7 @@ class _Worker:
         - Other workers hold all remaining runs. Waits for a while, then returns _WAITED.
         - No run remains. Returns None.
 
-        The runs in `self.refused` are passed over as long as another run is free.
+        Runs that were in use a moment ago (`self.refused`) are tried only after all others.
 
         Args:
             failed: The ids of runs that cannot be trained. They do not count as remaining runs.
@@ -195,7 +197,8 @@ class _Worker:
             self._held = set(leases.holders(self.path / 'leases'))
         assert self._leased is not None
         waiting_work = sum(run.work for run in self._others if run.id not in self._held)
-        # Each worker holds one run. This worker counts even if the leases could not be read.
+        # A worker holds one run, so the held runs are as many as the workers. The run of this
+        # worker is among them, even if the leases could not be read.
         held_runs = {self._leased.id, *self._held}
         return StudyLeft(
             runs=len(self._others),
@@ -211,10 +214,10 @@ class _Worker:
         return not is_url(self.path) and (self.path / run.directory / 'result.json').exists()
 
     def _write_plan(self) -> list[PlannedRun]:
-        """Writes plan.jsonl and results.jsonl; returns the runs without result.
+        """Writes plan.jsonl and results.jsonl; returns the runs without result, longest first.
 
-        If arms or seeds were added to the study meanwhile, this worker does not know them. It then
-        writes nothing. The workers that know them write the files.
+        If another process has added arms or seeds to the study, this worker does not know them, and
+        its plan would lack them. It then leaves the files to the workers that know them.
         """
         study = self.study
         path = self.path
@@ -225,9 +228,9 @@ class _Worker:
             runs = plan.runs(study, self.arms, results)
             digest_in_directory = ledger.digest(read_json(path / 'study.json', {}))
             if digest_in_directory == self._declared:
-                write_atomic(path / 'plan.jsonl', plan.lines(study, runs))
+                write_atomic(path / 'plan.jsonl', plan.plan_lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
-        return plan.left(runs, results)
+        return plan.without_result(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:
         """Waits until a run may have become free: 10 seconds, or 1 second if no worker holds a run.
@@ -293,7 +296,7 @@ def _train(
             reason_of_failed[run_id] = outcome.sentence
 
 
-def of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
+def longest_of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
     """Returns the longest run of each model on each corpus. `runs` are sorted, longest first."""
     run_of_model = {}
     for run in reversed(runs):
@@ -333,11 +336,12 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
         declaration.check(path, study, arms)
         runs_left = runs_without_result(study, arms, path)
     else:
-        runs_left = plan.left(plan.runs(study, arms, _no_results), _no_results)
+        runs_left = plan.without_result(plan.runs(study, arms, _no_results), _no_results)
     reasons: list[str] = []
-    for run in of_each_model(runs_left):
+    for run in longest_of_each_model(runs_left):
         check_parts(run.config)
-        reason = check_data_if_here(run.config, study.name, functools.partial(check_data, study))
+        check = functools.partial(check_data, study)  # of a config
+        reason = check_data_if_here(run.config, study.name, check)
         if reason is not None and reason not in reasons:
             reasons.append(reason)
     return reasons
@@ -350,4 +354,4 @@ def _no_results(run: PlannedRun) -> None:
 def runs_without_result(study: Study, arms: list[PlannedArm], path: Path) -> list[PlannedRun]:
     """Returns the runs planned so far that have no result, in the order that workers take them."""
     results = plan.results_in(path)
-    return plan.left(plan.runs(study, arms, results), results)
+    return plan.without_result(plan.runs(study, arms, results), results)

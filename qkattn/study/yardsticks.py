@@ -77,7 +77,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
     if jax.process_count() > 1:  # all processes would have to read the checkpoints together
         return ['the job has several processes']
     path = absolute(directory)
-    files = stored.opened(path)
+    files = stored.open_files(path)
     stored_groups, stored_runs = _stored_entries(path)
     group_by_run = {group['run']: group for group in stored_groups}
     measured_by_run = {run['run']: run for run in stored_runs}
@@ -89,7 +89,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
     group_of_data: dict[tuple, _Record] = {}
     for run, results in _finished_runs(path, files):
         if imports is not None:
-            _require_named(path, run, imports)
+            _require_allowed_imports(path, run, imports)
         name = run['run']
         config: Config = from_json(Config, run['config'])
         try:
@@ -101,7 +101,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
                     config.trials.seeds[0],
                 )
                 if data_read not in group_of_data:
-                    group_of_data[data_read] = _group(config, results[0])
+                    group_of_data[data_read] = _measure_group(config, results[0])
                 group_by_run[name] = {
                     'run': name,
                     'size': run['size'],
@@ -116,7 +116,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
                 measured_by_run[name] = {
                     'run': name,
                     **arm_key,
-                    **_run(path, run, config, results),
+                    **_measure_run(path, run, config, results),
                 }
         except ConfigError as error:
             # An entry that the file already has is kept below.
@@ -152,17 +152,18 @@ def _stored_entries(path: Path) -> tuple[list[_Record], list[_Record]]:
     return content['groups'], content['runs']
 
 
-def _require_named(path: Path, run: _Record, imports: Collection[str]) -> None:
+def _require_allowed_imports(path: Path, run: _Record, imports: Collection[str]) -> None:
     """Raises ConfigError if a config of the run names an import path that is not in `imports`.
 
-    Both the config in the plan and the run's own config.json are checked.
+    Both the config in the plan and the run's own config.json are checked. `path` is the directory
+    of the study.
     """
-    remedy = 'if you trust it, give --imports={}'
-    require_named(run['config'], imports, path / 'plan.jsonl', remedy)
+    advice = 'if you trust it, give --imports={}'  # {} stands for the import path
+    require_named(run['config'], imports, path / 'plan.jsonl', advice)
     file = path / run['directory'] / 'config.json'
     if file.exists():
         config = records.read_json(file, records.CONFIG)['config']
-        require_named(config, imports, file, remedy)
+        require_named(config, imports, file, advice)
 
 
 def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Record]]]:
@@ -211,8 +212,10 @@ def record_finished(directory: Path) -> None:
         )
 
 
-def _group(config: Config, result: Mapping[str, Any]) -> _Record:
-    """Measures what a trained model of this config has to beat on the data that it was trained on.
+def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
+    """Measures what a trained model has to beat on the data that it was trained on.
+
+    For a language model, these are the losses of n-grams that are counted on its training tokens.
 
     Args:
         config: The config of a run.
@@ -225,7 +228,7 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
     Raises:
         ConfigError: This machine has other data than the trial read.
     """
-    rows = _same_rows(config, result)
+    rows = _open_same_data(config, result)
     measured = rows.yardsticks(config)
     tokens_seen = config.train.num_steps * config.train.batch_size * config.model.context
     group: _Record = {
@@ -240,13 +243,15 @@ def _group(config: Config, result: Mapping[str, Any]) -> _Record:
     return group
 
 
-def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
-    """Opens the data of a config.
+def _open_same_data(config: Config, result: Mapping[str, Any]) -> Rows:
+    """Opens the data that a trial was trained on, from its config and its result.
 
-    Raises ConfigError if they are not the data that the trial with this `result` was trained on.
+    Raises ConfigError if this machine has other data.
     """
-    # One tokenizer file may give two tokenizers. The name in the result says which one.
-    with use_recorded_tokenizers(*names_in(result['data'])):
+    # The result has the names of the tokenizers. A tokenizer file may give two tokenizers, and the
+    # name says which of them the trial had.
+    tokenizer_names = names_in(result['data'])
+    with use_recorded_tokenizers(*tokenizer_names):
         rows = rows_of(config)
     identity = records.to_jsonable(rows.identity())
     for name, value in identity.items():
@@ -258,7 +263,7 @@ def _same_rows(config: Config, result: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
+def _measure_run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
     """Measures the losses of a verdict run of the baseline again, from its checkpoint.
 
     Args:
@@ -274,23 +279,19 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
     Raises:
         ConfigError: This machine has other data than the run read.
     """
-
-    def unmeasured(why: str) -> _Record:
-        return {'trials': None, 'why': why}
-
     directory = path / run['directory']
     if not (directory / 'checkpoints').is_dir():
-        return unmeasured('it has no checkpoint')
+        return {'trials': None, 'why': 'it has no checkpoint'}
     try:
         _, _, state = load_stack(directory)
     except (ConfigError, CheckpointError) as error:
-        return unmeasured(str(error))
+        return {'trials': None, 'why': str(error)}
     if len(results) != run['trials']:
-        return unmeasured('results of its trials are missing')
+        return {'trials': None, 'why': 'results of its trials are missing'}
 
-    rows = _same_rows(config, results[0])
+    rows = _open_same_data(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
-    measured_trials = _trials(config, rows, state['params'])
+    measured_trials = _measure_trials(config, rows, state['params'])
     logged_field = f'{PREFIXES[rows.splits[-1]]}_loss'  # such as 'test_loss'
     trials = []
     for result, measured in zip(results, measured_trials, strict=True):
@@ -299,29 +300,29 @@ def _run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _R
         loss = measured['loss']
         logged_loss = result[logged_field]
         if not np.isclose(loss, logged_loss, atol=ROUNDING):
-            return unmeasured(
-                f'its checkpoint has a loss of {loss:.4f}, its result {logged_loss:.4f}'
-            )
+            why = f'its checkpoint has a loss of {loss:.4f}, its result {logged_loss:.4f}'
+            return {'trials': None, 'why': why}
         trials.append({'seed': result['trial']['seed'], **measured})
     return {'trials': trials, 'why': None}
 
 
-def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
+def _measure_trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
     """Yields the losses of each of the X stacked trials on the last split, in nats per token.
 
     For example {'early': 3.1, 'late': 2.4, 'shuffled': None, 'loss': 2.5}. The mean loss is 'loss'.
-    `Rows.context_losses` describes the others; those that the task does not define are None.
+    The task may define the others (`Rows.context_losses`): the losses early and late in the
+    context, and the loss with shuffled source sentences.
     """
-    nats_XT, weights_T = _by_position(config, rows, params)
+    nats_XT, weights_T = _losses_by_position(config, rows, params)
     loss_X = nats_XT.sum(1) / weights_T.sum()
 
-    def losses_by_position(task_rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `_by_position` of rows that the task chooses: `rows`, or shuffled ones."""
+    def measure(task_rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Measures the rows that the task needs: `rows`, or rows with shuffled sources."""
         if task_rows is rows:
-            return nats_XT, weights_T  # known already
-        return _by_position(config, task_rows, params)
+            return nats_XT, weights_T  # measured already
+        return _losses_by_position(config, task_rows, params)
 
-    context_losses = rows.context_losses(losses_by_position)
+    context_losses = rows.context_losses(measure)
     for x, loss in enumerate(loss_X):
         trial = {'early': None, 'late': None, 'shuffled': None, 'loss': float(loss)}
         for name, value_X in context_losses.items():
@@ -329,14 +330,14 @@ def _trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
         yield trial
 
 
-def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
+def _losses_by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, np.ndarray]:
     """Measures the losses of X stacked trials at T positions, on the last split of `rows`.
 
     Returns:
         nats_XT: the cross-entropy times the loss weight, summed over rows.
         weights_T: the loss weight, summed over rows. nats_XT / weights_T is the mean loss.
     """
-    # The trials are measured one after another ('map') on one device.
+    # One device measures one trial after the other ('map').
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     measure = stack_program(config, 'map', mesh, _weighted_nats)
     batches = pipeline.eval_batches(
@@ -345,7 +346,7 @@ def _by_position(config: Config, rows: Rows, params: dict) -> tuple[np.ndarray, 
         batch_size=config.train.batch_size,
         max_rows=config.data.eval_sequences,
     )
-    # The sums over the B rows of each batch, then over all batches.
+    # Sum over the B rows of each batch, then over all batches.
     nats = []
     weights = []
     for batch in batches:

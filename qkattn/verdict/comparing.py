@@ -85,9 +85,9 @@ def num_diverged(arm: TrainedArm, other: TrainedArm) -> tuple[int, int]:
 
 
 def _earlier_pairs(arm: TrainedArm, other: TrainedArm) -> dict[str, tuple[TrainedArm, TrainedArm]]:
-    """Returns both arms in each earlier study that evaluates them on the same splits.
+    """Returns both arms as earlier studies have trained them, by the name of the study, ascending.
 
-    The keys are the names of the studies, ascending.
+    A study is left out if it lacks one of the arms, or evaluates an arm on another split.
     """
     pairs = {}
     for study in sorted(arm.earlier.keys() & other.earlier.keys()):
@@ -123,35 +123,39 @@ class _Sample:
 
 
 def _sample(arm: TrainedArm, other: TrainedArm, split: str) -> _Sample:
-    """Collects the losses of two arms of one study at the seeds that both finished."""
+    """Collects the losses of two arms of one study at the S seeds that finished in both.
+
+    `split` is the split that decides. Losses on the validation split are collected as well.
+    """
     arm_trials = arm.by_seed
     other_trials = other.by_seed
     seeds = [seed for seed in arm_trials if seed in other_trials]
-
-    def losses_S(side: TrainedArm, of_split: str) -> np.ndarray:
-        """Returns the losses of either arm on a split, at the shared seeds."""
-        losses = side.losses(of_split)
-        return np.array([losses[seed] for seed in seeds], float)
-
     trials = [arm_trials[seed] for seed in seeds] + [other_trials[seed] for seed in seeds]
+    validation_S = _losses(arm, VALIDATION, seeds) - _losses(other, VALIDATION, seeds)
     return _Sample(
         seeds,
-        arm_S=losses_S(arm, split),
-        other_S=losses_S(other, split),
-        validation_S=losses_S(arm, VALIDATION) - losses_S(other, VALIDATION),
+        arm_S=_losses(arm, split, seeds),
+        other_S=_losses(other, split, seeds),
+        validation_S=validation_S,
         arm_tuning=_tuning_error(arm),
         other_tuning=_tuning_error(other),
         documents=_documents(trials, split),
     )
 
 
-def _documents(trials: Sequence[Trial], split: str) -> list[Documents]:
-    """Returns the losses by document of each trial.
+def _losses(arm: TrainedArm, split: str, seeds: Sequence[int]) -> np.ndarray:
+    """Returns the losses of an arm on a split at S seeds, nats/token."""
+    loss_by_seed = arm.losses(split)
+    return np.array([loss_by_seed[seed] for seed in seeds], float)
 
-    Returns [] if a trial has none, if trials were evaluated on different targets, or if there is
-    only one document, which gives no error over documents.
+
+def _documents(trials: Sequence[Trial], split: str) -> list[Documents]:
+    """Returns the losses by document of each trial; [] if they give no error over documents.
+
+    Such an error needs losses by document of every trial, on the same targets, and at least two
+    documents.
     """
-    by_trial = []
+    by_trial: list[Documents] = []
     for trial in trials:
         if split not in trial.documents:
             return []
@@ -159,9 +163,9 @@ def _documents(trials: Sequence[Trial], split: str) -> list[Documents]:
     if not by_trial:
         return []
     first = by_trial[0]
-    has_one_document = len(first.names) < 2
     have_same_targets = all(documents.has_targets_of(first) for documents in by_trial)
-    return by_trial if have_same_targets and not has_one_document else []
+    has_several_documents = len(first.names) > 1
+    return by_trial if have_same_targets and has_several_documents else []
 
 
 def _tuning_error(arm: TrainedArm) -> float:
@@ -173,24 +177,23 @@ def _tuning_error(arm: TrainedArm) -> float:
 
 
 def _evaluation_error(samples: Sequence[_Sample]) -> tuple[float, float] | None:
-    """Returns the standard error over documents with its degrees of freedom.
+    """Returns the standard error over documents, nats/token, and its degrees of freedom.
 
     Returns None if there are no losses by document.
     """
     first_documents = samples[0].documents
     if not first_documents:
         return None
-    differences = []  # one array for each study: nats by seed and document
+    differences = []  # for each study, the difference of each seed in nats, by document
     for sample in samples:
-        # The documents are of the first arm's trials, then of the second arm's.
+        # The first trials are those of the first arm, the last ones those of the second arm.
         nats_XC = np.array([documents.nats_C for documents in sample.documents])
         num_seeds = len(sample.seeds)
         arm_nats_SC = nats_XC[:num_seeds]
         other_nats_SC = nats_XC[num_seeds:]
         differences.append(arm_nats_SC - other_nats_SC)
     differences_SC = np.concatenate(differences)
-    # All trials are evaluated on the same targets.
-    tokens_C = first_documents[0].tokens_C
+    tokens_C = first_documents[0].tokens_C  # all trials are evaluated on the same targets
     return inference.evaluation_error(differences_SC, tokens_C)
 
 

@@ -57,62 +57,74 @@ def family_size(study: TrainedStudy) -> int:
     return max(len(questions), study.ledger.family)
 
 
-def primary(
+def primary_verdicts(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> dict[ArmKey, Verdict]:
-    """Returns the verdict on each primary arm against its baseline."""
-    cases = [
-        (arm, baseline)
-        for arm, baseline in with_baselines(arms)
-        if is_compared(arm.key, study.baseline)
-    ]
+    """Returns the verdict on each primary arm against its baseline, by the key of the arm.
+
+    A primary arm is one that the study is about: neither a control nor a baseline. `blocks` are the
+    remarks that withhold every verdict.
+    """
+    cases: list[Case] = []
+    for arm, baseline in with_baselines(arms):
+        if is_compared(arm.key, study.baseline):
+            cases.append((arm, baseline))
     verdicts = judge(study, cases, blocks, family_size(study))
     return {arm.key: verdict for (arm, _), verdict in zip(cases, verdicts, strict=True)}
 
 
-def positive(
+def positive_controls(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
-    """Returns the verdict on each positive control: an arm with an expected effect.
+    """Returns the verdict on each positive control: an arm with a known effect.
 
-    The family contains all positive controls that the study declares, with or without results. It
-    also contains those that only earlier studies of the chain declare, each at every size and on
-    every corpus.
+    A study that expects 'qk/vo?num_heads=1 is worse' has one positive control at each of its sizes
+    and on each of its corpora.
+
+    The p values are corrected for all positive controls of the study, with or without results. They
+    are also corrected for those that only earlier studies of its chain declare. Their arms are not
+    known here, so each is counted at every size and on every corpus.
+
+    `blocks` are the remarks that withhold every verdict.
     """
-    num_comparisons = 0
+    # The arms that the study declares as positive controls. Those with results are judged.
+    num_declared = 0
     case_by_key = {arm.key: (arm, baseline) for arm, baseline in with_baselines(arms)}
-    cases: list[Case] = []
-    effects: list[Expected] = []  # one for each case
+    expected_cases: list[tuple[Expected, Case]] = []
     for text in study.expected:
-        effect = parse_expected(text)
-        for key in expected_arms(study.arms, effect):
-            num_comparisons += 1
+        expected = parse_expected(text)
+        for key in expected_arms(study.arms, expected):
+            num_declared += 1
             if key in case_by_key:
-                cases.append(case_by_key[key])
-                effects.append(effect)
+                expected_cases.append((expected, case_by_key[key]))
 
+    # The arms that only earlier studies declare as positive controls.
     declared_earlier: set[str] = set()
     for earlier in study.earlier:
         declared_earlier.update(earlier.expected)
-    declared_only_earlier = declared_earlier.difference(study.expected)
-    num_arms_of_effect = len(study.sizes) * len(study.corpora)
-    num_comparisons += len(declared_only_earlier) * num_arms_of_effect
+    only_earlier = declared_earlier.difference(study.expected)
+    num_only_earlier = len(only_earlier) * len(study.sizes) * len(study.corpora)
 
-    verdicts = judge(study, cases, blocks, num_comparisons)
+    cases = [case for _, case in expected_cases]
+    verdicts = judge(study, cases, blocks, num_declared + num_only_earlier)
     controls = []
-    for effect, (arm, _), verdict in zip(effects, cases, verdicts, strict=True):
-        controls.append(PositiveControl(effect, arm, verdict))
+    for (expected, (arm, _)), verdict in zip(expected_cases, verdicts, strict=True):
+        controls.append(PositiveControl(expected, arm, verdict))
     return tuple(controls)
 
 
-def pair(
+def verdict_on_pair(
     study: TrainedStudy,
     arm: TrainedArm,
     other: TrainedArm | None,
     blocks: Sequence[Remark],
     num_comparisons: int,
 ) -> Verdict:
-    """Returns the verdict on one arm against another, in a family of `num_comparisons`."""
+    """Returns the verdict on one arm against another one, which may be missing.
+
+    The p values are corrected for `num_comparisons` comparisons. `blocks` are the remarks that
+    withhold every verdict of the study. A study without tuning has no verdicts.
+    """
     if not study.tuned:
         return Verdict(Decision.NO_VERDICT)
     return judge(study, [(arm, other)], blocks, num_comparisons)[0]
@@ -121,25 +133,29 @@ def pair(
 def judge(
     study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], num_comparisons: int
 ) -> list[Verdict]:
-    """Returns the verdict of every case, an arm with its baseline, in one family.
+    """Returns the verdicts on several arms, with p values that are corrected for all of them.
 
-    A case is tested once its arm and its baseline have results of all their seeds.
+    An arm is tested once it and its baseline have results of all their seeds, unless a remark
+    withholds its verdict. Otherwise its verdict is 'no verdict', with the reasons.
 
     Args:
         study: The study of the arms.
-        cases: The arms with their baselines.
+        cases: The arms, each with its baseline, which may be missing.
         blocks: The remarks that withhold every verdict.
         num_comparisons: The number of comparisons in the finished study, for which p values are
             corrected. It may be larger than the number of cases.
+
+    Returns:
+        The verdict of each case.
     """
-    # Collect the cases that can be tested. A case is identified by its index, also in the family.
+    # Compare the arms that can be tested. The index of a case identifies it in the family.
     family = Family(num_comparisons)
     comparisons: dict[int, Comparison | None] = {}
-    withheld: dict[int, tuple[Reason | Remark, ...]] = {}  # why the others have no verdict
+    reasons_untested: dict[int, tuple[Reason | Remark, ...]] = {}
     for index, (arm, baseline) in enumerate(cases):
-        lacking = _lacking(study, arm, baseline, blocks)
-        if baseline is None or lacking:
-            withheld[index] = lacking
+        reasons = _why_untested(study, arm, baseline, blocks)
+        if baseline is None or reasons:
+            reasons_untested[index] = reasons
             continue
         comparison = compare(arm, baseline, study.margin)
         comparisons[index] = comparison
@@ -154,8 +170,8 @@ def judge(
     judgements = family.judge()
     verdicts = []
     for index in range(len(cases)):
-        if index in withheld:
-            verdicts.append(Verdict(Decision.NO_VERDICT, reasons=withheld[index]))
+        if index in reasons_untested:
+            verdicts.append(Verdict(Decision.NO_VERDICT, reasons=reasons_untested[index]))
         else:
             verdicts.append(_verdict(family, index, judgements[index], comparisons[index]))
     return verdicts
@@ -164,18 +180,25 @@ def judge(
 def _verdict(
     family: Family, index: int, judgement: Judgement, comparison: Comparison | None
 ) -> Verdict:
-    """Turns the judgement of a case, which says what the tests decide, into a verdict.
+    """Returns the verdict on an arm, given the decision of the tests.
 
-    There is no verdict if losses by document are missing. If the validation split disagrees with
-    the test split, the verdict is undecided. `index` identifies the case in the family.
+    The verdict is the decision of the tests (`judgement`), with two exceptions. Without losses by
+    document there is no verdict, because the tests need them. If the validation split disagrees
+    with the test split, the verdict is 'undecided'.
+
+    Args:
+        family: The comparisons that were tested together.
+        index: Identifies the arm in the family.
+        judgement: What the tests decide on the arm.
+        comparison: The arm's difference from its baseline; None if they share no seed.
     """
     arm_diverged, baseline_diverged = family.diverged[index]
     reasons_of_tests = list(_outcome(comparison, judgement, arm_diverged, baseline_diverged))
     if comparison and comparison.num_documents is None:
-        final_decision = Decision.NO_VERDICT
+        decision_of_verdict = Decision.NO_VERDICT
         reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
     elif comparison and not _splits_agree(comparison, judgement.decision):
-        final_decision = Decision.UNDECIDED
+        decision_of_verdict = Decision.UNDECIDED
         data = {
             'decision': judgement.decision,
             'test': comparison.difference.mean,
@@ -183,10 +206,10 @@ def _verdict(
         }
         reasons = [*reasons_of_tests, Reason(ReasonCode.SPLITS_DISAGREE, data)]
     else:
-        final_decision = judgement.decision
+        decision_of_verdict = judgement.decision
         reasons = reasons_of_tests
     return Verdict(
-        final_decision,
+        decision_of_verdict,
         p_holm=judgement.p_holm,
         p_margin_holm=judgement.p_margin_holm,
         p_equivalence_holm=judgement.p_equivalence_holm,
@@ -197,25 +220,29 @@ def _verdict(
     )
 
 
-def _lacking(
+def _why_untested(
     study: TrainedStudy, arm: TrainedArm, baseline: TrainedArm | None, blocks: Sequence[Remark]
 ) -> tuple[Reason | Remark, ...]:
-    """Returns why an arm cannot be tested: blocking remarks and missing results. () if it can."""
-    lacking: list[Reason | Remark] = [*blocks, *arm.blocks]
-    if not arm.verdict_trials:
-        lacking.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
-    if baseline is None or not baseline.verdict_trials:
-        lacking.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
-        return tuple(lacking)
-    if baseline.blocks:
-        data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
-        lacking.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
-    if lacking:
-        return tuple(lacking)
+    """Returns the reasons why an arm cannot be tested against its baseline; () if it can.
 
-    # Nothing else is wrong, but the runs may not have ended.
-    has_every_seed = _has_every_seed(study, arm) and _has_every_seed(study, baseline)
-    return () if has_every_seed else (Reason(ReasonCode.NO_VERDICT_TRIALS),)
+    The reasons are remarks that withhold the verdict, and missing results. `blocks` are the remarks
+    that withhold every verdict of the study.
+    """
+    reasons: list[Reason | Remark] = [*blocks, *arm.blocks]
+    if not arm.verdict_trials:
+        reasons.append(Reason(ReasonCode.NO_VERDICT_TRIALS))
+    if baseline is None or not baseline.verdict_trials:
+        reasons.append(Reason(ReasonCode.NO_BASELINE_TRIALS, {'baseline': study.baseline}))
+    elif baseline.blocks:
+        data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
+        reasons.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
+    if reasons or baseline is None:
+        return tuple(reasons)
+
+    # Both have results, but a verdict run may not have ended.
+    if _has_every_seed(study, arm) and _has_every_seed(study, baseline):
+        return ()
+    return (Reason(ReasonCode.NO_VERDICT_TRIALS),)
 
 
 def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
@@ -227,11 +254,12 @@ def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
 def _splits_agree(comparison: Comparison, decision_on_test: Decision) -> bool:
     """Returns whether the validation split agrees with the decision on the test split.
 
-    The validation difference has to be within the margin if the arms are equivalent, and on the
-    same side if one is better.
+    For example, an arm that is better on the test split has to have a lower validation loss than
+    the baseline. An equivalent arm has to have a validation difference within the margin.
     """
     if decision_on_test is Decision.EQUIVALENT:
         return abs(comparison.validation) < comparison.difference.margin
+    # BELOW_ZERO and ABOVE_ZERO hold the decisions 'better' and 'worse', below the margin or not.
     if decision_on_test in BELOW_ZERO:
         return comparison.validation < 0
     if decision_on_test in ABOVE_ZERO:

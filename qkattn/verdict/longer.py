@@ -83,10 +83,10 @@ def studies_beside(study: TrainedStudy) -> list[Path]:
 
 
 def _settings_to_compare(base: Config) -> dict[str, Any]:
-    """Returns the settings that have to be equal in studies of different lengths, by name.
+    """Returns the settings that have to be equal in two studies of different lengths, by name.
 
-    An example is {'model.d_model': 256, ...}. It leaves out the settings and sections that _FREE
-    lists, such as train.num_steps and trials.
+    An example is {'model.d_model': 256, ...}. The settings in _FREE may differ and are left out. An
+    entry of _FREE is a setting, such as 'train.num_steps', or a whole section, such as 'trials'.
     """
     settings = {}
     for name, value in flat(to_json(base)):
@@ -102,32 +102,34 @@ def settlings(
     blocks: Sequence[Remark],
     beside: Sequence[Findings],
 ) -> Mapping[ArmKey, Settling]:
-    """Returns for each primary arm whether a longer training confirms its difference.
+    """Returns for each primary arm whether its difference lasts when models are trained longer.
+
+    For example, an arm is 0.020 nats/token better than its baseline after 1,000 steps. A control of
+    the study trains both for 4,000 steps, and another study for 16,000. The difference after 16,000
+    steps then says whether the first one lasts (`settle`).
 
     Args:
         study: The study.
         arms: Its arms, with their verdicts.
         blocks: The remarks that withhold every verdict of the study.
-        beside: The findings of `studies_beside`. If an arm is trained longer in several of them,
-            the longest training counts.
+        beside: The findings of other studies that train the arms longer (`studies_beside`).
     """
     settling_by_arm = {}
     for arm in arms:
         if not is_compared(arm.key, study.baseline) or arm.difference is None:
             continue
-        longer_arms = []
+
+        # The same arm, trained longer: in a control of this study, and in other studies.
+        longer_arms: list[TrainedArm] = []
         control = _longer_control(study, arm, arms, blocks)
         if control is not None:
             longer_arms.append(control)
         longer_arms += _arms_beside(study, arm, beside)
 
-        longest = None
-        for longer_arm in longer_arms:
-            difference = _trained_difference(longer_arm)
-            if difference is None:
-                continue
-            if longest is None or difference.steps > longest.steps:
-                longest = difference
+        # The difference after the longest training.
+        differences = [_trained_difference(longer_arm) for longer_arm in longer_arms]
+        known = [difference for difference in differences if difference is not None]
+        longest = max(known, key=lambda difference: difference.steps, default=None)
 
         is_equivalent = arm.verdict is not None and arm.verdict.decision is Decision.EQUIVALENT
         settling_by_arm[arm.key] = settle(
@@ -153,33 +155,42 @@ def _trained_difference(arm: TrainedArm) -> Trained | None:
 def _longer_control(
     study: TrainedStudy, arm: TrainedArm, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> TrainedArm | None:
-    """Returns the control in this study that trains the arm longer.
+    """Returns the control of this study that trains an arm longer; None if it does not count.
 
-    Returns None if the control does not have fresh seeds or would get no verdict.
+    The control counts if it qualifies for a verdict, and if its seeds are not those of the verdict
+    on the arm. Only decided arms are trained longer, so the latter are selected by their results.
+
+    Args:
+        study: The study.
+        arm: The arm.
+        arms: All arms of the study, with its controls.
+        blocks: The remarks that withhold every verdict of the study.
     """
     longer_seeds = set(study.controls.longer_seeds)
-    has_fresh_seeds = longer_seeds and longer_seeds.isdisjoint(study.seeds)
-    if not study.tuned or not has_fresh_seeds:
+    has_other_seeds = longer_seeds and longer_seeds.isdisjoint(study.seeds)
+    if not study.tuned or not has_other_seeds:
         return None
+
     arm_by_key = {candidate.key: candidate for candidate in arms}
     control = arm_by_key.get(arm.key._replace(control=LONGER))
-    longer_baseline = arm_by_key.get(arm.group._replace(control=LONGER))
     if control is None or control.difference is None:
         return None
-    verdict = judging.pair(study, control, longer_baseline, blocks, num_comparisons=1)
+    baseline = arm_by_key.get(control.baseline_key)
+    verdict = judging.verdict_on_pair(study, control, baseline, blocks, num_comparisons=1)
     return None if verdict.decision is Decision.NO_VERDICT else control
 
 
 def _arms_beside(
     study: TrainedStudy, arm: TrainedArm, beside: Sequence[Findings]
 ) -> Iterator[TrainedArm]:
-    """Yields the same arm in the studies beside this one that have other seeds.
+    """Yields the same arm of other studies, which train it longer.
 
-    The arm has to have a verdict and the same parameter counts there.
+    The other study has to have other seeds. The arm has to have a verdict there, and the same
+    parameter counts. `beside` holds the findings of the other studies.
     """
     for findings in beside:
-        shares_seeds = not set(findings.study.seeds).isdisjoint(study.seeds)
-        if shares_seeds:
+        has_other_seeds = set(findings.study.seeds).isdisjoint(study.seeds)
+        if not has_other_seeds:
             continue
         for candidate in findings.arms:
             if candidate.key != arm.key or candidate.verdict is None:

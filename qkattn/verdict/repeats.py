@@ -19,35 +19,42 @@ from qkattn.verdict.trained_study import TrainedStudy, known_settings
 _OF_STUDY = (*HARMLESS, *OF_MACHINE, 'trials', *(f'model.{knob}' for knob in MODEL_KNOBS))
 
 
-def with_earlier(
+def with_earlier_arms(
     study: TrainedStudy, arms: Sequence[TrainedArm], earlier: Mapping[str, Findings]
 ) -> tuple[TrainedArm, ...]:
-    """Adds to each arm of a study the same arm of earlier studies that it may be pooled with.
+    """Adds to each arm of a study the same arm of earlier studies, so that seeds can be pooled.
 
-    An earlier arm may be pooled if it asks the same question, is trained with the same settings and
-    has results at all its seeds, and if no rule withholds its verdict. If a rule withholds every
-    verdict of a study, no arm of that study is pooled. Arms that are not pooled still count as
-    looks.
+    For example, an earlier study has trained an arm with the seeds 1 to 5, and has left open
+    whether it is better. This study trains the arm with the seeds 6 to 10. The arm is then compared
+    over all ten seeds.
 
-    `earlier` holds the findings of the earlier studies by name.
+    An earlier arm is added if it asks the same question, is trained with the same settings, and
+    qualifies for a verdict in its own study.
+
+    Args:
+        study: The study.
+        arms: Its arms.
+        earlier: The findings of the earlier studies, by the name of the study.
     """
     if not earlier:
         return tuple(arms)
 
-    # The usable arms of each earlier study, by their question (`chain.question`). An arm may have
-    # another key in each study, but its question is the same in all of them.
-    usable_by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
+    # The arms of each earlier study that may be added, by their question (`chain.question`). An arm
+    # may have another key in each study, but its question is the same in all of them.
+    arms_by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
     for name, findings in earlier.items():
-        if not findings.blocks:
-            usable_by_study[name] = _usable_arms(findings)
+        if not findings.blocks:  # they would withhold every verdict
+            arms_by_study[name] = _usable_arms(findings)
 
     completed = []
     for arm in arms:
         question = study.question_of(arm.key)
         earlier_arms: dict[str, TrainedArm] = {}
-        for name, usable in usable_by_study.items():
-            earlier_arm = usable.get(question)
-            if earlier_arm is not None and _training(earlier_arm) == _training(arm):
+        for name, arm_by_question in arms_by_study.items():
+            earlier_arm = arm_by_question.get(question)
+            if earlier_arm is None:
+                continue
+            if _training_settings(earlier_arm) == _training_settings(arm):
                 earlier_arms[name] = earlier_arm
         completed.append(dataclasses.replace(arm, earlier=earlier_arms))
     return tuple(completed)
@@ -74,11 +81,11 @@ def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
     return seeds.issuperset(study.verdict_seeds(arm.key))
 
 
-def _training(arm: TrainedArm) -> dict[str, Any]:
+def _training_settings(arm: TrainedArm) -> dict[str, Any]:
     """Returns the settings that an arm is trained with, by name, such as 'model.d_model'.
 
-    Settings that each study chooses itself are left out. _OF_STUDY lists them, or the sections that
-    they are in.
+    Settings in which studies of the same arm may differ are left out. _OF_STUDY lists them: a
+    setting, such as 'model.init_qk', or a whole section, such as 'trials'.
     """
     config: Config = from_json(Config, known_settings(Config, arm.example.run.config))
     # d_ff=None stands for the default width. Make it explicit, so that equal widths are equal.

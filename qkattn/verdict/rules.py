@@ -39,13 +39,14 @@ MAX_SPREAD = 3.0
 # An entry of the ledger may accept these two findings; otherwise they withhold every verdict.
 UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
 # Arms may differ in these model fields: the circuits, and the dimensions that matching solves for.
-_FACTORS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
+_MATCHED_FIELDS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
 # Arms may differ in these settings, as they do not affect the comparison. Trials are paired by
 # seed, so further seeds do no harm.
 _HARMLESS = (*HARMLESS, 'trials.seeds')
 # Arms have to share these results: how much they were evaluated on.
 _MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens')
-# Facts about the software and the machine of a run. Versions and imported modules are further ones.
+# Fields of provenance about the software and the devices of a run. 'versions.*' and 'imported.*'
+# are further ones.
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
@@ -55,46 +56,58 @@ def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]
     A remark that every arm has is given once, about all arms.
     """
     remarks: list[Remark] = []
-    for rule in OF_STUDY:
+    for rule in RULES_OF_STUDY:
         remarks += rule(study, arms)
-    rules_of_arm = (*OF_ARM, *OF_TUNED_ARM) if study.tuned else OF_ARM
+    rules_of_arm = [*RULES_OF_ARM]
+    if study.tuned:
+        rules_of_arm += RULES_OF_TUNED_ARM
     for arm in arms:
         for rule_of_arm in rules_of_arm:
             for remark in rule_of_arm(study, arm):
                 remarks.append(dataclasses.replace(remark, arm=arm.key))
-    for rule in OF_ARMS:
+    for rule in RULES_OF_ALL_ARMS:
         remarks += rule(study, arms)
-    return tuple(sorted(_merged(remarks, len(arms)), key=lambda remark: not remark.blocks))
+
+    merged = _merged(remarks, len(arms))
+    blocking = [remark for remark in merged if remark.blocks]
+    not_blocking = [remark for remark in merged if not remark.blocks]
+    return (*blocking, *not_blocking)
+
+
+def _about_every_arm(remark: Remark) -> Remark:
+    """Returns the same remark about every arm; it names none."""
+    return dataclasses.replace(remark, arm=None, every_arm=True)
 
 
 def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
-    """Removes repeated remarks, and merges a remark that each of several arms has into one.
+    """Merges the remarks of arms: if all of several arms have the same one, it is given once.
 
-    The merged remark has `every_arm` set and names no arm.
+    If three arms are all trained without annealing, the result has one remark about every arm in
+    place of three. Repeated remarks are removed, too.
     """
-
-    def about_every_arm(remark: Remark) -> Remark:
-        return dataclasses.replace(remark, arm=None, every_arm=True)
-
     merged: list[Remark] = []
     for remark in remarks:
-        shared = about_every_arm(remark)
+        # The same remark about two arms differs only in the arm.
+        about_every_arm = _about_every_arm(remark)
         arms_with_remark: set[ArmKey] = set()
         for other in remarks:
-            if other.arm is not None and about_every_arm(other) == shared:
+            if other.arm is not None and _about_every_arm(other) == about_every_arm:
                 arms_with_remark.add(other.arm)
-        all_arms_have_it = num_arms > 1 and len(arms_with_remark) == num_arms
-        is_shared = remark.arm is not None and all_arms_have_it
-        remark_or_shared = shared if is_shared else remark
-        if remark_or_shared not in merged:
-            merged.append(remark_or_shared)
+
+        is_about_arm = remark.arm is not None
+        if is_about_arm and num_arms > 1 and len(arms_with_remark) == num_arms:
+            merged_remark = about_every_arm
+        else:
+            merged_remark = remark
+        if merged_remark not in merged:
+            merged.append(merged_remark)
     return merged
 
 
-def _block(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remark:
+def _blocking_remark(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remark:
     """Returns a remark that withholds verdicts: of `arm`, or of every arm if it is None.
 
-    Rules in OF_ARM and OF_TUNED_ARM leave the arm out; `check` fills it in.
+    Rules about each arm leave the arm out; `check` fills it in.
     """
     return Remark(code, data, blocks=True, arm=arm)
 
@@ -105,9 +118,9 @@ def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
         return
     rates = study.grids['learning_rate']
     if len(rates) < 2:
-        yield _block(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
+        yield _blocking_remark(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
 
-    # Both those that are declared and those that trials have.
+    # The seeds that the study declares, and those that its trials have.
     seeds_of_screening = set(study.tuning.seeds)
     seeds_of_verdict = set(study.seeds)
     for trial in study.trials:
@@ -117,35 +130,37 @@ def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
             seeds_of_verdict.add(trial.seed)
     shared = sorted(seeds_of_screening & seeds_of_verdict)
     if shared:
-        yield _block(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
+        yield _blocking_remark(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
 
 
 def _declaration(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that study.json and the results of runs have not changed since they were recorded.
+    """Requires that study.json and the results of runs are still as the ledger recorded them.
 
-    The ledger records study.json when the study is declared, and the results of a run at each look.
+    The ledger records the hash of study.json when the study is declared. Whenever somebody looks at
+    results, it records the hashes of the runs under the number of this look.
     """
     if study.ledger.declaration != study.declaration:
-        yield _block(RemarkCode.OTHER_DECLARATION)
+        yield _blocking_remark(RemarkCode.OTHER_DECLARATION)
 
-    arm_by_run = {run.name: run.key for run in study.runs}
+    # The runs whose results have changed since a look, with the number of the first look at them.
+    arm_of_run = {run.name: run.key for run in study.runs}
     for run_name, look in study.altered.items():
-        # A run that has left the plan has no arm, so its remark is about the study.
-        arm = arm_by_run.get(run_name)
-        yield _block(RemarkCode.ALTERED, arm, run=run_name, look=look)
+        # A run that the plan no longer has belongs to no arm. Its remark is about the study.
+        arm = arm_of_run.get(run_name)
+        yield _blocking_remark(RemarkCode.ALTERED, arm, run=run_name, look=look)
 
 
 def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Requires a schedule that anneals the learning rate."""
-    planned = arm.example.run.config['optimizer']
+    settings = arm.example.run.config['optimizer']
     optimizer = OptimizerConfig(
-        schedule=planned['schedule'], final_fraction=planned['final_fraction']
+        schedule=settings['schedule'], final_fraction=settings['final_fraction']
     )
     if optimizer.anneals:
         return
     # A schedule that does not decay, such as 'constant', ignores final_fraction.
     final_fraction = optimizer.final_fraction if optimizer.decays else None
-    yield _block(
+    yield _blocking_remark(
         RemarkCode.NOT_ANNEALED,
         schedule=optimizer.schedule,
         final_fraction=final_fraction,
@@ -154,13 +169,16 @@ def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that the arm's runs have results of all their trials, or of none.
+    """Requires that each run of the arm has the results of all its trials, or of none.
 
-    Only missing results of a verdict run withhold the verdict.
+    Missing results of the verdict run withhold the verdict. Those of a screening run are only
+    mentioned.
     """
     for run in study.runs:
+        if run.key != arm.key:
+            continue
         is_incomplete = 0 < len(run.trials) < run.num_trials
-        if run.key == arm.key and is_incomplete:
+        if is_incomplete:
             data = {
                 'readable': len(run.trials),
                 'planned': run.num_trials,
@@ -171,15 +189,16 @@ def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that the arm costs what the baseline costs, up to the tolerance.
+    """Requires that the arm costs what the baseline costs, up to the tolerance of the study.
 
-    Controls at the baseline's shape are exempt.
+    For example, an arm with 1.002 times the baseline's parameters has a residual of 0.002, which is
+    too much for a tolerance of 0.001. Controls at the baseline's shape cost less and are exempt.
     """
-    residual = arm.example.run.residual  # (cost - that of the baseline) / that of the baseline
+    residual = arm.example.run.residual  # (cost - baseline's cost) / baseline's cost
     if study.match is None or residual is None or arm.key.control == SAME_SHAPE:
         return
     if abs(residual) > study.tolerance:
-        yield _block(
+        yield _blocking_remark(
             RemarkCode.OVER_TOLERANCE,
             matched=study.match,
             residual=residual,
@@ -193,15 +212,15 @@ def _post_hoc(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     Results may have influenced the choice of an arm that was added later.
     """
     if arm.key.declared in study.ledger.post_hoc:
-        yield _block(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
+        yield _blocking_remark(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
 
 
 def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that the arm's runs have the declared seeds, so results cannot select them.
+    """Requires that the arm's runs have the declared seeds, so that results cannot select them.
 
-    A verdict has all its declared seeds. A screening has its declared seeds and perhaps further
-    ones, which follow in a fixed order (`screening_seeds`); it may stop after any of them. If the
-    seeds 0 and 1 are declared, then (0, 1) and (0, 1, 2) are valid screenings, but not (0, 1, 3).
+    The verdict has to have all its declared seeds. Screening has its declared seeds, and may draw
+    further ones in a fixed order (`screening_seeds`) until it stops. If the seeds 0 and 1 are
+    declared, then (0, 1) and (0, 1, 2) are valid screenings, but not (0, 1, 3).
     """
     screening: list[int] = []
     verdict: list[int] = []
@@ -213,10 +232,10 @@ def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
     # The screenings of several settings repeat the same seeds.
     screening = list(dict.fromkeys(screening))
-    valid_screening = screening_seeds(study.tuning)
+    valid_screening = screening_seeds(study.tuning)  # all seeds that screening may use
     num_seeds = max(len(screening), len(study.tuning.seeds))
     if screening and sorted(screening) != sorted(valid_screening[:num_seeds]):
-        yield _block(
+        yield _blocking_remark(
             RemarkCode.OTHER_SEEDS,
             stage=SCREENING,
             actual=tuple(screening),
@@ -225,7 +244,7 @@ def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
     valid_verdict = study.verdict_seeds(arm.key)
     if verdict and sorted(verdict) != sorted(valid_verdict):
-        yield _block(
+        yield _blocking_remark(
             RemarkCode.OTHER_SEEDS,
             stage=VERDICT,
             actual=tuple(verdict),
@@ -249,7 +268,7 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
         # do not bound where the optimum is.
         is_optimum_bounded = sweep.at_worst is not None
         if not sweep.bracketed:
-            yield _block(
+            yield _blocking_remark(
                 RemarkCode.NOT_BRACKETED,
                 knob=knob,
                 low=sweep.values[0],
@@ -257,7 +276,7 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
                 best=sweep.best,
             )
         elif not is_optimum_bounded:
-            yield _block(RemarkCode.UNBOUNDED_OPTIMUM, knob=knob)
+            yield _blocking_remark(RemarkCode.UNBOUNDED_OPTIMUM, knob=knob)
     if not arm.verdict_trials:
         return
 
@@ -265,7 +284,9 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     knob_to_screen = tuning.knob  # None once all knobs are screened
     if knob_to_screen is not None:
         # The values that a verdict run must have are not known yet.
-        yield _block(RemarkCode.SCREENING_INCOMPLETE, knob=knob_to_screen, values=tuning.values)
+        yield _blocking_remark(
+            RemarkCode.SCREENING_INCOMPLETE, knob=knob_to_screen, values=tuning.values
+        )
         return
 
     for index, knob in enumerate(KNOBS):
@@ -273,7 +294,7 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
         values_in_verdict = dict.fromkeys(trial.settings[index] for trial in arm.verdict_trials)
         for actual in values_in_verdict:
             if actual != expected:
-                yield _block(
+                yield _blocking_remark(
                     RemarkCode.OTHER_SETTING,
                     knob=knob,
                     tuned=knob in study.tuned_knobs,
@@ -283,16 +304,17 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _splits(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires a test split, and many documents in each split of text."""
+    """Requires a test split, and MIN_DOCUMENTS documents or more in each split of text."""
     if not arm.chosen:
         return
     if arm.split != TEST:
-        yield _block(RemarkCode.NO_TEST)
+        yield _blocking_remark(RemarkCode.NO_TEST)
     for split, documents in arm.example.documents.items():
+        # Only results on text have bits per byte.
         is_text = arm.example.metrics[f'{split}_bits_per_byte'] is not None
         number = len(documents.names)
         if is_text and number < MIN_DOCUMENTS:
-            yield _block(
+            yield _blocking_remark(
                 RemarkCode.FEW_DOCUMENTS, split=split, documents=number, needed=MIN_DOCUMENTS
             )
 
@@ -304,36 +326,42 @@ def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedAr
     return [arm for arm in arms if arm.is_baseline and arm.loss]
 
 
-def untrained(arm: TrainedArm) -> Iterator[Remark]:
+def why_untrained(arm: TrainedArm) -> Iterator[Remark]:
     """Yields a remark for each reason why a baseline is not trained enough to compare arms with.
 
-    A baseline has to beat its yardstick: the losses and the BLEU of methods that only count. Beyond
-    that, a language model has to use its context, and a translator its sources.
+    A baseline has to beat its yardstick: the losses or the BLEU of methods that only count,
+    such as n-grams. Beyond that, a language model has to use its context, and a translator its
+    source sentences. Without a yardstick that this version defines, nothing is known of either.
     """
     yardstick = arm.yardstick
     if yardstick is None:
-        yield _block(RemarkCode.NO_YARDSTICK, arm.key)
+        yield _blocking_remark(RemarkCode.NO_YARDSTICK, arm.key)
         return
     if not yardstick.is_current:
-        yield _block(RemarkCode.OUTDATED_YARDSTICK, arm.key)
+        yield _blocking_remark(RemarkCode.OUTDATED_YARDSTICK, arm.key)
         return
     for code, data in shortfalls(arm, yardstick):
-        yield _block(code, arm.key, **data)
+        yield _blocking_remark(code, arm.key, **data)
     context_gain = yardstick.context_gain
     if context_gain is not None and context_gain < MIN_GAIN:
-        yield _block(RemarkCode.LITTLE_CONTEXT, arm.key, gain=context_gain, needed=MIN_GAIN)
+        yield _blocking_remark(
+            RemarkCode.LITTLE_CONTEXT, arm.key, gain=context_gain, needed=MIN_GAIN
+        )
     source_gain = yardstick.source_gain
     if source_gain is not None and source_gain < MIN_SOURCES:
-        yield _block(RemarkCode.SOURCES_UNUSED, arm.key, cost=source_gain, needed=MIN_SOURCES)
+        yield _blocking_remark(
+            RemarkCode.SOURCES_UNUSED, arm.key, cost=source_gain, needed=MIN_SOURCES
+        )
 
 
 def shortfalls(
     arm: TrainedArm, yardstick: Yardstick
 ) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
-    """Yields the numbers in which an arm does not beat a yardstick, with their data.
+    """Yields each way in which an arm does not beat a yardstick: a code with its numbers.
 
-    A yardstick has the losses and the BLEU of methods that only count. The codes are those of
-    remarks on a baseline. Nothing is yielded for an arm without a loss.
+    A yardstick has the losses and the BLEU of methods that only count. For example, a model
+    with a loss of 3.2 nats/token does not beat 5-grams with a loss of 3.1. The codes are those of
+    remarks on a baseline. An arm without a loss yields nothing.
     """
     if arm.loss is None:
         return
@@ -365,16 +393,17 @@ def _arms_below_yardstick(study: TrainedStudy, arms: Sequence[TrainedArm]) -> It
     """
     if study.yardsticks is None:
         return
-    codes_of_arms = {
+    # The codes that `shortfalls` yields withhold verdicts. Other arms have codes of their own.
+    code_of_arm = {
         RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK,
         RemarkCode.LOW_BLEU: RemarkCode.ARM_LOW_BLEU,
     }
     for arm in arms:
-        yardstick = study.yardsticks.get(arm.group)
+        yardstick = study.yardsticks.get(arm.baseline_key)
         if arm.is_baseline or yardstick is None or not yardstick.is_current:
             continue
         for code, data in shortfalls(arm, yardstick):
-            yield Remark(codes_of_arms[code], data, arm=arm.key)
+            yield Remark(code_of_arm[code], data, arm=arm.key)
 
 
 def _baselines_trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
@@ -384,52 +413,56 @@ def _baselines_trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Itera
     has_finished_baseline = any(arm.is_baseline and arm.chosen for arm in arms)
     if study.yardsticks is None and has_finished_baseline:
         # yardsticks.json is missing. The remark is about the study, as no baseline has a yardstick.
-        yield _block(RemarkCode.NO_YARDSTICK)
+        yield _blocking_remark(RemarkCode.NO_YARDSTICK)
     for baseline in baselines(study, arms):
-        yield from untrained(baseline)
+        yield from why_untrained(baseline)
 
 
 def _spread(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that the seeds of each arm of a tuned study end close together.
+    """Requires that the seeds of each arm of a tuned study end about as close as those of others.
 
-    The sd of an arm's losses over seeds is compared with the median sd of the other arms in its
-    group (same size, corpus and length of training).
+    For example, the losses of an arm have a standard deviation (sd) of 0.020 over seeds, and the
+    median sd of the other arms is 0.005. The arm is marked, as 0.020 is more than MAX_SPREAD = 3
+    times 0.005. The other arms are those with the same size, corpus and length of training.
     """
     if not study.tuned:
         return
-    sds_by_group: dict[ArmKey, dict[ArmKey, float]] = {}
+    sds_by_baseline: dict[ArmKey, dict[ArmKey, float]] = {}
     for arm in arms:
         if arm.loss and arm.loss.sd:
-            sds_of_group = sds_by_group.setdefault(arm.group, {})
-            sds_of_group[arm.key] = arm.loss.sd
+            sds = sds_by_baseline.setdefault(arm.baseline_key, {})
+            sds[arm.key] = arm.loss.sd
 
-    for sds in sds_by_group.values():
+    for sds in sds_by_baseline.values():
         for key, sd in sds.items():
             other_sds = [other_sd for other, other_sd in sds.items() if other != key]
             if not other_sds:
                 continue
             usual_sd = statistics.median(other_sds)
             if sd > MAX_SPREAD * usual_sd:
-                yield _block(RemarkCode.BIMODAL_SEEDS, key, sd=sd, usual=usual_sd, times=MAX_SPREAD)
+                yield _blocking_remark(
+                    RemarkCode.BIMODAL_SEEDS, key, sd=sd, usual=usual_sd, times=MAX_SPREAD
+                )
 
 
 def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that an arm differs from its baseline only in the factors of the study.
+    """Requires that an arm differs from its baseline only in what the study varies.
 
-    All other settings and the data have to be equal (`_facts`).
+    All other settings, the data and the amount of evaluation have to be equal
+    (`_values_to_share`).
     """
-    factors = _factors(study)
+    varied = _varied_settings(study)
     arms_with_verdict_trials = [arm for arm in arms if arm.verdict_trials]
     for arm, baseline in with_baselines(arms_with_verdict_trials):
         if baseline is None or baseline is arm:
             continue
-        arm_facts = _facts(arm, factors)
-        baseline_facts = _facts(baseline, factors)
-        for name in dict.fromkeys([*baseline_facts, *arm_facts]):
-            value = str(arm_facts.get(name, 'absent'))
-            baseline_value = str(baseline_facts.get(name, 'absent'))
+        values = _values_to_share(arm, varied)
+        baseline_values = _values_to_share(baseline, varied)
+        for name in dict.fromkeys([*baseline_values, *values]):
+            value = str(values.get(name, 'absent'))
+            baseline_value = str(baseline_values.get(name, 'absent'))
             if value != baseline_value:
-                yield _block(
+                yield _blocking_remark(
                     RemarkCode.DIFFERS_FROM_BASELINE,
                     arm.key,
                     name=name,
@@ -438,96 +471,102 @@ def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Re
                 )
 
 
-def _factors(study: TrainedStudy) -> set[str]:
-    """Returns the settings in which arms may differ, by name, such as 'model.d_ff'.
+def _varied_settings(study: TrainedStudy) -> set[str]:
+    """Returns the settings in which arms of a study may differ, by name, such as 'model.d_ff'.
 
-    These are the settings that variants set, that matching solves for, that are tuned, and that do
-    not affect results.
+    There are four kinds: settings that affect no comparison, dimensions that matching solves for,
+    settings that variants set, and settings that are tuned.
     """
-    factors = set(_HARMLESS)
-    for field in _FACTORS:
-        factors.add(f'model.{field}')
+    varied = set(_HARMLESS)
+    for field in _MATCHED_FIELDS:
+        varied.add(f'model.{field}')
     for variant in study.variants:
         # 'qk/vo?num_kv_heads=1&qk_norm=True' sets the fields num_kv_heads and qk_norm.
         for field in re.findall(r'[?&](\w+)=', variant):
-            factors.add(f'model.{field}')
+            varied.add(f'model.{field}')
     for knob in study.tuned_knobs:
         if knob in MODEL_KNOBS:
-            factors.add(f'model.{knob}')
+            varied.add(f'model.{knob}')
         else:
-            # Trials list the values of a knob: trials.learning_rates.
-            factors.add(f'trials.{knob}s')
-    return factors
+            # Trials list the values of a tuned setting: trials.learning_rates.
+            varied.add(f'trials.{knob}s')
+    return varied
 
 
-def _facts(arm: TrainedArm, factors: Collection[str]) -> dict[str, Any]:
-    """Returns the facts that have to be equal for an arm and its baseline, by name.
+def _values_to_share(arm: TrainedArm, varied: Collection[str]) -> dict[str, Any]:
+    """Returns the values that have to be equal for an arm and its baseline, by name.
 
-    These are the settings of the run, the data, the amount of evaluation and the target of
-    matching. The settings that the study varies (`factors`), and those of the machine, are left
-    out.
+    An example is {'model.num_layers': 4, 'data.tokenizer': 'bytes', 'eval_rows': 256, ...}. The
+    values are the settings of the arm's runs, its data, how much it was evaluated on, and the cost
+    that it is matched to. Settings in `varied` and of the machine may differ, and are left out.
     """
-    trial = arm.example
-    facts: dict[str, Any] = {}
+    trial = arm.example  # all trials of the arm share these values
+    values: dict[str, Any] = {}
     for name, value in flat(trial.run.config):
-        if name not in factors and not name.startswith(OF_MACHINE):
-            facts[name] = value
+        if name not in varied and not name.startswith(OF_MACHINE):
+            values[name] = value
     for name, value in flat(trial.data):
-        facts[f'data.{name}'] = value
+        values[f'data.{name}'] = value
     for name in _MEASURED:
-        facts[name] = getattr(trial, name)
-    facts['target_parameters'] = trial.run.target
-    return facts
+        values[name] = getattr(trial, name)
+    values['target_parameters'] = trial.run.target
+    return values
 
 
 def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Marks differences in software and devices between the starts of runs.
+    """Marks software and devices that are not the same at all starts of all runs.
 
     Versions and devices seldom affect results, so they are only mentioned. The code may affect
-    them: results of several commits, or of uncommitted changes, withhold every verdict unless the
-    ledger accepts them. A run that was resumed on another commit counts as well.
+    them: if there are several commits, or uncommitted changes, every verdict is withheld, unless
+    the ledger accepts this and says why. A run that was resumed at another commit counts as well.
     """
-    arms_by_fact = _arms_by_fact(arms)
-    reasons_to_accept = study.ledger.accepted
-    for name, arms_by_value in arms_by_fact.items():
+    arms_by_value_of = _arms_by_provenance(arms)
+    reasons_to_accept = study.ledger.accepted  # by what is accepted: COMMITS or UNCOMMITTED
+    for name, arms_by_value in arms_by_value_of.items():
         is_software = name.startswith(('versions.', 'imported.')) or name in _SOFTWARE
-        has_one_value = len(arms_by_value) == 1
-        if not is_software or has_one_value:
-            continue
-        is_code = name == 'git.commit' or name.startswith('imported.')
-        reason = reasons_to_accept.get(COMMITS) if is_code else None
-        values = {value: tuple(keys) for value, keys in arms_by_value.items()}
-        data = {'name': name, 'values': values, 'accepted': reason}
-        yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, blocks=is_code and reason is None)
+        has_several_values = len(arms_by_value) > 1
+        if is_software and has_several_values:
+            values = {value: tuple(keys) for value, keys in arms_by_value.items()}
+            is_code = name == 'git.commit' or name.startswith('imported.')
+            reason = reasons_to_accept.get(COMMITS) if is_code else None
+            data = {'name': name, 'values': values, 'accepted': reason}
+            is_unaccepted_code = is_code and reason is None
+            yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, blocks=is_unaccepted_code)
 
-    has_uncommitted_changes = 'True' in arms_by_fact.get('git.dirty', {})
+    has_uncommitted_changes = 'True' in arms_by_value_of.get('git.dirty', {})
     if has_uncommitted_changes:
         reason = reasons_to_accept.get(UNCOMMITTED)
         yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': reason}, blocks=reason is None)
 
 
-def _arms_by_fact(arms: Sequence[TrainedArm]) -> dict[str, dict[str, list[ArmKey]]]:
-    """Returns the keys of the arms that have each value of each fact of their provenance.
+def _arms_by_provenance(arms: Sequence[TrainedArm]) -> dict[str, dict[str, list[ArmKey]]]:
+    """Returns which arms have which value of each field of their provenance.
 
-    Two arms that were trained at different commits give {'git.commit': {'3f2a': [key], '9c41':
-    [other_key]}, 'python': {'3.12.4': [key, other_key]}}. A run that was resumed has several
-    starts. Its arm is listed for the values of each of them.
+    The provenance of a run says on what software and machine it was trained. For example, two arms
+    were trained at different commits with the same Python:
+
+        {'git.commit': {'3f2a': [key], '9c41': [other_key]}, 'python': {'3.12.4': [key, other_key]}}
+
+    A run that was resumed has the provenance of several starts, and its arm is listed for all.
     """
-    arms_by_fact: dict[str, dict[str, list[ArmKey]]] = {}
+    arms_by_value_of: dict[str, dict[str, list[ArmKey]]] = {}
     for arm in arms:
         for trial in arm.trials:
             earlier_starts = trial.provenance.get('earlier', ())
             for start in (trial.provenance, *earlier_starts):
                 for name, value in flat(start):
-                    arms_by_value = arms_by_fact.setdefault(name, {})
+                    arms_by_value = arms_by_value_of.setdefault(name, {})
                     arms_with_value = arms_by_value.setdefault(str(value), [])
                     if arm.key not in arms_with_value:
                         arms_with_value.append(arm.key)
-    return arms_by_fact
+    return arms_by_value_of
 
 
 def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Reports how much text the arms' losses were measured on."""
+    """Reports how much text the arms' losses were measured on.
+
+    Each number is a tuple of the values that trials have, such as (65536,) if all have the same.
+    """
     chosen: list[Trial] = []
     document_counts: list[int] = []
     for arm in arms:
@@ -535,31 +574,31 @@ def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Rem
         for trial in arm.chosen:
             for documents in trial.documents.values():
                 document_counts.append(len(documents.names))
-    tokens = _known_counts(trial.eval_tokens for trial in chosen)
+    tokens = _distinct(trial.eval_tokens for trial in chosen)
     if tokens:
         data = {
             'tokens': tokens,
-            'rows': _known_counts(trial.eval_rows for trial in chosen),
-            'test_tokens': _known_counts(trial.test_tokens for trial in chosen),
-            'documents': _known_counts(document_counts),
+            'rows': _distinct(trial.eval_rows for trial in chosen),
+            'test_tokens': _distinct(trial.test_tokens for trial in chosen),
+            'documents': _distinct(document_counts),
         }
         yield Remark(RemarkCode.EVALUATION, data)
 
 
-def _known_counts(counts: Iterable[int | None]) -> tuple[int, ...]:
-    """Returns the different counts that are known, ascending."""
+def _distinct(counts: Iterable[int | None]) -> tuple[int, ...]:
+    """Returns the different counts, ascending, without None (unknown)."""
     known = {count for count in counts if count is not None}
     return tuple(sorted(known))
 
 
 # Rules about the study as a whole.
-OF_STUDY = (_tuning, _declaration)
+RULES_OF_STUDY = (_tuning, _declaration)
 # Rules about each arm.
-OF_ARM = (_annealing, _results, _matching)
+RULES_OF_ARM = (_annealing, _results, _matching)
 # Rules about each arm of a tuned study.
-OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
+RULES_OF_TUNED_ARM = (_post_hoc, _seeds, _settings, _splits)
 # Rules about all arms together.
-OF_ARMS = (
+RULES_OF_ALL_ARMS = (
     _baselines_trained,
     _spread,
     _arms_below_yardstick,

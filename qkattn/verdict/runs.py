@@ -152,16 +152,20 @@ def parse_run(record: Any) -> TrainedRun:
 
 
 def parse_trial(record: Any, run: TrainedRun) -> Trial:
-    """Reads the result of a trial of `run`; raises ValueError that names the bad field.
+    """Reads a trial of `run` from its line of results.jsonl.
 
-    The trial has no losses by document and by step yet: `with_files` adds them.
+    The losses by document and by step stay empty: they are in other files (`with_run_files`).
+    Raises ValueError that names the bad field.
     """
     records.check_result(record)
     _check_planned(record, run)
+    # The value of each setting that may be tuned, in the order of KNOBS. Those in TRIAL_KNOBS
+    # belong to the trial, and those in MODEL_KNOBS to the model.
     trial_values = [record['trial'][knob] for knob in TRIAL_KNOBS]
     model_values = [run.config['model'][knob] for knob in MODEL_KNOBS]
     declared_metrics = records.metrics_of(record)
     metrics = {name: record.get(name) for name in records.metric_fields(record)}
+    # All other fields are read from the record as they are.
     return records.read(
         Trial,
         record,
@@ -191,7 +195,7 @@ def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
             raise ValueError(f'{knob} {value} is not one of run {run.name!r}, which has {planned}')
 
 
-def with_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun:
+def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun:
     """Adds to a run its log and its losses by document, from the files of its directory.
 
     There are three kinds of files:
@@ -271,13 +275,13 @@ def _with_documents(run: TrainedRun, record: Any) -> TrainedRun:
     its documents do not add up to the losses of the results.
     """
     documents_by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
-    # A split has its own name in documents.json; in metrics, it has a prefix: 'val' of 'val_loss'.
+    # The split 'validation' of documents.json has the prefix 'val' in names of metrics: 'val_loss'.
     for split, prefix in PREFIXES.items():
         losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
         if split in record:
             documents_on_split = _documents_of_split(record[split], split, losses)
             for index, documents in enumerate(documents_on_split):
-                if documents is not None:
+                if documents is not None:  # None for a diverged trial
                     documents_by_trial[index][prefix] = documents
         elif any(loss is not None for loss in losses):
             raise ValueError(f'split {split!r} is missing, but its results have losses on it')
@@ -357,7 +361,8 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
     """
     evaluations = [record for record in lines if record.get('kind') == 'eval']
     has_final_record = bool(lines) and lines[-1].get('kind') == 'final'
-    # The steps of the last evaluation and of the final record; None if the log lacks the record.
+
+    # The last evaluation and the final record are made at the last step.
     evaluated_at = evaluations[-1]['step'] if evaluations else None
     ended_at = lines[-1]['step'] if has_final_record else None
     if evaluated_at != run.num_steps or ended_at != run.num_steps:
@@ -369,6 +374,7 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
                 f'step {record["step"]} does not have one loss for each of {len(run.trials)} trials'
             )
 
+    # They have the numbers of the results.
     results = _results_by_field(run.trials)
     first_trial = run.trials[0]
     validation_fields = logged_fields(first_trial.declared_metrics, first_trial.corpora)
@@ -397,9 +403,12 @@ def _results_by_field(trials: Sequence[Trial]) -> dict[str, list[Any]]:
 def _check_logged(
     record: Mapping[str, Any], results: Mapping[str, list], names: Iterable[str]
 ) -> None:
-    """Raises ValueError unless the fields `names` of a log's record have the values of the results.
+    """Raises ValueError unless a record of the log has the same values as the results.
 
-    A field of a record is a list over trials, or one value that all trials share.
+    Args:
+        record: The record. A field is a list over trials, or one value that all trials share.
+        results: The values of the results, by field, as lists over trials.
+        names: The fields to compare.
     """
     for name in names:
         value = record.get(name)

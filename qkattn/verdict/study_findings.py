@@ -20,7 +20,7 @@ from qkattn.verdict import judging, longer, rules
 from qkattn.verdict.codes import Comparison, Remark, RemarkCode
 from qkattn.verdict.comparing import compare
 from qkattn.verdict.findings import Findings, Scaling
-from qkattn.verdict.repeats import with_earlier
+from qkattn.verdict.repeats import with_earlier_arms
 from qkattn.verdict.trained_arm import Decomposition, TrainedArm, arms_of, with_baselines
 from qkattn.verdict.trained_study import TrainedStudy, load_study
 
@@ -44,13 +44,12 @@ UNSURE = (
 def load_findings(directory: str | Path) -> Findings:
     """Reads a study and computes its findings; raises as `load_study`.
 
-    The findings of a stored study are kept in memory until one of its files changes.
+    A stored study has its logs in an archive. Its findings are kept in memory until one of its
+    files changes.
     """
     path = as_path(directory)
-    files = stored.opened(path)
-    # `opened` returns the directory itself unless the study is stored.
-    is_stored = files != path
-    if is_stored:
+    files = stored.open_files(path)
+    if isinstance(files, stored.StoredFiles):
         return _load_stored(path, files)
     return find(load_study(path))
 
@@ -59,25 +58,30 @@ def load_findings(directory: str | Path) -> Findings:
 def _load_stored(directory: Path, files: Files) -> Findings:
     """Computes the findings of a stored study once for each `files`.
 
-    `stored.opened` returns another `files` object once a file of the study has changed.
+    `stored.open_files` returns another `files` object once a file of the study has changed.
     """
     return find(load_study(directory))
 
 
-def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
+def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
     """Computes the findings of a study.
 
-    Seeds of the studies that it repeats are pooled with its own. Longer studies in directories
-    beside it say which differences are settled; with `alone`, they are not read. Raises as
-    `load_study` if a study that it repeats cannot be read.
+    Two kinds of other studies are read:
+
+    - The studies that it repeats. Their seeds are pooled with its own. If one cannot be read,
+      raises as `load_study`.
+    - Studies in directories beside it that train the same arms longer. They say which differences
+      last. Without `read_longer`, they are left out.
     """
-    # Each step fills in further fields of the arms, which the next step needs.
-    arms = with_earlier(study, arms_of(study), _earlier_findings(study))
+    # Each step fills in further fields of the arms, which the next step needs. First come the same
+    # arms of earlier studies, the remarks of the rules, and the differences from the baselines.
+    arms = with_earlier_arms(study, arms_of(study), _earlier_findings(study))
     remarks = rules.check(study, arms)
     blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
-    arms = _compared(study, arms, remarks)
+    arms = _with_comparisons(study, arms, remarks)
 
-    verdicts = judging.primary(study, arms, blocks) if study.tuned else {}
+    # Then the verdicts, and the parts of each difference.
+    verdicts = judging.primary_verdicts(study, arms, blocks) if study.tuned else {}
     parts = _decomposed(study, arms, blocks)
     judged_arms = []
     for arm in arms:
@@ -85,8 +89,9 @@ def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
         parts_of_arm = parts.get(arm.key, Decomposition())
         judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts_of_arm))
 
-    longer_studies = [] if alone or not study.tuned else _longer_findings(study)
-    settlings = longer.settlings(study, judged_arms, blocks, longer_studies)
+    # Last, whether the differences last when models are trained longer.
+    longer_findings = _longer_findings(study) if read_longer and study.tuned else []
+    settlings = longer.settlings(study, judged_arms, blocks, longer_findings)
     arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in judged_arms)
     return Findings(
         study=study,
@@ -95,7 +100,7 @@ def find(study: TrainedStudy, *, alone: bool = False) -> Findings:
         remarks=remarks,
         scaling=() if blocks else _scaling(study, arms),
         num_comparisons=judging.family_size(study) if study.tuned else 0,
-        positive=judging.positive(study, arms, blocks) if study.tuned else (),
+        positive=judging.positive_controls(study, arms, blocks) if study.tuned else (),
     )
 
 
@@ -117,95 +122,110 @@ def _longer_findings(study: TrainedStudy) -> list[Findings]:
     for path in longer.studies_beside(study):
         with contextlib.suppress(ReportError):
             longer_study = load_study(path)
-            longer_findings.append(find(longer_study, alone=True))
+            # Whether its own differences last is not asked here.
+            longer_findings.append(find(longer_study, read_longer=False))
     return longer_findings
 
 
-def _compared(
+def _with_comparisons(
     study: TrainedStudy, arms: Sequence[TrainedArm], remarks: Sequence[Remark]
 ) -> tuple[TrainedArm, ...]:
-    """Adds to each arm its remarks and its comparison with its baseline."""
-    compared = []
+    """Adds to each arm its own remarks and its comparison with its baseline."""
+    completed = []
     for arm, baseline in with_baselines(arms):
         comparison = None
         if baseline is not None and not arm.is_baseline:
             comparison = compare(arm, baseline, study.margin)
         own_remarks = tuple(remark for remark in remarks if remark.arm == arm.key)
-        compared.append(dataclasses.replace(arm, comparison=comparison, remarks=own_remarks))
-    return tuple(compared)
+        completed.append(dataclasses.replace(arm, comparison=comparison, remarks=own_remarks))
+    return tuple(completed)
 
 
 def _decomposed(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> dict[ArmKey, Decomposition]:
-    """Splits the difference of each primary arm from its baseline into parts.
+    """Splits the difference of each primary arm from its baseline into parts, by the arm's key.
 
-    See `Decomposition` for the parts. `blocks` are the remarks that withhold every verdict.
+    For example, an arm without W_O is better than the baseline by 0.010 nats/token. At the
+    baseline's shape it has fewer parameters and is worse by 0.004 (`same_shape`). Spending the
+    saved parameters on a larger model gains 0.014 (`reinvesting`).
+
+    `blocks` are the remarks that withhold every verdict.
     """
     arm_by_key = {arm.key: arm for arm in arms}
-    # These remarks stand for one about each arm. Other blocks are about the study, and its
-    # differences can still be estimated.
+    # A remark about every arm counts for each of them. Other remarks in `blocks` are about the
+    # study, and do not prevent an estimate.
     blocks_of_every_arm = [remark for remark in blocks if remark.every_arm]
-
-    def part(arm: TrainedArm | None, other: TrainedArm | None) -> Comparison | None:
-        """Compares two arms.
-
-        Returns None if an arm is missing, or if it breaks a rule that is not in UNSURE: its
-        difference cannot be estimated then.
-        """
-        if arm is None or other is None:
-            return None
-        blocks_of_pair = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
-        if any(remark.code not in UNSURE for remark in blocks_of_pair):
-            return None
-        return compare(arm, other, study.margin)
-
+    margin = study.margin
     parts = {}
     for arm in arms:
         if not is_compared(arm.key, study.baseline):
             continue
-        # The label of a same-shape control has no destination of saved parameters.
+        # The label of a same-shape control does not name where saved parameters go: it saves none.
         bare_label = study.bare(arm.variant)
         same_shape = arm_by_key.get(arm.key._replace(variant=bare_label, control=SAME_SHAPE))
-        baseline = arm_by_key.get(arm.group)
+        baseline = arm_by_key.get(arm.baseline_key)
         longer_arm = arm_by_key.get(arm.key._replace(control=LONGER))
-        longer_baseline = arm_by_key.get(arm.group._replace(control=LONGER))
+        longer_baseline = arm_by_key.get(arm.baseline_key._replace(control=LONGER))
         parts[arm.key] = Decomposition(
-            same_shape=part(same_shape, baseline),
-            reinvesting=part(arm, same_shape),
-            longer=part(longer_arm, longer_baseline),
+            same_shape=_estimated(same_shape, baseline, blocks_of_every_arm, margin),
+            reinvesting=_estimated(arm, same_shape, blocks_of_every_arm, margin),
+            longer=_estimated(longer_arm, longer_baseline, blocks_of_every_arm, margin),
         )
     return parts
 
 
-def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, ...]:
-    """Fits a scaling law to each variant on each corpus.
+def _estimated(
+    arm: TrainedArm | None,
+    other: TrainedArm | None,
+    blocks_of_every_arm: Sequence[Remark],
+    margin: float,
+) -> Comparison | None:
+    """Compares two arms; returns None if their difference cannot be estimated.
 
-    A fit uses the sizes at which the baseline is trained well enough and at which the arm's loss is
-    not biased (`TrainedArm.scales`). A variant without such a size has no fit.
+    It cannot if an arm is missing, or if a remark withholds the verdict of an arm. The remarks in
+    UNSURE are an exception: they withhold a verdict, but not an estimate.
+    """
+    if arm is None or other is None:
+        return None
+    blocks_of_pair = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
+    if any(remark.code not in UNSURE for remark in blocks_of_pair):
+        return None
+    return compare(arm, other, margin)
+
+
+def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, ...]:
+    """Fits a scaling law, loss against parameters, to each variant on each corpus.
+
+    A size is left out of the fit if the baseline is not trained well enough there, or if the arm's
+    mean loss there is biased (`TrainedArm.scales`). A variant without any size left has no fit.
     """
     if len(study.sizes) < 2:
         return ()
-    untrained_groups: set[ArmKey] = set()
+    untrained_baselines: set[ArmKey] = set()
     for baseline in rules.baselines(study, arms):
-        if any(rules.untrained(baseline)):
-            untrained_groups.add(baseline.group)
+        if any(rules.why_untrained(baseline)):
+            untrained_baselines.add(baseline.key)
 
-    # The arms of each variant and corpus, by size.
-    arms_by_size: dict[tuple[str, str], dict[str, TrainedArm]] = {}
+    # The arms to fit: for each variant and corpus, the arm of each size.
+    arms_to_fit: dict[tuple[str, str], dict[str, TrainedArm]] = {}
     for arm in arms:
-        if arm.key.control is None and arm.group not in untrained_groups and arm.scales:
-            arm_by_size = arms_by_size.setdefault((arm.variant, arm.corpus), {})
+        is_primary = arm.key.control is None
+        if is_primary and arm.scales and arm.baseline_key not in untrained_baselines:
+            arm_by_size = arms_to_fit.setdefault((arm.variant, arm.corpus), {})
             arm_by_size[arm.size] = arm
 
-    laws = {key: _law(list(arm_by_size.values())) for key, arm_by_size in arms_by_size.items()}
+    laws = {}
+    for key, arm_by_size in arms_to_fit.items():
+        laws[key] = _law(list(arm_by_size.values()))
 
+    # What a parameter of a variant is worth follows from the law of the baseline.
     fits = []
-    for (variant, corpus), arm_by_size in arms_by_size.items():
-        worth = None
+    for (variant, corpus), arm_by_size in arms_to_fit.items():
         baseline_key = (study.baseline, corpus)
-        if baseline_key in arms_by_size and variant != study.baseline:
-            worth = _worth(arm_by_size, arms_by_size[baseline_key], laws[baseline_key])
+        worth = None
+        if variant != study.baseline and baseline_key in arms_to_fit:
+            worth = _worth(arm_by_size, arms_to_fit[baseline_key], laws[baseline_key])
         fits.append(Scaling(variant, corpus, laws[variant, corpus], worth))
     return tuple(fits)
 
@@ -217,7 +237,9 @@ def _worth(
 ) -> scaling.Interval | scaling.Problem:
     """Returns how many baseline parameters one parameter of a variant is worth.
 
-    It follows from the law of the baseline and the differences at the sizes that both have.
+    For example, a variant with 1.0 million parameters has the loss that the baseline would reach
+    with 1.2 million. One of its parameters is then worth 1.2 of the baseline's. The result is a
+    mean over the sizes at which both have results.
     """
     # For each size: the parameters of the arm, those of the baseline, and the difference in loss.
     points = []

@@ -39,7 +39,7 @@ class TrainedArm:
 
     key: ArmKey
     # The key of the arm's baseline, which has the same size, corpus and length of training.
-    group: ArmKey
+    baseline_key: ArmKey
     trials: tuple[Trial, ...]
     # The trials of the verdict run. Without tuning, all trials.
     verdict_trials: tuple[Trial, ...]
@@ -71,7 +71,7 @@ class TrainedArm:
 
     @property
     def is_baseline(self) -> bool:
-        return self.key == self.group
+        return self.key == self.baseline_key
 
     @property
     def split(self) -> str:
@@ -183,22 +183,26 @@ def with_baselines(
 ) -> list[tuple[TrainedArm, TrainedArm | None]]:
     """Pairs each arm with its baseline, or with None if the baseline has no results."""
     arm_by_key = {arm.key: arm for arm in arms}
-    return [(arm, arm_by_key.get(arm.group)) for arm in arms]
+    return [(arm, arm_by_key.get(arm.baseline_key)) for arm in arms]
 
 
 def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
     """Returns the arms of a study that have results.
 
-    They are sorted by size, then by corpus, then with primary arms before controls, then with the
-    baseline before the others, and last in the order of the study.
+    They are ordered by size, then by corpus. At each size and corpus, primary arms come first, then
+    the controls of each kind. The baseline leads each of these groups. The others follow in the
+    order of the study.
     """
     trials_by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
         trials_by_key.setdefault(trial.run.key, []).append(trial)
+    # Arms that are trained longer are not declared. They follow the declared arms.
+    in_order_of_study = dict.fromkeys([*study.arms, *trials_by_key])
+    with_results = [key for key in in_order_of_study if key in trials_by_key]
     controls = (None, *CONTROLS)  # the values of `key.control`; a primary arm has None
 
     def rank(key: ArmKey) -> tuple[int, int, int, bool]:
-        """Returns the sort key of an arm."""
+        """Returns the sort key of an arm. False, for the baseline, sorts before True."""
         return (
             study.sizes.index(key.size),
             study.corpora.index(key.corpus),
@@ -206,12 +210,9 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
             key.variant != study.baseline,
         )
 
-    # The study declares all arms but those that are trained longer, which follow the others.
-    in_order_of_study = dict.fromkeys([*study.arms, *trials_by_key])
-    with_results = [key for key in in_order_of_study if key in trials_by_key]
     arm_by_key: dict[ArmKey, TrainedArm] = {}
     for key in sorted(with_results, key=rank):
-        # The primary arm of a control comes before it, so it is there already.
+        # The primary arm of a control has a lower rank, so it is there already.
         primary = arm_by_key.get(key._replace(control=None))
         arm_by_key[key] = _trained_arm(study, key, trials_by_key[key], primary)
     return tuple(arm_by_key.values())
@@ -221,22 +222,26 @@ def _trained_arm(
     study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
 ) -> TrainedArm:
     """Builds an arm from its trials. For a control, `primary` is the arm that it controls."""
+    # The trials that decide: those of the verdict run, or all trials of an untuned study.
     stage = VERDICT if study.tuned else SINGLE
     verdict_trials = tuple(trial for trial in trials if trial.run.stage == stage)
     if study.tuned:
         chosen = tuple(trial for trial in verdict_trials if trial.finished)
     else:
         chosen = _at_best_setting(verdict_trials)
-    # The baseline of an arm that is trained longer is trained longer, too.
-    control_of_baseline = LONGER if key.control == LONGER else None
+
+    # What the arm has to beat, if it is a baseline. It may have been recorded from an earlier
+    # verdict run of the baseline. Then it says nothing about these trials.
     yardstick = (study.yardsticks or {}).get(key)
     verdict_runs = {trial.run.name for trial in verdict_trials}
     if yardstick is not None and yardstick.run not in verdict_runs:
-        # It was recorded from an earlier verdict run of this baseline, not from these trials.
         yardstick = None
+
+    # An arm that is trained longer has a baseline that is trained longer, too.
+    control_of_baseline = LONGER if key.control == LONGER else None
     return TrainedArm(
         key=key,
-        group=ArmKey(study.baseline, key.size, key.corpus, control_of_baseline),
+        baseline_key=ArmKey(study.baseline, key.size, key.corpus, control_of_baseline),
         trials=tuple(trials),
         verdict_trials=verdict_trials,
         chosen=chosen,
@@ -278,16 +283,18 @@ def _tuning(
 ) -> Tuning:
     """Repeats the tuning of an arm from the results of its screening.
 
-    The grids are those of the study. A setting (knob) that is not tuned has the value of the arm's
-    trials. An arm that is trained longer is tuned around the settings of its `primary` arm.
+    Tuning starts from a grid of values for each setting (knob):
+
+    - A knob that is tuned has the grid of the study.
+    - A knob that is not tuned has a grid of one value, that of the arm's trials.
+    - An arm that is trained longer has grids around the tuned settings of its `primary` arm.
     """
     screening = [trial for trial in trials if trial.run.stage == SCREENING]
     first_trial = (screening or trials)[0]
-    grids = dict(study.grids)
+    grids: dict[str, tuple[float, ...]] = {}
     for knob, value in zip(tuning.KNOBS, first_trial.settings, strict=True):
-        is_tuned = len(grids[knob]) > 1
-        if not is_tuned:
-            grids[knob] = (value,)
+        is_tuned = len(study.grids[knob]) > 1
+        grids[knob] = study.grids[knob] if is_tuned else (value,)
     is_trained_longer = key.control == LONGER
     if is_trained_longer and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)

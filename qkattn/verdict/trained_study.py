@@ -32,7 +32,14 @@ from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.chain import Earlier
 from qkattn.study.tuning import KNOBS, SCREENING
 from qkattn.study.yardstick_definitions import is_current
-from qkattn.verdict.runs import TrainedRun, Trial, parse_arm_key, parse_run, parse_trial, with_files
+from qkattn.verdict.runs import (
+    TrainedRun,
+    Trial,
+    parse_arm_key,
+    parse_run,
+    parse_trial,
+    with_run_files,
+)
 
 # Workers write plan.jsonl and results.jsonl again from the runs.
 _ADVICE = 'restore it from a copy, or remove it and resume the study, which makes it again'
@@ -153,19 +160,20 @@ class TrainedStudy(config.Study):
 def load_study(directory: str | Path) -> TrainedStudy:
     """Reads the study in `directory`.
 
-    If a file of a run is bad, `problems` of the study names it. Raises ReportError if the
+    A bad file of a run is left out, and `problems` of the study names it. Raises ReportError if the
     directory, `study.json` or the ledger is missing, if a file of the study is bad, or if no trial
     has a result.
     """
     directory = as_path(directory)
     study_json = directory / 'study.json'
-    files = stored.opened(directory)
+    files = stored.open_files(directory)
     if not directory.is_dir():
         problem = 'is a file' if directory.exists() else 'does not exist'
         raise ReportError(f'study directory {str(directory)!r} {problem}.')
     if not study_json.exists():
         raise ReportError(f'{str(study_json)!r} does not exist, so this is not a study directory.')
 
+    # What the study declares.
     study_ledger = ledger.read(directory / ledger.NAME)
     try:
         declared = parse_file(study_json, {})
@@ -173,10 +181,11 @@ def load_study(directory: str | Path) -> TrainedStudy:
     except ValueError as error:
         raise ReportError(f'{str(study_json)!r} cannot be read: {error}.') from error
 
+    # Its runs, with their trials and logs.
     problems = [*study.problems]
     try:
         planned = _read_runs(study)
-        runs = [with_files(run, files, problems) for run in planned]
+        runs = [with_run_files(run, files, problems) for run in planned]
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
     yardsticks = _read_yardsticks(directory / ledger.YARDSTICKS, study.baseline, planned)
@@ -196,7 +205,7 @@ def load_study(directory: str | Path) -> TrainedStudy:
 def _declared_study(
     directory: Path, files: Files, study_ledger: Ledger, record: Any
 ) -> TrainedStudy:
-    """Reads a study without its runs from `record`, the content of study.json.
+    """Reads a study from `record`, the content of study.json. It has no runs and no results yet.
 
     Raises ValueError that names the bad field.
     """
@@ -211,6 +220,7 @@ def _declared_study(
             'arms': tuple[dict, ...],
         },
     )
+    # A tuned study has a grid of each setting (knob), such as `learning_rates` for 'learning_rate'.
     tuning = record['tuning']
     grids: dict[str, tuple[float, ...]] = {}
     if tuning is not None:
@@ -219,6 +229,8 @@ def _declared_study(
     problems = []
     if record['base_hash'] != fingerprint_of(record['base']):
         problems.append('base_hash of study.json is not the hash of its base')
+
+    # The fields that are not given here are read from the record as they are.
     study = read(
         TrainedStudy,
         record | {'match': record['matched']},
@@ -242,6 +254,7 @@ def _declared_study(
 def _check_declared(study: TrainedStudy) -> None:
     """Raises ValueError that names the field unless the values of study.json are valid."""
     check_section('tuning.', study.tuning)
+    # The seeds of the verdict, and for a tuned study those of the screening.
     is_tuned_without_seeds = bool(study.grids) and not study.tuned
     if not study.seeds or is_tuned_without_seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
@@ -348,24 +361,29 @@ def _read_yardsticks(
 def _yardsticks(
     record: Mapping[str, Any], baseline: str, planned: Mapping[str, ArmKey]
 ) -> dict[ArmKey, Yardstick]:
-    """Returns the yardsticks by the key of their baseline; raises ValueError if a field is bad.
+    """Returns what each baseline has to beat, by the key of the baseline.
 
     Args:
-        record: The content of yardsticks.json. An entry of 'runs' has what was measured on the
-            trials of a baseline, an entry of 'groups' what this baseline has to beat.
+        record: The content of yardsticks.json. An entry of 'runs' has the losses of the trials of a
+            baseline, and an entry of 'groups' what this baseline has to beat.
         baseline: The variant that is the baseline.
         planned: The arms of the planned runs, by the name of the run.
+
+    Raises:
+        ValueError: A field is bad. The message names it.
     """
+    # The measured trials of each baseline.
     trials_by_baseline: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in record['runs']:
         check(run, {'run': str, 'trials': tuple[dict, ...] | None})
         key = parse_arm_key(run)
         _check_recorded(run['run'], key, planned)
-        # 'trials' is None if the run could not be measured.
-        for trial in run['trials'] or ():
+        measured_trials = run['trials'] or ()  # None if the run could not be measured
+        for trial in measured_trials:
             check(trial, _MEASURED)
             trials_by_baseline.setdefault(key, []).append(trial)
 
+    # What each baseline has to beat, with the gains of its trials.
     yardsticks = {}
     for group in record['groups']:
         check(group, {'run': str, 'size': str, 'corpus': str, 'longer': bool})
@@ -405,11 +423,15 @@ def _gains(trials: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | N
 
 
 def _check_recorded(run: str, key: ArmKey, planned: Mapping[str, ArmKey]) -> None:
-    """Raises ValueError unless a run in yardsticks.json is planned for the arm recorded with it.
+    """Raises ValueError unless a run in yardsticks.json belongs to the arm that it is recorded for.
 
-    `key` is the recorded arm. A baseline that is trained longer may be missing in the plan: it is
-    planned only while an arm is decided. If arms are added to a study, p values are corrected for
-    more comparisons, and an arm that was decided may be undecided.
+    There is one exception. A baseline that is trained longer leaves the plan if no arm is decided
+    any more, as may happen when arms are added: p values are then corrected for more comparisons.
+
+    Args:
+        run: The id of the run.
+        key: The arm that yardsticks.json records it for.
+        planned: The arms of the planned runs, by the id of the run.
     """
     if run not in planned and key.control == LONGER:
         return

@@ -16,7 +16,7 @@ from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_j
 from qkattn.config.variant import split_pattern
 from qkattn.errors import ConfigError
 from qkattn.model.sites import validate
-from qkattn.study.stored import PLAN, opened, planned
+from qkattn.study.stored import PLAN, open_files, planned
 from tests.attention import examples  # noqa: F401, classes that the settings name
 from tests.refusals import refused
 from tests.studies import RESULTS
@@ -299,7 +299,7 @@ def test_committed_runs_are_named_by_the_hash_of_their_configs():
     for study in studies:
         declared = json.loads(study.read_text())
         assert fingerprint_of(declared['base']) == declared['base_hash'], study
-        for number, run in enumerate(planned(opened(study.parent) / PLAN)):
+        for number, run in enumerate(planned(open_files(study.parent) / PLAN)):
             assert fingerprint_of(run['config']) == run['run'], (study, run['run'])
             if number % 10 == 0:
                 assert to_json(from_json(Config, run['config'])) == run['config']

@@ -58,10 +58,10 @@ def run_workers(work, path) -> None:
     local_workers._gpus = lambda: []
     local_workers.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
     children.Child = lambda line, *rest: make_child([*line, str(next(numbers))], *rest)
-    local_workers.limit = lambda study, arms, wanted, left: 2
+    local_workers.count_workers = lambda study, arms, max_workers, left: 2
     try:
         with signals.exit_on_signal():
-            local_workers.run(STUDY, path, [], wanted=2)
+            local_workers.run(STUDY, path, [], max_workers=2)
     except Exception as error:
         cli.exit_with(*cli.outcome(error))
 
@@ -121,7 +121,7 @@ def test_workers_that_end_in_any_way(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('number', 'gpus', 'wanted', 'runs', 'free', 'most'),
+    ('number', 'gpus', 'max_workers', 'runs', 'free', 'most'),
     [
         (2, 0, None, 1, math.inf, 2),  # a study of three arms, which go on
         (8, 0, None, 3, math.inf, 3),
@@ -134,7 +134,9 @@ def test_workers_that_end_in_any_way(tmp_path):
         (2, 0, 2, 3, 2**31, 2),  # asked for by number
     ],
 )
-def test_workers_are_no_more_than_are_of_use(monkeypatch, number, gpus, wanted, runs, free, most):
+def test_workers_are_no_more_than_are_of_use(
+    monkeypatch, number, gpus, max_workers, runs, free, most
+):
     """So many cores, accelerators and bytes; None: not known."""
     monkeypatch.setattr(machine, 'free_memory', lambda: free)
     monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
@@ -144,4 +146,4 @@ def test_workers_are_no_more_than_are_of_use(monkeypatch, number, gpus, wanted, 
     study = changed(variants=variants, mesh={'data': 2})  # of two GPUs
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)[:runs]
-    assert local_workers.limit(study, arms, wanted, left) == most
+    assert local_workers.count_workers(study, arms, max_workers, left) == most

@@ -40,7 +40,7 @@ def files(path):
 
 def logs_of(kept):
     """The files in logs.zip."""
-    logs = stored.opened(kept).archive
+    logs = stored.open_files(kept).archive
     return {name: logs.read(name) for name in logs.names}
 
 
@@ -78,13 +78,13 @@ def test_all_comes_back_that_a_verdict_reads(study, kept):
 
 
 def test_ledgers_see_the_same_files(study, kept):
-    logs = stored.opened(kept)
+    logs = stored.open_files(kept)
     assert ledger.digests(logs) == ledger.digests(study)
     assert ledger.seen(logs) == ledger.seen(study)
 
 
 def test_a_stored_study_is_stored_again_with_the_same_bytes(kept, tmp_path):
-    stored.pack(stored.opened(kept), tmp_path / 'again')
+    stored.pack(stored.open_files(kept), tmp_path / 'again')
     assert files(tmp_path / 'again') == files(kept)
 
 
@@ -209,4 +209,4 @@ def test_results_that_are_damaged_change_nothing(kept):
 def test_an_archive_that_memory_may_not_hold_is_not_read(kept, monkeypatch):
     monkeypatch.setattr(stored, 'MAX_LOGS', 100)
     with pytest.raises(ReportError, match=r'logs.zip has [\d,]+ bytes, more than 100; restore it'):
-        stored.opened(kept)
+        stored.open_files(kept)

@@ -269,7 +269,7 @@ def test_controls_have_no_verdict(study_dir):
     assert {remark.code for remark in findings.remarks} == {RemarkCode.EVALUATION}
     # Claims decide on an arm that is trained longer, on the seeds that are declared for it.
     _, baseline, other = findings.controls
-    assert judging.pair(load_study(study_dir), other, baseline, (), 1).decision is BETTER
+    assert judging.verdict_on_pair(load_study(study_dir), other, baseline, (), 1).decision is BETTER
     # A longer arm is tuned around the rate of the primary one.
     assert [len(a.sweeps['learning_rate'].values) for a in findings.controls] == [5, 3, 3]
 
@@ -302,5 +302,7 @@ def test_an_arm_that_breaks_a_rule_is_no_part(study_dir, variant, control, lost)
     assert findings.arms[1].verdict.decision is (NO_VERDICT if control is None else BETTER)
     # A claim on a pair names the arm that is withheld.
     broken = [a for a in (*findings.arms, *findings.controls) if a.blocks]
-    verdicts = [judging.pair(load_study(study_dir), findings.arms[0], a, (), 1) for a in broken]
+    verdicts = [
+        judging.verdict_on_pair(load_study(study_dir), findings.arms[0], a, (), 1) for a in broken
+    ]
     assert [v.reasons[-1].data['baseline'] for v in verdicts] == [a.variant for a in broken]
