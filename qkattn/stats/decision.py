@@ -20,12 +20,11 @@ LEFT_FOR_REPEATS = 0.2
 def level(look: int = 1) -> float:
     """Returns the error rate at which look number `look` tests a question.
 
-    A look is one test of a question. If a study leaves the question open, a later study may ask it
-    again with further seeds. All looks share ALPHA:
+    A question is whether an arm differs from its baseline. If a study leaves it open, a later study
+    may ask it again with further seeds. Each of these tests is a look. The first look tests at 4 %,
+    the second at 0.8 %, the third at 0.16 %, and so on:
 
         level(k) = ALPHA (1 - r) r^(k - 1)  with r = LEFT_FOR_REPEATS
-
-    The first look tests at 4 %, the second at 0.8 %, the third at 0.16 %, and so on.
 
     Look k decides falsely with probability level(k) at most, and all levels sum to ALPHA. By
     Bonferroni, the probability of any false decision is therefore at most ALPHA, for any number of
@@ -70,6 +69,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     With m values in ascending order, p_(1) <= ... <= p_(m),
 
         adjusted p_(k) = min(1, max_{j <= k} (m - j + 1) p_(j)).
+
+    For example, (0.01, 0.04, 0.03) becomes (0.03, 0.06, 0.06).
 
     Rejecting every test with an adjusted p value of alpha or less makes any false rejection with
     probability alpha at most, however the tests depend on each other.

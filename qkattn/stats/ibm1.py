@@ -121,8 +121,8 @@ def _likeliest_pairs(
 
     Of equally likely target words, the one that was read first is taken: it has the lowest number.
     """
-    # Sort the pairs by source, then by t, then by target in descending order. `lexsort` takes these
-    # keys in reverse.
+    # Sort the pairs by source, then by t, then by target in descending order. The last key of
+    # `lexsort` is the first one to sort by.
     order_K = np.lexsort((-target_K, t_K, source_K))
     # The likeliest pair of a source word is its last one: the next pair has another source word.
     is_last_K = np.diff(source_K[order_K], append=-1) != 0

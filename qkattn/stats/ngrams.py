@@ -61,8 +61,8 @@ class _Counts(NamedTuple):
         and types(h) as 1, so that P_k is P_{k-1}.
         """
         pair_M = _find(self.pairs_P, context_M * vocab_size + target_M)
-        # The index MISSING is -1 and selects the last entry. So the value of a missing pair or
-        # context is appended to each array.
+        # A pair or context that was not counted has the index MISSING = -1, which selects the last
+        # entry of an array. So each array gets an entry for it at its end.
         count_M = np.append(self.count_P, 0)[pair_M]
         total_M = np.append(self.total_C, 0)[context_M]
         types_M = np.append(self.types_C, 1)[context_M]

@@ -41,6 +41,8 @@ def check_protocol(study: Study) -> None:
     if not study.tuning.seeds:
         _check_untuned(study)
         return
+
+    # Only a tuned study has verdicts, which need all of this.
     _check_baseline(study)
     _check_verdict_seeds('trials.seeds', study.base.trials.seeds, study.tuning)
     if study.controls.longer_seeds:

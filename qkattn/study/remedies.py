@@ -32,8 +32,8 @@ AllArmsMatch = Callable[[Study, str], bool]
 def suggest_flags(study: Study, refusals: Sequence[Refusal], all_arms_match: AllArmsMatch) -> str:
     """Returns a line with the flags that make all arms of a study match the baseline's cost.
 
-    Two changes are tried. One is another size near a size at which an arm has no match. The other
-    one is the destination d_ff at the sizes of the study. For example:
+    Two changes are tried: other sizes near those at which an arm has no match, and d_ff as the
+    destination of the saved parameters. For example:
 
         all arms match with --config.sizes='("d_model=104",)' or --config.destinations='("d_ff",)'
 
