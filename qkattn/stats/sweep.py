@@ -391,8 +391,8 @@ def _nearest_worse(
     Returns:
         The indices of both values. An index is None if no value on that side is worse.
     """
-    # How far the mean of a value has to exceed the best mean. Without a test, any excess counts.
-    # With several seeds, the test says how far, for the values at which every seed finished.
+    # How far the mean of a value has to exceed the best mean. With several seeds, the test says how
+    # far, for the values at which every seed finished. Elsewhere, any excess counts.
     critical = [0.0] * len(means)
     num_seeds = len(losses[best])
     finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]

@@ -340,7 +340,7 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
     reasons: list[str] = []
     for run in longest_of_each_model(runs_left):
         check_parts(run.config)
-        check = functools.partial(check_data, study)  # of a config
+        check = functools.partial(check_data, study)  # takes a config
         reason = check_data_if_here(run.config, study.name, check)
         if reason is not None and reason not in reasons:
             reasons.append(reason)

@@ -157,8 +157,8 @@ def _longer_control(
 ) -> TrainedArm | None:
     """Returns the control of this study that trains an arm longer; None if it does not count.
 
-    The control counts if it qualifies for a verdict, and if its seeds are not those of the verdict
-    on the arm. Only decided arms are trained longer, so the latter are selected by their results.
+    The control counts if it qualifies for a verdict, and has other seeds than the verdict on the
+    arm. Those seeds have decided that the arm is trained longer, so they would favour it.
 
     Args:
         study: The study.
