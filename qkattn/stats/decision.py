@@ -203,9 +203,9 @@ def judge(
 def _corrected(p: float, p_margins_holm: Sequence[float]) -> float:
     """Returns the p value of one arm's test, corrected for the arms that share alpha with it.
 
-    For example, two arms share alpha, and p is 0.02. While both do, alpha has to be 0.04. At an
-    alpha of 0.03 or more, the margin test of one of them is rejected, and it leaves the other one
-    all of alpha. So an alpha of 0.03 is enough, and the corrected p value is 0.03.
+    For example, two arms share alpha, and p is 0.02. While both are tested, p is compared with
+    alpha / 2, so alpha has to be 0.04. At an alpha of 0.03 or more, the margin test of one of them
+    is rejected, and the other one is tested at all of alpha. So the corrected p value is 0.03.
 
     In general, an arm leaves the family at the alpha at which its margin test is rejected (see
     `judge`). The larger alpha is, the more arms have left. The corrected p value is the smallest
