@@ -1,6 +1,7 @@
 """The corpus `stdlib`: the running interpreter's standard library as text, without a download."""
 
 import functools
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -54,7 +55,6 @@ def _split(path: str) -> str:
     return split_of('.'.join(parts), train=40, validation=30)
 
 
-# The result is cached, because the directory is large: it also holds all installed packages.
 @functools.cache
 def modules() -> dict[str, Path]:
     """Returns the files of the corpus by their paths in the library, such as 'json/decoder.py'.
@@ -63,13 +63,17 @@ def modules() -> dict[str, Path]:
     """
     root = Path(sysconfig.get_path('stdlib'))
     paths = []
-    for file in root.rglob('*.py'):
-        path = PurePosixPath(file.relative_to(root).as_posix())
-        directories = path.parts[:-1]
-        # Directories that cannot be packages, such as lib-dynload, hold generated files.
-        is_in_package = all(name.isidentifier() for name in directories)
-        has_left_out_directory = not DIRECTORIES_LEFT_OUT.isdisjoint(directories)
-        is_left_out_file = any(path.match(pattern) for pattern in FILES_LEFT_OUT)
-        if is_in_package and not has_left_out_directory and not is_left_out_file:
-            paths.append(str(path))
+    for directory, subdirectories, files in os.walk(root):
+        # The walk goes on in the directories that stay in the list. Those that cannot be packages,
+        # such as lib-dynload, hold generated files.
+        subdirectories[:] = [
+            name
+            for name in subdirectories
+            if name.isidentifier() and name not in DIRECTORIES_LEFT_OUT
+        ]
+        for name in files:
+            path = PurePosixPath(Path(directory, name).relative_to(root).as_posix())
+            is_left_out = any(path.match(pattern) for pattern in FILES_LEFT_OUT)
+            if path.suffix == '.py' and not is_left_out:
+                paths.append(str(path))
     return {path: root / path for path in sorted(paths)}
