@@ -176,7 +176,8 @@ def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
     for field in dataclasses.fields(cls):
         name = f'{prefix}{field.name}'
         annotation = annotations[field.name]
-        if _is_section(annotation):
+        is_section = dataclasses.is_dataclass(annotation)
+        if is_section:
             declared |= settings(annotation, f'{name}.')
         else:
             declared[name] = Setting(name, annotation, field.default, **field.metadata)
@@ -219,18 +220,14 @@ def check_section(prefix: str, section: Any) -> None:
         name = f'{prefix}{field.name}'
         value = getattr(section, field.name)
         annotation: Any = annotations[field.name]
-        if not _is_section(annotation):
+        is_section = dataclasses.is_dataclass(annotation)
+        if not is_section:
             _check_value(name, value, annotation, field.metadata['bounds'])
         elif isinstance(value, annotation):
             check_section(f'{name}.', value)
         else:
             raise ConfigError(f'{name}={_shortened(value)} must be a {annotation.__name__}')
     vars(section)[PASSED] = True
-
-
-def _is_section(annotation: Any) -> bool:
-    """Whether a field holds a section rather than a value, by its annotation."""
-    return dataclasses.is_dataclass(annotation)
 
 
 def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None:
