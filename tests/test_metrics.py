@@ -99,6 +99,7 @@ MEAN = score(per_target=lambda p: p.nats_BT.mean(-1))
 SCALAR = score(value=lambda sums, _: sums['mine'].sum())
 MISSING = score(value=lambda sums, _: sums['yours'])
 NOTHING = Metric('mine', 'score', 'Some.')
+SEVERAL = score(per_target=lambda p: p.logits_BTV)
 def fails(*, k=1): return 1 / 0
 """
 
@@ -107,12 +108,13 @@ def test_what_is_no_metric_is_refused_in_one_sentence(outside):
     (outside / 'bad.py').write_text(BAD)
     for name, says in (
         ('jnp', "train.metrics='bad:jnp' is not a Metric, or a function"),
-        ('fails', 'fails, ZeroDivisionError in .*bad.py, line 11: '),
+        ('fails', 'fails, ZeroDivisionError in .*bad.py, line 12: '),
         ('FIELD', "metric 'tokens' has the name of another"),
         ('MEAN', r"per_target of metric 'mine' gives \(2,\) for targets .* \(2, 3\)"),
         ('SCALAR', r"value of metric 'mine' gives \(\) for sums of shape \(5, 7\)"),
         ('MISSING', "metrics='bad:MISSING' fails, KeyError in .* line 9"),
         ('NOTHING', "metric 'mine' must have per_target, value or both"),
+        ('SEVERAL', "metric 'mine' gives several numbers for each target, so it needs value"),
     ):
         with refused(says):
             check_metrics(config_of(f'bad:{name}'))

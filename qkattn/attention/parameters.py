@@ -176,9 +176,18 @@ def output_projection(
 
 
 def _shape_of(name: str, spec: AttentionSpec, **sizes: int) -> tuple[int, ...]:
-    """Returns the sizes of the axes in a parameter's name: 'w_q_DNH' -> (D, N, H)."""
+    """Returns the sizes of the axes in a parameter's name: 'w_q_DNH' -> (D, N, H).
+
+    Raises SpecError for an axis whose size neither the spec nor `sizes` gives.
+    """
     size_of_letter = spec.letters | sizes
     letters = name.rpartition('_')[2]
+    for letter in letters:
+        if letter not in size_of_letter:
+            raise SpecError(
+                f'axis {letter} of {name} has no size; the sizes are those of '
+                f'{", ".join(size_of_letter)}, others are given as {letter}=8'
+            )
     return tuple(size_of_letter[letter] for letter in letters)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from qkattn.config.imports import describe_failure, import_object
-from qkattn.errors import ConfigError
+from qkattn.errors import ConfigError, ReadError
 
 T = TypeVar('T')
 
@@ -147,11 +147,12 @@ def call_with_config_errors(field: str, text: str, call: Callable[[], T]) -> T:
     """Returns `call()`, and turns its exceptions into ConfigErrors that blame a setting.
 
     `call` runs code from outside the package, because the setting `field` has the value `text`. The
-    error names both, and the line of the code that failed.
+    error names both, and the line of the code that failed. A ReadError stays, because the system
+    has failed to read a file, and not the code.
     """
     try:
         return call()
-    except ConfigError:
+    except (ConfigError, ReadError):
         raise
     except Exception as failure:
         raise ConfigError(f'{field}={text!r} fails, {describe_failure(failure)}') from failure

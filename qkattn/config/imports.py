@@ -52,13 +52,16 @@ def describe_failure(failure: Exception) -> str:
     """Describes an exception of code from outside the package in one line.
 
     The line reads 'KeyError in my_file.py, line 9: ...'. If a library has raised the exception, it
-    names the line of the code that calls the library.
+    names the line of the code that calls the library. An exception without a text, such as
+    NotImplementedError, is described by the name of the function that has raised it.
     """
     frames = traceback.extract_tb(failure.__traceback__)
     frames_outside_libraries = [frame for frame in frames if 'site-packages' not in frame.filename]
     last_frame = frames_outside_libraries[-1] if frames_outside_libraries else frames[-1]
     error_name = type(failure).__name__
     reason = ' '.join(str(failure).split())  # on one line
+    if not reason:
+        reason = f'raised by {last_frame.name}'
     return f'{error_name} in {last_frame.filename}, line {last_frame.lineno}: {reason}'
 
 

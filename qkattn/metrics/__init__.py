@@ -134,7 +134,15 @@ def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, A
 
 
 def _mean(name: str, sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
-    """Returns the mean of a metric over targets [X]."""
+    """Returns the mean of a metric over targets [X].
+
+    Raises ConfigError if the metric has several numbers for each target.
+    """
+    if sums[name].ndim > 2:
+        raise ConfigError(
+            f'per_target of metric {name!r} gives several numbers for each target, so it needs '
+            'value, which makes one number of their sums'
+        )
     return sums[name].sum(0) / sums['weight'].sum(0)
 
 

@@ -98,7 +98,13 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
     def trace_layer() -> None:
         # 'einsum' computes every variant. `check_kernel` checks the other kernels.
         plain_spec = dataclasses.replace(spec, kernel='einsum')
-        _trace_attention(config, setting, plain_spec)
+        x_BTD, out_BTD = _trace_attention(config, setting, plain_spec)
+        # The stream would broadcast an output of another shape without an error.
+        if out_BTD.shape != x_BTD.shape:
+            raise ConfigError(
+                f'{setting}={joined_names!r} returns an output of shape {out_BTD.shape} for a '
+                f'stream of shape {x_BTD.shape}; both must have the same shape'
+            )
 
     # A name with a colon is the import path of a class from outside the package.
     outside_names = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
@@ -135,10 +141,13 @@ def _as_config_error(setting: str) -> Iterator[None]:
         raise ConfigError(f'{setting}: {error}') from error
 
 
-def _trace_attention(config: Config, setting: str, spec: AttentionSpec) -> None:
+def _trace_attention(
+    config: Config, setting: str, spec: AttentionSpec
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Traces one attention layer as in training, without computing it.
 
-    The trace raises what the layer's code would raise in training.
+    Returns the shapes of the stream of the queries and of the output. The trace raises what the
+    layer's code would raise in training.
 
     Args:
       config: the settings of the run.
@@ -179,4 +188,4 @@ def _trace_attention(config: Config, setting: str, spec: AttentionSpec) -> None:
     layer = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype), layer)
     x_BTD = jax.ShapeDtypeStruct((1, T, model.d_model), dtype)
     y_BSD = jax.ShapeDtypeStruct((1, S, model.d_model), dtype)
-    jax.eval_shape(attend, layer, x_BTD, y_BSD)
+    return x_BTD, jax.eval_shape(attend, layer, x_BTD, y_BSD)

@@ -2,12 +2,14 @@
 
 import ast
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from qkattn.attention import registry
 from qkattn.config import ModelConfig, Study
+from qkattn.config.calls import call_with_config_errors
 from qkattn.config.setting import check_section
 from qkattn.data import evaluation_corpora
 from qkattn.data.tasks.task_registry import task_of
@@ -239,15 +241,21 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
         for destination in study.destinations:
             model = unmatched
             if study.match is not None:
+                solve = functools.partial(
+                    match,
+                    unmatched,
+                    baseline.cost,
+                    which=baseline.which,
+                    fill=study.fill,
+                    tolerance=study.tolerance,
+                    destination=destination,
+                )
                 try:
-                    model = match(
-                        unmatched,
-                        baseline.cost,
-                        which=baseline.which,
-                        fill=study.fill,
-                        tolerance=study.tolerance,
-                        destination=destination,
-                    )
+                    if ':' in variant:
+                        # An import path: code from outside the package may raise anything.
+                        model = call_with_config_errors('variants', variant, solve)
+                    else:
+                        model = solve()
                 except MatchError as error:
                     refusals.append(Refusal(size, baseline.model, variant, str(error)))
                     continue

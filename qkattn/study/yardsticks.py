@@ -25,9 +25,10 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, MeshConfig, from_json
+from qkattn.config.calls import call_with_config_errors
 from qkattn.config.imports import require_named
 from qkattn.data import pipeline
-from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.data.tasks.rows import Batch, Rows, Yardsticks
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import names_in, use_recorded_tokenizers
 from qkattn.errors import CheckpointError, ConfigError
@@ -229,7 +230,7 @@ def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
         ConfigError: This machine has other data than the trial read.
     """
     rows = _open_same_data(config, result)
-    measured = rows.yardsticks(config)
+    measured = _measure_yardsticks(config, rows)
     tokens_seen = config.train.num_steps * config.train.batch_size * config.model.context
     group: _Record = {
         'seen': tokens_seen,
@@ -241,6 +242,30 @@ def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
         group['bleu'] = dict(measured.bleu)
     group['definition'] = definition_of(measured.task)
     return group
+
+
+def _measure_yardsticks(config: Config, rows: Rows) -> Yardsticks:
+    """Measures the yardsticks of a task.
+
+    Raises ConfigError if a task from outside the package fails, or returns something else than
+    Yardsticks with losses by prefix of a split.
+    """
+    name = config.data.task
+    if name is None or ':' not in name:
+        return rows.yardsticks(config)
+    measured = call_with_config_errors('data.task', name, lambda: rows.yardsticks(config))
+    if not isinstance(measured, Yardsticks):
+        raise ConfigError(
+            f'yardsticks of data.task={name!r} must return Yardsticks, not {measured!r:.80}'
+        )
+    valid = [PREFIXES[split] for split in rows.splits[1:]]  # the first one is 'train'
+    for prefix in measured.losses:
+        if prefix not in valid:
+            raise ConfigError(
+                f'yardsticks of data.task={name!r} have losses of {prefix!r}; the prefixes of '
+                f'splits are {", ".join(valid)}'
+            )
+    return measured
 
 
 def _open_same_data(config: Config, result: Mapping[str, Any]) -> Rows:

@@ -240,6 +240,11 @@ def check_metrics(config: Config) -> None:
     if config.data.task is not None:
         of_run = metrics.outside(evaluated).values()
         of_task = task_of(config).metrics
+        if not isinstance(of_task, tuple):
+            raise ConfigError(
+                f'metrics of data.task={config.data.task!r} must be a tuple of Metric, not '
+                f'{of_task!r:.80}'
+            )
         described(metrics.with_outside([*of_run, *of_task]))
     if not config.train.metrics:
         return

@@ -28,8 +28,10 @@ def quadratic(config, steps, *, power=2): pass
 NUMBER = 3
 """
 SCORE = """
-from qkattn.attention import Normalizer
+from qkattn.attention import Normalizer, Value
+from qkattn.attention.parameters import affine
 from qkattn.attention.scores.symmetric import SharedQK
+from qkattn.attention.values.vo import VO
 class Flat(SharedQK):
     def queries(self, x_BTD):
         return super().queries(x_BTD).reshape(7)
@@ -39,6 +41,14 @@ class Failing(SharedQK):
 class Broken(Normalizer):
     def __init__(self):
         raise KeyError('broken')
+class Lettered(SharedQK):
+    def __init__(self, spec, *, key):
+        self.w_q_DNQ, _ = affine(spec, key, 'w_q_DNQ')
+class Narrow(VO):
+    def output(self, o_BTNH, score, x_BTD):
+        return super().output(o_BTNH, score, x_BTD)[..., :1]
+class Unwritten(Value):
+    def __init__(self, spec, score, *, key): pass
 """
 
 
@@ -189,13 +199,19 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         (BOTH | DOT_PRODUCT, "model: kernel='dot_product' does not take padding"),
         (
             {'model.score': 'outside_score:Flat'},
-            f"'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 6: ",
+            f"'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 8: ",
         ),
         (
             {'model.score': 'outside_score:Failing', 'model.positions': 'rope'},
-            f"'outside_score:Failing/vo' fails, KeyError in {tmp_path}/outside_score.py, line 9: ",
+            f"'outside_score:Failing/vo' fails, KeyError in {tmp_path}/outside_score.py, line 11: ",
         ),
         ({'model.normalizer': 'outside_score:Broken'}, "model='outside_score:Broken' fails, Key"),
+        ({'model.score': 'outside_score:Lettered'}, 'axis Q of w_q_DNQ has no size; the sizes are'),
+        (
+            {'model.value': 'outside_score:Narrow'},
+            "model='qk/outside_score:Narrow' returns an output of shape (1, ",
+        ),
+        ({'model.value': 'outside_score:Unwritten'}, ': raised by cached'),
     ):
         with refused(re.escape(message)):
             validate(changed(fields))

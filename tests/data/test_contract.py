@@ -143,11 +143,26 @@ def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
 
+MISREAD = """
+from qkattn.data.tasks.language import LanguageRows
+class Opened(LanguageRows):
+    @classmethod
+    def open(cls): pass
+class Short(LanguageRows):
+    def read(self, split, rows_B, draws_B2):
+        batch = super().read(split, rows_B, draws_B2)
+        return batch | {'targets_BT': batch['targets_BT'][:, :15]}
+"""
+
+
 def test_other_objects_are_refused_in_one_sentence(data, outside):
     (outside / 'listed.py').write_text("def listed(config):\n    return ['a']\n")
     fables = (outside / 'fables.py').read_text()
     (outside / 'strings.py').write_text(fables.replace('.encode()', ''))
     (outside / 'valid.py').write_text(fables.replace("('train',)", "('train', 'valid')"))
+    (outside / 'lacking.py').write_text(fables.replace("('train',)", "('train', 'test')"))
+    (outside / 'argued.py').write_text(fables.replace('lambda _:', 'lambda:'))
+    (outside / 'misread.py').write_text(MISREAD)
     for fields, says in (
         ({'name': 'recal(pairs=2)'}, "unknown data.name 'recal', did you mean 'recall'"),
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
@@ -155,9 +170,16 @@ def test_other_objects_are_refused_in_one_sentence(data, outside):
         ({'name': 'listed:listed'}, r"'listed:listed' must return a Corpus, not \['a'\]"),
         ({'name': 'strings:fables'}, "'strings:fables': a document must be bytes, not 'The 0th"),
         ({'name': 'valid:fables'}, "split 'valid' is none of train, validation, test"),
+        ({'name': 'lacking:fables'}, "splits names 'test', but documents has only train"),
+        ({'name': 'argued:fables'}, "'argued:fables' fails, TypeError in .*takes 0 positional"),
         ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
         ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
         ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
+        ({'task': 'misread:Opened'}, "data.task='misread:Opened' fails, TypeError in .*open"),
+        (
+            {'task': 'misread:Short'},
+            r"read of data.task='misread:Short' gives .*targets_BT \(1, 15",
+        ),
     ):
         with refused(says):
             rows_of(Config(data=dataclasses.replace(data, **fields)))

@@ -113,6 +113,14 @@ def test_a_wrong_study_is_one_sentence(study, fields, message):
         build_arms(changed(study, **fields))
 
 
+def test_a_variant_from_outside_that_cannot_be_built_is_one_sentence(tmp_path, monkeypatch):
+    source = 'from qkattn.attention.scores.qk import QK\nclass Keyless(QK):\n'
+    (tmp_path / 'keyless.py').write_text(f'{source}    def __init__(self, spec): pass\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    with refused("variants='keyless:Keyless/vo' fails, TypeError in .* argument 'key'"):
+        build_arms(changed(UNTUNED, variants=('qk/vo', 'keyless:Keyless/vo')))
+
+
 def refused_arms(study):
     """The lines of the error on a study whose arms cannot all be matched."""
     with pytest.raises(MatchError) as caught:

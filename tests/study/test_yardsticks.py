@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from qkattn.storage.ledger import YARDSTICKS
 from qkattn.storage.records import read_json
 from qkattn.study import stored, yardsticks
 from qkattn.study.yardstick_definitions import DEFINITIONS, is_current
+from tests.refusals import refused
 from tests.studies import read_lines, write_lines
 
 PLACE = {'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
@@ -135,7 +137,7 @@ def test_a_probe_has_chance(tiny):
     data = {'name': 'recall(pairs=2)', 'eval_sequences': None, 'data_dir': None}
     config = tiny(model={'context': 7}, data=data)
     data = json.loads(json.dumps(rows_of(config).identity()))
-    group = yardsticks._group(config, {'data': data})
+    group = yardsticks._measure_group(config, {'data': data})
     chance = rows_of(config).unigram_nats('test')
     assert group['task'] == 'probe' and group['losses']['test'] == {'chance': chance}
 
@@ -152,17 +154,40 @@ def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
 def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)
-    group = yardsticks._group(config, {'data': rows.identity()})
+    group = yardsticks._measure_group(config, {'data': rows.identity()})
     assert (group['task'], group['definition'], group['tokens']) == ('ahead', 1, None)
     assert group['losses']['test'] == {'frequencies': rows.unigram_nats('test')}
     assert is_current(group)
+
+
+JUDGES = """
+class Dict(Ahead):
+    def yardsticks(self, config):
+        return {'val': {'chance': 5.0}}
+class Validation(Ahead):
+    def yardsticks(self, config):
+        return Yardsticks(task='judge', losses={'validation': {'chance': 5.0}})
+"""
+
+
+def test_yardsticks_of_another_form_are_refused(tiny, outside):
+    source = (outside / 'ahead.py').read_text()
+    (outside / 'judges.py').write_text(f'{source}{JUDGES}')
+    for name, says in (
+        ('Dict', "data.task='judges:Dict' must return Yardsticks, not {'val'"),
+        ('Validation', "have losses of 'validation'; the prefixes of splits are val, test"),
+    ):
+        config = tiny(data={'task': f'judges:{name}'})
+        with refused(says):
+            yardsticks._measure_group(config, {'data': rows_of(config).identity()})
+    sys.modules.pop('judges')
 
 
 @pytest.mark.slow
 def test_a_translation_is_compared_with_word_by_word_translation():
     config = translator('smoke')
     rows = rows_of(config)
-    group = yardsticks._group(config, {'data': json.loads(json.dumps(rows.identity()))})
+    group = yardsticks._measure_group(config, {'data': json.loads(json.dumps(rows.identity()))})
     assert group['task'] == 'translation' and group['definition'] == 2
     texts = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('test')]
     train = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('train')]
@@ -201,5 +226,5 @@ def test_means_are_over_parts_of_the_context(tiny, monkeypatch, context, expecte
 
     monkeypatch.setattr(yardsticks, 'stack_program', lambda *_: measure)
     config = tiny(model={'context': context})
-    (trial,) = yardsticks._trials(config, rows_of(config), {'w': np.zeros(1)})
+    (trial,) = yardsticks._measure_trials(config, rows_of(config), {'w': np.zeros(1)})
     assert (trial['loss'], trial['early'], trial['late']) == pytest.approx(expected)

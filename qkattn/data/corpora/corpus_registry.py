@@ -223,8 +223,8 @@ def _checked_documents(
 ) -> dict[str, Iterable[bytes]]:
     """Returns the documents of a corpus by split, each of which is checked when it is read.
 
-    A document that is not bytes raises ConfigError. `name` is the value of data.name, for the
-    message.
+    Raises ConfigError if `documents` of the corpus fails or lacks a split; a document that is not
+    bytes raises it when it is read. `name` is the value of data.name, for the messages.
     """
 
     def checked(text: bytes) -> bytes:
@@ -232,5 +232,11 @@ def _checked_documents(
             raise ConfigError(f'data.name={name!r}: a document must be bytes, not {text!r:.40}')
         return text
 
-    documents = corpus.documents(language)
+    documents = call_with_config_errors('data.name', name, lambda: corpus.documents(language))
+    for split in corpus.splits:
+        if split not in documents:
+            raise ConfigError(
+                f'data.name={name!r}: splits names {split!r}, but documents has only '
+                f'{", ".join(documents)}'
+            )
     return {split: map(checked, texts) for split, texts in documents.items()}

@@ -1,11 +1,14 @@
 """The registry of tasks; `rows_of` opens the task that a configuration trains on."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from qkattn.config import Config, DataConfig
-from qkattn.config.calls import resolve
+from qkattn.config.calls import call_with_config_errors, resolve
 from qkattn.data.corpora import corpus_registry
 from qkattn.data.pipeline import eval_batches, train_batch
 from qkattn.data.tasks import probe_tasks
@@ -57,15 +60,52 @@ def rows_of(config: Config) -> Rows:
     Raises ConfigError if they cannot be opened or do not fit the model.
     """
     task, options = _task_and_options(config)
-    rows = task.open(config, **options)
-    if rows.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f'model.vocab_size={config.model.vocab_size} must be at least {rows.vocab_size} for '
-            f'data.name={config.data.name!r}.'
-        )
-    for split in rows.splits:
-        rows.count(split)  # raises ConfigError for a split that is too short
+
+    def open_rows() -> Rows:
+        rows = task.open(config, **options)
+        if rows.vocab_size > config.model.vocab_size:
+            raise ConfigError(
+                f'model.vocab_size={config.model.vocab_size} must be at least {rows.vocab_size} '
+                f'for data.name={config.data.name!r}.'
+            )
+        for split in rows.splits:
+            rows.count(split)  # raises ConfigError for a split that is too short
+        return rows
+
+    name = config.data.task
+    is_from_outside = name is not None and ':' in name
+    if not is_from_outside:
+        return open_rows()
+    rows = call_with_config_errors('data.task', name, open_rows)
+    _check_arrays(config, rows)
     return rows
+
+
+def _check_arrays(config: Config, rows: Rows) -> None:
+    """Reads the first row of each split of a task from outside the package.
+
+    Raises ConfigError if `read` fails, or gives other arrays than `array_shapes` describes.
+    """
+    name = str(config.data.task)
+    shapes = {}
+    for array_name, (length, _) in rows.array_shapes(config.model).items():
+        shapes[array_name] = (1, length)
+    first_row_B = np.zeros(1, int)
+    draws_B2 = np.zeros((1, 2), np.uint64)
+    for split in rows.splits:
+        read = functools.partial(rows.read, split, first_row_B, draws_B2)
+        batch = call_with_config_errors('data.task', name, read)
+        shapes_read = {array_name: np.shape(array) for array_name, array in batch.items()}
+        if shapes_read != shapes:
+            raise ConfigError(
+                f'read of data.task={name!r} gives {_shapes_text(shapes_read)} for one row of '
+                f'split {split!r}; it must give {_shapes_text(shapes)}'
+            )
+
+
+def _shapes_text(shapes: dict[str, tuple[int, ...]]) -> str:
+    """Returns names of arrays with their shapes: 'tokens_BT (1, 64), targets_BT (1, 64)'."""
+    return ', '.join(f'{name} {shape}' for name, shape in shapes.items())
 
 
 def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
