@@ -445,8 +445,8 @@ def _read_torch(path: Path) -> dict[str, Any]:
 def _require_whole(file: str | os.PathLike) -> None:
     """Raises ValueError for a zip archive that unpacks to more bytes than the file has.
 
-    Torch saves archives without compression, so such a file does not come from torch. Loading it
-    could exhaust the memory, because torch allocates the size that the archive declares.
+    Torch saves archives without compression, so such a file does not come from torch. It may be an
+    attack: a small file that declares a huge size, which torch would allocate.
     """
     if not zipfile.is_zipfile(file):
         return

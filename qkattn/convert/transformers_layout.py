@@ -133,6 +133,7 @@ def layout_of(model: ModelConfig) -> Layout:
 
     Raises ConfigError for the first setting that the layout does not have.
     """
+    # `require` raises an error for a value that is not among the valid ones.
     layouts = {'learned': GPT2, 'rope': LLAMA}
     require('positions', model.positions, tuple(layouts), 'transformers has')
     layout = layouts[model.positions]

@@ -178,7 +178,11 @@ def cache_floats_per_token(config: ModelConfig) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def measured(config: ModelConfig, which: str) -> float | int:
-    """Returns one cost: 'total' or 'non_embedding' parameters, 'flops' or 'cache' per token."""
+    """Returns one cost of a model.
+
+    `which` is 'total' or 'non_embedding', for numbers of parameters; 'flops', for the FLOPs of a
+    forward pass per token; or 'cache', for the floats per token that decoding caches.
+    """
     match which:
         case 'total':
             return count(config)['total']

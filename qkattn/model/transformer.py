@@ -204,7 +204,7 @@ class Decoder(Transformer):
         segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the normed stream x_BTD after the last block, the argument of `logits`.
+        """Returns the residual stream x_BTD after the last block, normalized, for `logits`.
 
         Args:
           tokens_BT: the ids of the tokens.
@@ -267,7 +267,9 @@ class EncoderDecoder(Transformer):
         segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the normed stream x_BTD of the targets; its logits predict the next target token.
+        """Returns the residual stream x_BTD of the targets after the last block, normalized.
+
+        The logits that `logits` computes from it predict the next target token.
 
         Args:
           tokens_BT: the ids of the target tokens.

@@ -26,10 +26,11 @@ def check_parts(config: Config) -> None:
 def check_data_if_here(
     config: Config, label: str, check: Callable[[Config], Rows] = rows_of
 ) -> str | None:
-    """Checks the data of a run as its start does, if that needs no download.
+    """Checks the data of a run as training does before its first step, if that needs no download.
 
-    Text that comes with Python, or is in the user's own files, is tokenized into the cache, and the
-    start of the run finds it there. Other data are checked only if they are prepared.
+    Text that comes with Python, or is in the user's own files, is tokenized into the cache, where
+    training finds it. Other data, such as a corpus to download, are checked only if they are
+    prepared already.
 
     Args:
       config: the settings of the run.
@@ -39,7 +40,9 @@ def check_data_if_here(
     Returns:
       A sentence on why the data were not checked; None if they were.
     """
+    # The entries of data.evaluate, further texts on which the run is evaluated.
     corpora = [entry.data for entry in entries(config) if entry.data is not None]
+    # Inside `_preparing_local_data`, data that would need a download raise NotPrepared.
     with waiting(label, 'preparing data'):
         try:
             with _preparing_local_data([config.data]):

@@ -158,7 +158,7 @@ def is_run(path: Path) -> bool:
 def check(model: ModelConfig, params: dict, where: str) -> None:
     """Raises ConfigError unless `params` have the names and shapes of a model's parameters.
 
-    `where` names the source of `params` in the message.
+    `where`, the path of `params`, begins the message.
     """
     expected = traverse_util.flatten_dict(abstract_params(model), sep='.')
     actual = traverse_util.flatten_dict(params, sep='.')

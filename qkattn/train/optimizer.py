@@ -197,7 +197,8 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the fraction of the peak learning rate as a function of the step, counted from 0.
 
     In a warm-up of W steps, step s has the fraction (s + 1) / (W + 1), so that no step has a rate
-    of zero. Then the decay begins, and reaches final_fraction after the last step. Two schedules
+    of zero: with W = 3 the fractions are 1/4, 1/2, 3/4 and then 1. Then the decay begins, and
+    reaches final_fraction after the last step. Two schedules
     ignore final_fraction: 'constant' is 1, and 'inverse_sqrt' is sqrt(W / s) at step s.
     """
     warmup = config.warmup_steps

@@ -96,7 +96,7 @@ def objective(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what a step minimizes, and the loss, both summed over the targets of a batch.
 
-    Both are in nats, and each target counts by its loss weight.
+    Both are in nats, and the terms of a target are multiplied by its loss weight.
 
     With train.label_smoothing = e, the loss of a target is (1 - e) times its cross-entropy plus e
     times the mean cross-entropy of all V tokens. With train.z_loss = c, a step minimizes

@@ -218,7 +218,10 @@ def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
 def per_target(
     evaluated: Mapping[str, metrics.Metric], logits_BTV: jax.Array, targets_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns what each metric measures of each target: arrays [B, T, ...] by metric."""
+    """Returns what each metric measures of each target: arrays [B, T, ...] by name of the metric.
+
+    For example, the metric 'loss' gives the cross-entropies in nats.
+    """
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
     predictions = metrics.Predictions(logits_BTV, targets_BT, nats_BT, correct_BT)

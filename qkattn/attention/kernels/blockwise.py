@@ -43,9 +43,10 @@ class _Grid(NamedTuple):
 
     @classmethod
     def of_lengths(cls, num_queries: int, num_keys: int, block: int) -> '_Grid':
-        """Returns as few blocks as possible, of at most `block` queries and `block` keys.
+        """Returns a grid of as few blocks as possible, of at most `block` queries and `block` keys.
 
-        Their sizes are the smallest for these numbers of blocks, so there is little padding.
+        Their sizes are as equal as possible: with block=128, 300 queries are 3 blocks of 100. So
+        there is little padding.
         """
         num_q_blocks = math.ceil(num_queries / block)
         num_k_blocks = math.ceil(num_keys / block)

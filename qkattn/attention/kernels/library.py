@@ -22,7 +22,7 @@ SMALLEST_SPLASH_BLOCK = SPLASH_BLOCKS[-1]
 
 
 def _common_obstacle(call: Call) -> str | None:
-    """Returns what both library kernels lack for a call, or None if they share no obstacle."""
+    """Returns why neither library kernel can compute a call; None if there is no such reason."""
     normalizer = type(call.normalizer)
     if normalizer is not Softmax:
         return f'computes softmax, not normalizer={normalizer.__name__}'

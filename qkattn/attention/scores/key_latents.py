@@ -188,8 +188,8 @@ def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Arr
 
     The explicit form computes the keys (or values) c W from the S latents c, and then their
     products with T queries. The absorbed form multiplies the queries by W, and then multiplies
-    the results with the latents. Decoding has T = 1, and absorbs. Training has T = S, and as a
-    rule does not.
+    the results with the latents. Decoding has T = 1, and absorbs: with S = 100, R = 16 and H = 8,
+    it takes 1,728 multiplications in place of 13,600. Training has T = S, and as a rule does not.
     """
     T = num_queries
     S, R = latent_BSR.shape[1:]
