@@ -233,6 +233,15 @@ class Claim(Statement):
     # value replaces.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for evidence that is no tuple."""
+        for field in ('checks', 'expectations', 'measures'):
+            evidence = getattr(self, field)
+            if not isinstance(evidence, tuple):
+                raise ConfigError(
+                    f'{field} of claim {self.name} must be a tuple, not {evidence!r:.80}'
+                )
+
     @property
     def studies(self) -> tuple[str, ...]:
         """The names of the claim's studies, in the order of declaration, each once."""

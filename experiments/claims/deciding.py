@@ -143,7 +143,10 @@ def _rows_of_checks(claim: Claim) -> list[Row]:
     rows: list[Row] = []
     with jax.enable_x64(True):
         for check in claim.checks:
-            rows.extend(check())
+            for row in check():
+                if not isinstance(row, Row):
+                    raise ConfigError(f'a check of claim {claim.name} gives {row!r:.80}, not a Row')
+                rows.append(row)
     return rows
 
 

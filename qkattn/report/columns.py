@@ -158,6 +158,13 @@ class Column:
     # Attributes of the value that table.csv has as columns KEY_PART; () for the value itself.
     parts: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a table that does not exist."""
+        for table in self.tables:
+            if table not in EVERYWHERE:
+                valid = ', '.join(repr(name) for name in EVERYWHERE)
+                raise ValueError(f'{table!r} is no table of reports; valid are {valid}')
+
     def get(self, arm: TrainedArm) -> Any:
         """Returns the value of an arm."""
         if callable(self.value):

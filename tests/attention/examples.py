@@ -15,6 +15,7 @@ for name, source in SOURCES.items():
     exec(compile(source, f'{name}.py', 'exec'), vars(sys.modules[name]))
 
 PAGE_VARIANTS = [
+    ('gained:Gained', 'vo'),
     ('qk', 'gated:Gated'),
     ('qk', 'differential:Differential'),
     ('qk', 'talking_heads:TalkingHeads'),
