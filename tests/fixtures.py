@@ -75,7 +75,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def forget_buckets() -> None:
-    for cached in (buckets._prepare, buckets._client, buckets._open):
+    for cached in (buckets._prepare, buckets._client, buckets._require_listing):
         cached.cache_clear()
     fsspec.config.conf.pop('gcs', None)
     fsspec.get_filesystem_class('gcs').clear_instance_cache()

@@ -67,31 +67,32 @@ def describe_failure(failure: Exception) -> str:
 
 def import_paths(config_json: Any) -> list[str]:
     """Returns the import paths in a config as JSON, without options, in alphabetical order."""
-    text = json.dumps(_without_names_of_data(config_json), ensure_ascii=False)
+    text = json.dumps(_drop_data_names(config_json), ensure_ascii=False)
     paths = set(IMPORT_PATH.findall(text))
     # The names of data sets in catalogues have the same form, as in 'tfds:lm1b'.
     return sorted(path for path in paths if not path.startswith(('tfds:', 'hf:')))
 
 
-def _without_names_of_data(config_json: Any) -> Any:
-    """Returns a config as JSON without the corpora and vocabularies that look like import paths.
+def _drop_data_names(config_json: Any) -> Any:
+    """Drops the names of data that look like import paths from a config as JSON.
 
-    NOT_MODULES lists them. In the field `tokenizer`, 'tiktoken:gpt2' is left out, and
-    'my_file:MyTokenizer' stays. The values of each field become a list.
+    For example, {'tokenizer': 'tiktoken:gpt2', 'score': 'my_file:MyScore'} becomes
+    {'tokenizer': [], 'score': ['my_file:MyScore']}. NOT_MODULES lists the fields that have such
+    names. The value of every field becomes a list.
     """
     if isinstance(config_json, list):
-        return [_without_names_of_data(item) for item in config_json]
+        return [_drop_data_names(item) for item in config_json]
     if not isinstance(config_json, dict):
         return config_json
     kept: dict[str, list[Any]] = {}
     for field, value in config_json.items():
         kept[field] = []
-        prefixes = tuple(f'{name}:' for name in NOT_MODULES.get(field, ()))
+        data_prefixes = tuple(f'{name}:' for name in NOT_MODULES.get(field, ()))
         items = value if isinstance(value, list) else [value]
         for item in items:
-            is_name_of_data = isinstance(item, str) and item.startswith(prefixes)
-            if not is_name_of_data:
-                kept[field].append(_without_names_of_data(item))
+            is_data_name = isinstance(item, str) and item.startswith(data_prefixes)
+            if not is_data_name:
+                kept[field].append(_drop_data_names(item))
     return kept
 
 

@@ -182,10 +182,13 @@ class ModelConfig:
 
     @functools.cached_property
     def cycle(self) -> tuple['ModelConfig', ...]:
-        """The settings of each layer in a `pattern` of C variants: layer l has cycle[l mod C].
+        """The settings of layers whose variants repeat: layer l of a model has cycle[l mod C].
 
-        Without a pattern the cycle is this config alone. Raises SpecError if the pattern has more
-        variants than layers or does not begin with the model's variant, and for an encoder-decoder.
+        With the pattern 'qk/vo, qk/no_o', for example, C is 2, and the layers alternate between two
+        variants. Without a pattern the cycle is this config alone.
+
+        Raises SpecError if the pattern has more variants than layers or does not begin with the
+        model's variant, and for an encoder-decoder.
         """
         if self.pattern is None:
             return (self,)

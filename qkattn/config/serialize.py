@@ -42,19 +42,21 @@ OF_MACHINE = (
 
 @functools.cache
 def defaults(cls: Any) -> dict[str, Any]:
-    """Returns {field: the value that it has in a stored config without the field}.
+    """Returns {field: the value that it has if a stored config lacks the field}.
 
-    This is the default in schema.json, or the default of the class for a field that is not there.
-    A section has the default {}: `from_json` then gives each field of the section its own default.
+    A config may be older than a field. It then has the value that was the default when the field
+    was added, which schema.json keeps, even if the default of the class is another one today. A
+    section has {}: `from_json` then gives each field of the section its own default.
     """
+    # The defaults of the class.
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         is_section = dataclasses.is_dataclass(field.default)
         values[field.name] = {} if is_section else field.default
 
+    # The defaults in schema.json come before them. It may also have fields that were removed.
     for number in SCHEMAS:
         for name, default in fields_added_by_schema(number, cls).items():
-            # A field that the class has no longer stays in schema.json.
             is_field_of_class = name in values
             if is_field_of_class:
                 values[name] = default
@@ -75,8 +77,8 @@ def fields_added_by_schema(number: str, cls: Any) -> dict[str, Any]:
 def to_json(config: Any) -> dict[str, Any]:
     """Returns a config, or one of its sections, as plain JSON values: the form that is stored.
 
-    Fields of schema 1 are always stored. A field of a later schema is only stored if it differs
-    from its default in schema.json. So a field that is added changes no hash.
+    Fields of schema 1 are always stored. A field that was added later is only stored if it differs
+    from its default. So adding a field does not change the hashes of existing configs.
     """
     cls = typing.cast(Any, type(config))
     always_stored = fields_added_by_schema('1', cls)
@@ -155,14 +157,14 @@ def fingerprint(config: Config) -> str:
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
-    """Returns the fingerprint of a stored config.
+    """Returns the fingerprint of a stored config: a hash of its fields.
 
-    The hash covers the stored fields as they are, without the settings OF_MACHINE. Default values
-    are not filled in.
+    Fields that the config lacks do not count. Nor do the settings OF_MACHINE, such as the mesh,
+    because they do not change what a run computes.
     """
     hashed_values: dict[str, Any] = _tuples_to_lists(values)  # a copy, which may be changed
     for name in OF_MACHINE:
-        section, _, field = name.partition('.')
+        section, _, field = name.partition('.')  # 'data.data_dir', or 'mesh' without a field
         if not field:
             hashed_values.pop(section, None)
         elif isinstance(hashed_values.get(section), dict):
@@ -172,9 +174,9 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
 
 
 def with_machine_of(config: Any, other: Any) -> Any:
-    """Returns `config` with the settings OF_MACHINE of `other`."""
+    """Returns `config` with the settings OF_MACHINE of `other`, which do not change results."""
     for name in OF_MACHINE:
-        section_name, _, field = name.partition('.')
+        section_name, _, field = name.partition('.')  # 'data.data_dir', or 'mesh' without a field
         section = getattr(config, section_name)
         section_of_other = getattr(other, section_name)
         if field:
@@ -207,10 +209,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ''
 
 
 def to_config_dict(config: Any) -> config_dict.ConfigDict:
-    """Converts a config to a locked ConfigDict, which the command line overrides.
-
-    Optional fields keep their type, so that an override of another type is refused.
-    """
+    """Converts a config to a locked ConfigDict, which the command line overrides."""
     values = config_dict.ConfigDict()
     annotations = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -219,8 +218,8 @@ def to_config_dict(config: Any) -> config_dict.ConfigDict:
         if dataclasses.is_dataclass(value):
             values[field.name] = to_config_dict(value)
         elif is_optional(annotation):
-            # An override must have the type of the value, but None would accept any type. A
-            # placeholder has a type and may hold None.
+            # ConfigDict refuses an override of another type than the value, but accepts any type in
+            # place of None. A placeholder has a type even if it holds None.
             value_types = concrete_types(annotation)  # [int, NoneType] for `int | None`
             value_types.remove(type(None))
             placeholder = config_dict.placeholder(value_types[0])

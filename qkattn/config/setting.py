@@ -74,8 +74,8 @@ class Bounds:
             return self._admit_text(value)
         # The value is a number. A limit {'at least': 0} requires that operator.ge(value, 0).
         for words, limit in self._limits(kind).items():
-            is_within_limit = COMPARISONS[words]
-            if not is_within_limit(value, limit):
+            compare = COMPARISONS[words]
+            if not compare(value, limit):
                 return False
         return abs(value) <= FLOAT_MAX  # False for NaN, too
 
@@ -259,7 +259,10 @@ def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
 
 
 def _unmet_by_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | None:
-    """Returns the requirement that a tuple does not meet, e.g. 'hold no value twice', or None."""
+    """Returns the requirement that a tuple does not meet, 'hold no value twice'; None if valid.
+
+    `entry_annotation` is the type of an entry, and `bounds` are those of each entry.
+    """
     kind = concrete_types(entry_annotation)[0]
     if not isinstance(value, tuple):
         return f'be a tuple of {kind.__name__} values'

@@ -62,7 +62,7 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         workers,
         # Workers are not forked, because threads of libraries may hold locks.
         mp_context=multiprocessing.get_context('spawn'),
-        initializer=_begin,
+        initializer=_begin_worker,
         initargs=(os.getpid(), kind, model, tokenizer.name),
     )
 
@@ -77,8 +77,8 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
 def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
     """Encodes one document.
 
-    Returns a ValueError, instead of raising it, if the text cannot be encoded or the tokenizer
-    gives invalid ids. So the caller can name the document.
+    If the text cannot be encoded, or the tokenizer gives invalid ids, a ValueError is returned and
+    not raised. The caller raises it with the number of the document, which it knows.
     """
     try:
         ids = np.append(tokenizer.encode(text), tokenizer.separator)
@@ -130,11 +130,11 @@ def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield batch
 
 
-# The tokenizer of this process, if it is a worker. `_begin` sets it.
+# The tokenizer of this process, if it is a worker. `_begin_worker` sets it.
 _tokenizer: Tokenizer | None = None
 
 
-def _begin(parent: int, kind: str, model: bytes | None, name: str) -> None:
+def _begin_worker(parent: int, kind: str, model: bytes | None, name: str) -> None:
     """Makes the tokenizer of a worker, before its first batch.
 
     Args:

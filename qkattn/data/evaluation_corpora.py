@@ -78,7 +78,7 @@ def entries(config: Config) -> list[Entry]:
         )
     parsed = []
     for text in texts:
-        with _in_entry(text):
+        with _errors_naming_entry(text):
             parsed.append(_parse(text, config.data))
     return parsed
 
@@ -96,7 +96,7 @@ def _parse(text: str, run: DataConfig) -> Entry:
         corpus = text
         split = 'validation'
     if not corpus:  # '@train', for example, is a split of the run's own data
-        return Entry(text, None, split)
+        return Entry(text=text, data=None, split=split)
 
     # 'text:/data/a?documents=blank_line' -> 'text:/data/a', 'documents=blank_line'
     name, fields_text = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus).groups()
@@ -115,13 +115,13 @@ def _parse(text: str, run: DataConfig) -> Entry:
         lowercase=run.lowercase,
         tokenizer=run.tokenizer,
         tokenizer_size=run.tokenizer_size,
-        # Carving a test split makes the train split smaller. It does not change validation.
+        # The validation split is the same with and without a carved test split.
         carve_test=run.carve_test and split != 'validation',
         **fields,
     )
     check_section('data.', data)
     corpus_registry.check(data)
-    return Entry(text, data, split)
+    return Entry(text=text, data=data, split=split)
 
 
 def _parse_fields(text: str) -> dict[str, Any]:
@@ -146,10 +146,10 @@ def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
     corpora = []
     for entry in entries(config):
         assert isinstance(rows, TextRows)  # `entries` has checked the task
-        with _in_entry(entry.text):
+        with _errors_naming_entry(entry.text):
             dataset = rows.dataset
-            if entry.data is not None:
-                dataset = _opened(entry.data, entry.split, rows.dataset.tokenizer)
+            if entry.data is not None:  # not the data of the run itself
+                dataset = _open_split(entry.data, entry.split, rows.dataset.tokenizer)
                 _require_known_ids(dataset, rows, config)
             further_rows = rows.over(dataset)
             further_rows.count(entry.split)  # raises for a split that is missing or too short
@@ -157,7 +157,7 @@ def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
     return tuple(corpora)
 
 
-def _opened(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
+def _open_split(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
     """Opens a corpus in the ids of a tokenizer. Of text, only the split is tokenized."""
     if data.name == 'tokens':
         return open_tokens(data)
@@ -170,10 +170,10 @@ def _opened(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
 
 
 def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) -> None:
-    """Raises ConfigError unless the ids of a dataset mean what those of the run mean.
+    """Raises ConfigError unless the model of the run can read the ids of a dataset.
 
-    They do if both have the same tokenizer. If both are ids without a vocabulary, their meaning is
-    unknown, and it is enough that the model has all ids of the dataset.
+    It can if the dataset has the tokenizer of the run. If both are ids without a vocabulary, it is
+    enough that the model has all ids of the dataset.
     """
     tokenizer = dataset.tokenizer
     run_tokenizer = rows.dataset.tokenizer
@@ -208,7 +208,7 @@ def identity_with(rows: Rows, corpora: Sequence[EvaluationCorpus]) -> dict[str, 
 
 
 @contextlib.contextmanager
-def _in_entry(text: str) -> Iterator[None]:
+def _errors_naming_entry(text: str) -> Iterator[None]:
     """Puts an entry of data.evaluate in front of the message of a ConfigError in the block."""
     try:
         yield

@@ -211,9 +211,10 @@ def _may_hold_tokens(directory: Path) -> bool:
     file_names = {path.name for path in directory.iterdir()}
     if not file_names:
         return True
+    # The directory of a run or a study has a file `lock`, too.
     if 'config.json' in file_names or 'study.json' in file_names:
-        return False  # a run or a study, which has a lock, too
-    # If `prepare` was killed, it has left the lock, but no index.
+        return False
+    # If `prepare` was killed, it has left `lock`, but no index.
     return INDEX in file_names or 'lock' in file_names
 
 

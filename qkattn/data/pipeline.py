@@ -139,7 +139,7 @@ def eval_batches(
       split: the split to evaluate on.
       batch_size: the number of rows of the global batch.
       max_rows: the most rows to read; None for all.
-      part: which rows of each batch to read; None for all.
+      part: which rows of each batch this host reads; None for all.
 
     Raises:
       ConfigError: the split is unknown or has no rows. It is raised at the call, not at the first
@@ -207,6 +207,7 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
     evaluated_R = eval_rows(rows, split, max_rows)
     documents = rows.documents(split)
     if documents is not None:
+        # The names of all documents, and the index of the document of each row of the split.
         names, document_of_row = documents
         return names, document_of_row[evaluated_R]
     num_clusters = min(MAX_CLUSTERS, len(evaluated_R))

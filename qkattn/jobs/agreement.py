@@ -40,13 +40,14 @@ def is_process_0() -> bool:
 def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
     """Gathers a value, which must be JSON, from every process; returns all values, by rank.
 
-    Process 0 collects the values and publishes the list. It waits `limit` seconds for the others.
-    If a value is missing then, all that have called this raise ProcessError, with the ranks.
+    All processes call this. Process 0 waits `limit` seconds for the values of the others. If one is
+    still missing then, ProcessError names its rank, in every process that has called.
     """
     text = json.dumps(value)
     if client() is None:  # a job of one process
         return [json.loads(text)]
 
+    # Process 0 collects the values and publishes the answer. The others send theirs and wait.
     key = f'qkattn/agreed/{next(_numbers)}'
     rank = distributed.global_state.process_id
     if rank == 0:
@@ -55,7 +56,7 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
         client().key_value_set(f'{key}/{rank}', text)
         # Process 0 may call this `limit` seconds later than this process, and then wait `limit`
         # seconds for the others.
-        answer_text = _get(f'{key}/all', 2 * limit + _GRACE)
+        answer_text = _get(f'{key}/all', 2 * limit + _GRACE)  # None if process 0 does not answer
         answer = {'missing': [0]} if answer_text is None else json.loads(answer_text)
 
     missing_ranks = answer['missing']
@@ -68,12 +69,10 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """Collects and publishes the values of all processes.
+    """Collects the values of all processes and publishes them; only process 0 calls it.
 
-    This is what process 0 does in `gather_from_processes`.
-
-    For the key 'qkattn/agreed/5', process 1 has set its value under 'qkattn/agreed/5/1', and waits
-    for the answer under 'qkattn/agreed/5/all'.
+    For the key 'qkattn/agreed/5', process 1 publishes its value as 'qkattn/agreed/5/1', and waits
+    for the answer, 'qkattn/agreed/5/all'.
 
     Args:
       key: identifies the call of `gather_from_processes`.
@@ -94,8 +93,8 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
         else:
             values.append(json.loads(text))
 
-    # Processes that have sent a value for this key have read the answers to all earlier keys. Once
-    # all have sent one, the coordinator can forget those answers.
+    # A process sends a value for this key only after it has read the answers to earlier keys. So
+    # once all have sent one, nobody needs those answers, and they are deleted.
     if not missing_ranks:
         for earlier_key in _published:
             client().key_value_delete(earlier_key)
@@ -198,9 +197,9 @@ def make_in_process_0(make: Callable[[], T]) -> T:
 def owner_first(make: Callable[[], T]) -> T:
     """Calls `make` in process 0, then in the others, and returns its result in each.
 
-    For example, `make` prepares data if they are not on disk. Process 0 prepares them. A process
-    with the same disk finds them, and one with another disk prepares them again. Returns once all
-    are done. If `make` raises in process 0, all raise.
+    For example, `make` opens data, and prepares them first if they are not on disk. Process 0
+    prepares them. Processes with the same disk then find them there, and those with another disk
+    prepare them again. Returns once all are done. If `make` raises in process 0, all raise.
     """
     value = make_in_process_0(make)  # also makes the others wait for process 0
     if not is_process_0():

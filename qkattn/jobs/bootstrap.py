@@ -38,8 +38,8 @@ def start() -> Job:
     seconds = connect_seconds()
     if job.process_id == 0:
         _require_port(job)
-    # jax has a service that lets all processes stop at the same step after a SIGTERM. It would take
-    # the signal from Python's handlers, so JobPeers serves this purpose instead.
+    # jax has a service of its own by which all processes stop at the same step after a SIGTERM. It
+    # would take the signal away from Python's handlers, so JobPeers is used instead.
     jax.config.update('jax_enable_preemption_service', False)
     peers = JobPeers(job, seconds)
     jax.distributed.initialize(
@@ -65,8 +65,8 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
     """
 
     @functools.wraps(main)
-    def joined() -> None:
-        """Joins the other processes, runs `main`, and ends with them; on an error, all end."""
+    def main_in_job() -> None:
+        """Runs `main` in every process of a job. If it fails in one of them, all end."""
         job = start()
         if job.num_processes == 1:
             return main()
@@ -77,29 +77,30 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
                 printed = sys.stdout if agreement.is_process_0() else nowhere
                 with contextlib.redirect_stdout(printed):
                     main()
-            # A process that is done early waits for the others, which may still need its answers.
+            # Wait for the other processes. They may still exchange messages with this one.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
             _end_job(error)
 
-    return joined
+    return main_in_job
 
 
 def _end_job(error: BaseException) -> NoReturn:
-    """Ends this process after an error that it handles, and with it the other processes."""
+    """Ends this process and the other processes of its job after an error in this one."""
     outcome = cli.outcome(error)
     if outcome is None:  # a bug
         outcome = cli.Outcome(f'{type(error).__name__}: {error}', EXIT_CRASH)
     if outcome.code == EXIT_CRASH:
         traceback.print_exc()
-    # A collective of jax mostly fails because another process has died. After HEARTBEAT seconds,
-    # jax ends this process with a message that names the dead one. So this process waits for it.
-    if _from_jax(error):
+    # A computation across processes mostly fails because another process has died. jax notices that
+    # within HEARTBEAT seconds, and ends this process with a message that names the dead one. That
+    # says more than this error, so wait for it.
+    if _is_from_xla(error):
         time.sleep(HEARTBEAT + 5)
     signals.end(outcome.code, outcome.sentence)
 
 
-def _from_jax(error: BaseException) -> bool:
+def _is_from_xla(error: BaseException) -> bool:
     """Whether an error, or one of its causes, comes from XLA, such as a failed collective."""
     cause: BaseException | None = error
     while cause is not None:
@@ -112,9 +113,9 @@ def _from_jax(error: BaseException) -> bool:
 def bind_address(job: Job) -> str | None:
     """Returns the address on which the coordinator listens, as HOST:PORT; None leaves it to jax.
 
-    By default jax listens on all addresses, because the other processes may reach it by any of
-    them. If the coordinator has a loopback address, the whole job is on this machine. It then
-    listens on this address only, so that no other machine can connect.
+    If the coordinator has a loopback address, such as 'localhost:8476', the whole job is on this
+    machine. It then listens on this address only, so that no other machine can connect. Otherwise
+    jax listens on all addresses, because the other processes may reach it by any of them.
     """
     is_set_by_user = 'JAX_COORDINATOR_BIND_ADDRESS' in os.environ  # jax reads the variable
     if is_set_by_user or not _is_loopback(_host(job)):
@@ -141,7 +142,8 @@ def _require_port(job: Job) -> None:
     """Raises ProcessError if the coordinator's port is in use; jax itself would crash."""
     _, _, port_text = str(job.coordinator).rpartition(':')
     port = int(port_text)
-    host = _host(job) if bind_address(job) else ''  # '' stands for all addresses
+    # Listen where jax will: on all addresses, '', unless `bind_address` chooses one.
+    host = _host(job) if bind_address(job) else ''
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     try:
         server = socket.create_server((host, port), family=family)

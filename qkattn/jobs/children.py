@@ -59,8 +59,8 @@ class Child:
         os.set_blocking(self.output, False)
         environment = {**os.environ, **variables, _PIPE: str(childs_pipe.fileno())}
 
-        # The child begins with the signal handlers of this process. Signals are blocked in it until
-        # `_begin` has replaced the handlers, and in this process until the child has started.
+        # The child inherits the signal handlers of this process. So signals are blocked, in the
+        # child until `_begin` has replaced the handlers, and here until the child has started.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
@@ -124,11 +124,13 @@ def _begin(cores: Sequence[int], parent: int) -> None:
 
     `parent` is the process id of the parent.
     """
+    # The child has inherited the parent's signal handlers.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(parent)
     if hasattr(os, 'sched_setaffinity'):
         os.sched_setaffinity(0, cores)
+    # The parent has blocked the signals before it started the child.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 

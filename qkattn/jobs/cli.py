@@ -167,14 +167,17 @@ class _ConfigParser(ConfigFileFlagParser):
             ValueError: the file is not a Python file; or its code fails, as in
                 'line 7: NameError: name 'x' is not defined'.
         """
+        # The file: one that comes with qkattn, or else the path that the user gives.
         name, colon, argument = path.partition(':')
         shipped_config = shipped_configs().get(name)
         file = PathParser().parse(name) if shipped_config is None else str(shipped_config)
+
+        # ml_collections runs the file and calls get_config(). absl would warn if that returns None,
+        # but `_config_dict` raises an error, so absl is silent in the meantime.
         absl_log = absl.logging.get_absl_logger()
         try:
             if os.path.exists(file) and not os.path.isdir(file):
                 require_regular(file)
-            # absl would warn if get_config() returns None; `_config_dict` raises an error instead.
             absl_log.disabled = True
             returned = super().parse(f'{file}{colon}{argument}')
             return _config_dict(returned)
@@ -210,8 +213,8 @@ def _config_dict(returned: Any) -> Any:
     """Converts what get_config() of a file has returned to a ConfigDict, which flags override."""
     if isinstance(returned, Config | Study):
         return to_config_dict(returned)
-    # For a file that cannot be read, ml_collections returns an object of its own module. The object
-    # raises the reason once it is used.
+    # For a file that cannot be read, ml_collections returns an object of a class of its own, which
+    # raises the reason when it is used. It is returned as it is.
     is_unread_file = type(returned).__module__ == ConfigFileFlagParser.__module__
     if isinstance(returned, ConfigDict) or is_unread_file:
         return returned
@@ -312,8 +315,8 @@ def read_config(flag: flags.FlagHolder) -> Any:
     try:
         config = from_config_dict(flag.value)
     except OSError as error:
-        # config_flags loads the file only here, where its value is used. The error has several
-        # lines, and the last one is the reason.
+        # The file of --config cannot be read: ml_collections raises this when the value is used.
+        # The error has several lines, and the last one is the reason.
         path = config_flags.get_config_filename(flags.FLAGS['config'])
         reason = str(error).strip().splitlines()[-1].strip()
         names = list(shipped_configs())
@@ -497,8 +500,7 @@ def _takes_unnamed(flag: flags.FlagHolder, unnamed: Sequence[str]) -> bool:
 def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
     """Returns a sentence that tells the user why the arguments of a script cannot be parsed.
 
-    The message of the error serves if it is clear. Four mistakes with --config get a sentence of
-    their own, and code of a config file that fails gets its reason.
+    It is the first line of the error's message, unless the error is one of the mistakes below.
 
     Args:
       error: what parsing them raised, an error of MALFORMED.
@@ -508,13 +510,13 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
     lines = message.splitlines()
     sentence = lines[0]
 
-    # --config.train.sed=1: the setting does not exist.
+    # The setting does not exist, as in --config.train.sed=1.
     if kind is not None:
         unknown_field = _describe_unknown_field(sys.argv[1:], kind)
         if unknown_field is not None:
             return unknown_field
 
-    # --config.train.seed=x: the setting has another type.
+    # The setting has another type, as in --config.train.seed=x.
     override = _WRONG_OVERRIDE.match(sentence)
     if override is not None and kind is not None:
         name, value = override.groups()
@@ -522,19 +524,20 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
         if field is not None:
             return f'--config.{name}={value} must be {_expected(field)}'
 
+    # The file of --config is no config. ml_collections imports it as a module config_config.
     if "'config_config' has no attribute 'get_config'" in sentence:
-        # ml_collections imports the file of --config as a module named config_config.
         sentence = 'the file of --config has no function get_config()'
+
+    # The setting exists for this script, but not in the file: the file has a Study where the script
+    # needs a Config, or the other way round.
     elif isinstance(error, KeyError):
-        # The script has the setting, but the config of the file does not: it is a Study where the
-        # script needs a Config, or the other way round.
         name = sentence.strip('\'"')
         other_script = script('train' if kind is Study else 'ablate')
         sentence = (
             f'the config has no field {name!r} to override; if it is for {other_script}, run that'
         )
 
-    # The code of the file has failed. The last line of the traceback is 'ERROR: REASON'.
+    # The code of the file has failed. The last line of the message is 'ERROR: REASON'.
     if 'Traceback' in message:
         _, _, reason = lines[-1].partition(': ')
         sentence += f' {reason}'
@@ -618,19 +621,20 @@ def _write_or_discard(text: str, stream: TextIO) -> None:
 def _log_to_stderr() -> None:
     """Prints the package's log messages on standard error, one line each.
 
-    The variable QKATTN_LOG sets their level. The levels of libraries stay, except that of absl.
+    The variable QKATTN_LOG sets their level, by default INFO.
     """
     # orbax logs through absl: each save, and each error that it also raises. A user who wants
     # these messages gives absl's flag --verbosity.
     if not flags.FLAGS['verbosity'].present:
         absl.logging.set_verbosity(absl.logging.FATAL)
+
     handler = LogHandler()
     handler.setFormatter(logging.Formatter('%(message)s'))
     logger = logging.getLogger('qkattn')
     logger.addHandler(handler)
     level = os.environ.get('QKATTN_LOG', '').upper()
     logger.setLevel(level if level in logging.getLevelNamesMapping() else logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # absl's handler would print the messages again
 
 
 def _help(doc: str, kind: Kind | None) -> str:

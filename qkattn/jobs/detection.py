@@ -60,17 +60,19 @@ class Job:
 
 
 def detect() -> Job:
-    """Returns the job of this process; without the variables of a job, a single process.
+    """Returns the job of this process, by its environment variables.
 
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID describe a job together with JAX_COORDINATOR_ADDRESS.
-    Without them, the process may belong to a job of an engine. jax looks in this order for Open
-    MPI, a Slurm step of several tasks, GKE, and the metadata server of a TPU VM. In these jobs,
-    JAX_COORDINATOR_PORT replaces the port of the coordinator, and JAX_COORDINATOR_ADDRESS its whole
-    address.
+    There are three cases:
+
+    - The three variables of TRIPLE describe a job: address, number of processes and rank.
+    - An engine has started the job. The engines are Open MPI, Slurm (a step of several tasks), GKE,
+      and a TPU VM (by its metadata server), in this order. JAX_COORDINATOR_PORT then replaces the
+      port of the coordinator, and JAX_COORDINATOR_ADDRESS its whole address.
+    - Otherwise the process is alone.
 
     Raises ConfigError if variables are incomplete or malformed.
     """
-    # A job without an engine.
+    # The variables of TRIPLE.
     _, count_name, rank_name = TRIPLE
     if count_name in os.environ or rank_name in os.environ:
         missing = [name for name in TRIPLE if name not in os.environ]
@@ -88,7 +90,7 @@ def detect() -> Job:
     # A job of an engine.
     for engine, cluster in ENGINES.items():
         try:
-            job = _job(engine, cluster)
+            job = _job_of_engine(engine, cluster)
         except ConfigError:
             raise
         except (KeyError, ValueError, RuntimeError, OSError) as error:
@@ -99,7 +101,7 @@ def detect() -> Job:
         if job is not None:
             return job
 
-    # No job.
+    # A process alone.
     if ADDRESS in os.environ:
         raise ConfigError(f'{ADDRESS} is set, but not {count_name} and {rank_name}')
     return Job()
@@ -113,10 +115,10 @@ def connect_seconds() -> int:
     return int(text)
 
 
-def _job(engine: str, cluster: type[ClusterEnv]) -> Job | None:
-    """Returns the job that an engine has started, if this process is in one.
+def _job_of_engine(engine: str, cluster: type[ClusterEnv]) -> Job | None:
+    """Returns the job that an engine has started and that this process belongs to.
 
-    None without such a job, and for a job of a single process.
+    Returns None if there is no such job, or if it has a single process.
 
     Args:
       engine: a key of ENGINES.
@@ -155,6 +157,7 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     `num_processes` is the size of the whole job. Raises ConfigError if the GPUs do not divide over
     the processes.
     """
+    # How many GPUs this process sees.
     cuda_devices = os.environ.get('CUDA_VISIBLE_DEVICES')
     if cuda_devices is None:  # Open MPI does not set the variable
         gpus = machine.accelerators(os.environ.get('JAX_PLATFORMS')) or []
@@ -164,6 +167,7 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     if num_visible == 0:
         return None
 
+    # How many GPUs and tasks the node has.
     if engine == 'slurm':
         rank_on_node = int(os.environ['SLURM_LOCALID'])
         tasks_on_node = num_processes // int(os.environ['SLURM_STEP_NUM_NODES'])
@@ -175,6 +179,8 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     else:
         return None
 
+    # With 8 GPUs and 4 tasks, a task that sees 2 GPUs has them for itself. One that sees 8 takes
+    # its share of them.
     sees_only_its_own = num_visible * tasks_on_node == gpus_on_node
     if sees_only_its_own:
         return tuple(range(num_visible))

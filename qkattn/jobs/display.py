@@ -42,7 +42,7 @@ class Screen:
     """A stream of lines. A terminal shows one more line below them, which is redrawn in place."""
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None):
-        """Draws nothing yet.
+        """Opens the screen without drawing anything.
 
         Args:
           stream: where to write; by default standard error.
@@ -51,6 +51,7 @@ class Screen:
         self._stream = stream or sys.stderr
         self._columns = columns
         self._line = ''  # the line that the terminal shows at the bottom
+        # A dumb terminal, as of some editors, cannot redraw a line.
         is_dumb = os.environ.get('TERM', 'dumb') in ('dumb', 'unknown')
         self.terminal = self._stream.isatty() and not is_dumb
 
@@ -148,15 +149,16 @@ class Pace:
     def resume(self, name: str, now: float) -> None:
         """Takes the end of the phase `name`, whose seconds do not count as training.
 
-        If the run has reported steps already, such phases may come again. So their seconds are also
-        added to the `_Pause` of this name.
+        A phase between steps, such as an evaluation, comes again later in the run. So its seconds
+        are also added up by name, to estimate the time that such phases will take.
         """
-        # Phases may be nested. The end of an inner phase removes the start of the outer one, which
-        # then counts as 0 seconds.
+        # Phases may be nested. The seconds from the beginning of the inner one to its end count.
+        # At the end of the outer one, `_pause_start` is None, and no more seconds count.
         seconds = 0.0 if self._pause_start is None else now - self._pause_start
         self._pause_start = None
         self._paused += seconds
 
+        # Phases before the first report, such as compilation, do not come again.
         has_reported = self._first is not None
         if not has_reported:
             return
@@ -229,7 +231,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         screen: Screen | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Shows nothing until a phase lasts for some time, or until the first `update`.
+        """Starts the display. It shows a phase that lasts for some time, and steps after `update`.
 
         Args:
           label: the name of the run.
@@ -240,25 +242,32 @@ class Progress(contextlib.AbstractContextManager['Progress']):
           screen: where to draw; by default on standard error.
           clock: returns the time in seconds.
         """
+        # What does not change.
         self._label = label
         self._total = total_steps
         self._tokens_per_step = tokens_per_step
-        self._study = study
-        self._study_left: StudyLeft | None = None
-        self._study_asked = -math.inf  # the time of the last call of `study`
         self._screen = Screen() if screen is None else screen
         self._unit = '' if self._screen.terminal else _UNIT
         self._clock = clock
         self._opened = clock()
         self._pace = Pace(self._opened)
-        self._phase: tuple[str, float] | None = None  # name and start of the current phase
+
+        # The study, and what is left of it by the last call of `study`.
+        self._study = study
+        self._study_left: StudyLeft | None = None
+        self._study_asked = -math.inf  # the time of the last call
+
         # The newest report: the step, None before the first report, and the losses.
         self._step: int | None = None
         self._loss: Any = None
         self._validation_loss: Any = None
         self._speeds: Mapping[str, float] = {}  # metrics of speed, such as 'mfu'
-        self._shown: int | None = None  # the step of the report that was shown last
+
+        # What is shown.
+        self._phase: tuple[str, float] | None = None  # name and start of the current phase
+        self._shown_step: int | None = None  # the step of the report that was shown last
         self._next_time = self._opened + _QUIET  # nothing is shown before this time
+
         # Reentrant, because log messages also go through this object and may come at any time.
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -267,9 +276,10 @@ class Progress(contextlib.AbstractContextManager['Progress']):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A block without steps, such as 'compiling'.
+        """A `with` block without training steps, such as 'compiling'.
 
-        The display names the phase if it lasts. Its seconds are logged at DEBUG.
+        The display names the phase if it lasts. Its seconds are logged at DEBUG, and do not count
+        in the speed of training.
         """
         with self._lock:
             start = self._clock()
@@ -294,9 +304,10 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         """Takes the number of steps done and the training loss of the trials, in nats per token."""
         with self._lock:
             now = self._clock()
-            if self._step is None:  # the first report is shown at once
-                self._next_time = now
-            self._phase = None  # ends 'first steps', which `begin` has set
+            is_first_report = self._step is None
+            if is_first_report:
+                self._next_time = now  # so that `_show` shows it at once
+            self._phase = None  # ends the phase 'first steps', which `begin` has set
             self._step = step
             self._loss = loss
             self._pace.report(step, now)
@@ -327,12 +338,12 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             if self._closed.is_set():
                 return
             self._closed.set()
+            # Show the last report. A terminal draws it again, in place of a phase that it may show.
+            # Elsewhere it is printed, unless it was printed already.
             self._phase = None
-            # On a terminal, the report replaces a phase. Elsewhere, it is printed unless it was
-            # printed already.
-            is_newer_than_shown = self._step != self._shown
+            is_newer_than_shown = self._step != self._shown_step
             if self._screen.terminal or is_newer_than_shown:
-                self._next_time = 0.0  # at once
+                self._next_time = 0.0  # `_show` then does not wait
                 self._show(self._clock())
             self._screen.close(keep=self._step is not None)
             Progress._open = None
@@ -361,24 +372,27 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._study_asked = self._clock()
 
     def _show(self, now: float) -> None:
-        """Shows the current phase; without one, the newest report.
+        """Shows the current phase, such as 'compiling ... 12 s', or else the newest report.
 
-        Before `_next_time` it shows nothing, except for a phase on a terminal.
+        Nothing is shown before `_next_time`, so that lines do not follow each other too fast. But a
+        terminal always shows a phase.
         """
         is_too_early = now < self._next_time
         is_phase_on_terminal = self._phase is not None and self._screen.terminal
         if is_too_early and not is_phase_on_terminal:
             return
 
+        # Choose what to show.
         if self._phase is not None:
             name, start = self._phase
             fields = [f'{name} ... {now - start:.0f} s']
         elif self._step is not None:
-            self._shown = self._step
+            self._shown_step = self._step
             fields = self._fields(now)
         else:  # neither a phase nor a report
             return
 
+        # A terminal redraws its line. Elsewhere each call prints a line, so calls are rarer.
         if self._screen.terminal:
             self._screen.draw(self._row(fields, self._screen.room))
             quiet_seconds = _DRAWN_EVERY
@@ -402,16 +416,16 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             fields.append(f'{tokens_per_second:,.0f} tokens/s')
         if 'mfu' in self._speeds:
             fields.append(f'{self._speeds["mfu"]:.1%} MFU')
-        left = self._pace.left(self._total, now)
-        if left is not None and step < self._total:
-            fields.append(f'{interval(left)} left')
+        seconds_left = self._pace.left(self._total, now)
+        if seconds_left is not None and step < self._total:
+            fields.append(f'{interval(seconds_left)} left')
         fields.append(f'{step / max(1, self._total):.0%}')
         if self._loss is not None:
             fields.append(f'loss {loss_text(self._loss, self._unit)}')
         if 'input_wait_fraction' in self._speeds:
             fields.append(f'{self._speeds["input_wait_fraction"]:.0%} waiting for input')
         if self._study_left is not None and self._study_left.runs:
-            fields += self._study_fields(self._study_left, left)
+            fields += self._study_fields(self._study_left, seconds_left)
         return fields
 
     def _study_fields(self, study: StudyLeft, left: float | None) -> Iterator[str]:
@@ -431,15 +445,17 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         If room is short, the label is shortened, down to _SHORTEST_LABEL characters. Then fields
         that do not fit are left out, but not the first one.
         """
-        smallest_label_size = min(len(self._label), _SHORTEST_LABEL)
-        fields_room = room - smallest_label_size - len(': ')
+        # Take all fields that fit beside the label at its shortest.
+        shortest_label = min(len(self._label), _SHORTEST_LABEL)
+        fields_room = room - shortest_label - len(': ')
         text = fields[0]
         for field in fields[1:]:
             longer_text = f'{text}, {field}'
             if len(longer_text) <= fields_room:
                 text = longer_text
 
-        label_room = room - len(': ') - len(text)  # what the fields leave
+        # The label gets the room that the fields leave.
+        label_room = room - len(': ') - len(text)
         label_size = min(_LABEL, max(_SHORTEST_LABEL, label_room))
         return f'{short(self._label, label_size)}: {text}'
 

@@ -42,27 +42,27 @@ def platform_problem(error: BaseException) -> str | None:
     """Describes an error that a wrong value of JAX_PLATFORMS has caused; None for other errors.
 
     The value is wrong if it names a platform that JAX does not know, or if this machine has no
-    accelerator. Accelerators that JAX cannot open may only be busy, so the value may be right.
+    accelerator.
     """
     value = os.environ.get(PLATFORMS)
-    if not value or not _is_of_devices(error):
+    if not value or not _could_not_open_devices(error):
         return None
     unknown_platform = _UNKNOWN_PLATFORM.search(str(error))
     if unknown_platform is not None:
         platform, known_platforms = unknown_platform.groups()
         known = known_platforms.replace("'", '')
         reason = f'JAX here has no platform {platform!r}, only {known}'
-    elif machine.accelerators(None) == []:
+    elif machine.accelerators(None) == []:  # this machine has none
         reason = 'JAX finds no device of this platform'
-    else:
+    else:  # the accelerators may only be busy
         return None
     return (
-        f'{PLATFORMS}={value}: {reason}, and this machine has {machine.described()}; '
+        f'{PLATFORMS}={value}: {reason}, and this machine has {machine.describe_accelerators()}; '
         f'set {PLATFORMS}=cpu, or unset it'
     )
 
 
-def _is_of_devices(error: BaseException) -> bool:
+def _could_not_open_devices(error: BaseException) -> bool:
     """Whether JAX has raised an error because it could not open its devices."""
     if isinstance(error, AssertionError):  # JAX has found no device at all
         frames = traceback.extract_tb(error.__traceback__)

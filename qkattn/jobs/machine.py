@@ -39,6 +39,7 @@ def usable_cores() -> list[int]:
     else:
         cores = list(range(os.cpu_count() or 1))
     num_usable = max(1, math.floor(min(len(cores), quota())))
+    # Numbers at equal distances: 0 and 2 of 4 cores if 2 are usable.
     return [cores[index * len(cores) // num_usable] for index in range(num_usable)]
 
 
@@ -122,6 +123,7 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     if platforms == 'cpu':
         return []
     num_gpus = len(list(root.glob('dev/nvidia[0-9]*')))  # /dev/nvidia0, /dev/nvidia1, ...
+    # CUDA support of jax is a plugin, which is installed into this package.
     has_cuda_in_jax = bool(importlib.util.find_spec('jax_plugins'))
     if num_gpus and has_cuda_in_jax:
         visible = os.environ.get('CUDA_VISIBLE_DEVICES')
@@ -131,7 +133,7 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     return None if _has_other_accelerators(root) else []
 
 
-def described(root: Path = Path('/')) -> str:
+def describe_accelerators(root: Path = Path('/')) -> str:
     """Returns the accelerators of this machine in words, whether or not JAX can use them."""
     num_gpus = len(list(root.glob('dev/nvidia[0-9]*')))
     if num_gpus == 0:
@@ -158,17 +160,19 @@ def keep_freed_memory() -> None:
     anew for every call, and the system must then clear their pages. For a small model this takes as
     long as the computation.
 
-    Call it before other threads start, since each gets an arena of its own. It does nothing without
-    glibc, or if the user has set variables of glibc.
+    Call it before other threads start, since glibc gives each thread memory of its own, an arena.
+    It does nothing without glibc, or if the user has set variables of glibc.
     """
     has_malloc_variable = any(name.startswith('MALLOC_') for name in os.environ)
     is_set_by_user = has_malloc_variable or 'GLIBC_TUNABLES' in os.environ
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)  # None without glibc
     if mallopt is None or is_set_by_user:
         return
-    mallopt(_M_ARENA_MAX, 1)  # all threads share one arena
-    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # which keeps up to 2 GiB of freed memory at its end
-    for threshold in _LARGEST_MMAP_THRESHOLDS:  # blocks below the threshold lie in the arena
+    # All threads share one arena. It keeps up to 2 GiB of freed memory at its end.
+    mallopt(_M_ARENA_MAX, 1)
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    # Blocks below this threshold lie in the arena. Set the largest one that glibc accepts.
+    for threshold in _LARGEST_MMAP_THRESHOLDS:
         is_accepted = mallopt(_M_MMAP_THRESHOLD, threshold)
         if is_accepted:
             break

@@ -3,14 +3,15 @@
 The coordinator keeps keys that all processes read and write. A thread of every process reads them
 regularly. If a process dies or hangs, jax's heartbeats notice and name it; they need no Python.
 
-The keys begin with qkattn/job/. RANK is the rank of a process. BLOCK is a number: the processes
-train in one `StopRequest` block after another, and count these blocks alike from 1.
+The keys begin with qkattn/job/. RANK is the rank of a process. MEETING is the number of calls of
+`JobPeers.meet` so far, which all processes count alike. So a key of an earlier stretch of training
+is not mistaken for one of the current stretch.
 
     left/RANK        process RANK ends: [exit code, sentence]
     request          a signal has asked some process to stop: its rank
-    also/BLOCK       some process has another reason to stop: its rank
-    at/BLOCK/RANK    the last step of process RANK when it saw `request` or `also`
-    after/BLOCK      all processes stop after this step: the largest of at/BLOCK/RANK
+    also/MEETING     some process has another reason to stop: its rank
+    at/MEETING/RANK  the last step of process RANK when it saw `request` or `also`
+    after/MEETING    all processes stop after this step: the largest of at/MEETING/RANK
 """
 
 import atexit
@@ -63,15 +64,16 @@ class JobPeers:
         # The training thread and the thread that reads the keys share the fields below. The
         # condition guards them.
         self._agreement = threading.Condition()
-        self._block = 0  # the number of the current StopRequest block; 0 before the first
-        self._all_in_block = False  # whether all processes have entered this block
-        self._last_step = -1  # the last step of this process in this block
+        self._num_meetings = 0  # how often this process has called `meet`
+        self._all_have_met = False  # whether all went on after the last meeting, without a signal
+        # All that follows is about the time since the last meeting.
+        self._last_step = -1  # the last step that this process has done
         self._has_own_reason = False  # whether this process has a reason to stop besides signals
         self._is_agreeing = False  # whether `should_stop` waits until all agree
         self._stop_after: int | None = None  # the agreed step, after which all stop
 
         # If the job is broken, a thread of jax calls abort() in this process.
-        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)
+        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._end_on_abort)
         ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
 
     def watch(self) -> None:
@@ -83,31 +85,36 @@ class JobPeers:
         atexit.register(self._unwatch, thread)
 
     def meet(self, requested: bool) -> bool:
-        """Waits until all processes begin the next block; returns whether any of them must stop.
+        """Waits until all processes of the job have called this; returns whether any has to stop.
 
-        `requested` is whether a signal has asked this process to stop. If one has asked any
-        process, all get True and leave the block without training.
+        They meet before they train, and again when everything is saved. `requested` is whether a
+        signal has asked this process to stop. If one process passes True, all of them get True.
         """
+        # A meeting begins a stretch of training, in which nobody has a reason to stop yet.
         with self._agreement:
-            self._block += 1
-            self._all_in_block = False
+            self._num_meetings += 1
+            self._all_have_met = False
             self._last_step = -1
             self._has_own_reason = False
             self._is_agreeing = False
             self._stop_after = None
-        requests = agreement.gather_from_processes(requested, limit=_MEET_LIMIT)  # one per process
-        self._all_in_block = not any(requests)
+
+        # Waits for the other processes, and gets what each of them has passed as `requested`.
+        requests = agreement.gather_from_processes(requested, limit=_MEET_LIMIT)
+        self._all_have_met = not any(requests)
         return any(requests)
 
     def should_stop(self, step: int, also: bool) -> bool:
-        """Whether this process stops now that `step` steps are done.
+        """Whether this process stops now that `step` steps are done; the training thread asks.
 
-        While the processes agree on the step after which all stop, the function waits. If they
-        agree on 9, a process with 7 steps goes on, until its call with `step` 10 returns True.
+        The processes stop at the same step. Suppose that one gets a signal when it has done 7 steps
+        and another one has done 9. Both wait here until they agree on 9. The first one then goes
+        on, until its call with `step` 10 returns True.
 
         `also` is whether this process has a reason to stop besides signals.
         """
         with self._agreement:
+            # The thread that reads the keys tells the other processes.
             self._has_own_reason |= also
             while self._is_agreeing and self._stop_after is None:
                 self._agreement.wait()
@@ -117,15 +124,15 @@ class JobPeers:
             return step > self._stop_after
 
     def announce(self, code: int, sentence: str) -> None:
-        """Tells the other processes that this one ends, and waits until all are ending.
+        """Tells the other processes that this one ends, and waits until all of them end, too.
 
-        `code` is the exit code of this process, and `sentence` says why it ends. The wait takes at
-        most _LINGER seconds.
+        The wait takes at most _LINGER seconds. `code` is the exit code of this process, and
+        `sentence` says why it ends. They are published under the key left/RANK.
         """
         if self._is_aborted:  # the coordinator or another process has failed already
             return
         if self._exit_code is not None:
-            # Another thread is in this function, and ends the process afterwards.
+            # Another thread is announcing the end already, and ends the process when it is done.
             time.sleep(_LINGER)
             return
 
@@ -134,7 +141,6 @@ class JobPeers:
         # If the coordinator does not answer, this process ends alone.
         with contextlib.suppress(Exception):
             _set(f'{_ROOT}left/{self._job.process_id}', json.dumps([code, sentence]))
-            # Each process that ends sets such a key.
             while len(client().key_value_dir_get(f'{_ROOT}left/')) < self._job.num_processes:
                 if time.monotonic() >= deadline:
                     return
@@ -150,8 +156,8 @@ class JobPeers:
         thread.join(_LINGER)
         ctypes.CDLL(None).signal(signal.SIGABRT, None)
 
-    def _aborted(self, number: int) -> None:
-        """Handles SIGABRT: ends the process with a sentence and an exit code.
+    def _end_on_abort(self, number: int) -> None:
+        """Ends the process with a sentence and an exit code; the handler of SIGABRT.
 
         jax aborts a process if the coordinator does not answer, or if another process of the job
         has died. `number` is the number of the signal.
@@ -161,8 +167,9 @@ class JobPeers:
             os._exit(self._exit_code)
 
         self._exit_code = EXIT_CRASH
-        self._is_aborted = True  # so `announce` does not wait for the others
-        all_have_connected = StopRequest.peers is not None  # `watch` sets it
+        self._is_aborted = True  # `signals.end` calls `announce`, which then waits for nobody
+        # `watch` sets `peers` once all processes are connected.
+        all_have_connected = StopRequest.peers is not None
         if not all_have_connected:
             signals.end(
                 EXIT_CRASH,
@@ -183,87 +190,93 @@ class JobPeers:
         while not self._python_exits.wait(interval) and self._exit_code is None:
             # Errors do not matter here: if the coordinator does not answer, jax ends the process.
             with contextlib.suppress(Exception):
+                # Tell the other processes of a signal to this one.
                 if StopRequest.pending():
                     _set(f'{_ROOT}request', str(self._job.process_id))
+
                 published = {}
                 for key, value in client().key_value_dir_get(_ROOT):
                     published[key.removeprefix(_ROOT)] = value
-                self._follow(published)
+                self._act_on(published)
 
-    def _follow(self, published: dict[str, str]) -> None:
-        """Acts on what the processes of the job have published.
+    def _act_on(self, published: dict[str, str]) -> None:
+        """Acts on the values that the processes of the job have published, by key.
 
-        `published` has the keys of the list at the top of this module, without qkattn/job/:
-        {'request': '2'} after a signal to process 2.
+        For example, {'request': '2'} says that a signal has asked process 2 to stop, and
+        {'left/2': '[1, "out of memory"]'} that process 2 ends with exit code 1.
         """
         for rank in range(self._job.num_processes):
-            left = published.get(f'left/{rank}')
-            if left is not None:
-                code, sentence = json.loads(left)
-                self._end_after(rank, code, sentence)
+            ending = published.get(f'left/{rank}')
+            if ending is not None:
+                code, sentence = json.loads(ending)
+                self._end_with(rank, code, sentence)
 
         if 'request' in published and not StopRequest.pending():
             # Another process got a signal. This one acts as if it had got the signal, too.
             os.kill(os.getpid(), signal.SIGTERM)
 
-        self._follow_reasons_to_stop(published)
+        self._agree_on_last_step(published)
 
-    def _follow_reasons_to_stop(self, published: dict[str, str]) -> None:
-        """Agrees on the last step if any process has published a reason to stop training.
+    def _agree_on_last_step(self, published: dict[str, str]) -> None:
+        """Agrees with the other processes on the step after which all stop, if any has to stop.
 
-        Before that, this process publishes a reason of its own if it has one.
+        A process has to stop if it got a signal, the key 'request', or for another reason, the key
+        'also/1' after the first meeting. Then every process publishes how many steps it has done,
+        as in 'at/1/0': '7'. If no process has a published reason, this one publishes its own.
         """
         with self._agreement:
-            block = self._block
-            if block == 0:  # no block has begun, so nothing is trained
+            meeting = self._num_meetings
+            if meeting == 0:  # nothing is trained yet
                 return
             has_own_reason = self._has_own_reason
             last_step = self._last_step
             was_agreeing = self._is_agreeing
-            has_reason = 'request' in published or f'also/{block}' in published
-            if has_reason:
-                self._is_agreeing = True  # `should_stop` waits, so `_last_step` does not change
+            has_to_stop = 'request' in published or f'also/{meeting}' in published
+            if has_to_stop:
+                self._is_agreeing = True  # `should_stop` now waits, so `_last_step` stays as it is
 
-        if has_reason and not was_agreeing:
-            _set(f'{_ROOT}at/{block}/{self._job.process_id}', str(last_step))
-        if has_reason:
-            self._agree(block, published)
-        elif has_own_reason:
-            _set(f'{_ROOT}also/{block}', str(self._job.process_id))
+        if not has_to_stop:
+            if has_own_reason:
+                _set(f'{_ROOT}also/{meeting}', str(self._job.process_id))
+            return
 
-    def _agree(self, block: int, published: dict[str, str]) -> None:
-        """Chooses the step after which all stop, in process 0, and takes it, in every process.
+        if not was_agreeing:
+            _set(f'{_ROOT}at/{meeting}/{self._job.process_id}', str(last_step))
+        self._take_agreed_step(meeting, published)
 
-        For example, two processes publish {'at/1/0': '7', 'at/1/1': '9'} in block 1. Then process 0
-        publishes {'after/1': '9'}. A process that reads this wakes `should_stop`.
+    def _take_agreed_step(self, meeting: int, published: dict[str, str]) -> None:
+        """Publishes the step after which all stop, in process 0, and stores it, in every process.
+
+        For example, processes 0 and 1 have done 7 and 9 steps. They have published
+        {'at/1/0': '7', 'at/1/1': '9'}. Process 0 then publishes the larger step, {'after/1': '9'}.
         """
         last_steps = []
         for rank in range(self._job.num_processes):
-            step = published.get(f'at/{block}/{rank}')
+            step = published.get(f'at/{meeting}/{rank}')
             if step is not None:
                 last_steps.append(int(step))
         have_all_published = len(last_steps) == self._job.num_processes
         if have_all_published and agreement.is_process_0():
-            _set(f'{_ROOT}after/{block}', str(max(last_steps)))
+            _set(f'{_ROOT}after/{meeting}', str(max(last_steps)))
 
-        stop_after = published.get(f'after/{block}')
+        stop_after = published.get(f'after/{meeting}')
         if stop_after is not None:
             with self._agreement:
                 self._stop_after = int(stop_after)
-                self._agreement.notify_all()
+                self._agreement.notify_all()  # wakes the training thread in `should_stop`
 
-    def _end_after(self, rank: int, code: int, sentence: str) -> None:
-        """Ends this process because process `rank` ends, unless both stop after the agreed step.
+    def _end_with(self, rank: int, code: int, sentence: str) -> None:
+        """Ends this process because process `rank` ends; returns if both stop after the same step.
 
-        `code` and `sentence` say how process `rank` ends.
+        `code` is the exit code of process `rank`, and `sentence` says why it ends.
         """
         is_stop_on_request = code == EXIT_REQUEUE
         if not is_stop_on_request:
             signals.end(code, f'process {rank} has ended with code {code}: {sentence}')
 
-        # If all are training, process `rank` has agreed on a step and stopped there. This process
-        # trains up to that step, too. In all other cases, it would wait for process `rank` in vain.
-        all_are_training = bool(StopRequest.deferring) and self._all_in_block
+        # If all processes are training, they have agreed on a step, and process `rank` has stopped
+        # there. This one trains up to that step. In all other cases it would wait in vain.
+        all_are_training = bool(StopRequest.deferring) and self._all_have_met
         if not all_are_training:
             signals.end(code, f'process {rank} has {sentence}')
 

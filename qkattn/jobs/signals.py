@@ -68,7 +68,7 @@ class StopRequest:
         _restore(self._previous)
         self._let_watcher_catch_up()
         with no_interrupt:
-            self._undefer()
+            self._stop_deferring()
         StopRequest._depth -= 1
         if StopRequest._depth == 0:
             StopRequest.requested = False
@@ -85,12 +85,14 @@ class StopRequest:
           Stopped: this process, or another one of the job, has got a signal already. The work has
             not begun, so there is nothing to save.
         """
+        # From here on, a signal does not end the process: there is something to save.
         with no_interrupt:
             self.deferring.append(self)
+
+        # A signal may have come just before, to this process or to another one of the job.
         is_stop_requested = self.requested
         if self.peers is not None:
-            # Waits for the other processes. True if any of them has got a signal.
-            is_stop_requested = self.peers.meet(self.requested)
+            is_stop_requested = self.peers.meet(self.requested)  # True if any process passes True
         if is_stop_requested:
             raise Stopped('stopped with nothing to save')
 
@@ -100,14 +102,17 @@ class StopRequest:
         Call it when everything is saved. In a job, all processes call it, and wait for each other.
         Raises Stopped if any of them has got a signal.
         """
-        is_known_to_all = False  # whether all processes know that one of them has got a signal
+        # In a job, each process tells the others whether it has got a signal, and waits for them.
+        is_known_to_all = False  # whether all processes know of a signal to one of them
         if self.peers is not None:
             is_known_to_all = self.peers.meet(self.requested)
+
+        # From here on, a signal ends the process.
         self._let_watcher_catch_up()
         with no_interrupt:
-            self._undefer()
-            # A signal that came after `meet` is known to this process only. `end` tells the others,
-            # and they end too.
+            self._stop_deferring()
+            # Only this process knows of a signal that came after `meet`. `end` tells the others,
+            # which then end, too.
             came_after_meet = self.requested and not is_known_to_all
             if came_after_meet and self._watcher is not None:
                 end(EXIT_REQUEUE, _SAVED)
@@ -129,14 +134,15 @@ class StopRequest:
         return cls.requested and bool(cls.deferring)
 
     def _let_watcher_catch_up(self) -> None:
-        """Has signals that came while there was something to save counted as such.
+        """Waits until the watcher has acted on the signals that have come so far.
 
-        This thread may have handled a signal, and saved, before the watcher has read its number.
+        They came while there was something to save, so they must not end the process. This thread
+        may have handled a signal, and saved, before the watcher has read its number.
         """
         if self._watcher is not None:
             self._watcher.catch_up()
 
-    def _undefer(self) -> None:
+    def _stop_deferring(self) -> None:
         """Removes this block from the blocks with something to save."""
         self.deferring[:] = [block for block in self.deferring if block is not self]
 
@@ -149,14 +155,14 @@ class StopRequest:
         if number == signal.SIGTERM:
             return
 
-        # In a script without `exit_on_signal`, the next Ctrl-C raises KeyboardInterrupt.
+        # Without `exit_on_signal` there is no watcher. The next Ctrl-C raises KeyboardInterrupt.
         if self._watcher is None:
             _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
 
-        # In a script with it, a Ctrl-C ends the process from another thread, that of `_Watcher`.
-        # But while there is something to save, only the third one ends it.
+        # With `exit_on_signal`, the thread of the watcher ends the process at once, unless there is
+        # something to save. Then only the third Ctrl-C ends it, here.
         has_something_to_save = bool(self.deferring)
         if not has_something_to_save:
             return
@@ -173,17 +179,16 @@ class StopRequest:
 def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """A block in which SIGTERM and Ctrl-C end the process, unless a `StopRequest` defers the exit.
 
-    A handler in Python would not do: while XLA compiles in C++, it does not run. But Python writes
-    the number of a signal into a pipe at once. A thread of this block reads the pipe and ends the
-    process.
+    A handler in Python is too late: it does not run while XLA compiles in C++. So a thread ends the
+    process, the watcher. It reads a pipe into which Python writes the number of each signal at
+    once, also during compilation.
 
     `dry_run` is called when the block begins. It returns True for a script that leaves nothing to
     resume from. The process then does not ask to be started again.
     """
     watcher = _Watcher(dry_run())
     previous_descriptor = signal.set_wakeup_fd(watcher.write_end, warn_on_full_buffer=False)
-    # Python writes into the pipe only for signals with a handler, so each gets one that does
-    # nothing.
+    # Python writes into the pipe only for signals that have a handler. This one does nothing.
     previous_handlers = {}
     for number in _SIGNALS:
         previous_handlers[number] = signal.signal(number, lambda *_: None)
@@ -193,8 +198,8 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
     try:
         yield
     except Stopped:
-        # The process is ending as requested, and another request must not disturb it. When Python
-        # ends, it removes its own handlers, but it keeps SIG_IGN.
+        # The process is ending as requested, and another signal must not disturb it. So signals are
+        # ignored. A handler would not do, because Python removes handlers when it ends.
         handlers_afterwards = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         raise
     finally:
@@ -220,8 +225,8 @@ def end(code: int, sentence: str) -> NoReturn:
     were printed. Then it tells the other processes of a job. That comes last, since they may in
     turn end this process.
     """
-    # The lock is never released, so that no other thread begins a write. The wait is limited
-    # because a write may hang with its file system.
+    # Writers hold this lock. It is never released, so that no other thread begins a write. The wait
+    # is limited because a write may hang with its file system.
     no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
         text = f'{sentence}\n'

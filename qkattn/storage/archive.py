@@ -63,7 +63,7 @@ class Archive:
             if member.filename in self._members:
                 problem = 'is there twice'
             if problem is not None:
-                name = member.orig_filename
+                name = member.orig_filename  # also what follows a null character
                 raise ReportError(f'{path}, member {name!r} {problem}; {_ADVICE}')
             self._members[member.filename] = member
             total_size += member.file_size
@@ -72,8 +72,9 @@ class Archive:
                 f'{path} has members of {total_size:,} bytes, more than {MAX_TOTAL:,}; {_ADVICE}'
             )
 
+        # Read every member once: zipfile then compares its checksum.
         for name in self._members:
-            self.read(name)  # compares the member's checksum
+            self.read(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
@@ -164,6 +165,7 @@ def is_clean(name: str) -> bool:
 
 def _problem(member: zipfile.ZipInfo) -> str | None:
     """Returns why a member is refused, as the end of a sentence; None if it is a plain file."""
+    # The type is in the upper bits of the attributes.
     file_type = stat.S_IFMT(member.external_attr >> _MODE_SHIFT)
     if file_type not in (0, stat.S_IFREG):  # the type is 0 if the archive was not made on Unix
         return 'is a link, a directory or a device, not a file'

@@ -61,12 +61,12 @@ def to_path(url: str | os.PathLike[str]) -> Path:
             f'{text} is not a URL of the form gs://BUCKET/PATH; give one that is, or mount '
             'the storage and give a directory'
         )
-    _open(bucket)
+    _require_listing(bucket)
     return cast(Path, epath.Path(text))
 
 
 @functools.lru_cache
-def _open(bucket: str) -> None:
+def _require_listing(bucket: str) -> None:
     """Checks that a bucket can be listed; the cache makes this one check per bucket."""
     with _request(bucket, 'read', opening=True):
         listing = iter(_client().list_blobs(bucket, max_results=1, **_patience()))
@@ -113,8 +113,8 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
                 **_patience(),
             )
         except _api('PreconditionFailed') as error:
-            # A request is repeated if its answer was lost. The first one may have succeeded, so the
-            # second one finds another generation: the object of this process itself.
+            # The library repeats a request whose answer was lost. If the first request succeeded,
+            # the repeated one fails here, because it finds what the first one has written.
             if content:
                 with contextlib.suppress(FileNotFoundError):
                     stored = read(path)
@@ -172,8 +172,8 @@ def _client() -> Any:
 def _prepare() -> None:
     """Sets up the other libraries that access buckets, once and before their first use.
 
-    These are tensorstore, for checkpoints, and gcsfs, for paths. They use the emulator if there is
-    one. Settings of the user come first.
+    The libraries are tensorstore, for checkpoints, and gcsfs, for paths. Both use the emulator of
+    STORAGE_EMULATOR_HOST if the variable is set. What the user has set stays as it is.
     """
     emulator = os.environ.get('STORAGE_EMULATOR_HOST')
     if emulator:
@@ -191,13 +191,13 @@ def _prepare() -> None:
 
 @contextlib.contextmanager
 def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> Iterator[Any]:
-    """Yields the `Blob` at `path`; if a request in the block fails, raises an error of Python.
+    """Yields the `Blob` at `path`, and turns errors of Google's libraries into those below.
 
     Args:
       path: the URL of an object, or of a bucket.
       task: 'read' or 'write', for errors.
-      opening: whether this is the first use of a bucket that a user has named. Any failure is then
-        an error of the setting.
+      opening: whether this is the first use of a bucket that a user has named. A failure then means
+        that the user has named a wrong bucket.
 
     Raises:
       RunDirectoryError: the bucket does not exist or may not be used; with `opening` also if it

@@ -338,9 +338,9 @@ def remove_unfinished(directory: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which replaces `path` if the block succeeds.
 
-    For a path in a bucket, the temporary file is on a local disk. On a file system, it is always
-    PATH.tmp, so a writer overwrites the file of an earlier writer that was killed. Two writers of
-    the same path need a lock.
+    On a file system, the temporary file is PATH.tmp, so it also replaces the temporary file of an
+    earlier writer that was killed. Two writers of the same path need a lock. For a path in a
+    bucket, the temporary file is on a local disk.
     """
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:
@@ -348,11 +348,13 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             buckets.write(path, temporary.read_bytes())
         return
+
     with _replacing(path, f'{path.name}.tmp') as temporary:
+        # Create an empty file. This fails if somebody has just put a link there.
         temporary.unlink(missing_ok=True)
-        temporary.touch(exist_ok=False)  # fails if somebody has put a link there
-        # safetensors makes files that only their owner can read. The new file gets the mode of
-        # this empty one, which the umask has decided.
+        temporary.touch(exist_ok=False)
+        # The caller may replace the file by one that only its owner can read, as safetensors does.
+        # The empty file has the permissions that the user's umask gives. They are restored.
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)
@@ -414,13 +416,14 @@ def disk_errors(path: Path) -> Iterator[None]:
     except DiskError:
         raise
     except Exception as error:
-        # If a file was not found, name the outermost directory that is missing.
+        # If something was not found, a directory may be gone. Name the outermost one.
         if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
             from_root = (*reversed(path.parents), path)  # '/', '/runs', '/runs/a' for /runs/a
             for directory in from_root:
                 if not os.path.lexists(directory):
                     raise _gone(directory) from error
 
+        # If the disk has failed, say how.
         directory = path if os.path.isdir(path) else path.parent
         for error_number, reason in _WRITE_FAILURES.items():
             if _is_system_error(error, error_number):
@@ -449,7 +452,7 @@ def read_errors(path: Readable) -> Iterator[None]:
         yield
     except Exception as error:
         for cause in _causes(error):
-            reason = _failure(cause)
+            reason = _reason_of_failure(cause)
             if reason is not None:
                 raise ReadError(
                     f'{path} cannot be read ({reason}); nothing was changed: run the same command '
@@ -469,11 +472,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _failure(error: BaseException) -> str | None:
-    """Returns how the system failed, or None if the error says that a file is missing or damaged.
+def _reason_of_failure(error: BaseException) -> str | None:
+    """Returns why the system failed to read, such as 'out of memory'.
 
-    Some errors of libraries name the failure only in their text, so the text is searched for the
-    system's words.
+    Returns None for another error, such as that of a missing or a damaged file.
     """
     if isinstance(error, MemoryError):
         return 'out of memory'
@@ -483,6 +485,7 @@ def _failure(error: BaseException) -> str | None:
         is_missing = error.errno in _MISSING_FILE
         return None if is_missing else error.strerror or str(error)
 
+    # An error of a library may have the system's words only in its text.
     failure_numbers = [number for number in errno.errorcode if number not in _MISSING_FILE]
     system_texts = [os.strerror(number) for number in failure_numbers]
     for text in (*system_texts, *_TENSORSTORE_FAILURES):

@@ -119,11 +119,12 @@ class Lease:
         with no_interrupt:
             if self._released.is_set():
                 return
-            self._lost = self.lost  # `lost` keeps this value after the release
+            # From now on, the property `lost` keeps the value that it has now.
+            self._lost = self.lost
             self._released.set()
-            exit_hooks.remove(self.release)
+            exit_hooks.remove(self.release)  # `start` has added it, to free the run at an exit
 
-            # A heartbeat in progress would renew the lease that `free` gives back.
+            # Wait for the thread: a heartbeat after `free` would take the run again.
             self._thread.join()
             # If the lease cannot be freed now, it expires.
             with contextlib.suppress(OSError, ConfigError):
@@ -139,14 +140,15 @@ class Lease:
         """Renews the lease until it is released or lost; runs in a thread of its own."""
         interval = EXPIRY / _BEATS
         while not self._released.wait(interval) and not self.lost:
-            # The time before the renewal, so that the lease never counts as younger than it is.
+            # Renewing may take long. The lease counts as renewed when the renewal began, so that it
+            # never counts as younger than it is.
             start = seconds()
             # If renewing fails, the next round tries again, until the lease is too old.
             with contextlib.suppress(Exception):
                 is_still_held = self.renew()
                 if not is_still_held:
                     self._lost = True
-                elif not self.lost:  # a heartbeat that came too late does not count
+                elif not self.lost:  # it may have become too old in the meantime
                     self._last_heartbeat = start
 
 
@@ -168,17 +170,23 @@ class _File(Lease):
         return f'{self._prefix}.{self._number + after}'
 
     def read(self) -> _State | None:
-        """Reads the lease, its last heartbeat and the time on the file system's clock."""
-        # A file that is created now has the time on the file system's clock. This time is read
-        # before the lease. A heartbeat in between makes the lease look younger, never older.
+        """Reads the content of the lease, when it was last renewed, and what time it is now.
+
+        Both times are on the clock of the file system. Returns None if there is no lease.
+        """
+        # The modification time of a file that is created now is the time now. It is read before the
+        # lease: if the lease is renewed in between, it looks younger than it is, not older.
         with tempfile.TemporaryFile(dir=self._prefix.parent) as probe:
             now = os.fstat(probe.fileno()).st_mtime
-        with contextlib.suppress(FileNotFoundError), open_regular(self.path()) as file:
-            content = file.read()
-            # NFS may answer stat from a cache that is a minute old, but not fstat of an open file.
-            heartbeat = os.fstat(file.fileno()).st_mtime
-            return _State(content, heartbeat, now)
-        return None
+        try:
+            with open_regular(self.path()) as file:
+                content = file.read()
+                # Renewing sets the modification time. fstat of the open file gives it. stat of the
+                # path may come from a cache of NFS that is a minute old.
+                heartbeat = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+        return _State(content, heartbeat, now)
 
     def take(self) -> None:
         """Creates the next lease; raises FileExistsError if another process has created it."""
@@ -274,12 +282,13 @@ def holders(directory: Path) -> dict[str, str]:
     if not directory.exists():
         return {}
 
+    # In a bucket, the lease of a run has the name of the run. On a disk, it is a file RUN.N.
     runs = set()
     for path in directory.iterdir():
         if buckets.is_url(path):
             runs.add(path.name)
         else:
-            runs.add(path.stem)  # the file RUN.N is a lease of RUN
+            runs.add(path.stem)
 
     holder_by_run = {}
     for run in sorted(runs):
@@ -392,8 +401,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
 def _file_lock(path: Path, wait: bool) -> Iterator[None]:
     """Holds a lock on a file of a file system. If the process dies, the kernel frees the lock.
 
-    Without `wait`, the file names the process that holds the lock, 'process 12 on host'. The error
-    of another process then repeats this name. The arguments and errors are those of `locked`.
+    A process that locks without `wait` writes its name into the file: 'process 12 on host'. The
+    error of another process that wants the lock contains this name. The arguments and errors are
+    those of `locked`.
     """
     with contextlib.ExitStack() as exits:
         try:
@@ -402,10 +412,9 @@ def _file_lock(path: Path, wait: bool) -> Iterator[None]:
             if wait:
                 fcntl.flock(file, fcntl.LOCK_EX)
             else:
-                # Raises BlockingIOError if another process holds the lock.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(_name_in(file) or 'another process') from error
+        except BlockingIOError as error:  # another process holds the lock
+            raise BlockingIOError(_read_name(file) or 'another process') from error
         except OSError as error:
             raise ConfigError(
                 f'{path.parent} cannot be written ({error.strerror}); give a directory that this '
@@ -413,7 +422,7 @@ def _file_lock(path: Path, wait: bool) -> Iterator[None]:
             ) from error
 
         if not wait:
-            # If the disk is full, the file names nobody, but it is locked.
+            # On a full disk this fails. The file is locked all the same, but names nobody.
             with contextlib.suppress(OSError):
                 file.truncate(0)
                 name = f'process {os.getpid()} on {socket.gethostname()}\n'
@@ -421,8 +430,8 @@ def _file_lock(path: Path, wait: bool) -> Iterator[None]:
         yield
 
 
-def _name_in(file: TextIO) -> str:
-    """Returns the holder that a lock file names, or '' if it names none."""
+def _read_name(file: TextIO) -> str:
+    """Returns the name of the process that a lock file contains, or '' if it contains none."""
     file.seek(0)
     try:
         return file.read(_NAME_LENGTH).strip()
@@ -448,8 +457,9 @@ def _lock_in_bucket(path: Path, wait: bool) -> Lease:
             continue
 
         if not wait:
-            is_alive_elsewhere = seconds() > deadline
-            if holder.is_alive_here or is_alive_elsewhere:
+            # A dead holder's lease would have expired by the deadline.
+            is_past_deadline = seconds() > deadline
+            if holder.is_alive_here or is_past_deadline:
                 raise BlockingIOError(holder.name)
             if not has_warned:
                 log.warning('%s is held by %s; waiting until it counts as dead', path, holder.name)

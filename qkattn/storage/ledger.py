@@ -118,8 +118,8 @@ class Ledger:
                 repeated = entry['repeats']
                 # A later declaration of the same study replaces an earlier one.
                 declared[repeated['study']] = Repeat(repeated['study'], repeated['entry'])
-        in_retrospect = [_repeat_in_retrospect(entry) for entry in self._entries_of(REPEATS)]
-        return (*declared.values(), *in_retrospect)
+        retrospective = [_retrospective_repeat(line) for line in self._entries_of(REPEATS)]
+        return (*declared.values(), *retrospective)
 
     def _entries_of(self, event: str) -> list[Entry]:
         return [entry for entry in self.entries if entry['event'] == event]
@@ -155,9 +155,10 @@ class Ledger:
 
         Returns {run: number (1, 2, ...) of the first look at it} for these runs.
         """
+        # For each run, its digest at the first look at it, and the number of this look. The looks
+        # are read from the last to the first, so that earlier looks overwrite later ones.
         first_digests: dict[str, str] = {}
         first_looks: dict[str, int] = {}
-        # Go from the last look to the first: an earlier look at a run overwrites the later ones.
         for entry in reversed(self._entries_of(LOOKED)):
             for run, run_digest in entry.get('runs', {}).items():
                 first_digests[run] = run_digest
@@ -175,17 +176,18 @@ class Ledger:
         return {entry['code']: entry['why'] for entry in self._entries_of(ACCEPTED)}
 
 
-def _repeat_in_retrospect(entry: Entry) -> Repeat:
-    """Reads a line of the event REPEATS: a repeat that is declared after results are known.
+def _retrospective_repeat(line: Entry) -> Repeat:
+    """Reads a line of the event REPEATS: this study turned out to repeat an earlier study.
 
-    The repeated study may no longer be kept. The line then describes it in the field `lost`.
+    Its field `study` names the earlier study, and `entry` is the hash of the last line of that
+    study's ledger. If the earlier study is not kept, the line describes it in the field `lost`.
     """
-    lost_study = entry.get('lost')
+    lost_study = line.get('lost')
     if lost_study is None:
-        return Repeat(study=entry['study'], entry=entry['entry'], retrospective=True)
+        return Repeat(study=line['study'], entry=line['entry'], retrospective=True)
     return Repeat(
-        study=entry['study'],
-        entry=entry['entry'],
+        study=line['study'],
+        entry=line['entry'],
         retrospective=True,
         commit=lost_study['commit'],
         seeds=tuple(lost_study['seeds']),
@@ -232,7 +234,8 @@ def append(path: Path, event: str, **data: Any) -> None:
     lines = b''
     previous_hash = None
     if path.exists():
-        previous_hash = read(path).last
+        ledger = read(path)  # raises if a line is damaged
+        previous_hash = ledger.last
         lines = read_whole(path)
     entry = {
         'event': event,
@@ -248,11 +251,11 @@ def append(path: Path, event: str, **data: Any) -> None:
 def declare(
     directory: Path, declared: Mapping[str, Any], repeats: Mapping[str, str] | None = None
 ) -> None:
-    """Enters into the ledger what a study compares, each time that the study starts.
+    """Enters into the ledger what a study compares; called each time that the study starts.
 
-    The first start declares the study. A later start enters the arms that were added since, or
-    declares the study again if another field has changed. It enters nothing if the study is as it
-    was declared last. The caller holds the study's lock.
+    The first start declares the study. A later start enters only the arms that were added since,
+    such as 'qk/no_o'. It declares the study again if no arm was added but another field has
+    changed, and enters nothing if nothing has changed. The caller holds the study's lock.
 
     Args:
       directory: the study's directory.
@@ -268,13 +271,14 @@ def declare(
             return
         added_arms = [arm for arm in declared['arms'] if arm_key(arm) not in ledger.arms]
         if added_arms:
-            # Results may have led to these arms if the study has verdicts and somebody has looked.
+            # Once somebody has looked at verdicts, the results may have led to these arms.
             has_looked = ledger.first_look is not None
             has_verdicts = declared['tuning'] is not None
             is_post_hoc = has_looked and has_verdicts
             append(path, ARMS_ADDED, arms=added_arms, post_hoc=is_post_hoc, **common_fields)
             return
 
+    # The first start, or something else than an added arm has changed.
     fields = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
     if repeats is not None:
         fields['repeats'] = repeats
@@ -293,9 +297,10 @@ def _family(declared: Mapping[str, Any]) -> int:
 
 
 def look(directory: Path, logs: Files | None = None) -> bool:
-    """Enters into the ledger that somebody looks at results, with digests of what they see.
+    """Enters a look into the ledger: that somebody reads a report on the results of a study.
 
-    A look is a report on results beyond screening. Call this before the report is made.
+    Reports on screening do not count. Call this before the report is made. The entry has digests of
+    the files that the report is made from, so that later changes are noticed.
 
     Args:
       directory: the study's directory, which has the ledger.
@@ -311,7 +316,8 @@ def look(directory: Path, logs: Files | None = None) -> bool:
     files = digests(logs)
     runs = seen(logs)
 
-    # Check before locking: locking creates a file, and a copy of a study should stay as it is.
+    # Nothing to enter? This is checked before locking, which would create a file `lock` even in a
+    # directory that only holds a copy of a study.
     ledger = read(path)
     if files == ledger.looked_files:
         return False
@@ -319,7 +325,7 @@ def look(directory: Path, logs: Files | None = None) -> bool:
         return False
 
     with locked(directory / 'lock'):
-        # Read again: another process may have entered the same look in between.
+        # Another process may have entered the same look before this one got the lock.
         ledger = read(path)
         if files != ledger.looked_files:
             earlier_looks = [entry for entry in ledger.entries if entry['event'] == LOOKED]
@@ -328,14 +334,14 @@ def look(directory: Path, logs: Files | None = None) -> bool:
 
 
 def accept(directory: Path, codes: Sequence[str], why: str) -> None:
-    """Accepts reasons to withhold every verdict, so that the study gets its verdicts.
+    """Enters into the ledger that a person accepts a problem of a study's runs.
 
-    The acceptance is entered into the ledger, once for each code and reason.
+    Without that, the study gets no verdicts. Each code is entered once with the same `why`.
 
     Args:
       directory: the study's directory.
-      codes: what is accepted, some of ACCEPTABLE.
-      why: why it does not matter for the verdicts.
+      codes: the problems, such as 'uncommitted' for runs of code with uncommitted changes.
+      why: why the problems do not matter for the verdicts.
 
     Raises ReportError, and enters nothing, if a code is not among ACCEPTABLE or if `why` is blank.
     """
@@ -379,29 +385,31 @@ def digests(directory: Files) -> dict[str, str | None]:
     yardsticks_digest = _file_sha256(directory / YARDSTICKS)
     if yardsticks_digest is not None:
         digest_by_name[YARDSTICKS] = yardsticks_digest
-    hashes_by_directory = {logs.directory: logs.hashes for logs in _logs(directory)}
-    digest_by_name['logs'] = _sha256(hashes_by_directory)
+    log_hashes_by_directory = {logs.directory: logs.hashes for logs in _hash_logs(directory)}
+    digest_by_name['logs'] = _sha256(log_hashes_by_directory)
     return digest_by_name
 
 
 def seen(directory: Files) -> dict[str, str]:
     """Returns {run: SHA-256 of its results and logs} for each planned run that has results.
 
-    A look records these digests, so that `Ledger.altered` notices when a run changes later.
+    The ledger stores these digests when somebody looks at the results. Later, `Ledger.altered`
+    compares them with the digests at that time, to find runs that have changed.
     """
-    hashes_by_run = {logs.run: logs.hashes for logs in _logs(directory)}
+    log_hashes_by_run = {logs.run: logs.hashes for logs in _hash_logs(directory)}
     digest_by_run = {}
     for run, results in _results_by_run(directory).items():
-        if run in hashes_by_run:
-            digest_by_run[run] = _sha256({'results': results, 'logs': hashes_by_run[run]})
+        if run in log_hashes_by_run:
+            digest_by_run[run] = _sha256({'results': results, 'logs': log_hashes_by_run[run]})
     return digest_by_run
 
 
 def _results_by_run(directory: Files) -> dict[str, list[dict[str, Any]]]:
-    """Reads the results of each run, reduced to the fields _SEEN and the metrics.
+    """Reads the results of each run, with those fields only that a later change should not alter.
 
-    A line of results.jsonl that cannot be read is skipped: the report has a sentence about it. A
-    line that repeats another one adds nothing.
+    These are the metrics and the fields _SEEN; times, for example, may change. A line of
+    results.jsonl that cannot be read is skipped: the report has a sentence about it. A line that
+    repeats another one adds nothing.
     """
     results_by_run: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(directory / 'results.jsonl'):
@@ -427,8 +435,8 @@ class _Logs:
     hashes: list[str | None]
 
 
-def _logs(directory: Files) -> Iterator[_Logs]:
-    """Yields the hashes of the logs of each run in a study's plan.
+def _hash_logs(directory: Files) -> Iterator[_Logs]:
+    """Yields the hashes of two files of each run in a study's plan: documents.json and its log.
 
     A run that cannot be read is skipped: the report has a sentence about it.
     """
@@ -438,10 +446,12 @@ def _logs(directory: Files) -> Iterator[_Logs]:
             planned = parse_json(line)
             run_directory = run_path(directory, planned['directory'])
 
+            # A stored study may keep only the hash of documents.json.
             documents_sha256 = left_out_documents(run_directory)
             if not documents_sha256:
                 documents_sha256 = _file_sha256(run_directory / 'documents.json')
 
+            # Training records are left out, because a stored study does not keep them.
             evaluations = hashlib.sha256()
             for record in _lines(run_directory / 'metrics.jsonl'):
                 if not is_training(record):

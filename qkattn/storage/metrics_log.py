@@ -45,18 +45,18 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Beginning:
-    """The first complete lines of a log, described by their number, bytes and checksum."""
+class _Prefix:
+    """The lines from the first one to some later one, described without their content."""
 
-    lines: int = 0
+    num_lines: int = 0
     size: int = 0  # in bytes
     crc32: int = 0  # checksum of these bytes
     last_step: int | None = None  # the step of the last line; None without a line
 
-    def followed_by(self, line: bytes, step: int) -> '_Beginning':
-        """Returns this beginning with one more line, whose record is at `step`."""
+    def with_line(self, line: bytes, step: int) -> '_Prefix':
+        """Returns the prefix that has one more line, whose record is at `step`."""
         crc32 = zlib.crc32(line, self.crc32)
-        return _Beginning(self.lines + 1, self.size + len(line), crc32, step)
+        return _Prefix(self.num_lines + 1, self.size + len(line), crc32, step)
 
 
 def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
@@ -65,21 +65,20 @@ def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
     A crash can leave a partial last line, which is left out. Raises RunDirectoryError if another
     line is damaged.
     """
-    return [record for record, _ in _parse(as_readable(path))]
+    return [record for record, _ in _read_records(as_readable(path))]
 
 
-def _parse(
-    path: Readable, after: _Beginning = _Beginning()
+def _read_records(
+    path: Readable, after: _Prefix = _Prefix()
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Reads a log line by line, and yields each record with the line that holds it.
+    """Reads the lines of a log that follow the lines `after`, and yields (record, line) for each.
 
-    Reading starts behind the lines of `after`. A crash can leave a partial last line: reading stops
-    there without an error. Raises RunDirectoryError, which names the line, if any other line is
-    damaged, or if its step is below the step of the line before.
+    A crash can leave a partial last line, which is left out. Raises RunDirectoryError, which names
+    the line, if another line is damaged, or if its step is below the step of the line before.
     """
     last_step = -math.inf if after.last_step is None else after.last_step
-    number = after.lines  # of the line that was read last; the first line is line 1
-    with _reading(path) as file:
+    number = after.num_lines  # the number of the line that was read last; the first line is line 1
+    with _open_to_read(path) as file:
         file.seek(after.size)
         line = next(file, None)
         while line is not None:
@@ -101,7 +100,7 @@ def _parse(
 
 
 @contextlib.contextmanager
-def _reading(path: Readable) -> Iterator[IO[bytes]]:
+def _open_to_read(path: Readable) -> Iterator[IO[bytes]]:
     """Opens a log, to be read line by line; a long log need not fit into memory.
 
     Raises RunDirectoryError if the log is missing or is not a regular file.
@@ -147,36 +146,37 @@ def _damaged_line(path: Readable, number: int, reason: object) -> RunDirectoryEr
     return RunDirectoryError(f'{path}, line {number} is damaged ({reason}); {ADVICE}')
 
 
-def _beginning(path: Readable, limit: int | None = None) -> _Beginning:
+def _complete_lines(path: Readable, limit: int | None = None) -> _Prefix:
     """Describes the complete lines of a log, or only the first `limit` of them.
 
-    A crash can leave a last line that is not complete: it has no newline, or it has one but is not
-    a record. This line is left out. Of the complete lines, only the last is parsed. Raises
-    RunDirectoryError if it is damaged.
+    A crash can leave a last line that is not complete. It has no newline, as in '{"step": 1', or it
+    has one but is no record. It is left out. To be fast, only the last complete line is parsed;
+    RunDirectoryError is raised if it is damaged.
     """
     num_lines = 0
     size = 0
     crc32 = 0
     last_line = b''
-    ends_in_part = False  # whether the log ends in a line without a newline
-    with _reading(path) as file:
+    ends_without_newline = False
+    with _open_to_read(path) as file:
         for line in itertools.islice(file, limit):
             if not line.endswith(b'\n'):
-                ends_in_part = True
+                ends_without_newline = True
                 break
             last_line = line
             num_lines += 1
             size += len(line)
             crc32 = zlib.crc32(line, crc32)
     if num_lines == 0:
-        return _Beginning()
+        return _Prefix()
 
-    # `last_line` ends the log if all lines were read, and none of them was without a newline.
-    is_last_of_log = limit is None and not ends_in_part
+    # If `last_line` is the last line of the whole log, it may have a newline but be no record. Then
+    # describe the lines before it.
+    is_last_of_log = limit is None and not ends_without_newline
     if is_last_of_log and not _is_complete(last_line):
-        return _beginning(path, limit=num_lines - 1)
+        return _complete_lines(path, limit=num_lines - 1)
     last_step = _record(path, num_lines, last_line)['step']
-    return _Beginning(num_lines, size, crc32, last_step)
+    return _Prefix(num_lines, size, crc32, last_step)
 
 
 def _opened_to_append(path: Path) -> Any:
@@ -215,11 +215,12 @@ class MetricsFile:
         except OSError as error:
             raise damaged_file_error(self.path, error) from error
 
-        # The lines to keep: those that were complete when the log was opened, and those that were
-        # written since. `_cut` removes what follows them.
-        self._kept = _Beginning()
-        self.flush()  # creates the log in a bucket, so that `_beginning` can read it
-        self._kept = _beginning(self.path)
+        # A log in a bucket is so far only in memory. `flush` creates it, so that it can be read.
+        self._kept = _Prefix()
+        self.flush()
+        # The lines to keep: those that are complete now, and those that `append` writes. Anything
+        # after them is part of a line, which `_remove_rest` removes.
+        self._kept = _complete_lines(self.path)
 
     @property
     def last_step(self) -> int | None:
@@ -240,12 +241,12 @@ class MetricsFile:
         line = json.dumps(with_checksum(values), allow_nan=False).encode() + b'\n'
 
         with disk_errors(self.path):
-            self._cut()
+            self._remove_rest()  # such as part of a line, after a crash
             num_written = self._file.write(line)
             if num_written != len(line):  # the disk is full
-                self._cut()
+                self._remove_rest()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._kept = self._kept.followed_by(line, values['step'])
+        self._kept = self._kept.with_line(line, values['step'])
 
     def flush(self) -> dict[str, Any]:
         """Syncs all lines to the disk or bucket; call it before a checkpoint is committed.
@@ -258,12 +259,12 @@ class MetricsFile:
         else:
             with disk_errors(self.path):
                 os.fsync(self._file.fileno())
-        return {'lines': self._kept.lines, 'crc32': self._kept.crc32}
+        return {'lines': self._kept.num_lines, 'crc32': self._kept.crc32}
 
     def check(self) -> None:
         """Raises RunDirectoryError unless the file holds the lines that were written."""
         written = self.flush()
-        self._require_beginning(written)
+        self._require_lines(written)
 
     def rewind(
         self, step: int, *, evaluated: bool = True, written: Mapping[str, Any] | None = None
@@ -274,19 +275,18 @@ class MetricsFile:
           step: the step of the checkpoint, or 0.
           evaluated: whether to keep an evaluation at `step`; only used without `written`.
           written: what `flush` returned before the checkpoint: the number of lines to keep and
-            their checksum. If it is None, as before the first checkpoint, the lines to keep are
-            those of earlier steps.
+            their checksum. None without a checkpoint; then the steps say which lines to keep.
 
         Raises RunDirectoryError if a line to keep is damaged or differs from what was written.
         Lines to remove may be damaged; a warning names the first such line.
         """
         self.flush()
         if written is None:
-            self._kept = self._lines_before(step, evaluated)
+            self._kept = self._lines_until(step, evaluated)
         else:
-            self._kept = self._require_beginning(written)
-        self._warn_of_damage_after(self._kept)
-        self._cut()
+            self._kept = self._require_lines(written)
+        self._warn_of_damaged_rest()
+        self._remove_rest()
 
     def close(self) -> None:
         """Flushes and closes the file; may be called twice."""
@@ -296,30 +296,31 @@ class MetricsFile:
             finally:
                 self._file.close()
 
-    def _require_beginning(self, written: Mapping[str, Any]) -> _Beginning:
+    def _require_lines(self, written: Mapping[str, Any]) -> _Prefix:
         """Checks that the file begins with the lines that were written, and describes these lines.
 
         `written` is {'lines': number of lines, 'crc32': their checksum}. Raises RunDirectoryError
         if the file begins with other lines.
         """
         num_written = written['lines']
-        # The checksum shows that no line has changed, so the lines need not be parsed. An error of
-        # `_beginning` is suppressed, because the error below names the first damaged line.
+        # The checksum shows that no line has changed, so the lines need not be parsed. An error
+        # here is ignored, because the code below raises one that names the first damaged line.
         with contextlib.suppress(RunDirectoryError):
-            beginning = _beginning(self.path, num_written)
-            has_all_lines = beginning.lines == num_written
-            is_unchanged = beginning.crc32 == written['crc32']
+            lines = _complete_lines(self.path, num_written)
+            has_all_lines = lines.num_lines == num_written
+            is_unchanged = lines.crc32 == written['crc32']
             if has_all_lines and is_unchanged:
-                return beginning
+                return lines
 
-        # `_parse` raises at the first damaged line. Without one, lines are missing or have changed.
-        num_sound = sum(1 for _ in itertools.islice(_parse(self.path), num_written))
+        # Parse the lines one by one, which raises at the first damaged line. If none is damaged,
+        # lines are missing or have changed.
+        num_sound = sum(1 for _ in itertools.islice(_read_records(self.path), num_written))
         raise RunDirectoryError(
             f'{self.path}: its first {num_sound} lines are not the {num_written} that the run has '
             f'written; {ADVICE}'
         )
 
-    def _lines_before(self, step: int, evaluated: bool) -> _Beginning:
+    def _lines_until(self, step: int, evaluated: bool) -> _Prefix:
         """Describes the lines that a run keeps when it resumes at `step`, by their steps alone.
 
         A run that resumes at step 100 writes the final record of step 100 again, and also the
@@ -330,32 +331,33 @@ class MetricsFile:
         if not evaluated:
             kinds_written_again.append('eval')
 
-        lines_read = _Beginning()
-        kept = lines_read
-        for record, line in _parse(self.path):
+        lines_so_far = _Prefix()
+        lines_to_keep = _Prefix()
+        for record, line in _read_records(self.path):
             if record['step'] > step:
                 break
-            lines_read = lines_read.followed_by(line, record['step'])
-            is_before = record['step'] < step
-            if is_before or record.get('kind') not in kinds_written_again:
-                kept = lines_read
-        return kept
+            lines_so_far = lines_so_far.with_line(line, record['step'])
+            is_written_again = record['step'] == step and record.get('kind') in kinds_written_again
+            if not is_written_again:
+                lines_to_keep = lines_so_far
+        return lines_to_keep
 
-    def _warn_of_damage_after(self, kept: _Beginning) -> None:
-        """Warns of the first damaged line behind the lines to keep, which `_cut` removes."""
+    def _warn_of_damaged_rest(self) -> None:
+        """Warns of the first damaged line after the lines to keep, which `_remove_rest` removes."""
         try:
-            for _ in _parse(self.path, after=kept):
+            # Reading the records raises an error at the first damaged line.
+            for _ in _read_records(self.path, after=self._kept):
                 pass
         except RunDirectoryError as error:
             damage = str(error).removesuffix(f'; {ADVICE}')
             log.warning(
                 '%s; the lines from %s on are dropped, and training writes them again',
                 damage,
-                kept.lines + 1,
+                self._kept.num_lines + 1,
             )
 
-    def _cut(self) -> None:
-        """Removes what follows the kept lines; needs no room on the disk."""
+    def _remove_rest(self) -> None:
+        """Removes what follows the lines to keep; needs no room on the disk."""
         file_size = self._file.seek(0, os.SEEK_END)
         if file_size > self._kept.size:
             self._file.truncate(self._kept.size)

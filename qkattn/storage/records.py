@@ -200,7 +200,7 @@ def read_lines(
       path: the file.
       schema: what each value must contain (see the top of this module).
       advice: the end of an error: what a user can do about a damaged file.
-      take: is called with each value. It may raise ValueError to refuse the value.
+      take: a function that is called with each value, and raises ValueError to refuse it.
 
     Raises RunDirectoryError, which names the first line that is damaged or refused.
     """
@@ -264,12 +264,13 @@ def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
 def check_result(record: Any) -> None:
     """Raises ValueError, which names the field, unless `record` is an entry of result.json.
 
-    Fields without a known type are allowed.
+    The record may have fields that this function does not know.
     """
+    # The fields that every result has with the same type, such as 'num_steps'.
     check(record, RESULT)
 
-    # RESULT leaves out the metrics and _OPTIONAL. Of these, only the losses have to be there, and
-    # each may be null.
+    # The metrics, such as 'val_loss', and the fields _OPTIONAL. Each may be null. Only the losses
+    # have to be there.
     required = _loss_fields()
     schema = {}
     type_by_field = metric_fields(record) | _OPTIONAL
@@ -320,11 +321,11 @@ def metric_fields(result: Mapping[str, Any]) -> dict[str, type]:
 
 
 def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
-    """Returns the field of a result that describes the metrics from outside the package.
+    """Describes the metrics from outside the package for a result, so that reports can show them.
 
-    Reports read it with `metrics_of`. For a metric top_3 it is {OUTSIDE: {'top_3': {'role':
-    'score', ...}}}. Returns {} if all metrics are those of the package. Raises ConfigError if
-    `metrics_of` could not read a description.
+    Returns the field of the result: {'outside_metrics': {'top_3': {'role': 'score', ...}}} for a
+    metric top_3, or {} if all metrics are those of the package. Raises ConfigError if `metrics_of`,
+    with which reports read the field, refuses a description.
     """
     descriptions = {}
     for name, metric in outside(metrics).items():
@@ -333,7 +334,7 @@ def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
         return {}
     result_field = to_jsonable({OUTSIDE: descriptions})
     try:
-        metrics_of(result_field)  # raises if a report could not read a description
+        metrics_of(result_field)
     except ValueError as error:
         raise ConfigError(f'train.metrics: {error}') from error
     return result_field
@@ -342,8 +343,8 @@ def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
 def check(value: Any, schema: Any) -> None:
     """Raises ValueError, which names the field, unless `value` fits the schema.
 
-    The schema is that of an object, such as {'seed': int}, or of a list of objects, such as
-    [{'seed': int}]. Objects may hold objects and lists: {'trial': {'seed': int}}.
+    {'seed': int} is the schema of an object with an integer `seed`, and [{'seed': int}] that of a
+    list of such objects. Schemas may be nested: {'trial': {'seed': int}}.
     """
     if isinstance(schema, list):
         _check_list(value, schema[0])
@@ -354,12 +355,12 @@ def check(value: Any, schema: Any) -> None:
     for name, field_schema in schema.items():
         if name not in value:
             raise ValueError(f'field {name!r} is missing')
-        # For a field with an object or a list, first the type is checked, then the content.
-        has_content = isinstance(field_schema, dict | list)
-        field_type = type(field_schema) if has_content else field_schema
-        _check_type(name, value[name], field_type)
-        if has_content:
+        is_nested = isinstance(field_schema, dict | list)
+        if is_nested:
+            _check_type(name, value[name], type(field_schema))  # an object or a list
             check(value[name], field_schema)
+        else:
+            _check_type(name, value[name], field_schema)
 
 
 def _check_list(value: Any, item_schema: Mapping[str, Any]) -> None:
@@ -389,7 +390,7 @@ def read(cls: type[T], record: Any, **fixed: Any) -> T:
     Args:
       cls: the dataclass.
       record: the JSON object.
-      fixed: values of fields that are not read from the object, even if it has them.
+      fixed: values that the caller gives to fields. The object's values of these are not read.
 
     Raises ValueError, which names the field, if a value does not fit the annotation of its field.
     """

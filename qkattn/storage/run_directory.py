@@ -80,6 +80,7 @@ class RunDirectory(contextlib.ExitStack):
         directory = make_directory(path)
         require_no_links(directory)
         try:
+            # `lost` is a function that returns whether another process has taken the lock.
             self.lost = self.enter_context(locked(directory / 'lock', wait=False))
             remove_unfinished(directory)
             _check_config(directory, config)

@@ -61,23 +61,27 @@ class TensorBoard:
     package = 'tensorboardX'
 
     def __init__(self, directory: Path, config: Config, step: int):
-        """Opens an event file for each trial; `step` steps of the run are done."""
+        """Opens an event file for each trial, below tensorboard/ in the run directory.
+
+        `step` is the number of steps that the run has done before this start.
+        """
         package = load_extra(self.package, 'tensorboard')
         self._scalar = package.summary.scalar  # makes the summary of a number
         self._event = package.event_file_writer.event_pb2.Event
-        # An EventsWriter writes at once. A SummaryWriter has a queue, which would be lost if the
+        # tensorboardX has SummaryWriter, too. It keeps events in a queue, and loses them if the
         # process is killed.
         events_writer = package.event_file_writer.EventsWriter
         self._writers = []
         for name in trial_names(config):
             path = join_without_links(directory, 'tensorboard')
-            if name:
+            if name:  # '' is the name of the only trial of a run
                 path = join_without_links(path, name)
             path.mkdir(parents=True, exist_ok=True)
-            # The name of the file has the time in seconds. The suffix tells two starts in the same
-            # second apart.
+            # The library adds the time in seconds to the name of the file. The suffix makes the
+            # names of two starts in the same second differ.
             writer = events_writer(str(path / 'events'), f'.{step}')
-            # The start of a session tells TensorBoard to drop later steps of earlier files.
+            # An earlier start may have written later steps, which this one writes again. This event
+            # tells TensorBoard to drop them.
             session_start = self._event(step=step + 1, session_log={'status': _SESSION_START})
             writer.write_event(session_start)
             self._writers.append(writer)
@@ -147,8 +151,8 @@ class Sinks:
     def __init__(self, config: Config, directory: Path):
         """Checks that the sinks of `train.sinks` can write to the run directory; `open` opens them.
 
-        Raises ConfigError if the directory is in a bucket and a sink is one of SINKS. The packages
-        of these only write to a file system.
+        Raises ConfigError for 'tensorboard' or 'wandb' if the directory is in a bucket. These
+        packages only write to a file system.
         """
         names = {_name_of(sink) for sink in config.train.sinks}
         local_names = sorted(names & SINKS.keys())
@@ -169,11 +173,11 @@ class Sinks:
                 self._open[name] = cls(self._directory, self._config, step, **options)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes the numbers of a record of metrics.jsonl to every sink.
+        """Writes the numbers of a record of metrics.jsonl to every sink, an array [X] for X trials.
 
-        A sink gets a number for each trial. A loss is a list with one for each. The speed of a run
-        is a single number, which counts for each trial. Fields of other forms are left out: texts,
-        the settings of the trials, and other numbers of the run.
+        For two trials, {'kind': 'train', 'loss': [3.1, 3.2], 'mfu': 0.4} becomes
+        {'train/loss': [3.1, 3.2], 'train/mfu': [0.4, 0.4]}. Fields of other forms are left out:
+        texts, the settings of the trials, and single numbers that are no speeds.
         """
         num_trials = len(self._config.trials.trials())
         values = {}

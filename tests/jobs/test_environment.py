@@ -43,7 +43,7 @@ def test_a_platform_that_cannot_be_opened_is_a_wrong_setting(name, monkeypatch):
     if value is not None:
         monkeypatch.setenv('JAX_PLATFORMS', value)
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: accelerators)
-    monkeypatch.setattr(machine, 'described', lambda: '4 NVIDIA GPUs')
+    monkeypatch.setattr(machine, 'describe_accelerators', lambda: '4 NVIDIA GPUs')
     outcome = cli.outcome(error)
     if reason is None:
         assert outcome is None

@@ -117,4 +117,4 @@ def test_the_accelerators_of_a_machine_in_words(devices, visible, words, monkeyp
     (tmp_path / 'dev').mkdir()
     for name in devices:
         (tmp_path / 'dev' / name).touch()
-    assert machine.described(tmp_path) == words
+    assert machine.describe_accelerators(tmp_path) == words

@@ -131,23 +131,24 @@ def hugging_face(config: DataConfig) -> Corpus:
     return _corpus(config, version, set_of_split, features, examples)
 
 
-def _require_published(field: str, name: str) -> None:
-    """Raises ConfigError for a name that the library would read from the working directory.
+def _require_published(data_name: str, name: str) -> None:
+    """Raises ConfigError for a set that the library would not get from the Hub of Hugging Face.
 
-    `field` is the value of data.name, such as 'hf:csv'. `name` is what the library gets, 'csv'.
+    For 'csv', for example, it would read the CSV files of the working directory. `name` is what the
+    library gets, 'csv', and `data_name` is the value of data.name, 'hf:csv'.
     """
-    remedy = (
+    advice = (
         "give a set of the Hub, 'hf:OWNER/NAME', or text of your own with data.name='text' and "
         'data.path'
     )
     if name in LOADERS:
         raise ConfigError(
-            f'data.name={field!r} names a loader, which reads whatever lies in the working '
-            f'directory; {remedy}'
+            f'data.name={data_name!r} names a loader, which reads whatever lies in the working '
+            f'directory; {advice}'
         )
     if Path(name).exists():
         raise ConfigError(
-            f'data.name={field!r} would read {name!r} of the working directory; {remedy}'
+            f'data.name={data_name!r} would read {name!r} of the working directory; {advice}'
         )
 
 
@@ -192,15 +193,9 @@ def _corpus(
 
     def read(split: str, language: str | None) -> Iterator[bytes]:
         """Yields the texts of a split; of parallel text those in `language`."""
+        examples_of_split = examples(name_of_split[split], list(columns))
         side = languages.index(language) if language else 0
-        for example in examples(name_of_split[split], list(columns)):
-            sentences = _sentences(example, columns, languages)
-            # Both sides of parallel text leave out an example without one of its sentences, so that
-            # they stay aligned. An empty text of tfds is b'' and not '', and it stays.
-            if None in sentences or '' in sentences:
-                continue
-            text = sentences[side]
-            yield text.encode() if isinstance(text, str) else text
+        yield from _texts(examples_of_split, columns, languages, side)
 
     name = '-'.join((config.name, *(languages or columns)))
     return Corpus(
@@ -257,16 +252,36 @@ def _columns(
     )
 
 
+def _texts(
+    examples: Iterable[Mapping[str, Any]],
+    columns: tuple[str, ...],
+    languages: tuple[str, ...],
+    side: int,
+) -> Iterator[bytes]:
+    """Yields the text of each example; of parallel text the source (side 0) or target (side 1).
+
+    An example without text is left out. So is an example of parallel text that lacks one of its
+    sentences, on both sides, so that the sentences of source and target stay aligned.
+    """
+    for example in examples:
+        sentences = _sentences(example, columns, languages)
+        # tfds has bytes. Its empty text, b'', is kept.
+        if None in sentences or '' in sentences:
+            continue
+        text = sentences[side]
+        yield text.encode() if isinstance(text, str) else text
+
+
 def _sentences(
     example: Mapping[str, Any], columns: tuple[str, ...], languages: tuple[str, ...]
 ) -> list[Any]:
     """Returns the text of an example, or its sentence in each language; None for a missing one.
 
-    `columns` are the names that `_columns` has chosen:
+    `columns` are the fields of the example that hold the text. There are three forms:
 
-    - Of {'text': 'a'}, ('text',) gives ['a'].
-    - Of {'en': 'a', 'de': 'b'}, ('en', 'de') gives ['a', 'b'].
-    - Of {'translation': {'en': 'a', 'de': 'b'}}, ('translation',) gives ['a', 'b'].
+    - The example {'text': 'a'} with the columns ('text',) gives ['a'].
+    - {'en': 'a', 'de': 'b'} with ('en', 'de') gives ['a', 'b'].
+    - {'translation': {'en': 'a', 'de': 'b'}} with ('translation',) gives ['a', 'b'].
     """
     if not languages:
         return [example[columns[0]]]

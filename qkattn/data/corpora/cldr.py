@@ -65,8 +65,8 @@ RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 def _shared(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
     """Returns the keys of a field of the locale data that both languages have.
 
-    For example, 'currencies' gives 'AED', 'AFN' and so on. If `among` lists some keys, only these
-    are returned, in their order. Otherwise all are returned, sorted.
+    For example, the field 'currencies' gives 'AED', 'AFN' and so on. If `among` lists some keys,
+    only these are returned, in their order. Otherwise all are returned, sorted.
     """
     source, target = pair
     source_keys = set(getattr(source, field))
@@ -89,17 +89,19 @@ def _moment(rng: Random) -> datetime.datetime:
 # values, and there is a rule to learn.
 def _moments(
     count: int,
-    formatted: Callable[..., str],
+    format_moment: Callable[..., str],
     widths: Sequence[str],
     skeletons: Sequence[str],
     rng: Random,
     pair: Pair,
 ) -> Iterator[Phrase]:
-    """Yields `count` random dates or times, each in all forms that both languages have.
+    """Yields functions of a locale that write a random date or time, such as 'Jan 3, 1926'.
+
+    There are `count` dates or times, each in all forms that both languages have.
 
     Args:
       count: the number of dates or times.
-      formatted: the function of Babel that formats a moment in one of the `widths`.
+      format_moment: the function of Babel that formats a moment in one of the `widths`.
       widths: the general forms, such as 'long'.
       skeletons: the forms by parts, such as 'yMMMd' for a year, a short month and a day.
       rng: draws the moments.
@@ -109,24 +111,28 @@ def _moments(
     for _ in range(count):
         moment = _moment(rng)
         for width in widths:
-            yield partial(formatted, moment, width)
+            yield partial(format_moment, moment, width)
         for skeleton in shared_skeletons:
             yield partial(dates.format_skeleton, skeleton, moment)
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields intervals of days, 'Jan 3 – 10, 1926', and intervals of hours within one day."""
+    """Yields functions of a locale that write an interval, 'Jan 3 – 10, 1926' or '3 – 5 PM'.
+
+    An interval is one of days, or one of hours within a day.
+    """
     skeletons = _shared(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared(pair, 'interval_formats', TIME_INTERVALS)
     for number in range(900):
         start = _moment(rng)
 
-        # In turn, an interval within a week, two months, or two years.
+        # An interval of days: in turn, within a week, two months, or two years.
         days_below = (6, 60, 600)[number % 3]
         end = start + datetime.timedelta(days=rng.randrange(1, days_below))
         for skeleton in skeletons:
             yield partial(dates.format_interval, start.date(), end.date(), skeleton)
 
+        # An interval of one to eight hours, unless it goes beyond midnight.
         end = start + datetime.timedelta(minutes=rng.randrange(60, 480))
         if end.date() == start.date():
             for skeleton in time_skeletons:
@@ -134,7 +140,7 @@ def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields durations such as '3 weeks', and with a direction, 'in 3 weeks' or '3 weeks ago'."""
+    """Yields functions of a locale that write a duration, '3 weeks' or 'in 3 weeks'."""
     for seconds, largest_amount in UNITS:
         for amount in range(1, largest_amount + 1):
             delta = datetime.timedelta(seconds=amount * seconds)
@@ -145,7 +151,10 @@ def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields amounts of every currency, in words ('12 euros') and in figures ('€12.34')."""
+    """Yields functions of a locale that write an amount of money, '12 euros' or '€12.34'.
+
+    Every currency has 17 amounts with its name and 6 with its sign.
+    """
     in_words = partial(numbers.format_currency, format_type='name', currency_digits=False)
     for currency in _shared(pair, 'currencies'):
         yield partial(in_words, 1, currency)
@@ -160,23 +169,29 @@ def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields random numbers with two decimals, percentages, and short forms such as '1.2M'."""
-    compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
+    """Yields functions of a locale that write a random number: '1,234.56', '12.3%' or '1.2M'."""
+    format_compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
+    # The forms of compact numbers that both languages have: 'short', '1.2M', and 'long'.
     widths = _shared(pair, 'compact_decimal_formats')
     for _ in range(700):
         num_digits = rng.randrange(4, 13)
         number = rng.randrange(1, 10**num_digits)
+        # With two decimals.
         yield partial(numbers.format_decimal, number / 100)
-        # The last four digits make a percentage from 0 % to 999.9 %.
+        # The last four digits as a percentage from 0 % to 999.9 %.
         last_digits = number % 10_000
         fraction = last_digits / 1000
         yield partial(numbers.format_percent, fraction, decimal_quantization=False)
+        # In compact form.
         for width in widths:
-            yield partial(compact, number, format_type=width)
+            yield partial(format_compact, number, format_type=width)
 
 
 def _measure(rng: Random, unit: str) -> Phrase:
-    """Returns a random measure in a unit: a small or large number, or one with a decimal."""
+    """Returns a function of a locale that writes a random measure in a unit, such as '3.5 miles'.
+
+    The number is small, large, or has a decimal.
+    """
     small = rng.randrange(1, 100)
     large = rng.randrange(1, 10**5)
     decimal = rng.randrange(99) / 10
@@ -185,7 +200,10 @@ def _measure(rng: Random, unit: str) -> Phrase:
 
 
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields measures in every unit, '3 miles', and rates of RATED kinds, '3 miles per hour'."""
+    """Yields functions of a locale that write a measure, '3 miles', or a rate, '3 miles per hour'.
+
+    Every unit has measures. Only units of the kinds RATED, such as lengths, have rates.
+    """
     for unit in _shared(pair, 'unit_display_names'):
         measures: list[Phrase] = [partial(units.format_unit, 1, unit)]  # the singular
         for _ in range(23):
@@ -204,7 +222,10 @@ def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields names of countries, languages, currencies, scripts, locales and time zones."""
+    """Yields functions of a locale that write a name, such as 'France' or 'Central European Time'.
+
+    The names are those of countries, languages, currencies, scripts, locales and time zones.
+    """
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
         for key in _shared(pair, field):
             yield partial(_name, field, key)
@@ -228,11 +249,12 @@ def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields lists of names, 'Chad, France, or Peru', and of measures, '3 miles and 2 hours'.
+    """Yields functions of a locale that write a list of names or of measures.
 
-    A list has two to four names, or two or three measures. Short lists are more frequent.
+    A list has two to four names, 'Chad, France, or Peru', or two or three measures, '3 miles and 2
+    hours'. Short lists are more frequent.
     """
-    styles = _shared(pair, 'list_patterns', ('standard', 'or'))
+    styles = _shared(pair, 'list_patterns', ('standard', 'or'))  # lists with 'and' or with 'or'
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
         keys = _shared(pair, field)
         if len(keys) < 4:  # the locale data of some languages have hardly any names
@@ -268,27 +290,27 @@ CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
 def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str, str]]:
     """Yields all pairs of two languages as (category, source text, target text).
 
-    Each source text occurs once. A pair is left out if its texts are equal, or if one of them is
-    empty or has more than MAX_BYTES bytes.
+    A pair is left out if its texts are equal, if one of them is empty or has more than MAX_BYTES
+    bytes, or if an earlier pair has the same source text.
     """
     source_locale = Locale.parse(source_language)
     target_locale = Locale.parse(target_language)
 
-    def text(phrase: Phrase, locale: Locale) -> str:
+    def write(phrase: Phrase, locale: Locale) -> str:
         # Locale data has nine kinds of space that look alike.
         return re.sub(r'\s+', ' ', phrase(locale=locale) or '').strip()
 
-    seen = set()
-    for category, phrases in CATEGORIES.items():
+    earlier_sources = set()
+    for category, make_phrases in CATEGORIES.items():
         rng = Random(f'cldr {category}')
-        for phrase in phrases(rng, (source_locale, target_locale)):
-            source = text(phrase, source_locale)
-            target = text(phrase, target_locale)
+        for phrase in make_phrases(rng, (source_locale, target_locale)):
+            source = write(phrase, source_locale)
+            target = write(phrase, target_locale)
             if not source or not target or source == target:
                 continue
-            if source in seen:
+            if source in earlier_sources:
                 continue
-            seen.add(source)
+            earlier_sources.add(source)
             longest = max(len(source.encode()), len(target.encode()))
             if longest <= MAX_BYTES:
                 yield category, source, target

@@ -85,7 +85,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
     """Returns a corpus with the missing validation and test splits carved from its train split.
 
     A missing validation split is always carved. A missing test split is carved if `test` is set, or
-    if validation is missing as well. How train is divided depends on its number of documents:
+    if validation is missing as well. How it is done depends on the number of documents of train:
 
     - With SHARES documents or more, test gets the tenth of them with the smallest sha256, and
       validation gets the next tenth. So the order of the documents does not matter.
@@ -153,10 +153,11 @@ class _Carving:
         for split in ('train', *self.missing):
             # Train is read again for each split, so that no split has to fit into memory.
             train = self.corpus.documents(language)['train']
-            if self.split_of_document is None:
+            if self.split_of_document is None:  # each split gets a part of every document
                 texts[split] = self._parts(train, split)
-            else:
-                texts[split] = itertools.compress(train, self.split_of_document == split)
+            else:  # each split gets whole documents
+                is_in_split = self.split_of_document == split
+                texts[split] = itertools.compress(train, is_in_split)
         return texts
 
     def _parts(self, train: Iterable[bytes], split: str) -> Iterator[bytes]:
@@ -188,12 +189,13 @@ def capped(corpus: Corpus) -> Corpus:
     def documents(language: str | None) -> dict[str, Iterable[bytes]]:
         """Returns the documents by split, with long ones of validation and test cut."""
         texts = dict(corpus.documents(language))
-        # The texts are read twice, so that no split has to fit into memory.
+        # The texts are read once to measure them and once to cut them, so that no split has to fit
+        # into memory.
         texts_to_measure = corpus.documents(language)
         evaluation_splits = corpus.splits[1:]  # the first one is train
         for split in evaluation_splits:
             sizes = [len(text) for text in texts_to_measure[split]]
-            limit = largest_size(sizes)
+            limit = largest_size(sizes)  # None if no document is too long
             if limit is not None:
                 texts[split] = _cut_to(limit, texts[split])
         return texts
@@ -249,10 +251,9 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
     """
     bounds = [0]
     for percent in percents:
-        first_byte = len(text) * percent // 100
-        # Without a further newline, this is -1, and the bound 0 makes an empty part.
-        line_end = text.find(b'\n', first_byte)
-        bounds.append(line_end + 1)
+        position = len(text) * percent // 100
+        newline = text.find(b'\n', position)  # -1 if no newline follows; the bound is then 0
+        bounds.append(newline + 1)
     bounds.append(len(text))
 
     parts = []
@@ -266,14 +267,14 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
     return parts
 
 
-def parse_languages(config: DataConfig, spelled: Callable[[str], str] = str) -> tuple[str, str]:
+def parse_languages(config: DataConfig, normalize: Callable[[str], str] = str) -> tuple[str, str]:
     """Returns the source and the target of `config.languages`: ('en', 'de') for 'en-de'.
 
-    `spelled` returns the usual spelling of a language code. Raises ConfigError unless there are two
-    different languages.
+    `normalize` returns the usual spelling of a language code, such as 'en' for 'EN'; by default,
+    codes stay as they are. Raises ConfigError unless there are two different languages.
     """
     if re.fullmatch(r'\w+-\w+', config.languages or '', re.ASCII):
-        source, target = [spelled(code) for code in config.languages.split('-')]
+        source, target = [normalize(code) for code in config.languages.split('-')]
         if source != target:
             return source, target
     raise ConfigError(f'data.languages={config.languages!r} must be two languages, as in en-de.')

@@ -65,16 +65,15 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
 
     Args:
       config: the settings.
-      others: further valid names, such as those of probes. The message on an unknown name lists
-        them.
+      others: further names, such as those of probes, that the message on an unknown name lists.
 
     Raises:
       ConfigError: the name is unknown, a required setting is missing, or a setting has no effect.
     """
     source = _source(config.name, others)
-    taken = (*source.required, *source.optional)
-    not_taken = [field for field in SETTINGS if field not in taken]
-    refuse_unused(config, not_taken)
+    used = (*source.required, *source.optional)
+    unused = [field for field in SETTINGS if field not in used]
+    refuse_unused(config, unused)
     if config.tokenizer != 'bpe':
         refuse_unused(config, ['tokenizer_size'], f'data.tokenizer={config.tokenizer!r}')
     for field in source.required:
@@ -84,23 +83,24 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
 
 
 def _source(name: str, others: Iterable[str]) -> Source:
-    """Returns the source that a name stands for. There are three kinds of names:
+    """Returns the source that a value of data.name stands for: how its corpus is opened.
 
-    - A set of a catalogue, 'tfds:NAME' or 'hf:OWNER/NAME'. All sets of a catalogue have one source.
-    - Another name in CORPORA, such as 'stdlib'.
-    - The import path of a function from outside the package, 'my_file:my_corpus(size=9)'.
+    - 'stdlib' and other names in CORPORA have the source there.
+    - 'tfds:NAME' and 'hf:OWNER/NAME' name a set of a catalogue. All sets of one catalogue have the
+      same source.
+    - 'my_file:my_corpus(size=9)' is the import path of a function from outside the package.
 
-    Raises ConfigError for other names. `check` describes `others`.
+    Raises ConfigError for another name. The message lists `others`, too.
     """
     if in_catalogue(name):
         catalogue, _, _ = name.partition(':')  # 'hf:OWNER/NAME' -> 'hf'
         return CORPORA[f'{catalogue}:NAME']
 
     def function_with_options(target: Any) -> Callable[..., Corpus]:
-        """The options of a name are keyword-only parameters, of a Source those of its `corpus`."""
+        """Returns the function that takes the options: `corpus` of a Source, or `target` itself."""
         return getattr(target, 'corpus', target)
 
-    known = {**CORPORA, **dict.fromkeys(others)}  # `others` only for the message on unknown names
+    known = {**CORPORA, **dict.fromkeys(others)}
     source_or_function, options = resolve(
         name,
         known,
@@ -111,9 +111,9 @@ def _source(name: str, others: Iterable[str]) -> Source:
     )
     if isinstance(source_or_function, Source):
         return source_or_function
-    # A function from outside the package may read any setting.
-    function = functools.partial(_from_outside, source_or_function, options)
-    return Source(function, optional=SETTINGS)
+    # A function from outside the package may use any of the optional settings.
+    open_corpus = functools.partial(_open_from_outside, source_or_function, options)
+    return Source(open_corpus, optional=SETTINGS)
 
 
 def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None = None) -> None:
@@ -141,26 +141,30 @@ def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None 
 def find(config: DataConfig) -> Corpus:
     """Opens the corpus that data.name names, and prepares its text as the settings say.
 
-    The text is put in lower case, cut into documents, divided into splits, and long documents of
-    the evaluation splits are shortened, in this order. The corpus always has a validation split.
-
-    Sets of Hugging Face, 'hf:...', are downloaded at once. Others are downloaded when `documents`
-    are read. Raises ConfigError as `check` does.
+    Sets of Hugging Face, 'hf:...', are downloaded here, others only when their documents are read.
+    Raises ConfigError as `check` does.
     """
     source = check(config)
     corpus = source.corpus(config)
+
+    # Put the text in lower case. This comes before splits are carved, so that documents that differ
+    # only in case are in one split.
     if config.lowercase:
-        # This comes before carving, so that documents that differ only in case are in one split.
         corpus = dataclasses.replace(
             corpus,
             version=f'{corpus.version}-lower',
             documents=functools.partial(_lowercased, corpus),
         )
+
+    # Cut the text into documents, and carve splits that are missing from train.
     if config.documents is not None:
         corpus = divide_texts(corpus, config.documents)
     corpus = carved(corpus, config.carve_test)
+
+    # Shorten long documents of the evaluation splits. Sentences of parallel text are not shortened,
+    # so that they stay translations of each other.
     if corpus.languages:
-        return corpus  # shortening one language would separate it from the other
+        return corpus
     return capped(corpus)
 
 
@@ -174,18 +178,18 @@ def _lowercased(corpus: Corpus, language: str | None) -> dict[str, Iterable[byte
     return {split: map(lowercased, texts) for split, texts in documents.items()}
 
 
-def _from_outside(
+def _open_from_outside(
     function: Callable[..., Corpus], options: dict[str, Any], config: DataConfig
 ) -> Corpus:
     """Opens the corpus of a function from outside the package.
 
-    The version of the corpus gets a digest of the options and of the source code of the function.
     Raises ConfigError if the function fails or returns something unusable.
     """
 
-    def opened() -> Corpus:
+    def open_corpus() -> Corpus:
         corpus = function(config, **options)
         _check_corpus(corpus, config)
+        # The version depends on the options and on the source code of the function.
         return dataclasses.replace(
             corpus,
             version=f'{corpus.version}-{source_digest(config.name)}',
@@ -193,7 +197,7 @@ def _from_outside(
         )
 
     # Exceptions of the function become a ConfigError.
-    return call_with_config_errors('data.name', config.name, opened)
+    return call_with_config_errors('data.name', config.name, open_corpus)
 
 
 def _check_corpus(corpus: Any, config: DataConfig) -> None:

@@ -29,9 +29,7 @@ class Cuts(Protocol):
 
 
 def divide_texts(corpus: Corpus, rule: str) -> Corpus:
-    """Returns a corpus in which each text is cut into documents.
-
-    The documents of a text, one after the other, are the text.
+    """Returns a corpus in which each text is cut into documents, without any loss of text.
 
     Args:
       corpus: the corpus with whole texts.
@@ -39,17 +37,17 @@ def divide_texts(corpus: Corpus, rule: str) -> Corpus:
 
         - 'blank_line': after blank lines.
         - 'kB=16': at the first line that begins 16 kilobytes or more after the last cut.
-        - Another text is a regular expression: where it matches. In '^ACT ', for example, ^ is the
-          beginning of any line.
+        - A regular expression: where it matches. '^ACT ', for example, matches at the beginning of
+          any line.
 
     Raises:
-      ConfigError: the rule is no regular expression either.
+      ConfigError: the rule is none of these.
     """
-    cuts = _cuts_of(rule)
+    find_cuts = _cuts_by(rule)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         texts_of_split = corpus.documents(language)
-        return {split: _documents(texts, cuts) for split, texts in texts_of_split.items()}
+        return {split: _documents(texts, find_cuts) for split, texts in texts_of_split.items()}
 
     digest = hashlib.sha256(rule.encode()).hexdigest()[:8]
     return dataclasses.replace(
@@ -60,26 +58,26 @@ def divide_texts(corpus: Corpus, rule: str) -> Corpus:
     )
 
 
-def _documents(texts: Iterable[bytes], cuts: Cuts) -> Iterator[bytes]:
-    """Yields the documents of texts.
+def _documents(texts: Iterable[bytes], find_cuts: Cuts) -> Iterator[bytes]:
+    """Cuts each text into documents, and yields them.
 
     A cut is left out if the document before or after it would be only white space.
     """
     for text in texts:
         starts = [0]  # where the documents of the text begin
-        for start in cuts(text):
-            last_document = text[starts[-1] : start]
-            if last_document.strip():
-                starts.append(start)
+        for cut in find_cuts(text):
+            document_before = text[starts[-1] : cut]
+            if document_before.strip():
+                starts.append(cut)
         # White space at the end of the text belongs to the document before it.
-        rest = text[starts[-1] :]
-        if len(starts) > 1 and not rest.strip():
+        last_document = text[starts[-1] :]
+        if len(starts) > 1 and not last_document.strip():
             starts.pop()
         for start, end in itertools.pairwise([*starts, len(text)]):
             yield text[start:end]
 
 
-def _cuts_of(rule: str) -> Cuts:
+def _cuts_by(rule: str) -> Cuts:
     """Returns the function that finds where documents begin; `divide_texts` describes the rules.
 
     Raises ConfigError for a rule that is none of them.
@@ -87,20 +85,16 @@ def _cuts_of(rule: str) -> Cuts:
     if rule == BLANK_LINE:
         return _after_blank_lines
 
-    invalid = ConfigError(
-        f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
-        'expression for a text'
-    )
-    block = BLOCK.fullmatch(rule)
+    block = BLOCK.fullmatch(rule)  # such as 'kB=16'
+    is_empty_block = block is not None and int(block[1]) == 0
+    is_rule_for_tokens = rule.startswith(('id=', 'tokens='))
+    if is_empty_block or is_rule_for_tokens:
+        raise ConfigError(
+            f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
+            'expression for a text'
+        )
     if block is not None:
-        num_kilobytes = int(block[1])
-        if num_kilobytes == 0:
-            raise invalid
-        return _Blocks(num_kilobytes * KILOBYTE)
-
-    # These are rules for text that is tokenized already.
-    if rule.startswith(('id=', 'tokens=')):
-        raise invalid
+        return _Blocks(int(block[1]) * KILOBYTE)
 
     try:
         pattern = re.compile(rule, re.MULTILINE)

@@ -98,37 +98,52 @@ def fetch_file(dataset: str, url: str, config: DataConfig) -> bytes:
     name = url.rpartition('/')[2]
     root = data_root(config.data_dir)
     kept_file = root / 'downloads' / dataset / name
-    advice = f'put {url}, unchanged, into a directory and name it in data.manual_dir'
-
-    def check(content: bytes, source: str) -> None:
-        """Raises DamagedData, which names the source, unless the content has the right sha256."""
-        sha256 = hashlib.sha256(content).hexdigest()
-        if sha256 != SHA256[name]:
-            raise DamagedData(f'{source} has sha256 {sha256}, not {SHA256[name]}; {advice}')
 
     def read() -> bytes:
-        """Reads the file that is kept."""
         content = read_whole(kept_file)
-        check(content, str(kept_file))
+        _check_sha256(content, str(kept_file), url)
         return content
 
     def prepare() -> None:
-        """Downloads or copies the file, and keeps it."""
-        if config.manual_dir is None:
-            source = url
-            content = _downloaded(url, advice)
-        else:
-            manual_file = as_path(config.manual_dir) / name
-            source = str(manual_file)
-            with readable(source, advice):
-                content = read_whole(manual_file)
-        check(content, source)
-        write_atomic(kept_file, content)
+        write_atomic(kept_file, _download_or_copy(url, config))
 
     return read_or_prepare(kept_file, read, prepare, root=root)
 
 
-def _downloaded(url: str, advice: str) -> bytes:
+def _download_or_copy(url: str, config: DataConfig) -> bytes:
+    """Downloads a file, or reads it from data.manual_dir if that is set.
+
+    Raises ConfigError if this fails, or if the sha256 of the file is not the one in SHA256.
+    """
+    if config.manual_dir is None:
+        source = url
+        content = _download(url, _advice(url))
+    else:
+        file = as_path(config.manual_dir) / url.rpartition('/')[2]
+        source = str(file)
+        with readable(source, _advice(url)):
+            content = read_whole(file)
+    _check_sha256(content, source, url)
+    return content
+
+
+def _check_sha256(content: bytes, source: str, url: str) -> None:
+    """Raises DamagedData unless the content of the file at a URL has the sha256 in SHA256.
+
+    `source` says where the content was read from, for the error.
+    """
+    name = url.rpartition('/')[2]
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != SHA256[name]:
+        raise DamagedData(f'{source} has sha256 {sha256}, not {SHA256[name]}; {_advice(url)}')
+
+
+def _advice(url: str) -> str:
+    """Returns what a user can do if a file cannot be downloaded or is damaged."""
+    return f'put {url}, unchanged, into a directory and name it in data.manual_dir'
+
+
+def _download(url: str, advice: str) -> bytes:
     """Downloads a file. Raises ConfigError, which ends with `advice`, if this fails."""
     with readable(url, advice):  # the errors of requests are subclasses of OSError
         response = requests.get(url, timeout=TIMEOUT)

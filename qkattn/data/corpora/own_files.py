@@ -58,6 +58,7 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     """Makes a corpus from the files in a directory; see `text`."""
     # files[split][name of the document] is the path of the document.
     files: dict[str, dict[str, Path]] = {}
+    # First choice: plain text that is named after a split, such as train.txt or validation/a.txt.
     empty_folders = []
     for split in SPLITS:
         files_of_split = _files_of_split(directory, split)
@@ -66,16 +67,19 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
         elif (directory / split).exists():
             empty_folders.append(directory / split)
 
-    # No plain text is named after a split. Look for records, then for plain text of other names.
+    # Second choice: files of records, such as train.jsonl.
     if not files:
         files_of_records = files_by_split(directory, tuple(records.SUFFIXES))
         if files_of_records:
             return _text_of_records(config, files_of_records)
-        if not empty_folders:
-            files['train'] = _text_files(directory, directory)
 
+    # Third choice: all plain text, as the train split.
+    if not files and not empty_folders:
+        files['train'] = _text_files(directory, directory)
+
+    # A split is carved from train if it has no files. If there is an empty folder for it, the user
+    # has probably forgotten the files.
     if empty_folders:
-        # Without this error, a split would be carved from train although the user has a folder.
         raise ConfigError(f'data.path: {str(empty_folders[0])!r} holds no .txt file.')
     if not files.get('train'):
         raise ConfigError(
@@ -262,10 +266,13 @@ def _sha256(path: Path) -> str:
         return _sha256_of_version(path, version_of(path))
 
 
-# A run opens its corpus more than once. The cache has an entry for each version of a file.
 @functools.cache
 def _sha256_of_version(path: Path, version: tuple[int, int]) -> str:
-    """As `_sha256`. `version` is the size of the file and the time of its last change."""
+    """Reads a file once, as `_sha256` does, however often a run opens its corpus.
+
+    `version` is the size of the file and the time of its last change. A file that has changed is
+    read again.
+    """
     size, _ = version
     if not size:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
@@ -286,10 +293,13 @@ def _scan(path: Path) -> _Scan:
         return _scan_version(path, version_of(path))
 
 
-# A run opens its corpus more than once. The cache has an entry for each version of a file.
 @functools.cache
 def _scan_version(path: Path, version: tuple[int, int]) -> _Scan:
-    """As `_scan`, cached by path and `version`, the size of the file and its last change."""
+    """Reads a text file once, as `_scan` does, however often a run opens its corpus.
+
+    `version` is the size of the file and the time of its last change. It only serves the cache: a
+    file that has changed is read again.
+    """
     content = _content(path)
     content.decode()  # raises UnicodeDecodeError if it is not UTF-8
     if not content:

@@ -65,18 +65,20 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
     def text_of(batch: Batch) -> np.ndarray:
         return batch['targets_BT']  # the tokens before masking
 
+    # The training text, and for each split the tokens that a prediction may use, the true tokens,
+    # and which of these are predicted.
     text_RT = _training_text(rows, config, text_of)
     splits = rows.splits[1:]  # the first one is train
     evaluated = []
     for split in splits:
         batch = _evaluated(rows, config, split)
-        # A prediction may use all tokens except those in whose place the model sees the mask.
         tokens_BT = batch['tokens_BT']
         visible_BT = np.where(tokens_BT == mask, ngrams.MISSING, tokens_BT)
         is_target_BT = batch['loss_weights_BT'] > 0
         evaluated.append((visible_BT, text_of(batch), is_target_BT))
-    nats_of_split = ngrams.masked_losses(text_RT, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
 
+    # The losses of each split, by the number of neighbours.
+    nats_of_split = ngrams.masked_losses(text_RT, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
     names = ['frequencies', 'nearest visible neighbour']
     names += [f'{number} nearest visible neighbours' for number in range(2, MAX_NEIGHBOURS + 1)]
     losses = {}
@@ -111,8 +113,8 @@ def _training_text(
         rows.count('train'),
         max(MAX_TOKENS // config.model.context, 1),
     )
-    # Training visits the same sequence of rows in batches of any size. So larger batches than those
-    # of the run read the same rows.
+    # Training visits rows in an order that does not depend on the batch size. So the rows are read
+    # in larger batches than those of the run, which is faster.
     seed = config.trials.seeds[0]
     batch_size = min(num_rows, ROWS_PER_READ)
     num_batches = math.ceil(num_rows / batch_size)

@@ -169,19 +169,18 @@ class Induction(Probe):
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`.
 
-        The symbols of a row are numbered. Bigram r, of R = repeats, is the symbols 2 r and 2 r + 1.
-        A row is a random order of N = num_units units:
+        A row is made of N = num_units units in random order: bigrams, each of which occurs twice,
+        and single symbols. For example, with one repeated bigram `0 1` and the single symbols 2 and
+        3, a row may be 2, 0, 1, 3, 0, 1. These numbers stand for random symbols.
 
-        - Units 0 to R - 1 are the bigrams, and units R to 2 R - 1 are the same bigrams again.
-        - Every other unit n is the single symbol n.
-
-        With one repeat, for example, the units in the order 2, 0, 3, 1 make the sequence
-        2, 0, 1, 3, 0, 1.
+        The units are numbered. With R = repeats, the units 0 to R - 1 are the bigrams, in which
+        unit r has the symbols 2 r and 2 r + 1. The units R to 2 R - 1 are the same bigrams again.
+        Every other unit n is the single symbol n.
         """
         R = self.repeats
         u_symbols_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
         id_of_number_BV = np.argsort(u_symbols_BV, axis=1)
-        units_BN = np.argsort(u_order_BN, axis=1)
+        units_BN = np.argsort(u_order_BN, axis=1)  # 2, 0, 3, 1 in the example
 
         # The two symbols of each unit. Only a bigram uses the second one.
         unit_N = np.arange(self.num_units)
@@ -232,8 +231,7 @@ class Recall(Probe):
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`.
 
-        With two pairs, for example, the sequence is k1 v1 k2 v2 k2 v2 k1 v1, or ends in
-        k1 v1 k2 v2.
+        With two pairs, for example, a sequence of keys k and values v is k1 v1 k2 v2 k2 v2 k1 v1.
         """
         P = self.pairs
         u_keys_BK, u_values_BP, u_order_BP = np.split(u_BU, [self.keys, self.keys + P], axis=1)
@@ -293,6 +291,7 @@ class Successor(Probe):
         With payloads=10, for example, the token 37 is key 3 with payload 7. If the payload of key 4
         is 2 in the same row, the target of token 37 is 2.
         """
+        # A row has a random number for the place of each key, and one for the payload of each key.
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
         keys_BT = np.argsort(u_order_BT, axis=1)  # a random order of all keys
         payload_of_key_BK = _whole(u_payloads_BK, self.payloads)
@@ -389,7 +388,7 @@ class ProbeRows(Rows):
         if split != 'train':
             # An evaluation row depends on its number only, whatever draws the caller passes.
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
-        u_BU = uniform(draws_B2, (self._probe.sizes.draws,), part=SPLITS.index(split))
+        u_BU = uniform(draws_B2, (self._probe.sizes.draws,), stream=SPLITS.index(split))
         tokens_BT, targets_BT, loss_weights_BT = self._probe.make(u_BU)
         return token_batch(tokens_BT, targets_BT, loss_weights_BT)
 

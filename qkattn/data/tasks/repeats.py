@@ -33,7 +33,8 @@ def induction(rows: Rows, trained: TrainedTrials) -> dict[str, np.ndarray]:
     if r_BH is None:
         return {}
     length = trained.config.model.context
-    # Sums over the targets of each row, [R, X]: their losses, weights and correct predictions.
+    # Evaluate the models on each copy. The sums [R, X] are those of the losses, weights and correct
+    # predictions of the targets of a row.
     first = trained.sums(functools.partial(batches, r_BH, length, 'first'))
     second = trained.sums(functools.partial(batches, r_BH, length, 'second'))
     loss_of_first_X = first['loss'].sum(0) / first['weight'].sum(0)

@@ -113,7 +113,7 @@ class Rows(Protocol):
             chance = self.unigram_nats(split)
             if chance is None:
                 chance = float(np.log(self.vocab_size))
-            losses[PREFIXES[split]] = {'chance': chance}
+            losses[PREFIXES[split]] = {'chance': chance}  # by 'val' or 'test'
         return Yardsticks(task='probe', losses=losses)
 
     def context_losses(self, losses_by_position: 'LossesByPosition') -> Mapping[str, np.ndarray]:
@@ -170,18 +170,18 @@ def token_batch(
     }
 
 
-def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], part: int = 0) -> np.ndarray:
+def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], stream: int = 0) -> np.ndarray:
     """Draws random numbers in [0, 1) for B rows: an array [B, *shape].
 
     Args:
-      draws_B2: two uint64 for each row. They alone decide its numbers.
+      draws_B2: two uint64 for each row, the seed of its numbers.
       shape: the shape of the numbers of a row.
-      part: another part gives other numbers, independent of these.
+      stream: 0, 1, ...; the numbers of different streams are independent of each other.
     """
     u = np.empty((len(draws_B2), *shape))
     for draws_2, u_row in zip(np.asarray(draws_B2, np.uint64), u, strict=True):
-        # Philox has a counter of 256 bits, which numbers its draws. Parts begin 2^192 draws apart,
-        # so they never overlap.
-        generator = np.random.Philox(key=draws_2, counter=part << 192)
+        # Philox has a counter of 256 bits, which numbers its draws. Streams begin 2^192 draws
+        # apart, so they never overlap.
+        generator = np.random.Philox(key=draws_2, counter=stream << 192)
         np.random.Generator(generator).random(out=u_row)
     return u

@@ -131,7 +131,7 @@ def _default_task(config: Config) -> type[Rows]:
 
     Raises ConfigError if there is none: a translation set, for example, needs an encoder-decoder.
     """
-    form = _form(config.data)
+    form = _data_form(config.data)
     kind = config.model.kind
     task_of_form = {task.data: task for task in TASKS.values() if task.kind == kind}
     if form not in task_of_form:
@@ -148,14 +148,14 @@ def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
     For example, 'my_file:MyRows(size=9)' gives (MyRows, {'size': 9}). Raises ConfigError if there
     is no such task, or if it does not fit the model or the data.
     """
-    form = _form(config.data)
+    form = _data_form(config.data)
     kind = config.model.kind
 
     def is_task(target: Any) -> bool:
         return all(hasattr(target, attribute) for attribute in INTERFACE)
 
     def function_with_options(task: Any) -> Any:
-        """The options of a task are the keyword-only parameters of its method `open`."""
+        """Returns the method of a task that takes the options, as keyword-only parameters."""
         return task.open
 
     task, options = resolve(
@@ -174,7 +174,7 @@ def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
     return task, options
 
 
-def _form(data: DataConfig) -> DataForm:
+def _data_form(data: DataConfig) -> DataForm:
     """Returns the form of the data that data.name names, such as 'text in one language'.
 
     Raises ConfigError if the name is unknown.

@@ -81,17 +81,17 @@ class TranslationRows(Rows):
         self.length = length
         self.splits = pairs.splits
         self.vocab_size = pairs.vocab_size
-        # How many pairs of each split are too long for a row.
+        # By split: how many of its pairs are too long for a row.
         self.num_dropped: dict[str, int] = {}
-        # _packed[split][row] holds the numbers of the pairs in a row.
+        # By split: for each row, the numbers of the pairs in it.
         self._packed: dict[str, list[np.ndarray]] = {}
-        # After `with_shuffled_sources`, pair i of a split gets the source of pair
-        # _sources[split][i]. Before, this is empty, and each pair has its own source.
+        # By split: for each pair, the number of the pair whose source it gets. Empty as long as all
+        # pairs have their own sources; `with_shuffled_sources` fills it.
         self._sources: dict[str, np.ndarray] = {}
 
         capacity_2 = (source_length, length)
         for split in self.splits:
-            sizes_2I = self._sizes(split)
+            sizes_2I = self._sizes(split)  # the tokens of source and target of each of I pairs
             fits_I = (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
             self.num_dropped[split] = int(np.sum(~fits_I))
             self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), capacity_2)
@@ -156,9 +156,9 @@ class TranslationRows(Rows):
     def with_shuffled_sources(self) -> Self:
         """Returns the same rows, except that each target gets the source of another pair.
 
-        Only sources of equal length are exchanged. So a model loses the information in the words of
-        the sources, but keeps the information in their lengths. If no other source has the length
-        of a source, it stays where it is.
+        The other source has the same length. So a model loses the information in the words of the
+        sources, but keeps the information in their lengths. A source stays where it is if no other
+        source has its length.
         """
         shuffled = copy.copy(self)
         shuffled._sources = {}
@@ -196,7 +196,7 @@ class TranslationRows(Rows):
         config = trained.config
         values: dict[str, list[Any]] = {}
         for x in np.flatnonzero(finished_X).tolist():
-            # Trial x translates a list of sources.
+            # The function by which trial x translates a list of sources.
             translate = functools.partial(trained.translate, x, self.pairs.source.tokenizer)
             for split in self.splits[1:]:  # the first one is 'train'
                 scores = score_split(

@@ -41,9 +41,10 @@ class SeparatedDocuments(Documents):
     def ends(self, ids: Shards) -> np.ndarray:
         """Returns the position after each document; see `Documents.ends`.
 
-        With the separator 0, the ids 5 6 0 7 have the ends 3 and 4, as 0 ends the document 5 6 0.
-        The ids 0 5 6 0 7 have the ends 3 and 5, as 0 begins the documents 0 5 6 and 0 7.
+        With the separator 0, the ids 5 6 0 7 are the documents 5 6 0 and 7, which end at 3 and 4.
+        The ids 0 5 6 0 7 are the documents 0 5 6 and 0 7, which end at 3 and 5.
         """
+        # A document ends at each separator, or after it.
         offset = self._offset(ids)
         parts = []
         num_read = 0
@@ -53,10 +54,10 @@ class SeparatedDocuments(Documents):
             num_read += len(block)
         ends = np.concatenate(parts)
 
-        # A separator that begins the first document ends none.
+        # But no document ends at the separator that begins the first document.
         ends = ends[ends > 0]
-        # The last document ends with the ids. If it has a separator at its end, `unique` drops the
-        # second of the two equal ends.
+        # The last document ends with the ids. If a separator has given this end already, `unique`
+        # drops the second one.
         return np.unique(np.append(ends, len(ids)))
 
     def next_end(self, ids: Shards, position: int) -> int:
@@ -71,10 +72,10 @@ class SeparatedDocuments(Documents):
         return len(ids)
 
     def _offset(self, ids: Shards) -> int:
-        """Returns how many ids after the position of a separator a document ends.
+        """Returns 1 if documents end after a separator, and 0 if they end at a separator.
 
-        If separators begin documents, the document before a separator ends where the separator is,
-        so this is 0. If separators end documents, a document includes its separator, so this is 1.
+        They end after it if separators are the last ids of documents, and at it if separators are
+        the first ids of documents.
         """
         begins_documents = ids[:1][0] == self.separator
         return 0 if begins_documents else 1

@@ -156,7 +156,7 @@ def _format_of(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
     """Returns the format of all files; raises ConfigError if they have several formats."""
     first_file_of_format: dict[type[TokenFormat], Path] = {}
     for path in itertools.chain(*files.values()):
-        # All formats are asked, so that a file that cannot be opened is refused here.
+        # Check the file against every format: a check raises if the file cannot be opened.
         formats_of_file = [token_format for token_format in FORMATS if token_format.reads(path)]
         if not formats_of_file:
             raise ConfigError(f'data.path: {path} is no token file; its name must end in {SUFFIX}')
@@ -219,8 +219,9 @@ def _missing_splits(splits: tuple[str, ...], carve_test: bool) -> list[str]:
 def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str, Shards]:
     """Carves the missing splits from the end of train; returns them and the rest, which is train.
 
-    A carved split takes about a tenth of the ids. With two of them, train is cut at the ends of
-    documents after 80 % and 90 %. Raises ConfigError if there are too few documents.
+    A carved split gets about a tenth of the ids. If two are missing, train is cut at the first ends
+    of documents after 80 % and after 90 % of the ids. Raises ConfigError if there are too few
+    documents.
     """
     kept_fraction = 1 - CARVED_FRACTION * len(missing)
     cuts = []
@@ -298,18 +299,18 @@ def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tupl
 def _invalid_id(
     block: np.ndarray, num_read: int, path: Path, num_valid_ids: int, tokenizer: Tokenizer | None
 ) -> ConfigError:
-    """Returns the error about the first id of a block that is not valid.
+    """Returns the error about the first id of a block that is not in [0, num_valid_ids).
 
     The block has the ids of the file `path` after the first `num_read` ones.
     """
     is_invalid = (block < 0) | (block >= num_valid_ids)
     index = int(np.flatnonzero(is_invalid)[0])
-    condition = 'valid are'
+    requirement = 'valid are'
     if tokenizer:
-        condition = f'data.tokenizer={tokenizer.name!r} has'
+        requirement = f'data.tokenizer={tokenizer.name!r} has'
     return ConfigError(
         f'data.path: {path} holds id {block[index]} at token {num_read + index:,}, but '
-        f'{condition} ids from 0 to {num_valid_ids - 1:,}'
+        f'{requirement} ids from 0 to {num_valid_ids - 1:,}'
     )
 
 
@@ -338,6 +339,7 @@ def _counted_once(config: DataConfig, key: list, count: Callable[[], Counts]) ->
     def read_counts() -> Counts:
         try:
             record = parse_file(path, {'splits': {}})  # requires an object `splits`
+            # `read` makes a dataclass of a JSON object.
             splits = {split: read(SplitInfo, info) for split, info in record['splits'].items()}
             return read(Counts, record, splits=splits)
         except ValueError as error:

@@ -32,13 +32,15 @@ class LlmC(TokenFormat):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
+        """Opens a file, memory-mapped, and checks its header; see `TokenFormat.open`."""
         header = _header(path)
         if len(header) < HEADER_BYTES // 4:
             raise ConfigError(
                 f'data.path: {path} ends inside of its header of {HEADER_BYTES} bytes'
             )
         magic, version, num_ids = header[:3].tolist()
-        expected_version, stated_dtype = KINDS[magic]  # `reads` has checked the magic number
+        # The magic number stands for a version and a type of ids. `reads` has checked it.
+        expected_version, stated_dtype = KINDS[magic]
         if version != expected_version:
             raise ConfigError(
                 f'data.path: {path} has version {version} of the magic number {magic}; valid is '

@@ -37,6 +37,7 @@ class Megatron(TokenFormat):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
+        """Opens a file, memory-mapped, and checks its index; see `TokenFormat.open`."""
         index_path = path.with_suffix('.idx')
         index = _read_index(index_path, dtype)
         ids = memory_map_ids(path, np.dtype(index.dtype).newbyteorder('<'))
@@ -49,10 +50,13 @@ class Megatron(TokenFormat):
                 f'data.path: {path} holds {len(ids):,} tokens, but {index_path.name} states '
                 f'{num_ids:,}; copy both files again'
             )
+        # The pointers are the bytes at which the sequences begin.
         if not np.array_equal(index.pointers, sequence_bounds[:-1] * ids.itemsize):
             raise ConfigError(
                 f'data.path: {index_path} has sequences that do not follow one another'
             )
+
+        # Document i has the sequences from document_bounds[i] to document_bounds[i + 1].
         document_bounds = index.document_bounds
         num_sequences = len(index.lengths)
         if not _covers(document_bounds, num_sequences):

@@ -69,10 +69,11 @@ class Shards:
     def __getitem__(self, positions: slice) -> np.ndarray:
         """Returns the ids of a range of positions; a view if they are all in one shard."""
         start, end, _ = positions.indices(len(self))
-        number = bisect.bisect_right(self._bounds, start) - 1  # of the shard that holds `start`
+        # Begin with the shard that holds `start`, and take the ids up to `end` from it, or up to
+        # its end. Go on with the next shard.
+        number = bisect.bisect_right(self._bounds, start) - 1
         parts = []
         while start < end:
-            # Take the ids up to `end` from this shard, or up to the end of the shard.
             first = self._bounds[number]
             part = self.shards[number].ids[start - first : end - first]
             parts.append(part)
@@ -94,7 +95,7 @@ class Shards:
         bounds = [0, *positions, len(self)]
         parts = []
         for start, end in itertools.pairwise(bounds):
-            # Take from each shard what lies between the two bounds.
+            # Take from each shard, whose ids begin at `first`, what lies between the two bounds.
             shards = []
             for first, shard in self.starts():
                 start_in_shard = max(start - first, 0)

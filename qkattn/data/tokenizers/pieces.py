@@ -63,41 +63,46 @@ def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
     a token inside of the overlap. If they cannot be joined, for example because a word is longer
     than the overlap, the piece is encoded again at twice its size.
     """
+    joins_within_words = isinstance(tokenizer.model, models.BPE)
     piece = _Piece.encode(tokenizer, text, 0, PIECE)
     parts = []
-    start = 0  # the first token of the piece that is used; the piece before has those before it
+    start = 0  # the first token that is taken from `piece`; earlier pieces have those before it
     while piece.end < len(text):
         following = _Piece.encode(tokenizer, text, piece.end - OVERLAP, PIECE)
-        joint = _joint(piece, following, isinstance(tokenizer.model, models.BPE))
+        joint = _find_joint(piece, following, joins_within_words)
         if joint is not None:
             parts.append(piece.ids_N[start : joint.end])
             piece = following
             start = joint.start
-        else:
-            longer = _Piece.encode(tokenizer, text, piece.start, 2 * (piece.end - piece.start))
-            if not np.array_equal(longer.ids_N[:start], piece.ids_N[:start]):
-                # The longer piece begins with other tokens, so the last joint may be wrong. Encode
-                # the text as a whole.
-                return _Piece.encode(tokenizer, text, 0, len(text)).ids_N
-            piece = longer
+            continue
+
+        # There is no joint. Encode the piece again at twice its size.
+        longer = _Piece.encode(tokenizer, text, piece.start, 2 * (piece.end - piece.start))
+        if not np.array_equal(longer.ids_N[:start], piece.ids_N[:start]):
+            # The longer piece begins with other tokens, so the last joint may be wrong. Encode the
+            # text as a whole.
+            return _Piece.encode(tokenizer, text, 0, len(text)).ids_N
+        piece = longer
     parts.append(piece.ids_N[start:])
     return np.concatenate(parts)
 
 
-def _joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _Joint | None:
+def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _Joint | None:
     """Finds a place at which a piece can be joined to the following one; None if there is none.
 
-    Each piece lacks the text beyond one end of the overlap, which may change its tokens there. So
-    the place is in the middle half of the overlap, in which both must have the same tokens.
+    Near its ends, a piece may have wrong tokens, because they depend on text that it lacks. So the
+    place is in the middle half of the overlap, and both pieces must have the same tokens there.
 
-    Preferably it is the beginning of a word, because words are encoded by themselves. If no word
-    begins there, it is any token, but only with `joins_within_words`:
+    The place is between two words if possible, because words are encoded by themselves. If the
+    overlap is one long word, the place is between two of its tokens, but only with
+    `joins_within_words`:
 
-    - This is right for byte-pair encoding. There the tokens of a word are right if any two
-      neighbours among them are, and each two neighbours are in one of the pieces.
-    - It is wrong for unigram models. There the most probable tokens of a long word need not be the
-      most probable ones of its parts.
+    - For byte-pair encoding that is right. The tokens of a word are right if any two neighbours
+      among them are, and any two neighbours are in one of the pieces.
+    - For unigram models it is wrong. They choose the most probable tokens of the whole word, which
+      need not be the most probable tokens of its parts.
     """
+    # The tokens of the middle half of the overlap, in both pieces.
     start = following.start + OVERLAP // 4
     end = piece.end - OVERLAP // 4
     tokens = piece.tokens_between(start, end)
@@ -107,15 +112,17 @@ def _joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _Joint
     if not (has_same_ids and has_same_bounds):
         return None
 
-    # The M tokens have M - 1 places between them. Place i is before token i + 1. It begins a word
-    # if the tokens on its sides belong to different words.
-    begins_word = np.diff(piece.words_N[tokens]) != 0
-    begins_word &= np.diff(following.words_N[same_tokens]) != 0
-    places = np.flatnonzero(begins_word)
+    # M tokens have M - 1 places between them. Place i is between the tokens i and i + 1. It is a
+    # place between two words if these tokens belong to different words, in both pieces.
+    is_between_words = np.diff(piece.words_N[tokens]) != 0
+    is_between_words &= np.diff(following.words_N[same_tokens]) != 0
+    places = np.flatnonzero(is_between_words)
     if not places.size and joins_within_words:
-        places = np.arange(len(begins_word))
+        places = np.arange(len(is_between_words))
     if not places.size:
         return None
+
+    # Of these places, take the one in the middle.
     middle_place = int(places[len(places) // 2])
     num_before = middle_place + 1
     return _Joint(tokens.start + num_before, same_tokens.start + num_before)

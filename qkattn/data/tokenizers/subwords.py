@@ -36,13 +36,14 @@ class Subwords(Tokenizer):
     """
 
     def __init__(self, model: bytes):
+        """Reads the bytes of a tokenizer.json; raises ValueError for an id of MAX_SIZE or more."""
         self._model = model
         self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
         self._num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         if self._num_ids > MAX_SIZE:
             raise ValueError(f'it has the id {self._num_ids - 1}; ids must be below {MAX_SIZE}')
-        # A text with the characters '</s>' is encoded as these characters, and not as the special
-        # token of this name. The library calls that `encode_special_tokens`.
+        # With this attribute, a text with the characters '</s>' is encoded as these characters, and
+        # not as the special token of this name.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -83,16 +83,17 @@ class CharacterTokenizer(Tokenizer):
         self.unknown = len(characters)
         self.separator = len(characters) + 1
 
-        # The code point of each id. UTF-32 stores code points in this type.
+        # To decode, the code point of each id, in the type of UTF-32. The last two ids, `unknown`
+        # and `separator`, decode to the replacement character and to U+0000.
         codes = [ord(character) for character in characters]
-        self._codes_V = np.array([*codes, REPLACEMENT, 0], '<u4')  # unknown, separator
-        # The id of each code point.
+        self._codes_V = np.array([*codes, REPLACEMENT, 0], '<u4')
+        # To encode, the id of each code point.
         dtype = np.min_scalar_type(self.separator)
         self._ids_by_code = np.full(NUM_CODES, self.unknown, dtype)
         self._ids_by_code[codes] = np.arange(len(characters))
-        # The bytes of UTF-8 that each id stands for.
+        # The bytes of UTF-8 that each id stands for. The last two ids count as one byte each.
         num_bytes = [len(character.encode()) for character in characters]
-        self._num_bytes_V = np.array([*num_bytes, 1, 1])  # unknown, separator
+        self._num_bytes_V = np.array([*num_bytes, 1, 1])
 
     @classmethod
     def train(cls, texts: Iterable[bytes]) -> Self:

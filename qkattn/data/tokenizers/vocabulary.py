@@ -55,7 +55,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         return inspect.isclass(target) and all(hasattr(target, method) for method in METHODS)
 
     def function_with_options(cls: Any) -> Any:
-        """A learned tokenizer takes its options in `train`, and others in their constructor."""
+        """Returns the function that takes the options: `train` of a learned tokenizer, or `cls`."""
         return cls.train if hasattr(cls, 'train') else cls
 
     methods = ', '.join(METHODS)
@@ -105,11 +105,11 @@ def open_tokenizer(
 
 
 def _folder(kind: str, size: int) -> str:
-    """Returns the folder of a learned tokenizer. Tokenizers that may differ get different folders.
+    """Returns the name of the folder of a learned tokenizer; other options have another folder.
 
-    The vocabulary 'bpe' of 4096 ids has the folder 'byte-bpe-4096', and 'characters' has the folder
-    'characters'. The folder of 'my_file:MyTokenizer(size=9)' is 'my_file.MyTokenizer-' and a digest
-    of the options and the source code.
+    It is 'characters' for `kind` 'characters', and 'byte-bpe-4096' for 'bpe' with 4096 ids. For
+    'my_file:MyTokenizer(size=9)' it is 'my_file.MyTokenizer-0123456789ab', with a digest of the
+    options and of the source code.
     """
     if kind == 'bpe':
         return f'byte-bpe-{size}'
@@ -132,16 +132,18 @@ def is_import_path(kind: str) -> bool:
 
 @contextlib.contextmanager
 def use_recorded_tokenizers(*names: str) -> Iterator[None]:
-    """Inside of this context, tokenizers are opened as those with the recorded `names`.
+    """A `with` block in which a tokenizer.json is opened with the separator that it had before.
 
-    Results, checkpoints and tokens record the names of their tokenizers. For most tokenizers this
-    changes nothing. But one tokenizer.json can give two tokenizers, which have different separators
-    between documents. Their names tell which:
+    A tokenizer.json can be opened in two ways, which differ in the separator between documents.
+    Results, checkpoints and tokens record the name of their tokenizer, which tells which way it was
+    opened:
 
-    - 'file-0123456789ab-end2': the separator is the end-of-text token of the file, here id 2. This
-      is the default if the file has such a token.
-    - 'file-0123456789ab': the separator is an additional id after those of the file. This is used
-      if `names` contains the name.
+    - 'file-0123456789ab-end2': the separator is the end-of-text token of the file, here id 2. A
+      file that has such a token is opened in this way by default.
+    - 'file-0123456789ab': the separator is an additional id after those of the file. In the block,
+      a file is opened in this way if `names` contains this name.
+
+    `names` are recorded names. They do not matter for other tokenizers.
     """
     token = _RECORDED.set(names)
     try:
@@ -169,12 +171,10 @@ def names_in(data: Any) -> list[str]:
 def restore_tokenizer(kind: str, model: bytes | None) -> Tokenizer:
     """Makes the tokenizer that `kind`, the value of data.tokenizer, names.
 
-    The name of a tokenizer from outside the package gets a digest of its options and its source.
-
     Args:
-      kind: the value of data.tokenizer.
-      model: the content of the tokenizer.json that the tokenizer is restored from, if there is one.
-        With None, `kind` alone says what the tokenizer is.
+      kind: the value of data.tokenizer, such as 'bytes', 'tiktoken:gpt2' or 'my_file:MyTokenizer'.
+      model: the vocabulary of the tokenizer, as its method `model` has returned it. None for a
+        tokenizer that `kind` describes completely.
     """
     cls, options = check(kind)
     if model is not None:
@@ -184,10 +184,11 @@ def restore_tokenizer(kind: str, model: bytes | None) -> Tokenizer:
     else:
         # Exceptions of a class from outside become a ConfigError.
         tokenizer = call_with_config_errors('data.tokenizer', kind, lambda: cls(**options))
+
+    # The name of a tokenizer from outside the package gets a digest of its options and its source.
     if is_import_path(kind):
         tokenizer.name = f'{tokenizer.name}-{source_digest(kind)}'
+    # Open a file as it was opened before; see `use_recorded_tokenizers`.
     if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
-        # The recorded tokenizer did not use the end-of-text token of the file; see
-        # `use_recorded_tokenizers`.
         tokenizer = tokenizer.with_added_separator()
     return tokenizer
