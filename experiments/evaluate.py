@@ -23,7 +23,7 @@ from absl import flags
 from qkattn.config import to_json
 from qkattn.config.imports import load_extra
 from qkattn.convert import loading
-from qkattn.data.corpora.corpus import readable
+from qkattn.data.corpora.corpus import explain_read_errors
 from qkattn.decode.harness import for_harness
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
@@ -132,7 +132,7 @@ def loaded_tasks() -> tuple[Any, list[Any]]:
             )
     advice = 'data of tasks are downloaded, or files that a task in --task_dir names'
     # The harness and the library of datasets raise exceptions of any kind.
-    with readable(f'--tasks={",".join(TASKS.value)}', advice, Exception):
+    with explain_read_errors(f'--tasks={",".join(TASKS.value)}', advice, Exception):
         loaded = manager.load(TASKS.value)
     for name, task in loaded['tasks'].items():
         if getattr(task, 'UNSAFE_CODE', False):

@@ -64,7 +64,7 @@ def main() -> None:
         scores = scores_of(source, model, SCORE.value, decode)
         print(json.dumps({'split': SCORE.value, **dataclasses.asdict(decode), **scores}, indent=2))
         return
-    lines = lines_of(cli.text_of(TEXT, FILE))
+    lines = lines_of(cli.text_or_file_content(TEXT, FILE))
     if not lines:
         raise ConfigError('--text or --file must hold at least one sentence')
     if config.data.lowercase:

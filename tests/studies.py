@@ -10,7 +10,13 @@ import numpy as np
 from qkattn.config import Config, fingerprint, from_json, to_json
 from qkattn.metrics import Metric, logged_fields
 from qkattn.storage import ledger
-from qkattn.storage.records import ARM_KEY, corpora_of, described, metric_fields, metrics_of
+from qkattn.storage.records import (
+    ARM_KEY,
+    corpora_of,
+    describe_outside_metrics,
+    metric_fields,
+    metrics_of,
+)
 from qkattn.study import stored
 from qkattn.study.tuning import MODEL_KNOBS
 from tests.processes import ROOT
@@ -90,7 +96,9 @@ def outside_record(variant: str, top: float | None = 0.75, **changes: object) ->
     record = trial_record(variant, **changes)
     metric = Metric('top_3', 'score', 'Share of the first three.', unit='%', scale=100, logged=True)
     top = None if record['val_loss'] is None else top
-    return record | described({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
+    return (
+        record | describe_outside_metrics({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
+    )
 
 
 def on_corpus(record: dict, corpus: str, loss: float | None) -> dict:

@@ -11,7 +11,7 @@ import pytest
 from qkattn import metrics
 from qkattn.config import Config, ModelConfig, TrainConfig
 from qkattn.errors import ConfigError
-from qkattn.storage.records import described, metrics_of
+from qkattn.storage.records import describe_outside_metrics, metrics_of
 from qkattn.train.trials import check_metrics, per_target
 from tests.fixtures import chosen
 from tests.refusals import refused
@@ -83,7 +83,7 @@ def test_a_metric_keeps_its_contract(outside, metric):
     ]
     for arrays in ((logits_XRTV, targets_RT, weights_RT), halves):
         np.testing.assert_allclose(values(*arrays), got_X, rtol=1e-5)
-    recorded = metrics_of(described(known))[name]
+    recorded = metrics_of(describe_outside_metrics(known))[name]
     printed = ('name', 'label', 'unit', 'scale', 'decimals', 'direction', 'prefixes', 'for_text')
     assert [getattr(recorded, n) for n in printed] == [getattr(known[name], n) for n in printed]
     assert recorded.text(0.5) == known[name].text(0.5)

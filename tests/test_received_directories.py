@@ -228,8 +228,8 @@ def test_a_pipe_is_refused_at_once(tmp_path, read):
 def test_a_pipe_among_the_files_of_a_study_ends_what_its_ledger_reads(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with limited(10):
-        ledger.digests(tmp_path)
-        ledger.seen(tmp_path)
+        ledger.file_digests(tmp_path)
+        ledger.run_digests(tmp_path)
 
 
 def test_a_pipe_in_the_place_of_a_benchmark_is_refused(tmp_path):

@@ -22,7 +22,7 @@ from qkattn.report.verify import close, near
 from qkattn.report.verify import difference as text_difference
 from qkattn.stats.decision import Decision
 from qkattn.storage.files import as_path, join_without_links
-from qkattn.storage.records import damaged_file_error, flat, parse_file, read, write_json
+from qkattn.storage.records import damaged_file_error, flat, parse_file, read_dataclass, write_json
 from qkattn.study.arm_key import SAME_SHAPE
 from qkattn.study.arms import parse_variant
 from qkattn.verdict.trained_arm import TrainedArm, with_baselines
@@ -247,8 +247,8 @@ def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
     try:
         for record in parse_file(path, [{'name': str, 'rows': list}]):
             where = f'{record["name"]}: '
-            rows = tuple(read(Row, row) for row in record['rows'])
-            records.append(read(cls, record, rows=rows))
+            rows = tuple(read_dataclass(Row, row) for row in record['rows'])
+            records.append(read_dataclass(cls, record, rows=rows))
     except ValueError as error:
         raise damaged_file_error(path, ValueError(f'{where}{error}'), again) from error
     return tuple(records)

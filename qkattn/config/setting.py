@@ -226,7 +226,7 @@ def check_section(prefix: str, section: Any) -> None:
         elif isinstance(value, annotation):
             check_section(f'{name}.', value)
         else:
-            raise ConfigError(f'{name}={_shortened(value)} must be a {annotation.__name__}')
+            raise ConfigError(f'{name}={_shorten_value(value)} must be a {annotation.__name__}')
     vars(section)[PASSED] = True
 
 
@@ -235,22 +235,22 @@ def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None
     if value is None and is_optional(annotation):
         return
     if typing.get_origin(annotation) is tuple:
-        requirement = _unmet_by_tuple(value, typing.get_args(annotation)[0], bounds)
+        requirement = _unmet_requirement_of_tuple(value, typing.get_args(annotation)[0], bounds)
     else:
-        requirement = _unmet_by_value(value, annotation, bounds)
+        requirement = _unmet_requirement(value, annotation, bounds)
     if requirement is None:
         return
     if is_optional(annotation):
         requirement += ', or None'
-    raise ConfigError(f'{name}={_shortened(value)} must {requirement}')
+    raise ConfigError(f'{name}={_shorten_value(value)} must {requirement}')
 
 
-def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
+def _unmet_requirement(value: Any, annotation: Any, bounds: Bounds) -> str | None:
     """Returns the requirement that a value does not meet, e.g. 'be at least 0'; None if valid."""
     kind = concrete_types(annotation)[0]
     if not _has_type(value, kind):
         return f'be of type {kind.__name__}'
-    literals = tuple(_literals(annotation))
+    literals = tuple(_literal_values(annotation))
     if literals and value not in literals:
         return f'be one of {", ".join(literals)}'
     if not bounds.admit(kind, value):
@@ -258,7 +258,7 @@ def _unmet_by_value(value: Any, annotation: Any, bounds: Bounds) -> str | None:
     return None
 
 
-def _unmet_by_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | None:
+def _unmet_requirement_of_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | None:
     """Returns the requirement that a tuple does not meet, 'hold no value twice'; None if valid.
 
     `entry_annotation` is the type of an entry, and `bounds` are those of each entry.
@@ -268,7 +268,7 @@ def _unmet_by_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | 
         return f'be a tuple of {kind.__name__} values'
     if not all(_has_type(entry, kind) for entry in value):
         return f'hold {kind.__name__} values'
-    literals = tuple(_literals(entry_annotation))
+    literals = tuple(_literal_values(entry_annotation))
     if literals and not set(value) <= set(literals):
         return f'hold only {", ".join(literals)}'
     if not all(bounds.admit(kind, entry) for entry in value):
@@ -289,16 +289,16 @@ def _has_type(value: Any, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def _literals(annotation: Any) -> Iterator[Any]:
+def _literal_values(annotation: Any) -> Iterator[Any]:
     """Yields the values that the Literals in an annotation allow; none without a Literal."""
     if typing.get_origin(annotation) is Literal:
         yield from typing.get_args(annotation)
         return
     for member in typing.get_args(annotation):
-        yield from _literals(member)
+        yield from _literal_values(member)
 
 
-def _shortened(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     """Returns a value as an error shows it; the middle of a long value is left out."""
     text = repr(value)
     if len(text) <= SHOWN:

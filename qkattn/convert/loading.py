@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.convert.published import load_gpt2, load_nanogpt
 from qkattn.data.corpora import corpus_registry
-from qkattn.data.corpora.corpus import readable
+from qkattn.data.corpora.corpus import explain_read_errors
 from qkattn.data.load import tokenizer_of
 from qkattn.data.token_files import INDEX, open_prepared, read_index
 from qkattn.data.tokenizers.subwords import FileTokenizer
@@ -243,7 +243,7 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
     # The cases are in the order of the docstring.
     if data.endswith('.json'):
         # The library that reads such files may raise any exception.
-        with readable(f'--data={data}', advice, Exception):
+        with explain_read_errors(f'--data={data}', advice, Exception):
             return FileTokenizer(read_whole(as_path(data)))
 
     if data.startswith(PREFIX):

@@ -67,7 +67,7 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     )
 
     def encode_by_workers(texts: Iterable[bytes]) -> Iterator[Result]:
-        return _encoded_by(pool, BATCHES_AHEAD * workers, texts)
+        return _encode_in_pool(pool, BATCHES_AHEAD * workers, texts)
 
     # At the end of the block, the pool waits for the batches that were begun.
     with pool:
@@ -91,7 +91,7 @@ def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
         return ValueError(str(error))
 
 
-def _encoded_by(
+def _encode_in_pool(
     pool: concurrent.futures.Executor, num_ahead: int, texts: Iterable[bytes]
 ) -> Iterator[Result]:
     """Encodes texts with the workers of a pool, and yields the results in the order of the texts.

@@ -70,7 +70,7 @@ def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDat
     if split in corpus.carved:
         carved[split] = corpus.carved[split]
     only_split = dataclasses.replace(corpus, splits=(split,), carved=carved)
-    return _written_once(directory, only_split, config.tokenizer, tokenizer, root=root)
+    return _open_or_write_tokens(directory, only_split, config.tokenizer, tokenizer, root=root)
 
 
 def load_pairs(config: DataConfig) -> PairDataset:
@@ -117,16 +117,16 @@ def _load_sides(config: DataConfig) -> list[TokenDataset]:
     tokenizer = _tokenizer_of_corpus(config, corpus)
     sides = [corpus]
     if corpus.languages:
-        sides = [_side(corpus, language) for language in corpus.languages]
+        sides = [_one_language(corpus, language) for language in corpus.languages]
     datasets = []
     for side in sides:
         directory = root / 'tokens' / side.name / side.version / tokenizer.name
-        dataset = _written_once(directory, side, config.tokenizer, tokenizer, root=root)
+        dataset = _open_or_write_tokens(directory, side, config.tokenizer, tokenizer, root=root)
         datasets.append(dataset)
     return datasets
 
 
-def _side(corpus: Corpus, language: str) -> Corpus:
+def _one_language(corpus: Corpus, language: str) -> Corpus:
     """Returns one language of parallel text as a corpus of its own."""
     return dataclasses.replace(
         corpus,
@@ -136,7 +136,7 @@ def _side(corpus: Corpus, language: str) -> Corpus:
     )
 
 
-def _written_once(
+def _open_or_write_tokens(
     directory: Path,
     corpus: Corpus,
     kind: str,
@@ -201,7 +201,7 @@ def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
     # already, the name of their tokenizer tells which one.
     with use_recorded_tokenizers(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
-    return _written_once(directory, corpus, config.tokenizer, tokenizer, directory, workers)
+    return _open_or_write_tokens(directory, corpus, config.tokenizer, tokenizer, directory, workers)
 
 
 def _may_hold_tokens(directory: Path) -> bool:

@@ -39,7 +39,7 @@ def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
-    rows_of_part_B = selected(batch_size, part)
+    rows_of_part_B = rows_of_part(batch_size, part)
     position_B = int(step) * batch_size + rows_of_part_B
 
     order = _train_order(rows.count('train'), int(seed))
@@ -94,14 +94,14 @@ def train_batches(
 
     def read_step(step: int) -> Batch:
         """Arrays [trials, rows, ...] of a step."""
-        by_seed = _stacked([read_seed(seed, step) for seed in unique_seeds.tolist()])
+        by_seed = _stack([read_seed(seed, step) for seed in unique_seeds.tolist()])
         return {name: array[seed_of_trial] for name, array in by_seed.items()}
 
     def read_item(number: int) -> Batch:
         """Arrays [steps, trials, rows, ...] of the item with this number."""
         first = number * steps_per_read
         steps_of_item = steps[first : first + steps_per_read]
-        return _stacked([read_step(step) for step in steps_of_item])
+        return _stack([read_step(step) for step in steps_of_item])
 
     # Reading one batch raises errors in the settings here instead of in the thread.
     for seed in unique_seeds.tolist():
@@ -118,7 +118,7 @@ def train_batches(
     return read_ahead()
 
 
-def _stacked(parts: list[Batch]) -> Batch:
+def _stack(parts: list[Batch]) -> Batch:
     """Stacks the arrays of several batches along a new first axis."""
     stacked = {}
     for name in parts[0]:
@@ -145,7 +145,7 @@ def eval_batches(
       ConfigError: the split is unknown or has no rows. It is raised at the call, not at the first
         batch.
     """
-    rows_of_part_B = selected(batch_size, part)
+    rows_of_part_B = rows_of_part(batch_size, part)
     evaluated_R = eval_rows(rows, split, max_rows)
     starts = range(0, len(evaluated_R), batch_size)
     return (_eval_batch(rows, split, evaluated_R, start + rows_of_part_B) for start in starts)
@@ -185,7 +185,7 @@ def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray
     return np.arange(count) * available // count
 
 
-def selected(batch_size: int, part: Part) -> np.ndarray:
+def rows_of_part(batch_size: int, part: Part) -> np.ndarray:
     """Returns the numbers of the batch rows that `part` selects; ConfigError if there are none."""
     numbers_B = np.arange(batch_size)
     if part is not None:

@@ -20,7 +20,7 @@ import numpy as np
 from qkattn.config import DataConfig
 from qkattn.config.paths import open_regular
 from qkattn.data.cache import DamagedData, local_directory, require_preparing
-from qkattn.data.corpora.corpus import SPLITS, Corpus, readable
+from qkattn.data.corpora.corpus import SPLITS, Corpus, explain_read_errors
 from qkattn.data.encoding import Encoded, Result, encoder
 from qkattn.data.mapped import map_ids
 from qkattn.data.tokenizers.tiktoken_encodings import PREFIX
@@ -33,7 +33,7 @@ from qkattn.data.tokenizers.vocabulary import (
 from qkattn.data.tokens import BLOCK, SplitInfo, TokenDataset, TokenIds, entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import read_whole, replacing, write_atomic
-from qkattn.storage.records import parse_file, read
+from qkattn.storage.records import parse_file, read_dataclass
 
 INDEX = 'tokens.json'
 MODEL = 'tokenizer.json'
@@ -82,7 +82,7 @@ def write_tokens(
         log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
     if hasattr(tokenizer, 'model'):
         write_atomic(directory / MODEL, tokenizer.model())
-    with readable(corpus.name, RESTORE, *READ_ERRORS):
+    with explain_read_errors(corpus.name, RESTORE, *READ_ERRORS):
         # By split. One side of parallel text is a corpus by itself, so the language is None, too.
         documents = corpus.documents(None)
 
@@ -93,7 +93,7 @@ def write_tokens(
             names = None
             if corpus.names and split != 'train':
                 names = tuple(corpus.names(split))
-            results = _successes(encode(documents[split]), source)
+            results = _require_encoded(encode(documents[split]), source)
             info = _write_split(directory / f'{split}.bin', results, tokenizer, names)
             if not info.num_documents:
                 raise ConfigError(f'{source} has no document; it must hold text')
@@ -121,13 +121,13 @@ def _without_directory(kind: str) -> str:
     return kind.rpartition('/')[2] if kind.endswith('.json') else kind
 
 
-def _successes(results: Iterable[Result], source: str) -> Iterator[Encoded]:
+def _require_encoded(results: Iterable[Result], source: str) -> Iterator[Encoded]:
     """Yields the encoded documents of `source`, which is named in errors.
 
     A result is an encoded document, or the ValueError with which encoding failed. The first such
     error raises ConfigError with the number of the document.
     """
-    with readable(source, RESTORE, *READ_ERRORS):
+    with explain_read_errors(source, RESTORE, *READ_ERRORS):
         for number, result in enumerate(results, start=1):
             if isinstance(result, ValueError):
                 raise ConfigError(
@@ -200,10 +200,12 @@ def read_index(directory: Path, required: Sequence[str] = ('train',)) -> Index:
     try:
         record = parse_file(directory / INDEX, {'splits': {}})  # requires an object `splits`
         _check_splits(record['splits'], required)
-        splits = {split: read(SplitInfo, entry) for split, entry in record['splits'].items()}
+        splits = {
+            split: read_dataclass(SplitInfo, entry) for split, entry in record['splits'].items()
+        }
         for split, info in splits.items():
             _check_counts(split, info)
-        return read(Index, record, splits=splits)
+        return read_dataclass(Index, record, splits=splits)
     except ValueError as error:
         raise DamagedData(f'{directory / INDEX} cannot be read ({error})') from error
 
@@ -322,7 +324,8 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
         )
     model = directory / MODEL
     if model.exists():
-        with readable(str(model), advice, Exception):  # the library of sub-words raises Exception
+        # The library of sub-words raises a plain Exception.
+        with explain_read_errors(str(model), advice, Exception):
             return restore_tokenizer(kind, read_whole(model))
 
     # The name alone is enough for bytes and for encodings of tiktoken. A tokenizer with an import

@@ -55,8 +55,8 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
     else:
         client().key_value_set(f'{key}/{rank}', text)
         # Process 0 may call this `limit` seconds later than this process, and then wait `limit`
-        # seconds for the others.
-        answer_text = _get(f'{key}/all', 2 * limit + _GRACE)  # None if process 0 does not answer
+        # seconds for the others. Without an answer, it is process 0 that is missing.
+        answer_text = _wait_for_key(f'{key}/all', 2 * limit + _GRACE)
         answer = {'missing': [0]} if answer_text is None else json.loads(answer_text)
 
     missing_ranks = answer['missing']
@@ -87,7 +87,7 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
     missing_ranks = []
     for rank in range(1, distributed.global_state.num_processes):
         seconds_left = deadline - time.monotonic()
-        text = _get(f'{key}/{rank}', seconds_left)
+        text = _wait_for_key(f'{key}/{rank}', seconds_left)
         if text is None:
             missing_ranks.append(rank)
         else:
@@ -194,7 +194,7 @@ def make_in_process_0(make: Callable[[], T]) -> T:
     return objects[0] if objects else cast(T, _Nothing())
 
 
-def owner_first(make: Callable[[], T]) -> T:
+def run_in_process_0_first(make: Callable[[], T]) -> T:
     """Calls `make` in process 0, then in the others, and returns its result in each.
 
     For example, `make` opens data, and prepares them first if they are not on disk. Process 0
@@ -234,7 +234,7 @@ class _Nothing:
         pass
 
 
-def _get(key: str, seconds: float) -> str | None:
+def _wait_for_key(key: str, seconds: float) -> str | None:
     """Waits until a key is set, and returns its value; None if it is not set in time."""
     milliseconds = max(1, int(1000 * seconds))
     try:

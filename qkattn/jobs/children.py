@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
-def parent() -> Connection | None:
+def pipe_to_parent() -> Connection | None:
     """Returns the pipe to the process that started this one; None if this one is no `Child`."""
     text = os.environ.pop(_PIPE, None)
     if text is None:
@@ -59,13 +59,13 @@ class Child:
         os.set_blocking(self.output, False)
         environment = {**os.environ, **variables, _PIPE: str(childs_pipe.fileno())}
 
-        # The child inherits the signal handlers of this process. So signals are blocked, in the
-        # child until `_begin` has replaced the handlers, and here until the child has started.
+        # The child inherits the signal handlers of this process. So signals are blocked: in the
+        # child until `_set_up_child` has replaced the handlers, and here until it has started.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
                 # jax warns of forks, because its threads may hold locks that the child needs. But
-                # this child runs only `_begin` before the command.
+                # this child runs only `_set_up_child` before the command.
                 warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
                 self._process = subprocess.Popen(
                     line,
@@ -75,7 +75,7 @@ class Child:
                     pass_fds=[childs_pipe.fileno()],
                     env=environment,
                     start_new_session=True,
-                    preexec_fn=functools.partial(_begin, cores, os.getpid()),
+                    preexec_fn=functools.partial(_set_up_child, cores, os.getpid()),
                 )
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -119,7 +119,7 @@ class Child:
         os.close(self.output)
 
 
-def _begin(cores: Sequence[int], parent: int) -> None:
+def _set_up_child(cores: Sequence[int], parent: int) -> None:
     """Sets the signals and cores of a child; runs in the child before its program is loaded.
 
     `parent` is the process id of the parent.

@@ -37,7 +37,7 @@ from qkattn.errors import (
 from qkattn.jobs import environment
 from qkattn.jobs.display import LogHandler
 from qkattn.jobs.machine import keep_freed_memory
-from qkattn.jobs.output import discard, exit_if_reader_gone, say
+from qkattn.jobs.output import discard_output, exit_if_reader_gone, say
 from qkattn.jobs.signals import (
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
@@ -299,7 +299,7 @@ def define_config(kind: Kind) -> flags.FlagHolder:
     return holder
 
 
-def _kind() -> Kind:
+def _config_class() -> Kind:
     """Returns the class of settings that the script's --config must have."""
     return cast(_ConfigParser, flags.FLAGS['config'].parser).kind
 
@@ -327,7 +327,7 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'{", ".join(names)}{hint}'
         ) from error
 
-    kind = _kind()  # what the script needs: Config or Study
+    kind = _config_class()  # what the script needs: Config or Study
     if not isinstance(config, kind):
         other_script = script('ablate' if isinstance(config, Study) else 'train')
         raise ConfigError(
@@ -384,7 +384,7 @@ def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
     return [int(word) for word in words]
 
 
-def text_of(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
+def text_or_file_content(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
     """Returns the value of the flag `text`, or the content of the file that the flag `file` names.
 
     Without either it is ''. Raises ConfigError if both are given, or if the file cannot be read.
@@ -433,7 +433,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
       141  the reader of the output has gone, as in `... | head`
     """
     script_globals = inspect.unwrap(main).__globals__  # of the module that defines `main`
-    kind = _kind() if 'config' in flags.FLAGS else None
+    kind = _config_class() if 'config' in flags.FLAGS else None
 
     def parse_flags(argv: Sequence[str]) -> list[str]:
         """Parses the flags; returns the name of the script and the arguments that are not flags."""
@@ -522,7 +522,7 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
         name, value = override.groups()
         field = settings(kind).get(name)
         if field is not None:
-            return f'--config.{name}={value} must be {_expected(field)}'
+            return f'--config.{name}={value} must be {_describe_valid_values(field)}'
 
     # The file of --config is no config. ml_collections imports it as a module config_config.
     if "'config_config' has no attribute 'get_config'" in sentence:
@@ -615,7 +615,7 @@ def _write_or_discard(text: str, stream: TextIO) -> None:
     try:
         say(text, stream)
     except OSError:
-        discard(stream)
+        discard_output(stream)
 
 
 def _log_to_stderr() -> None:
@@ -659,7 +659,7 @@ def _help(doc: str, kind: Kind | None) -> str:
 
     # The settings, as flags that override them: '--config.model.d_model: int, at least 1; ...'.
     for name, field in settings(kind).items():
-        head = f'--config.{name}: {_expected(field)}; default {field.default!r}'
+        head = f'--config.{name}: {_describe_valid_values(field)}; default {field.default!r}'
         description = field.doc
         registered_names = field.registered_names()
         if registered_names:
@@ -673,13 +673,13 @@ def _help_entry(head: str, description: str) -> list[str]:
 
     Line breaks in the description stay.
     """
-    lines = _wrapped(head, indent=2)
+    lines = _wrap(head, indent=2)
     for paragraph in description.splitlines():
-        lines += _wrapped(paragraph, indent=6)
+        lines += _wrap(paragraph, indent=6)
     return lines
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
+def _wrap(text: str, indent: int) -> list[str]:
     """Wraps text to the terminal's width; lines after the first one are indented two more."""
     return textwrap.wrap(
         text,
@@ -691,25 +691,25 @@ def _wrapped(text: str, indent: int) -> list[str]:
     )
 
 
-def _type(annotation: Any) -> str:
+def _describe_type(annotation: Any) -> str:
     """Returns a type in words, such as 'int or None', 'tuple of float' or "'adam' or 'sgd'"."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Literal:  # Literal['adam', 'sgd']
         return ' or '.join(repr(value) for value in arguments)
     if origin in (types.UnionType, typing.Union):  # int | None
-        return ' or '.join(_type(member) for member in arguments)
+        return ' or '.join(_describe_type(member) for member in arguments)
     if origin is tuple:  # tuple[float, ...]
-        return f'tuple of {_type(arguments[0])}'
+        return f'tuple of {_describe_type(arguments[0])}'
     return 'None' if annotation is type(None) else annotation.__name__
 
 
-def _expected(setting: Setting) -> str:
+def _describe_valid_values(setting: Setting) -> str:
     """Returns which values a setting takes, as in 'int, at least 1 and below 2**31'.
 
     Bounds are described for numbers only. For a tuple of numbers they apply to each entry.
     """
-    type_in_words = _type(setting.kind)
+    type_in_words = _describe_type(setting.kind)
     bounded_type = concrete_types(setting.kind)[0]  # int for 'int | None'
     if bounded_type is tuple:
         entry_annotation = typing.get_args(setting.kind)[0]

@@ -162,7 +162,7 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     if cuda_devices is None:  # Open MPI does not set the variable
         gpus = machine.accelerators(os.environ.get('JAX_PLATFORMS')) or []
     else:
-        gpus = machine.listed(cuda_devices)
+        gpus = machine.split_visible_gpus(cuda_devices)
     num_visible = len(gpus)
     if num_visible == 0:
         return None

@@ -418,7 +418,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             fields.append(f'{self._speeds["mfu"]:.1%} MFU')
         seconds_left = self._pace.left(self._total, now)
         if seconds_left is not None and step < self._total:
-            fields.append(f'{interval(seconds_left)} left')
+            fields.append(f'{format_duration(seconds_left)} left')
         fields.append(f'{step / max(1, self._total):.0%}')
         if self._loss is not None:
             fields.append(f'loss {loss_text(self._loss, self._unit)}')
@@ -436,7 +436,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         whole = self._pace.whole(self._total)
         if left is not None and whole is not None:
             seconds = left + whole * study.waiting_work / study.workers
-            yield f'study {interval(seconds)} left with {_counted(study.workers, "worker")}'
+            yield f'study {format_duration(seconds)} left with {_counted(study.workers, "worker")}'
         yield f'{_counted(study.runs, "run")} left'
 
     def _row(self, fields: list[str], room: int) -> str:
@@ -484,7 +484,7 @@ def loss_text(loss: Any, unit: str = '') -> str:
     return text
 
 
-def interval(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Returns seconds as '02:10' (minutes and seconds), or '1:02:10' from an hour on."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)

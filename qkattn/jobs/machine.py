@@ -38,12 +38,12 @@ def usable_cores() -> list[int]:
         cores = sorted(os.sched_getaffinity(0))
     else:
         cores = list(range(os.cpu_count() or 1))
-    num_usable = max(1, math.floor(min(len(cores), quota())))
+    num_usable = max(1, math.floor(min(len(cores), granted_cores())))
     # Numbers at equal distances: 0 and 2 of 4 cores if 2 are usable.
     return [cores[index * len(cores) // num_usable] for index in range(num_usable)]
 
 
-def shares(items: Sequence, number: int) -> list[list]:
+def split_evenly(items: Sequence, number: int) -> list[list]:
     """Splits `items` into `number` groups of neighbours, whose sizes differ by at most one."""
     groups = []
     for index in range(number):
@@ -53,10 +53,10 @@ def shares(items: Sequence, number: int) -> list[list]:
     return groups
 
 
-def quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
+def granted_cores(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
     """Returns the processor time that the control groups grant, in cores; infinity if unlimited."""
     limits = [math.inf]
-    for text in _settings('cpu.max', groups, membership):
+    for text in _control_group_values('cpu.max', groups, membership):
         granted, _, period = text.partition(' ')
         if granted != 'max':
             limits.append(int(granted) / int(period))
@@ -72,14 +72,14 @@ def free_memory(
     """
     candidates = [math.inf]
     # The machine has a line 'MemAvailable:   1234 kB'.
-    available = re.search(r'^MemAvailable:\s*(\d+)', _text(memory), re.MULTILINE)
+    available = re.search(r'^MemAvailable:\s*(\d+)', _read_text(memory), re.MULTILINE)
     if available:
         candidates.append(1024 * int(available[1]))
 
     # Each control group has three files: the limit in bytes, the bytes in use, and statistics.
-    limits = _settings('memory.max', groups, membership)
-    usages = _settings('memory.current', groups, membership)
-    statistics = _settings('memory.stat', groups, membership)
+    limits = _control_group_values('memory.max', groups, membership)
+    usages = _control_group_values('memory.current', groups, membership)
+    statistics = _control_group_values('memory.stat', groups, membership)
     for limit, used, stat in itertools.zip_longest(limits, usages, statistics, fillvalue=''):
         has_limit = limit not in ('', 'max')
         if not has_limit:
@@ -96,13 +96,13 @@ def free_memory(
 
 def cpu() -> str:
     """Returns the model of the processor."""
-    name = re.search(r'^model name\s*:(.*)', _text(Path('/proc/cpuinfo')), re.MULTILINE)
+    name = re.search(r'^model name\s*:(.*)', _read_text(Path('/proc/cpuinfo')), re.MULTILINE)
     if name:
         return name[1].strip()
     return platform.processor() or platform.machine()
 
 
-def listed(visible: str) -> list[str]:
+def split_visible_gpus(visible: str) -> list[str]:
     """Splits a value of CUDA_VISIBLE_DEVICES into the GPUs that it names: '0,1' gives ['0', '1'].
 
     '' and '-1' name no GPU.
@@ -129,7 +129,7 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
         visible = os.environ.get('CUDA_VISIBLE_DEVICES')
         if visible is None:  # all GPUs are visible
             return [str(index) for index in range(num_gpus)]
-        return listed(visible)
+        return split_visible_gpus(visible)
     return None if _has_other_accelerators(root) else []
 
 
@@ -141,7 +141,7 @@ def describe_accelerators(root: Path = Path('/')) -> str:
 
     text = '1 NVIDIA GPU' if num_gpus == 1 else f'{num_gpus} NVIDIA GPUs'
     visible = os.environ.get('CUDA_VISIBLE_DEVICES')
-    are_hidden = visible is not None and not listed(visible)
+    are_hidden = visible is not None and not split_visible_gpus(visible)
     if are_hidden:
         text += f', hidden by CUDA_VISIBLE_DEVICES={visible}'
     return text
@@ -178,13 +178,13 @@ def keep_freed_memory() -> None:
             break
 
 
-def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:
+def _control_group_values(name: str, groups: Path, membership: Path) -> Iterator[str]:
     """Yields the values of a setting, such as 'cpu.max', in the control groups of this process.
 
     The process's own group comes first, then the groups around it. Groups without the setting are
     skipped.
     """
-    for line in _text(membership).splitlines():
+    for line in _read_text(membership).splitlines():
         number, _, path = line.split(':', 2)  # '0::/user.slice/job'
         if number != '0':  # a group of cgroup version 1
             continue
@@ -192,12 +192,12 @@ def _settings(name: str, groups: Path, membership: Path) -> Iterator[str]:
         for parent in (group, *group.parents):
             if not parent.is_relative_to(groups):
                 break
-            text = _text(parent / name)
+            text = _read_text(parent / name)
             if text:
                 yield text
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Returns the content of a file, or '' if it cannot be read."""
     try:
         return path.read_text(encoding='utf-8', errors='replace').strip()

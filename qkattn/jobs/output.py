@@ -26,7 +26,7 @@ def escape_unencodable() -> None:
     cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Escapes characters that a terminal obeys, for example as \\x1b; the result is one line."""
 
     def escape(match: re.Match[str]) -> str:
@@ -71,7 +71,7 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
 
     body = []
     for row in rows:
-        cells = [visible(cell) for cell in row]
+        cells = [escape_control_characters(cell) for cell in row]
         if any(cells):
             body.append(cells)
 
@@ -102,7 +102,7 @@ def say(text: str, stream: TextIO) -> None:
         has_reader_gone = error.errno in (errno.EPIPE, errno.EIO)
         if not has_reader_gone:
             raise
-        discard(stream)
+        discard_output(stream)
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def exit_if_reader_gone() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        discard(sys.stdout)
+        discard_output(sys.stdout)
         sys.exit(EXIT_UNREAD)
 
 
@@ -125,7 +125,7 @@ def run_program(command: Sequence[str], **settings: Any) -> subprocess.Completed
     return subprocess.run(command, encoding='utf-8', errors='replace', **settings)
 
 
-def discard(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """Drops the text that the stream has buffered, and all later text."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

@@ -83,7 +83,7 @@ def _with_look(study: TrainedStudy) -> TrainedStudy:
     is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
     if not is_beyond_screening:
         return study
-    is_recorded = ledger.look(study.directory, study.files)
+    is_recorded = ledger.record_look(study.directory, study.files)
     if not is_recorded:
         return study
 

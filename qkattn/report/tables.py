@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from markupsafe import Markup
 
-from qkattn.jobs.output import short, text_table, visible
+from qkattn.jobs.output import escape_control_characters, short, text_table
 from qkattn.report import columns, prose
 from qkattn.report.columns import Heading, Table
 from qkattn.report.prose import NONE, interval, one_line, rounded, sentences, words
@@ -103,7 +103,7 @@ def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> 
 
 def markdown(text: str) -> str:
     """Escapes text for Markdown, which then shows it as it is; the result is one line."""
-    return _MARKUP.sub(lambda match: _ESCAPES[match[0]], visible(one_line(text)))
+    return _MARKUP.sub(lambda match: _ESCAPES[match[0]], escape_control_characters(one_line(text)))
 
 
 # What Markdown would not show as it is: the '<' of a tag, the '&' of an entity, a backslash, a
@@ -450,7 +450,9 @@ def terminal_text(findings: Findings, page: Path) -> str:
     lines += summary(findings)
     lines += [f'! {problem}' for problem in study.problems]
     wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
-    result_text = '\n'.join(wrapper.fill(visible(one_line(line))) for line in lines)
+    result_text = '\n'.join(
+        wrapper.fill(escape_control_characters(one_line(line))) for line in lines
+    )
     parts = [result_text]
 
     results_table = columns.printed(columns.HEADLINE, findings, findings.arms)
@@ -468,7 +470,7 @@ def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     Names in the first column that are longer than a quarter of the width are cut in the middle. If
     two names would become equal, all names keep more characters. The first column always stays.
     """
-    names = [visible(row[0]) for row in rows]
+    names = [escape_control_characters(row[0]) for row in rows]
     name_length = WIDTH // 4
     while len({short(name, name_length) for name in names}) < len(set(names)):
         name_length += 1  # two different names are cut to the same text

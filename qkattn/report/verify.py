@@ -137,7 +137,7 @@ def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
     if not has_results:
         return
     digests_then = study.ledger.looked_files
-    digests_now = ledger.digests(study.files)
+    digests_now = ledger.file_digests(study.files)
     all_files = {**digests_then, **digests_now}  # then or now; a missing file has no digest
     changed_files = []
     for name in all_files:

@@ -69,7 +69,7 @@ def to_path(url: str | os.PathLike[str]) -> Path:
 def _require_listing(bucket: str) -> None:
     """Checks that a bucket can be listed; the cache makes this one check per bucket."""
     with _request(bucket, 'read', opening=True):
-        listing = iter(_client().list_blobs(bucket, max_results=1, **_patience()))
+        listing = iter(_client().list_blobs(bucket, max_results=1, **_retry_arguments()))
         next(listing, None)  # only reading an entry sends the request
 
 
@@ -78,16 +78,17 @@ def check_writable(path: Path) -> None:
     bucket, _ = _split(path)
     with _request(path, 'write', opening=True):
         # Orbax asks for the bucket itself, which needs a permission of its own.
-        _client().get_bucket(bucket, **_patience())
+        _client().get_bucket(bucket, **_retry_arguments())
     now(path)  # writes and deletes an object
 
 
 def read(path: str | os.PathLike[str]) -> Object:
     """Reads the object at `path`; raises FileNotFoundError if there is none."""
     with _request(path, 'read') as blob:
-        content = blob.download_as_bytes(**_patience())
+        content = blob.download_as_bytes(**_retry_arguments())
         downloaded_generation = blob.generation
-        blob.reload(**_patience())  # for the time of the write, which a download does not tell
+        # A download does not tell the time of the write.
+        blob.reload(**_retry_arguments())
     if blob.generation != downloaded_generation:  # another process has written the object
         return read(path)
     return Object(content, downloaded_generation, blob.updated.timestamp())
@@ -110,9 +111,9 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
                 content,
                 'application/octet-stream',
                 if_generation_match=generation,
-                **_patience(),
+                **_retry_arguments(),
             )
-        except _api('PreconditionFailed') as error:
+        except _google_error('PreconditionFailed') as error:
             # The library repeats a request whose answer was lost. If the first request succeeded,
             # the repeated one fails here, because it finds what the first one has written.
             if content:
@@ -129,9 +130,9 @@ def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
 
     None deletes any generation.
     """
-    expected_errors = (_api('NotFound'), _api('PreconditionFailed'))
+    expected_errors = (_google_error('NotFound'), _google_error('PreconditionFailed'))
     with _request(path, 'write') as blob, contextlib.suppress(*expected_errors):
-        blob.delete(if_generation_match=generation, **_patience())
+        blob.delete(if_generation_match=generation, **_retry_arguments())
 
 
 def now(path: str | os.PathLike[str]) -> float:
@@ -151,12 +152,12 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
     return bucket, name
 
 
-def _api(name: str) -> Any:
+def _google_error(name: str) -> Any:
     """Returns an exception of Google's libraries by name, such as NotFound."""
     return getattr(load_extra('google.api_core.exceptions', EXTRA), name)
 
 
-def _patience() -> dict[str, Any]:
+def _retry_arguments() -> dict[str, Any]:
     """Returns the arguments by which a request that fails is repeated for PATIENCE seconds."""
     retry = load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY
     return {'timeout': PATIENCE, 'retry': retry.with_timeout(PATIENCE)}
@@ -212,13 +213,13 @@ def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> 
     except (FileNotFoundError, FileExistsError, ConnectionError, RunDirectoryError):
         raise  # the block has raised it for its caller
     except Exception as error:
-        translated = _translated(error, path, task, opening)
+        translated = _translate_error(error, path, task, opening)
         if translated is None:
             raise
         raise translated from error
 
 
-def _translated(
+def _translate_error(
     error: Exception, path: str | os.PathLike[str], task: str, opening: bool
 ) -> Exception | None:
     """Returns the error that `_request` raises for an error of Google's libraries.
@@ -228,7 +229,7 @@ def _translated(
     `_request`.
     """
     bucket, _ = _split(path)
-    if isinstance(error, _api('NotFound')):
+    if isinstance(error, _google_error('NotFound')):
         # A bucket that was opened exists, so only the object to read can be missing.
         if task == 'read' and not opening:
             return FileNotFoundError(f'{os.fspath(path)} does not exist')
@@ -236,7 +237,7 @@ def _translated(
             f'{SCHEME}{bucket} does not exist; create the bucket or give another'
         )
 
-    if isinstance(error, (_api('Forbidden'), _api('Unauthorized'))):
+    if isinstance(error, (_google_error('Forbidden'), _google_error('Unauthorized'))):
         return RunDirectoryError(
             f'{SCHEME}{bucket} may not be used to {task}: give this account {ROLES} on the bucket'
         )
@@ -257,4 +258,4 @@ def _translated(
 def _is_out_of_reach(error: Exception) -> bool:
     """Whether the network, the service or the credentials have caused an error."""
     credentials_error = load_extra('google.auth.exceptions', EXTRA).GoogleAuthError
-    return isinstance(error, (OSError, _api('GoogleAPIError'), credentials_error))
+    return isinstance(error, (OSError, _google_error('GoogleAPIError'), credentials_error))

@@ -136,7 +136,7 @@ def join_without_links(directory: Path, *names: str) -> Path:
     """
     link = first_link(directory, *names)
     if link is not None:
-        raise _linked(link)
+        raise _link_error(link)
     return directory.joinpath(*names)
 
 
@@ -165,7 +165,7 @@ def in_place(path: str, flags: int) -> int:
         descriptor = os.open(path, safe_flags, 0o666)
     except OSError as error:
         if os.path.islink(path):
-            raise _linked(Path(path)) from error
+            raise _link_error(Path(path)) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -173,7 +173,7 @@ def in_place(path: str, flags: int) -> int:
     return descriptor
 
 
-def _linked(path: Path) -> RunDirectoryError:
+def _link_error(path: Path) -> RunDirectoryError:
     """Returns the error for a link at a path where the program would write or delete."""
     return RunDirectoryError(
         f'{path} is a link, and nothing is written or deleted through one; put what it links to '
@@ -289,7 +289,7 @@ def require_same(path: Path, before: os.stat_result) -> None:
     """
     with disk_errors(path):
         if not os.path.samestat(path.stat(), before):
-            raise _gone(path)
+            raise _gone_error(path)
 
 
 def version_of(path: Path) -> tuple[int, int]:
@@ -421,7 +421,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             from_root = (*reversed(path.parents), path)  # '/', '/runs', '/runs/a' for /runs/a
             for directory in from_root:
                 if not os.path.lexists(directory):
-                    raise _gone(directory) from error
+                    raise _gone_error(directory) from error
 
         # If the disk has failed, say how.
         directory = path if os.path.isdir(path) else path.parent
@@ -494,6 +494,6 @@ def _reason_of_failure(error: BaseException) -> str | None:
     return None
 
 
-def _gone(path: Path) -> DiskError:
+def _gone_error(path: Path) -> DiskError:
     """Returns the error for a directory that has vanished while a run wrote there."""
     return DiskError(f'{path} is gone: it was removed, renamed or unmounted; put it back {_RESUME}')

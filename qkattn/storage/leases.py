@@ -87,7 +87,7 @@ class Lease:
         """Takes the lease, and starts the thread that renews it."""
         description = {
             'host': socket.gethostname(),
-            'process': _process(os.getpid()),
+            'process': _identify_process(os.getpid()),
             'pid': os.getpid(),
             'started': time.time_ns(),  # so that no two leases are equal
             'expiry': EXPIRY,
@@ -245,7 +245,7 @@ class _Object(Lease):
         buckets.delete(self._path, self._generation)
 
 
-def _lease(directory: Path, run: str) -> Lease:
+def _stored_lease(directory: Path, run: str) -> Lease:
     """Returns the lease of a run as it is stored; this process does not hold it."""
     if buckets.is_url(directory):
         return _Object(directory, run)
@@ -259,9 +259,9 @@ def acquire(directory: Path, run: str) -> Lease | None:
     finished it. Raises DiskError if the lease cannot be written.
     """
     with disk_errors(directory):
-        lease = _lease(directory, run)
+        lease = _stored_lease(directory, run)
         while True:
-            is_free = _holder(lease) is None
+            is_free = _find_holder(lease) is None
             if not is_free:
                 return None
             try:
@@ -292,7 +292,7 @@ def holders(directory: Path) -> dict[str, str]:
 
     holder_by_run = {}
     for run in sorted(runs):
-        holder = _holder(_lease(directory, run))
+        holder = _find_holder(_stored_lease(directory, run))
         if holder is not None:
             holder_by_run[run] = holder.name
     return holder_by_run
@@ -307,7 +307,7 @@ class _Holder:
     is_alive_here: bool
 
 
-def _holder(lease: Lease) -> _Holder | None:
+def _find_holder(lease: Lease) -> _Holder | None:
     """Returns the process that holds a lease, or None if the lease is free.
 
     A lease is free in three cases: it does not exist; it was not renewed in time; or its holder was
@@ -336,20 +336,20 @@ def _holder(lease: Lease) -> _Holder | None:
         return _Holder(name, is_alive_here=False)
 
     # If the holder has ended, its id belongs to no process, or to one that started later.
-    is_alive = _process(pid) == process
+    is_alive = _identify_process(pid) == process
     return _Holder(name, is_alive_here=True) if is_alive else None
 
 
 def _is_of_this_machine(process: str) -> bool:
     """Whether the text 'BOOT NAMESPACE PID START' of a process was made on this machine."""
-    this_process = _process(os.getpid())
+    this_process = _identify_process(os.getpid())
     if this_process is None:
         return False
     # Processes of one machine have the same BOOT and NAMESPACE.
     return process.split()[:2] == this_process.split()[:2]
 
 
-def _process(pid: int) -> str | None:
+def _identify_process(pid: int) -> str | None:
     """Returns a text 'BOOT NAMESPACE PID START' that identifies a live process of this machine.
 
     BOOT identifies the machine since it was booted, and NAMESPACE its container, if any. START is
@@ -452,7 +452,7 @@ def _lock_in_bucket(path: Path, wait: bool) -> Lease:
         lease = acquire(path.parent, path.name)
         if lease is not None:
             return lease
-        holder = _holder(_lease(path.parent, path.name))
+        holder = _find_holder(_stored_lease(path.parent, path.name))
         if holder is None:  # the holder freed the lock in between
             continue
 

@@ -14,8 +14,8 @@ ledger protects from mistakes, not from fraud. The events and their fields:
                  and arms.
     arms_added   Arms are added. arms, family, declaration, post_hoc (whether a look came before
                  and the study has verdicts).
-    looked       A report on more than screening is made. look (1, 2, ...), files (`digests`), runs
-                 (`seen`).
+    looked       A report on more than screening is made. look (1, 2, ...), files
+                 (`file_digests`), runs (`run_digests`).
     accepted     A reason to withhold every verdict is accepted. code (which reason), why.
 
 An arm is {variant, size, corpus, control}. The family is the number of arms that are compared with
@@ -143,7 +143,7 @@ class Ledger:
 
     @property
     def looked_files(self) -> dict[str, str | None]:
-        """`digests` at the last look; empty before the first."""
+        """`file_digests` at the last look; empty before the first."""
         looks = self._entries_of(LOOKED)
         return looks[-1]['files'] if looks else {}
 
@@ -151,7 +151,7 @@ class Ledger:
         """Finds the runs that have changed, or are gone, since the first look at them.
 
         Args:
-          runs: the digest of every run as it is on disk, from `seen`.
+          runs: the digest of every run as it is on disk, from `run_digests`.
 
         Returns {run: number (1, 2, ...) of the first look at it} for these runs.
         """
@@ -264,10 +264,10 @@ def declare(
         earlier one, 'entry': the hash of the last line of its ledger}.
     """
     path = directory / NAME
-    common_fields = {'declaration': digest(declared), 'family': _family(declared)}
+    common_fields = {'declaration': declaration_digest(declared), 'family': _family(declared)}
     if path.exists():
         ledger = read(path)
-        if ledger.declaration == digest(declared):
+        if ledger.declaration == declaration_digest(declared):
             return
         added_arms = [arm for arm in declared['arms'] if arm_key(arm) not in ledger.arms]
         if added_arms:
@@ -296,7 +296,7 @@ def _family(declared: Mapping[str, Any]) -> int:
     return family
 
 
-def look(directory: Path, logs: Files | None = None) -> bool:
+def record_look(directory: Path, logs: Files | None = None) -> bool:
     """Enters a look into the ledger: that somebody reads a report on the results of a study.
 
     Reports on screening do not count. Call this before the report is made. The entry has digests of
@@ -313,8 +313,8 @@ def look(directory: Path, logs: Files | None = None) -> bool:
     path = directory / NAME
     if logs is None:
         logs = directory
-    files = digests(logs)
-    runs = seen(logs)
+    files = file_digests(logs)
+    runs = run_digests(logs)
 
     # Nothing to enter? This is checked before locking, which would create a file `lock` even in a
     # directory that only holds a copy of a study.
@@ -363,7 +363,7 @@ def arm_key(arm: Mapping[str, Any]) -> tuple[str | None, ...]:
     return tuple(arm[name] for name in ARM_KEY)
 
 
-def digest(declared: Mapping[str, Any]) -> str:
+def declaration_digest(declared: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of the content of study.json without its command."""
     return _sha256({name: value for name, value in declared.items() if name != 'command'})
 
@@ -373,7 +373,7 @@ def digest_of_entry(entry: Entry) -> str:
     return _sha256({name: value for name, value in entry.items() if name != 'hash'})
 
 
-def digests(directory: Files) -> dict[str, str | None]:
+def file_digests(directory: Files) -> dict[str, str | None]:
     """Returns {name: SHA-256} for the files of a study that a report is made from.
 
     The value is None if a file is missing. The entry 'logs' covers the logs of all planned runs,
@@ -390,7 +390,7 @@ def digests(directory: Files) -> dict[str, str | None]:
     return digest_by_name
 
 
-def seen(directory: Files) -> dict[str, str]:
+def run_digests(directory: Files) -> dict[str, str]:
     """Returns {run: SHA-256 of its results and logs} for each planned run that has results.
 
     The ledger stores these digests when somebody looks at the results. Later, `Ledger.altered`
@@ -471,7 +471,7 @@ def left_out_documents(run: Files) -> str | None:
 
 
 def is_training(line: bytes) -> bool:
-    """Whether a line of metrics.jsonl is a training record; exports and `digests` skip these."""
+    """Whether a line of metrics.jsonl is a training record, which exports and digests skip."""
     return b'"kind": "train"' in line
 
 

@@ -89,7 +89,7 @@ def _read_records(
             if is_last and not _is_complete(line):
                 return
 
-            record = _record(path, number, line)
+            record = _parse_record(path, number, line)
             step = record['step']
             if step < last_step:
                 raise _damaged_line(path, number, f'step {step} comes after step {last_step}')
@@ -106,13 +106,13 @@ def _open_to_read(path: Readable) -> Iterator[IO[bytes]]:
     Raises RunDirectoryError if the log is missing or is not a regular file.
     """
     try:
-        with read_errors(path), _opened(path) as file:
+        with read_errors(path), _open_file(path) as file:
             yield file
     except OSError as error:
         raise damaged_file_error(path, error) from error
 
 
-def _opened(path: Readable) -> IO[bytes]:
+def _open_file(path: Readable) -> IO[bytes]:
     """Opens a file for reading; one in a bucket or an archive is read into memory."""
     if isinstance(path, Path) and not buckets.is_url(path):
         return open_regular(path)
@@ -127,7 +127,7 @@ def _is_complete(line: bytes) -> bool:
         return False
 
 
-def _record(path: Readable, number: int, line: bytes) -> dict[str, Any]:
+def _parse_record(path: Readable, number: int, line: bytes) -> dict[str, Any]:
     """Parses a whole line of a log, and removes its checksum.
 
     Raises RunDirectoryError, which names the `number` of the line, if the line is damaged.
@@ -175,11 +175,11 @@ def _complete_lines(path: Readable, limit: int | None = None) -> _Prefix:
     is_last_of_log = limit is None and not ends_without_newline
     if is_last_of_log and not _is_complete(last_line):
         return _complete_lines(path, limit=num_lines - 1)
-    last_step = _record(path, num_lines, last_line)['step']
+    last_step = _parse_record(path, num_lines, last_line)['step']
     return _Prefix(num_lines, size, crc32, last_step)
 
 
-def _opened_to_append(path: Path) -> Any:
+def _open_to_append(path: Path) -> Any:
     """Opens a log to read it and to append to it; creates a log on a disk if there is none.
 
     A log in a bucket is copied into memory. `MetricsFile.flush` writes the copy to the bucket.
@@ -211,7 +211,7 @@ class MetricsFile:
         """
         self.path = as_path(path)
         try:
-            self._file = _opened_to_append(self.path)
+            self._file = _open_to_append(self.path)
         except OSError as error:
             raise damaged_file_error(self.path, error) from error
 

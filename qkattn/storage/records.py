@@ -287,7 +287,7 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     """Returns {name: metric} for the metrics that a result may have.
 
     These are the metrics of the package, and those from outside that the result describes in its
-    field OUTSIDE (see `described`). Raises ValueError if a description is not valid.
+    field OUTSIDE (see `describe_outside_metrics`). Raises ValueError if a description is not valid.
     """
     if OUTSIDE not in result:
         return METRICS
@@ -296,7 +296,7 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     for name, description in result[OUTSIDE].items():
         try:
             # A description has no `details`, because they are Python types.
-            metric = read(Metric, description, name=name, details={})
+            metric = read_dataclass(Metric, description, name=name, details={})
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error
         outside_metrics.append(metric)
@@ -320,7 +320,7 @@ def metric_fields(result: Mapping[str, Any]) -> dict[str, type]:
     return result_fields(metrics_of(result), corpora_of(result))
 
 
-def described(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
+def describe_outside_metrics(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
     """Describes the metrics from outside the package for a result, so that reports can show them.
 
     Returns the field of the result: {'outside_metrics': {'top_3': {'role': 'score', ...}}} for a
@@ -382,7 +382,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         raise ValueError(f'field {name!r} is {value!r:.80}, expected {expected}')
 
 
-def read(cls: type[T], record: Any, **fixed: Any) -> T:
+def read_dataclass(cls: type[T], record: Any, **fixed: Any) -> T:
     """Builds a dataclass from the fields of a JSON object, with lists as tuples.
 
     The object may lack fields that have a default, and may have fields that the class lacks.

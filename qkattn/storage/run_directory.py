@@ -140,7 +140,7 @@ def _require_same_config(path: Path, config: Config) -> None:
     The error lists the settings that differ. Settings of the machine, such as the mesh, may differ:
     the fingerprint does not cover them.
     """
-    stored = _stored_config(path)
+    stored = _read_config(path)
     if fingerprint(stored) == fingerprint(config):
         return
     # Both configs get the same settings of the machine, so that the error does not list these.
@@ -153,7 +153,7 @@ def _require_same_config(path: Path, config: Config) -> None:
     )
 
 
-def _stored_config(path: Path) -> Config:
+def _read_config(path: Path) -> Config:
     """Reads a config.json; raises ConfigError if it is damaged or from a later version."""
     record = read_json(path, CONFIG)
     config_json = record['config']

@@ -111,7 +111,9 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
 
         # The ledger is written first; see `_require_declared`.
         ledger.declare(path, declared, repeats)
-        if earlier is None or ledger.digest(earlier) != ledger.digest(declared):
+        if earlier is None or ledger.declaration_digest(earlier) != ledger.declaration_digest(
+            declared
+        ):
             records.write_json(study_file, declared)
     return declared
 
@@ -130,9 +132,9 @@ def _require_declared(
         declared: The content that it has to get.
     """
     ledger_file = study_file.parent / ledger.NAME
-    valid_hashes = [ledger.digest(declared)]
+    valid_hashes = [ledger.declaration_digest(declared)]
     if earlier is not None:
-        valid_hashes.append(ledger.digest(earlier))
+        valid_hashes.append(ledger.declaration_digest(earlier))
     if ledger.read(ledger_file).declaration not in valid_hashes:
         raise ConfigError(
             f'{study_file} is missing, or is not what {ledger_file} declares last; restore both '

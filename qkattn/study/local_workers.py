@@ -146,8 +146,8 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
     refusals: list[str] = []  # the last lines of workers that refused the task
     last_crash = None
     is_stopping = False
-    cores_of_worker = machine.shares(machine.usable_cores(), number)
-    gpus_of_worker = machine.shares(_gpus() or [], number)
+    cores_of_worker = machine.split_evenly(machine.usable_cores(), number)
+    gpus_of_worker = machine.split_evenly(_gpus() or [], number)
     try:
         for i in range(number):
             variables = {}
@@ -206,7 +206,7 @@ def _crash(number: int, exit_code: int) -> str:
 def main() -> None:
     """Trains the study that the parent sends."""
     keep_programs()
-    pipe = children.parent()
+    pipe = children.pipe_to_parent()
     if pipe is None:
         raise ConfigError('qkattn.study.local_workers is started by ablate --workers')
     # The command that is recorded is that of the parent.

@@ -140,7 +140,7 @@ class _Worker:
             with waiting(study.name, 'preparing data'):
                 open_corpora(run.config, check_data(study, run.config))
         make_directory(path)
-        self._declared = ledger.digest(declaration.declare(path, study, self.arms))
+        self._declared = ledger.declaration_digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
         """Acquires the lease of the next run, which is the right to train it.
@@ -226,7 +226,7 @@ class _Worker:
         with locked(path / 'lock'):
             results = plan.results_in(path)
             runs = plan.runs(study, self.arms, results)
-            digest_in_directory = ledger.digest(read_json(path / 'study.json', {}))
+            digest_in_directory = ledger.declaration_digest(read_json(path / 'study.json', {}))
             if digest_in_directory == self._declared:
                 write_atomic(path / 'plan.jsonl', plan.plan_lines(study, runs))
                 write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))

@@ -20,7 +20,7 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.vocabulary import use_recorded_tokenizers
 from qkattn.errors import CheckpointError, ConfigError, Lost, Stopped
 from qkattn.jobs import agreement
-from qkattn.jobs.agreement import make_in_process_0, owner_first
+from qkattn.jobs.agreement import make_in_process_0, run_in_process_0_first
 from qkattn.jobs.display import Progress, StudyLeft, waiting
 from qkattn.jobs.signals import StopRequest
 from qkattn.model.sites import validate
@@ -641,7 +641,7 @@ def _open_rows(
     tokenizer_names = agreement.call_in_process_0(lambda: recorded_tokenizers(path, config.data))
     with progress.phase('preparing data'), use_recorded_tokenizers(*tokenizer_names):
         # Process 0 opens the data first, and prepares them on disk. The others find them there.
-        rows, corpora = owner_first(open_data)
+        rows, corpora = run_in_process_0_first(open_data)
     agreement.require_same('dataset', json.dumps(identity_with(rows, corpora)))
     return rows, corpora
 

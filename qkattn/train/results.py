@@ -27,7 +27,7 @@ from qkattn.storage.records import (
     FINISHED,
     PROVENANCE,
     START,
-    described,
+    describe_outside_metrics,
     metric_fields,
     read_json,
     to_jsonable,
@@ -61,7 +61,7 @@ def trial_results(
     common = _common(stack, evaluations, costs, corpora)
     common['provenance'] = provenance
     # Declarations of metrics from outside the package, so that reports can show them.
-    common |= described({**evaluated, **of_task})
+    common |= describe_outside_metrics({**evaluated, **of_task})
 
     alive_X = stack.alive_X
     # A finite gradient in the last step may still have left parameters with an infinite loss.

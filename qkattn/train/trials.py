@@ -20,7 +20,7 @@ from qkattn.decode.translate import translate_ids
 from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from qkattn.model.transformer import cross_entropy
-from qkattn.storage.records import described
+from qkattn.storage.records import describe_outside_metrics
 from qkattn.train.program import Program, stack_program
 from qkattn.train.sharding import fetch, local_rows, local_share, place_batch, place_rows
 from qkattn.train.step import measure_on_targets
@@ -248,7 +248,7 @@ def check_metrics(config: Config) -> None:
                 f'metrics of data.task={config.data.task!r} must be a tuple of Metric, not '
                 f'{of_task!r:.80}'
             )
-        described(metrics.with_outside([*of_run, *of_task]))
+        describe_outside_metrics(metrics.with_outside([*of_run, *of_task]))
     if not config.train.metrics:
         return
 
@@ -272,7 +272,7 @@ def check_metrics(config: Config) -> None:
                 'must give an array [B, T] or [B, T, ...]'
             )
         sums[name] = np.ones((R, X, *shape[2:]))
-    described(evaluated)
+    describe_outside_metrics(evaluated)
 
     for name, metric in metrics.outside(evaluated).items():
         if metric.value is None:

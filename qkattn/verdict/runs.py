@@ -141,7 +141,7 @@ def parse_run(record: Any) -> TrainedRun:
     check_run_directory(record)
     if record['trials'] < 1:
         raise ValueError(f"field 'trials' is {record['trials']}, expected 1 or more")
-    return records.read(
+    return records.read_dataclass(
         TrainedRun,
         record,
         name=record['run'],
@@ -166,7 +166,7 @@ def parse_trial(record: Any, run: TrainedRun) -> Trial:
     declared_metrics = records.metrics_of(record)
     metrics = {name: record.get(name) for name in records.metric_fields(record)}
     # All other fields are read from the record as they are.
-    return records.read(
+    return records.read_dataclass(
         Trial,
         record,
         run=run,

@@ -26,7 +26,7 @@ from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.files import Files, as_path
 from qkattn.storage.ledger import Ledger
-from qkattn.storage.records import check, parse_file, read, read_lines
+from qkattn.storage.records import check, parse_file, read_dataclass, read_lines
 from qkattn.study import chain, stored
 from qkattn.study.arm_key import CONTROLS, LONGER, ArmKey
 from qkattn.study.chain import Earlier
@@ -197,7 +197,7 @@ def load_study(directory: str | Path) -> TrainedStudy:
         runs=tuple(runs),
         problems=tuple(problems),
         yardsticks=yardsticks,
-        altered=study_ledger.altered(ledger.seen(files)),
+        altered=study_ledger.altered(ledger.run_digests(files)),
         earlier=tuple(chain.earlier_studies(directory, study_ledger, declared)),
     )
 
@@ -231,18 +231,18 @@ def _declared_study(
         problems.append('base_hash of study.json is not the hash of its base')
 
     # The fields that are not given here are read from the record as they are.
-    study = read(
+    study = read_dataclass(
         TrainedStudy,
         record | {'match': record['matched']},
         base=read_base(record),
-        tuning=read(TuningConfig, tuning or {}),
-        controls=read(ControlsConfig, record['controls']),
+        tuning=read_dataclass(TuningConfig, tuning or {}),
+        controls=read_dataclass(ControlsConfig, record['controls']),
         grids=grids,
         arms=tuple(parse_arm_key(arm) for arm in record['arms']),
         problems=tuple(problems),
         directory=directory,
         files=files,
-        declaration=ledger.digest(record),
+        declaration=ledger.declaration_digest(record),
         ledger=study_ledger,
         altered={},
         earlier=(),
@@ -393,7 +393,7 @@ def _yardsticks(
         bleu = group.get('bleu', {})
         check(bleu, dict.fromkeys(bleu, float))
         context_gain, source_gain = _gains(trials_by_baseline.get(key, []))
-        yardsticks[key] = read(
+        yardsticks[key] = read_dataclass(
             Yardstick,
             group,
             context_gain=context_gain,

@@ -18,7 +18,13 @@ import tensorflow_datasets as tfds
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora import catalogues, cldr, downloads, python_text
-from qkattn.data.corpora.corpus import Corpus, capped, carved, largest_size, split_of
+from qkattn.data.corpora.corpus import (
+    Corpus,
+    cap_documents,
+    carve_missing_splits,
+    largest_size,
+    split_of,
+)
 from qkattn.data.corpora.corpus_registry import CORPORA, SETTINGS, Source, find
 from tests.data.datasets import documents
 from tests.refusals import refused
@@ -38,7 +44,7 @@ def made(texts=TEXTS, names=None, languages=(), **others) -> Corpus:
 
 
 def test_a_tenth_of_the_documents_each_whatever_their_order():
-    both = carved(made(), test=False)
+    both = carve_missing_splits(made(), test=False)
     assert both.carved == {'validation': 0.1, 'test': 0.1}
     assert both.version == '1-carved2-validation-test'
     splits = documents(both)
@@ -47,22 +53,27 @@ def test_a_tenth_of_the_documents_each_whatever_their_order():
     assert splits['train'] == [text for text in TEXTS if text in splits['train']]
     # Written down, so that published splits stay what they are.
     assert splits['test'][:2] == [b'document 9\n', b'document 11\n']
-    mixed = documents(carved(made(random.Random(0).sample(TEXTS, 200)), test=False))
+    mixed = documents(carve_missing_splits(made(random.Random(0).sample(TEXTS, 200)), test=False))
     assert all(set(mixed[split]) == set(texts) for split, texts in splits.items())
     # A carved split is the same where the other one came with the corpus, and stays.
     for test, split, other in ((False, 'validation', 'test'), (True, 'test', 'validation')):
-        given = carved(made(**{other: [b'x\n']}), test)
+        given = carve_missing_splits(made(**{other: [b'x\n']}), test)
         assert (given.version, given.carved) == (f'1-carved2-{split}', {split: 0.1})
         assert documents(given)[other] == [b'x\n'] and documents(given)[split] == splits[split]
-    assert carved(made(validation=[b'x\n']), test=False).splits == ('train', 'validation')
+    assert carve_missing_splits(made(validation=[b'x\n']), test=False).splits == (
+        'train',
+        'validation',
+    )
 
 
 def test_equal_documents_are_in_one_split():
     # 28.5 of 285 documents would be a tenth, which is not a multiple of 3.
-    splits = documents(carved(made([text for text in TEXTS[:95] for _ in range(3)]), test=False))
+    splits = documents(
+        carve_missing_splits(made([text for text in TEXTS[:95] for _ in range(3)]), test=False)
+    )
     assert len(splits['test']) == 30 and not set(splits['train']) & set(splits['test'])
     copies = made(TEXTS + TEXTS, names=lambda split: [str(number) for number in range(400)])
-    splits = documents(carved(copies, test=False))
+    splits = documents(carve_missing_splits(copies, test=False))
     assert len(splits['test']) == 40 and not set(splits['train']) & set(splits['test'])
 
 
@@ -71,13 +82,16 @@ def test_names_go_with_their_documents():
         return [text.decode() for text in (TEXTS if split == 'train' else [b'x'])]
 
     for others in ({}, {'test': [b'x']}):
-        result = carved(made(names=names, **others), test=False)
+        result = carve_missing_splits(made(names=names, **others), test=False)
         for split, texts in documents(result).items():
             assert result.names(split) == [text.decode() for text in texts]
 
 
 def test_both_sides_of_a_translation_are_carved_alike_whichever_is_the_source():
-    corpora = [carved(made(languages=sides), test=False) for sides in (('en', 'de'), ('de', 'en'))]
+    corpora = [
+        carve_missing_splits(made(languages=sides), test=False)
+        for sides in (('en', 'de'), ('de', 'en'))
+    ]
     english = documents(corpora[0], 'en')
     german = documents(corpora[0], 'de')
     for split, texts in german.items():
@@ -88,12 +102,14 @@ def test_both_sides_of_a_translation_are_carved_alike_whichever_is_the_source():
 def test_few_documents_are_cut_at_line_ends():
     lines = [b'%03d\n' % number for number in range(100)]
     for others, bounds in (({}, [0, 81, 91, 100]), ({'test': [b'x']}, [0, 91, 100])):
-        parts = documents(carved(made([b''.join(lines)] * 2, **others), test=False))
+        parts = documents(carve_missing_splits(made([b''.join(lines)] * 2, **others), test=False))
         cut = [[b''.join(lines[a:b])] * 2 for a, b in itertools.pairwise(bounds)]
         assert parts == dict(zip(('train', 'validation', 'test'), cut, strict=False)) | others
-    assert carved(made([b'x'], names=lambda split: ['a']), test=False).names('test') == ['a']
+    assert carve_missing_splits(made([b'x'], names=lambda split: ['a']), test=False).names(
+        'test'
+    ) == ['a']
     with refused('fox has too few lines'):
-        list(documents(carved(made([b'a\nb\n']), test=False))['test'])
+        list(documents(carve_missing_splits(made([b'a\nb\n']), test=False))['test'])
 
 
 def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
@@ -109,7 +125,7 @@ def test_no_evaluation_document_is_more_than_5_percent_of_its_split():
     # Only evaluation splits, here to 180 / 19 = 9.47 bytes, and no character is cut in two.
     long = 'ä'.encode() * 100
     texts = [b'b' * 9] * 20
-    result = capped(made([long, *texts], validation=[long, *texts]))
+    result = cap_documents(made([long, *texts], validation=[long, *texts]))
     expected = {'train': [long, *texts], 'validation': ['ä'.encode() * 4, *texts]}
     assert documents(result) == expected
 
@@ -503,7 +519,7 @@ def test_texts_of_every_category_are_tidy(pairs):
 
 def test_corpus_is_the_pairs_by_split_in_an_order_that_mixes_them(pairs, monkeypatch):
     monkeypatch.setattr(cldr, 'pairs', lambda *languages: iter(pairs))
-    cldr._ordered.cache_clear()
+    cldr._pairs_by_split.cache_clear()
     corpus = find(DataConfig(name='cldr', languages='EN-de'))
     assert (corpus.name, corpus.version) == ('cldr-en-de', f'babel{babel.__version__}-1.0.0')
     assert find(DataConfig(name='cldr', languages='en-zh_CN')).name == 'cldr-en-zh_Hans_CN'

@@ -16,7 +16,7 @@ from qkattn.data.evaluation_corpora import entries
 from qkattn.data.tokenizers.subwords import FileTokenizer
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
-from qkattn.jobs.cli import PathParser, PathsParser, shipped, text_of
+from qkattn.jobs.cli import PathParser, PathsParser, shipped, text_or_file_content
 from qkattn.train import exported
 from tests.processes import limited
 from tests.refusals import refused
@@ -116,7 +116,7 @@ def test_sentences_are_read_of_a_regular_file(tmp_path, monkeypatch, file):
     monkeypatch.chdir(tmp_path)
     os.mkfifo('pipe')
     with limited(10), refused('cannot be read: it is a (pipe|device) and no regular file'):
-        text_of(flag(None), flag(file))
+        text_or_file_content(flag(None), flag(file))
 
 
 def test_sentences_may_come_from_a_pipe_that_the_shell_has_opened():
@@ -125,7 +125,7 @@ def test_sentences_may_come_from_a_pipe_that_the_shell_has_opened():
     with os.fdopen(reading), os.fdopen(writing, 'wb') as file:
         file.write(b'\xef\xbb\xbfone\r\ntwo\n')
         file.close()
-        assert text_of(flag(None), flag(f'/dev/fd/{reading}')) == 'one\ntwo\n'
+        assert text_or_file_content(flag(None), flag(f'/dev/fd/{reading}')) == 'one\ntwo\n'
 
 
 def download(path):

@@ -48,7 +48,7 @@ JOB = """
 
     made = agreement.make_in_process_0(lambda: called.append('made') or called)
     seen['stays'] = attempt(lambda: rank and use(made))
-    seen['first'] = agreement.owner_first(lambda: f'made by {rank}')
+    seen['first'] = agreement.run_in_process_0_first(lambda: f'made by {rank}')
     agreement.require_same('seed', '0')
     seen['differs'] = attempt(lambda: agreement.require_same('hash', 'ab'[rank > 0]))
     for _ in range(50):
@@ -104,7 +104,7 @@ def test_process_0_may_arrive_as_late_as_it_then_waits_itself(monkeypatch):
 
     monkeypatch.setattr(agreement.distributed.global_state, 'process_id', 1)
     monkeypatch.setattr(agreement, 'client', mock.MagicMock())
-    monkeypatch.setattr(agreement, '_get', get)
+    monkeypatch.setattr(agreement, '_wait_for_key', get)
     assert agreement.gather_from_processes(2, limit=60.0) == [1, 2] and waits[0] > 120
 
 

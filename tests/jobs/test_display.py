@@ -21,7 +21,7 @@ from qkattn.jobs.display import (
     Progress,
     Screen,
     StudyLeft,
-    interval,
+    format_duration,
     loss_text,
 )
 
@@ -186,7 +186,7 @@ def test_plain_lines_of_a_long_run_stand_farther_apart(show, clock):
 )
 def test_the_loss_of_several_trials_is_their_range(loss, text):
     assert loss_text(np.array(loss)) == text
-    assert [interval(s) for s in (59.9, 130, 3723)] == ['00:59', '02:10', '1:02:03']
+    assert [format_duration(s) for s in (59.9, 130, 3723)] == ['00:59', '02:10', '1:02:03']
 
 
 @pytest.mark.parametrize(

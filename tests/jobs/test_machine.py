@@ -28,7 +28,7 @@ def test_the_narrowest_control_group_is_the_limit(group, tmp_path):
     paths = [tmp_path / name for name in ('cgroup', 'membership', 'meminfo')]
 
     def left() -> tuple[float, float]:
-        return machine.quota(*paths[:2]), machine.free_memory(*paths)
+        return machine.granted_cores(*paths[:2]), machine.free_memory(*paths)
 
     assert left() == (math.inf, math.inf)
     paths[2].write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
@@ -47,9 +47,9 @@ def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {9, 3, 4, 5, 6, 7, 8, 2}, raising=False)
     every = [2, 3, 4, 5, 6, 7, 8, 9]
     for limit, left in ((math.inf, every), (4.9, [2, 4, 6, 8]), (0.5, [2]), (100.0, every)):
-        monkeypatch.setattr(machine, 'quota', lambda limit=limit: limit)
+        monkeypatch.setattr(machine, 'granted_cores', lambda limit=limit: limit)
         assert machine.usable_cores() == left
-    assert machine.shares(range(5), 3) == [[0], [1, 2], [3, 4]]
+    assert machine.split_evenly(range(5), 3) == [[0], [1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def controlled(directory):
     early = [record for record in records if record['variant'] != 'qk/no_v']
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
     write_tuned(directory, early, controls=controls)
-    ledger.look(directory)
+    ledger.record_look(directory)
     declared = (directory / ledger.NAME).read_text()
     write_tuned(directory, records, controls=controls)
     (directory / ledger.NAME).write_text(declared)

@@ -41,7 +41,7 @@ def looked(tmp_path):
     (tmp_path / 'study.json').write_text(json.dumps(STUDY))
     ledger.declare(tmp_path, STUDY)
     run_of(tmp_path, 'a')
-    assert ledger.look(tmp_path) and not altered(tmp_path)
+    assert ledger.record_look(tmp_path) and not altered(tmp_path)
     return tmp_path
 
 
@@ -59,7 +59,7 @@ def read(directory):
 
 
 def altered(directory):
-    return read(directory).altered(ledger.seen(directory))
+    return read(directory).altered(ledger.run_digests(directory))
 
 
 def test_a_ledger_says_what_was_declared(directory):
@@ -73,7 +73,7 @@ def test_a_ledger_says_what_was_declared(directory):
     assert kept.accepted == {'uncommitted': 'a typo in docs'}
     assert kept.first_look == kept.entries[1]['time'] and kept.entries[1]['look'] == 1
     assert kept.looked_files.keys() == {*('study.json', 'plan.jsonl', 'results.jsonl', 'logs')}
-    assert kept.declaration == ledger.digest(LARGER) != ledger.digest(STUDY)
+    assert kept.declaration == ledger.declaration_digest(LARGER) != ledger.declaration_digest(STUDY)
 
 
 def test_arms_of_a_study_without_verdicts_are_never_post_hoc(looked):
@@ -86,17 +86,17 @@ def test_what_is_declared_or_looked_at_again_is_entered_once(directory):
     ledger.declare(directory, LARGER | {'command': 'another'})  # no part of a declaration
     ledger.accept(directory, ['uncommitted'], 'a typo in docs')
     assert (directory / 'ledger.jsonl').read_bytes() == before
-    assert ledger.look(directory)  # the study has grown since the first look
+    assert ledger.record_look(directory)  # the study has grown since the first look
     (directory / 'lock').unlink()
-    assert not ledger.look(directory) and not (directory / 'lock').exists()
+    assert not ledger.record_look(directory) and not (directory / 'lock').exists()
     append(directory / 'plan.jsonl', {'run': 'b', 'directory': 'runs/b'})
-    assert ledger.look(directory)
+    assert ledger.record_look(directory)
     write_atomic(directory / 'runs/b/documents.json', '{}')
-    assert ledger.look(directory) and not ledger.look(directory)
+    assert ledger.record_look(directory) and not ledger.record_look(directory)
     write_atomic(directory / 'runs/b/metrics.jsonl', '{"kind": "train", "loss": 2.0}\n')
-    assert not ledger.look(directory)
+    assert not ledger.record_look(directory)
     write_atomic(directory / 'runs/b/metrics.jsonl', '{"kind": "eval", "val_loss": [2.0]}\n')
-    assert ledger.look(directory) and read(directory).entries[-1]['look'] == 5
+    assert ledger.record_look(directory) and read(directory).entries[-1]['look'] == 5
 
 
 def rewritten(lines):
@@ -123,7 +123,7 @@ def test_a_ledger_that_was_changed_names_the_line(directory, change, problem):
     path = directory / 'ledger.jsonl'
     lines = path.read_text().splitlines(keepends=True)
     path.unlink() if change is None else path.write_text(''.join(change(lines)))
-    for call in (read, ledger.look, lambda d: ledger.accept(d, ['commits'], 'x')):
+    for call in (read, ledger.record_look, lambda d: ledger.accept(d, ['commits'], 'x')):
         with pytest.raises(ReportError, match=rf'ledger\.jsonl,? {problem}.*restore'):
             call(directory)
 
@@ -149,14 +149,14 @@ def test_what_a_look_saw_of_a_run_may_not_change(looked, change):
     change(looked)
     run_of(looked, 'c')
     entries = (looked / 'ledger.jsonl').read_bytes()
-    assert altered(looked) == {'a': 1} and not ledger.look(looked)
+    assert altered(looked) == {'a': 1} and not ledger.record_look(looked)
     assert (looked / 'ledger.jsonl').read_bytes() == entries
 
 
 def test_runs_may_be_added_after_a_look(looked):
     run_of(looked, 'b')
     replace(looked, 'results.jsonl', '"seconds": 1.0', '"seconds": 9.0')
-    assert not altered(looked) and ledger.look(looked)
+    assert not altered(looked) and ledger.record_look(looked)
     entry = read(looked).entries[-1]
     assert entry['look'] == 2 and entry['runs'].keys() == {'a', 'b'}
 

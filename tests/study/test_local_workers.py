@@ -28,10 +28,10 @@ import os, pathlib, sys, time
 from qkattn.jobs import children
 
 work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
-pipe = children.parent()
+pipe = children.pipe_to_parent()
 (path / f'start{number}.{os.getpid()}').touch()
 pipe.recv()
-assert children.parent() is None
+assert children.pipe_to_parent() is None
 if work == 'crash' and number == 0:
     raise RuntimeError('broken')
 if work == 'wrong':

@@ -20,7 +20,7 @@ def study(tmp_path_factory):
     """A tuned study with a diverged trial."""
     records = [*tuned_arm('qk/vo'), *tuned_arm('qk/no_o', losses=[2.1, None, 2.2])]
     path = write_tuned(tmp_path_factory.mktemp('stored') / 'study', records)
-    ledger.look(path)
+    ledger.record_look(path)
     return path
 
 
@@ -79,8 +79,8 @@ def test_all_comes_back_that_a_verdict_reads(study, kept):
 
 def test_ledgers_see_the_same_files(study, kept):
     logs = stored.open_files(kept)
-    assert ledger.digests(logs) == ledger.digests(study)
-    assert ledger.seen(logs) == ledger.seen(study)
+    assert ledger.file_digests(logs) == ledger.file_digests(study)
+    assert ledger.run_digests(logs) == ledger.run_digests(study)
 
 
 def test_a_stored_study_is_stored_again_with_the_same_bytes(kept, tmp_path):

@@ -117,7 +117,7 @@ def test_the_ledger_is_begun_before_the_first_run(once):
     path, events_before_runs = once
     assert events_before_runs == [['declared']] * 6
     entry = ledger.read(path / 'ledger.jsonl').entries[0]
-    assert entry['declaration'] == ledger.digest(read_json(path / 'study.json', {}))
+    assert entry['declaration'] == ledger.declaration_digest(read_json(path / 'study.json', {}))
 
 
 def test_a_worker_that_ends_holds_no_lease(once):
@@ -142,7 +142,7 @@ def test_a_study_grows_though_a_worker_died_after_writing_its_ledger(trained, fi
 
 def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
     """It stands before the others: the order of variants does not matter."""
-    ledger.look(finished)
+    ledger.record_look(finished)
     worker.run(changed(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants)), finished)
     assert len(trained) == 3 and events(finished) == ['declared', 'looked', 'arms_added']
 
@@ -412,20 +412,20 @@ MACHINE = {
 
 def test_settings_of_the_machine_train_nothing_again(trained, finished):
     """The plan has those of the last worker; the study and its ledger do not know them."""
-    ledger.look(finished)
+    ledger.record_look(finished)
     before = contents(finished)
     worker.run(changed(**MACHINE), finished)
     worker.run(STUDY, finished)
     assert not trained and contents(finished) == before
-    assert not ledger.look(finished)  # the same files
+    assert not ledger.record_look(finished)  # the same files
 
 
 def test_a_field_that_a_later_version_adds_trains_nothing_again(trained, finished):
-    ledger.look(finished)
+    ledger.record_look(finished)
     before = contents(finished)
     worker.run(LaterStudy(**FIELDS), finished)
     assert not trained and contents(finished) == before
-    assert not ledger.look(finished)  # the same files
+    assert not ledger.record_look(finished)  # the same files
 
 
 def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, tmp_path):

@@ -232,7 +232,7 @@ def test_code_that_a_run_was_resumed_from_counts(study_dir):
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     """Its numbers agree with each other; the arm without that run keeps its verdict."""
     path = write_tuned(study_dir, records_of())
-    ledger.look(path)
+    ledger.record_look(path)
     entries = (path / ledger.NAME).read_text()
     write_tuned(path, with_b(losses=BASE + 1))
     (path / ledger.NAME).write_text(entries)
@@ -240,7 +240,7 @@ def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     arm = next(arm for arm in findings.arms if arm.key == B)
     assert decisions == WITHHELD
     assert arm.blocks[-1] == blocking('ALTERED', run=VERDICT['b/vo'], look=1)
-    assert not ledger.look(path) and (path / ledger.NAME).read_text() == entries
+    assert not ledger.record_look(path) and (path / ledger.NAME).read_text() == entries
 
 
 def measured(early=2.0, late=1.8, shuffled=None):

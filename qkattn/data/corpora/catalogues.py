@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 from qkattn.config import DataConfig
 from qkattn.config.imports import load_extra
 from qkattn.data.cache import NotPrepared, data_root, require_preparing
-from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
+from qkattn.data.corpora.corpus import Corpus, explain_read_errors, parse_languages
 from qkattn.errors import ConfigError
 
 # How many examples of a tfds set are read together. One by one takes four times as long. More would
@@ -48,7 +48,7 @@ def tfds_set(config: DataConfig) -> Corpus:
 
     The newest version in the data directory is opened. Raises NotPrepared if there is none.
     """
-    (name,) = _matched(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
+    (name,) = _match_name(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
     directory = _newest_version(config, name)
     builder = tfds.builder_from_directory(directory)
 
@@ -62,14 +62,14 @@ def tfds_set(config: DataConfig) -> Corpus:
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
         """Yields the examples of a split with all their features, not only those of `columns`."""
         advice = 'delete it and prepare it again as array_record'
-        with readable(str(directory), advice, NotImplementedError, RuntimeError):
+        with explain_read_errors(str(directory), advice, NotImplementedError, RuntimeError):
             source = builder.as_data_source(split)
             for start in range(0, len(source), READ_TOGETHER):
                 end = min(start + READ_TOGETHER, len(source))
                 # `__getitems__` is the method of tfds that reads several examples at once.
                 yield from source.__getitems__(range(start, end))
 
-    return _corpus(config, str(builder.version), builder.info.splits, features, examples)
+    return _make_corpus(config, str(builder.version), builder.info.splits, features, examples)
 
 
 def _newest_version(config: DataConfig, name: str) -> Path:
@@ -97,11 +97,11 @@ def hugging_face(config: DataConfig) -> Corpus:
 
     The library reads it from its cache ($HF_HOME), or downloads it.
     """
-    name, set_config = _matched(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
+    name, set_config = _match_name(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
     _require_published(config.name, name)
     library = load_extra('datasets', 'datasets')
     require_preparing(config.name)  # the library may download it
-    with readable(f'data.name={config.name!r}', 'check name and network', Exception):
+    with explain_read_errors(f'data.name={config.name!r}', 'check name and network', Exception):
         if set_config is None:
             set_of_split = library.load_dataset(name)
         else:
@@ -128,7 +128,7 @@ def hugging_face(config: DataConfig) -> Corpus:
     def examples(split: str, columns: list[str]) -> Iterator[Any]:
         return iter(set_of_split[split].select_columns(columns))
 
-    return _corpus(config, version, set_of_split, features, examples)
+    return _make_corpus(config, version, set_of_split, features, examples)
 
 
 def _require_published(data_name: str, name: str) -> None:
@@ -152,7 +152,7 @@ def _require_published(data_name: str, name: str) -> None:
         )
 
 
-def _matched(config: DataConfig, pattern: str) -> tuple[Any, ...]:
+def _match_name(config: DataConfig, pattern: str) -> tuple[Any, ...]:
     """Matches data.name with a pattern and returns the groups; ConfigError if it does not match."""
     match = re.fullmatch(pattern, config.name)
     if match is None:
@@ -163,7 +163,7 @@ def _matched(config: DataConfig, pattern: str) -> tuple[Any, ...]:
     return match.groups()
 
 
-def _corpus(
+def _make_corpus(
     config: DataConfig,
     version: str,
     available: Iterable[str],
@@ -183,7 +183,7 @@ def _corpus(
     languages: tuple[str, ...] = ()
     if config.languages:
         languages = parse_languages(config)
-    columns = _columns(config, languages, features)
+    columns = _choose_columns(config, languages, features)
     # The name that the set has for each split of a corpus.
     name_of_split = {}
     for split, names in SPLIT_NAMES.items():
@@ -207,7 +207,7 @@ def _corpus(
     )
 
 
-def _columns(
+def _choose_columns(
     config: DataConfig, languages: tuple[str, ...], features: _Features
 ) -> tuple[str, ...]:
     """Chooses the features of a set that hold the text, and returns their names.

@@ -18,7 +18,14 @@ import babel
 from babel import Locale, UnknownLocaleError, dates, lists, localedata, numbers, units
 
 from qkattn.config import DataConfig
-from qkattn.data.corpora.corpus import SPLITS, Corpus, hash64, parse_languages, readable, split_of
+from qkattn.data.corpora.corpus import (
+    SPLITS,
+    Corpus,
+    explain_read_errors,
+    hash64,
+    parse_languages,
+    split_of,
+)
 
 VERSION = f'babel{babel.__version__}-1.0.0'
 # Longer texts, which are fewer than 1 %, are left out.
@@ -62,7 +69,7 @@ RATES = ('duration-second', 'duration-minute', 'duration-hour', 'duration-day', 
 RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
-def _shared(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
+def _shared_keys(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
     """Returns the keys of a field of the locale data that both languages have.
 
     For example, the field 'currencies' gives 'AED', 'AFN' and so on. If `among` lists some keys,
@@ -77,7 +84,7 @@ def _shared(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
     return [key for key in among if key in shared]
 
 
-def _moment(rng: Random) -> datetime.datetime:
+def _random_moment(rng: Random) -> datetime.datetime:
     """Draws a random second of the 200 years from 1900 on."""
     days = rng.randrange(200 * 365)
     seconds = rng.randrange(DAY)
@@ -107,9 +114,9 @@ def _moments(
       rng: draws the moments.
       pair: the locales of source and target.
     """
-    shared_skeletons = _shared(pair, 'datetime_skeletons', skeletons)
+    shared_skeletons = _shared_keys(pair, 'datetime_skeletons', skeletons)
     for _ in range(count):
-        moment = _moment(rng)
+        moment = _random_moment(rng)
         for width in widths:
             yield partial(format_moment, moment, width)
         for skeleton in shared_skeletons:
@@ -121,10 +128,10 @@ def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
     An interval is one of days, or one of hours within a day.
     """
-    skeletons = _shared(pair, 'interval_formats', INTERVALS)
-    time_skeletons = _shared(pair, 'interval_formats', TIME_INTERVALS)
+    skeletons = _shared_keys(pair, 'interval_formats', INTERVALS)
+    time_skeletons = _shared_keys(pair, 'interval_formats', TIME_INTERVALS)
     for number in range(900):
-        start = _moment(rng)
+        start = _random_moment(rng)
 
         # An interval of days: in turn, within a week, two months, or two years.
         days_below = (6, 60, 600)[number % 3]
@@ -156,7 +163,7 @@ def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
     Every currency has 17 amounts with its name and 6 with its sign.
     """
     in_words = partial(numbers.format_currency, format_type='name', currency_digits=False)
-    for currency in _shared(pair, 'currencies'):
+    for currency in _shared_keys(pair, 'currencies'):
         yield partial(in_words, 1, currency)
         for _ in range(16):
             num_digits = rng.randrange(1, 7)
@@ -172,7 +179,7 @@ def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
     """Yields functions of a locale that write a random number: '1,234.56', '12.3%' or '1.2M'."""
     format_compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
     # The forms of compact numbers that both languages have: 'short', '1.2M', and 'long'.
-    widths = _shared(pair, 'compact_decimal_formats')
+    widths = _shared_keys(pair, 'compact_decimal_formats')
     for _ in range(700):
         num_digits = rng.randrange(4, 13)
         number = rng.randrange(1, 10**num_digits)
@@ -187,7 +194,7 @@ def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
             yield partial(format_compact, number, format_type=width)
 
 
-def _measure(rng: Random, unit: str) -> Phrase:
+def _random_measure(rng: Random, unit: str) -> Phrase:
     """Returns a function of a locale that writes a random measure in a unit, such as '3.5 miles'.
 
     The number is small, large, or has a decimal.
@@ -204,10 +211,10 @@ def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
     Every unit has measures. Only units of the kinds RATED, such as lengths, have rates.
     """
-    for unit in _shared(pair, 'unit_display_names'):
+    for unit in _shared_keys(pair, 'unit_display_names'):
         measures: list[Phrase] = [partial(units.format_unit, 1, unit)]  # the singular
         for _ in range(23):
-            measures.append(_measure(rng, unit))
+            measures.append(_random_measure(rng, unit))
         # All measures are written in the long form, '3 miles', and the first 8 also as '3 mi'.
         for number, measure in enumerate(measures):
             yield partial(measure, length='long')
@@ -227,24 +234,24 @@ def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
     The names are those of countries, languages, currencies, scripts, locales and time zones.
     """
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
-        for key in _shared(pair, field):
-            yield partial(_name, field, key)
+        for key in _shared_keys(pair, field):
+            yield partial(_write_name, field, key)
     for identifier in sorted(localedata.locale_identifiers()):
         yield partial(Locale.get_display_name, Locale.parse(identifier))
-    for zone in _shared(pair, 'meta_zones'):
+    for zone in _shared_keys(pair, 'meta_zones'):
         for kind in ('generic', 'standard', 'daylight'):
-            yield partial(_zone_name, zone, kind)
+            yield partial(_write_zone_name, zone, kind)
 
 
-def _name(field: str, key: str, locale: Locale) -> str:
+def _write_name(field: str, key: str, locale: Locale) -> str:
     return getattr(locale, field)[key]
 
 
-def _zone_name(zone: str, kind: str, locale: Locale) -> str:
+def _write_zone_name(zone: str, kind: str, locale: Locale) -> str:
     return locale.meta_zones[zone].get('long', {}).get(kind, '')
 
 
-def _list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
+def _write_list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
     return lists.format_list([phrase(locale=locale) for phrase in items], style, locale)
 
 
@@ -254,24 +261,25 @@ def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
     A list has two to four names, 'Chad, France, or Peru', or two or three measures, '3 miles and 2
     hours'. Short lists are more frequent.
     """
-    styles = _shared(pair, 'list_patterns', ('standard', 'or'))  # lists with 'and' or with 'or'
+    # 'standard' lists have the word 'and'.
+    styles = _shared_keys(pair, 'list_patterns', ('standard', 'or'))
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
-        keys = _shared(pair, field)
+        keys = _shared_keys(pair, field)
         if len(keys) < 4:  # the locale data of some languages have hardly any names
             continue
         for _ in range(count):
             num_names = rng.choice((2, 2, 3, 3, 4))
-            names = [partial(_name, field, key) for key in rng.sample(keys, num_names)]
+            names = [partial(_write_name, field, key) for key in rng.sample(keys, num_names)]
             for style in styles:
-                yield partial(_list, names, style)
+                yield partial(_write_list, names, style)
 
-    all_units = _shared(pair, 'unit_display_names')
+    all_units = _shared_keys(pair, 'unit_display_names')
     for _ in range(2500):
         num_measures = rng.choice((2, 2, 3))
         measures = []
         for unit in rng.sample(all_units, num_measures):
-            measures.append(partial(_measure(rng, unit), length='long'))
-        yield partial(_list, measures, rng.choice(styles))
+            measures.append(partial(_random_measure(rng, unit), length='long'))
+        yield partial(_write_list, measures, rng.choice(styles))
 
 
 CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
@@ -327,7 +335,7 @@ class _Row(NamedTuple):
 
 # The cache serves the readers of a corpus, which read each side for the vocabulary and for tokens.
 @functools.lru_cache(maxsize=1)
-def _ordered(languages: tuple[str, str]) -> list[_Row]:
+def _pairs_by_split(languages: tuple[str, str]) -> list[_Row]:
     """Returns all pairs of two languages, in the order of their splits and hashes.
 
     The source text decides the split: about 90 % of the pairs are in train, and about 5 % each in
@@ -353,14 +361,14 @@ def corpus(config: DataConfig) -> Corpus:
     field = f'data.languages={config.languages!r}'
     advice = "name two of Babel's locales, such as en, de, fr, pt_BR or zh_Hans"
     # `Locale.parse` raises these errors for a language that Babel does not know.
-    with readable(field, advice, ValueError, UnknownLocaleError):
+    with explain_read_errors(field, advice, ValueError, UnknownLocaleError):
         languages = parse_languages(config, babel_name)
     source_language = languages[0]
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
         """Returns the texts of one of the two languages, by split."""
         texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
-        for row in _ordered(languages):
+        for row in _pairs_by_split(languages):
             text = row.source if language == source_language else row.target
             texts[row.split].append(text.encode())
         return texts

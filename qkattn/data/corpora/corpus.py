@@ -47,7 +47,7 @@ class Corpus:
 
 
 @contextlib.contextmanager
-def readable(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
+def explain_read_errors(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
     """Turns an OSError, or one of `errors`, inside of a block into a ConfigError.
 
     The message is `<name> cannot be read (<reason>); <advice>.`
@@ -81,7 +81,7 @@ def split_of(key: str, train: int, validation: int) -> str:
     return 'test'
 
 
-def carved(corpus: Corpus, test: bool) -> Corpus:
+def carve_missing_splits(corpus: Corpus, test: bool) -> Corpus:
     """Returns a corpus with the missing validation and test splits carved from its train split.
 
     A missing validation split is always carved. A missing test split is carved if `test` is set, or
@@ -118,7 +118,7 @@ def carved(corpus: Corpus, test: bool) -> Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class _Carving:
-    """Divides the train documents of a corpus among train and its missing splits; see `carved`."""
+    """Divides train documents among train and missing splits; see `carve_missing_splits`."""
 
     corpus: Corpus
     missing: tuple[str, ...]  # 'validation', 'test' or both, in this order
@@ -179,7 +179,7 @@ class _Carving:
         return list(itertools.compress(train, self.split_of_document == split))
 
 
-def capped(corpus: Corpus) -> Corpus:
+def cap_documents(corpus: Corpus) -> Corpus:
     """Returns a corpus in which no document dominates an evaluation.
 
     Long documents of validation and test are cut, so that none has more than 1 / SHARES of the

@@ -9,7 +9,7 @@ from qkattn.config import DataConfig
 from qkattn.config.calls import accepts_arguments, call_with_config_errors, resolve
 from qkattn.config.imports import source_digest
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
-from qkattn.data.corpora.corpus import SPLITS, Corpus, capped, carved
+from qkattn.data.corpora.corpus import SPLITS, Corpus, cap_documents, carve_missing_splits
 from qkattn.data.corpora.divided import divide_texts
 from qkattn.errors import ConfigError
 
@@ -70,7 +70,7 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
     Raises:
       ConfigError: the name is unknown, a required setting is missing, or a setting has no effect.
     """
-    source = _source(config.name, others)
+    source = _find_source(config.name, others)
     used = (*source.required, *source.optional)
     unused = [field for field in SETTINGS if field not in used]
     refuse_unused(config, unused)
@@ -82,7 +82,7 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
     return source
 
 
-def _source(name: str, others: Iterable[str]) -> Source:
+def _find_source(name: str, others: Iterable[str]) -> Source:
     """Returns the source that a value of data.name stands for: how its corpus is opened.
 
     - 'stdlib' and other names in CORPORA have the source there.
@@ -153,22 +153,22 @@ def find(config: DataConfig) -> Corpus:
         corpus = dataclasses.replace(
             corpus,
             version=f'{corpus.version}-lower',
-            documents=functools.partial(_lowercased, corpus),
+            documents=functools.partial(_lowercase_documents, corpus),
         )
 
     # Cut the text into documents, and carve splits that are missing from train.
     if config.documents is not None:
         corpus = divide_texts(corpus, config.documents)
-    corpus = carved(corpus, config.carve_test)
+    corpus = carve_missing_splits(corpus, config.carve_test)
 
     # Shorten long documents of the evaluation splits. Sentences of parallel text are not shortened,
     # so that they stay translations of each other.
     if corpus.languages:
         return corpus
-    return capped(corpus)
+    return cap_documents(corpus)
 
 
-def _lowercased(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
+def _lowercase_documents(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
     """Returns the documents of a corpus by split, in lower case."""
 
     def lowercased(text: bytes) -> bytes:

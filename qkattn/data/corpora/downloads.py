@@ -7,7 +7,7 @@ import requests
 
 from qkattn.config import DataConfig
 from qkattn.data.cache import DamagedData, data_root, read_or_prepare
-from qkattn.data.corpora.corpus import Corpus, parse_languages, readable
+from qkattn.data.corpora.corpus import Corpus, explain_read_errors, parse_languages
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, write_atomic
 
@@ -121,7 +121,7 @@ def _download_or_copy(url: str, config: DataConfig) -> bytes:
     else:
         file = as_path(config.manual_dir) / url.rpartition('/')[2]
         source = str(file)
-        with readable(source, _advice(url)):
+        with explain_read_errors(source, _advice(url)):
             content = read_whole(file)
     _check_sha256(content, source, url)
     return content
@@ -145,7 +145,7 @@ def _advice(url: str) -> str:
 
 def _download(url: str, advice: str) -> bytes:
     """Downloads a file. Raises ConfigError, which ends with `advice`, if this fails."""
-    with readable(url, advice):  # the errors of requests are subclasses of OSError
+    with explain_read_errors(url, advice):  # the errors of requests are subclasses of OSError
         response = requests.get(url, timeout=TIMEOUT)
         response.raise_for_status()
         return response.content

@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 from qkattn.config import DataConfig
 from qkattn.data.corpora import records
-from qkattn.data.corpora.corpus import SPLITS, Corpus, cut_at_lines, parse_languages, readable
+from qkattn.data.corpora.corpus import (
+    SPLITS,
+    Corpus,
+    cut_at_lines,
+    explain_read_errors,
+    parse_languages,
+)
 from qkattn.data.corpora.split_files import files_by_split
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, version_of
@@ -89,7 +95,7 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     _refuse_feature(config)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
-        return {split: map(_read, files[split].values()) for split in files}
+        return {split: map(_read_text, files[split].values()) for split in files}
 
     all_files: dict[str, Path] = {}
     for files_of_split in files.values():
@@ -152,7 +158,7 @@ def _text_of_one_file(path: Path) -> Corpus:
         )
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        parts = cut_at_lines(_read(path), (90, 95), repr(str(path)))
+        parts = cut_at_lines(_read_text(path), (90, 95), repr(str(path)))
         return {split: [part] for split, part in zip(SPLITS, parts, strict=True)}
 
     return Corpus(name='text', version=_version({'file': path}), splits=SPLITS, documents=documents)
@@ -207,7 +213,7 @@ def _lines_of_side(pair: list[Path], side: int) -> Iterator[bytes]:
 
     `side` is 0 for the source and 1 for the target.
     """
-    lines_of_files = [_read(file).removesuffix(b'\n').split(b'\n') for file in pair]
+    lines_of_files = [_read_text(file).removesuffix(b'\n').split(b'\n') for file in pair]
     for lines in zip(*lines_of_files, strict=True):
         is_blank = any(not line.decode().strip() for line in lines)
         if not is_blank:
@@ -244,7 +250,8 @@ def _text_files(folder: Path, directory: Path) -> dict[str, Path]:
 
     The name of a document is the path of its file in `directory`, such as 'train/a.txt'.
     """
-    with readable(repr(str(folder)), 'give its text as a file', NotImplementedError):  # in a bucket
+    # A folder in a bucket raises NotImplementedError.
+    with explain_read_errors(repr(str(folder)), 'give its text as a file', NotImplementedError):
         files = sorted(path for path in folder.rglob('*') if path.name.endswith(TEXT))
     return {file.relative_to(directory).as_posix(): file for file in files}
 
@@ -262,7 +269,7 @@ def _sha256(path: Path) -> str:
 
     Raises ConfigError if the file is empty or cannot be read.
     """
-    with readable(f'data.path: {str(path)!r}', 'give a file'):
+    with explain_read_errors(f'data.path: {str(path)!r}', 'give a file'):
         return _sha256_of_version(path, version_of(path))
 
 
@@ -276,7 +283,7 @@ def _sha256_of_version(path: Path, version: tuple[int, int]) -> str:
     size, _ = version
     if not size:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
-    with records.opened(path) as file:
+    with records.open_binary(path) as file:
         return hashlib.file_digest(file, 'sha256').hexdigest()  # type: ignore[arg-type]
 
 
@@ -289,7 +296,9 @@ class _Scan(NamedTuple):
 
 def _scan(path: Path) -> _Scan:
     """Reads a text file once. Raises ConfigError if it is empty, or not text in UTF-8."""
-    with readable(f'data.path: {str(path)!r}', 'give a file of UTF-8', UnicodeDecodeError):
+    with explain_read_errors(
+        f'data.path: {str(path)!r}', 'give a file of UTF-8', UnicodeDecodeError
+    ):
         return _scan_version(path, version_of(path))
 
 
@@ -300,7 +309,7 @@ def _scan_version(path: Path, version: tuple[int, int]) -> _Scan:
     `version` is the size of the file and the time of its last change. It only serves the cache: a
     file that has changed is read again.
     """
-    content = _content(path)
+    content = _read_bytes(path)
     content.decode()  # raises UnicodeDecodeError if it is not UTF-8
     if not content:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
@@ -314,16 +323,16 @@ def _scan_version(path: Path, version: tuple[int, int]) -> _Scan:
     return _Scan(hashlib.sha256(content).hexdigest(), num_lines)
 
 
-def _read(path: Path) -> bytes:
+def _read_text(path: Path) -> bytes:
     """Reads the text of a file, in UTF-8."""
     # The byte order mark that some editors put in front of UTF-8 is not text.
-    return _content(path).removeprefix(codecs.BOM_UTF8)
+    return _read_bytes(path).removeprefix(codecs.BOM_UTF8)
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     """Reads the bytes of a file, and decompresses them if it ends in '.gz' or '.zst'."""
     if not path.name.lower().endswith(TEXT[1:]):
         return read_whole(path, most=None)
-    damaged = readable(f'data.path: {str(path)!r}', 'copy it again', *records.DAMAGED)
+    damaged = explain_read_errors(f'data.path: {str(path)!r}', 'copy it again', *records.DAMAGED)
     with damaged, records.open_decompressed(path) as file:
         return file.read()

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from qkattn.config.imports import load_extra
 from qkattn.config.paths import open_regular
-from qkattn.data.corpora.corpus import readable
+from qkattn.data.corpora.corpus import explain_read_errors
 from qkattn.errors import ConfigError
 from qkattn.storage import buckets
 from qkattn.storage.records import parse_json
@@ -45,14 +45,14 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
 def _json_lines(path: Path, field: str) -> Iterator[bytes]:
     """Yields the texts of a file with a JSON object in each line; see `texts`."""
     name = f'data.path: {str(path)!r}'
-    with readable(name, 'copy it again', *DAMAGED), open_decompressed(path) as file:
+    with explain_read_errors(name, 'copy it again', *DAMAGED), open_decompressed(path) as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
                 continue
             line_name = f'data.path: line {number:,} of {str(path)!r}'
             text = _text_of_line(line, field, line_name)
             if text:
-                yield _encoded(text, line_name)
+                yield _encode_utf8(text, line_name)
 
 
 def _text_of_line(line: bytes, field: str, line_name: str) -> str | None:
@@ -79,12 +79,12 @@ def _text_of_line(line: bytes, field: str, line_name: str) -> str | None:
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
     """Yields the texts in a column of a Parquet file; see `texts`."""
-    parquet = _arrow('pyarrow.parquet', path)
-    types = _arrow('pyarrow.types', path)
+    parquet = _import_arrow('pyarrow.parquet', path)
+    types = _import_arrow('pyarrow.types', path)
     name = f'data.path: {str(path)!r}'
     # The library raises exceptions of many kinds.
-    damaged = readable(name, 'copy it again', Exception)
-    with damaged, opened(path) as file, parquet.ParquetFile(file) as table:
+    damaged = explain_read_errors(name, 'copy it again', Exception)
+    with damaged, open_binary(path) as file, parquet.ParquetFile(file) as table:
         type_of_column = {column.name: column.type for column in table.schema_arrow}
         advice = _advice(list(type_of_column))
         if field not in type_of_column:
@@ -121,7 +121,7 @@ def _advice(fields: list[str]) -> str:
     return f'set data.feature to one of {", ".join(fields) or "its fields, of which it has none"}'
 
 
-def _encoded(text: str, line_name: str) -> bytes:
+def _encode_utf8(text: str, line_name: str) -> bytes:
     """Returns a text of JSON in UTF-8.
 
     Raises ConfigError for half a surrogate pair, which JSON can write and UTF-8 cannot.
@@ -132,7 +132,7 @@ def _encoded(text: str, line_name: str) -> bytes:
         raise ConfigError(f'{line_name} has text that is not Unicode ({error.reason})') from error
 
 
-def opened(path: Path) -> BinaryIO:
+def open_binary(path: Path) -> BinaryIO:
     """Opens a file on a disk or in a bucket for reading."""
     if buckets.is_url(path):
         return cast(BinaryIO, path.open('rb'))
@@ -143,14 +143,14 @@ def open_decompressed(path: Path) -> BinaryIO:
     """Opens a file for reading, and decompresses it if its name ends in '.gz' or '.zst'."""
     suffix = path.suffix.lower()
     if suffix == '.gz':
-        return cast(BinaryIO, gzip.open(opened(path)))
+        return cast(BinaryIO, gzip.open(open_binary(path)))
     if suffix == '.zst':
-        stream = _arrow('pyarrow', path).input_stream(opened(path), compression='zstd')
+        stream = _import_arrow('pyarrow', path).input_stream(open_binary(path), compression='zstd')
         return io.BufferedReader(stream)
-    return opened(path)
+    return open_binary(path)
 
 
-def _arrow(module: str, path: Path) -> Any:
+def _import_arrow(module: str, path: Path) -> Any:
     """Imports a module of pyarrow to read `path`.
 
     Raises ConfigError if pyarrow, which the extra `datasets` installs, is missing.

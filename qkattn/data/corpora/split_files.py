@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from qkattn.data.corpora.corpus import SPLITS, readable
+from qkattn.data.corpora.corpus import SPLITS, explain_read_errors
 from qkattn.errors import ConfigError
 
 # The words for the splits in names of files and folders.
@@ -63,7 +63,7 @@ def _files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
     name = f'data.path: {str(directory)!r}'
     files = []
     # Directories in a bucket raise NotImplementedError.
-    with readable(name, 'give a local or mounted directory', NotImplementedError):
+    with explain_read_errors(name, 'give a local or mounted directory', NotImplementedError):
         for path in sorted(directory.rglob('*')):
             if path.name.lower().endswith(tuple(suffixes)) and path.is_file():
                 files.append(path)

@@ -41,7 +41,7 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
 
     # Compute the losses of the M targets of each evaluation split, by each order.
     splits = rows.splits[1:]  # the first one is train
-    batches = [_evaluated(rows, config, split) for split in splits]
+    batches = [_read_evaluation(rows, config, split) for split in splits]
     evaluated = [ngrams.preceding(text_of(batch), MAX_ORDER - 1) for batch in batches]
     nats_of_split = ngrams.losses(contexts_KN, targets_N, evaluated, rows.vocab_size)
 
@@ -49,7 +49,7 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
     losses = {}
     for split, batch, nats_OM in zip(splits, batches, nats_of_split, strict=True):
         weights_M = batch['loss_weights_BT'].ravel()
-        losses[PREFIXES[split]] = _means(names, nats_OM, weights_M)
+        losses[PREFIXES[split]] = _mean_losses(names, nats_OM, weights_M)
     num_tokens = len(text_RL) * config.model.context
     return Yardsticks(task='language', tokens=num_tokens, losses=losses)
 
@@ -71,7 +71,7 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
     splits = rows.splits[1:]  # the first one is train
     evaluated = []
     for split in splits:
-        batch = _evaluated(rows, config, split)
+        batch = _read_evaluation(rows, config, split)
         tokens_BT = batch['tokens_BT']
         visible_BT = np.where(tokens_BT == mask, ngrams.MISSING, tokens_BT)
         is_target_BT = batch['loss_weights_BT'] > 0
@@ -83,12 +83,12 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
     names += [f'{number} nearest visible neighbours' for number in range(2, MAX_NEIGHBOURS + 1)]
     losses = {}
     for split, nats_OM in zip(splits, nats_of_split, strict=True):
-        losses[PREFIXES[split]] = _means(names, nats_OM)
+        losses[PREFIXES[split]] = _mean_losses(names, nats_OM)
     num_tokens = len(text_RT) * config.model.context
     return Yardsticks(task='masked', tokens=num_tokens, losses=losses)
 
 
-def _means(
+def _mean_losses(
     names: list[str], nats_OM: np.ndarray, weights_M: np.ndarray | None = None
 ) -> dict[str, float]:
     """Returns the mean loss of each yardstick, by its name.
@@ -125,7 +125,7 @@ def _training_text(
     return np.concatenate(texts)[:num_rows]
 
 
-def _evaluated(rows: Rows, config: Config, split: str) -> Batch:
+def _read_evaluation(rows: Rows, config: Config, split: str) -> Batch:
     """Returns all rows of an evaluation as one batch, padded with rows whose loss weights are 0."""
     max_rows = config.data.eval_sequences
     batches = list(eval_batches(rows, split, batch_size=ROWS_PER_READ, max_rows=max_rows))

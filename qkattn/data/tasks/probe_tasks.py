@@ -81,12 +81,12 @@ class Probe(abc.ABC):
         """
 
 
-def _whole(u: np.ndarray, bound: int) -> np.ndarray:
+def _to_whole_numbers(u: np.ndarray, bound: int) -> np.ndarray:
     """Converts uniform numbers in [0, 1) to uniform whole numbers in [0, bound)."""
     return (u * bound).astype(np.int64)
 
 
-def _predict(sequence_BT1: np.ndarray, is_predicted: np.ndarray) -> Arrays:
+def _next_token_rows(sequence_BT1: np.ndarray, is_predicted: np.ndarray) -> Arrays:
     """Makes rows of next-token prediction from sequences of T + 1 tokens.
 
     `is_predicted`, [T] or [B, T], says at which positions the next token is a target.
@@ -114,13 +114,13 @@ class Copy(Probe):
 
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`."""
-        x_BN = _whole(u_BU, self.symbols)
+        x_BN = _to_whole_numbers(u_BU, self.symbols)
         separator_B1 = np.full((len(u_BU), 1), self.symbols)
         second_half_BN = x_BN[:, :: self.step]
         sequence_BT1 = np.concatenate([x_BN, separator_B1, second_half_BN], axis=1)
         # The first token of the second half is predicted at the separator, position n.
         position_T = np.arange(2 * self.length)
-        return _predict(sequence_BT1, position_T >= self.length)
+        return _next_token_rows(sequence_BT1, position_T >= self.length)
 
 
 class Reversal(Copy):
@@ -201,7 +201,7 @@ class Induction(Probe):
         is_same_BTT = number_BT[:, :, None] == number_BT[:, None, :]
         occurred_before_BT = np.tril(is_same_BTT, -1).any(axis=-1)
         is_first_BT = number_BT % 2 == 0
-        return _predict(sequence_BT1, occurred_before_BT & is_first_BT)
+        return _next_token_rows(sequence_BT1, occurred_before_BT & is_first_BT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class Recall(Probe):
         # The first half: P different keys, each followed by its value. Keys have the ids from 0 on,
         # values the ids after them.
         keys_BP = np.argsort(u_keys_BK, axis=1)[:, :P]
-        values_BP = self.keys + _whole(u_values_BP, self.values)
+        values_BP = self.keys + _to_whole_numbers(u_values_BP, self.values)
         pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
 
         # The second half: the same pairs in a random order.
@@ -252,7 +252,7 @@ class Recall(Probe):
         position_T = np.arange(4 * P - 1)
         is_second_half_T = position_T >= 2 * P
         is_key_T = position_T % 2 == 0
-        return _predict(sequence_BT1, is_second_half_T & is_key_T)
+        return _next_token_rows(sequence_BT1, is_second_half_T & is_key_T)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ class Successor(Probe):
         # A row has a random number for the place of each key, and one for the payload of each key.
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
         keys_BT = np.argsort(u_order_BT, axis=1)  # a random order of all keys
-        payload_of_key_BK = _whole(u_payloads_BK, self.payloads)
+        payload_of_key_BK = _to_whole_numbers(u_payloads_BK, self.payloads)
 
         payloads_BT = np.take_along_axis(payload_of_key_BK, keys_BT, axis=1)
         tokens_BT = keys_BT * self.payloads + payloads_BT

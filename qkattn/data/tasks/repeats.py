@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from qkattn.data.pipeline import Part, eval_batches, eval_rows, selected
+from qkattn.data.pipeline import Part, eval_batches, eval_rows, rows_of_part
 from qkattn.data.tasks.rows import Batch, Rows, TrainedTrials, token_batch
 
 # The most sequences, which is also the most validation rows that their tokens come from.
@@ -117,7 +117,7 @@ def batches(
     loss_weights_RT = np.zeros((len(tokens_RT1), length), np.float32)
     loss_weights_RT[:num_rows, first_target:after_targets] = 1
 
-    rows_of_part_B = selected(batch_size, part)
+    rows_of_part_B = rows_of_part(batch_size, part)
     for start in range(0, len(tokens_RT1), batch_size):
         rows_B = start + rows_of_part_B
         tokens_BT1 = tokens_RT1[rows_B]

@@ -136,10 +136,10 @@ class TranslationRows(Rows):
 
         source_tokens, target_tokens = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
-        source_BS, source_segments_BS = _laid_out(
+        source_BS, source_segments_BS = _lay_out(
             source_tokens, source_bounds, sources_of_row, self.source_length
         )
-        targets_BT, segments_BT = _laid_out(target_tokens, target_bounds, pairs_of_row, self.length)
+        targets_BT, segments_BT = _lay_out(target_tokens, target_bounds, pairs_of_row, self.length)
 
         # The inputs are the targets one position later, with a separator at the beginning. With '|'
         # for the separator, the targets 'a b | c |' have the inputs '| a b | c'.
@@ -164,7 +164,7 @@ class TranslationRows(Rows):
         shuffled._sources = {}
         for split in self.splits:
             source_sizes_I, _ = self._sizes(split)
-            shuffled._sources[split] = _exchanged(source_sizes_I)
+            shuffled._sources[split] = _exchange_at_random(source_sizes_I)
         return shuffled
 
     def identity(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class TranslationRows(Rows):
         return {'shuffled': nats_XT.sum(1) / weights_T.sum()}
 
 
-def _exchanged(sizes_I: np.ndarray) -> np.ndarray:
+def _exchange_at_random(sizes_I: np.ndarray) -> np.ndarray:
     """Gives every sentence the number of another sentence of equal size, at random.
 
     For the sizes [3, 5, 3, 3], it may return [2, 1, 3, 0]. Sentence 1 keeps its number, because it
@@ -264,7 +264,7 @@ def _exchanged(sizes_I: np.ndarray) -> np.ndarray:
     return exchanged_I
 
 
-def _laid_out(
+def _lay_out(
     tokens: np.ndarray, bounds: np.ndarray, sentences_of_row: Sequence[np.ndarray], length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Writes the sentences of each row one after the other, and zeros after the last one.

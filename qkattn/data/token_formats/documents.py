@@ -114,7 +114,7 @@ class IndexedDocuments(Documents):
         return int(ends[np.searchsorted(ends, position)])
 
 
-def documents_of(rule: str | None, separator: int | None, *, indexed: bool) -> Documents:
+def parse_documents_rule(rule: str | None, separator: int | None, *, indexed: bool) -> Documents:
     """Returns the rule that `rule`, the value of data.documents, names.
 
     For example, 'id=50256' gives `SeparatedDocuments(50256)`, and 'tokens=1024' gives

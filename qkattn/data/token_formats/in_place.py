@@ -19,7 +19,7 @@ from qkattn.config import DataConfig
 from qkattn.data.cache import DamagedData, data_root, read_or_prepare
 from qkattn.data.corpora.corpus import CARVED_FRACTION, SPLITS
 from qkattn.data.corpora.split_files import files_by_split
-from qkattn.data.token_formats.documents import Documents, documents_of
+from qkattn.data.token_formats.documents import Documents, parse_documents_rule
 from qkattn.data.token_formats.headerless import Headerless
 from qkattn.data.token_formats.llm_c import LlmC
 from qkattn.data.token_formats.megatron import Megatron
@@ -30,7 +30,7 @@ from qkattn.data.tokenizers.tokenizer import IdTokenizer, Tokenizer
 from qkattn.data.tokens import SplitInfo, TokenDataset, blocks, entropy
 from qkattn.errors import ConfigError
 from qkattn.storage.files import version_of, write_atomic
-from qkattn.storage.records import parse_file, read
+from qkattn.storage.records import parse_file, read_dataclass
 
 # The formats of token files. A file has the first format whose `reads` is true for it.
 FORMATS: tuple[type[TokenFormat], ...] = (Megatron, LlmC, Headerless)
@@ -79,15 +79,15 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
     """
     if config.lowercase:
         raise ConfigError('data.lowercase=True has no effect on tokens; leave it at False')
-    tokenizer = _named_tokenizer(config)
-    token_format = _format_of(files)
+    tokenizer = _requested_tokenizer(config)
+    token_format = _find_format(files)
     if token_format is Headerless and config.token_dtype is None:
         _refuse_lost_index(files)
 
     # The shards of each split, and the rule for where their documents end.
     shards_of_split = _open_shards(files, token_format, config.token_dtype)
     first_shard = shards_of_split['train'].shards[0]
-    documents = documents_of(
+    documents = parse_documents_rule(
         config.documents,
         tokenizer.separator if tokenizer else None,
         indexed=first_shard.document_ends is not None,
@@ -116,7 +116,7 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         carved,
         tokenizer.name if tokenizer else None,
     ]
-    counts = _counted_once(config, [settings, _versions(files)], count)
+    counts = _read_or_count(config, [settings, _versions(files)], count)
 
     if tokenizer is None:
         # Only `SeparatedDocuments` know the id of the separator.
@@ -135,7 +135,7 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
     )
 
 
-def _named_tokenizer(config: DataConfig) -> Tokenizer | None:
+def _requested_tokenizer(config: DataConfig) -> Tokenizer | None:
     """Returns the tokenizer that data.tokenizer names; None if the setting has its default value.
 
     Raises ConfigError if this kind of tokenizer is learned from text, because there is no text.
@@ -152,7 +152,7 @@ def _named_tokenizer(config: DataConfig) -> Tokenizer | None:
     return vocabulary.restore_tokenizer(config.tokenizer, None)
 
 
-def _format_of(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
+def _find_format(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
     """Returns the format of all files; raises ConfigError if they have several formats."""
     first_file_of_format: dict[type[TokenFormat], Path] = {}
     for path in itertools.chain(*files.values()):
@@ -205,7 +205,7 @@ def _open_shards(
 
 
 def _missing_splits(splits: tuple[str, ...], carve_test: bool) -> list[str]:
-    """Returns the splits to carve from train, by the rule of `corpora.corpus.carved`.
+    """Returns the splits to carve from train, by the rule of `corpus.carve_missing_splits`.
 
     All missing splits are carved, except that a missing test split is left out if it is the only
     one and `carve_test` is not set.
@@ -324,7 +324,7 @@ def _num_bytes(ids: Shards, ends: np.ndarray, tokenizer: Tokenizer) -> int:
     return num_bytes
 
 
-def _counted_once(config: DataConfig, key: list, count: Callable[[], Counts]) -> Counts:
+def _read_or_count(config: DataConfig, key: list, count: Callable[[], Counts]) -> Counts:
     """Returns stored counts, or calls `count` and stores what it returns.
 
     Args:
@@ -339,9 +339,10 @@ def _counted_once(config: DataConfig, key: list, count: Callable[[], Counts]) ->
     def read_counts() -> Counts:
         try:
             record = parse_file(path, {'splits': {}})  # requires an object `splits`
-            # `read` makes a dataclass of a JSON object.
-            splits = {split: read(SplitInfo, info) for split, info in record['splits'].items()}
-            return read(Counts, record, splits=splits)
+            splits = {
+                split: read_dataclass(SplitInfo, info) for split, info in record['splits'].items()
+            }
+            return read_dataclass(Counts, record, splits=splits)
         except ValueError as error:
             raise DamagedData(f'{path} cannot be read ({error})') from error
 

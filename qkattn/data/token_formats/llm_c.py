@@ -27,13 +27,13 @@ class LlmC(TokenFormat):
 
     @staticmethod
     def reads(path: Path) -> bool:
-        header = _header(path)
+        header = _read_header(path)
         return len(header) > 0 and int(header[0]) in KINDS  # the magic number
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
         """Opens a file, memory-mapped, and checks its header; see `TokenFormat.open`."""
-        header = _header(path)
+        header = _read_header(path)
         if len(header) < HEADER_BYTES // 4:
             raise ConfigError(
                 f'data.path: {path} ends inside of its header of {HEADER_BYTES} bytes'
@@ -56,7 +56,7 @@ class LlmC(TokenFormat):
         return Shard(path, ids)
 
 
-def _header(path: Path) -> np.ndarray:
+def _read_header(path: Path) -> np.ndarray:
     """Returns the first 256 int32 of a file, or all of a shorter file."""
     try:
         with open_regular(path) as file:

@@ -59,7 +59,7 @@ class Megatron(TokenFormat):
         # Document i has the sequences from document_bounds[i] to document_bounds[i + 1].
         document_bounds = index.document_bounds
         num_sequences = len(index.lengths)
-        if not _covers(document_bounds, num_sequences):
+        if not _cover_all_sequences(document_bounds, num_sequences):
             raise ConfigError(
                 f'data.path: {index_path} has documents that do not begin at sequence 0, ascend, '
                 f'and end at {num_sequences:,}'
@@ -73,7 +73,7 @@ class Megatron(TokenFormat):
         return Shard(path, ids, different_ends[different_ends > 0])
 
 
-def _covers(document_bounds: np.ndarray, num_sequences: int) -> bool:
+def _cover_all_sequences(document_bounds: np.ndarray, num_sequences: int) -> bool:
     """Whether documents with these bounds follow one another from the first sequence to the last.
 
     For example, [0, 2, 3] are the bounds of two documents that cover three sequences.

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from qkattn.data.corpora.corpus import readable
+from qkattn.data.corpora.corpus import explain_read_errors
 from qkattn.data.tokenizers import pieces
 from qkattn.data.tokenizers.tokenizer import Ids, Tokenizer, text_of
 from qkattn.errors import ConfigError
@@ -221,7 +221,7 @@ class FileTokenizer(Subwords):
         """Opens a file; raises ConfigError if it is not a tokenizer.json of the library."""
         advice = 'give a tokenizer.json of the Hugging Face tokenizers library'
         # The library raises a plain Exception for a file that it cannot parse.
-        with readable(f'data.tokenizer={path!r}', advice, Exception):
+        with explain_read_errors(f'data.tokenizer={path!r}', advice, Exception):
             return cls(read_whole(as_path(path)))
 
     def encode(self, text: str | bytes) -> np.ndarray:

@@ -40,7 +40,7 @@ class TiktokenTokenizer(Tokenizer):
             self.vocab_size += 1
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
 
-        tokens = [_bytes_of(encoding, token_id) for token_id in range(encoding.n_vocab)]
+        tokens = [_token_bytes(encoding, token_id) for token_id in range(encoding.n_vocab)]
         # Encodings with the same tokens may still split texts differently. So the digest includes
         # the pattern by which texts are split, which the library has only as a private attribute.
         digest = hashlib.sha256(encoding._pat_str.encode())
@@ -97,7 +97,7 @@ class TiktokenTokenizer(Tokenizer):
         return int(self._num_bytes_V[np.asarray(ids, np.int64)].sum())
 
 
-def _bytes_of(encoding: Any, token_id: int) -> bytes:
+def _token_bytes(encoding: Any, token_id: int) -> bytes:
     """Returns the bytes of a token; b'' for an id that no token has."""
     try:
         return encoding.decode_single_token_bytes(token_id)
