@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def _check_arrays(config: Config, rows: Rows) -> None:
             )
 
 
-def _shapes_text(shapes: dict[str, tuple[int, ...]]) -> str:
+def _shapes_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Returns names of arrays with their shapes: 'tokens_BT (1, 64), targets_BT (1, 64)'."""
     return ', '.join(f'{name} {shape}' for name, shape in shapes.items())
 
