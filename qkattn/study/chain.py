@@ -130,8 +130,8 @@ def earlier_studies(
     if not study_ledger.repeats:
         return []
 
-    # If several studies of the chain repeat the same study, it is listed once. The last line of its
-    # ledger identifies it, by the hash of the line.
+    # If several studies of the chain repeat the same study, it is listed once. The hash of the last
+    # line of its ledger (`repeat.entry`) identifies it.
     chain: dict[str, Earlier] = {}
     for earlier in _all_repeated(directory, study_ledger, declared, (directory.resolve(),)):
         chain.setdefault(earlier.repeat.entry, earlier)

@@ -114,9 +114,9 @@ def _never_matched(
     nearby_sizes: Mapping[str, Sequence[str]],
     all_arms_match: AllArmsMatch,
 ) -> list[str]:
-    """Returns the variants that another size does not help.
+    """Returns the variants for which no nearby size helps.
 
-    A variant is one of them if it has no match at a size of the study, nor at any size near it.
+    Such a variant has no match at a size of the study, nor at any of the sizes near it.
 
     Args:
         study: The study.

@@ -329,9 +329,9 @@ def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedAr
 def why_untrained(arm: TrainedArm) -> Iterator[Remark]:
     """Yields a remark for each reason why a baseline is not trained enough to compare arms with.
 
-    A baseline has to beat its yardstick: the losses or the BLEU of methods that only count,
-    such as n-grams. Beyond that, a language model has to use its context, and a translator its
-    source sentences. Without a yardstick that this version defines, nothing is known of either.
+    A baseline has to beat its yardstick: the losses or the BLEU of methods that only count, such as
+    n-grams. Beyond that, a language model has to use its context, and a translator its source
+    sentences. Without a yardstick, or with one of an earlier definition, this is not known.
     """
     yardstick = arm.yardstick
     if yardstick is None:
