@@ -55,9 +55,9 @@ _SCHEMA = {
 def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
     """Returns the question that an arm asks: a key by which arms of several studies are compared.
 
-    Two studies may write the same arm in different ways. For example, a study that matches only
-    d_model has the arm 'qk/no_o', and one that matches d_model or d_ff has 'qk/no_o [d_model]'.
-    Both ask the question 'qk/no_o [d_model]'. There are three cases:
+    Two studies may write the same arm in different ways. For example, a study that spends saved
+    parameters only on d_model has the arm 'qk/no_o'. A study that spends them on d_model or on d_ff
+    calls the same arm 'qk/no_o [d_model]'. Both ask 'qk/no_o [d_model]'. There are three cases:
 
     - The label of the arm lacks the destination of the saved parameters, because its study has only
       one. The question adds it.
