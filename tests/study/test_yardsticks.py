@@ -100,7 +100,7 @@ def test_what_is_recorded_is_kept(study, monkeypatch):
     before = (path / YARDSTICKS).read_bytes()
     shutil.rmtree(path / 'runs')  # as of a study that was copied without its checkpoints
     with monkeypatch.context() as patch:
-        patch.setattr(yardsticks, '_group', None)
+        patch.setattr(yardsticks, '_measure_group', None)
         assert yardsticks.record(path) == [] and (path / YARDSTICKS).read_bytes() == before
     (path / YARDSTICKS).unlink()  # without a checkpoint, only counts are recorded
     assert yardsticks.record(path) == []
