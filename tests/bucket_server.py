@@ -108,7 +108,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = _handle
 
     def _answer(self, head: str, bucket: str, objects: str, name: str) -> tuple[int, Any, dict]:
-        """Status, content, headers."""
+        """Returns status, content and headers of the answer to a request."""
         if bucket == 'forbidden' or (bucket == 'read-only' and self.command != 'GET'):
             raise Refused(403)
         if bucket not in self.server.buckets:
@@ -181,7 +181,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return 206, stored.data[start:stop], headers
 
     def _upload(self, bucket: str) -> tuple[int, Any, dict[str, str]]:
-        """Of one request (media), with metadata before (multipart), or of two (resumable)."""
+        """Stores an object that is uploaded in one of three ways.
+
+        media: the body is the object. multipart: the body has a part of metadata with the name,
+        and one of data. resumable: a first request gives the name and is told where to send the
+        data, which a second request does.
+        """
         query = self.query
         data = self.body
         name = query.get('name', '')
@@ -196,8 +201,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             head = f'Content-Type: {self.headers["Content-Type"]}\r\n\r\n'.encode()
             boundary = email.message_from_bytes(head).get_boundary().encode()
             parts = re.split(b'\r?\n?--' + re.escape(boundary) + b'(?:--)?', data)
-            about, data = (re.split(b'\r?\n\r?\n', part, maxsplit=1)[1] for part in parts[1:3])
-            name = json.loads(about)['name']
+            # Each part has headers of its own before an empty line.
+            metadata, data = (re.split(b'\r?\n\r?\n', part, maxsplit=1)[1] for part in parts[1:3])
+            name = json.loads(metadata)['name']
         self._check_generation(bucket, name, query)
         self.server.put(bucket, name, data)
         return 200, self._about(bucket, name), {}

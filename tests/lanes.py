@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 
-def only(quick: Collection[Any], cases: Iterable[Any]) -> list:
-    """All of `cases`, of which those in `quick` are quick; a tuple holds several arguments."""
+def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list:
+    """All of `cases`, marked slow but for those in `quick`; a tuple holds several arguments."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
@@ -17,7 +17,7 @@ def only(quick: Collection[Any], cases: Iterable[Any]) -> list:
     ]
 
 
-def thinned(cases: Iterable[Any], every: int) -> list:
-    """All of `cases`, of which every `every`-th is quick."""
+def mostly_slow(cases: Iterable[Any], every: int) -> list:
+    """All of `cases`, marked slow but for every `every`-th."""
     cases = list(cases)
-    return only(cases[::every], cases)
+    return slow_except(cases[::every], cases)

@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """The explicit triple of each process of a job."""
+    """The variables that tell each process of a job its coordinator, number and rank."""
     job = {'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port()}', 'JAX_NUM_PROCESSES': str(count)}
     return [job | {'JAX_PROCESS_ID': str(rank)} for rank in range(count)]
 
@@ -67,8 +67,8 @@ def start_job(source: str, count: int, *arguments: object, **variables: str) -> 
     ]
 
 
-def ended(processes: list, timeout: float = 120) -> list[tuple[int, str, str]]:
-    """Exit code, standard output and standard error of each process of a job."""
+def wait_for_results(processes: list, timeout: float = 120) -> list[tuple[int, str, str]]:
+    """Waits for processes; returns exit code, standard output and standard error of each."""
     try:
         texts = [process.communicate(timeout=timeout) for process in processes]
         return [(one.returncode, *text) for one, text in zip(processes, texts, strict=True)]
@@ -77,8 +77,8 @@ def ended(processes: list, timeout: float = 120) -> list[tuple[int, str, str]]:
             process.kill()
 
 
-def until(holds, seconds: float = 120, why=lambda: 'it did not happen') -> None:
-    """Waits for a condition."""
+def wait_until(holds, seconds: float = 120, why=lambda: 'it did not happen') -> None:
+    """Waits until `holds()` is true; fails with the message `why()` after so many seconds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, why()
@@ -123,8 +123,8 @@ def other_modes(directory: Path, mask: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """A block of the main thread, which TimeoutError ends if it waits longer."""
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in a block of the main thread that takes longer."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f'it waits for more than {seconds} s')

@@ -19,7 +19,7 @@ from qkattn.study import worker
 from qkattn.study.arms import build_arms, table
 from qkattn.train import program
 from qkattn.train.loop import train
-from tests.lanes import only
+from tests.lanes import slow_except
 
 RUN = {
     'data': {'name': 'text'},
@@ -48,7 +48,7 @@ CONFIGS = {
 FIELDS = {kind: declared.settings(type(config)) for kind, config in CONFIGS.items()}
 # Each setting once: those of a run, those of translation alone, those of a study besides its base.
 OF_PAIRS = ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context')
-OWN = {
+FIELDS_TO_TRY = {
     'run': list(FIELDS['run']),
     'pairs': [f'model.{name}' for name in OF_PAIRS],
     'study': [name for name in FIELDS['study'] if not name.startswith('base.')],
@@ -64,15 +64,17 @@ TEXTS = (
     *('tfds:', 'tfds:9', '9', 'hf:', 'hf:a', 'recall(pairs=99999999999)', 'recall(pairs=-1)'),
     *('copy(', '(1,2'),
 )
-ONE = st.one_of(
+SCALARS = st.one_of(
     st.sampled_from(NUMBERS),
     st.sampled_from(TEXTS),
     st.text(max_size=20),
     *(st.integers(), st.integers(1, 64), st.floats(), st.floats(0, 1)),
     *(st.booleans(), st.none(), st.binary(max_size=3)),
 )
-SEVERAL = st.lists(ONE, max_size=3)
-VALUES = st.one_of(ONE, SEVERAL.map(tuple), SEVERAL, st.dictionaries(st.text(), ONE, max_size=2))
+LISTS = st.lists(SCALARS, max_size=3)
+VALUES = st.one_of(
+    SCALARS, LISTS.map(tuple), LISTS, st.dictionaries(st.text(), SCALARS, max_size=2)
+)
 
 
 class Accepted(BaseException):
@@ -80,11 +82,12 @@ class Accepted(BaseException):
 
 
 @pytest.fixture(scope='module')
-def accepted(tmp_path_factory):
-    """accepted(kind, changes, text) -> whether; fails where it is refused in several lines.
+def accepts(tmp_path_factory):
+    """accepts(kind, changes, text) -> whether the config of this kind with the changes is accepted.
 
-    With `text`, changes are given as on the command line, otherwise as in a file. The data is text
-    that is prepared at once, in as many documents as a study asks for.
+    It fails the test where a refusal has several lines or anything compiles. With `text`, changes
+    are given as on the command line, otherwise as in a file. The data is text that is prepared at
+    once, in as many documents as a study asks for.
     """
     directory = tmp_path_factory.mktemp('any')
     numbers = itertools.count()
@@ -104,11 +107,11 @@ def accepted(tmp_path_factory):
     def accept(*args, **kwargs):
         raise Accepted
 
-    def checked(kind, changes, text) -> bool:
+    def try_settings(kind, changes, text) -> bool:
         section = 'base.data' if kind == 'study' else 'data'
         changes = {f'{section}.{name}': value for name, value in data.items()} | changes
         try:
-            config = (parsed if text else replaced)(CONFIGS[kind], changes)
+            config = (parse_overrides if text else replace_fields)(CONFIGS[kind], changes)
             start = train
             if isinstance(config, Study):
                 table(build_arms(config), config.match)
@@ -127,12 +130,12 @@ def accepted(tmp_path_factory):
         patch.setattr(program, 'train_steps', accept)
         patch.setattr(worker, 'make_directory', accept)
         patch.chdir(directory)  # A relative directory of data may be accepted.
-        yield checked
+        yield try_settings
 
 
-def parsed(config, changes):
+def parse_overrides(config, changes):
     """The config as the command line overrides it; what it cannot parse is a ConfigError."""
-    arguments = ['train', *(f'--config.{name}={written(x)}' for name, x in changes.items())]
+    arguments = ['train', *(f'--config.{name}={as_typed(x)}' for name, x in changes.items())]
     try:
         values = flags.FlagValues()
         config_flags.DEFINE_config_dict(
@@ -144,7 +147,7 @@ def parsed(config, changes):
         raise ConfigError((str(error) or type(error).__name__).splitlines()[0]) from error
 
 
-def replaced(config, changes):
+def replace_fields(config, changes):
     """The config with fields of any type, as a file in Python or JSON may have them."""
     values = to_json(config)
     for name, value in changes.items():
@@ -153,21 +156,21 @@ def replaced(config, changes):
     return from_json(type(config), values)
 
 
-def written(value) -> str:
+def as_typed(value) -> str:
     """As on the command line, which holds no null characters."""
     return value.replace('\0', '') if isinstance(value, str) else repr(value)
 
 
 @pytest.mark.parametrize('kind', CONFIGS)
-def test_every_field_takes_or_refuses_extremes(accepted, kind):
-    """In turns as on the command line and as in a file."""
-    assert accepted(kind, {}, text=True) and accepted(kind, {}, text=False)
+def test_every_field_accepts_an_extreme_value_or_refuses_it_in_one_sentence(accepts, kind):
+    """By turns, values are given as on the command line and as in a file."""
+    assert accepts(kind, {}, text=True) and accepts(kind, {}, text=False)
     extremes = NUMBERS + TEXTS
-    for number, name in enumerate(OWN[kind]):
-        accepted(kind, {name: extremes[5 * number % len(extremes)]}, text=number % 2 == 0)
+    for number, name in enumerate(FIELDS_TO_TRY[kind]):
+        accepts(kind, {name: extremes[5 * number % len(extremes)]}, text=number % 2 == 0)
         if FIELDS[kind][name].bounds.path:
             for path in ('\0', 'a\nb', 'x' * 5000):
-                assert not accepted(kind, {name: path}, text=False)
+                assert not accepts(kind, {name: path}, text=False)
 
 
 def changes_of(kind: str):
@@ -175,21 +178,21 @@ def changes_of(kind: str):
     return st.tuples(st.just(kind), changes, st.booleans())
 
 
-@pytest.mark.parametrize('examples', only([15], [15, 5000]))
-def test_any_values_are_accepted_or_refused(accepted, examples):
+@pytest.mark.parametrize('examples', slow_except([15], [15, 5000]))
+def test_random_values_are_accepted_or_refused_in_one_sentence(accepts, examples):
     fixed = {'derandomize': True, 'database': None, 'deadline': None}
     options = settings(max_examples=examples, suppress_health_check=list(HealthCheck), **fixed)
 
     @options
     @given(st.one_of(*map(changes_of, CONFIGS)))
     def check(changes):
-        accepted(*changes)
+        accepts(*changes)
 
     check()
 
 
 def test_optional_settings_are_switched_off_on_the_command_line():
-    for kind, names in OWN.items():
+    for kind, names in FIELDS_TO_TRY.items():
         for name in (name for name in names if 'None' in str(FIELDS[kind][name].kind)):
-            changed = parsed(CONFIGS[kind], {name: None})
+            changed = parse_overrides(CONFIGS[kind], {name: None})
             assert functools.reduce(getattr, name.split('.'), changed) is None, name

@@ -51,7 +51,7 @@ def room_of(module: str) -> str | None:
     return None
 
 
-def imported(node: ast.AST) -> Iterator[str]:
+def modules_imported_by(node: ast.AST) -> Iterator[str]:
     """The modules of ours that one import statement names."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -69,7 +69,7 @@ def upward_imports(path: Path) -> Iterator[str]:
     if room is None:
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        for other in {room_of(module) for module in imported(node)} - {room, None}:
+        for other in {room_of(module) for module in modules_imported_by(node)} - {room, None}:
             if LAYER[other] >= LAYER[room]:
                 yield f'{path.relative_to(ROOT)}: imports {other}'
 
@@ -133,21 +133,23 @@ def test_no_statement_assigns_unrelated_values_at_once():
 
 
 @pytest.fixture(scope='module')
-def graph():
-    """The modules that each one imports."""
+def imports_by_module():
+    """The modules of ours that each of our modules imports, by name."""
     trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
     return {
-        module: {other for node in tree.body for other in imported(node)} - {module}
+        module: {other for node in tree.body for other in modules_imported_by(node)} - {module}
         for module, tree in trees.items()
     }
 
 
-def test_no_circle_of_imports(graph):
-    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which shows it
+def test_no_circle_of_imports(imports_by_module):
+    tuple(
+        graphlib.TopologicalSorter(imports_by_module).static_order()
+    )  # raises CycleError, which shows it
 
 
-def test_output_of_other_programs_is_decoded_in_one_place_that_takes_any_bytes():
-    """A file name that git prints, or a message in another encoding, is no reason to end."""
+def test_output_of_other_programs_is_decoded_by_one_function_that_accepts_any_bytes():
+    """subprocess would raise an error for a file name or a message that is not UTF-8."""
     strict = {'text', 'universal_newlines', 'encoding'}
     helpers = {ROOT / 'qkattn/jobs/output.py', ROOT / 'launch/arguments.py'}
     places = []
@@ -161,20 +163,20 @@ def test_output_of_other_programs_is_decoded_in_one_place_that_takes_any_bytes()
     assert not places
 
 
-def loaded_by(module: str, graph: dict[str, set[str]]) -> set[str]:
+def loaded_by(module: str, imports_by_module: dict[str, set[str]]) -> set[str]:
     """The modules of ours that an import of the module loads, itself among them."""
     loaded: set[str] = set()
     pending = {module}
     while pending:
         loaded |= pending
-        packages = {name.rpartition('.')[0] for name in pending} & graph.keys()
-        pending = set().union(packages, *(graph[name] for name in pending)) - loaded
+        packages = {name.rpartition('.')[0] for name in pending} & imports_by_module.keys()
+        pending = set().union(packages, *(imports_by_module[name] for name in pending)) - loaded
     return loaded
 
 
-def test_attention_layers_need_few_packages(graph):
+def test_attention_layers_need_few_packages(imports_by_module):
     packages = set()
-    for module in loaded_by('qkattn.attention', graph):
+    for module in loaded_by('qkattn.attention', imports_by_module):
         for node in ast.parse(MODULES[module].read_text()).body:
             if isinstance(node, ast.Import):
                 packages |= {alias.name.partition('.')[0] for alias in node.names}
@@ -191,11 +193,11 @@ def test_modules_are_in_subpackages():
     assert {name for name in ENTRIES if '.' in name} == TOP_FILES
 
 
-def test_every_room_has_its_layer():
+def test_every_package_has_a_layer():
     assert ENTRIES - TOP_FILES | PACKAGES <= LAYER.keys()
 
 
-def test_what_reads_results_is_imported_without_jax():
+def test_packages_that_read_results_do_not_import_jax():
     names = ('config', 'metrics', 'stats', 'verdict', 'report.verify')
     rooms = [f'qkattn.{name}' for name in names]
     program = f"""

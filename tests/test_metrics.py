@@ -17,7 +17,7 @@ from tests.fixtures import chosen
 from tests.refusals import refused
 
 
-def test_the_table_is_complete():
+def test_every_metric_of_the_table_is_described():
     for name, metric in metrics.METRICS.items():
         assert metric.name == name and metric.label and metric.description.endswith('.')
         assert metric.value is not None or not metric.logged
@@ -89,7 +89,7 @@ def test_a_metric_keeps_its_contract(outside, metric):
     assert recorded.text(0.5) == known[name].text(0.5)
 
 
-BAD = """
+BAD_MODULE = """
 import jax.numpy as jnp
 from qkattn.metrics import Metric
 def score(name='mine', per_target=lambda p: p.nats_BT, **fields):
@@ -104,8 +104,8 @@ def fails(*, k=1): return 1 / 0
 """
 
 
-def test_what_is_no_metric_is_refused_in_one_sentence(outside):
-    (outside / 'bad.py').write_text(BAD)
+def test_an_object_that_is_no_metric_is_refused_in_one_sentence(outside):
+    (outside / 'bad.py').write_text(BAD_MODULE)
     for name, says in (
         ('jnp', "train.metrics='bad:jnp' is not a Metric, or a function"),
         ('fails', 'fails, ZeroDivisionError in .*bad.py, line 12: '),

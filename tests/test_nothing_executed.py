@@ -37,7 +37,7 @@ def test_no_module_beside_a_run_is_executed(tmp_path):
         exported.load(tmp_path)
 
 
-def test_no_published_weights_are_executed(tmp_path, monkeypatch):
+def test_torch_checkpoints_are_loaded_as_weights_alone(tmp_path, monkeypatch):
     def torch_load(file, map_location, weights_only):
         assert weights_only is True
         raise pickle.UnpicklingError('Weights only load failed')
@@ -49,20 +49,20 @@ def test_no_published_weights_are_executed(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def evil(tmp_path, monkeypatch):
-    """A module on the path of the interpreter; whether it was imported."""
-    (tmp_path / 'evil.py').write_text('raise SystemExit')  # it would be noticed
+def evil_name(tmp_path, monkeypatch):
+    """The name of a class in a module that raises SystemExit when it is imported."""
+    (tmp_path / 'evil.py').write_text('raise SystemExit')
     monkeypatch.syspath_prepend(tmp_path)
     return 'evil:Name'
 
 
-def test_exported_parameters_import_only_what_the_user_names(tiny, evil, tmp_path):
+def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tmp_path):
     config = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
     save_model(tmp_path / 'w', config)
     about = json.loads((tmp_path / 'w' / exported.ABOUT).read_text())
     del about['crc32']
     for field in ('score', 'value', 'pattern'):
-        named = f'qk/vo,{evil}/vo' if field == 'pattern' else f'{evil}(a=1)'
+        named = f'qk/vo,{evil_name}/vo' if field == 'pattern' else f'{evil_name}(a=1)'
         model = about['model'] | {field: named}
         (tmp_path / 'w' / exported.ABOUT).write_text(json.dumps(about | {'model': model}))
         says = 'qkattn.json names evil:Name, code that is imported only if you name it too; '
@@ -71,14 +71,21 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil, tmp_pat
         with refused(f"{says}name it in the model's settings too"):
             InitialParameters(tiny(train={'init_from': str(tmp_path / 'w')})).load()
         with pytest.raises(SystemExit):
-            loading.load(tmp_path / 'w', imports=[evil])
+            loading.load(tmp_path / 'w', imports=[evil_name])
 
 
-def test_a_study_is_read_without_importing_what_it_names(evil, tmp_path):
+def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
     """Metrics from outside are read as data, and yardsticks open only data that the user names."""
-    records = [studies.outside_record(variant, corpus=evil) for variant in ('qk/vo', f'{evil}/vo')]
+    records = [
+        studies.outside_record(variant, corpus=evil_name)
+        for variant in ('qk/vo', f'{evil_name}/vo')
+    ]
     path = studies.write_study(tmp_path / 'study', records)
-    outside = {'train__metrics': [evil], 'data__tokenizer': evil, 'optimizer__name': evil}
+    outside = {
+        'train__metrics': [evil_name],
+        'data__tokenizer': evil_name,
+        'optimizer__name': evil_name,
+    }
     for record in records:
         studies.edit_plan(path, record['run'], **outside)
     report.show_report(path)
@@ -89,4 +96,4 @@ def test_a_study_is_read_without_importing_what_it_names(evil, tmp_path):
     ):
         yardsticks.record(path, [])
     with pytest.raises(SystemExit):
-        yardsticks.record(path, [evil])
+        yardsticks.record(path, [evil_name])

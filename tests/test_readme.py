@@ -31,7 +31,7 @@ from qkattn.study.arms import build_arms
 from qkattn.train.optimizer import check_optimizer
 from tests.attention import examples  # noqa: F401, makes the modules of docs/extend.md importable
 from tests.experiments.conftest import added_flags_removed
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.launch.launchers import launch_here
 from tests.processes import ROOT
 
@@ -151,7 +151,7 @@ def test_there_are_tables_for_users_of_other_codebases():
 
 
 @pytest.mark.parametrize('code', sorted(codes_here()))
-def test_what_other_codebases_are_told_to_set_exists(code):
+def test_a_setting_or_flag_that_users_of_other_codebases_are_told_exists(code):
     """A cell holds settings, with values or without, variants and flags."""
     name, has_value, value = code.partition('=')
     if name.startswith('--'):
@@ -205,12 +205,12 @@ def started_by(launcher: str) -> str:
 
 
 @functools.cache
-def check(config: Config | Study) -> None:
+def check_trains(config: Config | Study) -> None:
     """Raises ConfigError where a run cannot train, or the arms of a study cannot be built."""
     build_arms(config) if isinstance(config, Study) else validate(config)
 
 
-@pytest.mark.parametrize('build', only([False], [False, True]), ids=['parsed', 'built'])
+@pytest.mark.parametrize('build', slow_except([False], [False, True]), ids=['parsed', 'built'])
 def test_every_command_is_accepted(example, outside, monkeypatch, build):
     """The scripts' own parsers parse the flags; settings and arms may also be built."""
     monkeypatch.chdir(ROOT)
@@ -231,7 +231,7 @@ def test_every_command_is_accepted(example, outside, monkeypatch, build):
             if match[1] in ('ablate', 'train'):
                 config = cli.read_config(script['CONFIG'])
                 if build:
-                    check(config)
+                    check_trains(config)
     assert scripts == cli.shipped('experiments').keys()
 
 
@@ -239,13 +239,13 @@ def test_every_command_is_accepted(example, outside, monkeypatch, build):
 def test_every_config_is_valid(path):
     namespace = runpy.run_path(str(path))
     config = namespace['get_config']()
-    check(config)
+    check_trains(config)
     script = 'ablate' if isinstance(config, Study) else 'train'
     command = f'-m experiments.{script} --config=configs/{path.name}'
     assert all(part in namespace['__doc__'] for part in (command, 'Expected', '\nTime: '))
 
 
-def printed(source: str, namespace: dict[str, Any]) -> list[str]:
+def lines_printed_by(source: str, namespace: dict[str, Any]) -> list[str]:
     """The lines that a cell prints, with the value of its last expression."""
     tree = ast.parse(source)
     if isinstance(last := tree.body[-1], ast.Expr):
@@ -265,6 +265,6 @@ def test_the_notebook_prints_its_stored_text():
         if cell['cell_type'] == 'code':
             texts = (o.get('text') or o['data'].get('text/plain', []) for o in cell['outputs'])
             stored = [line.rstrip('\n') for text in texts for line in text]
-            assert printed(''.join(cell['source']), namespace) == stored
+            assert lines_printed_by(''.join(cell['source']), namespace) == stored
     assert plt.get_fignums(), 'the last cell draws'
     plt.close('all')

@@ -34,23 +34,23 @@ from qkattn.train import program_cache
 from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.loop import train
 from qkattn.verdict.runs import parse_run
-from tests.processes import limited
+from tests.processes import time_limit
 from tests.refusals import refused
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:
-    """All that is in a directory, with the times of its files."""
+    """Every path below a directory, with the content and the time of each file."""
     return {
         str(path): f'{path.read_bytes()!r} {path.stat().st_mtime_ns}' if path.is_file() else ''
         for path in directory.rglob('*')
     }
 
 
-def own_run(path):
+def begin_run(path):
     RunDirectory(path, Config()).close()
 
 
-def own_checkpoints(path):
+def open_checkpoints(path):
     Checkpoints(path).close()
 
 
@@ -71,7 +71,7 @@ def plan_study(path):
 
 
 def train_planned(path):
-    """Trains a run of a study, whose error is that of the run."""
+    """Trains a planned run as a worker does; raises the error with which the run failed."""
     failed = {}
     leased = {'run': 'x', 'directory': 'runs/x', 'config': {}, 'label': 'x'}
     lease = contextlib.nullcontext(Mock(lost=False))
@@ -100,9 +100,9 @@ def hold_lock(path):
 # The place of a link in a directory, and what would write or delete through it.
 WRITERS = [
     ('lock', hold_lock),
-    *((name, own_run) for name in ('lock', 'metrics.jsonl', 'checkpoints', 'checkpoints/trash')),
-    *((name, own_run) for name in ('checkpoints/4', 'tensorboard', 'wandb')),
-    *(('trash', write) for write in (own_checkpoints, supersede)),
+    *((name, begin_run) for name in ('lock', 'metrics.jsonl', 'checkpoints', 'checkpoints/trash')),
+    *((name, begin_run) for name in ('checkpoints/4', 'tensorboard', 'wandb')),
+    *(('trash', write) for write in (open_checkpoints, supersede)),
     ('leases', acquire),
     *((name, plan_study) for name in ('lock', 'leases', 'runs', 'plots')),
     *((name, train_planned) for name in ('runs', 'runs/x')),
@@ -125,7 +125,7 @@ def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
     is_file = place in ('lock', 'metrics.jsonl')
     (received / place).symlink_to(outside / '4/kept' if is_file else outside)
     before = contents(outside)
-    with limited(20), refused('is a link', RunDirectoryError):
+    with time_limit(20), refused('is a link', RunDirectoryError):
         write(received)
     assert contents(outside) == before
     assert {path.name for path in received.rglob('*')} == {*Path(place).parts}
@@ -143,7 +143,7 @@ def test_no_program_is_deleted_through_a_link(tmp_path, monkeypatch):
     assert not (tmp_path / 'compiled/1-cores/old-cache').exists()
 
 
-@pytest.mark.parametrize('own', [own_run, own_checkpoints, hold_lock, acquire, draw])
+@pytest.mark.parametrize('own', [begin_run, open_checkpoints, hold_lock, acquire, draw])
 def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, own):
     (tmp_path / 'elsewhere').mkdir()
     (tmp_path / 'named').symlink_to(tmp_path / 'elsewhere')
@@ -151,7 +151,7 @@ def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, own):
     assert (tmp_path / 'named').is_symlink()
 
 
-def test_what_is_replaced_or_removed_is_the_link_itself(tmp_path):
+def test_replacing_or_removing_a_link_leaves_its_target_alone(tmp_path):
     outside = tmp_path / 'outside'
     link = tmp_path / 'file.tmp'
     outside.mkdir()
@@ -220,21 +220,21 @@ READERS = {
 def test_a_pipe_is_refused_at_once(tmp_path, read):
     os.mkfifo(tmp_path / 'pipe')
     errors = ConfigError, UnsuitableFileError
-    with limited(10), refused('is a pipe|no regular file|no file', errors):
+    with time_limit(10), refused('is a pipe|no regular file|no file', errors):
         read(tmp_path / 'pipe')
 
 
 @pytest.mark.parametrize('name', ['plan.jsonl', 'results.jsonl', 'ledger.jsonl', 'study.json'])
-def test_a_pipe_among_the_files_of_a_study_ends_what_its_ledger_reads(tmp_path, name):
+def test_a_ledger_does_not_wait_for_a_pipe_among_its_files(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with limited(10):
+    with time_limit(10):
         ledger.file_digests(tmp_path)
         ledger.run_digests(tmp_path)
 
 
 def test_a_pipe_in_the_place_of_a_benchmark_is_refused(tmp_path):
     os.mkfifo(tmp_path / record.FILE)
-    with limited(10), pytest.raises(ConfigError, match='is a pipe'):
+    with time_limit(10), pytest.raises(ConfigError, match='is a pipe'):
         record.read(tmp_path)
 
 
@@ -250,8 +250,8 @@ CONFIG = {
 
 
 @pytest.mark.parametrize('directory', ELSEWHERE)
-def test_a_planned_run_is_in_its_study(tmp_path, monkeypatch, directory):
-    """Whatever reads plan.jsonl: reports, workers, yardsticks and the ledger."""
+def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, directory):
+    """Reports, workers, yardsticks and the ledger, which all read plan.jsonl, refuse it."""
     line = LINE | {'directory': directory, 'config': CONFIG}
     (tmp_path / 'plan.jsonl').write_text(json.dumps(line) + '\n')
     (tmp_path / 'results.jsonl').touch()

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import qkattn
-from tests.launch.launchers import stand_in
+from tests.launch.launchers import write_program
 from tests.processes import ROOT
 
 SCRIPTS = sorted([*ROOT.glob('launch/*.sh'), *ROOT.glob('launch/*.sbatch'), ROOT / '.ci' / 'run'])
@@ -175,7 +175,7 @@ def test_the_command_without_extras_names_the_one_that_it_needs():
     assert (done.returncode, done.stdout, done.stderr) == (2, '', sentence)
 
 
-def test_launchers_install_extras_that_there_are():
+def test_extras_that_launchers_install_exist():
     files = [path for path in (ROOT / 'launch').rglob('*') if path.suffix in ('', '.py', '.yaml')]
     text = ''.join(path.read_text() for path in files + [ROOT / 'docs/launch.md'] if path.is_file())
     named = {name for pair in re.findall(r'\b(cuda|tpu),(?!cpu)(\w+)', text) for name in pair}
@@ -187,7 +187,7 @@ def test_the_version_is_the_same_everywhere():
     assert PYPROJECT['version'] == qkattn.__version__ == citation[1]
 
 
-def test_pages_are_built_into_no_directory_of_others(tmp_path):
+def test_docs_sh_refuses_to_build_into_a_directory_of_other_files(tmp_path):
     (tmp_path / 'thesis').touch()
     for arguments in ([tmp_path], ['--serve', tmp_path], ['--serve=x'], ['--help'], ['a', 'b']):
         command = ['bash', ROOT / 'launch/docs.sh', *arguments]
@@ -260,7 +260,7 @@ class Sandbox:
         (self.root / 'launch').mkdir(parents=True)
         for name in ('launch/venv.sh', 'requirements.txt', 'pyproject.toml', 'setup.py'):
             shutil.copy(ROOT / name, self.root / name)
-        stand_in(self.bin / 'python3', FAKE_PYTHON)
+        write_program(self.bin / 'python3', FAKE_PYTHON)
         for tool in ('bash', 'dirname', 'mkdir', 'mv', 'rm', 'cp', 'ls', 'flock'):
             if (path := shutil.which(tool)) is not None:
                 (self.bin / tool).symlink_to(path)
@@ -354,7 +354,9 @@ def test_an_environment_made_elsewhere_is_left_alone(sandbox, tmp_path):
     sandbox.refused('was not made by this script', home)
 
 
-def test_an_interrupted_installation_is_started_over_also_behind_a_link(sandbox, tmp_path):
+def test_an_interrupted_installation_is_started_over_where_the_environment_is_a_link(
+    sandbox, tmp_path
+):
     (tmp_path / 'scratch').mkdir()
     sandbox.venv.symlink_to(tmp_path / 'scratch')
     assert 'could not install requirements.txt' in sandbox.run(1, FAKE_PIP_STATUS=1)
@@ -373,11 +375,11 @@ def test_two_installers_at_a_time_install_once(sandbox):
 
 
 @pytest.mark.skipif(not shutil.which('flock'), reason='venv.sh locks where flock is')
-def test_an_installation_that_ends_just_before_the_lock_is_taken_is_kept(sandbox):
+def test_an_installation_that_another_has_just_finished_is_used(sandbox):
     flock = sandbox.bin / 'flock'
     flock.unlink()
     other = f'{{ : >"$0.called"; "{sandbox.root}/launch/venv.sh"; }}'
-    stand_in(
+    write_program(
         flock, f'#!/bin/sh\n[ -e "$0.called" ] || {other}\nexec {shutil.which("flock")} "$@"\n'
     )
     assert 'venv: using' in sandbox.run()

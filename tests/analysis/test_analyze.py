@@ -14,7 +14,7 @@ from qkattn.convert.conversions import converted
 from qkattn.errors import ConfigError
 from qkattn.model import build
 from tests.attention import examples, layers  # noqa: F401, the class Differential
-from tests.lanes import only
+from tests.lanes import slow_except
 
 # Matrices
 
@@ -38,7 +38,11 @@ def test_a_quantity_of_a_matrix_has_the_value_worked_out_by_hand():
 
 
 def test_directionality_counts_what_exceeds_two_deviations():
-    """Ten columns of norm 1 but one of norm 8, the rows of equal norm; then also one large row."""
+    """Columns count for it, rows against it, each by what its norm exceeds two deviations.
+
+    The first matrix has nine columns of norm 1 and one of norm 8, whose rows have equal norms; the
+    last has a large row as well, which is worked out here.
+    """
     a_DD = np.eye(10)
     a_DD[:, 3] = 8 / 10**0.5
     mixed_DD = a_DD + np.eye(10)[7][:, None]
@@ -128,7 +132,7 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize(('score', 'options'), only(PATTERNS[1:3], PATTERNS))
+@pytest.mark.parametrize(('score', 'options'), slow_except(PATTERNS[1:3], PATTERNS))
 def test_the_pattern_is_that_of_the_slow_reference(score, options):
     layer = layers.make((score, 'vo'), **options)
     x_BTD = layers.stream()
@@ -172,14 +176,16 @@ def make(**fields):
     return build(ModelConfig(**{**SIZES, **fields}), key=jax.random.key(0))
 
 
-MEASURED = [
+DEPTHS_OF_SITES = [
     (BOTH, {'attention': 2, 'cross_attention': 2, 'encoder/attention': 1}),
     (PATTERN, {'attention': 3}),
     ({'kind': 'encoder', 'norm_position': 'post', 'biases': True}, {'attention': 2}),
 ]
 
 
-@pytest.mark.parametrize(('fields', 'depths'), only(MEASURED[1:2], MEASURED), ids=str)
+@pytest.mark.parametrize(
+    ('fields', 'depths'), slow_except(DEPTHS_OF_SITES[1:2], DEPTHS_OF_SITES), ids=str
+)
 def test_every_head_of_every_site_is_measured(fields, depths):
     model = make(**fields)
     source = {'source_BS': TOKENS[:, :6]} if fields is BOTH else {}
@@ -211,7 +217,7 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
         analysis.values('norm')
 
 
-def test_a_circuit_without_a_matrix_is_missing():
+def test_a_circuit_without_a_matrix_is_listed_as_missing():
     model = make(score='nonlinear_query', value='differential:Differential', num_layers=1)
     missing = [('attention', 0, 'A'), ('attention', 0, 'B')]
     assert analyze(model, induction=False).missing == missing
@@ -219,7 +225,7 @@ def test_a_circuit_without_a_matrix_is_missing():
     np.testing.assert_array_equal(analysis.values('norm', 'A'), [[np.nan], [2], [np.nan]])
 
 
-def test_drift_is_that_of_each_head_between_two_factorizations():
+def test_drift_is_measured_by_head_between_models_of_different_factorizations():
     reference = make()
     scaled = make()
     scaled.blocks.attention.score.w_q_DNH[...] *= np.array([[1.0], [1.5]])

@@ -19,7 +19,7 @@ from qkattn.attention import SCORES, VALUES, parse_variant, registry
 from qkattn.errors import SpecError
 from qkattn.study import variant_catalogue
 from tests.attention import examples
-from tests.lanes import only, thinned
+from tests.lanes import mostly_slow, slow_except
 
 # A variant of each kind of factorization, one of examples/ and two of docs/extend.md among them.
 QUICK = {
@@ -63,14 +63,14 @@ def pytest_generate_tests(metafunc):
     every = named or [*buildable_variants(), *examples.VARIANTS]
     for fixture in {'variant', 'some'} & {*metafunc.fixturenames}:
         quick = named or quick_variants(fixture)
-        cases = only([(pair,) for pair in quick], [(pair,) for pair in every])
+        cases = slow_except([(pair,) for pair in quick], [(pair,) for pair in every])
         metafunc.parametrize(fixture, cases, ids=map('/'.join, every))
     outside = [score for score, _ in examples.VARIANTS if score not in SCORES]
     scores = [*dict(named)] or [*SCORES, *outside]
     if 'score' in metafunc.fixturenames:
         metafunc.parametrize('score', scores)
     if 'some_score' in metafunc.fixturenames:
-        metafunc.parametrize('some_score', thinned(scores, every=1 if named else 4))
+        metafunc.parametrize('some_score', mostly_slow(scores, every=1 if named else 4))
 
 
 def _checked(text: str) -> tuple[str, str]:

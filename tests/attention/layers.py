@@ -23,7 +23,10 @@ def _initialized(spec: AttentionSpec, seed: int, x64: bool) -> tuple[list[jax.Ar
 
 
 def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> Attention:
-    """A layer; where `moved`, every parameter is off its initial value so that biases count."""
+    """A layer of a variant, as in make(('qk', 'vo'), biases=True).
+
+    Where `moved`, noise is added to every parameter, since biases that are 0 would not be tested.
+    """
     spec = AttentionSpec(score=variant[0], value=variant[1], **{**SIZES, **options})
     leaves, tree = _initialized(spec, seed, jax.config.jax_enable_x64)
     if moved and leaves:
@@ -38,7 +41,10 @@ def wide(tree: Any) -> Any:
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
-    """The sizes of the letters in `parameter_count`, from the spec and the parameters' axes."""
+    """The size of each letter in `parameter_count`, from the spec and the names of parameters.
+
+    In 'w_q_DNH' the last part names the axes: a letter has one size throughout.
+    """
     sizes = spec.letters
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(circuit))):
         name = path[-1].key
@@ -76,6 +82,7 @@ def relative_bias(score: Any, T: int, S: int) -> np.ndarray | float:
 
 
 def normed(z_BTNH: Any, gain_H: Any) -> np.ndarray:
+    """RMSNorm over the last axis, with a gain."""
     z_BTNH = np.asarray(z_BTNH, np.float64)
     return z_BTNH / np.sqrt((z_BTNH**2).mean(-1, keepdims=True)) * np.asarray(gain_H[...])
 
@@ -106,9 +113,9 @@ def rotary_logits(
 
 
 def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) -> np.ndarray:
-    """s_BNTS from A[n], or from queries and keys where a norm or a rotation is between them.
+    """Logits s_BNTS by the definition, with scale, cap and biases of positions.
 
-    Then the scale, the cap, ALiBi and, in self-attention, the Score's own biases.
+    They come from A[n], or from queries and keys where QK norm or rotary positions act on these.
     """
     score = layer.score
     spec = layer.spec
@@ -201,9 +208,10 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
     for seed in range(num_seeds):
         layer = make((score, value), seed=seed, moved=False, **sizes)
         circuit = layer.score
-        x_BTD, y_BSD = (stream(64, seed=seed + s, d_model=sizes['d_model']) for s in (50, 90))
-        heads = circuit.queries(x_BTD), circuit.keys(circuit.cached(y_BSD))
-        q_BTNH, k_BSKH = (np.asarray(z, np.float64) for z in heads)
+        x_BTD = stream(64, seed=seed + 50, d_model=sizes['d_model'])
+        y_BSD = stream(64, seed=seed + 90, d_model=sizes['d_model'])
+        q_BTNH = np.asarray(circuit.queries(x_BTD), np.float64)
+        k_BSKH = np.asarray(circuit.keys(circuit.cached(y_BSD)), np.float64)
         if layer.spec.qk_norm:
             q_BTNH = normed(q_BTNH, layer.g_q_H)
             k_BSKH = normed(k_BSKH, layer.g_k_H)

@@ -16,7 +16,7 @@ from qkattn.attention.parameters import products_once, project
 from qkattn.attention.scores.identity import NeitherFull
 from qkattn.attention.scores.score import Score
 from tests.attention.layers import T, causal, make, stream, wide
-from tests.lanes import only
+from tests.lanes import slow_except
 
 SPEC = AttentionSpec(d_model=32, num_heads=4)
 
@@ -26,7 +26,7 @@ def layer() -> Attention:
     return Attention(SPEC, rngs=nnx.Rngs(0))
 
 
-def test_sizes_default_to_a_head_of_keys_per_head_that_cuts_the_stream():
+def test_sizes_have_defaults_and_wrong_numbers_are_refused_by_field():
     assert (SPEC.num_kv_heads, SPEC.head_size) == (4, 8)
     assert AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=6).head_size == 6
     with pytest.raises(SpecError, match='d_model=30 must be a multiple of num_heads=4'):
@@ -56,7 +56,7 @@ def test_the_mask_is_causal_with_the_window_unless_given(layer):
         np.testing.assert_array_equal(one(x_BTD, y_BSD=y_BSD), across_BTD)
 
 
-def test_rngs_are_drawn_from_as_in_nnx(layer):
+def test_a_layer_takes_a_key_or_rngs_that_it_draws_from_as_in_nnx(layer):
     rngs = nnx.Rngs(0)
     first = Attention(SPEC, rngs=rngs)
     second = Attention(SPEC, rngs=rngs)
@@ -77,7 +77,7 @@ def sum_of_squares(layer, x_BTD, dropout=0.0):
 
 
 def test_logits_that_all_heads_have_in_common_are_computed_once():
-    """With dropout, by head."""
+    """No array of logits has all 4 heads, unless dropout draws for each head."""
     layer = make(('neither_full', 'vo'), num_kv_heads=2)
     for dropout in (0.0, 0.5):
         program = functools.partial(sum_of_squares, dropout=dropout)
@@ -104,9 +104,12 @@ SHARED = [(('qk', 'vo'), {'num_kv_heads': 1})]
 SHARED += [((score, 'merged_vo'), {}) for score in ('merged', COLLABORATIVE, 'neither_full')]
 
 
-@pytest.mark.parametrize(('variant', 'options'), only(SHARED[1:2], SHARED), ids=str)
+@pytest.mark.parametrize(('variant', 'options'), slow_except(SHARED[1:2], SHARED), ids=str)
 def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
-    """In the compiled gradient no array has the sizes of S = 13 keys in each of N heads."""
+    """In the compiled gradient, no array but logits has both the S = 13 keys and the N = 4 heads.
+
+    Logits also have an axis of T queries.
+    """
     layer = make(variant, head_size=5, **options)
     x_BTD = stream()
     y_BSD = stream(13, seed=6)
@@ -121,7 +124,7 @@ def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, optio
     assert not [shape for shape in shapes if {13, 4} <= shape and T not in shape]
 
 
-def test_a_product_of_an_inner_trace_stays_there():
+def test_a_product_made_in_an_inner_trace_is_not_reused_outside_of_it():
     x_BTD = stream()
     w_DNH = jnp.ones((32, 4, 8))
     with products_once():
@@ -149,6 +152,7 @@ MASKS = {
 
 
 def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
+    """Whether query t may attend to key s in row b, by the definition of each field."""
     position = t + int(mask.first_query or 0)
     return not (
         (mask.causal and s > position)

@@ -18,24 +18,24 @@ from qkattn.train import sharding
 from tests.attention import layers
 from tests.attention.examples import is_from_outside
 from tests.attention.layers import N, T, assert_close, causal, error, make, stream, wide
-from tests.lanes import only
+from tests.lanes import slow_except
 
 OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
 SIZES = [(64, 8), (64, 1), (64, 4), *((256, n) for n in (1, 4, 8)), *((512, n) for n in (1, 4, 8))]
 
 
-def mask_of(lengths: tuple[int, int], **options) -> jax.Array:
+def mask_of_lengths(lengths: tuple[int, int], **options) -> jax.Array:
     """mask_BTS of two sequences of these lengths."""
     valid_BS = jnp.arange(T)[None, :] < jnp.array(lengths)[:, None]
     return visible(T, T, valid_BS=valid_BS, **options)
 
 
 def test_it_equals_the_oracle(some):
-    layers.assert_equals_oracle(make(some), stream(), mask_of((T, T - 2), causal=True))
+    layers.assert_equals_oracle(make(some), stream(), mask_of_lengths((T, T - 2), causal=True))
 
 
 @functools.cache
-def in_float64(variant: tuple[str, str]) -> tuple[Attention, jax.Array, tuple]:
+def biased_layer_and_gradients(variant: tuple[str, str]) -> tuple[Attention, jax.Array, tuple]:
     """A layer with biases, its input x, and the gradients of sum |out|^2 by both."""
     with jax.enable_x64(True):
         layer, x_BTD = wide((make(variant, biases=True, residual_gain=0.5), stream()))
@@ -44,13 +44,13 @@ def in_float64(variant: tuple[str, str]) -> tuple[Attention, jax.Array, tuple]:
 
 
 def test_it_equals_the_oracle_in_float64(variant):
-    layer, x_BTD, _ = in_float64(variant)
+    layer, x_BTD, _ = biased_layer_and_gradients(variant)
     with jax.enable_x64(True):
         layers.assert_equals_oracle(layer, x_BTD, causal())
 
 
 def test_logits_are_those_of_the_matrix(score):
-    """Before the softmax, which hides what is added to all keys alike."""
+    """Logits are compared, since softmax would hide a number that is added to all keys."""
     with jax.enable_x64(True):
         layer = make((score, 'vo'), biases=True)
         layer, x_BTD, y_BSD = wide((layer, stream(), stream(5)))
@@ -80,7 +80,8 @@ def test_a_factor_scales_only_the_random_matrices_of_its_group(variant):
             np.testing.assert_array_equal(after, (2 if scaled else 1) * before[path], err_msg=path)
 
 
-def test_initialization_is_that_of_nanogpt(variant):
+def test_nanogpt_initialization_has_standard_deviation_0_02_and_the_residual_gain(variant):
+    """The residual gain multiplies one matrix of the value; what is not random is as for fan_in."""
     fan_in = initial(variant)
     one, quarter = (initial(variant, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
     gains = {}
@@ -99,7 +100,7 @@ def test_initialization_is_that_of_nanogpt(variant):
 
 
 def test_every_parameter_has_a_finite_gradient(variant):
-    gradients, _ = in_float64(variant)[2]
+    gradients, _ = biased_layer_and_gradients(variant)[2]
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path)
         gradient = np.asarray(gradient)
@@ -111,7 +112,7 @@ def test_every_parameter_has_a_finite_gradient(variant):
             assert np.abs(gradient).max() > 0, name
 
 
-@pytest.mark.parametrize('num_kv_heads', only([2], [2, 1]), ids=['two', 'one'])
+@pytest.mark.parametrize('num_kv_heads', slow_except([2], [2, 1]), ids=['two', 'one'])
 def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
     score = registry.find_score(variant[0])[0]
     value = registry.find_value(variant[1])[0]
@@ -148,7 +149,7 @@ def test_bfloat16_is_near_float32(some):
     assert 1e-5 < error(got, layer(x_BTD, causal())) < 0.06
 
 
-def test_trials_on_a_mesh_equal_single_ones(some):
+def test_stacked_trials_on_a_mesh_equal_single_ones(some):
     """Parameters placed by the letters of their names on a mesh of 8 devices."""
     layers = [make(some, seed=seed) for seed in (0, 7)]
     x_BTD = stream()
@@ -169,9 +170,9 @@ def test_trials_on_a_mesh_equal_single_ones(some):
 
 
 def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
-    """A layer with rotary positions; None where the variant may refuse them, and does.
+    """A layer with rotary positions, or None where its variant refuses them.
 
-    That is a Score without a rotary form, `latent` without a size, or a class from outside.
+    Only a Score without a rotary form, `latent` without a size or a class from outside may refuse.
     """
     supported = registry.find_score(variant[0])[0].supports_rope
     try:
@@ -184,13 +185,14 @@ def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
     return layer
 
 
-def test_cached_decoding_equals_the_whole(variant):
-    """So that no position depends on a later one."""
+def test_decoding_from_a_cache_equals_attention_over_the_whole_sequence(variant):
+    """One token at a time, from cached keys and values: no position depends on a later one."""
     rotary = make_rotary(variant, biases=True)
     assert_cached_decoding_is_exact(rotary or make(variant, positions='alibi', biases=True))
 
 
 def assert_cached_decoding_is_exact(layer: Attention) -> None:
+    """Every step t of decoding gives row t of the output for the whole sequence, to 1e-5."""
     x_BTD = stream()
     want = np.asarray(layer(x_BTD, causal()))
     tokens = jax.vmap(layer.cached, (1, 0), 1)(x_BTD[:, :, None], jnp.arange(T))
@@ -232,9 +234,10 @@ def test_rotary_positions_equal_the_complex_form(score):
         layers.assert_equals_oracle(layer, stream(), causal())
 
 
-@pytest.mark.parametrize(('d_model', 'num_heads'), only([(64, 8)], SIZES))
+@pytest.mark.parametrize(('d_model', 'num_heads'), slow_except([(64, 8)], SIZES))
 def test_initial_logits_have_the_declared_standard_deviation(some_score, d_model, num_heads):
-    """1 for a Score of ours, so that variants differ in form alone; for unit-normal x and y."""
+    """For unit-normal x and y. Every Score of this package declares 1, so that variants differ
+    in form alone."""
     sizes = {'num_heads': num_heads, 'num_kv_heads': num_heads, 'head_size': d_model // num_heads}
     layers.assert_initial_logits_are_as_declared(some_score, d_model=d_model, **sizes)
     if not is_from_outside((some_score, 'vo')):

@@ -13,13 +13,14 @@ EYE_DND = np.repeat(EYE_D1D, N, axis=1)
 HADAMARD_NHD = (scipy.linalg.hadamard(D) / D**0.5).reshape(N, H, D)
 
 
-def arrays(circuit):
+def parameters_by_name(circuit):
     """The parameters by their names without the axes: w_q_DNH is 'w_q'."""
     parameters = {name: p for name, p in vars(circuit).items() if isinstance(p, nnx.Param)}
     return {name.rpartition('_')[0]: np.asarray(p[...]) for name, p in parameters.items()}
 
 
-def outward(w_DKH):
+def as_output_matrix(w_DKH):
+    """W_O [N, H, D] of heads that take the transpose of an inward matrix as theirs."""
     return np.moveaxis(np.repeat(w_DKH, N // w_DKH.shape[1], axis=1), 0, -1)
 
 
@@ -84,8 +85,8 @@ SCORES = {
 VALUES = {
     'vo': vo,
     'no_v': lambda s, v: (P_DNH, v['w_o']),
-    'no_o': lambda s, v: (v['w_v'], outward(P_DNH)),
-    'no_vo': lambda s, v: (P_DNH, outward(P_DNH)),
+    'no_o': lambda s, v: (v['w_v'], as_output_matrix(P_DNH)),
+    'no_vo': lambda s, v: (P_DNH, as_output_matrix(P_DNH)),
     'merged_vo': lambda s, v: (EYE_D1D, v['w_ov']),
     'low_rank(rank=3)': vo,
     'examples.gauge_fixed:GaugeFixedVO': lambda s, v: (v['w_v'], gauge_fixed_rows(v['w_o'])),
@@ -94,21 +95,22 @@ VALUES = {
     'k_is_v': lambda s, v: (s['w_k'], v['w_o']),
     'q_is_v': lambda s, v: (s['w_q'], v['w_o']),
     'v_is_k_transposed': lambda s, v: (s['w_k'].reshape(D, D).T.reshape(D, N, H), v['w_o']),
-    'o_is_v': lambda s, v: (v['w_v'], outward(v['w_v'])),
-    'o_is_k': lambda s, v: (v['w_v'], outward(s['w_k'])),
-    'o_is_q': lambda s, v: (v['w_v'], outward(s['w_q'])),
-    'subspace': lambda s, v: (s['w_k'], GAIN * outward(s['w_k'])),
+    'o_is_v': lambda s, v: (v['w_v'], as_output_matrix(v['w_v'])),
+    'o_is_k': lambda s, v: (v['w_v'], as_output_matrix(s['w_k'])),
+    'o_is_q': lambda s, v: (v['w_v'], as_output_matrix(s['w_q'])),
+    'subspace': lambda s, v: (s['w_k'], GAIN * as_output_matrix(s['w_k'])),
     'latent': lambda s, v: (product(s['w_down'], v['w_up_v']), v['w_o']),
 }
 
 
 def test_matrices_are_those_of_the_definition():
+    """A[n] = W_Q[n] W_K[n]^T and B[n] = W_V[n] W_O[n], with the four matrices of the tables."""
     cases = [('latent(size=6)' if value == 'latent' else 'qk', value, N) for value in VALUES]
     cases += [*((score, 'vo', N) for score in SCORES), ('qk', 'k_is_v', 2), ('qk', 'vo', 2)]
     for score, value, num_kv_heads in cases:
         layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)
-        s = arrays(layer.score)
-        v = arrays(layer.value)
+        s = parameters_by_name(layer.score)
+        v = parameters_by_name(layer.value)
         w_q, w_k = SCORES[score](s)
         w_v, w_o = VALUES[value](s, v)
         w_k, w_v = (np.repeat(w_DKH, N // w_DKH.shape[1], axis=1) for w_DKH in (w_k, w_v))

@@ -21,6 +21,7 @@ MESH = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
 
 
 def call(T=256, *, H=64, G=None, N=4, K=4, V=None, dtype=BF16, **options):
+    """A call of attention by shapes: N query, K key and V value heads, of sizes H and G."""
     shapes = (1, T, N, H), (1, T, K, H), (1, T, V or K, G or H)
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     normalizer = registry.find_normalizer(options.pop('normalizer', 'softmax'))
@@ -29,6 +30,7 @@ def call(T=256, *, H=64, G=None, N=4, K=4, V=None, dtype=BF16, **options):
 
 
 def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention():
+    # The device, options of `call`, the kernel that is chosen and a part of the reason.
     for target, options, name, reason in (
         (CPU, {}, 'blockwise', 'contexts are not below 256'),
         (CPU, {'T': 255}, 'einsum', 'contexts are below 256'),
@@ -49,6 +51,7 @@ def test_auto_takes_the_kernel_of_the_platform_that_serves_the_attention():
 
 def test_a_named_kernel_refuses_what_it_cannot_serve():
     padded = Mask(valid_BS=jnp.ones((1, 256), bool))
+    # The kernel that is named, the device, options of `call`, and a part of the refusal.
     for kernel, target, options, words in (
         ('blockwize', CPU, {}, 'is not a kernel; valid: auto, einsum, blockwise'),
         ('blockwise', CPU, {'normalizer': 'sigmoid'}, 'not normalizer=Sigmoid; valid: auto, '),

@@ -20,7 +20,7 @@ from qkattn.attention.rope import linear_bias
 from qkattn.config import MeshConfig
 from qkattn.train import sharding
 from tests.attention.layers import error
-from tests.lanes import only
+from tests.lanes import slow_except
 
 CPU = Target('cpu')
 T = 20
@@ -83,9 +83,9 @@ def gradients(kernel: Any, weights: Any = 1.0, **options: Any) -> Any:
 
 
 def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any) -> list:
-    """The output, and the gradients of its weighted sum by q, k, v and the table.
+    """The output, and the gradients of its weighted sum by q, k, v and the table of biases.
 
-    Without queries that no key is visible to, whose output has no meaning.
+    Queries without any visible key are left out of both, since their output has no meaning.
     """
     seen_BT = options['mask'].dense(arrays[0].shape[1], arrays[1].shape[1]).any(-1)
     w_BTNH = w_BTNH * seen_BT[..., None, None]
@@ -98,8 +98,8 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
     return both(*arrays)
 
 
-def placed(arrays: list, mesh: jax.sharding.Mesh, *rows: Any) -> list:
-    """Arrays with these axes of rows, whose heads are split where there is more than one."""
+def place_on_mesh(arrays: list, mesh: jax.sharding.Mesh, *rows: Any) -> list:
+    """Arrays on a mesh: axes before the sequence as given, more than one head over 'tensor'."""
     specs = [P(*rows, None, 'tensor' if array.shape[-2] > 1 else None) for array in arrays]
     places = [NamedSharding(mesh, spec) for spec in specs]
     return list(map(jax.device_put, arrays, places))
@@ -116,8 +116,8 @@ SINGLE = [(case, jnp.float32, 1e-5) for case in CASES]
 QUICK = PRECISE[:1] + [case for case in SINGLE if case[0] in ('packed', 'off_by_one')]
 
 
-@pytest.mark.parametrize(('case', 'dtype', 'tolerance'), only(QUICK, PRECISE + SINGLE))
-def test_blocks_equal_the_einsums(case, dtype, tolerance):
+@pytest.mark.parametrize(('case', 'dtype', 'tolerance'), slow_except(QUICK, PRECISE + SINGLE))
+def test_blockwise_attention_equals_the_einsums(case, dtype, tolerance):
     options, sizes = CASES[case]
     with jax.enable_x64(dtype == jnp.float64):
         arrays, w_BTNH = inputs(sizes, dtype)
@@ -141,7 +141,10 @@ def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
 
 
 def test_dropped_probabilities_are_the_same_in_the_backward_pass():
-    """And as many as the rate says. As o = P v, the gradient by v is P^T w."""
+    """The forward and backward pass draw the same dropout, of the given rate.
+
+    As o = P v, the gradient of sum(o w) by v is P^T w; that by q is compared with a difference.
+    """
     arrays, w_BTNH = inputs(CASES['causal'][1])
     options = {'mask': Mask(), 'dropout': 0.4, 'dropout_key': jax.random.key(3)}
 
@@ -162,7 +165,7 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
     np.testing.assert_allclose((moved[0] - moved[1]) / 2, (dq_BTNH * step).sum(), rtol=2e-2)
 
 
-def test_memory_of_blocks_is_linear_in_the_context():
+def test_memory_of_blockwise_attention_is_linear_in_the_context():
     def temporaries(kernel, length):
         array = jax.ShapeDtypeStruct((1, length, N, 8), jnp.float32)
         program = jax.jit(gradients(kernel, mask=Mask(causal=True), bias=ALIBI))
@@ -182,25 +185,25 @@ def test_blocks_beyond_the_mask_are_not_computed():
     assert counts == [64, 36, 15, 22]
 
 
-def test_sharded_blocks_are_computed_where_they_lie():
+def test_blocks_of_sharded_arrays_need_no_communication():
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2))
     (*arrays, _), _ = inputs((N, N, 8, 8, T))
     options = {'mask': Mask(causal=True), 'bias': ALIBI}
-    lying = placed(arrays, mesh, ('data', 'fsdp'))
-    program = jax.jit(gradients(in_blocks, **options)).lower(*lying).compile()
+    placed_arrays = place_on_mesh(arrays, mesh, ('data', 'fsdp'))
+    program = jax.jit(gradients(in_blocks, **options)).lower(*placed_arrays).compile()
     text = program.as_text()
     assert not any(name in text for name in ('all-gather', 'all-to-all', 'collective-permute'))
-    assert_equal([*program(*lying)], [*gradients(einsum, **options)(*arrays)], 1e-5)
+    assert_equal([*program(*placed_arrays)], [*gradients(einsum, **options)(*arrays)], 1e-5)
 
 
-@pytest.mark.parametrize(('mask', 'K'), only(PLAIN[2:], PLAIN))
+@pytest.mark.parametrize(('mask', 'K'), slow_except(PLAIN[2:], PLAIN))
 def test_dot_product_equals_the_einsums(mask, K):
     arrays, w_BTNH = inputs((K, K, 8, 8, 20))
     got = with_gradients(lambda c: library.dot_product(c, CPU), arrays, w_BTNH, mask=mask)
     assert_equal(got, with_gradients(einsum, arrays, w_BTNH, mask=mask), 1e-5)
 
 
-@pytest.mark.parametrize(('mask', 'K'), only(PLAIN[1:2], PLAIN))
+@pytest.mark.parametrize(('mask', 'K'), slow_except(PLAIN[1:2], PLAIN))
 def test_cudnn_is_one_call_for_all_trials_in_each_direction(cudnn, mask, K):
     """The gradients of two trials, lowered for a GPU that is not there."""
     arrays, _ = inputs((K, K, 64, 64, LONG), jnp.bfloat16, LONG)
@@ -231,7 +234,7 @@ def test_queries_are_scaled_by_all_digits_of_the_scale():
         np.testing.assert_allclose(np.float64(scaled), expected, rtol=2**-8)
 
 
-@pytest.mark.parametrize('case', only(['merged'], SPLASH))
+@pytest.mark.parametrize('case', slow_except(['merged'], SPLASH))
 def test_splash_attention_equals_the_einsums(case):
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
@@ -239,7 +242,7 @@ def test_splash_attention_equals_the_einsums(case):
     assert_equal(got, with_gradients(einsum, arrays, w_BTNH, **options), 1e-5)
 
 
-@pytest.mark.parametrize('case', only(['merged'], SPLASH))
+@pytest.mark.parametrize('case', slow_except(['merged'], SPLASH))
 def test_splash_attention_lowers_for_a_tpu(case):
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
@@ -250,7 +253,7 @@ def test_splash_attention_lowers_for_a_tpu(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['merged', 'packed'])
-def test_splash_attention_of_a_stack_is_computed_where_its_shards_lie(case):
+def test_splash_attention_of_a_sharded_stack_needs_no_all_gather(case):
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
     w_BTNH = w_BTNH * options['mask'].dense(LONG, LONG).any(-1)[..., None, None]
@@ -260,7 +263,9 @@ def test_splash_attention_of_a_stack_is_computed_where_its_shards_lie(case):
     def stack(kernel):
         return jax.jit(jax.vmap(gradients(kernel, w_BTNH, **options), spmd_axis_name='trial'))
 
-    lying = placed(stacked, mesh, 'trial', 'data')
-    program = stack(lambda c: library.splash(c, Target('cpu', mesh))).lower(*lying).compile()
+    placed_arrays = place_on_mesh(stacked, mesh, 'trial', 'data')
+    program = (
+        stack(lambda c: library.splash(c, Target('cpu', mesh))).lower(*placed_arrays).compile()
+    )
     assert 'all-gather' not in program.as_text()
-    assert_equal([*program(*lying)], [*stack(einsum)(*stacked)], 1e-5)
+    assert_equal([*program(*placed_arrays)], [*stack(einsum)(*stacked)], 1e-5)

@@ -25,7 +25,7 @@ def draw(shape, key=KEY, name='w'):
     return np.asarray(weight(key, name, shape, 1.0)[...])
 
 
-def test_an_entry_depends_on_its_indices_alone():
+def test_an_entry_depends_on_its_indices_and_not_on_the_shape():
     for larger in ((9, 3, 7), (5, 4, 7), (5, 3, 8), (64, 8, 33)):
         np.testing.assert_array_equal(draw(larger)[:5, :3, :7], draw((5, 3, 7)))
 
@@ -48,38 +48,38 @@ def test_entries_are_independent():
         assert abs((first * second).mean()) < 5 * first.size**-0.5
 
 
-def initial(**settings):
-    """Initial parameters by path."""
+def initial_parameters(**settings):
+    """Initial parameters of a small model by path, as in 'blocks.attention.score.w_q_DNH'."""
     return by_path(build(ModelConfig(**SIZES | settings), key=KEY))
 
 
-def role(path):
+def parameter_name(path):
     return path.rpartition('.')[2]
 
 
 @pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
 def test_a_factor_scales_the_matrices_of_its_group(kind):
-    before = initial(kind=kind)
-    matrices = {role(path) for path in before if role(path).startswith('w_')}
+    before = initial_parameters(kind=kind)
+    matrices = {parameter_name(path) for path in before if parameter_name(path).startswith('w_')}
     assert matrices == set.union(*GROUPS.values())
     for factor, names in GROUPS.items():
-        for path, after in initial(kind=kind, **{factor: 2.0}).items():
-            want = (2 if role(path) in names else 1) * before[path]
+        for path, after in initial_parameters(kind=kind, **{factor: 2.0}).items():
+            want = (2 if parameter_name(path) in names else 1) * before[path]
             np.testing.assert_array_equal(after, want, err_msg=path)
 
 
 def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
-    for path, w in initial(init='nanogpt').items():
-        std = 0.02 / (2 * 2) ** 0.5 if role(path) in ('w_o_NHD', 'w_out_FD') else 0.02
-        if role(path).startswith('w_'):
+    for path, w in initial_parameters(init='nanogpt').items():
+        std = 0.02 / (2 * 2) ** 0.5 if parameter_name(path) in ('w_o_NHD', 'w_out_FD') else 0.02
+        if parameter_name(path).startswith('w_'):
             draws = w / std
             assert abs((draws**2).mean() - 1) < 5 * (2 / w.size) ** 0.5, path
         else:
-            assert set(w.flat) == {1.0 if role(path).startswith('g_') else 0.0}, path
+            assert set(w.flat) == {1.0 if parameter_name(path).startswith('g_') else 0.0}, path
 
 
 @pytest.mark.parametrize('num_kv_heads', [2, 4])
-def test_frozen_begins_as_qk(num_kv_heads):
+def test_frozen_is_initially_qk(num_kv_heads):
     options = {'num_kv_heads': num_kv_heads, 'moved': False}
     standard = make(('qk', 'vo'), **options)
     frozen = make(('examples.frozen:Frozen', 'vo'), **options)
@@ -87,15 +87,15 @@ def test_frozen_begins_as_qk(num_kv_heads):
 
 
 @pytest.mark.parametrize('num_kv_heads', [2, 4])
-def test_a_gauge_fixed_product_begins_as_its_factors(num_kv_heads):
+def test_a_gauge_fixed_product_is_initially_that_of_its_factors(num_kv_heads):
     options = {'num_kv_heads': num_kv_heads, 'moved': False}
     _, B_NDE = make(('qk', 'vo'), **options).matrix()
     fixed = make(('qk', 'examples.gauge_fixed:GaugeFixedVO(init="product")'), **options).value
     assert error(fixed.matrix(None), B_NDE) < 1e-3  # the inverse of a random block
 
 
-def test_merged_products_begin_as_their_factors():
-    """The same function under the same seed, of rank H."""
+def test_merged_matrices_are_initially_products_of_the_standard_factors():
+    """Under the same seed they are the same function, of rank H in each head."""
     standard = make(('qk', 'vo'), moved=False)
     A_NDE, B_NDE = standard.matrix()
     logits_NDE = np.asarray(standard.score.scale * A_NDE)

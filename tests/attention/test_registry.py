@@ -20,7 +20,7 @@ from tests.processes import ROOT
 from tests.refusals import refused
 
 
-def test_a_variant_that_names_nothing_is_refused():
+def test_a_variant_text_that_cannot_be_resolved_is_refused():
     for text, message in (
         ('qq/vo', "unknown score 'qq'.*qk, merged, shared_qk"),
         ('qk/no_w', "unknown value 'no_w', did you mean 'no_v'"),
@@ -44,6 +44,7 @@ def test_a_class_outside_the_package_takes_its_options():
 
 ROPE = {'positions': 'rope'}
 WIDE = {'head_size': 16}
+# Variant, changes of the sizes of a layer of 4 heads of 8 channels, part of the refusal.
 REFUSED = [
     ('qk/vo', {'num_kv_heads': 3}, 'num_kv_heads=3 must divide num_heads=4'),
     ('qk/vo', {'init': 'nanoGPT'}, "init='nanoGPT' must be fan_in or nanogpt"),
@@ -111,14 +112,14 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_built_is_refused_in_one_sentence():
+def test_a_layer_that_cannot_be_built_is_refused_in_one_sentence():
     for variant, change, message in REFUSED:
         spec = {**SIZES, **parse_variant(variant)._asdict(), **change}
         with refused(message, SpecError):
             registry.check(AttentionSpec(**spec))
 
 
-def test_only_what_is_rotated_needs_an_even_size():
+def test_an_odd_head_size_is_allowed_where_rotated_channels_are_even():
     for score in ('low_rank(rank=4)', 'full_size', 'latent(rope_size=4)'):
         odd = {**SIZES, **ROPE, 'score': score, 'head_size': 7}
         layer = Attention(AttentionSpec(**odd), key=jax.random.key(0))
@@ -129,7 +130,7 @@ def test_only_what_is_rotated_needs_an_even_size():
     ('kind', 'known', 'find'),
     [('score', SCORES, registry.find_score), ('value', VALUES, registry.find_value)],
 )
-def test_every_option_refuses_what_it_cannot_be(kind, known, find):
+def test_every_option_refuses_wrong_types_and_sizes(kind, known, find):
     classes = dict(known)
     for variant in examples.FOLDER_VARIANTS:
         name = variant[0] if kind == 'score' else variant[1]

@@ -21,13 +21,13 @@ from tests.attention import examples  # noqa: F401, classes that the settings na
 from tests.refusals import refused
 from tests.studies import RESULTS
 
-MODULE = """
+OUTSIDE_CALLS = """
 class Linear:
     def __init__(self, config, *, slope=1.0): pass
 def quadratic(config, steps, *, power=2): pass
 NUMBER = 3
 """
-SCORE = """
+OUTSIDE_SCORE = """
 from qkattn.attention import Normalizer, Value
 from qkattn.attention.parameters import affine
 from qkattn.attention.scores.symmetric import SharedQK
@@ -53,9 +53,14 @@ class Unwritten(Value):
 
 
 @pytest.fixture(autouse=True)
-def modules(tmp_path, monkeypatch):
-    files = {'calls': MODULE, 'failing': '\nx = 1 / 0\n', 'missing': 'import no_such_library\n'}
-    files |= {'score': SCORE}
+def outside_modules(tmp_path, monkeypatch):
+    """Modules outside_calls, outside_score and two that cannot be imported, as users write them."""
+    files = {
+        'calls': OUTSIDE_CALLS,
+        'failing': '\nx = 1 / 0\n',
+        'missing': 'import no_such_library\n',
+    }
+    files |= {'score': OUTSIDE_SCORE}
     for name, source in files.items():
         (tmp_path / f'outside_{name}.py').write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -64,31 +69,30 @@ def modules(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def named(text, **options):
+def resolve_schedule(text, **options):
+    """(target, options) of a text for optimizer.schedule, where `constant` is the only name."""
     return resolve(text, {'constant': len}, 'optimizer.schedule', **options)
 
 
-def test_a_name_or_an_import_path_with_options():
-    assert named('constant') == (len, {})
-    target, options = named('outside_calls:Linear(slope=(1, 2))')
+def test_a_name_or_an_import_path_is_resolved_with_its_options():
+    assert resolve_schedule('constant') == (len, {})
+    target, options = resolve_schedule('outside_calls:Linear(slope=(1, 2))')
     assert target.__name__ == 'Linear' and options == {'slope': (1, 2)}
     # Options of something that is called through another function.
     call = {'call': lambda target: lambda *, rank: None}
-    assert named('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
+    assert resolve_schedule('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
 
 
-def test_what_cannot_be_resolved_is_one_sentence():
+def test_a_text_that_names_no_schedule_is_refused_in_one_sentence():
+    no_import_paths = ('..:x', ':b', 'a:', 'a:b:c', '.a:b', 'a b:c', 'a:b/c', 'a\0:b')
+    no_options = ('', '2)', 'a=)', 'a=x)', 'a=1, a=2)', 'a=1)(a=2)', '**{"a": 1})')
+    no_options += ('a={[]: 1})', f'a={"(" * 500})')
+    import_path_form = '^optimizer.schedule=.* must be written package.module:name to be'
+    options_form = r'must be written name\(option=value, ...\) with'
     for text, message in (
         ('constnt', "^unknown optimizer.schedule 'constnt', did you mean 'constant'.*constant, or"),
-        *(
-            (text, '^optimizer.schedule=.* must be written package.module:name to be')
-            for text in ('..:x', ':b', 'a:', 'a:b:c', '.a:b', 'a b:c', 'a:b/c', 'a\0:b')
-        ),
-        *(
-            (f'constant({text}', r'must be written name\(option=value, ...\) with')
-            for text in ('', '2)', 'a=)', 'a=x)', 'a=1, a=2)', 'a=1)(a=2)', '**{"a": 1})')
-            + ('a={[]: 1})', f'a={"(" * 500})')
-        ),
+        *((text, import_path_form) for text in no_import_paths),
+        *((f'constant({options}', options_form) for options in no_options),
         ('no.such.module:x', "schedule='no.such.module:x': no module named 'no'"),
         ('outside_missing:x', "no module named 'no_such_library'"),
         ('outside_calls:missing', "outside_calls has no 'missing'$"),
@@ -99,7 +103,9 @@ def test_what_cannot_be_resolved_is_one_sentence():
         ('outside_calls:quadratic(slope=1)', "no option 'slope'; it takes power"),
     ):
         with refused(message):
-            named(text, needs='a function of two', is_valid=accepts_arguments('config', 'steps'))
+            resolve_schedule(
+                text, needs='a function of two', is_valid=accepts_arguments('config', 'steps')
+            )
 
 
 def test_variants_are_separated_by_the_commas_outside_of_parentheses():
@@ -120,8 +126,8 @@ PATTERN = 'model.pattern'
 DOT_PRODUCT = {'model.kernel': 'dot_product'}
 
 
-def changed(fields: dict) -> Config:
-    """The default config with fields by dotted name."""
+def config_with(fields: dict) -> Config:
+    """The default config with these fields, as in {'model.d_model': 64}."""
     config = Config()
     for name, value in fields.items():
         section, field = name.split('.')
@@ -131,12 +137,13 @@ def changed(fields: dict) -> Config:
 
 
 def test_a_wrong_setting_is_named_with_its_value():
-    for value in ('vo', 'gated:Gated'):  # perhaps for a pod
+    # These are valid: a kernel of TPUs on a machine without one, perhaps for a dry run of a pod;
+    # and a cross-attention without a rotary form, since it never has rotary positions.
+    for value in ('vo', 'gated:Gated'):
         splash = {'model.kernel': 'splash', 'model.context': 128}
-        validate(changed(splash | {'model.value': value}))
-    # The cross-attention has no rotary positions, whatever the model's are.
-    validate(changed(BOTH | {'model.positions': 'rope', CROSS: 'merged/vo'}))
-    for name, value, words in (
+        validate(config_with(splash | {'model.value': value}))
+    validate(config_with(BOTH | {'model.positions': 'rope', CROSS: 'merged/vo'}))
+    for name, value, requirement in (
         ('model.kind', 'seq2seq', 'must be one of decoder, encoder,'),
         ('model.num_kv_heads', 3, 'must divide num_heads=4'),
         ('model.kernel', 'flash', 'must be one of auto, einsum, blockwise'),
@@ -158,8 +165,9 @@ def test_a_wrong_setting_is_named_with_its_value():
         ('data.name', 'a\nb', 'must be Unicode text'),
         ('model.encoder_variant', 'qk/vo', 'is a setting of an encoder-decoder, not of decoder'),
     ):
-        with refused(re.escape(f'{name.partition(".")[2]}={value!r} {words}')):
-            validate(changed({name: value}))
+        field = name.partition('.')[2]
+        with refused(re.escape(f'{field}={value!r} {requirement}')):
+            validate(config_with({name: value}))
 
 
 def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
@@ -214,13 +222,16 @@ def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
         ({'model.value': 'outside_score:Unwritten'}, ': raised by cached'),
     ):
         with refused(re.escape(message)):
-            validate(changed(fields))
+            validate(config_with(fields))
+
+
+# The config of a later version: a field more, a section more, and another default of a field.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WiderModel(ModelConfig):
     lately: str = 'softmax'
-    window: int | None = 64  # another default than that of schema 1
+    window: int | None = 64  # None in schema 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +245,8 @@ class WiderConfig(Config):
     extra: Extra = Extra()
 
 
-def wider(**model):
+def wider_config(**model):
+    """A config of the later version that means what the default config of this one means."""
     return WiderConfig(model=WiderModel(**{'window': None} | model))
 
 
@@ -255,7 +267,7 @@ def test_a_config_takes_overrides_of_the_type_of_a_field():
         values.model.width = 3
 
 
-def test_the_fingerprint_is_of_what_is_computed_not_of_where():
+def test_the_fingerprint_leaves_out_settings_of_the_machine():
     assert fingerprint(Config()) == '5c6b1299941b'  # of the defaults of schema 1
     elsewhere = Config(
         mesh=MeshConfig(data=8),
@@ -265,21 +277,28 @@ def test_the_fingerprint_is_of_what_is_computed_not_of_where():
     )
     assert fingerprint(elsewhere) == fingerprint(Config())
     assert serialize.with_machine_of(Config(), elsewhere) == elsewhere
-    others = Config(trials=TrialsConfig(seeds=(1,))), Config(model=ModelConfig(value='no_v'))
-    assert len({*map(fingerprint, (Config(), *others))}) == 3
+    other_seeds = Config(trials=TrialsConfig(seeds=(1,)))
+    other_model = Config(model=ModelConfig(value='no_v'))
+    prints = {fingerprint(config) for config in (Config(), other_seeds, other_model)}
+    assert len(prints) == 3
 
 
-def test_a_value_that_schema_1_wrote_otherwise_keeps_its_form():
+def test_remat_is_stored_as_schema_1_wrote_it():
+    """Schema 1 had a boolean: 'none' is stored as False and 'full' as True."""
     for value, stored in (('none', False), ('full', True), ('dots', 'dots')):
         config = Config(model=ModelConfig(remat=value))
-        assert to_json(config)['model']['remat'] is stored or value == 'dots'
+        written = to_json(config)['model']['remat']
+        assert written == stored and type(written) is type(stored)
         assert from_json(Config, to_json(config)) == config
         assert (fingerprint(config) == fingerprint(Config())) == (value == 'none')
 
 
 def test_a_later_field_counts_unless_it_is_at_its_default():
-    assert to_json(wider()) == to_json(Config())
-    for config in (wider(lately='sigmoid'), dataclasses.replace(wider(), extra=Extra(rate=0.25))):
+    assert to_json(wider_config()) == to_json(Config())
+    for config in (
+        wider_config(lately='sigmoid'),
+        dataclasses.replace(wider_config(), extra=Extra(rate=0.25)),
+    ):
         assert fingerprint(config) != fingerprint(Config())
         assert from_json(WiderConfig, to_json(config)) == config
         with pytest.raises(ConfigError, match=r'unknown field (model\.lately|extra)=.*newer'):
@@ -290,22 +309,26 @@ def test_changed_defaults_leave_stored_configs_their_meaning(monkeypatch):
     assert fingerprint(WiderConfig()) != fingerprint(Config())
     stored = to_json(Config())
     del stored['model']['window'], stored['decode']
-    assert from_json(WiderConfig, stored) == wider()
-    assert fingerprint(from_json(Config, stored)) == fingerprint(Config()) != fingerprint_of(stored)
+    assert from_json(WiderConfig, stored) == wider_config()
+    assert fingerprint(from_json(Config, stored)) == fingerprint(Config())
+    assert fingerprint_of(stored) != fingerprint(Config())
     # The default of a later field is frozen with its schema.
     later = serialize.SCHEMAS | {'2': {'WiderModel': {'lately': 'sigmoid'}}}
     monkeypatch.setattr(serialize, 'SCHEMAS', later)
     monkeypatch.setattr(serialize, 'defaults', serialize.defaults.__wrapped__)
-    assert from_json(WiderConfig, to_json(Config())) == wider(lately='sigmoid')
-    assert fingerprint(wider(lately='sigmoid')) == fingerprint(Config()) != fingerprint(wider())
+    assert from_json(WiderConfig, to_json(Config())) == wider_config(lately='sigmoid')
+    assert fingerprint(wider_config(lately='sigmoid')) == fingerprint(Config())
+    assert fingerprint(wider_config()) != fingerprint(Config())
 
 
 def test_every_field_has_a_frozen_default():
+    """Every field of Study and of its sections is in a schema, so that its default is kept."""
     classes = [Study]
-    for cls in classes:  # which grows by the sections
+    for cls in classes:  # the list grows by the sections of each class
         classes += filter(dataclasses.is_dataclass, typing.get_type_hints(cls).values())
-        frozen = [fields.get(cls.__name__, {}) for fields in serialize.SCHEMAS.values()]
-        known = {name for fields in frozen for name in fields}
+        known = set()
+        for schema in serialize.SCHEMAS.values():
+            known |= schema.get(cls.__name__, {}).keys()
         missing = {n: v for n, v in serialize.defaults(cls).items() if n not in known}
         assert not missing, f'add to {serialize.FILE.name}: {json.dumps({cls.__name__: missing})}'
 
@@ -321,9 +344,9 @@ def test_committed_runs_are_named_by_the_hash_of_their_configs():
                 assert to_json(from_json(Config, run['config'])) == run['config']
 
 
-def test_paths_of_corpora_and_names_of_encodings_are_no_import_paths():
-    named = {'evaluate': ['text:book.txt', 'tokens:made', 'own:corpus', '@test']}
+def test_import_paths_are_told_from_paths_of_corpora_and_names_of_encodings():
+    corpora = {'evaluate': ['text:book.txt', 'tokens:made', 'own:corpus', '@test']}
     others = {'name': 'text:Evil', 'tokenizer': 'tiktoken:gpt2', 'path': 'tokens:Other'}
-    config = {'base': {'data': named | others}, 'runs': [{'tokenizer': 'own:Nibbles(high=1)'}]}
+    config = {'base': {'data': corpora | others}, 'runs': [{'tokenizer': 'own:Nibbles(high=1)'}]}
     expected = ['own:Nibbles', 'own:corpus', 'text:Evil', 'tokens:Other']
     assert import_paths(config) == expected

@@ -13,7 +13,7 @@ from qkattn.config.paths import (
     require_regular_tree,
 )
 from qkattn.errors import UnsuitableFileError
-from tests.processes import limited
+from tests.processes import time_limit
 from tests.refusals import refused
 
 
@@ -29,7 +29,7 @@ def special(tmp_path):
 @pytest.mark.parametrize('kind', ['pipe', 'socket', 'device'])
 @pytest.mark.parametrize('read', [open_regular, read_regular, require_regular])
 def test_only_a_regular_file_is_read(special, kind, read):
-    with limited(10), refused(f'^it is a {kind} and no regular file$', UnsuitableFileError):
+    with time_limit(10), refused(f'^it is a {kind} and no regular file$', UnsuitableFileError):
         read(special[kind])
 
 
@@ -39,7 +39,7 @@ def test_a_regular_file_is_read_also_through_a_link(tmp_path):
     assert read_regular(tmp_path / 'file') == read_regular(tmp_path / 'link') == b'content'
 
 
-def test_a_directory_is_refused_as_ever(tmp_path):
+def test_a_directory_raises_the_usual_error(tmp_path):
     with pytest.raises(IsADirectoryError):
         read_regular(tmp_path)
 

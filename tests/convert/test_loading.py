@@ -36,8 +36,12 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
     directory, config, _ = trained
     run = load(directory)
     assert (run.path, run.config, run.step) == (directory, config, 4)
-    assert run.trials == config.trials.trials() and len(run.models) == 2
-    assert run.alive == [False, True] and run.trial == 1 and run.model is run.models[1]
+    assert run.trials == config.trials.trials()
+    assert len(run.models) == 2
+    # The first trial diverged, so the second one is the run's model.
+    assert run.alive == [False, True]
+    assert run.trial == 1
+    assert run.model is run.models[1]
     with refused(r'trial=2 must be in \[0, 2\)'):
         run.check_trial(2)
     assert run.model(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
@@ -47,6 +51,8 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
 
 
 def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
+    # To the checkpoint of step 4, add those of steps 6 and 8 with 3 and 5 times its parameters.
+    # Another trial is alive in the last one.
     source, config, state = trained
     directory = tmp_path / 'run'
     shutil.copytree(source, directory)
@@ -56,22 +62,29 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
         later = {**state, 'trials': trials, 'step': jnp.int32(step)}
         with contextlib.closing(Checkpoints(directory / 'checkpoints', keep=3)) as saved:
             saved.save(step, later, {'data': {}, 'train_seconds': 0.0})
+
+    # The mean over the newest 1, 2 or 3 of the factors 5, 3 and 1.
     for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
         run = load(directory, average=average)
         assert run.step == 8 and run.alive == [True, False]
-        params = [one.params[1] for one in (run, load(trained[0]))]
-        for leaf, first in zip(*map(jax.tree.leaves, params), strict=True):
+        averaged = jax.tree.leaves(run.params[1])
+        of_step_4 = jax.tree.leaves(load(trained[0]).params[1])
+        for leaf, first in zip(averaged, of_step_4, strict=True):
             np.testing.assert_allclose(leaf, factor * first, rtol=1e-6)
     with refused(r'average=4 .* checkpoints of .* are of steps \[8, 6, 4\]; train.keep'):
         load(directory, average=4)
+
+    # Checkpoints further apart than their regular distance are not averaged.
     with contextlib.closing(Checkpoints(directory / 'checkpoints')) as saved:
         later['step'] = jnp.int32(8 + 2 * config.train.checkpoint_every)
         saved.save(int(later['step']), later, {'data': {}, 'train_seconds': 0.0})
     with refused(rf'average=2 .* are of steps \[{later["step"]}, 8\]'):
         load(directory, average=2)
+
+    # Exported parameters are one model, without a run.
     exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
-    one = load(tmp_path / 'w')  # one model
-    assert (one.config, one.step, one.trials, one.trial) == (None, None, [{}], 0)
+    loaded = load(tmp_path / 'w')
+    assert (loaded.config, loaded.step, loaded.trials, loaded.trial) == (None, None, [{}], 0)
     with refused('average=2 needs the checkpoints of a run'):
         load(tmp_path / 'w', average=2)
 
@@ -85,7 +98,9 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
         ('', 'does not exist'),
     ],
 )
-def test_what_is_no_sound_run_is_named_in_one_sentence(trained, tmp_path, removed, message):
+def test_a_directory_without_a_readable_checkpoint_is_refused_in_one_sentence(
+    trained, tmp_path, removed, message
+):
     run = shutil.copytree(trained[0], tmp_path / 'run')
     for path in tmp_path.glob(f'run/{removed}'):
         shutil.rmtree(path)
@@ -94,7 +109,7 @@ def test_what_is_no_sound_run_is_named_in_one_sentence(trained, tmp_path, remove
     assert str(run) in str(raised.value)
 
 
-def test_a_study_is_not_a_run(trained, tmp_path):
+def test_a_study_is_refused_and_one_of_its_runs_is_named(trained, tmp_path):
     (tmp_path / 'study.json').write_text('{}')
     with refused('is a study without runs yet'):
         load(tmp_path)

@@ -73,7 +73,7 @@ def forward(tensors, *, exact_gelu=False):
     return norm(x_BTD, 'ln_f') @ p.get('lm_head.weight', p['wte.weight']).T
 
 
-def write(directory, tensors, **described):
+def write_gpt2(directory, tensors, **described):
     """A GPT-2 in the Hugging Face layout."""
     directory.mkdir(exist_ok=True)
     save_file(tensors, directory / 'model.safetensors')
@@ -82,7 +82,10 @@ def write(directory, tensors, **described):
 
 
 def as_nanogpt(tensors, prefix='_orig_mod.'):
-    """As torch.compile'd nanoGPT names and turns them, with its tied second name and masks."""
+    """The tensors as nanoGPT names them under torch.compile.
+
+    Linear layers are transposed, the embedding has a second name, and layer 0 has its causal mask.
+    """
     named = {f'{prefix}lm_head.weight': tensors['wte.weight']}
     for name, tensor in tensors.items():
         turned = '.c_' in name and name.endswith('weight')
@@ -103,7 +106,7 @@ def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
     tensors |= {} if tied else {'lm_head.weight': head}
     named = {f'transformer.{name}': t for name, t in tensors.items()}
     named['transformer.h.0.attn.bias'] = np.tril(np.ones((1, 1, T, T), np.uint8))
-    loaded = load_gpt2(write(tmp_path, named, tie_word_embeddings=tied))
+    loaded = load_gpt2(write_gpt2(tmp_path, named, tie_word_embeddings=tied))
     sizes = {'d_model': D, 'num_heads': N, 'num_layers': L, 'd_ff': F, 'context': T}
     assert loaded[0] == ModelConfig(**sizes, vocab_size=V, biases=True, tied_embeddings=tied)
     assert_logits(loaded, forward(tensors))
@@ -111,7 +114,7 @@ def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
 
 def test_a_gpt2_may_have_the_exact_gelu(tmp_path):
     tensors = make_tensors()
-    loaded = load_gpt2(write(tmp_path, tensors, activation_function='gelu'))
+    loaded = load_gpt2(write_gpt2(tmp_path, tensors, activation_function='gelu'))
     assert loaded[0].activation == 'gelu'
     assert_logits(loaded, forward(tensors, exact_gelu=True))
 
@@ -126,12 +129,12 @@ def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
         assert_logits(loaded, forward(tensors))
 
 
-def test_every_source_holds_the_same_model(tmp_path):
+def test_tensors_files_and_shards_give_the_same_model(tmp_path):
     tensors = make_tensors(width=4 * D)
     named = as_nanogpt(tensors)
     expected = load_gpt2(tensors, num_heads=N)
 
-    def same(loaded):
+    def assert_same_parameters(loaded):
         jax.tree.map(np.testing.assert_array_equal, loaded[1], expected[1])
 
     gpt2 = tmp_path / 'gpt2.safetensors'
@@ -141,17 +144,21 @@ def test_every_source_holds_the_same_model(tmp_path):
     for load, source in ((load_gpt2, gpt2), (load_nanogpt, named), (load_nanogpt, nanogpt)):
         with pytest.raises(ConfigError, match='--num_heads=N of convert .* is required'):
             load(source)
-        same(load(source, num_heads=N))
+        assert_same_parameters(load(source, num_heads=N))
+
+    # A checkpoint of nanoGPT has the sizes in model_args, and the exact GELU.
     checkpoint = load_nanogpt({'model': named, 'model_args': ARGUMENTS, 'iter_num': 7})
-    same(checkpoint)
+    assert_same_parameters(checkpoint)
     assert checkpoint[0] == dataclasses.replace(expected[0], activation='gelu')
+
+    # A GPT-2 in two files, with an index that says which tensor is in which.
     parts = {name: f'part-{i % 2}.safetensors' for i, name in enumerate(sorted(tensors))}
     for file in set(parts.values()):
         save_file({n: t for n, t in tensors.items() if parts[n] == file}, tmp_path / file)
     index = tmp_path / 'model.safetensors.index.json'
     index.write_text(json.dumps({'weight_map': parts}))
     (tmp_path / 'config.json').write_text(json.dumps(DESCRIPTION | {'n_inner': None}))
-    same(load_gpt2(tmp_path))
+    assert_same_parameters(load_gpt2(tmp_path))
 
 
 def test_a_torch_checkpoint_is_read(tmp_path):
@@ -163,38 +170,42 @@ def test_a_torch_checkpoint_is_read(tmp_path):
     np.testing.assert_array_equal(embedding, narrow['_orig_mod.lm_head.weight'].float().numpy())
 
 
-OUTSIDE = {'wte.weight': '../other/model.safetensors'}
+INDEX_OF_A_FILE_ELSEWHERE = {'wte.weight': '../other/model.safetensors'}
 
 
-def put(name, shape, dtype=np.float32):
+def add_tensor(name, shape, dtype=np.float32):
+    """A damage that sets a tensor to zeros of this shape."""
     return lambda tensors: tensors.update({name: np.zeros(shape, dtype)})
 
 
-def test_a_wrong_tensor_or_description_is_named(tmp_path):
+def test_a_gpt2_with_a_wrong_tensor_or_config_is_refused(tmp_path):
+    # A damage is a function that changes the tensors, or fields of config.json.
     for damage, message in (
         (lambda tensors: tensors.pop('wpe.weight'), "tensor 'wpe.weight' is missing"),
-        (put('h.0.x', (8,)), "'h.0.x' does not belong to a GPT-2 with"),
-        (put('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
-        (put('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
+        (add_tensor('h.0.x', (8,)), "'h.0.x' does not belong to a GPT-2 with"),
+        (add_tensor('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
+        (add_tensor('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
         (lambda tensors: tensors['wpe.weight'].fill(np.nan), "'wpe.weight' has values that are"),
-        (put('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
-        (put('transformer.ln_f.bias', (D,)), "'ln_f.bias' occurs twice"),
+        (add_tensor('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
+        (add_tensor('transformer.ln_f.bias', (D,)), "'ln_f.bias' occurs twice"),
         ({'n_layer': 4}, 'n_layer=4 .* num_layers=3'),
         ({'n_inner': None}, 'n_inner=64 .* mlp_width=48'),
         ({'n_head': 3}, 'd_model=16 must be a multiple of num_heads=3'),
         ({'n_head': 0}, 'num_heads=0 must be at least 1'),
         ({'n_head': [2]}, r'num_heads=\[2\] must be of type int'),
         ({'n_embd': None, 'n_inner': None}, 'n_embd=None does not fit .* d_model=16'),
-        (put('h.99999999999.ln_1.weight', (D,)), "'h.3.ln_1.weight' is missing"),
+        (add_tensor('h.99999999999.ln_1.weight', (D,)), "'h.3.ln_1.weight' is missing"),
         ({'activation_function': 'silu'}, "activation_function='silu' is not supported, only 'ge"),
         ({'model_type': 'gptj'}, "model_type='gptj'"),
     ):
         tensors = make_tensors()
-        described = {} if callable(damage) else damage
+        fields = {}
         if callable(damage):
             damage(tensors)
+        else:
+            fields = damage
         with refused(message):
-            load_gpt2(write(tmp_path, tensors, **described))
+            load_gpt2(write_gpt2(tmp_path, tensors, **fields))
 
 
 def check_refused(message, source, load=load_gpt2, **options):
@@ -202,13 +213,13 @@ def check_refused(message, source, load=load_gpt2, **options):
         load(source, **options)
 
 
-def test_a_directory_that_is_no_model_is_named(tmp_path):
+def test_a_directory_without_a_readable_config_and_tensors_is_refused(tmp_path):
     check_refused(r'config\.json cannot be read', tmp_path)
     for text, message in (('[]', r'config\.json cannot be read'), ('{"n_inner": null}', 'n_head')):
         (tmp_path / 'config.json').write_text(text)
         save_file(make_tensors(), tmp_path / 'model.safetensors')
         check_refused(message, tmp_path)
-    weights = write(tmp_path, make_tensors()) / 'model.safetensors'
+    weights = write_gpt2(tmp_path, make_tensors()) / 'model.safetensors'
     check_refused('n_head=2 .* num_heads=4', tmp_path, num_heads=4)
     weights.write_bytes(weights.read_bytes()[:1000])
     check_refused(r'model\.safetensors cannot be read as safetensors', tmp_path)
@@ -216,7 +227,7 @@ def test_a_directory_that_is_no_model_is_named(tmp_path):
 
 def test_narrow_floats_are_widened_exactly(tmp_path):
     narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in make_tensors().items()}
-    embedding_VD = load_gpt2(write(tmp_path, narrow))[1]['w_embedding_VD']
+    embedding_VD = load_gpt2(write_gpt2(tmp_path, narrow))[1]['w_embedding_VD']
     np.testing.assert_array_equal(embedding_VD, narrow['wte.weight'].astype(np.float32))
 
 
@@ -234,7 +245,13 @@ def test_a_wrong_argument_of_nanogpt_is_named(wrong, message):
 
 @pytest.mark.parametrize(
     'files',
-    [None, ['a.safetensors'], {'wte.weight': 3}, {'wte.weight': '/etc/passwd'}, OUTSIDE],
+    [
+        None,
+        ['a.safetensors'],
+        {'wte.weight': 3},
+        {'wte.weight': '/etc/passwd'},
+        INDEX_OF_A_FILE_ELSEWHERE,
+    ],
     ids=str,
 )
 def test_an_index_names_files_beside_it(files, tmp_path):
@@ -272,12 +289,15 @@ def test_a_torch_checkpoint_needs_torch(monkeypatch, tmp_path):
 
 
 def test_sizes_in_weights_are_compared_with_their_file(tmp_path, monkeypatch):
-    """Memory is taken for what is there, whatever a header, an archive or a tensor says."""
+    """A small file that claims to hold much more is refused before memory is taken for it."""
+    # The header of a safetensors file with 4 bytes of data claims 10^12 numbers.
     header = {'wte.weight': {'dtype': 'F32', 'shape': [10**9, 10**3], 'data_offsets': [0, 4]}}
     text = json.dumps(header).encode()
     (tmp_path / 'a.safetensors').write_bytes(len(text).to_bytes(8, 'little') + text + bytes(4))
     with refused('a.safetensors cannot be read as safetensors'):
         load_gpt2(tmp_path / 'a.safetensors', num_heads=2)
+
+    # A torch checkpoint, a zip file, is compressed to much less than it unpacks to.
     torch = Mock()
     monkeypatch.setitem(sys.modules, 'torch', torch)
     with zipfile.ZipFile(tmp_path / 'a.pt', 'w', zipfile.ZIP_DEFLATED) as archive:
@@ -285,6 +305,8 @@ def test_sizes_in_weights_are_compared_with_their_file(tmp_path, monkeypatch):
     with refused('a.pt cannot be read as a torch checkpoint: it unpacks to 1,000,000 bytes, more'):
         load_nanogpt(tmp_path / 'a.pt', num_heads=2)
     assert not torch.load.called
+
+    # A tensor repeats its only stored number 10^12 times, with strides of 0.
     spread = Mock(dtype='torch.float32', shape=(10**6, 10**6))
     spread.numel.return_value = 10**12
     spread.element_size.return_value = 4

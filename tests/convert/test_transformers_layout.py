@@ -16,14 +16,14 @@ from qkattn.convert.published import load_gpt2
 from qkattn.data.tokenizers.subwords import BPETokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
 from qkattn.model import build, with_params
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.refusals import refused
 
 SIZES = {'d_model': 24, 'num_layers': 3, 'num_heads': 4, 'context': 12, 'vocab_size': 29}
 GPT2 = ModelConfig(**SIZES)
 LLAMA = ModelConfig(**SIZES, norm='rmsnorm', positions='rope', activation='swiglu')
 TOKENS = np.random.default_rng(1).integers(0, SIZES['vocab_size'], (3, SIZES['context']))
-# Each with what differs from the plain architecture.
+# Changes of GPT2 and LLAMA, each with settings that their layouts have beside the default ones.
 GPT2_VARIANTS = [
     {'biases': True},
     {'tied_embeddings': False, 'activation': 'gelu', 'score_scale': 0.7},
@@ -58,14 +58,14 @@ def assert_close(logits, expected):
 
 def llama_logits(directory):
     """The logits of a Llama in the layout of transformers, in float64 numpy."""
-    about = json.loads((directory / 'config.json').read_text())
+    description = json.loads((directory / 'config.json').read_text())
     p = {
         name: tensor.astype(np.float64)
         for name, tensor in load_file(directory / 'model.safetensors').items()
     }
-    N = about['num_attention_heads']
-    K = about['num_key_value_heads']
-    H = about['head_dim']
+    N = description['num_attention_heads']
+    K = description['num_key_value_heads']
+    H = description['head_dim']
     B, T = TOKENS.shape
 
     def linear(x, name):
@@ -74,25 +74,25 @@ def llama_logits(directory):
     def norm(x, name):
         return (
             x
-            / np.sqrt((x**2).mean(-1, keepdims=True) + about['rms_norm_eps'])
+            / np.sqrt((x**2).mean(-1, keepdims=True) + description['rms_norm_eps'])
             * p[f'{name}.weight']
         )
 
     def rotate(x_BTNH):
-        angle_TH = np.arange(T)[:, None] * about['rope_theta'] ** (-np.arange(0, H, 2) / H)
+        angle_TH = np.arange(T)[:, None] * description['rope_theta'] ** (-np.arange(0, H, 2) / H)
         angle_T1H = np.concatenate([angle_TH, angle_TH], -1)[:, None]
         left, right = np.split(x_BTNH, 2, -1)
         return x_BTNH * np.cos(angle_T1H) + np.concatenate([-right, left], -1) * np.sin(angle_T1H)
 
     def gate(x):
-        if about['hidden_act'] == 'silu':
+        if description['hidden_act'] == 'silu':
             return x / (1 + np.exp(-x))
-        if about['hidden_act'] == 'relu':
+        if description['hidden_act'] == 'relu':
             return np.maximum(x, 0)
         return np.asarray(jax.scipy.stats.norm.cdf(x)) * x
 
     x = p['model.embed_tokens.weight'][TOKENS]
-    for layer in range(about['num_hidden_layers']):
+    for layer in range(description['num_hidden_layers']):
         name = f'model.layers.{layer}'
         y = norm(x, f'{name}.input_layernorm')
         q = rotate(linear(y, f'{name}.self_attn.q_proj').reshape(B, T, N, H))
@@ -110,8 +110,8 @@ def llama_logits(directory):
     return norm(x, 'model.norm') @ output.T
 
 
-@pytest.mark.parametrize('changes', only(GPT2_VARIANTS[:1], GPT2_VARIANTS), ids=str)
-def test_a_gpt2_is_read_again_with_equal_logits(tmp_path, changes):
+@pytest.mark.parametrize('changes', slow_except(GPT2_VARIANTS[:1], GPT2_VARIANTS), ids=str)
+def test_a_written_gpt2_is_read_with_equal_logits(tmp_path, changes):
     config = dataclasses.replace(GPT2, **changes)
     params = random_params(config)
     layout = transformers_layout.save(tmp_path, config, params)
@@ -122,7 +122,7 @@ def test_a_gpt2_is_read_again_with_equal_logits(tmp_path, changes):
     assert_close(logits_of(read_config, read_params), logits_of(config, params))
 
 
-@pytest.mark.parametrize('changes', only(LLAMA_VARIANTS[1:2], LLAMA_VARIANTS), ids=str)
+@pytest.mark.parametrize('changes', slow_except(LLAMA_VARIANTS[1:2], LLAMA_VARIANTS), ids=str)
 def test_a_llama_has_the_logits_of_the_equations(tmp_path, changes):
     config = dataclasses.replace(LLAMA, **changes)
     params = random_params(config)
@@ -172,7 +172,9 @@ def test_transformers_computes_the_same_logits(tmp_path, config, architecture, n
         (LLAMA, {'d_model': 22, 'head_size': 6}, 'd_model=22 must be a multiple of num_heads=4'),
     ],
 )
-def test_a_part_that_has_no_layout_is_named(tmp_path, config, changes, message):
+def test_a_setting_that_the_layout_of_transformers_lacks_is_named(
+    tmp_path, config, changes, message
+):
     config = dataclasses.replace(config, **changes)
     with refused(message):
         transformers_layout.save(tmp_path / 'out', config, {})
@@ -197,8 +199,8 @@ def test_a_tokenizer_json_gives_the_same_ids(tmp_path, name):
     assert library.encode(text, add_special_tokens=False).ids == ids
     if name != 'characters':  # whose unknown character is a token without text
         assert library.decode(ids, skip_special_tokens=False) == text
-    about = json.loads((tmp_path / 'config.json').read_text())
-    assert about['eos_token_id'] == tokenizer.separator
+    description = json.loads((tmp_path / 'config.json').read_text())
+    assert description['eos_token_id'] == tokenizer.separator
 
 
 @pytest.mark.parametrize('name', TOKENIZERS)

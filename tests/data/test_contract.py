@@ -73,7 +73,7 @@ def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     assert first.decode(first.encode(text)).encode() == text
 
 
-def opened(task: str, data: DataConfig) -> tuple[Config, Rows]:
+def config_and_rows(task: str, data: DataConfig) -> tuple[Config, Rows]:
     """A config of the kind of model that the task trains, and its rows."""
     for kind in ('decoder', 'encoder'):
         model = ModelConfig(kind=kind, context=12, vocab_size=300)
@@ -84,7 +84,7 @@ def opened(task: str, data: DataConfig) -> tuple[Config, Rows]:
 
 
 def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(task, data):
-    config, rows = opened(task, data)
+    config, rows = config_and_rows(task, data)
     for split in rows.splits:
         count = rows.count(split)
         numbers_B = [0, count - 1, 0]
@@ -105,7 +105,7 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
     json.dumps(rows.identity())
 
 
-class Trained:
+class TwoTrainedTrials:
     """Two trained trials: the first is never right, the second always."""
 
     def __init__(self, config: Config):
@@ -125,8 +125,8 @@ class Trained:
 
 
 def test_a_task_measures_declared_metrics_of_every_trial_when_training_ends(task, data):
-    config, rows = opened(task, data)
-    measured = rows.end_metrics(Trained(config), np.array([True, True]))
+    config, rows = config_and_rows(task, data)
+    measured = rows.end_metrics(TwoTrainedTrials(config), np.array([True, True]))
     assert measured.keys() <= result_fields(with_outside(rows.metrics)).keys()
     assert all(len(values) == 2 for values in measured.values())
     if task.startswith('ahead'):
@@ -134,7 +134,7 @@ def test_a_task_measures_declared_metrics_of_every_trial_when_training_ends(task
 
 
 def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
-    config, rows = opened(task, data)
+    config, rows = config_and_rows(task, data)
     yardsticks = rows.yardsticks(config)
     assert yardsticks.losses.keys() == {PREFIXES[split] for split in rows.splits[1:]}
     for losses in yardsticks.losses.values():
@@ -155,7 +155,7 @@ class Short(LanguageRows):
 """
 
 
-def test_other_objects_are_refused_in_one_sentence(data, outside):
+def test_an_object_of_the_wrong_kind_is_refused_in_one_sentence(data, outside):
     (outside / 'listed.py').write_text("def listed(config):\n    return ['a']\n")
     fables = (outside / 'fables.py').read_text()
     (outside / 'strings.py').write_text(fables.replace('.encode()', ''))

@@ -12,8 +12,8 @@ from qkattn.data.load import load_text, prepare
 from qkattn.data.pipeline import eval_batches
 from qkattn.data.tasks.task_registry import rows_of
 from tests.data.datasets import register, write_texts
-from tests.data.test_token_files import vocabulary
-from tests.data.test_token_formats import ids_of, nanogpt
+from tests.data.test_token_files import write_vocabulary
+from tests.data.test_token_formats import ids_of_documents, write_nanogpt
 from tests.refusals import refused
 
 
@@ -39,7 +39,7 @@ def config_of(tmp_path, monkeypatch):
     return make
 
 
-def opened(config):
+def corpora_of(config):
     return open_corpora(config, rows_of(config))
 
 
@@ -116,7 +116,7 @@ def test_text_is_encoded_by_the_tokenizer_of_the_run(config_of, texts, tokenizer
 
 def test_the_tokens_of_a_split_alone_are_those_among_all_splits(config_of, texts):
     config = config_of(f'text:{texts}@test')
-    (corpus,) = opened(config)
+    (corpus,) = corpora_of(config)
     data = DataConfig(name='text', path=str(texts), data_dir=config.data.data_dir)
     dataset = load_text(data)
     assert corpus.rows.dataset.split('test').tolist() == dataset.split('test').tolist()
@@ -125,30 +125,30 @@ def test_the_tokens_of_a_split_alone_are_those_among_all_splits(config_of, texts
 
 def test_a_carved_split_is_named_as_one(config_of, texts):
     flat = texts / 'train'
-    (corpus,) = opened(config_of(f'text:{flat}'))
+    (corpus,) = corpora_of(config_of(f'text:{flat}'))
     assert corpus.identity()['carved'] == {'validation': 0.1}
-    (corpus,) = opened(config_of(f'text:{flat}@train'))
+    (corpus,) = corpora_of(config_of(f'text:{flat}@train'))
     assert 'carved' not in corpus.identity()
 
 
 def test_prepared_tokens_of_the_same_tokenizer_are_read(config_of, texts, tmp_path):
-    words = str(vocabulary(tmp_path / 'words.json'))
+    words = str(write_vocabulary(tmp_path / 'words.json'))
     text = DataConfig(name='text', path=str(texts), tokenizer=words)
     prepare(dataclasses.replace(text, data_dir=str(tmp_path / 'cache')), str(tmp_path / 'made'))
     config = config_of(f'tokens:{tmp_path}/made', tokenizer=words, model={'vocab_size': 401})
-    (corpus,) = opened(config)
+    (corpus,) = corpora_of(config)
     assert corpus.identity()['fingerprints'].keys() == {'validation'}
-    # A run on prepared tokens has their tokenizer, in which text is encoded as well.
+    # Where the run itself reads prepared tokens, text is encoded by their tokenizer too.
     run = {'name': 'tokens', 'path': f'{tmp_path}/made', 'model': {'vocab_size': 401}}
-    (of_text,) = opened(config_of(f'text:{texts}', **run))
+    (of_text,) = corpora_of(config_of(f'text:{texts}', **run))
     assert tokens_of(of_text).tolist() == tokens_of(corpus).tolist()
 
 
 @pytest.fixture
-def of_ids(config_of, tmp_path):
-    """of_ids(*evaluate, **fields): a run on ids up to 300 without a vocabulary."""
-    nanogpt(tmp_path / 'own/train.bin', ids_of(0))
-    nanogpt(tmp_path / 'own/val.bin', ids_of(1, 30))
+def config_of_ids(config_of, tmp_path):
+    """config_of_ids(*evaluate, **fields): a run on ids up to 300 without a vocabulary."""
+    write_nanogpt(tmp_path / 'own/train.bin', ids_of_documents(0))
+    write_nanogpt(tmp_path / 'own/val.bin', ids_of_documents(1, 30))
 
     def make(*evaluate, model=None, **data):
         model = {'vocab_size': 310} | (model or {})
@@ -158,36 +158,36 @@ def of_ids(config_of, tmp_path):
     return make
 
 
-def test_ids_without_a_vocabulary_have_to_be_ids_of_the_model(of_ids, tmp_path):
+def test_ids_without_a_vocabulary_have_to_be_ids_of_the_model(config_of_ids, tmp_path):
     other = tmp_path / 'other'
-    nanogpt(other / 'train.bin', ids_of(2))
-    nanogpt(other / 'val.bin', np.append(ids_of(3, 30), 305).astype(np.uint16))
-    config = of_ids(f'tokens:{other}', cross_documents=False)
-    (corpus,) = opened(config)
+    write_nanogpt(other / 'train.bin', ids_of_documents(2))
+    write_nanogpt(other / 'val.bin', np.append(ids_of_documents(3, 30), 305).astype(np.uint16))
+    config = config_of_ids(f'tokens:{other}', cross_documents=False)
+    (corpus,) = corpora_of(config)
     assert corpus.rows.vocab_size == 301
     # The separator is that of the run.
     batch = corpus.rows.read('validation', np.arange(9), np.zeros((9, 2), np.uint64))
     assert batch['segments_BT'].max() > 1
     with refused(r"evaluate='tokens:\S+': it has the id 305, but the model has ids from 0 to 304"):
-        opened(of_ids(f'tokens:{other}', model={'vocab_size': 305}))
+        corpora_of(config_of_ids(f'tokens:{other}', model={'vocab_size': 305}))
     encoder = {'kind': 'encoder', 'vocab_size': 310}
     with refused('it has the id 305, but the model has ids from 0 to 300 '):
-        opened(of_ids(f'tokens:{other}', model=encoder))
+        corpora_of(config_of_ids(f'tokens:{other}', model=encoder))
     with refused("evaluate='lines': text needs a vocabulary, .* set data.tokenizer to the"):
-        opened(of_ids('lines'))
+        corpora_of(config_of_ids('lines'))
 
 
-def test_the_tokenizer_has_to_be_that_of_the_run(config_of, of_ids, texts, tmp_path):
-    words = str(vocabulary(tmp_path / 'words.json'))
+def test_the_tokenizer_has_to_be_that_of_the_run(config_of, config_of_ids, texts, tmp_path):
+    words = str(write_vocabulary(tmp_path / 'words.json'))
     data = DataConfig(name='text', path=str(texts), data_dir=str(tmp_path / 'cache'))
     prepare(dataclasses.replace(data, tokenizer=words), str(tmp_path / 'words'))
     says = 'it has the tokenizer file-[0-9a-f]{12}-end400, but the run has '
     with refused(f'{says}bytes; give tokens of the same'):
-        opened(config_of(f'tokens:{tmp_path}/words'))
+        corpora_of(config_of(f'tokens:{tmp_path}/words'))
     with refused(f'{says}ids-301'):
-        opened(of_ids(f'tokens:{tmp_path}/words'))
+        corpora_of(config_of_ids(f'tokens:{tmp_path}/words'))
     with refused(r"evaluate='tokens:\S+': it has the tokenizer ids-301, but the run has bytes"):
-        opened(config_of(f'tokens:{tmp_path}/own'))
+        corpora_of(config_of(f'tokens:{tmp_path}/own'))
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_a_corpus_that_cannot_be_evaluated_is_refused(config_of, monkeypatch, te
     register(monkeypatch, 'short', {'train': some, 'validation': some, 'test': [b'a']})
     if text in ('two', 'empty', 'short'):
         with refused(says.replace(f"evaluate='{text}'", f"evaluate='{text}@test'")):
-            opened(config_of(f'{text}@test'))
+            corpora_of(config_of(f'{text}@test'))
         return
     with refused(says):
-        opened(config_of(text))
+        corpora_of(config_of(text))
 
 
 @pytest.mark.parametrize(
@@ -231,14 +231,14 @@ def test_a_corpus_that_cannot_be_evaluated_is_refused(config_of, monkeypatch, te
         ({}, {'name': 'recall(pairs=2)'}),
     ],
 )
-def test_models_of_other_data_have_no_further_corpora(config_of, model, data):
+def test_models_of_translation_or_probes_have_no_further_corpora(config_of, model, data):
     with refused(r"data.evaluate=\('stdlib',\) needs a model of text in one language, but model."):
         entries(config_of('stdlib', model=model, **data))
 
 
 def test_an_encoder_restores_the_same_share_of_masked_tokens(config_of):
     config = config_of('@test', model={'kind': 'encoder', 'vocab_size': 257}, mask_rate=0.25)
-    (corpus,) = opened(config)
+    (corpus,) = corpora_of(config)
     batch = next(eval_batches(corpus.rows, 'test', batch_size=4))
     assert batch['loss_weights_BT'].sum(1).tolist() == [4] * 4
     assert corpus.identity()['masking'] == {'version': 1, 'rate': 0.25}

@@ -34,7 +34,8 @@ def test_data_root_prefers_the_argument_then_the_environment(monkeypatch, tmp_pa
         data_root('gs://bucket/x')
 
 
-def test_of_those_that_race_one_prepares(tmp_path):
+def test_of_several_that_race_one_prepares_at_a_time_until_one_succeeds(tmp_path):
+    """Of three, the first fails, the second prepares the file, and the third finds it."""
     prepared = []
 
     def prepare():
@@ -44,7 +45,7 @@ def test_of_those_that_race_one_prepares(tmp_path):
             raise KeyError
         (tmp_path / 'file').write_text('sound')
 
-    def opened(_):
+    def open_or_failed(_):
         try:
             return read_or_prepare(
                 tmp_path / 'file', (tmp_path / 'file').read_text, prepare, root=tmp_path
@@ -53,7 +54,7 @@ def test_of_those_that_race_one_prepares(tmp_path):
             return 'failed'
 
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        assert sorted(threads.map(opened, range(3))) == ['failed', 'sound', 'sound']
+        assert sorted(threads.map(open_or_failed, range(3))) == ['failed', 'sound', 'sound']
     assert prepared == [0, 1]
 
 
@@ -62,6 +63,7 @@ LINES = {
     'de': [f'der {n} Hund läuft nach Hause' for n in range(40)],
 }
 SPLITS = {'train': slice(0, 24), 'validation': slice(24, 32), 'test': slice(32, 40)}
+# Forms of data, each with a source of that form.
 TEXT, PAIRS, CAUSAL, LABELS = FORMS = {
     'text in one language': {'name': 'text', 'path': '.'},
     'a translation set': {'name': 'parallel', 'path': '.', 'languages': 'en-de'},
@@ -95,9 +97,10 @@ def test_the_cache_holds_a_file_per_split_in_the_narrowest_dtype(letters, warnin
     # Frequencies 2, 1, 1, 2 of 6.
     nats = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
     assert info.unigram_nats_per_token == pytest.approx(nats, rel=1e-12)
-    # Of the ids as they are stored: results and checkpoints hold it.
+    # The fingerprint is a digest of the stored ids, and is in results and checkpoints.
     assert info.fingerprint == hashlib.sha256(b'aab\0c\0').hexdigest()
-    assert dataset.document_names('validation') == ['validation 0'] and info.document_names is None
+    assert dataset.document_names('validation') == ['validation 0']
+    assert info.document_names is None
     (index,) = Path(letters.data_dir).rglob('tokens.json')
     stamps = {path: path.stat().st_mtime_ns for path in index.parent.iterdir()}
     files = {f'{split}.bin' for split in dataset.splits}
@@ -106,7 +109,8 @@ def test_the_cache_holds_a_file_per_split_in_the_narrowest_dtype(letters, warnin
     # Opened again, also by path, it is not written again.
     for config in (letters, DataConfig(name='tokens', path=str(index.parent))):
         assert load(config).identity() == dataset.identity()
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items()) and not warnings
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+    assert not warnings
 
 
 def test_a_damaged_cache_is_written_again(letters, warnings):
@@ -128,6 +132,7 @@ def test_a_damaged_cache_is_written_again(letters, warnings):
 
 
 def config_of(kind: str, form: str, **fields) -> Config:
+    """A config of this kind of model on this form of data; fields are of the model or the data."""
     model = {'kind': kind, 'context': LENGTHS[form], 'vocab_size': 257}
     data = FORMS[form] | {'data_dir': 'cache'}
     for field, value in fields.items():
@@ -146,7 +151,7 @@ def files(tmp_path, monkeypatch):
         Path(f'{split}.txt').write_text('\n'.join(LINES['en'][part]), encoding='utf-8')
 
 
-def test_the_kind_of_model_says_what_the_rows_are(files):
+def test_the_kind_of_model_and_the_form_of_data_decide_the_rows(files):
     for kind, form in itertools.product(ROWS, FORMS):
         config = config_of(kind, form)
         if form not in ROWS[kind]:

@@ -22,8 +22,8 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def advised(monkeypatch):
-    """The advice that the kernel gets: (what, first byte, number of bytes)."""
+def kernel_advice(monkeypatch):
+    """A list of the advice that the kernel gets on pages: (kind, first byte, number of bytes)."""
     advice = []
 
     class Pages(mmap.mmap):
@@ -56,23 +56,23 @@ def test_ids_follow_the_header_and_cannot_be_written(file):
             map_ids(file, 'uint16')
 
 
-def test_the_pages_of_ids_that_are_read_in_order_are_read_ahead(file, advised):
+def test_the_pages_of_ids_that_are_read_in_order_are_read_ahead(file, kernel_advice):
     ids = map_ids(file, 'uint16', 1024)
-    advised.clear()
+    kernel_advice.clear()
     read_ahead(ids[4000:6000])  # bytes 9,024 to 13,024
-    ((what, start, length),) = advised
+    ((what, start, length),) = kernel_advice
     assert (what, start % mmap.PAGESIZE) == (mmap.MADV_WILLNEED, 0)
     assert 9024 - mmap.PAGESIZE < start <= 9024 and start + length == 13_024
     read_ahead(ids[:100].copy())
-    assert len(advised) == 1
+    assert len(kernel_advice) == 1
 
 
-def test_a_split_that_is_read_through_is_read_ahead(file, advised, monkeypatch):
+def test_a_split_that_is_read_in_blocks_is_read_ahead(file, kernel_advice, monkeypatch):
     monkeypatch.setattr(tokens, 'BLOCK', 4000)
     ids = map_ids(file, 'uint16', 1024)
     shards = Shards([Shard(file, ids), Shard(file, ids)])
-    advised.clear()
+    kernel_advice.clear()
     assert np.concatenate(list(tokens.blocks(shards))).tolist() == 2 * list(range(10_000))
     # Blocks 1 and 2 are in the first shard, 3 in both, 4 and 5 in the second.
-    ends = [start + length for _, start, length in advised]
+    ends = [start + length for _, start, length in kernel_advice]
     assert ends == [1024 + 2 * end for end in (4000, 8000, 10_000, 2000, 6000, 10_000)]

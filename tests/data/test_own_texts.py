@@ -13,7 +13,7 @@ from qkattn.data.corpora.corpus import Corpus
 from qkattn.data.corpora.divided import divide_texts
 from qkattn.data.load import load_text
 from tests.data.datasets import documents
-from tests.data.test_corpora import opened
+from tests.data.test_corpora import written_corpus
 from tests.refusals import refused
 
 pyarrow = pytest.importorskip('pyarrow', reason="Parquet needs pip install -e '.[datasets]'")
@@ -53,7 +53,7 @@ CONTENTS = {
 
 @pytest.mark.parametrize('name', CONTENTS)
 def test_a_document_is_the_text_of_a_record(tmp_path, name):
-    corpus = opened(tmp_path, {name: CONTENTS[name]}, path=str(tmp_path / name))
+    corpus = written_corpus(tmp_path, {name: CONTENTS[name]}, path=str(tmp_path / name))
     assert corpus.carved == {'validation': 0.1, 'test': 0.1}
     texts = sum(documents(corpus).values(), [])
     assert sorted(texts) == sorted(text.encode() for text in TEXTS)
@@ -65,15 +65,15 @@ def test_records_without_text_are_left_out(tmp_path):
         ('a.jsonl', json_lines(texts) + b'\n'),
         ('a.parquet', parquet_file(texts)),
     ):
-        corpus = opened(tmp_path, {name: content}, path=str(tmp_path / name))
+        corpus = written_corpus(tmp_path, {name: content}, path=str(tmp_path / name))
         assert sorted(sum(documents(corpus).values(), [])) == [b'a'] * 10 + [b'b'] * 10
 
 
 def test_data_feature_names_the_field(tmp_path):
     files = {'a.jsonl': json_lines(TEXTS, field='content')}
-    corpus = opened(tmp_path, files, path=str(tmp_path / 'a.jsonl'), feature='content')
+    corpus = written_corpus(tmp_path, files, path=str(tmp_path / 'a.jsonl'), feature='content')
     assert sum(map(len, documents(corpus).values())) == 40
-    other = opened(tmp_path, {}, path=str(tmp_path / 'a.jsonl'), feature='id')
+    other = written_corpus(tmp_path, {}, path=str(tmp_path / 'a.jsonl'), feature='id')
     assert other.version != corpus.version
     with refused("line 1 of .*a.jsonl' has 1 in the field 'id', which is no text; .* id, content"):
         documents(other)
@@ -86,23 +86,23 @@ def test_files_of_records_are_the_splits_that_their_names_say(tmp_path):
         'data/validation-00000-of-00001.parquet': parquet_file(['d']),
         'README.txt': 'not read\n',
     }
-    corpus = opened(tmp_path, files)
+    corpus = written_corpus(tmp_path, files)
     assert documents(corpus) == {'train': [b'a', b'b', b'c'], 'validation': [b'd']}
     first_version = corpus.version
     files['data/validation-00000-of-00001.parquet'] = parquet_file(['dd'])
-    assert opened(tmp_path, files).version != first_version
+    assert written_corpus(tmp_path, files).version != first_version
 
 
 def test_files_of_records_that_name_no_split_are_all_train(tmp_path):
     files = {f'{part}.jsonl.gz': gzip.compress(json_lines(TEXTS[part::2])) for part in range(2)}
-    corpus = opened(tmp_path, files)
+    corpus = written_corpus(tmp_path, files)
     assert corpus.carved and sum(map(len, documents(corpus).values())) == 40
 
 
 def test_each_file_of_a_flat_folder_is_a_document(tmp_path):
     files = {f'{number:02d}.txt': text for number, text in enumerate(TEXTS)}
     files |= {'40.txt.gz': gzip.compress(b'packed\n'), 'notes.md': 'no text'}
-    corpus = opened(tmp_path, files)
+    corpus = written_corpus(tmp_path, files)
     texts = documents(corpus)
     assert sorted(sum(texts.values(), [])) == sorted([b'packed\n', *(t.encode() for t in TEXTS)])
     assert len(corpus.names('test')) == len(texts['test'])
@@ -111,12 +111,12 @@ def test_each_file_of_a_flat_folder_is_a_document(tmp_path):
 @pytest.mark.parametrize(('suffix', 'compress'), [('.gz', gzip.compress), ('.zst', zstd)])
 def test_compressed_text_is_the_text_that_was_compressed(tmp_path, suffix, compress):
     text = ''.join(TEXTS).encode()
-    plain = opened(tmp_path, {'a.txt': text}, path=str(tmp_path / 'a.txt'))
+    plain = written_corpus(tmp_path, {'a.txt': text}, path=str(tmp_path / 'a.txt'))
     name = f'a.txt{suffix}'
-    packed = opened(tmp_path, {name: compress(text)}, path=str(tmp_path / name))
+    packed = written_corpus(tmp_path, {name: compress(text)}, path=str(tmp_path / name))
     assert documents(packed) == documents(plain)
     splits = {f'train.txt{suffix}': compress(text), 'validation.txt': text}
-    assert documents(opened(tmp_path / 'splits', splits))['train'] == [text]
+    assert documents(written_corpus(tmp_path / 'splits', splits))['train'] == [text]
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,17 @@ def test_compressed_text_is_the_text_that_was_compressed(tmp_path, suffix, compr
     # Of compressed contents, which hold a time, workers of pytest would have different names.
     ids=lambda value: '' if isinstance(value, bytes) else value,
 )
-def test_a_damaged_file_is_named(tmp_path, name, content, message):
+def test_a_damaged_or_empty_file_of_records_is_named(tmp_path, name, content, message):
     with refused(message):
-        documents(opened(tmp_path, {name: content}, path=str(tmp_path / name)))
+        documents(written_corpus(tmp_path, {name: content}, path=str(tmp_path / name)))
 
 
 def test_a_column_that_is_no_text_is_named(tmp_path):
     files = {'a.parquet': CONTENTS['a.parquet']}
     with refused("column 'id' of .*a.parquet' holds int64, which is no text; set data.feature to"):
-        documents(opened(tmp_path, files, path=str(tmp_path / 'a.parquet'), feature='id'))
+        documents(written_corpus(tmp_path, files, path=str(tmp_path / 'a.parquet'), feature='id'))
     with refused("data.feature='id' has no effect on plain text"):
-        opened(tmp_path, {'a.txt': 'a\n'}, path=str(tmp_path / 'a.txt'), feature='id')
+        written_corpus(tmp_path, {'a.txt': 'a\n'}, path=str(tmp_path / 'a.txt'), feature='id')
 
 
 @pytest.mark.parametrize('name', ['a.jsonl.zst', 'a.parquet'])
@@ -160,7 +160,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, name, monkeypatch):
     for module in ('pyarrow', 'pyarrow.parquet'):
         monkeypatch.setitem(sys.modules, module, None)
     with refused(rf"{name}' cannot be read: .* needs the package pyarrow.*'\.\[datasets\]'"):
-        documents(opened(tmp_path, {name: CONTENTS[name]}, path=str(tmp_path / name)))
+        documents(written_corpus(tmp_path, {name: CONTENTS[name]}, path=str(tmp_path / name)))
 
 
 def test_records_are_read_one_at_a_time(tmp_path):
@@ -170,7 +170,7 @@ def test_records_are_read_one_at_a_time(tmp_path):
     assert next(records.texts(path, 'text')) == TEXTS[0].encode()
 
 
-def long_text(text):
+def corpus_of_one_document(text):
     return Corpus(
         name='long',
         version='1',
@@ -203,22 +203,24 @@ PLAY = b'\n\nACT I\nto be\n\n  \nor not\nto be\n\nACT II\nthat is\r\n\r\nthe que
     ],
 )
 def test_a_long_text_is_cut_into_documents(rule, expected):
-    corpus = divide_texts(long_text(PLAY), rule)
+    corpus = divide_texts(corpus_of_one_document(PLAY), rule)
     assert documents(corpus) == {'train': expected}
     assert corpus.names is None and corpus.version != '1'
-    assert corpus.version != divide_texts(long_text(PLAY), 'kB=1').version
+    assert corpus.version != divide_texts(corpus_of_one_document(PLAY), 'kB=1').version
 
 
 def test_blocks_end_at_line_ends():
     # With the ends of lines, the first block has 1,000 bytes.
     blocks = [[400, 500, 97], [300, 2500], [10, 999], [1, 1]]
     texts = [b''.join(b'x' * size + b'\n' for size in sizes) for sizes in blocks]
-    assert documents(divide_texts(long_text(b''.join(texts)), 'kB=1'))['train'] == texts
+    assert (
+        documents(divide_texts(corpus_of_one_document(b''.join(texts)), 'kB=1'))['train'] == texts
+    )
 
 
 def test_a_regular_expression_matches_characters_of_any_length():
     text = 'ä ä\nÜ ö\nÜ x\n'.encode()
-    cut = documents(divide_texts(long_text(text), '^[Ü]'))['train']
+    cut = documents(divide_texts(corpus_of_one_document(text), '^[Ü]'))['train']
     assert cut == ['ä ä\n'.encode(), 'Ü ö\n'.encode(), 'Ü x\n'.encode()]
 
 
@@ -230,9 +232,9 @@ def test_a_regular_expression_matches_characters_of_any_length():
         ('tokens=9', "data.documents='tokens=9' must be 'blank_line'"),
     ],
 )
-def test_what_does_not_name_documents_of_a_text_is_refused(rule, message):
+def test_a_rule_that_divides_no_text_is_refused(rule, message):
     with refused(message):
-        divide_texts(long_text(PLAY), rule)
+        divide_texts(corpus_of_one_document(PLAY), rule)
 
 
 def test_one_file_of_many_paragraphs_has_as_many_documents_as_a_verdict_needs(tmp_path):

@@ -1,3 +1,5 @@
+"""Batches of training and evaluation, the rows of each, and the clusters of an evaluation."""
+
 import contextlib
 import itertools
 import re
@@ -21,7 +23,7 @@ def windows(**sizes):
     return LanguageRows(numbers(**sizes), 7)
 
 
-def test_epochs_visit_every_window_once_each_in_an_order_of_its_own():
+def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
     def order(rows, seed, num_steps):
         """The first tokens of all rows."""
         batches = pipeline.train_batches(rows, seeds=(seed,), num_steps=num_steps, batch_size=6)
@@ -51,7 +53,7 @@ def test_hosts_together_read_the_global_batches():
             assert np.array_equal(np.concatenate([part[name] for part in shares]), array)
 
 
-def test_a_row_is_drawn_by_its_place_in_the_endless_sequence():
+def test_a_row_is_drawn_by_the_seed_and_its_place_in_the_sequence():
     rows = windows(train=500, validation=74)
     rows.read = lambda split, rows_B, draws_B2: {'draws': draws_B2}
     batch = pipeline.train_batch(rows, part=slice(1, 4), seed=7, step=2, batch_size=4)
@@ -104,10 +106,13 @@ def test_an_evaluation_predicts_every_token_once():
     for batch in batches:
         check_shapes(batch, 4, 7)
     whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    real = whole['loss_weights_BT'] == 1
-    assert real.sum(1).tolist() == [7] * 10 + [0] * 2 and not whole['loss_weights_BT'][~real].any()
-    assert (whole['targets_BT'] - whole['tokens_BT'] == real).all()
-    assert whole['targets_BT'][real].tolist() == list(range(1, 71))
+    is_target = whole['loss_weights_BT'] == 1
+    # The last batch has two rows of padding.
+    assert is_target.sum(1).tolist() == [7] * 10 + [0] * 2
+    assert not whole['loss_weights_BT'][~is_target].any()
+    # A token is its position, so that each target is its token plus 1.
+    assert (whole['targets_BT'] - whole['tokens_BT'] == is_target).all()
+    assert whole['targets_BT'][is_target].tolist() == list(range(1, 71))
 
 
 def test_a_subset_of_an_evaluation_is_evenly_spaced():
@@ -118,7 +123,7 @@ def test_a_subset_of_an_evaluation_is_evenly_spaced():
     assert len(pipeline.eval_rows(rows, 'validation', 999)) == 10
 
 
-def test_bad_settings_are_one_sentence_at_the_call():
+def test_bad_settings_are_refused_in_one_sentence_at_the_call():
     rows = windows(train=30, validation=74, test=7)
     for fields, message in (
         ({'part': slice(6, 9)}, r'part=.*6, 9.* no row of a batch of 6'),
@@ -132,7 +137,7 @@ def test_bad_settings_are_one_sentence_at_the_call():
         pipeline.eval_batches(rows, 'test', batch_size=4)
 
 
-def test_training_batches_of_a_configuration_go_on(tiny):
+def test_training_batches_of_a_config_are_endless(tiny):
     config = tiny(data={'eval_sequences': 11})
     for step, batch in enumerate(itertools.islice(batches(config, seed=3), 3)):
         expected = pipeline.train_batch(rows_of(config), seed=3, step=step, batch_size=8)
@@ -140,7 +145,7 @@ def test_training_batches_of_a_configuration_go_on(tiny):
         assert all(np.array_equal(array, expected[name]) for name, array in batch.items())
 
 
-def test_evaluation_batches_of_a_configuration_end(tiny):
+def test_evaluation_batches_of_a_config_cover_the_sequences_once(tiny):
     first, second = batches(tiny(data={'eval_sequences': 11}), 'validation')
     assert first['tokens_BT'].shape == (8, 16)
     assert second['loss_weights_BT'].any(axis=1).tolist() == [True] * 3 + [False] * 5

@@ -41,7 +41,7 @@ def test_a_window_that_is_longer_than_the_split_is_refused(rows, message):
         rows.count('train')
 
 
-def test_shifted_windows_move_together():
+def test_the_windows_of_an_epoch_are_shifted_by_one_offset():
     rows = LanguageRows(numbers(train=105, validation=106), 7, shift=True)
     assert rows.count('train') == 14
     offsets = []
@@ -51,8 +51,11 @@ def test_shifted_windows_move_together():
         assert (np.diff(starts) == 7).all()
         assert (batch['targets_BT'] == batch['tokens_BT'] + 1).all()
         offsets.append(int(starts[0]))
-    assert set(offsets) <= set(range(7)) and len(set(offsets[:3])) > 1
-    assert len(set(offsets)) > 3 and offsets[-1] == offsets[0]
+    assert set(offsets) <= set(range(7))
+    # Epochs of one seed and other seeds have other offsets; the same seed and epoch the same.
+    assert len(set(offsets[:3])) > 1
+    assert len(set(offsets)) > 3
+    assert offsets[-1] == offsets[0]
     # Evaluation is not shifted, and reads one window more.
     assert rows.count('validation') == 15
     assert read_rows(rows, 'validation', [0])['tokens_BT'][0, 0] == 0
@@ -70,8 +73,11 @@ def test_rows_of_separate_documents_number_them():
     assert (batch['loss_weights_BT'] == 1).all()
 
 
-def test_eighty_ten_ten_of_as_many_positions_in_every_row_all_equally_often():
-    """Every row of 60,000 tokens, masked once; a token that is its position is its original."""
+def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10():
+    """3,000 rows of 20 tokens have 4 targets each, at positions that are equally often chosen.
+
+    A token is its position in the split, so that its original value is known.
+    """
     rows = MaskedRows(numbers(train=60_010), 20, 0.2)
     batch = read_rows(rows, 'train', range(rows.count('train')))
     assert np.array_equal(batch['targets_BT'].ravel(), np.arange(60_000))
@@ -116,13 +122,13 @@ def test_a_mask_is_a_function_of_the_draws_alone():
     assert MaskedRows(numbers(train=100), 10, 0.01).num_masked == 1
 
 
-SMALL = [
+SMALL_PROBES = [
     *('copy(length=5, symbols=7)', 'reversal(length=5, symbols=7)'),
     *('recall(pairs=4, keys=6, values=3)', 'successor(keys=4, payloads=3)'),
     'induction(length=23, repeats=3, symbols=18)',
 ]
 # At the least that an option may be.
-TIGHT = [
+PROBES_AT_THEIR_LIMITS = [
     *('induction(length=15)', 'induction(symbols=25)', 'recall(pairs=32)'),
     *('recall(pairs=1, keys=1, values=2)', 'successor(keys=3, payloads=2)'),
     'copy(length=1, symbols=2)',
@@ -137,13 +143,13 @@ ANSWERS = {
 }
 
 
-def opened(name: str) -> probe_tasks.ProbeRows:
+def probe_rows(name: str) -> probe_tasks.ProbeRows:
     return probe_tasks.ProbeRows(*probe_tasks.find(name))
 
 
 def test_rows_of_probes_are_well_formed():
-    for name in (*SMALL, *TIGHT):
-        rows = opened(name)
+    for name in (*SMALL_PROBES, *PROBES_AT_THEIR_LIMITS):
+        rows = probe_rows(name)
         batch = read_rows(rows, 'train', range(300))
         check_shapes(batch, 300, rows.length)
         # Every row asks the same number of questions, and weights are 0 or 1.
@@ -153,19 +159,19 @@ def test_rows_of_probes_are_well_formed():
         answers = np.unique(batch['targets_BT'][asked_BT])
         used = np.union1d(batch['tokens_BT'], answers)
         assert 0 <= used.min() and used.max() < rows.vocab_size
-        if name in SMALL:  # every id and every answer turns up
+        if name in SMALL_PROBES:  # every id and every answer turns up
             assert used.tolist() == list(range(rows.vocab_size))
             assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
         if probe_tasks.find(name)[1].causal:
             assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
 
-@pytest.mark.parametrize('name', SMALL)
+@pytest.mark.parametrize('name', SMALL_PROBES)
 def test_answers_follow_from_what_a_row_shows(name):
-    batch = read_rows(opened(name), 'train', range(300))
+    batch = read_rows(probe_rows(name), 'train', range(300))
     answer, asked = ANSWERS[name.partition('(')[0]]
     rows = set()
-    layouts = set()
+    layouts = set()  # where the asked-for tokens occurred first, in order
     for tokens_T, targets_T, weights_T in zip(*batch.values(), strict=True):
         x = tokens_T.tolist()
         predicted = np.flatnonzero(weights_T).tolist()
@@ -186,8 +192,8 @@ def test_answers_follow_from_what_a_row_shows(name):
 
 
 @pytest.mark.parametrize('name', PROBES)
-def test_rows_are_those_of_their_draws_or_numbers(name):
-    rows = opened(name)
+def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name):
+    rows = probe_rows(name)
     assert rows.identity() == {'name': name, 'version': 1, 'options': vars(PROBES[name]())}
     assert [rows.count(split) for split in rows.splits] == [2**24, 1024, 1024]
     batches = {split: read_rows(rows, split, range(50), seed=5) for split in rows.splits}
@@ -202,9 +208,9 @@ def test_rows_are_those_of_their_draws_or_numbers(name):
         assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
 
 
-def test_rows_are_the_same_for_ever():
+def test_rows_of_a_seed_do_not_change():
     # Written down, so that a library that draws differently does not go unnoticed.
-    tokens_BT = read_rows(opened(SMALL[0]), 'train', [0], seed=5)['tokens_BT']
+    tokens_BT = read_rows(probe_rows(SMALL_PROBES[0]), 'train', [0], seed=5)['tokens_BT']
     assert tokens_BT.tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
 
 
@@ -227,12 +233,12 @@ def test_a_probe_from_outside_is_named_by_import_path(outside):
     assert probe_tasks.is_probe('short_copy:Short(symbols=5)')
     for name in ('fables:fables', 'tfds:squad', 'stdlib'):
         assert not probe_tasks.is_probe(name)
-    identity = opened('short_copy:Short(symbols=5)').identity()
+    identity = probe_rows('short_copy:Short(symbols=5)').identity()
     assert identity['name'] == 'short_copy:Short' and identity['version'].startswith('1-')
     assert identity['options'] == vars(PROBES['copy'](symbols=5))
 
 
-def test_sequences_are_tokens_of_rows_all_over_the_split_in_random_order():
+def test_repeated_sequences_are_shuffled_tokens_of_rows_all_over_the_split():
     def text(length, tokens=3000):
         return LanguageRows(numbers(train=100, validation=tokens), length)
 
@@ -260,7 +266,7 @@ LENGTH = 20
 WORDS = types.SimpleNamespace(name='words', vocab_size=60_000, separator=SEPARATOR)
 
 
-def side(name: str, sentences: dict[str, list[np.ndarray]]) -> TokenDataset:
+def dataset_of_sentences(name: str, sentences: dict[str, list[np.ndarray]]) -> TokenDataset:
     splits = {
         split: np.concatenate([np.append(ids, SEPARATOR) for ids in documents]).astype(np.uint16)
         for split, documents in sentences.items()
@@ -281,15 +287,15 @@ def sentences(count: int, longest: int, seed: int) -> list[np.ndarray]:
 # 500 training pairs of up to 23 and 19 tokens, as long as the lengths of a row allow.
 SOURCES = {'train': sentences(500, 23, 0), 'validation': sentences(50, 23, 1)}
 TARGETS = {'train': sentences(500, 19, 2), 'validation': sentences(50, 19, 3)}
-PARALLEL = PairDataset(side('a', SOURCES), side('b', TARGETS))
+PARALLEL = PairDataset(dataset_of_sentences('a', SOURCES), dataset_of_sentences('b', TARGETS))
 ROWS = TranslationRows(PARALLEL, SOURCE_LENGTH, LENGTH)
 
 
-def read(rows, split='train'):
+def read_split(rows, split='train'):
     return read_rows(rows, split, range(rows.count(split)))
 
 
-def unpack(batch):
+def unpack_pairs(batch):
     """The pairs of a batch as (source, target input, target output), row after row."""
     names = ('source_BS', 'source_segments_BS', 'tokens_BT', 'targets_BT', 'segments_BT')
     for source, source_segments, *target, segments in zip(*map(batch.get, names), strict=True):
@@ -303,14 +309,18 @@ def test_every_pair_is_in_one_row_beside_its_translation():
         ([*source, SEPARATOR], [SEPARATOR, *target], [*target, SEPARATOR])
         for source, target in zip(SOURCES['train'], TARGETS['train'], strict=True)
     )
-    assert sorted(unpack(read(ROWS))) == expected
+    assert sorted(unpack_pairs(read_split(ROWS))) == expected
     # Sentences are in file order, without separators, and may be empty.
-    for read_back, side in zip(PARALLEL.sentences('train'), (SOURCES, TARGETS), strict=True):
-        assert [ids.tolist() for ids in read_back] == [ids.tolist() for ids in side['train']]
+    for read_back, dataset_of_sentences in zip(
+        PARALLEL.sentences('train'), (SOURCES, TARGETS), strict=True
+    ):
+        assert [ids.tolist() for ids in read_back] == [
+            ids.tolist() for ids in dataset_of_sentences['train']
+        ]
 
 
-def test_rows_are_well_filled():
-    batch = read(ROWS)
+def test_rows_of_pairs_are_well_filled():
+    batch = read_split(ROWS)
     for name, array in read_rows(ROWS, 'train', [3, 0, 3]).items():
         assert np.array_equal(array, batch[name][[3, 0, 3]])
     assert np.array_equal(batch['loss_weights_BT'], (batch['segments_BT'] > 0).astype(np.float32))
@@ -319,7 +329,7 @@ def test_rows_are_well_filled():
 
 
 def test_rows_are_padded_with_zeros_behind_the_pairs():
-    batch = read(ROWS)
+    batch = read_split(ROWS)
     sides = {'source_segments_BS': ['source_BS'], 'segments_BT': ['tokens_BT', 'targets_BT']}
     for name, arrays in sides.items():
         padding = (segments := batch[name]) == 0
@@ -340,7 +350,7 @@ def test_the_identity_of_translation_rows_has_the_packing():
 
 
 def test_the_packing_is_a_fixed_shuffle():
-    first = [source for source, _, _ in unpack(read(ROWS, 'validation'))]
+    first = [source for source, _, _ in unpack_pairs(read_split(ROWS, 'validation'))]
     in_file_order = [[*s, SEPARATOR] for s in PARALLEL.sentences('validation')[0]]
     # Written down, so that a library that draws differently does not go unnoticed.
     assert [in_file_order.index(source) for source in first[:8]] == [0, 43, 38, 9, 21, 33, 4, 2]
@@ -349,32 +359,34 @@ def test_the_packing_is_a_fixed_shuffle():
 PAIRS = {split: list(zip(*PARALLEL.sentences(split), strict=True)) for split in ROWS.splits}
 
 
-def test_long_pairs_are_refused():
+def test_pairs_longer_than_a_row_are_refused():
     long = sum(len(source) > 21 for pairs in PAIRS.values() for source, _ in pairs)
     with refused(f'^{long} sentence pairs .*source_context=22 .*context=20; .*at least 24 and 20'):
         TranslationRows(PARALLEL, 22, LENGTH)
 
 
-def test_dropped_pairs_are_counted():
+def test_pairs_longer_than_a_row_are_dropped_and_counted_if_asked():
     short = TranslationRows(PARALLEL, 22, 16, drop_long=True)
     for split, pairs in PAIRS.items():
         kept = [[*s, SEPARATOR] for s, t in pairs if len(s) < 22 and len(t) < 16]
-        assert sorted(source for source, _, _ in unpack(read(short, split))) == sorted(kept)
+        assert sorted(source for source, _, _ in unpack_pairs(read_split(short, split))) == sorted(
+            kept
+        )
         assert short.identity()['dropped_pairs'][split] == len(pairs) - len(kept) > 0
     with refused("split 'train' of a has no sentence pair"):
         TranslationRows(PARALLEL, 0, 0, drop_long=True).count('train')
 
 
 def test_unequally_many_sentences_are_refused():
-    five = side('a', {'train': SOURCES['train'][:5]})
-    four = side('b', {'train': SOURCES['train'][:4]})
+    five = dataset_of_sentences('a', {'train': SOURCES['train'][:5]})
+    four = dataset_of_sentences('b', {'train': SOURCES['train'][:4]})
     with refused("5 sentences in source 'a' but 4 in"):
         PairDataset(five, four)
 
 
 def test_shuffled_sources_are_those_of_other_pairs_of_equal_length():
-    before = list(unpack(read(ROWS)))
-    shuffled = list(unpack(read(ROWS.with_shuffled_sources())))
+    before = list(unpack_pairs(read_split(ROWS)))
+    shuffled = list(unpack_pairs(read_split(ROWS.with_shuffled_sources())))
     assert [pair[1:] for pair in before] == [pair[1:] for pair in shuffled]
     lengths = [len(source) for source, _, _ in before]
     assert [len(source) for source, _, _ in shuffled] == lengths

@@ -13,8 +13,8 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tokenizers.tiktoken_encodings import TiktokenTokenizer
 from qkattn.data.tokenizers.vocabulary import is_import_path
 from tests.data.datasets import write_texts
-from tests.data.test_token_formats import nanogpt
-from tests.data.test_tokenizers import ODD
+from tests.data.test_token_formats import write_nanogpt
+from tests.data.test_tokenizers import ODD_TEXTS
 from tests.refusals import refused
 
 MERGES = [b'th', b'the', b' the', b'in', b'ing', b'  ']
@@ -22,7 +22,7 @@ PATTERN = r' ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+'
 
 
 def ranks():
-    """All bytes, and MERGES: 262 ids."""
+    """The ids of 262 tokens: all bytes, then MERGES."""
     tokens = [bytes([byte]) for byte in range(256)] + MERGES
     return {token: rank for rank, token in enumerate(tokens)}
 
@@ -53,16 +53,18 @@ def tiktoken(monkeypatch, tmp_path):
     return library
 
 
-def test_text_comes_back_and_special_tokens_are_not_read_from_it(tiktoken):
+def test_text_is_decoded_as_it_was_and_holds_no_special_token(tiktoken):
     tokenizer = TiktokenTokenizer.open('tiktoken:small')
     assert (tokenizer.vocab_size, tokenizer.separator) == (266, 265)
     assert tokenizer.encode('the thing').tolist() == [257, ord(' '), 256, 260]
-    for text in (*ODD, 'the <|endoftext|> and <|pad|>', b'the \xc3\xa4'):
+    for text in (*ODD_TEXTS, 'the <|endoftext|> and <|pad|>', b'the \xc3\xa4'):
         ids = tokenizer.encode(text)
         expected = text if isinstance(text, str) else text.decode()
         assert ids.dtype == np.uint16 and tokenizer.decode(ids) == expected
         assert tokenizer.num_bytes(ids) == len(expected.encode())
         assert ids.max(initial=0) < 262
+
+    # The separator counts one byte; 264, a special token, and 263, which is no token, none.
     ids = [*tokenizer.encode('a'), tokenizer.separator, 264, *tokenizer.encode('the')]
     assert tokenizer.num_bytes(ids) == 1 + 1 + 0 + 3
     assert tokenizer.decode(ids) == 'a\0<|pad|>the'
@@ -122,7 +124,7 @@ def test_without_the_library_it_is_refused_with_how_to_install_it(monkeypatch):
         rows_of(Config(data=DataConfig(tokenizer='tiktoken:gpt2')))
 
 
-def test_an_encoding_is_no_import_path():
+def test_the_name_of_an_encoding_is_no_import_path():
     assert not is_import_path('tiktoken:gpt2') and is_import_path('own:gpt2')
 
 
@@ -144,12 +146,12 @@ def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
 
 def test_tokens_of_other_tools_are_checked_against_its_ids(tiktoken, tmp_path):
     ids = np.array([257, 260, 265] * 30, np.uint16)
-    nanogpt(tmp_path / 'own/train.bin', ids)
-    nanogpt(tmp_path / 'own/val.bin', ids)
+    write_nanogpt(tmp_path / 'own/train.bin', ids)
+    write_nanogpt(tmp_path / 'own/val.bin', ids)
     fields = {'path': str(tmp_path / 'own'), 'data_dir': str(tmp_path / 'data')}
     data = DataConfig(name='tokens', tokenizer='tiktoken:small', **fields)
     rows = rows_of(Config(model=ModelConfig(context=8, vocab_size=266), data=data))
     assert rows.bytes_per_token('validation') == (3 + 3 + 1) / 3
-    nanogpt(tmp_path / 'own/val.bin', np.append(ids, 266).astype(np.uint16))
+    write_nanogpt(tmp_path / 'own/val.bin', np.append(ids, 266).astype(np.uint16))
     with refused("holds id 266 at token 90, but data.tokenizer='tiktoken-small-.* 0 to 265"):
         load_text(data)

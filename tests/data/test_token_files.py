@@ -58,7 +58,7 @@ def test_a_dataset_has_the_identity_of_its_parts(monkeypatch):
     assert [ids.tobytes() for ids in pairs.sentences('train')[0]] == [b'aab', b'c']
 
 
-def made_of(path, **fields):
+def config_of_tokens(path, **fields):
     return DataConfig(name='tokens', path=str(path), **fields)
 
 
@@ -71,61 +71,63 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def made(text, tmp_path_factory):
-    """Its tokens."""
+def prepared(text, tmp_path_factory):
+    """The directory of the tokens that are prepared of `text`."""
     out = tmp_path_factory.mktemp('tokens')
     prepare(text, str(out))
     return out
 
 
-def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, made):
+def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, prepared):
     before = load_text(text)
-    after = load_text(made_of(made))
+    after = load_text(config_of_tokens(prepared))
     assert after.splits == before.splits and after.identity() == before.identity()
     for split in before.splits:
         assert np.array_equal(after.split(split), before.split(split))
         assert after.info(split) == before.info(split)
-    ids = np.fromfile(made / 'test.bin', np.uint8)  # without a header
+    ids = np.fromfile(prepared / 'test.bin', np.uint8)  # without a header
     assert np.array_equal(ids, before.split('test'))
 
 
-def test_stopped_at_any_write_it_begins_again(text, made, tmp_path, monkeypatch):
+def test_preparing_that_is_stopped_at_a_write_can_begin_again(
+    text, prepared, tmp_path, monkeypatch
+):
     replace = os.replace
 
-    def stopping(*paths):
-        if next(counter) == writes:
+    def replace_until_stopped(*paths):
+        if next(counter) == num_writes:
             raise KeyboardInterrupt
         return replace(*paths)
 
-    for writes in (0, 2, 3):  # of three splits and the index
-        out = tmp_path / str(writes)
+    for num_writes in (0, 2, 3):  # of three splits and the index
+        out = tmp_path / str(num_writes)
         counter = itertools.count()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(os, 'replace', stopping)
+            patched.setattr(os, 'replace', replace_until_stopped)
             prepare(text, str(out))
         with refused('tokens.json cannot be read'):
-            load_text(made_of(out))
+            load_text(config_of_tokens(out))
         prepare(text, str(out))
-        assert contents(out) == contents(made)
+        assert contents(out) == contents(prepared)
 
 
-def test_a_finished_directory_is_left_as_it_is(text, made, monkeypatch):
+def test_a_finished_directory_is_left_as_it_is(text, prepared, monkeypatch):
     identity = load_text(text).identity()
     monkeypatch.setattr(token_files, 'write_atomic', None)
-    assert prepare(text, str(made)).identity() == identity
+    assert prepare(text, str(prepared)).identity() == identity
 
 
-def test_a_damaged_directory_is_made_again(text, made, tmp_path, caplog):
-    copy = shutil.copytree(made, tmp_path / 'copy')
+def test_a_damaged_directory_is_made_again(text, prepared, tmp_path, caplog):
+    copy = shutil.copytree(prepared, tmp_path / 'copy')
     path = copy / 'train.bin'
     path.write_bytes(path.read_bytes()[:-1] + b'x')
-    assert load_text(made_of(copy))  # which reads no tokens
+    assert load_text(config_of_tokens(copy))  # which reads no tokens
     prepare(text, str(copy))
-    assert contents(copy) == contents(made)
+    assert contents(copy) == contents(prepared)
     assert 'train.bin is missing, or does not hold what tokens.json describes; prep' in caplog.text
 
 
-def lost():
+def unreadable_texts():
     yield b'a'
     raise OSError('lost')
 
@@ -137,14 +139,16 @@ def lost():
         ({'name': 'tokens'}, None, "data.name='tokens' is already tokenized; name the text"),
         ({'name': 'cldr', 'languages': 'en-de'}, None, 'is a translation set; prepare_data'),
         ({}, [b'a', b'b\0'], "document 2 of split 'train' of x cannot be encoded: "),
-        ({}, lost(), "split 'train' of x cannot be read .OSError: lost.; restore"),
+        ({}, unreadable_texts(), "split 'train' of x cannot be read .OSError: lost.; restore"),
         ({}, [], "split 'train' of x has no document; it must hold text"),
         ({'tokenizer': 'bpe', 'tokenizer_size': 257}, [b'\xe4'] * 40, 'cannot be tokenized: '),
     ],
 )
-def test_what_cannot_be_prepared(text, made, tmp_path, monkeypatch, fields, texts, message):
+def test_data_that_cannot_be_prepared_are_refused(
+    text, prepared, tmp_path, monkeypatch, fields, texts, message
+):
     data = dataclasses.replace(text, **fields)
-    out = made
+    out = prepared
     if texts is not None:
         register(monkeypatch, 'x', {'train': texts, 'validation': [b'a']})
         data = dataclasses.replace(data, name='x', path=None)
@@ -159,7 +163,7 @@ def test_the_number_of_workers_does_not_change_the_tokens(
 ):
     monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)  # of 60 in train
     monkeypatch.chdir(tmp_path)
-    vocabulary(tmp_path / 'words.json')
+    write_vocabulary(tmp_path / 'words.json')
     data = dataclasses.replace(text, tokenizer=tokenizer)
     if tokenizer == 'bpe':
         data = dataclasses.replace(data, tokenizer_size=280)
@@ -204,7 +208,7 @@ def test_files_of_the_user_are_not_replaced(text, tmp_path, name):
         ([5, 0, 5], 'its ids hold the separator, 0'),
     ],
 )
-def test_ids_that_a_tokenizer_must_not_give(text, tmp_path, monkeypatch, ids, message):
+def test_a_tokenizer_that_gives_wrong_ids_is_refused(text, tmp_path, monkeypatch, ids, message):
     monkeypatch.setattr(ByteTokenizer, 'encode', lambda *_: np.array(ids))
     with refused(f'cannot be encoded: .*{message}'):
         load_text(dataclasses.replace(text, data_dir=str(tmp_path)))
@@ -213,7 +217,7 @@ def test_ids_that_a_tokenizer_must_not_give(text, tmp_path, monkeypatch, ids, me
 def test_the_vocabulary_comes_with_the_tokens(text, tmp_path):
     data = dataclasses.replace(text, tokenizer='characters')
     prepare(data, str(tmp_path))
-    assert tokenizer_of(made_of(tmp_path)).name == tokenizer_of(data).name
+    assert tokenizer_of(config_of_tokens(tmp_path)).name == tokenizer_of(data).name
     path = tmp_path / 'tokenizer.json'
     content = path.read_text()
     for damaged, message in (
@@ -222,22 +226,23 @@ def test_the_vocabulary_comes_with_the_tokens(text, tmp_path):
     ):
         path.write_text(damaged)
         with refused(message):
-            load_text(made_of(tmp_path))
+            load_text(config_of_tokens(tmp_path))
 
 
-def edit(**fields):
+def with_fields(**fields):
+    """A damage of tokens.json that sets these fields."""
     return lambda text: json.dumps(json.loads(text) | fields)
 
 
-def test_a_damaged_or_missing_file_is_named(made, tmp_path):
-    copy = shutil.copytree(made, tmp_path / 'copy')
+def test_a_damaged_or_missing_file_is_named(prepared, tmp_path):
+    copy = shutil.copytree(prepared, tmp_path / 'copy')
     for file, damage, message in (
         ('train.bin', None, 'train.bin is missing, or does not .*; copy it or prepare_data again'),
         ('test.bin', lambda text: text[:-1], 'test.bin is missing, or does not'),
         ('tokens.json', None, 'tokens.json cannot be read .No such file'),
         ('tokens.json', lambda text: PICKLE.decode('latin-1'), 'tokens.json'),
-        ('tokens.json', edit(dtype='int64'), "field 'dtype' is 'int64', expected"),
-        ('tokens.json', edit(tokenizer_name='x'), 'was tokenized with x, but .* bytes'),
+        ('tokens.json', with_fields(dtype='int64'), "field 'dtype' is 'int64', expected"),
+        ('tokens.json', with_fields(tokenizer_name='x'), 'was tokenized with x, but .* bytes'),
         ('tokens.json', lambda t: t.replace('"num_tokens": ', '"num_tokens": 1'), 'is missing, or'),
     ):
         content = (copy / file).read_text('latin-1')
@@ -245,29 +250,34 @@ def test_a_damaged_or_missing_file_is_named(made, tmp_path):
         if damage:
             (copy / file).write_text(damage(content), 'latin-1')
         with refused(message):
-            load_text(made_of(copy))
+            load_text(config_of_tokens(copy))
         (copy / file).write_text(content, 'latin-1')
 
 
-def test_settings_that_do_not_fit_are_refused(made):
+def test_settings_that_do_not_fit_are_refused(prepared):
     for fields, message in (
         ({'lowercase': True}, 'data.lowercase=True has no effect on tokens'),
         ({'tokenizer': 'bpe'}, "data.tokenizer='bpe' has no effect .* made with bytes .*; set it"),
         ({'path': 'gs://b/x'}, 'data.path=gs://b/x is a URL, but .* local or mounted directory'),
     ):
         with refused(message):
-            rows_of(Config(data=dataclasses.replace(made_of(made), **fields)))
+            rows_of(Config(data=dataclasses.replace(config_of_tokens(prepared), **fields)))
 
 
-def test_a_test_split_is_carved_before_tokens_are_made(text, made, tmp_path):
-    assert load_text(made_of(made, carve_test=True)).splits == ('train', 'validation', 'test')
+def test_a_test_split_is_carved_before_tokens_are_made(text, prepared, tmp_path):
+    assert load_text(config_of_tokens(prepared, carve_test=True)).splits == (
+        'train',
+        'validation',
+        'test',
+    )
     path = shutil.copytree(text.path, tmp_path / 'files')
     shutil.rmtree(path / 'test')
     prepare(dataclasses.replace(text, path=str(path)), str(tmp_path / 'tokens'))
     with refused('data.carve_test=True has no effect on tokens, .*; set it when prepare_data'):
-        load_text(made_of(tmp_path / 'tokens', carve_test=True))
+        load_text(config_of_tokens(tmp_path / 'tokens', carve_test=True))
 
 
+# A module that shows that it was imported.
 EVIL = """
 import pathlib
 pathlib.Path('imported').touch()
@@ -277,7 +287,7 @@ class Cls:
 """
 
 
-def split_of_index(text, **fields):
+def with_fields_of_train(text, **fields):
     """The index with other counts of its train split."""
     index = json.loads(text)
     index['splits']['train'] |= fields
@@ -288,34 +298,46 @@ def split_of_index(text, **fields):
     ('damage', 'message'),
     [
         (
-            edit(tokenizer='evil:Cls'),
+            with_fields(tokenizer='evil:Cls'),
             "tokens.json names the tokenizer 'evil:Cls', which is code, and data.tokenizer='bytes' "
             'does not; set data.tokenizer=evil:Cls to import it',
         ),
-        (edit(tokenizer='evil:Cls(a=1)'), 'set data.tokenizer=evil:Cls.a=1. to import it'),
-        (edit(tokenizer='/etc/x.json'), 'tokenizer.json, the vocabulary of ./etc/x.json., is miss'),
-        (edit(tokenizer='characters'), "the vocabulary of 'characters', is missing"),
-        (edit(tokenizer='words'), "the vocabulary of 'words', is missing"),
-        (edit(splits={'../x': {}}), "split '../x' is none of train, validation, test"),
-        (edit(splits={'test': {}}), 'it has no train split'),
-        (lambda t: split_of_index(t, num_documents=10**15), 'train has 1000000000000000 documents'),
-        (lambda t: split_of_index(t, num_documents=0), 'train has 0 documents in'),
-        (lambda t: split_of_index(t, num_bytes=0), 'train has 0 bytes'),
-        (lambda t: split_of_index(t, document_names=['a']), 'train has 1 document_names of 60'),
-        (lambda t: split_of_index(t, num_tokens=10**15), 'train.bin is missing, or does not hold'),
+        (with_fields(tokenizer='evil:Cls(a=1)'), 'set data.tokenizer=evil:Cls.a=1. to import it'),
+        (
+            with_fields(tokenizer='/etc/x.json'),
+            'tokenizer.json, the vocabulary of ./etc/x.json., is miss',
+        ),
+        (with_fields(tokenizer='characters'), "the vocabulary of 'characters', is missing"),
+        (with_fields(tokenizer='words'), "the vocabulary of 'words', is missing"),
+        (with_fields(splits={'../x': {}}), "split '../x' is none of train, validation, test"),
+        (with_fields(splits={'test': {}}), 'it has no train split'),
+        (
+            lambda t: with_fields_of_train(t, num_documents=10**15),
+            'train has 1000000000000000 documents',
+        ),
+        (lambda t: with_fields_of_train(t, num_documents=0), 'train has 0 documents in'),
+        (lambda t: with_fields_of_train(t, num_bytes=0), 'train has 0 bytes'),
+        (
+            lambda t: with_fields_of_train(t, document_names=['a']),
+            'train has 1 document_names of 60',
+        ),
+        (
+            lambda t: with_fields_of_train(t, num_tokens=10**15),
+            'train.bin is missing, or does not hold',
+        ),
     ],
 )
-def test_what_an_index_says_is_checked_before_it_is_used(
-    made, tmp_path, monkeypatch, damage, message
+def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
+    prepared, tmp_path, monkeypatch, damage, message
 ):
-    copy = shutil.copytree(made, tmp_path / 'copy')
+    copy = shutil.copytree(prepared, tmp_path / 'copy')
     (tmp_path / 'evil.py').write_text(EVIL)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     index = copy / 'tokens.json'
     index.write_text(damage(index.read_text()))
     with refused(message):
-        load_text(made_of(copy)).document_names('train')
+        load_text(config_of_tokens(copy)).document_names('train')
     assert not (tmp_path / 'imported').exists()
 
 
@@ -324,8 +346,8 @@ def test_a_class_from_outside_is_imported_where_the_config_names_it_too(text, tm
     prepare(data, str(tmp_path / 'tokens'))
     for requested in ('bytes', 'nibbles:Other', 'characters'):
         with refused('set data.tokenizer=nibbles:Nibbles to import it'):
-            load_text(made_of(tmp_path / 'tokens', tokenizer=requested))
-    opened = load_text(made_of(tmp_path / 'tokens', tokenizer='nibbles:Nibbles'))
+            load_text(config_of_tokens(tmp_path / 'tokens', tokenizer=requested))
+    opened = load_text(config_of_tokens(tmp_path / 'tokens', tokenizer='nibbles:Nibbles'))
     assert opened.identity() == load_text(data).identity()
 
 
@@ -337,7 +359,7 @@ def test_ids_of_a_vocabulary_file_are_bounded_before_tables_of_them_are_made(tex
         load_text(dataclasses.replace(text, tokenizer=str(file)))
 
 
-def vocabulary(path):
+def write_vocabulary(path):
     """A tokenizer.json of 401 ids, the last of which ends texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     words = {'[UNK]': 0} | {f'word{number}': number for number in range(1, 400)}
@@ -349,8 +371,12 @@ def vocabulary(path):
 
 
 def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
-    """Files of both kinds open as they were made, and are confirmed by the command of theirs."""
-    data = dataclasses.replace(text, tokenizer=str(vocabulary(tmp_path / 'v/words.json')))
+    """Earlier versions added an id to a vocabulary that has one that ends texts.
+
+    Such tokens and those of today are both opened with the separator that they were written with,
+    and preparing them again leaves them as they are.
+    """
+    data = dataclasses.replace(text, tokenizer=str(write_vocabulary(tmp_path / 'v/words.json')))
     prepare(data, str(tmp_path / 'ends'))
     with monkeypatch.context() as patch:
         patch.setattr(FileTokenizer, '_end_of_text', lambda self: None)
@@ -360,7 +386,7 @@ def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
     for name, (separator, vocab_size) in separators.items():
         before = contents(tmp_path / name)
         for requested in ('bytes', data.tokenizer):
-            dataset = load_text(made_of(tmp_path / name, tokenizer=requested))
+            dataset = load_text(config_of_tokens(tmp_path / name, tokenizer=requested))
             assert (dataset.tokenizer.separator, dataset.vocab_size) == (separator, vocab_size)
             assert len(dataset.document_ends('train')) == 60
         assert prepare(data, str(tmp_path / name)).identity() == dataset.identity()
@@ -371,7 +397,7 @@ def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, monkeypatch):
-    fields = {'tokenizer': str(vocabulary(tmp_path / 'v/words.json')), 'eval_sequences': None}
+    fields = {'tokenizer': str(write_vocabulary(tmp_path / 'v/words.json')), 'eval_sequences': None}
     data = vars(dataclasses.replace(text, **fields))
     config = tiny(model={'num_layers': 1, 'vocab_size': 402}, data=data, trials={'seeds': (0,)})
     with monkeypatch.context() as patch:
@@ -382,7 +408,7 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, mon
     assert again['data'] == first['data'] and again['test_loss'] == first['test_loss']
     source = loading.load(tmp_path / 'run')
     assert loading.tokenizer_for(source, '', '--prompt_tokens').separator == 401
-    # Another run uses the id of the file, and needs no row more than it has.
+    # A run that begins today has the separator of the file, 400, so that 401 ids suffice.
     model = dataclasses.replace(config.model, vocab_size=401)
     assert rows_of(dataclasses.replace(config, model=model)).vocab_size == 401
 
@@ -394,7 +420,7 @@ def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
     (tmp_path / 'tokens').mkdir()
     (tmp_path / 'writer.py').write_text(program)
     runpy.run_path('writer.py')
-    dataset = load_text(made_of(tmp_path / 'tokens'))
+    dataset = load_text(config_of_tokens(tmp_path / 'tokens'))
     assert bytes(dataset.split('train')) == b'one text\0another\0'
     index = token_files.read_index(tmp_path / 'tokens')
     assert token_files.open_index(

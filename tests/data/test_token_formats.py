@@ -12,14 +12,14 @@ from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.token_formats.shards import Shard, Shards
 from qkattn.data.tokenizers.tokenizer import IdTokenizer
 from qkattn.train.loop import train
-from tests.data.test_token_files import vocabulary
-from tests.lanes import only
+from tests.data.test_token_files import write_vocabulary
+from tests.lanes import slow_except
 from tests.refusals import refused
 
 END = 300  # the id that separates documents
 
 
-def ids_of(seed, num_documents=60, end_last=True):
+def ids_of_documents(seed, num_documents=60, end_last=True):
     """Documents of 5 to 40 ids below END, each with END after it, or before it."""
     rng = np.random.default_rng(seed)
     parts = []
@@ -29,24 +29,24 @@ def ids_of(seed, num_documents=60, end_last=True):
     return np.concatenate(parts).astype(np.uint16)
 
 
-def nanogpt(path, ids):
-    """As data/openwebtext/prepare.py."""
+def write_nanogpt(path, ids):
+    """Writes ids as data/openwebtext/prepare.py of nanoGPT does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     array = np.memmap(path, ids.dtype, mode='w+', shape=(len(ids),))
     array[:] = ids
     array.flush()
 
 
-def llm_c(path, ids, magic=20240520, version=1, num_ids=None):
-    """As dev/data/data_common.py."""
+def write_llm_c(path, ids, magic=20240520, version=1, num_ids=None):
+    """Writes ids as dev/data/data_common.py of llm.c does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     header = np.zeros(256, np.int32)
     header[:3] = (magic, version, len(ids) if num_ids is None else num_ids)
     path.write_bytes(header.tobytes() + ids.tobytes())
 
 
-def megatron(path, documents, code=8, dtype=np.uint16):
-    """As IndexedDatasetBuilder; a document is a list of sequences."""
+def write_megatron(path, documents, code=8, dtype=np.uint16):
+    """Writes ids as IndexedDatasetBuilder of Megatron-LM; a document is a list of sequences."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sequences = [np.asarray(ids, dtype) for document in documents for ids in document]
     path.with_suffix('.bin').write_bytes(b''.join(ids.tobytes() for ids in sequences))
@@ -61,7 +61,7 @@ def megatron(path, documents, code=8, dtype=np.uint16):
 
 @pytest.fixture
 def tokens(tmp_path):
-    """tokens(**fields): the settings of the tokens in a directory."""
+    """tokens(**fields): the settings of the tokens in `files`, with other fields."""
 
     def settings(**fields):
         fields = {'path': str(tmp_path / 'files'), 'data_dir': str(tmp_path / 'cache')} | fields
@@ -94,15 +94,13 @@ def test_a_cut_of_shards_keeps_their_documents(tmp_path):
 
 
 def test_nanogpt_files_are_the_splits(tokens, files):
-    nanogpt(files / 'train.bin', ids_of(0))
-    nanogpt(files / 'val.bin', ids_of(1, 30))
+    write_nanogpt(files / 'train.bin', ids_of_documents(0))
+    write_nanogpt(files / 'val.bin', ids_of_documents(1, 30))
     dataset = load_text(tokens(documents=f'id={END}'))
     assert dataset.splits == ('train', 'validation')
-    assert dataset.split('validation')[:].tolist() == ids_of(1, 30).tolist()
-    assert (
-        dataset.document_ends('validation').tolist()
-        == (np.flatnonzero(ids_of(1, 30) == END) + 1).tolist()
-    )
+    assert dataset.split('validation')[:].tolist() == ids_of_documents(1, 30).tolist()
+    expected_ends = np.flatnonzero(ids_of_documents(1, 30) == END) + 1
+    assert dataset.document_ends('validation').tolist() == expected_ends.tolist()
     assert dataset.info('validation').num_documents == 30
     assert (dataset.vocab_size, dataset.tokenizer.separator) == (END + 1, END)
     assert dataset.bytes_per_token('validation') is None
@@ -112,25 +110,25 @@ def test_nanogpt_files_are_the_splits(tokens, files):
 
 
 def test_shards_of_llm_c_are_one_split_in_order_of_their_names(tokens, files):
-    train_ids = ids_of(0, end_last=False)
-    llm_c(files / 'fineweb_train_000002.bin', train_ids[500:])
-    llm_c(files / 'fineweb_train_000001.bin', train_ids[:500])
-    llm_c(files / 'fineweb_val_000000.bin', ids_of(1, 30, end_last=False))
+    train_ids = ids_of_documents(0, end_last=False)
+    write_llm_c(files / 'fineweb_train_000002.bin', train_ids[500:])
+    write_llm_c(files / 'fineweb_train_000001.bin', train_ids[:500])
+    write_llm_c(files / 'fineweb_val_000000.bin', ids_of_documents(1, 30, end_last=False))
     dataset = load_text(tokens(documents=f'id={END}'))
     assert dataset.split('train')[:].tolist() == train_ids.tolist()
     windows_BT = dataset.windows('train', np.array([490, 0]), 20)
     assert windows_BT.dtype == np.int32
     assert windows_BT.tolist() == [train_ids[490:510].tolist(), train_ids[:20].tolist()]
     # The separator stands before each document.
-    starts = np.flatnonzero(ids_of(1, 30, end_last=False) == END)
+    starts = np.flatnonzero(ids_of_documents(1, 30, end_last=False) == END)
     assert dataset.document_ends('validation')[:-1].tolist() == starts[1:].tolist()
     assert dataset.info('validation').num_documents == 30
 
 
 def test_tokens_of_llama_3_are_uint32(tokens, files):
     ids = np.array([70000, 1, 2, 3] * 20, np.uint32)
-    llm_c(files / 'a_train_0.bin', ids, magic=20240801, version=7)
-    llm_c(files / 'a_val_0.bin', ids, magic=20240801, version=7)
+    write_llm_c(files / 'a_train_0.bin', ids, magic=20240801, version=7)
+    write_llm_c(files / 'a_val_0.bin', ids, magic=20240801, version=7)
     dataset = load_text(tokens())
     assert dataset.vocab_size == 70001
     assert dataset.split('train')[:4].tolist() == [70000, 1, 2, 3]
@@ -138,8 +136,8 @@ def test_tokens_of_llama_3_are_uint32(tokens, files):
 
 def test_documents_of_megatron_are_those_of_its_index(tokens, files):
     documents = [[[1, 2], [3, 4, END]], [[5, 6]], [], [[7]]]
-    megatron(files / 'train_text_document', documents * 20)
-    megatron(files / 'valid_text_document', documents)
+    write_megatron(files / 'train_text_document', documents * 20)
+    write_megatron(files / 'valid_text_document', documents)
     dataset = load_text(tokens())
     assert dataset.split('validation')[:].tolist() == [1, 2, 3, 4, END, 5, 6, 7]
     assert dataset.document_ends('validation').tolist() == [5, 7, 8]
@@ -152,7 +150,7 @@ def test_documents_of_megatron_are_those_of_its_index(tokens, files):
 @pytest.mark.parametrize('name', ['all', 'all.bin'])
 def test_splits_are_carved_at_ends_of_documents_where_one_file_has_all(tokens, files, name):
     documents = [[np.full(3 + number % 5, number)] for number in range(200)]
-    megatron(files / 'all', documents)
+    write_megatron(files / 'all', documents)
     dataset = load_text(tokens(path=str(files / name)))
     parts = [dataset.split(split)[:] for split in ('train', 'validation', 'test')]
     whole = np.concatenate([document[0] for document in documents])
@@ -167,18 +165,18 @@ def test_splits_are_carved_at_ends_of_documents_where_one_file_has_all(tokens, f
 
 
 def test_a_test_split_is_carved_where_it_is_asked_for(tokens, files):
-    nanogpt(files / 'train.bin', ids_of(0))
-    nanogpt(files / 'val.bin', ids_of(1))
+    write_nanogpt(files / 'train.bin', ids_of_documents(0))
+    write_nanogpt(files / 'val.bin', ids_of_documents(1))
     assert load_text(tokens(documents=f'id={END}')).splits == ('train', 'validation')
     dataset = load_text(tokens(documents=f'id={END}', carve_test=True))
     assert dataset.splits == ('train', 'validation', 'test')
-    assert dataset.split('train')[-2:][-1] == END
-    assert dataset.split('validation')[:].tolist() == ids_of(1).tolist()
+    assert dataset.split('train')[:][-1] == END
+    assert dataset.split('validation')[:].tolist() == ids_of_documents(1).tolist()
 
 
-def test_blocks_are_the_evaluation_clusters_where_nothing_separates_documents(tokens, files):
-    nanogpt(files / 'train.bin', ids_of(0))
-    nanogpt(files / 'val.bin', np.arange(1, 101, dtype=np.uint16))
+def test_blocks_of_tokens_are_evaluation_clusters_where_no_id_separates_documents(tokens, files):
+    write_nanogpt(files / 'train.bin', ids_of_documents(0))
+    write_nanogpt(files / 'val.bin', np.arange(1, 101, dtype=np.uint16))
     data = tokens(documents='tokens=40')
     assert load_text(data).document_ends('validation').tolist() == [40, 80, 100]
     assert load_text(tokens()).document_ends('validation').tolist() == [100]
@@ -190,13 +188,13 @@ def test_blocks_are_the_evaluation_clusters_where_nothing_separates_documents(to
 def write_words(files):
     """Both splits of three words, with a separator behind the second and the third."""
     ids = np.array([1, 2, 400, 3, 400] * 40, np.uint16)
-    nanogpt(files / 'train.bin', ids)
-    nanogpt(files / 'val.bin', ids)
+    write_nanogpt(files / 'train.bin', ids)
+    write_nanogpt(files / 'val.bin', ids)
     return ids
 
 
 def test_a_named_vocabulary_decodes_the_tokens(tokens, files, tmp_path):
-    path = vocabulary(tmp_path / 'words.json')
+    path = write_vocabulary(tmp_path / 'words.json')
     ids = write_words(files)
     dataset = load_text(tokens(tokenizer=str(path)))
     assert dataset.tokenizer.decode([1, 2]) == 'word1 word2'
@@ -206,24 +204,25 @@ def test_a_named_vocabulary_decodes_the_tokens(tokens, files, tmp_path):
 
 
 def test_a_vocabulary_that_does_not_fit_the_tokens_is_refused(tokens, files, tmp_path):
-    path = vocabulary(tmp_path / 'words.json')
+    path = write_vocabulary(tmp_path / 'words.json')
     ids = write_words(files)
     ids[7] = 401
-    nanogpt(files / 'val.bin', ids)
+    write_nanogpt(files / 'val.bin', ids)
     with refused('val.bin holds id 401 at token 7, but .* has ids from 0 to 400'):
         load_text(tokens(tokenizer=str(path)))
     with refused("data.tokenizer='bpe' is learned from text, which tokens have not"):
         load_text(tokens(tokenizer='bpe'))
 
 
-def test_counts_are_kept_until_a_file_changes(tokens, files, monkeypatch):
-    nanogpt(files / 'train.bin', ids_of(0))
-    nanogpt(files / 'val.bin', ids_of(1))
+def test_counts_of_ids_are_cached_until_a_file_changes(tokens, files, monkeypatch):
+    write_nanogpt(files / 'train.bin', ids_of_documents(0))
+    write_nanogpt(files / 'val.bin', ids_of_documents(1))
     first = load_text(tokens()).identity()
     with monkeypatch.context() as patch:
+        # Counting again would now fail.
         patch.setattr('qkattn.data.token_formats.in_place._count', None)
         assert load_text(tokens()).identity() == first
-    nanogpt(files / 'val.bin', ids_of(2))
+    write_nanogpt(files / 'val.bin', ids_of_documents(2))
     second = load_text(tokens()).identity()
     assert second['fingerprints']['train'] == first['fingerprints']['train']
     assert second['fingerprints']['validation'] != first['fingerprints']['validation']
@@ -232,12 +231,12 @@ def test_counts_are_kept_until_a_file_changes(tokens, files, monkeypatch):
 KINDS = [('decoder', 301), ('encoder', 302)]
 
 
-@pytest.mark.parametrize(('kind', 'vocab_size'), only(KINDS[:1], KINDS))
+@pytest.mark.parametrize(('kind', 'vocab_size'), slow_except(KINDS[:1], KINDS))
 def test_a_model_trains_on_tokens_without_a_vocabulary(
     kind, vocab_size, tiny, tokens, files, tmp_path
 ):
     for split, seed in (('train', 0), ('val', 1), ('test', 2)):
-        nanogpt(files / f'{split}.bin', ids_of(seed))
+        write_nanogpt(files / f'{split}.bin', ids_of_documents(seed))
     data = vars(tokens(documents=f'id={END}'))
     config = tiny(model={'kind': kind, 'num_layers': 1, 'vocab_size': vocab_size}, data=data)
     result = train(config, tmp_path / 'run')[0]
@@ -245,9 +244,9 @@ def test_a_model_trains_on_tokens_without_a_vocabulary(
     assert np.isfinite(result['test_loss'])
 
 
-def test_every_id_may_replace_a_hidden_token_where_none_separates_documents(tokens, files):
+def test_any_id_may_replace_a_masked_token_where_none_separates_documents(tokens, files):
     for name in ('train.bin', 'val.bin'):
-        nanogpt(files / name, np.arange(4000, dtype=np.uint16) % 4)
+        write_nanogpt(files / name, np.arange(4000, dtype=np.uint16) % 4)
     config = Config(model=ModelConfig(kind='encoder', context=100, vocab_size=5), data=tokens())
     batch = train_batch(rows_of(config), seed=0, step=0, batch_size=64)
     is_target_BT = batch['loss_weights_BT'] > 0
@@ -263,36 +262,60 @@ def test_ids_are_written_as_numbers():
         tokenizer.encode('301')
 
 
-IDS = ids_of(0)
+IDS = ids_of_documents(0)
 
 
 @pytest.mark.parametrize(
     ('write', 'fields', 'message'),
     [
-        (lambda d: llm_c(d / 'a_train.bin', IDS, num_ids=9999), {}, 'a_train.bin holds .* 9,999'),
-        (lambda d: llm_c(d / 'a.bin', IDS, version=2), {}, 'has version 2 of .* valid is 1'),
-        (lambda d: llm_c(d / 'a.bin', IDS, magic=7), {}, 'whose magic number is 7; those of llm.c'),
         (
-            lambda d: llm_c(d / 'a.bin', IDS),
+            lambda d: write_llm_c(d / 'a_train.bin', IDS, num_ids=9999),
+            {},
+            'a_train.bin holds .* 9,999',
+        ),
+        (lambda d: write_llm_c(d / 'a.bin', IDS, version=2), {}, 'has version 2 of .* valid is 1'),
+        (
+            lambda d: write_llm_c(d / 'a.bin', IDS, magic=7),
+            {},
+            'whose magic number is 7; those of llm.c',
+        ),
+        (
+            lambda d: write_llm_c(d / 'a.bin', IDS),
             {'token_dtype': 'uint32'},
             "data.token_dtype='uint32' does not fit .*a.bin, whose header states uint16",
         ),
         (
-            lambda d: nanogpt(d / 'a.bin', IDS.astype(np.uint32)),
+            lambda d: write_nanogpt(d / 'a.bin', IDS.astype(np.uint32)),
             {},
             "every other id of .*a.bin is below 16 in uint16, .* set data.token_dtype to 'uint32'",
         ),
         (
-            lambda d: nanogpt(d / 'a.bin', np.full(9, 7, np.uint8)),
+            lambda d: write_nanogpt(d / 'a.bin', np.full(9, 7, np.uint8)),
             {},
             'a.bin has 9 bytes of ids, which is no multiple of the 2 bytes',
         ),
-        (lambda d: nanogpt(d / 'a.bin', IDS), {'documents': 'blank_line'}, "must be 'id=N', the"),
-        (lambda d: nanogpt(d / 'a.bin', IDS), {'documents': 'tokens=0'}, "must be 'id=N', the"),
-        (lambda d: nanogpt(d / 'a.bin', IDS), {'lowercase': True}, 'lowercase=True has no effect'),
-        (lambda d: nanogpt(d / 'a.bin', IDS), {}, 'a.bin has too few documents for the splits'),
         (
-            lambda d: nanogpt(d / 'a.bin', np.array([1, 2**21] * 99, np.uint32)),
+            lambda d: write_nanogpt(d / 'a.bin', IDS),
+            {'documents': 'blank_line'},
+            "must be 'id=N', the",
+        ),
+        (
+            lambda d: write_nanogpt(d / 'a.bin', IDS),
+            {'documents': 'tokens=0'},
+            "must be 'id=N', the",
+        ),
+        (
+            lambda d: write_nanogpt(d / 'a.bin', IDS),
+            {'lowercase': True},
+            'lowercase=True has no effect',
+        ),
+        (
+            lambda d: write_nanogpt(d / 'a.bin', IDS),
+            {},
+            'a.bin has too few documents for the splits',
+        ),
+        (
+            lambda d: write_nanogpt(d / 'a.bin', np.array([1, 2**21] * 99, np.uint32)),
             {'token_dtype': 'uint32', 'documents': 'tokens=9'},
             'a.bin holds id 2097152 at token 1, but valid are ids from 0 to 1,048,575',
         ),
@@ -313,11 +336,11 @@ def test_a_file_without_a_token_is_named(tokens, files):
 
 
 def test_files_of_several_kinds_are_named(tokens, files):
-    nanogpt(files / 'train.bin', IDS)
-    llm_c(files / 'val.bin', IDS)
+    write_nanogpt(files / 'train.bin', IDS)
+    write_llm_c(files / 'val.bin', IDS)
     with refused('several formats: .*train.bin .headerless., .*val.bin .llm.c.'):
         load_text(tokens())
-    llm_c(files / 'train.bin', IDS.astype(np.uint32), magic=20240801, version=7)
+    write_llm_c(files / 'train.bin', IDS.astype(np.uint32), magic=20240801, version=7)
     with refused('ids of several types: .*train.bin .uint32., .*val.bin .uint16.'):
         load_text(tokens())
 
@@ -333,7 +356,7 @@ def test_files_of_several_kinds_are_named(tokens, files):
 )
 def test_files_whose_split_is_not_clear_are_named(tokens, files, names, message):
     for name in names:
-        nanogpt(files / name, IDS)
+        write_nanogpt(files / name, IDS)
     with refused(message):
         load_text(tokens())
 
@@ -352,7 +375,7 @@ def test_files_whose_split_is_not_clear_are_named(tokens, files, names, message)
     ],
 )
 def test_a_damaged_index_of_megatron_is_named(tokens, files, damage, message):
-    megatron(files / 'all', [[[1, 2, 3]]] * 60)
+    write_megatron(files / 'all', [[[1, 2, 3]]] * 60)
     index = files / 'all.idx'
     index.write_bytes(damage(index.read_bytes()))
     with refused(message):

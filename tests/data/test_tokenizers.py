@@ -38,7 +38,7 @@ def test_characters_are_sorted_then_unknown_then_separator():
     assert nul.separator not in nul.encode('a\0b')
 
 
-def test_text_that_is_cut_or_no_text_is_decoded_with_a_mark_or_refused():
+def test_cut_characters_are_decoded_with_a_mark_and_what_is_no_text_is_refused():
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode('aé')[:-1]) == 'a\N{REPLACEMENT CHARACTER}'
     for kind, text, says in (
@@ -55,28 +55,41 @@ PHRASES = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
 
 
 def test_a_tokenizer_is_trained_once_unless_it_is_damaged(tmp_path, warnings):
-    def opened(kind, texts=PHRASES, size=270):
+    def open_or_train(kind, texts=PHRASES, size=270):
+        """Opens a tokenizer; None as texts fails the test where they are read to train one."""
         return open_tokenizer(
             tmp_path, 'corpus/1.0.0', kind, size, lambda: texts or pytest.fail('texts are read')
         )
 
-    assert opened('bytes', None).name == 'bytes' and not list(tmp_path.iterdir())
+    assert open_or_train('bytes', None).name == 'bytes'
+    assert not list(tmp_path.iterdir())
+
     letters = CharacterTokenizer.train(PHRASES)
     bpe = BPETokenizer.train(PHRASES, 270)
-    for kind, folder, made in (('characters', 'characters', letters), ('bpe', 'byte-bpe-270', bpe)):
-        assert opened(kind).name == opened(kind, None).name == made.name and not warnings
+    for kind, folder, expected in (
+        ('characters', 'characters', letters),
+        ('bpe', 'byte-bpe-270', bpe),
+    ):
+        assert open_or_train(kind).name == expected.name
+        assert open_or_train(kind, None).name == expected.name
+        assert not warnings
+        # A damaged file is written again, as it was.
         path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
         model = path.read_bytes()
         path.write_bytes(model[:-9])
-        assert opened(kind).name == made.name and path.read_bytes() == model
+        assert open_or_train(kind).name == expected.name
+        assert path.read_bytes() == model
         assert warnings.pop().startswith(f'{path} is damaged')
-    assert opened('bpe', size=265).vocab_size == 265 and opened('bpe', None).vocab_size == 270
+
+    # Vocabularies of two sizes lie beside each other.
+    assert open_or_train('bpe', size=265).vocab_size == 265
+    assert open_or_train('bpe', None).vocab_size == 270
     with refused("'words'; known: bytes, characters, bpe, PATH.json, tiktoken:NAME, or"):
-        opened('words')
+        open_or_train('words')
 
 
 CODE = [path.read_bytes() for path in list(modules().values())[:25]]
-ODD = [
+ODD_TEXTS = [
     *('', '\n', '\n\n\n', ' ', '    ', ' \n ', '\n    x\n\n        y\n', 'a  b   c '),
     *('\t\tx\ty\t', 'a\r\nb\r', 'nul \0 nul'),
     *('Ġ Ċ aĠb', '<|endoftext|> <unk> <0x41> <s> </s> [MASK]'),
@@ -92,21 +105,27 @@ def tokenizer():
 
 
 def test_every_text_comes_back_byte_for_byte(tokenizer):
-    oddly_trained = BPETokenizer.train([text.encode() for text in ODD * 40] + CODE[:3], 600)
-    pieces = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
+    oddly_trained = BPETokenizer.train([text.encode() for text in ODD_TEXTS * 40] + CODE[:3], 600)
+    unigram_library = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
     anything = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
-    pools = [pieces, ODD, [' ', '\n', '\t', '\r', '\0', 'a'], anything[:0x3000], anything]
+    pools = [
+        unigram_library,
+        ODD_TEXTS,
+        [' ', '\n', '\t', '\r', '\0', 'a'],
+        anything[:0x3000],
+        anything,
+    ]
     rng = random.Random(0)
     chosen = [rng.choices(pools, k=rng.randrange(30)) for _ in range(500)]
     texts = [''.join(map(rng.choice, pools)) for pools in chosen]
-    for text in (*ODD, *texts, *(text.decode() for text in CODE)):
+    for text in (*ODD_TEXTS, *texts, *(text.decode() for text in CODE)):
         for trained in (tokenizer, oddly_trained):
             ids = trained.encode(text)
             assert trained.decode(ids) == text
             assert trained.num_bytes(ids) == len(text.encode())
             assert ids.min(initial=99) > trained.separator == 0
             assert ids.max(initial=0) < trained.vocab_size
-    # Any ids are text, but not any bytes.
+    # All ids can be decoded; half a character becomes a mark.
     assert tokenizer.decode([tokenizer.separator, *tokenizer.encode('x')]) == '\0x'
     half = tokenizer.encode('😀')[:2]
     assert (tokenizer.decode(half), tokenizer.num_bytes(half)) == ('\N{REPLACEMENT CHARACTER}', 2)
@@ -115,14 +134,14 @@ def test_every_text_comes_back_byte_for_byte(tokenizer):
 def test_whole_texts_are_encoded_as_by_the_library(tokenizer, monkeypatch):
     library = tokenizers.Tokenizer.from_buffer(tokenizer.model())
     monkeypatch.setattr(subwords, 'LINES', 7)
-    for text in (*CODE[:5], *CODE[-5:], *(text.encode() for text in ODD if '\0' not in text)):
+    for text in (*CODE[:5], *CODE[-5:], *(text.encode() for text in ODD_TEXTS if '\0' not in text)):
         assert tokenizer.encode(text).tolist() == library.encode(text.decode()).ids
 
 
-def test_every_training_learns_the_same(tokenizer):
+def test_a_vocabulary_that_is_learned_again_is_the_same(tokenizer):
     if tokenizers.__version__ == '0.23.3':
         # Written down, so that neither process nor threads change it unnoticed.
-        oddly_trained = BPETokenizer.train([text.encode() for text in ODD * 9], 340)
+        oddly_trained = BPETokenizer.train([text.encode() for text in ODD_TEXTS * 9], 340)
         assert oddly_trained.name == 'byte-bpe340-e53bcff4d710'
     assert BPETokenizer.train(CODE[:15], 1000).name == tokenizer.name
 
@@ -149,8 +168,11 @@ def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path
     assert ids.dtype == np.uint16 and np.array_equal(ids, learned.encode(text))
 
 
-def test_the_vocabulary_of_a_file_neither_adds_nor_cuts_nor_counts_what_is_not_text(tmp_path):
-    """Of a lossy vocabulary of words, which marks the ends of texts and cuts them off."""
+def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
+    """The file has a rule that puts [CLS] before a text, cuts it to 3 tokens and pads it to 9.
+
+    None of this is applied. Unknown words and marks in the text become [UNK], of no bytes.
+    """
     path = tmp_path / 'a.json'
     vocabulary = {'[UNK]': 0, '[CLS]': 1, 'the': 2, 'fox': 3, 'saw': 7}
     words = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
@@ -176,7 +198,7 @@ def test_a_file_that_is_missing_or_no_vocabulary_is_refused(tmp_path, content):
         FileTokenizer.open(str(path))
 
 
-def special_words(special, *, unknown='[UNK]', others=()):
+def word_library(special, *, unknown='[UNK]', others=()):
     """A vocabulary of words with these special tokens, and others that are only added."""
     vocabulary = {unknown: 0, 'fox': 1}
     library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
@@ -186,7 +208,7 @@ def special_words(special, *, unknown='[UNK]', others=()):
     return library
 
 
-def pieces(special):
+def unigram_library(special):
     """A unigram model, which reads the spelling of its special token from text."""
     library = tokenizers.Tokenizer(models.Unigram([('<unk>', 0.0), ('</s>', -1.0), ('a', -1.0)], 0))
     library.add_special_tokens(special)
@@ -196,28 +218,29 @@ def pieces(special):
 @pytest.mark.parametrize(
     ('library', 'separator', 'vocab_size'),
     [
-        (special_words(['<|endoftext|>']), 2, 3),
-        (special_words(['<s>', '</s>', '<pad>']), 3, 5),
-        (special_words(['</s>', '<|endoftext|>']), 3, 4),
-        (special_words(['<|over|>']), 2, 3),  # the only one that is special
-        (special_words(['<s>', '<pad>']), 4, 5),  # none ends texts
-        (special_words(['[UNK]']), 2, 3),  # unknown text would end one
-        (special_words([], others=['<|endoftext|>']), 3, 4),  # read from text
-        (special_words([]), 2, 3),
-        (pieces(['</s>']), 3, 4),
+        (word_library(['<|endoftext|>']), 2, 3),
+        (word_library(['<s>', '</s>', '<pad>']), 3, 5),
+        (word_library(['</s>', '<|endoftext|>']), 3, 4),
+        (word_library(['<|over|>']), 2, 3),  # the only one that is special
+        (word_library(['<s>', '<pad>']), 4, 5),  # none ends texts
+        (word_library(['[UNK]']), 2, 3),  # unknown text would end one
+        (word_library([], others=['<|endoftext|>']), 3, 4),  # read from text
+        (word_library([]), 2, 3),
+        (unigram_library(['</s>']), 3, 4),
     ],
 )
-def test_a_document_ends_with_the_id_by_which_the_file_ends_texts(
+def test_the_separator_is_the_end_of_text_of_the_file_or_an_added_id(
     tmp_path, library, separator, vocab_size
 ):
     library.save(str(tmp_path / 'a.json'))
     tokenizer = FileTokenizer.open(str(tmp_path / 'a.json'))
     assert (tokenizer.separator, tokenizer.vocab_size) == (separator, vocab_size)
-    added = separator == vocab_size - 1 and separator == library.get_vocab_size()
-    assert tokenizer.name.endswith(f'-end{separator}') != added
+    is_added = separator == vocab_size - 1 and separator == library.get_vocab_size()
+    assert tokenizer.name.endswith(f'-end{separator}') != is_added
     assert separator not in tokenizer.encode('fox </s> <|endoftext|> <|over|> [UNK] a')
     ids = [*tokenizer.encode('fox'), separator, *tokenizer.encode('fox')]
     assert tokenizer.decode(ids).count('\0') == 1
+    # As earlier versions did, which added an id to every vocabulary.
     old = tokenizer.with_added_separator()
     assert old.name == tokenizer.name.partition('-end')[0]
     assert old.separator == library.get_vocab_size() == old.vocab_size - 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qkattn.decode.generate import choose, generate, search
-from tests.decode.test_kv_cache import PAIRS, TOKENS, make, uncached
+from tests.decode.test_kv_cache import PAIRS, TOKENS, make_model, uncached_logits
 from tests.refusals import refused
 
 PROMPTS = TOKENS[:, :4]
@@ -14,14 +14,14 @@ PROMPTS = TOKENS[:, :4]
 
 @pytest.fixture(scope='module')
 def model():
-    return make()
+    return make_model()
 
 
-def test_greedy_tokens_are_those_without_a_cache(model):
+def test_greedy_tokens_are_the_same_without_a_cache(model):
     prompts_BT = np.random.default_rng(1).integers(0, 50, (40, 4))
     tokens_BT = np.pad(prompts_BT, ((0, 0), (0, 9)))
     for t in range(4, 13):
-        tokens_BT[:, t] = uncached(model, tokens_BT[:, :12])[:, t - 1].argmax(-1)
+        tokens_BT[:, t] = uncached_logits(model, tokens_BT[:, :12])[:, t - 1].argmax(-1)
     # 9 tokens fill the context, since the last one is not fed back.
     greedy_BT = np.asarray(generate(model, prompts_BT, 9))
     np.testing.assert_array_equal(greedy_BT, tokens_BT[:, 4:])
@@ -36,7 +36,7 @@ def test_sampling_depends_only_on_the_key(model):
     assert np.any(first != generate(model, PROMPTS, 6, **draws | {'key': jax.random.key(4)}))
     same = generate(model, PROMPTS[[0, 0]], 6, **draws)
     assert np.any(same[0] != same[1])
-    flat = make()
+    flat = make_model()
     flat.w_output_DV[...] *= 0
     assert len(np.unique(generate(flat, PROMPTS[:1], 6, **draws))) > 1  # at every step anew
     tokens = generate(flat, PROMPTS, 8, **draws, vocab_size=5)
@@ -64,14 +64,14 @@ def test_scores_of_a_beam_are_those_of_the_uncached_model(model):
         assert added.max() < 45
         whole = np.concatenate([PROMPTS[b], added])
         padded = np.pad(whole, (0, 12 - len(whole)))[None]
-        logits_TV = np.asarray(uncached(model, padded)[0, :, :45], np.float64)
+        logits_TV = np.asarray(uncached_logits(model, padded)[0, :, :45], np.float64)
         nats_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
         want = nats_TV[3 + np.arange(len(added)), added].sum() / len(added) ** 0.7
         np.testing.assert_allclose(best.scores_BK[b, k], want, rtol=1e-4)
     assert (np.diff(best.scores_BK, axis=1) <= 0).all()
 
 
-def test_bad_input_is_one_sentence(model):
+def test_bad_input_is_refused_in_one_sentence(model):
     beam = {'separator': 0, 'beam': 2}
     for function, options, message in (
         (generate, {'num_tokens': 10}, '4 tokens and num_tokens=10 need 13 .*model.context=12'),
@@ -95,7 +95,7 @@ def test_bad_input_is_one_sentence(model):
             with refused(message):
                 function(model, prompts, 2, **options)
     source = np.zeros((2, 13), int)
-    pairs = make(**PAIRS)
+    pairs = make_model(**PAIRS)
     with refused('a source of 13 tokens does not fit into model.source_context=12'):
         search(pairs, PROMPTS, 2, (source, source == 0), **beam)
     with refused('source_BS has ids from 50 to 50'):
@@ -103,4 +103,4 @@ def test_bad_input_is_one_sentence(model):
     with refused(r'prompts of shape \(2, 0\) hold no token to continue'):
         generate(model, PROMPTS[:, :0], 2)
     with refused("needs a model of kind 'decoder' here, not 'encoder'"):
-        generate(make(kind='encoder'), PROMPTS, 2)
+        generate(make_model(kind='encoder'), PROMPTS, 2)

@@ -32,7 +32,7 @@ class Request:
     args: tuple[Any, ...]
 
 
-def requests(*args):
+def requests_of(*args):
     return [Request(arg) for arg in args]
 
 
@@ -46,7 +46,7 @@ def text_model(decoder):
     return TextModel(decoder, CHARACTERS, batch_size=2)
 
 
-class Plain:
+class NumpyDecoder:
     """The decoder in float64 numpy, on one text at a time, without padding and without a cache."""
 
     def __init__(self, decoder):
@@ -103,7 +103,7 @@ class Plain:
 
 @pytest.fixture(scope='module')
 def plain(decoder):
-    return Plain(decoder)
+    return NumpyDecoder(decoder)
 
 
 def ids(text):
@@ -112,20 +112,20 @@ def ids(text):
 
 def test_continuations_are_scored_after_their_contexts(plain, text_model):
     pairs = [('abc', ' def.'), ('a', 'b'), ('hg fe\ndc ba', 'abcdefgh'), ('gg.', 'h' * 20)]
-    scores = text_model.loglikelihood(requests(*pairs))
+    scores = text_model.loglikelihood(requests_of(*pairs))
     for (context, continuation), (nats, is_greedy) in zip(pairs, scores, strict=True):
         expected = plain.score(ids(context), ids(continuation))
         assert (nats, is_greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
 
 
 def test_a_text_without_context_follows_the_separator(plain, text_model):
-    ((nats, _),) = text_model.loglikelihood(requests(('', 'abc')))
+    ((nats, _),) = text_model.loglikelihood(requests_of(('', 'abc')))
     expected, _ = plain.score([CHARACTERS.separator], ids('abc'))
     assert nats == pytest.approx(expected, rel=1e-5)
 
 
 def test_spaces_at_the_end_of_a_context_are_scored(plain, text_model):
-    ((nats, _),) = text_model.loglikelihood(requests(('ab ', 'cd')))
+    ((nats, _),) = text_model.loglikelihood(requests_of(('ab ', 'cd')))
     expected, _ = plain.score(ids('ab'), ids(' cd'))
     assert nats == pytest.approx(expected, rel=1e-5)
 
@@ -135,13 +135,13 @@ def test_a_greedy_continuation_is_told_from_another(plain, text_model):
     assert len(tokens) == 5 and CHARACTERS.unknown not in tokens
     other = [(tokens[-1] + 1) % 9]
     texts = [CHARACTERS.decode(tokens), CHARACTERS.decode(tokens[:-1] + other)]
-    scores = text_model.loglikelihood(requests(*(('abc', text) for text in texts)))
+    scores = text_model.loglikelihood(requests_of(*(('abc', text) for text in texts)))
     assert [is_greedy for _, is_greedy in scores] == [True, False]
 
 
 def test_a_long_context_loses_its_beginning(plain, text_model, caplog):
     context = 'abcdefgh' * 10
-    ((nats, _),) = text_model.loglikelihood(requests((context, 'abc')))
+    ((nats, _),) = text_model.loglikelihood(requests_of((context, 'abc')))
     kept = ids(context)[-(CONFIG.context + 1 - 3) :]
     expected, _ = plain.score(kept, ids('abc'))
     assert nats == pytest.approx(expected, rel=1e-5)
@@ -151,7 +151,7 @@ def test_a_long_context_loses_its_beginning(plain, text_model, caplog):
 @pytest.mark.parametrize('length', [1, 39, 40, 41, 95])
 def test_a_text_of_any_length_is_scored_in_windows(plain, text_model, length):
     text = ('abcdefgh. ' * 10)[:length]
-    (nats,) = text_model.loglikelihood_rolling(requests((text,)))
+    (nats,) = text_model.loglikelihood_rolling(requests_of((text,)))
     tokens = [CHARACTERS.separator, *ids(text)]
     expected = 0.0
     for begin in range(0, length, CONFIG.context):
@@ -186,19 +186,19 @@ def test_windows_score_each_token_once():
 def test_prompts_of_different_lengths_are_continued_as_each_alone(plain, text_model):
     prompts = ['a', 'hgfedcba', 'ab' * 17, 'bad. fed\nace' * 2 + 'gggggggggg']
     options = {'until': [], 'max_gen_toks': 6}
-    texts = text_model.generate_until(requests(*((prompt, options) for prompt in prompts)))
+    texts = text_model.generate_until(requests_of(*((prompt, options) for prompt in prompts)))
     for prompt, text in zip(prompts, texts, strict=True):
         assert text == CHARACTERS.decode(plain.continuation(ids(prompt), 6))
 
 
 def test_a_continuation_ends_before_a_stop_text(text_model):
     ((whole,), (cut,)) = (
-        text_model.generate_until(requests(('abc', {'until': stops, 'max_gen_toks': 9})))
+        text_model.generate_until(requests_of(('abc', {'until': stops, 'max_gen_toks': 9})))
         for stops in ([], ['no', 'stop'])
     )
     assert cut == whole and len(whole) > 3
     (cut,) = text_model.generate_until(
-        requests(('abc', {'until': [whole[5:], whole[2:4]], 'max_gen_toks': 9}))
+        requests_of(('abc', {'until': [whole[5:], whole[2:4]], 'max_gen_toks': 9}))
     )
     assert cut == whole[: whole.index(whole[2:4])]
 
@@ -206,20 +206,20 @@ def test_a_continuation_ends_before_a_stop_text(text_model):
 def test_a_prompt_leaves_room_for_its_continuation(plain, text_model):
     prompt = 'abcdefgh' * 8
     options = {'until': [], 'max_gen_toks': 12}
-    (text,) = text_model.generate_until(requests((prompt, options)))
+    (text,) = text_model.generate_until(requests_of((prompt, options)))
     kept = ids(prompt)[-(CONFIG.context + 1 - 12) :]
     assert text == CHARACTERS.decode(plain.continuation(kept, 12))
 
 
-def test_nothing_is_asked_nothing_is_answered(text_model):
+def test_no_requests_have_no_answers(text_model):
     for method in ('loglikelihood', 'loglikelihood_rolling', 'generate_until'):
         assert getattr(text_model, method)([]) == []
-    assert text_model.loglikelihood_rolling(requests(('',))) == [0.0]
+    assert text_model.loglikelihood_rolling(requests_of(('',))) == [0.0]
 
 
 def test_few_programs_are_compiled(text_model):
     before = harness.token_scores._cache_size()
-    text_model.loglikelihood(requests(*(('a' * n, 'bc') for n in range(1, 38))))
+    text_model.loglikelihood(requests_of(*(('a' * n, 'bc') for n in range(1, 38))))
     assert harness.token_scores._cache_size() - before <= 2
 
 
@@ -242,7 +242,7 @@ def test_a_word_that_a_tokenizer_file_lacks_is_refused(decoder):
         ({'do_sample': True}, True),
     ],
 )
-def test_options_sample_where_they_do_in_the_harness(text_model, options, samples):
+def test_a_task_whose_options_sample_is_refused(text_model, options, samples):
     if not samples:
         assert text_model.num_tokens_of(options) == 20
         return
@@ -250,14 +250,14 @@ def test_options_sample_where_they_do_in_the_harness(text_model, options, sample
         text_model.num_tokens_of(options)
 
 
-def test_what_cannot_be_answered_is_one_sentence(decoder, text_model):
+def test_a_request_that_cannot_be_answered_is_refused_in_one_sentence(decoder, text_model):
     with refused("the text 'abxyz' has 'x', which the tokenizer characters-.* lacks; use tasks"):
-        text_model.loglikelihood(requests(('abxyz', 'a')))
+        text_model.loglikelihood(requests_of(('abxyz', 'a')))
     with refused("the continuation 'aaa.* has 41 tokens, which do not fit into model.context=40"):
-        text_model.loglikelihood(requests(('a', 'a' * 41)))
+        text_model.loglikelihood(requests_of(('a', 'a' * 41)))
     with refused('max_gen_toks=41 of the task must be from 1 to model.context=40'):
-        text_model.generate_until(requests(('a', {'max_gen_toks': 41})))
+        text_model.generate_until(requests_of(('a', {'max_gen_toks': 41})))
     with refused('the task samples .*temperature.*0.8'):
-        text_model.generate_until(requests(('a', {'do_sample': True, 'temperature': 0.8})))
+        text_model.generate_until(requests_of(('a', {'do_sample': True, 'temperature': 0.8})))
     with refused(r"the text 'a\\x00' cannot be encoded: text holds byte 0 at byte 1"):
-        TextModel(decoder, ByteTokenizer()).loglikelihood_rolling(requests(('a\0',)))
+        TextModel(decoder, ByteTokenizer()).loglikelihood_rolling(requests_of(('a\0',)))

@@ -13,7 +13,7 @@ from qkattn.decode import kv_cache
 from qkattn.model import Decoder, EncoderDecoder, build, cost
 from qkattn.study import variant_catalogue
 from tests.attention import examples
-from tests.lanes import only, thinned
+from tests.lanes import mostly_slow, slow_except
 
 # Rolled layers compile faster; an output matrix of its own keeps tokens from predicting themselves.
 CONFIG = ModelConfig(
@@ -40,11 +40,11 @@ PAIRS = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'd_ff': None}
 SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))
 VALID = np.arange(9) < np.array([[9], [4]])
 prefill = jax.jit(kv_cache.prefill)
-uncached = jax.jit(lambda model, *args, **kwargs: model(*args, **kwargs))
+uncached_logits = jax.jit(lambda model, *args, **kwargs: model(*args, **kwargs))
 encode = jax.jit(kv_cache.encode_source, static_argnums=3)
 
 
-def make(**fields) -> Decoder | EncoderDecoder:
+def make_model(**fields) -> Decoder | EncoderDecoder:
     """A model whose embeddings are large enough that every token and position matters."""
     model = build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
     model.w_embedding_VD[...] *= 5
@@ -67,19 +67,21 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    'fields', [*thinned(VARIANTS, every=18), *only(OPTIONS[:2], OPTIONS)], ids=str
+    'fields', [*mostly_slow(VARIANTS, every=18), *slow_except(OPTIONS[:2], OPTIONS)], ids=str
 )
 def test_a_model_decodes_from_a_cache_of_the_documented_size(fields):
-    model = make(**fields)
+    model = make_model(**fields)
     cache = kv_cache.init_cache(model, *TOKENS.shape)
-    assert_close(last_logits(model, TOKENS, cache, chunk=1), np.asarray(uncached(model, TOKENS)))
+    assert_close(
+        last_logits(model, TOKENS, cache, chunk=1), np.asarray(uncached_logits(model, TOKENS))
+    )
     assert all(array.shape[1:3] == TOKENS.shape for array in jax.tree.leaves(cache.layers))
     cached_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.layers))
     assert cached_bytes == cost.cache_floats_per_token(model.config) * 4 * TOKENS.size
 
 
 def test_a_cache_has_the_dtype_of_the_model():
-    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make())
+    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_model())
     cache = kv_cache.init_cache(model, 2, 4)
     logits_BV, longer = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], cache)
     assert logits_BV.dtype == jnp.float32
@@ -90,9 +92,9 @@ def test_a_cache_has_the_dtype_of_the_model():
 @pytest.mark.slow
 def test_a_model_decodes_in_float64():
     with jax.enable_x64(True):
-        model = jax.tree.map(lambda p: p.astype(jnp.float64), make(positions='rope'))
+        model = jax.tree.map(lambda p: p.astype(jnp.float64), make_model(positions='rope'))
         logits = last_logits(model, TOKENS, kv_cache.init_cache(model, *TOKENS.shape))
-        expected = np.asarray(uncached(model, TOKENS))[:, CHUNK - 1 :: CHUNK]
+        expected = np.asarray(uncached_logits(model, TOKENS))[:, CHUNK - 1 :: CHUNK]
     assert logits.dtype == np.float64
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
@@ -108,11 +110,11 @@ SITES = [
 ]
 
 
-@pytest.mark.parametrize('fields', thinned(SITES, every=6), ids=str)
+@pytest.mark.parametrize('fields', mostly_slow(SITES, every=6), ids=str)
 def test_an_encoder_decoder_decodes_from_its_cache(fields):
-    model = make(**PAIRS | fields)
+    model = make_model(**PAIRS | fields)
     sources = {'source_BS': SOURCES, 'source_segments_BS': VALID.astype(np.int32)}
-    expected = np.asarray(uncached(model, TOKENS, **sources))
+    expected = np.asarray(uncached_logits(model, TOKENS, **sources))
     cache = encode(model, SOURCES, VALID, TOKENS.shape[1])
     assert_close(last_logits(model, TOKENS, cache), expected[:, CHUNK - 1 :: CHUNK])
     held = sum(a.size // TOKENS.size for a in jax.tree.leaves(cache.layers))

@@ -37,7 +37,7 @@ WORDS = types.SimpleNamespace(
 
 
 @functools.cache
-def make(**fields) -> EncoderDecoder:
+def make_model(**fields) -> EncoderDecoder:
     """A model whose embeddings and sources matter, and of whose translations some end."""
     model = build(dataclasses.replace(CONFIG, **fields), key=jax.random.key(0))
     model.w_embedding_VD[...] *= 5
@@ -47,19 +47,19 @@ def make(**fields) -> EncoderDecoder:
 
 
 def sources_of(count: int) -> list[np.ndarray]:
-    """Of 1 to 19 tokens, in no order of length."""
+    """Source sentences of 1, 7, 15 or 19 tokens, in no order of length."""
     rng = np.random.default_rng(0)
     return [rng.integers(SEPARATOR + 1, 40, size) for size in rng.choice([19, 1, 7, 15], count)]
 
 
-def translated(sources, model=None, **options) -> list[list[int]]:
-    texts = translate.translate_ids(model or make(), WORDS, sources, DecodeConfig(**options))
+def translate_ids(sources, model=None, **options) -> list[list[int]]:
+    texts = translate.translate_ids(model or make_model(), WORDS, sources, DecodeConfig(**options))
     return [[*map(int, text.split())] for text in texts]
 
 
-def test_greedy_translations_are_those_without_a_cache():
+def test_greedy_translations_are_the_same_without_a_cache():
     @jax.jit
-    def uncached(model, tokens_BT, source_BS):
+    def uncached_logits(model, tokens_BT, source_BS):
         segments_BS = (source_BS >= 0).astype(int)
         return model(tokens_BT, source_BS=abs(source_BS), source_segments_BS=segments_BS)
 
@@ -69,22 +69,22 @@ def test_greedy_translations_are_those_without_a_cache():
     for row, source in enumerate(sources):
         source_BS[row, : len(source) + 1] = np.append(source, SEPARATOR)
     for t in range(9):
-        logits_BV = uncached(make(), tokens_BT[:, :9], source_BS)[:, t, :45]
+        logits_BV = uncached_logits(make_model(), tokens_BT[:, :9], source_BS)[:, t, :45]
         tokens_BT[:, t + 1] = np.asarray(logits_BV).argmax(-1)
     expected = [ids[: [*ids, SEPARATOR].index(SEPARATOR)] for ids in tokens_BT[:, 1:].tolist()]
-    assert translated(sources, beam=1) == expected
+    assert translate_ids(sources, beam=1) == expected
     assert len({len(ids) for ids in expected}) > 3
-    assert translated([]) == []
+    assert translate_ids([]) == []
 
 
-def test_every_row_of_a_batch_is_a_source(monkeypatch):
+def test_a_batch_is_filled_up_with_repeated_sources(monkeypatch):
     def search(model, prompts_BT, num_tokens, source, **options):
         given.append(source)
         return types.SimpleNamespace(tokens_BKT=np.full((64, 1, num_tokens), SEPARATOR))
 
     given = []
     monkeypatch.setattr(translate, 'search', search)
-    assert translated(sources_of(3)) == [[]] * 3
+    assert translate_ids(sources_of(3)) == [[]] * 3
     ((source_BS, valid_BS),) = given
     np.testing.assert_array_equal(source_BS, np.resize(source_BS[:3], source_BS.shape))
     assert valid_BS.any(1).all()
@@ -93,14 +93,14 @@ def test_every_row_of_a_batch_is_a_source(monkeypatch):
 @pytest.mark.slow
 def test_the_search_follows_its_settings():
     sources = sources_of(8)
-    model = make(context=5)
-    short, long = (translated(sources, model, beam=4, length_penalty=a) for a in (-2.0, 4.0))
+    model = make_model(context=5)
+    short, long = (translate_ids(sources, model, beam=4, length_penalty=a) for a in (-2.0, 4.0))
     assert sum(map(len, short)) < sum(map(len, long))
-    assert translated(sources, model, beam=1) not in (short, long)
+    assert translate_ids(sources, model, beam=1) not in (short, long)
 
 
-def test_a_split_is_scored_as_its_translations_are(caplog):
-    model = make(vocab_size=256)
+def test_the_score_of_a_split_is_that_of_its_translations(caplog):
+    model = make_model(vocab_size=256)
     tokenizer = ByteTokenizer()
     sources = ['one', 'a source that is too long', 'two', 'three']
     with refused('source 2 cannot be encoded: '):
@@ -130,7 +130,7 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
     monkeypatch.setattr(translate, 'BATCH_SIZE', 2)
     parts = {}
     sources = sources_of(7)
-    expected = translated(sources, beam=1)
+    expected = translate_ids(sources, beam=1)
     monkeypatch.setattr(jax, 'process_count', lambda: 3)
     for rank in (0, 1, 2, 0):
 
@@ -140,7 +140,7 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
 
         monkeypatch.setattr(jax, 'process_index', lambda rank=rank: rank)
         monkeypatch.setattr(agreement, 'gather_from_processes', from_all)
-        last = translated(sources, beam=1)
+        last = translate_ids(sources, beam=1)
     assert [len(parts[rank]) for rank in range(3)] == [3, 2, 2]  # of batches of 2, 2, 2 and 1
     assert last == expected
 

@@ -67,7 +67,7 @@ def save_model(path: Path, config: ModelConfig) -> None:
 
 @contextlib.contextmanager
 def added_flags_removed():
-    """Scripts define flags of the same names: what the block defines and logs to is undone."""
+    """Removes the flags and log handlers that the block adds: scripts define the same names."""
     app.define_help_flags()
     known = set(flags.FLAGS)
     logger = logging.getLogger('qkattn')

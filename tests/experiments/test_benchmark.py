@@ -25,24 +25,34 @@ from qkattn.train import step
 RUN = suites.decoder(2, 16, 2, 12, 11, 2)
 
 
-def test_rows_take_turns_without_those_that_fail(tmp_path, caplog):
+def test_rows_take_turns_and_those_that_fail_are_left_out(tmp_path, caplog):
     here = 'tests.experiments.works'
     calls = {'file': str(tmp_path / 'calls')}
     rows = [
-        Row('a', calls | {'letter': 'a'}, extra={'tokens': 10}, work=f'{here}:noted'),
-        Row('b', calls | {'letter': 'b', 'steps': 1e6}, work=f'{here}:noted'),
-        *(Row(name, work=f'{here}:{name}') for name in ('broken', 'dying')),
+        Row('a', calls | {'letter': 'a'}, extra={'tokens': 10}, work=f'{here}:writes_letter'),
+        Row('b', calls | {'letter': 'b', 'steps': 1e6}, work=f'{here}:writes_letter'),
+        *(
+            Row(name, work=f'{here}:{name}')
+            for name in ('raises_value_error', 'exits_in_second_round')
+        ),
     ]
     a, b = race(rows, rounds=3, seconds=0)
     # A call to warm up and a timed one of each as it is built; then the rounds.
     assert (tmp_path / 'calls').read_text() == 'aabb' + 3 * 'ab'
-    assert a.extra['here'] != os.getpid() and a.extra == b.extra | {'tokens': 10}
-    assert len(a.rounds) == 3 and b.median < a.median / 1e3  # seconds are those of a step
-    assert 'broken is left out: ValueError: no such kernel' in caplog.text
-    assert 'dying is left out: BrokenProcessPool' in caplog.text and 'and more' not in caplog.text
+    # All rows run in one process, which is not this one.
+    assert a.extra['here'] != os.getpid()
+    assert a.extra == b.extra | {'tokens': 10}
+    # A call of b is 1e6 steps, one of a is a single step, and rounds hold seconds a step.
+    assert len(a.rounds) == 3
+    assert b.median < a.median / 1e3
+    assert 'raises_value_error is left out: ValueError: no such kernel' in caplog.text
+    assert (
+        'exits_in_second_round is left out: BrokenProcessPool' in caplog.text
+        and 'and more' not in caplog.text
+    )
 
 
-def test_a_benchmark_is_read_that_is_whole(tmp_path):
+def test_a_benchmark_is_read_as_written_and_another_schema_is_refused(tmp_path):
     rows = [Row('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10})]
     record.write(tmp_path, {'machine': {}}, [group := Group('steps', 'rows', rows, 'fast')])
     assert record.read(tmp_path) == [group]
@@ -55,32 +65,34 @@ def test_a_benchmark_is_read_that_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize('scale', suites.SCALES)
-def test_what_a_suite_starts_is_valid(scale, monkeypatch):
-    def timed(rows, **_):
+def test_every_suite_has_valid_models_and_rows_of_different_names(scale, monkeypatch):
+    def check_and_time_as_a_second(rows, **_):
         assert len({row.name for row in rows}) == len(rows)
         for row in rows:
             if 'model' in row.settings:
                 from_json(ModelConfig, row.settings['model'])
         return [Row(row.name, {}, [1.0], row.extra) for row in rows]
 
-    monkeypatch.setattr(suites, 'race', timed)
+    monkeypatch.setattr(suites, 'race', check_and_time_as_a_second)
     monkeypatch.setattr(suites.cost, 'training_flops_per_token', lambda model: 8)
     monkeypatch.setattr(suites, '_ablate', lambda *flags: 1.0)
     groups = [g for suite in suites.SUITES.values() for g in suite(suites.SCALES[scale])]
     assert len({group.name for group in groups}) == len(groups) >= 5
-    assert all(group.row(group.reference) or not group.reference for group in groups)
-    assert all(record.table(group) for group in groups)
+    for group in groups:
+        if group.reference:
+            assert group.row(group.reference)
+        assert record.table(group)
 
 
 @pytest.fixture(scope='module')
 def reference():
-    """Parameters and gradients of qkattn, its loss, tokens [B, T + 1]."""
+    """(parameters, gradients, loss) of qkattn, tokens [B, T + 1], and the batch made of them."""
     tokens = np.random.default_rng(0).integers(11, size=(2, 13))
     batch = {'tokens_BT': tokens[:, :-1], 'targets_BT': tokens[:, 1:]}
     batch['loss_weights_BT'] = np.ones(batch['tokens_BT'].shape, np.float32)
     batch = jax.tree.map(lambda a: a[None], batch)
     arrays, definition = jax.tree.flatten(step.init_trial(RUN, 0)['params'])
-    # Gains differ from 1, so that one that is left out, or is another's, shows.
+    # Every gain differs from 1 and from the others, so that a missing or swapped one shows.
     keys = jax.random.split(jax.random.key(1), len(arrays))
     drawn = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(arrays, keys, strict=True)]
     params = definition.unflatten(drawn)
@@ -88,7 +100,7 @@ def reference():
     return params, grads, loss, tokens, batch
 
 
-def renamed(params):
+def with_names_of_jax_gpt(params):
     """The arrays as `jax_gpt` names them."""
     blocks = params['blocks']
     score = blocks['attention']['score']
@@ -105,7 +117,7 @@ def renamed(params):
     }
 
 
-def of_torch(params):
+def with_names_of_torch_gpt(params):
     """The arrays of `jax_gpt` as `torch_gpt` names and transposes them: linear layers [out, in]."""
     arrays = {'embedding': params['embedding'], 'position': params['position']}
     arrays['norm'] = params['gain']
@@ -118,7 +130,7 @@ def of_torch(params):
     return {f'{name}.weight': np.asarray(array) for name, array in arrays.items()}
 
 
-def agree(result, expected):
+def assert_agree(result, expected):
     tolerance = 1e-5 * max(np.abs(e).max() for e in jax.tree.leaves(expected))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=tolerance)
     jax.tree.map(close, result, expected)
@@ -126,20 +138,21 @@ def agree(result, expected):
 
 @pytest.mark.slow
 def test_functional_jax_takes_the_same_step(reference):
+    """Loss, gradients and one AdamW step of `jax_gpt` are those of qkattn's training step."""
     params, grads, loss, tokens, batch = reference
     model = to_json(RUN.model)
-    theirs = renamed(params)
+    theirs = with_names_of_jax_gpt(params)
     fresh = jax_gpt.init(model, jax.random.key(0))
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, theirs)
     result = jax.value_and_grad(functools.partial(jax_gpt.loss, model))(theirs, tokens)
-    agree(result, (loss, renamed(grads)))
+    assert_agree(result, (loss, with_names_of_jax_gpt(grads)))
     optimizer = jax_gpt.optimizer()
-    updates, _ = optimizer.update(renamed(grads), optimizer.init(theirs), theirs)
+    updates, _ = optimizer.update(with_names_of_jax_gpt(grads), optimizer.init(theirs), theirs)
     trial = step.init_trial(RUN, 0) | {'params': params, 'alive': True}
     # Behind the warm-up, at the beginning of the decay, the learning rate is the peak.
     hyper = {'seed': 0, 'learning_rate': 1e-3, 'weight_decay': 0.1}
     after, _ = step.train_trial(RUN, RUN.optimizer.warmup_steps, trial, hyper, batch)
-    agree(optax.apply_updates(theirs, updates), renamed(after['params']))
+    assert_agree(optax.apply_updates(theirs, updates), with_names_of_jax_gpt(after['params']))
 
 
 @pytest.mark.slow
@@ -150,16 +163,19 @@ def test_torch_computes_the_same_gradients(reference):
     params, grads, loss, tokens, _ = reference
     model = torch_gpt.GPT(to_json(RUN.model))
     assert sum(p.numel() for p in model.parameters()) == cost.count(RUN.model)['total']
-    arrays = of_torch(renamed(params))
+    arrays = with_names_of_torch_gpt(with_names_of_jax_gpt(params))
     model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
     result = model(torch.tensor(tokens))
     result.backward()
     assert result.item() == pytest.approx(float(loss), rel=1e-5)
-    agree({n: p.grad.numpy() for n, p in model.named_parameters()}, of_torch(renamed(grads)))
+    assert_agree(
+        {n: p.grad.numpy() for n, p in model.named_parameters()},
+        with_names_of_torch_gpt(with_names_of_jax_gpt(grads)),
+    )
 
 
 @pytest.mark.slow
-def test_a_step_is_one_of_one_trial():
+def test_a_stack_counts_the_steps_of_every_trial():
     stack = suites.train(to_json(suites.varied(RUN, steps_per_dispatch=2, trials=3, lifting='map')))
     assert stack.steps == 2 * 3 and stack.run(1)['loss'].shape == (2, 3)
 

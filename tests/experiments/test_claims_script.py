@@ -17,12 +17,17 @@ FAILS = Expectation('fair_small', 'qk/k_is_v', 'worse')
 LACKS = Expectation('masked_lm', 'shared_qk/vo', 'worse')
 
 
-def one():
+def true_on_the_left_alone():
     return [exact('one', 1, 1, side='left'), exact('one', 2, 1, side='right')]
 
 
-KNOWN = {
-    'E7': Claim(name='E7', **TEXTS, checks=(one,), conditions={'side: left': 'one is left'}),
+CLAIMS_HERE = {
+    'E7': Claim(
+        name='E7',
+        **TEXTS,
+        checks=(true_on_the_left_alone,),
+        conditions={'side: left': 'one is left'},
+    ),
     'E8': Claim(name='E8', **TEXTS, expectations=(HOLDS,)),
     'E9': Claim(name='E9', **TEXTS, expectations=(FAILS, LACKS)),
 }
@@ -34,7 +39,7 @@ def workdir(files, tmp_path, monkeypatch):
     study = shutil.copytree(RESULTS / 'fair_small', tmp_path / 'runs/fair_small')
     beat_yardsticks(study)
     (study / 'report.html').touch()
-    monkeypatch.setattr('experiments.claims.declared.claims', lambda: KNOWN)
+    monkeypatch.setattr('experiments.claims.declared.claims', lambda: CLAIMS_HERE)
     return tmp_path / 'runs'
 
 
@@ -49,9 +54,13 @@ def test_an_export_is_checked_by_deciding_it_again(printed, workdir, tmp_path, m
     assert ' only if one is left\n' in text and 'holds for' not in text
     assert drawn == [str(kept)]
     assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'lm_scaling'))
+
+    # The check counts the rows of the three claims.
     stored = read_claims(kept)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
     assert export.check(kept) == sum(len(claim.rows) for claim in stored) == 2 + 3 + 3
+
+    # A changed verdict, a missing claim, and an answer that nobody declared are refused.
     failed = dataclasses.replace(stored[0], verdict=ClaimVerdict.FAILS)
     answer = Answer('drop W_Q', 'query_free/vo', -0.25)
     for file, values, message in (
@@ -84,7 +93,7 @@ def test_studies_of_another_scale_are_refused(train, refusal, workdir):
 
 def test_a_study_that_is_neither_shipped_nor_trained_is_named(refusal, workdir, monkeypatch):
     mine = Claim(name='E6', **TEXTS, expectations=(Expectation('lm_dropt', 'qk/no_v', 'worse'),))
-    monkeypatch.setitem(KNOWN, 'E6', mine)
+    monkeypatch.setitem(CLAIMS_HERE, 'E6', mine)
     sentence = refusal('claims', 'E6', f'--workdir={workdir}')
     assert "claim E6: configs/claims has no study 'lm_dropt', and no " in sentence
 

@@ -86,8 +86,11 @@ def run(small_run, tmp_path):
     return small_run[1]
 
 
-class Plain:
-    """The model of a run, one token at a time, each after as many of the last ones as fit."""
+class OneTokenAtATime:
+    """Plain code for what the harness computes: log-likelihoods and greedy text of a run's model.
+
+    Every token is predicted by a call of the whole model, from as many tokens before it as fit.
+    """
 
     def __init__(self, run):
         model = loading.load(run).model
@@ -121,7 +124,7 @@ class Plain:
 
 def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_path):
     pytest.importorskip('lm_eval', reason=REASON)
-    plain = Plain(run)
+    plain = OneTokenAtATime(run)
     copies = [
         {'prompt': 'def f(', 'continuation': plain.continuation('def f(', 4)},
         {'prompt': 'x', 'continuation': 'another'},
@@ -169,7 +172,7 @@ def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run
 
 @pytest.mark.slow
 def test_an_unknown_task_is_named_with_the_nearest_one(script_here, tasks, run):
-    """Which reads the names of all tasks of the harness."""
+    """Slow, since it reads the names of all tasks of the harness."""
     pytest.importorskip('lm_eval', reason=REASON)
     done = script_here('evaluate', 'run', '--task_dir=tasks', '--tasks=own_choice')
     assert done.returncode == 2 and 'Traceback' not in done.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from qkattn.data.tasks.task_registry import rows_of
 from tests import studies
-from tests.data.test_token_formats import llm_c
+from tests.data.test_token_formats import write_llm_c
 from tests.processes import ROOT
 from tests.runs import results_of
 
@@ -28,8 +28,8 @@ def shards(tmp_path):
     """A directory as dev/data/fineweb10B; documents of the train split go on in the next shard."""
     path = tmp_path / 'fineweb10B'
     for index, ids in enumerate(np.array_split(documents(0, 300), 3)):
-        llm_c(path / f'fineweb_train_{index + 1:06}.bin', ids)
-    llm_c(path / 'fineweb_val_000000.bin', documents(1, 60))
+        write_llm_c(path / f'fineweb_train_{index + 1:06}.bin', ids)
+    write_llm_c(path / 'fineweb_val_000000.bin', documents(1, 60))
     return path
 
 

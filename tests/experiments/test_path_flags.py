@@ -18,7 +18,7 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.cli import PathParser, PathsParser, shipped, text_or_file_content
 from qkattn.train import exported
-from tests.processes import limited
+from tests.processes import time_limit
 from tests.refusals import refused
 
 # Flags of text that name no file and no directory.
@@ -45,20 +45,20 @@ NOT_PATHS = {
 NAMES = {'name', 'languages', 'task', 'corpora', 'repeats'}
 
 
-def defined(script: Path) -> dict[str, str]:
-    """The flags that a script defines, and the function by which it does."""
-    calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
-    functions = {call: call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
-    return {
-        call.args[0].value: function
-        for call, function in functions.items()
-        if function.startswith(('DEFINE_', 'define_path'))
-    }
+def flags_of(script: Path) -> dict[str, str]:
+    """The flags that a script defines, each with its function, as in {'out': 'define_path'}."""
+    functions = {}
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            function = node.func.attr
+            if function.startswith(('DEFINE_', 'define_path')):
+                functions[node.args[0].value] = function
+    return functions
 
 
 # By script; those that several scripts share are defined in the module of command lines.
-FLAGS = {name: defined(path) for name, path in shipped('experiments').items()}
-SHARED = defined(Path(cli.__file__))
+FLAGS = {name: flags_of(path) for name, path in shipped('experiments').items()}
+SHARED = flags_of(Path(cli.__file__))
 PATH_FLAGS = [
     (script, flag)
     for script, flags in FLAGS.items()
@@ -77,7 +77,7 @@ def test_every_flag_of_text_is_a_path_or_known_to_be_none():
 
 @pytest.mark.parametrize(('script', 'flag'), PATH_FLAGS)
 def test_the_home_directory_may_be_written_as_a_tilde(refusal, script, flag):
-    """Of a user who does not exist, since the sentence comes from what expands ~."""
+    """The home of a user who does not exist is refused by the function that expands ~."""
     assert 'names no home directory' in refusal(script, f'--{flag}=~not a user/a')
 
 
@@ -103,7 +103,7 @@ def test_a_config_may_be_below_the_home_directory(refusal, tmp_path, monkeypatch
 def test_a_config_is_a_regular_file(refusal, tmp_path, monkeypatch, file):
     monkeypatch.setenv('HOME', str(tmp_path))
     os.mkfifo(tmp_path / 'pipe')
-    with limited(60):
+    with time_limit(60):
         assert 'no regular file' in refusal('train', f'--config={file}')
 
 
@@ -115,12 +115,12 @@ def flag(value):
 def test_sentences_are_read_of_a_regular_file(tmp_path, monkeypatch, file):
     monkeypatch.chdir(tmp_path)
     os.mkfifo('pipe')
-    with limited(10), refused('cannot be read: it is a (pipe|device) and no regular file'):
+    with time_limit(10), refused('cannot be read: it is a (pipe|device) and no regular file'):
         text_or_file_content(flag(None), flag(file))
 
 
 def test_sentences_may_come_from_a_pipe_that_the_shell_has_opened():
-    """As in --file=<(command); with one kind of line ends, as of a file."""
+    """As in --file=<(command). A byte order mark and carriage returns are dropped."""
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, 'wb') as file:
         file.write(b'\xef\xbb\xbfone\r\ntwo\n')
@@ -128,30 +128,30 @@ def test_sentences_may_come_from_a_pipe_that_the_shell_has_opened():
         assert text_or_file_content(flag(None), flag(f'/dev/fd/{reading}')) == 'one\ntwo\n'
 
 
-def download(path):
+def read_downloaded(path):
     config = DataConfig(manual_dir=path, data_dir='data')
     fetch_file('multi30k', f'{CAPTIONS}/train.de.gz', config)
 
 
-def evaluation(path):
+def read_evaluation_corpus(path):
     config = Config(data=DataConfig(evaluate=(f'text:{path}',)))
     (entry,) = entries(config)
     text(entry.data)
 
 
-# What reads each setting that is a path, and names it where there is nothing.
-PATHS = {
-    'data.data_dir': lambda path: refuse(data_root(path)),
-    'data.evaluate': evaluation,
-    'data.manual_dir': download,
+# For each setting that is a path, what reads it and names the path where there is nothing.
+READERS = {
+    'data.data_dir': lambda path: raise_path(data_root(path)),
+    'data.evaluate': read_evaluation_corpus,
+    'data.manual_dir': read_downloaded,
     'data.path': lambda path: text(DataConfig(name='text', path=path)),
-    'data.path of tokens': lambda path: refuse(local_directory(path, 'data.path')),
+    'data.path of tokens': lambda path: raise_path(local_directory(path, 'data.path')),
     'data.tokenizer': FileTokenizer.open,
     'train.init_from': exported.load,
 }
 
 
-def refuse(path):
+def raise_path(path):
     raise ConfigError(str(path))
 
 
@@ -162,10 +162,10 @@ def path_settings(kind):
 def test_every_setting_that_is_a_path_is_in_the_table():
     names = {name.removeprefix('base.') for kind in (Config, Study) for name in path_settings(kind)}
     paths = {name for name in names if name.rpartition('.')[2] not in NAMES}
-    assert paths == {name.partition(' ')[0] for name in PATHS}
+    assert paths == {name.partition(' ')[0] for name in READERS}
 
 
-@pytest.mark.parametrize('read', PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize('read', READERS.values(), ids=READERS)
 def test_a_tilde_in_a_setting_is_the_home_directory(tmp_path, monkeypatch, read):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))

@@ -10,6 +10,7 @@ ABLATE = ('ablate', '--config=study.py')
 POD = (*TRAIN, '--dry_run=v5e-1x1')
 TUNED = ('--config.tuning.seeds=(10,)', '--config.base.trials.learning_rates=(1e-3,2e-3,4e-3)')
 PLAN = (*ABLATE, '--dry_run', *TUNED)
+# The words of a command, and last a part of the sentence that refuses it.
 CASES = [
     # Commands, files, directories and configs.
     ('trian', "unknown command 'trian'; known: ablate, analyze, "),
@@ -138,7 +139,7 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ('dry', 'settings', 'message'),
+    ('dry_run', 'settings', 'message'),
     [
         (POD, ('config.model.vocab_size=100',), 'model.vocab_size=100 must be at least 256 for'),
         (POD, ('config.data.mask_rate=0.3',), 'data.mask_rate=0.3 has no effect on a decoder'),
@@ -156,11 +157,11 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
         (PLAN, ("config.base.train.sinks=('x',)",), "unknown train.sinks 'x'"),
     ],
 )
-def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry, settings, message):
+def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry_run, settings, message):
     """In the same sentence, whether or not the data have to be tokenized for it."""
-    start = [word for word in dry if not word.startswith('--dry_run')]
+    start = [word for word in dry_run if not word.startswith('--dry_run')]
     sentences = []
-    for command in (dry, (*start, '--workdir=w')):
+    for command in (dry_run, (*start, '--workdir=w')):
         done = script_here(*command, *(f'--{setting}' for setting in settings))
         assert done.returncode == 2, done.stderr
         sentences.append(done.stderr.splitlines()[-1])
@@ -203,7 +204,7 @@ def test_a_config_file_that_returns_something_else_is_refused(refusal, tmp_path,
     ],
 )
 def test_a_config_file_may_return_the_dataclass(refusal, tmp_path, script, kind, field):
-    """Its fields are overridden as those of a ConfigDict."""
+    """Flags override its fields, as they do those of a ConfigDict."""
     source = f'from qkattn.config import {kind}\n\ndef get_config():\n    return {kind}()\n'
     (tmp_path / 'own.py').write_text(source)
     sentence = refusal(script, '--config=own.py', '--workdir=w', f'--config.{field}=0')

@@ -8,9 +8,10 @@ import pytest
 
 from qkattn.errors import ProcessError
 from qkattn.jobs import agreement, bootstrap
-from tests.processes import ended, environments, start_job, start_python
+from tests.processes import environments, start_job, start_python, wait_for_results
 
-JOB = """
+# Each process prints, by name of a check, what it got; `called` lists what ran in it.
+AGREEING_PROCESS = """
     import json, time
     from jax._src import distributed
     from qkattn import errors
@@ -65,26 +66,32 @@ JOB = """
 """
 
 
-def test_three_processes_agree():
-    results = ended(start_job(JOB, 3))
+def test_three_processes_agree_on_values_errors_and_barriers():
+    results = wait_for_results(start_job(AGREEING_PROCESS, 3))
     assert [code for code, _, _ in results] == [0, 0, 0], results
-    seen = [json.loads(out) for _, out, _ in results]
-    first = seen[0]
-    assert first['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
-    assert [by_rank['called'] for by_rank in seen] == [
+    reported = [json.loads(out) for _, out, _ in results]
+    from_process_0 = reported[0]
+    assert from_process_0['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
+    assert [by_rank['called'] for by_rank in reported] == [
         ['value', 'held', 'bug', 'x', 'made'],
         [],
         [],
     ]
     bugs = [['KeyError', "'bug'"], *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2]
-    assert [by_rank['bug'] for by_rank in seen] == bugs
-    assert [by_rank['kind'] for by_rank in seen] == [['Damaged', 'x'], *[['ConfigError', 'x']] * 2]
-    assert [by_rank['first'] for by_rank in seen] == ['made by 0', 'made by 1', 'made by 2']
-    assert [by_rank['stays'] for by_rank in seen] == [0, *[['ValueError', 'stays']] * 2]
+    assert [by_rank['bug'] for by_rank in reported] == bugs
+    assert [by_rank['kind'] for by_rank in reported] == [
+        ['Damaged', 'x'],
+        *[['ConfigError', 'x']] * 2,
+    ]
+    assert [by_rank['first'] for by_rank in reported] == ['made by 0', 'made by 1', 'made by 2']
+    assert [by_rank['stays'] for by_rank in reported] == [0, *[['ValueError', 'stays']] * 2]
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
-    for by_rank in seen:
+    for by_rank in reported:
         assert (by_rank['owner'], by_rank['any']) == ([0, 'value'], [True, False])
-        assert (by_rank['all'], by_rank['refused']) == (first['all'], ['InUseError', 'held'])
+        assert (by_rank['all'], by_rank['refused']) == (
+            from_process_0['all'],
+            ['InUseError', 'held'],
+        )
         kind, text = by_rank['differs']
         assert kind == 'ConfigError' and text.startswith('hash of processes 1, 2 differs')
         assert (by_rank['places'][0], by_rank['late']) == ('ProcessError', late)
@@ -127,18 +134,23 @@ def test_a_coordinator_whose_port_is_in_use_names_it(monkeypatch):
 
 
 def test_a_process_that_waits_in_vain_says_so():
-    first, _ = environments(2)
-    ((code, _, error),) = ended([start_python(JOIN, QKATTN_CONNECT_SECONDS='3', **first)])
+    from_process_0, _ = environments(2)
+    ((code, _, error),) = wait_for_results(
+        [start_python(JOIN, QKATTN_CONNECT_SECONDS='3', **from_process_0)]
+    )
     assert code == 1 and error.endswith('within 3 s\n'), error
     assert (
-        f'not all 2 processes reached the coordinator {first["JAX_COORDINATOR_ADDRESS"]}' in error
+        f'not all 2 processes reached the coordinator {from_process_0["JAX_COORDINATOR_ADDRESS"]}'
+        in error
     )
 
 
 @pytest.mark.slow
 def test_processes_that_disagree_on_their_number():
-    first, second = environments(2)
+    from_process_0, second = environments(2)
     second['JAX_NUM_PROCESSES'] = '3'
-    results = ended([start_python(JOIN, **environment) for environment in (first, second)])
+    results = wait_for_results(
+        [start_python(JOIN, **environment) for environment in (from_process_0, second)]
+    )
     assert [code for code, _, _ in results] == [2, 2], results
     assert all('number of processes of process 1 differs' in error for *_, error in results)

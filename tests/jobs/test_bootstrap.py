@@ -4,7 +4,7 @@ import pytest
 
 from qkattn.jobs import bootstrap
 from qkattn.jobs.detection import Job
-from tests.processes import ended, environments, start_python
+from tests.processes import environments, start_python, wait_for_results
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_the_coordinator_of_a_local_job_is_bound_to_loopback(coordinator, listen
     assert bootstrap.bind_address(job) is None
 
 
-LISTENS = """
+PRINT_LISTENING_ADDRESSES = """
     from pathlib import Path
     from qkattn.jobs import bootstrap
 
@@ -43,9 +43,11 @@ LISTENS = """
 
 
 def test_a_local_job_listens_on_loopback_alone():
-    """127.0.0.1 in the hexadecimal form of /proc/net/tcp, in tcp6 behind ::ffff."""
+    """The address is 127.0.0.1 as /proc/net/tcp writes it in hexadecimal, or ::ffff:127.0.0.1."""
     (environment,) = environments(1)
-    ((code, addresses, errors),) = ended([start_python(LISTENS, **environment)])
+    ((code, addresses, errors),) = wait_for_results(
+        [start_python(PRINT_LISTENING_ADDRESSES, **environment)]
+    )
     assert code == 0, errors
     (address,) = addresses.split()
     assert address in ('0100007F', '0000000000000000FFFF00000100007F')

@@ -1,7 +1,5 @@
 """Jobs read from the variables of every engine; what is incomplete is refused."""
 
-import contextlib
-
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
@@ -10,23 +8,23 @@ from qkattn.jobs import machine
 from qkattn.jobs.detection import TRIPLE, Job, detect
 
 
-def environ(text: str) -> dict[str, str]:
+def variables_of(text: str) -> dict[str, str]:
     return dict(word.split('=', 1) for word in text.split())
 
 
 EXPLICIT = dict(zip(TRIPLE, ('10.0.0.1:1234', '4', '3'), strict=True))
-SLURM = environ(
+SLURM = variables_of(
     'SLURM_JOB_ID=5000 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_PROCID=3 '
     'SLURM_STEP_NODELIST=gpu[007-008,011],big1 SLURM_LOCALID=1 SLURM_NTASKS=5'
 )
-MPI = environ(
+MPI = variables_of(
     'OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_LOCAL_RANK=0 '
     'OMPI_COMM_WORLD_LOCAL_SIZE=2 '
     'OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.96.0.1,10.148.0.1:34911'
 )
-GKE = environ('TPU_WORKER_HOSTNAMES=w-0.svc,w-1.svc TPU_WORKER_ID=1')
-SLICES = GKE | environ('MEGASCALE_NUM_SLICES=3 MEGASCALE_SLICE_ID=2')
-SLICES |= environ('MEGASCALE_COORDINATOR_ADDRESS=s0-w-0.svc:8080')
+GKE = variables_of('TPU_WORKER_HOSTNAMES=w-0.svc,w-1.svc TPU_WORKER_ID=1')
+SLICES = GKE | variables_of('MEGASCALE_NUM_SLICES=3 MEGASCALE_SLICE_ID=2')
+SLICES |= variables_of('MEGASCALE_COORDINATOR_ADDRESS=s0-w-0.svc:8080')
 PORT = {'JAX_COORDINATOR_PORT': '7777'}
 MPI_PORT = 61440 + 1531576320 // 4096 % 4096  # jax's, of this job
 
@@ -71,12 +69,14 @@ def job_of(monkeypatch):
         (SLICES, Job(6, 5, 'gke', 's0-w-0.svc:8482')),
     ],
 )
-def test_a_job_of_every_engine(environ, job, job_of):
+def test_a_job_is_detected_from_the_variables_of_every_engine(environ, job, job_of):
     assert job_of(environ) == job
 
 
+# The visible GPUs, the number of GPUs of the node and the number of the task on its node, each as
+# in its variable (None: unset), and the task's GPUs, or a part of the refusal.
 @pytest.mark.parametrize(
-    ('visible', 'on_node', 'local', 'devices'),
+    ('visible', 'on_node', 'local', 'expected'),
     [
         ('', '', '0', None),
         ('0,1,2,3', '4', '0', (0, 1)),  # all of the node's: a block each
@@ -88,14 +88,20 @@ def test_a_job_of_every_engine(environ, job, job_of):
         (None, None, '1', (2, 3)),  # none set, as by Open MPI: those of the machine
     ],
 )
-def test_the_gpus_of_a_task(visible, on_node, local, devices, job_of, monkeypatch):
+def test_a_task_of_slurm_takes_its_share_of_the_visible_gpus(
+    visible, on_node, local, expected, job_of, monkeypatch
+):
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: ['0', '1', '2', '3'])
-    gpus = {'SLURM_LOCALID': local}
-    gpus |= {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}
-    gpus |= {} if on_node is None else {'SLURM_GPUS_ON_NODE': on_node}
-    refused = pytest.raises(ConfigError, match=devices) if isinstance(devices, str) else None
-    with refused or contextlib.nullcontext():
-        assert job_of(SLURM | gpus).local_device_ids == devices
+    variables = SLURM | {'SLURM_LOCALID': local}
+    if visible is not None:
+        variables['CUDA_VISIBLE_DEVICES'] = visible
+    if on_node is not None:
+        variables['SLURM_GPUS_ON_NODE'] = on_node
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            job_of(variables)
+    else:
+        assert job_of(variables).local_device_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -111,6 +117,6 @@ def test_the_gpus_of_a_task(visible, on_node, local, devices, job_of, monkeypatc
         (GKE | {'TPU_WORKER_ID': '2'}, r'process id 2 \(gke\) is not in 0 .. 1'),
     ],
 )
-def test_what_is_incomplete(environ, words, job_of):
+def test_incomplete_or_wrong_variables_are_refused(environ, words, job_of):
     with pytest.raises(ConfigError, match=words):
         job_of(environ)

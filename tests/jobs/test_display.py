@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        """What stands on it."""
+        """The lines that it shows after carriage returns, moves and erased lines."""
         rows = defaultdict(str)
         row = 0
         column = 0
@@ -55,8 +55,8 @@ def terminal(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_ticks_of_its_own(monkeypatch):
-    """Tests call `tick`; on a slow machine the thread's would come between two of their lines."""
+def no_ticks_of_the_thread(monkeypatch):
+    """Tests call `tick`; the display's thread, which calls it too, could come between."""
     monkeypatch.setattr(display, '_TICK', 3600.0)
 
 
@@ -73,7 +73,7 @@ def show(clock):
     )
 
 
-def test_plain_lines_stand_at_intervals(show, clock):
+def test_plain_lines_are_printed_every_few_seconds(show, clock):
     stream = io.StringIO()
     left = StudyLeft(runs=3, waiting_work=4.0, workers=2)
     progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=lambda: left)
@@ -124,8 +124,11 @@ PACES = {
 
 
 @pytest.mark.parametrize('name', PACES)
-def test_what_is_paid_once_does_not_move_the_time_left(name, clock):
-    """An evaluation and a save after every 25 of 200 steps."""
+def test_the_time_left_counts_no_compilation_a_second_time(name, clock):
+    """A run evaluates and saves after every 25 of its 200 steps.
+
+    The first evaluation and save, which compile, must not count for the later ones.
+    """
     step_seconds, first_evaluation, evaluation, first_save, save = PACES[name]
     pace = Pace(clock.seconds)
     clock.seconds += 100.0  # compilation
@@ -153,7 +156,7 @@ def test_what_is_paid_once_does_not_move_the_time_left(name, clock):
         assert estimates[step] == pytest.approx(of_steps[step] + recurring)
 
 
-def test_the_study_is_asked_at_evaluations_but_not_all_the_time(show, clock):
+def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
     ask = Mock(return_value=StudyLeft(runs=3, waiting_work=4.0, workers=2))
     progress = show(io.StringIO(), 'x', 100, study=ask)
     progress.begin()
@@ -165,7 +168,7 @@ def test_the_study_is_asked_at_evaluations_but_not_all_the_time(show, clock):
     assert ask.call_count == 1 + 1000 // 60
 
 
-def test_plain_lines_of_a_long_run_stand_farther_apart(show, clock):
+def test_plain_lines_of_a_long_run_are_printed_less_often(show, clock):
     loss = MagicMock(__array__=Mock(return_value=np.asarray(1.0)))
     with show(stream := io.StringIO(), 'x', 86400) as progress:
         for step in range(1, 86401):
@@ -207,17 +210,17 @@ def test_the_loss_of_several_trials_is_their_range(loss, text):
         ),
     ],
 )
-def test_the_row_of_a_terminal_shows_what_matters_most(columns, row, show, clock):
+def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, clock):
     study = StudyLeft(120, waiting_work=30.0, workers=1)
     stream = Terminal()
-    progress = show(
-        *(stream, LABEL, 4000), columns=columns, tokens_per_step=3000, study=lambda: study
-    )
+    settings = {'columns': columns, 'tokens_per_step': 3000, 'study': lambda: study}
+    progress = show(stream, LABEL, 4000, **settings)
     progress.begin()
     for step in (10, 1200):
         clock.seconds += 10
         progress.update(step, np.array([2.5, 2.345]))
     progress.evaluated(1200, np.array([2.5, 2.25]))
+    # A line of the log is printed above the row.
     LogHandler().emit(logging.LogRecord('x', 20, '', 1, 'resuming', (), None))
     clock.seconds += 1
     progress.tick()
@@ -238,8 +241,8 @@ def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
     assert caplog.messages == ['qk/vo: compiling took 49.000 s']
 
 
-def test_no_plain_stretch_is_silent_for_more_than_five_seconds(show, clock):
-    """Whatever short phases and long steps follow each other."""
+def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
+    """Three phases of 3 s, a first step of 12 s, two of 17 s and an evaluation of 9 s."""
 
     class Lines(io.StringIO):
         def write(self, text):
@@ -291,13 +294,13 @@ def test_a_line_that_is_redrawn_stands_below_whole_lines(monkeypatch):
 # Output that nobody reads ends a command quietly, and stops no run.
 
 
-def goes_nowhere(stream) -> bool:
+def is_null_device(stream) -> bool:
     return os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
 
 
 @pytest.mark.parametrize('terminal', [False, True])
 @pytest.mark.parametrize('kind', ['progress', 'log'])
-def test_no_display_needs_a_reader(kind, terminal, unread, monkeypatch):
+def test_a_display_whose_reader_has_gone_writes_nowhere(kind, terminal, unread, monkeypatch):
     monkeypatch.setattr(unread, 'isatty', lambda: terminal, raising=False)
     monkeypatch.setattr(sys, 'stderr', unread)
     if kind == 'log':
@@ -308,17 +311,17 @@ def test_no_display_needs_a_reader(kind, terminal, unread, monkeypatch):
             progress.print('a line')
             progress.tick()
     print('b' * 100_000, file=unread, flush=True)  # by anybody else
-    assert goes_nowhere(unread)
+    assert is_null_device(unread)
 
 
-def test_a_run_goes_on_without_its_terminal():
+def test_a_screen_whose_terminal_was_closed_writes_nowhere():
     ours, theirs = os.openpty()
     with open(theirs, 'w') as stream:
         screen = Screen(stream)
         os.close(ours)
         for _ in range(2):
             screen.draw('a line')
-        assert goes_nowhere(stream)
+        assert is_null_device(stream)
 
 
 def test_a_full_disk_is_an_error():
@@ -345,4 +348,4 @@ def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch, full):
         print('buffered')
         with pytest.raises(SystemExit) as ended:
             cli.exit_with('d_model=0 must be at least 1')
-        assert ended.value.code == 2 and goes_nowhere(stream)
+        assert ended.value.code == 2 and is_null_device(stream)

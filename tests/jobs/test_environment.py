@@ -3,7 +3,7 @@
 import pytest
 
 from qkattn.jobs import cli, environment, machine
-from tests.processes import ROOT, ended, start_python
+from tests.processes import ROOT, start_python, wait_for_results
 from tests.refusals import refused
 
 UNKNOWN = (
@@ -21,8 +21,8 @@ def no_backend_at_all() -> AssertionError:
         return error
 
 
-# The value of JAX_PLATFORMS, the accelerators of the machine, the error, and the reason; None of a
-# failure that may pass, or that is none of the platform.
+# The value of JAX_PLATFORMS, the accelerators of the machine (None: not known), the error of jax,
+# and a part of our sentence; None where the error may pass or has another cause.
 PLATFORMS = {
     'misspelt': ('cdua', [], RuntimeError(UNKNOWN), "has no platform 'cdua', only cpu, tpu"),
     'misspelt beside GPUs': ('cdua', ['0'], RuntimeError(UNKNOWN), "no platform 'cdua'"),
@@ -86,6 +86,6 @@ def test_a_script_ends_with_one_sentence_where_jax_has_no_such_platform(value, t
     from qkattn.__main__ import main
     main()
     """
-    ((code, printed, errors),) = ended([start_python(program, JAX_PLATFORMS=value)])
+    ((code, printed, errors),) = wait_for_results([start_python(program, JAX_PLATFORMS=value)])
     assert (code, printed) == (2, '') and errors.startswith(f'JAX_PLATFORMS={value}: JAX ')
     assert errors.count('\n') == 1 and not list(tmp_path.iterdir())

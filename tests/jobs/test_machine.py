@@ -7,12 +7,15 @@ import os
 import pytest
 
 from qkattn.jobs import machine
-from tests.processes import ended, start_python
+from tests.processes import start_python, wait_for_results
 
 
 @pytest.fixture
-def group(tmp_path):
-    """group(path, {file: text}) writes settings of the control group at `path`."""
+def control_group(tmp_path):
+    """control_group(path, {file: text}) writes settings of the control group at `path`.
+
+    This process is in the group outer/inner.
+    """
     (tmp_path / 'membership').write_text('0::/outer/inner\n')
 
     def write(path: str, settings: dict[str, str]) -> None:
@@ -24,26 +27,31 @@ def group(tmp_path):
     return write
 
 
-def test_the_narrowest_control_group_is_the_limit(group, tmp_path):
-    paths = [tmp_path / name for name in ('cgroup', 'membership', 'meminfo')]
+def test_the_narrowest_control_group_is_the_limit(control_group, tmp_path):
+    groups, membership, meminfo = (tmp_path / name for name in ('cgroup', 'membership', 'meminfo'))
 
-    def left() -> tuple[float, float]:
-        return machine.granted_cores(*paths[:2]), machine.free_memory(*paths)
+    def cores_and_memory() -> tuple[float, float]:
+        """The number of cores and the bytes of memory that this process may use."""
+        cores = machine.granted_cores(groups, membership)
+        return cores, machine.free_memory(groups, membership, meminfo)
 
-    assert left() == (math.inf, math.inf)
-    paths[2].write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
-    group('outer', {'cpu.max': '250000 100000'})
-    group('outer/inner', {'cpu.max': 'max 100000', 'memory.max': 'max', 'memory.current': '10'})
-    assert left() == (2.5, 4096)
-    group('outer', {'memory.max': '5000', 'memory.current': '2000'})
-    group('', {'cpu.max': '150000 100000'})
-    assert left() == (1.5, 3000)
-    group('outer/inner', {'memory.stat': 'anon 5'})
-    group('outer', {'memory.stat': 'anon 7\ninactive_file 500'})  # is given back
-    assert left() == (1.5, 3500)
+    assert cores_and_memory() == (math.inf, math.inf)
+    meminfo.write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
+    control_group('outer', {'cpu.max': '250000 100000'})
+    control_group(
+        'outer/inner', {'cpu.max': 'max 100000', 'memory.max': 'max', 'memory.current': '10'}
+    )
+    assert cores_and_memory() == (2.5, 4096)
+    control_group('outer', {'memory.max': '5000', 'memory.current': '2000'})
+    control_group('', {'cpu.max': '150000 100000'})
+    assert cores_and_memory() == (1.5, 3000)
+    control_group('outer/inner', {'memory.stat': 'anon 5'})
+    # The kernel takes cached files out of memory where it is needed.
+    control_group('outer', {'memory.stat': 'anon 7\ninactive_file 500'})
+    assert cores_and_memory() == (1.5, 3500)
 
 
-def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
+def test_a_quota_of_cores_takes_evenly_spaced_ones_of_the_affinity(monkeypatch):
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {9, 3, 4, 5, 6, 7, 8, 2}, raising=False)
     every = [2, 3, 4, 5, 6, 7, 8, 9]
     for limit, left in ((math.inf, every), (4.9, [2, 4, 6, 8]), (0.5, [2]), (100.0, every)):
@@ -65,7 +73,9 @@ def test_a_quota_leaves_as_many_cores_of_the_affinity(monkeypatch):
         (('vfio/0',), None, 'tpu', None),
     ],
 )
-def test_accelerators_are_not_opened(devices, visible, platforms, names, tmp_path, monkeypatch):
+def test_accelerators_are_counted_from_device_files_without_opening_them(
+    devices, visible, platforms, names, tmp_path, monkeypatch
+):
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     if visible is not None:
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
@@ -77,7 +87,7 @@ def test_accelerators_are_not_opened(devices, visible, platforms, names, tmp_pat
 
 
 # Takes 64 MiB, writes and frees them twice; prints the page faults of the second time.
-PROGRAM = """
+PRINT_PAGE_FAULTS = """
     import ctypes, resource
     from qkattn.jobs.machine import keep_freed_memory
     libc = ctypes.CDLL(None)
@@ -95,8 +105,11 @@ PROGRAM = """
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='malloc is not of glibc')
 def test_freed_memory_is_taken_again_without_faults_unless_the_user_says_otherwise():
-    processes = [start_python(PROGRAM), start_python(PROGRAM, MALLOC_ARENA_MAX='4')]
-    assert [int(faults) < 100 for _, faults, _ in ended(processes)] == [True, False]
+    processes = [
+        start_python(PRINT_PAGE_FAULTS),
+        start_python(PRINT_PAGE_FAULTS, MALLOC_ARENA_MAX='4'),
+    ]
+    assert [int(faults) < 100 for _, faults, _ in wait_for_results(processes)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
-from tests.lanes import only
-from tests.processes import ended, start_job
+from tests.lanes import slow_except
+from tests.processes import start_job, wait_for_results
 
 # The main function of a script: `stage` is where the processes are when something happens.
 JOB = """
@@ -66,8 +66,8 @@ JOB = """
 """
 
 
-def job_at(line, stage, failure='none'):
-    """Two processes, each of which has printed a line."""
+def start_job_until(line, stage, failure='none'):
+    """Starts two processes of a job and returns them once each has printed this line."""
     processes = start_job(JOB, 2, stage, failure, PYTHONUNBUFFERED='')
     for process in processes:
         assert f'{line}\n' in process.stdout, process.stderr.read()
@@ -77,12 +77,13 @@ def job_at(line, stage, failure='none'):
 STOPS = [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1, 1], signal.SIGTERM)]
 
 
-@pytest.mark.parametrize(('to', 'number'), only(STOPS[:1], STOPS))
+@pytest.mark.parametrize(('to', 'number'), slow_except(STOPS[:1], STOPS))
 def test_all_stop_at_the_same_step(to, number):
-    processes = job_at('holding', 'loop')
+    # Process 1 is slower: its steps last 0.02 s, those of process 0 0.01 s.
+    processes = start_job_until('holding', 'loop')
     for rank in to:
         processes[rank].send_signal(number)
-    results = ended(processes)
+    results = wait_for_results(processes)
     assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
     errors = ''.join(error for _, _, error in results)
     assert len(set(re.findall(r'stopped at step (\d+)', errors))) == 1, results
@@ -98,17 +99,17 @@ def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
         bootstrap.start()
         time.sleep(0.2)
     """
-    assert ended(start_job(source, 2)) == [(0, '', '')] * 2
+    assert wait_for_results(start_job(source, 2)) == [(0, '', '')] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('stage', ['compiling', 'arriving'])
 @pytest.mark.parametrize('to', [[0], [1], [0, 1]])
-def test_without_a_step_all_leave_at_once(stage, to):
-    processes = job_at('ready', stage)
+def test_a_stop_before_the_first_step_ends_all_processes_at_once(stage, to):
+    processes = start_job_until('ready', stage)
     for rank in to:
         processes[rank].send_signal(signal.SIGTERM)
-    results = ended(processes)
+    results = wait_for_results(processes)
     assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
     assert all('nothing to save' in error for _, _, error in results)
 
@@ -125,21 +126,21 @@ def test_without_a_step_all_leave_at_once(stage, to):
         (signal.SIGSTOP, 1, 'heartbeats): 1'),
     ],
 )
-def test_the_others_end_with_the_one_that_failed(stage, failure, code, words):
+def test_process_0_ends_and_says_why_where_process_1_fails(stage, failure, code, words):
     line = 'ready' if stage == 'compiling' else 'holding'
-    processes = job_at(line, stage, getattr(failure, 'name', failure))
+    processes = start_job_until(line, stage, getattr(failure, 'name', failure))
     if not isinstance(failure, str):
         processes[1].send_signal(failure)
-    ((exit_code, _, error),) = ended(processes[:1], timeout=60)
+    ((exit_code, _, error),) = wait_for_results(processes[:1], timeout=60)
     processes[1].kill()
     assert (exit_code, words in ' '.join(error.split())) == (code, True), error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
-def test_the_others_end_without_the_coordinator(number):
-    processes = job_at('ready', 'compiling')
+def test_process_1_ends_where_the_coordinator_dies_or_hangs(number):
+    processes = start_job_until('ready', 'compiling')
     processes[0].send_signal(number)
-    ((exit_code, _, error),) = ended(processes[1:], timeout=60)
+    ((exit_code, _, error),) = wait_for_results(processes[1:], timeout=60)
     processes[0].kill()
     assert (exit_code, 'another one died or hangs' in error) == (1, True), error

@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.errors import Stopped
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
-from tests.processes import ended, start_python
+from tests.processes import start_python, wait_for_results
 
 WAIT_FOR_STOP = """
     import signal, sys, time
@@ -27,6 +27,7 @@ WAIT_FOR_STOP = """
 """
 
 
+# The signal, what follows, the exit code, and a part of standard error.
 @pytest.mark.parametrize(
     ('first', 'then', 'exit_code', 'words'),
     [
@@ -35,7 +36,9 @@ WAIT_FOR_STOP = """
         (signal.SIGINT, 'leave unread', EXIT_REQUEUE, ''),  # as in `... 2>&1 | tee log`
     ],
 )
-def test_one_signal_ends_a_process_in_order_two_interrupts_at_once(first, then, exit_code, words):
+def test_a_signal_asks_a_process_to_stop_and_a_second_interrupt_ends_it(
+    first, then, exit_code, words
+):
     process = start_python(WAIT_FOR_STOP, then)
     assert process.stdout.readline() == 'ready\n', process.stderr.read()
     if 'unread' in then:
@@ -45,12 +48,14 @@ def test_one_signal_ends_a_process_in_order_two_interrupts_at_once(first, then, 
     if then == 'wait':
         process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1] or ''
-    assert (process.returncode, words in errors) == (exit_code, True), errors
+    assert process.returncode == exit_code, errors
+    assert words in errors
     assert (EXIT_CONFIG, EXIT_REQUEUE) == (2, 75)  # which launchers know
-    assert ('press Ctrl-C again' in errors) == (first == signal.SIGINT and 'unread' not in then)
+    is_advised = first == signal.SIGINT and 'unread' not in then
+    assert ('press Ctrl-C again' in errors) == is_advised
 
 
-def test_a_request_holds_in_later_inner_blocks():
+def test_a_request_to_stop_is_seen_in_blocks_that_begin_later():
     with StopRequest():
         with StopRequest() as inner:
             assert not inner.requested
@@ -60,7 +65,7 @@ def test_a_request_holds_in_later_inner_blocks():
     assert not StopRequest.requested
 
 
-def test_a_request_that_an_inner_block_missed_holds_outside():
+def test_a_request_to_stop_in_an_inner_block_is_seen_outside():
     with StopRequest() as outer:
         with StopRequest():
             signal.raise_signal(signal.SIGTERM)
@@ -70,7 +75,8 @@ def test_a_request_that_an_inner_block_missed_holds_outside():
     assert not StopRequest.requested
 
 
-LEAVE = """
+# A signal comes while a file is written; 'held' is a program that has something to save.
+WRITE_AND_WAIT = """
     import os, signal, sys, time
     from pathlib import Path
     from qkattn.jobs import signals
@@ -98,13 +104,16 @@ LEAVE = """
 
 @pytest.mark.parametrize('held', ['not held', 'not held, unread', 'held'])
 def test_exit_on_signal_leaves_a_clean_directory(held, tmp_path):
-    """Where a request is held, there is something to save: the program itself ends."""
-    process = start_python(LEAVE, tmp_path, held)
+    """The signal ends the program after the file is written, and releases its lease.
+
+    A program with something to save is not ended: it sees the request and ends by itself.
+    """
+    process = start_python(WRITE_AND_WAIT, tmp_path, held)
     if 'unread' in held:
         process.stderr.close()
     stdout, errors = process.communicate(timeout=60)
-    ends = (EXIT_REQUEUE, '') if 'not' in held else (0, 'requested\n')
-    assert (process.returncode, stdout) == ends, errors
+    expected = (EXIT_REQUEUE, '') if 'not' in held else (0, 'requested\n')
+    assert (process.returncode, stdout) == expected, errors
     assert {path.name for path in tmp_path.iterdir()} == {'file', 'leases'}
     assert (tmp_path / 'file').read_text() == 'whole'
     (lease,) = (tmp_path / 'leases').iterdir()
@@ -112,8 +121,8 @@ def test_exit_on_signal_leaves_a_clean_directory(held, tmp_path):
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_was_stopped_ends_as_asked_where_it_is_asked_again(number):
-    """Also while Python ends, which calls what is below a module's names last."""
+def test_a_process_that_has_stopped_keeps_its_exit_code_where_a_signal_comes_again(number):
+    """The last signal comes while Python shuts down, from a finalizer of an object in a module."""
     program = """
     import os, signal, sys
     from qkattn.errors import Stopped
@@ -132,7 +141,7 @@ def test_a_process_that_was_stopped_ends_as_asked_where_it_is_asked_again(number
         os.kill(os.getpid(), int(sys.argv[1]))
         sys.exit(signals.EXIT_REQUEUE)
     """
-    ((code, _, errors),) = ended([start_python(program, int(number))])
+    ((code, _, errors),) = wait_for_results([start_python(program, int(number))])
     assert (code, errors) == (EXIT_REQUEUE, '')
 
 
@@ -150,11 +159,11 @@ def test_a_dry_run_that_is_stopped_promises_nothing(number):
     process = start_python(program)
     assert process.stdout.readline() == 'ready\n', process.stderr.read()
     process.send_signal(number)
-    ((code, _, errors),) = ended([process])
+    ((code, _, errors),) = wait_for_results([process])
     assert (code, errors) == (128 + number, 'interrupted\n')
 
 
-SAVE = """
+STOP_AND_SAVE = """
     import signal, sys, time
     from qkattn.errors import Stopped
     from qkattn.jobs import cli, signals
@@ -190,9 +199,11 @@ SAVE = """
     ],
     ids=['once', 'a second Ctrl-C', 'SIGTERM again', 'a third Ctrl-C'],
 )
-def test_who_asks_again_while_the_state_is_saved_loses_nothing(again, seconds, code, last):
-    """And no request ends in a traceback; a third Ctrl-C is the way out of a save that hangs."""
-    process = start_python(SAVE, seconds)
+def test_signals_while_the_state_is_saved_are_ignored_but_for_a_third_interrupt(
+    again, seconds, code, last
+):
+    """A third Ctrl-C is the way out of a save that hangs. Nothing ends in a traceback."""
+    process = start_python(STOP_AND_SAVE, seconds)
     assert process.stdout.readline() == 'ready\n', process.stderr.read()
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == 'saving\n'
@@ -206,7 +217,7 @@ def test_who_asks_again_while_the_state_is_saved_loses_nothing(again, seconds, c
     assert lines[1:-1] == ([waits] if signal.SIGINT in again else [])
 
 
-READ_LATE = """
+DELAY_READS = """
     import atexit, os, time
 
     def read_late(*arguments, read=os.read):
@@ -221,14 +232,14 @@ READ_LATE = """
 
 def test_a_saved_state_is_not_called_nothing_to_save_where_the_watcher_is_late():
     """The main thread handles the signal, and saves, before the watcher has read its number."""
-    process = start_python(READ_LATE + SAVE, 0)
+    process = start_python(DELAY_READS + STOP_AND_SAVE, 0)
     assert process.stdout.readline() == 'ready\n', process.stderr.read()
     process.send_signal(signal.SIGTERM)
-    ((code, _, errors),) = ended([process])
+    ((code, _, errors),) = wait_for_results([process])
     assert (code, errors) == (EXIT_REQUEUE, 'state saved; the same command resumes\n')
 
 
-END = """
+END_FROM_A_THREAD = """
     import os, sys, threading, time, types
     from pathlib import Path
     from qkattn.jobs import signals
@@ -245,8 +256,11 @@ END = """
 
 
 def test_a_thread_that_ends_the_process_waits_for_its_output(tmp_path):
-    """The others of a job, once they know of it, may end this process, too."""
-    process = start_python(END, tmp_path / 'file', PYTHONUNBUFFERED='')
+    """It waits for the block without interrupts, prints, and only then tells the other processes.
+
+    Those may end this process as soon as they know.
+    """
+    process = start_python(END_FROM_A_THREAD, tmp_path / 'file', PYTHONUNBUFFERED='')
     printed, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (EXIT_REQUEUE, 'ended\n')
     assert printed == "a result\n(75, 'ended')" and (tmp_path / 'file').read_text() == 'whole'

@@ -21,10 +21,15 @@ TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
 AWKWARD = ('--workdir=gs://b/r', '--a=b c\'d"e', '--x=$HOME $(id) `id` \\', '--y=one\ntwo')
 AWKWARD += ('', '*', '--z=$(NAME) $$ é;&|')
 
-# Stands for `.venv/bin/python -m qkattn`. What its n-th start does is the n-th line of ~/plan, with
-# a word for each process of a job: ends with a code, also after the others (2-late) or with a child
-# left behind; on SIGTERM saves, for which it ends with 75, ignores it, or dies. By default it ends
-# with 0. It notes its starts in ~/starts once it is ready for signals.
+# Stands for `.venv/bin/python -m qkattn`. Line n of ~/plan says what start n does, with a word for
+# each process of the job:
+#   2        ends with this exit code (0 where the plan has no such line)
+#   2-late   ends with it half a second later
+#   leaves   ends with 0 and leaves a child process behind
+#   saves    waits; on SIGTERM prints 'saved' and ends with 75
+#   ignores  waits, and ignores SIGTERM
+#   dies     waits, and dies of SIGTERM
+# Once it is ready for signals, a process adds a line of JSON to ~/starts.
 PROGRAM = f"""#!{sys.executable} -S
 import json, os, signal, subprocess, sys, time
 
@@ -59,7 +64,7 @@ def launch(name: str, *arguments: str, **kwargs):
 
 
 def launch_here(name: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    """What `launch` gives of a launcher that starts nothing, in this process."""
+    """Runs a launcher that starts nothing in this process; returns what `launch` would."""
     code = 0
     printed = io.StringIO()
     said = io.StringIO()
@@ -86,21 +91,21 @@ def dry_run(name: str, *flags: str, command: tuple[str, ...], **variables: str) 
     return done.stdout
 
 
-def stand_in(path: Path, text: str) -> Path:
-    """Writes an executable file."""
+def write_program(path: Path, text: str) -> Path:
+    """Writes an executable file, a stand-in for a program; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
     return path
 
 
-def before_path(folder: Path) -> dict[str, str]:
-    """The environment in which the programs of a folder come first."""
+def environment_with(folder: Path) -> dict[str, str]:
+    """The environment, with a folder of programs in front of PATH."""
     return {**os.environ, 'PATH': f'{folder}:{os.environ["PATH"]}'}
 
 
-def starts(home: Path) -> list[dict]:
-    """The starts of PROGRAM: rank, process ids, variables and arguments."""
+def starts_of(home: Path) -> list[dict]:
+    """The starts of PROGRAM under a home: each has rank, pids, env and arguments."""
     with contextlib.suppress(FileNotFoundError):
         return [json.loads(line) for line in (home / 'starts').read_text().splitlines()]
     return []

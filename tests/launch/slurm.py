@@ -17,7 +17,7 @@ from getpass import getuser
 from pathlib import Path
 
 from tests.launch.launchers import LAUNCH
-from tests.processes import free_port, until
+from tests.processes import free_port, wait_until
 
 SEARCHED = os.pathsep.join([os.environ.get('PATH', ''), '/usr/sbin', '/sbin'])
 NAMES = ('slurmctld', 'slurmd', 'slurmstepd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
@@ -58,8 +58,8 @@ NODE = 'NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=2\n
 
 
 @contextlib.contextmanager
-def started(root: Path) -> Iterator['Cluster']:
-    """A cluster whose nodes are idle, until the end of the block, as all that runs on it."""
+def running_cluster(root: Path) -> Iterator['Cluster']:
+    """A cluster of two idle nodes. The end of the block kills its jobs and its daemons."""
     cluster = Cluster(root)
     host = socket.gethostname().partition('.')[0]
     (root / 'state').mkdir(parents=True)
@@ -74,20 +74,22 @@ def started(root: Path) -> Iterator['Cluster']:
         (root / f'spool-{node}').mkdir()
         commands.append(('slurmd', '-D', '-d', PROGRAMS['slurmstepd'], '-N', node))
     # A test run that is killed takes its daemons with it.
-    tied = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
+    die_with_this_process = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
     with open(root / 'daemons.log', 'ab') as log:
         streams = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
         start = functools.partial(subprocess.Popen, env=cluster.environment, **streams)
-        daemons = [start([*tied, PROGRAMS[name], *rest]) for name, *rest in commands]
+        daemons = [
+            start([*die_with_this_process, PROGRAMS[name], *rest]) for name, *rest in commands
+        ]
     idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
     try:
-        until(lambda: cluster.call(*idle, check=False).strip() == '2', 60, cluster.logs)
+        wait_until(lambda: cluster.call(*idle, check=False).strip() == '2', 60, cluster.logs)
         yield cluster
     finally:
         jobs = cluster.call('squeue', '-h', '-o', '%A', check=False).split()
         cluster.call('scancel', '--signal=KILL', '--full', *jobs, check=False)
         cluster.call('scancel', *jobs, check=False)
-        until(lambda: not cluster.call('squeue', '-h', check=False).strip(), 30, cluster.logs)
+        wait_until(lambda: not cluster.call('squeue', '-h', check=False).strip(), 30, cluster.logs)
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait()
@@ -113,14 +115,15 @@ class Cluster:
         return done.stdout
 
     def wait(self, job: object, condition: Callable[[dict[str, str]], object]) -> dict[str, str]:
-        """The fields of a job, or of a task of an array as in '7_1', once they meet a condition.
+        """Waits until the fields of a job meet a condition; returns them.
 
-        A requeued job would wait two minutes before it may start; here it starts after two seconds:
-        daemons refuse one that starts in the second in which it was ended.
+        The job may be a task of an array, as in '7_1'. Slurm lets a requeued job wait for two
+        minutes; here it starts after two seconds, since daemons refuse one that starts in the
+        second in which it ended.
         """
         fields: dict[str, str] = {}
 
-        def met() -> object:
+        def meets_condition() -> object:
             text = self.call('scontrol', '-o', 'show', 'job', job)
             fields.update(re.findall(r'(\w+)=(.*?)(?= \w+=|$)', text))
             start = (job, fields['Restarts'])
@@ -129,7 +132,7 @@ class Cluster:
                 self.call('scontrol', 'update', f'JobId={job}', 'StartTime=now+2', check=False)
             return condition(fields)
 
-        until(met, 900, lambda: f'{fields}\n{self.logs()}')
+        wait_until(meets_condition, 900, lambda: f'{fields}\n{self.logs()}')
         return fields
 
     def end(self, job: object) -> tuple[str, str, int]:

@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.launchers import AWKWARD, LAUNCH, TRAIN, before_path, dry_run, launch, stand_in
+from tests.launch.launchers import (
+    AWKWARD,
+    LAUNCH,
+    TRAIN,
+    dry_run,
+    environment_with,
+    launch,
+    write_program,
+)
 
 PYTHON = os.environ.get('QKATTN_TEST_KUBERNETES_PYTHON')
-NAMED = ('--name=qk', '--image=r/qkattn:1')
+NAME_AND_IMAGE = ('--name=qk', '--image=r/qkattn:1')
 CASES = {
     'tpu': ('--accelerator=v6e-16', '--spot', '--service_account=trainer', '--queue=q'),
     'v5p': ('--accelerator=v5p-64',),
@@ -28,15 +36,15 @@ CASES = {
 SIZES = dict(zip(CASES, [(4, 4), (8, 4), (2, 8), (3, 4), (5, 8), (2, 2)], strict=True))
 
 
-def rendered(*flags: str, arguments=AWKWARD) -> str:
+def rendered_manifest(*flags: str, arguments=AWKWARD) -> str:
     command = 'ablate' if any('--workers' in flag for flag in flags) else 'train'
-    return dry_run('kubernetes', *NAMED, *flags, command=(command, *arguments))
+    return dry_run('kubernetes', *NAME_AND_IMAGE, *flags, command=(command, *arguments))
 
 
 @functools.cache
-def content(case: str) -> dict:
-    """The manifest of a case, whose arguments are awkward."""
-    return yaml.safe_load(rendered(*CASES[case]))
+def manifest_of(case: str) -> dict:
+    """The manifest of a case, whose command has arguments on which a shell could act."""
+    return yaml.safe_load(rendered_manifest(*CASES[case]))
 
 
 def job_of(manifest: dict) -> dict:
@@ -50,7 +58,7 @@ def pod_of(manifest: dict) -> dict:
     return job_of(manifest)['template']['spec']
 
 
-def expanded(text: str, env: dict[str, str]) -> str:
+def as_the_kubelet_expands(text: str, env: dict[str, str]) -> str:
     """An argument as the kubelet passes it on: $(NAME) replaced, $$ a dollar sign."""
     pattern = r'\$\$|\$\(([^)]*)\)'
     return re.sub(pattern, lambda m: '$' if m[1] is None else env.get(m[1], m[0]), text)
@@ -58,7 +66,7 @@ def expanded(text: str, env: dict[str, str]) -> str:
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_KUBERNETES_PYTHON: see validate_manifest.py')
 def test_every_field_is_valid():
-    texts = {case: rendered(*flags) for case, flags in CASES.items()}
+    texts = {case: rendered_manifest(*flags) for case, flags in CASES.items()}
     broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
     texts['broken'] = broken.replace('parallelism', 'paralelism')
     script = Path(__file__).with_name('validate_manifest.py')
@@ -73,16 +81,18 @@ def test_every_field_is_valid():
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_pods_get_what_a_run_needs(case):
-    job = job_of(content(case))
-    pod = pod_of(content(case))
+def test_pods_have_chips_arguments_and_modes_of_a_run(case):
+    job = job_of(manifest_of(case))
+    pod = pod_of(manifest_of(case))
     (container,) = pod['containers']
     ((chip, count),) = container['resources']['limits'].items()
-    assert (job['parallelism'], job['completions'], count) == (SIZES[case][0], *SIZES[case])
+    num_pods, chips_of_a_pod = SIZES[case]
+    assert job['parallelism'] == job['completions'] == num_pods
+    assert count == chips_of_a_pod
     gpus = 'gpu' in case
     assert chip == ('nvidia.com/gpu' if gpus else 'google.com/tpu')
     env = {'HOME': '/root', 'NAME': 'replaced', 'id': 'replaced'}
-    assert [expanded(one, env) for one in container['args']][1:] == list(AWKWARD)
+    assert [as_the_kubelet_expands(one, env) for one in container['args']][1:] == list(AWKWARD)
     assert container['command'] == ['python', '-m', 'qkattn']
     assert pod['restartPolicy'] == 'Never'
     programs = {one['name']: one.get('value') for one in container['env']}
@@ -101,33 +111,33 @@ def test_nodes_are_selected_by_their_accelerator():
         ('any gpu', {}),
     ):
         expected = {f'cloud.google.com/gke-{name}': value for name, value in selected.items()}
-        assert pod_of(content(case))['nodeSelector'] == expected
+        assert pod_of(manifest_of(case))['nodeSelector'] == expected
 
 
-def test_processes_find_each_other():
-    manifest = content('gpu')
+def test_variables_let_the_processes_of_a_job_find_each_other():
+    manifest = manifest_of('gpu')
     env = {one['name']: one for one in pod_of(manifest)['containers'][0]['env']}
     # Hostnames of a JobSet: NAME-REPLICATEDJOB-JOB-POD, in the subdomain NAME.
     assert env['JAX_COORDINATOR_ADDRESS']['value'] == 'qk-train-0-0.qk:8476'
     assert env['JAX_NUM_PROCESSES']['value'] == '2'
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env['JAX_PROCESS_ID']['valueFrom'] == {'fieldRef': {'fieldPath': index}}
-    assert expanded(env['NAME']['value'], {'c': 'replaced'}) == "a 'b' $(c)"
+    assert as_the_kubelet_expands(env['NAME']['value'], {'c': 'replaced'}) == "a 'b' $(c)"
     assert job_of(manifest)['completionMode'] == 'Indexed'
     # One of the user's replaces ours; workers of a study are jobs of one process.
-    given = pod_of(content('any gpu'))['containers'][0]['env']
+    given = pod_of(manifest_of('any gpu'))['containers'][0]['env']
     assert [one.get('value') for one in given if one['name'] == 'JAX_PROCESS_ID'] == ['7']
     for case in ('study', 'gpu study', 'tpu'):
-        names = {one['name'] for one in pod_of(content(case))['containers'][0]['env']}
+        names = {one['name'] for one in pod_of(manifest_of(case))['containers'][0]['env']}
         given = {'JAX_COMPILATION_CACHE_DIR'} | ({'JAX_PLATFORMS'} if 'gpu' in case else set())
         assert names - {'QKATTN_CONNECT_SECONDS'} == given
         assert ('QKATTN_CONNECT_SECONDS' in names) == (case == 'tpu')
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_exit_codes_decide_what_restarts(case):
-    manifest = content(case)
-    job = job_of(content(case))
+def test_exit_codes_decide_whether_a_job_restarts_or_fails(case):
+    manifest = manifest_of(case)
+    job = job_of(manifest_of(case))
     rules = [
         (rule['action'], rule['onExitCodes']['values'] if 'onExitCodes' in rule else 'disrupted')
         for rule in job['podFailurePolicy']['rules']
@@ -163,9 +173,11 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
 
 def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
     script = f'#!/bin/sh\necho "$@" >{tmp_path}/words; cat >{tmp_path}/yaml; exit 3\n'
-    stand_in(tmp_path / 'kubectl', script)
+    write_program(tmp_path / 'kubectl', script)
     flags = ('--accelerator=a3-2x8', '--namespace=lab')
-    done = launch('kubernetes', *NAMED, *flags, '--', *TRAIN, env=before_path(tmp_path))
+    done = launch(
+        'kubernetes', *NAME_AND_IMAGE, *flags, '--', *TRAIN, env=environment_with(tmp_path)
+    )
     assert done.returncode == 3
     assert (tmp_path / 'words').read_text() == 'create --namespace=lab -f -\n'
-    assert (tmp_path / 'yaml').read_text() == rendered(*flags, arguments=TRAIN[1:])
+    assert (tmp_path / 'yaml').read_text() == rendered_manifest(*flags, arguments=TRAIN[1:])

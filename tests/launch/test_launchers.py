@@ -6,19 +6,19 @@ import subprocess
 
 import pytest
 
-from tests.launch.launchers import STUDY, TRAIN, WHERE, before_path, launch_here, stand_in
+from tests.launch.launchers import STUDY, TRAIN, WHERE, environment_with, launch_here, write_program
 from tests.processes import ROOT
 
 KUBERNETES = ('--name=qk', '--image=r/qkattn:1')
 V6E = '--accelerator=v6e-16'
 GPUS = ('--processes=2', '--gpus_per_process=2')
 # Flags that are right.
-RIGHT = {'local': (), 'slurm': (), 'tpu': ('run', *WHERE), 'sky': ('--accelerators=H100:8',)}
-RIGHT |= {'kubernetes': (*KUBERNETES, '--accelerator=v6e-8')}
+RIGHT_FLAGS = {'local': (), 'slurm': (), 'tpu': ('run', *WHERE), 'sky': ('--accelerators=H100:8',)}
+RIGHT_FLAGS |= {'kubernetes': (*KUBERNETES, '--accelerator=v6e-8')}
 TOOLS = {'slurm': 'sbatch', 'tpu': 'gcloud', 'kubernetes': 'kubectl', 'sky': 'sky'}
 TRAIN_SMALL = ('--', *TRAIN)
-# What is wrong in all of them, as they share a parser, and words of the sentence.
-SHARED = [
+# Arguments that every launcher refuses, since they share a parser, and words of the sentence.
+WRONG_FOR_ALL = [
     (('--retries=many', *TRAIN_SMALL), '--retries many'),
     (('--retries=-1', *TRAIN_SMALL), '--retries -1 at least 0'),
     (('--retries', *TRAIN_SMALL), '--retries expected one'),
@@ -29,9 +29,10 @@ SHARED = [
     (('--workers=2', *TRAIN_SMALL), '--workers=2 train'),
 ]
 FROB = ('--frob', *TRAIN_SMALL)
+# The launcher, its arguments, and words of the sentence that refuses them.
 WRONG = [
-    *(('slurm', flags, words) for flags, words in SHARED),
-    *((name, (*RIGHT[name], *FROB), 'unrecognized --frob --help') for name in RIGHT),
+    *(('slurm', flags, words) for flags, words in WRONG_FOR_ALL),
+    *((name, (*RIGHT_FLAGS[name], *FROB), 'unrecognized --frob --help') for name in RIGHT_FLAGS),
     ('local', TRAIN_SMALL, '/v/bin/python missing QKATTN_VENV'),
     ('local', (*GPUS, '--dry_run', *TRAIN_SMALL), 'CUDA_VISIBLE_DEVICES=4,5,6 has no 4'),
     (
@@ -53,7 +54,11 @@ WRONG = [
     ('kubernetes', ('--name=a: b', '--image=i', V6E, *TRAIN_SMALL), '--name a:'),
     ('sky', TRAIN_SMALL, '--accelerators'),
     ('sky', ('--accelerators=8 GPUs', *TRAIN_SMALL), '8 H100:8'),
-    ('sky', (*RIGHT['sky'], '--workers=2', '--nodes=2', '--', *STUDY), '--workers=2 --nodes=2'),
+    (
+        'sky',
+        (*RIGHT_FLAGS['sky'], '--workers=2', '--nodes=2', '--', *STUDY),
+        '--workers=2 --nodes=2',
+    ),
 ]
 
 
@@ -62,8 +67,8 @@ def test_a_wrong_command_line_is_refused_before_anything_is_called(
     name, arguments, words, tmp_path
 ):
     for tool in TOOLS.values():
-        stand_in(tmp_path / tool, f'#!/bin/sh\ntouch {tmp_path}/called\n')
-    env = before_path(tmp_path) | {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6'}
+        write_program(tmp_path / tool, f'#!/bin/sh\ntouch {tmp_path}/called\n')
+    env = environment_with(tmp_path) | {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6'}
     done = launch_here(name, *arguments, env=env)
     assert (done.returncode, done.stdout) == (2, ''), done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -73,34 +78,34 @@ def test_a_wrong_command_line_is_refused_before_anything_is_called(
 
 @pytest.mark.parametrize('name', TOOLS)
 def test_a_tool_that_is_missing_is_named(name, tmp_path):
-    stand_in(tmp_path / 'bin/python', '')
+    write_program(tmp_path / 'bin/python', '')
     env = {'PATH': str(tmp_path / 'bin'), 'QKATTN_VENV': str(tmp_path)}
-    done = launch_here(name, *RIGHT[name], *TRAIN_SMALL, env=env)
+    done = launch_here(name, *RIGHT_FLAGS[name], *TRAIN_SMALL, env=env)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f'{TOOLS[name]} is not installed; ')
 
 
-def test_results_that_end_with_the_hosts_are_noted():
+def test_a_directory_that_is_lost_with_the_hosts_is_warned_of():
     for name in ('tpu', 'kubernetes', 'sky'):
         for workdir, lost in (('gs://b/w', False), ('runs/w', True)):
-            arguments = (*RIGHT[name], '--dry_run', '--', 'train', f'--workdir={workdir}')
+            arguments = (*RIGHT_FLAGS[name], '--dry_run', '--', 'train', f'--workdir={workdir}')
             other = '--config.train.init_from=gs://b/x'  # is no directory of results
             done = launch_here(name, *arguments, other, env={**os.environ})
             assert (done.returncode, 'results end with' in done.stderr) == (0, lost), name
 
 
 @pytest.mark.parametrize('name', ['kubernetes', 'sky'])
-def test_workers_that_would_share_nothing_are_refused(name):
-    arguments = (*RIGHT[name], '--workers=2', '--dry_run', '--', 'ablate', '--workdir=runs/w')
+def test_workers_without_a_common_directory_are_refused(name):
+    arguments = (*RIGHT_FLAGS[name], '--workers=2', '--dry_run', '--', 'ablate', '--workdir=runs/w')
     done = launch_here(name, *arguments, env={**os.environ})
     assert done.returncode == 2 and done.stdout == ''
     assert done.stderr.endswith(', --workers=2 share no study\n')
 
 
-def test_a_claim_keeps_what_is_below_its_place():
+def test_results_below_the_mounted_volume_are_kept():
     for workdir, lost in (('/runs/w', False), ('runs/w', True)):
         arguments = ('--volume=claim', '--dry_run', '--', 'train', f'--workdir={workdir}')
-        done = launch_here('kubernetes', *RIGHT['kubernetes'], *arguments, env={**os.environ})
+        done = launch_here('kubernetes', *RIGHT_FLAGS['kubernetes'], *arguments, env={**os.environ})
         assert (done.returncode, 'results end with' in done.stderr) == (0, lost)
 
 

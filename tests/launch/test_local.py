@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers import LAUNCH, PROGRAM, dry_run, stand_in, starts
-from tests.processes import is_running, until
+from tests.launch.launchers import LAUNCH, PROGRAM, dry_run, starts_of, write_program
+from tests.processes import is_running, wait_until
 
 TRAIN = ('train', '--config=small', '--workdir=runs/small')
 
 
-def start(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
-    """Starts a job of two processes, whose starts do what the lines of the plan say."""
+def start_job(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
+    """Starts a job of two processes, each of which does what the plan says; see `PROGRAM`."""
     (directory / 'plan').write_text(plan)
-    stand_in(directory / 'venv/bin/python', PROGRAM)
+    write_program(directory / 'venv/bin/python', PROGRAM)
     command = [sys.executable, LAUNCH / 'local.py', '--processes=2', *flags, '--', *TRAIN]
     env = {**os.environ, 'QKATTN_VENV': str(directory / 'venv'), 'HOME': str(directory)}
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
     return subprocess.Popen(command, cwd=directory, env=env, **pipes)
 
 
-def test_output_is_read_to_its_end_without_a_reader(monkeypatch, unread):
+def test_output_of_a_process_is_read_to_its_end_where_nobody_reads_ours(monkeypatch, unread):
     monkeypatch.syspath_prepend(LAUNCH)
     local = importlib.import_module('local')
     local._copy(source := io.BytesIO(b'a\nb\n'), unread.buffer.raw, '[0] ')
@@ -63,8 +63,9 @@ def test_a_dry_run_prints_what_would_be_started(flag, settings):
     ]
 
 
+# The plan, the exit code of the job, how often it is started, a part of standard error.
 @pytest.mark.parametrize(
-    ('plan', 'code', 'number', 'words'),
+    ('plan', 'code', 'num_starts', 'words'),
     [
         ('75 75\n0 0', 0, 2, 'starting again'),
         # The others save and end with 75, or kill themselves: the first failure counts.
@@ -73,12 +74,14 @@ def test_a_dry_run_prints_what_would_be_started(flag, settings):
         ('1 0\n75 75\n0 0', 0, 3, ''),
     ],
 )
-def test_a_job_is_started_again_by_its_exit_code(plan, code, number, words, tmp_path):
-    job = start(tmp_path, plan, '--retries=1')
+def test_a_job_is_started_again_by_its_exit_code(plan, code, num_starts, words, tmp_path):
+    job = start_job(tmp_path, plan, '--retries=1')
     out, errors = job.communicate(timeout=60)
-    assert (job.returncode, words in errors) == (code, True), errors
+    assert job.returncode == code, errors
+    assert words in errors
     arguments = 'arguments qkattn train --config=small --workdir=runs/small'
-    assert sorted(out.splitlines()) == sorted([f'[{r}] {arguments}' for r in (0, 1)] * number)
+    lines = [f'[{rank}] {arguments}' for rank in (0, 1)] * num_starts
+    assert sorted(out.splitlines()) == sorted(lines)
     assert {'[0] error', '[1] error'} <= set(errors.splitlines())
 
 
@@ -92,23 +95,34 @@ def test_a_job_is_started_again_by_its_exit_code(plan, code, number, words, tmp_
         ('saves saves', signal.SIGKILL, -signal.SIGKILL, 0),
     ],
 )
-def test_what_does_not_end_in_time_is_killed(plan, number, code, saved, tmp_path):
-    """Also what a process has started and left behind, which holds its standard output."""
-    job = start(tmp_path, plan, '--grace=2', '--retries=0')
-    until(lambda: len(starts(tmp_path)) == 2)
+def test_processes_and_children_that_do_not_end_in_time_are_killed(
+    plan, number, code, saved, tmp_path
+):
+    """A child that a process leaves behind is killed too, since it holds the standard output.
+
+    The parameters: the plan, the signal to the job, its exit code, how many processes save.
+    """
+    job = start_job(tmp_path, plan, '--grace=2', '--retries=0')
+    wait_until(lambda: len(starts_of(tmp_path)) == 2)
     if number is not None:
         job.send_signal(number)
     out, errors = job.communicate(timeout=30)
     assert (job.returncode, out.count('saved')) == (code, saved), errors
-    until(lambda: not any(is_running(pid) for start in starts(tmp_path) for pid in start['pids']))
+    wait_until(
+        lambda: (
+            not any(
+                is_running(pid) for start_job in starts_of(tmp_path) for pid in start_job['pids']
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ('interrupts', 'code', 'saved'), [(2, 75, 2), (3, 128 + signal.SIGKILL, 0)]
 )
-def test_only_a_third_interrupt_kills_what_saves(interrupts, code, saved, tmp_path):
-    job = start(tmp_path, 'saves saves' if saved else 'ignores ignores', '--retries=0')
-    until(lambda: len(starts(tmp_path)) == 2)
+def test_a_third_interrupt_kills_processes_that_save(interrupts, code, saved, tmp_path):
+    job = start_job(tmp_path, 'saves saves' if saved else 'ignores ignores', '--retries=0')
+    wait_until(lambda: len(starts_of(tmp_path)) == 2)
     for _ in range(interrupts):
         job.send_signal(signal.SIGINT)
         time.sleep(0.1)

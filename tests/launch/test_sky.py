@@ -11,12 +11,12 @@ import yaml
 
 from qkattn.jobs.detection import TRIPLE
 from tests.launch import launchers
-from tests.launch.launchers import AWKWARD, STUDY, TRAIN, dry_run, launch, stand_in, starts
+from tests.launch.launchers import AWKWARD, STUDY, TRAIN, dry_run, launch, starts_of, write_program
 
 PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
 GPUS = '--accelerators=H100:8'
 # Loads tasks with SkyPilot's parser; prints what it understood.
-LOAD = """
+LOAD_TASKS = """
 import json, sys
 import sky
 tasks = []
@@ -31,7 +31,7 @@ print(json.dumps(tasks))
 """
 
 
-def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
+def yaml_and_commands(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
     """The YAML and the `sky` commands of a dry run."""
     text, _, tail = dry_run('sky', *flags, command=command).partition('\n\nsky ')
     return text, [shlex.split(line) for line in f'sky {tail}'.splitlines()]
@@ -40,11 +40,11 @@ def rendered(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
 def test_skypilot_reads_the_tasks(tmp_path):
     files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
-    filled = [rendered(GPUS, command=('train', *AWKWARD))[0]]
-    filled += [rendered(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
+    filled = [yaml_and_commands(GPUS, command=('train', *AWKWARD))[0]]
+    filled += [yaml_and_commands(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
     given = json.dumps(files + filled)
     env = {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
-    command = [PYTHON, '-c', LOAD]
+    command = [PYTHON, '-c', LOAD_TASKS]
     output = subprocess.check_output(command, input=given, cwd=tmp_path, env=env, text=True)
     tasks = json.loads(output.splitlines()[-1])
     for nodes, envs, _, _, spot, recovery in tasks:
@@ -56,43 +56,48 @@ def test_skypilot_reads_the_tasks(tmp_path):
     assert [task[2] for task in tasks] == texts
 
 
-def on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
-    """Executes `run` as a node does; returns the triple that the program got."""
-    stand_in(folder / 'launch/supervise.sh', (launchers.LAUNCH / 'supervise.sh').read_text())
-    stand_in(folder / '.venv/bin/python', launchers.PROGRAM)
-    stand_in(folder / 'gpus/nvidia-smi', '#!/bin/sh\n')
+def triple_on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
+    """Executes the `run` of a task as a node does; returns the `TRIPLE` that the program got."""
+    write_program(folder / 'launch/supervise.sh', (launchers.LAUNCH / 'supervise.sh').read_text())
+    write_program(folder / '.venv/bin/python', launchers.PROGRAM)
+    write_program(folder / 'gpus/nvidia-smi', '#!/bin/sh\n')
     environment = {'PATH': os.environ['PATH'], 'HOME': str(folder), 'RETRIES': '3', **variables}
     script = yaml.safe_load(text)['run']
     done = subprocess.run(['bash', '-c', script], cwd=folder, env=environment)
     assert done.returncode == 0
-    return {name: starts(folder)[-1]['env'].get(name) for name in TRIPLE}
+    return {name: starts_of(folder)[-1]['env'].get(name) for name in TRIPLE}
 
 
 def test_a_task_starts_its_command_on_every_node(tmp_path):
-    text, _ = rendered(GPUS, '--nodes=2', command=('train', *AWKWARD, 'a\r\x07\tb'))
+    text, _ = yaml_and_commands(GPUS, '--nodes=2', command=('train', *AWKWARD, 'a\r\x07\tb'))
     node = {'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8', 'SKYPILOT_NODE_RANK': '1'}
     node['PATH'] = f'{tmp_path}/gpus:{os.environ["PATH"]}'
     triple = dict(zip(TRIPLE, ('10.0.0.7:8476', '2', '1'), strict=True))
-    assert on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node) == triple
+    assert triple_on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node) == triple
     # One node, or the hosts of a TPU slice, which know each other.
-    assert not any(on_node(tmp_path, text, SKYPILOT_NUM_NODES='1', **node).values())
+    assert not any(triple_on_node(tmp_path, text, SKYPILOT_NUM_NODES='1', **node).values())
     node['PATH'] = os.environ['PATH']
-    assert not any(on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node).values())
-    study, _ = rendered(GPUS, '--workers=1', command=('ablate', *AWKWARD))
-    assert not any(on_node(tmp_path, study).values())
-    arguments = [start['arguments'][2:] for start in starts(tmp_path)]
+    assert not any(triple_on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node).values())
+    study, _ = yaml_and_commands(GPUS, '--workers=1', command=('ablate', *AWKWARD))
+    assert not any(triple_on_node(tmp_path, study).values())
+    arguments = [start['arguments'][2:] for start in starts_of(tmp_path)]
     assert arguments == [['train', *AWKWARD, 'a\r\x07\tb']] * 3 + [['ablate', *AWKWARD]]
 
 
 def test_each_worker_is_a_job(tmp_path):
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
-    _, commands = rendered(*flags, command=STUDY)
+    _, commands = yaml_and_commands(*flags, command=STUDY)
     script = f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n'
-    stand_in(tmp_path / 'sky', f'#!/usr/bin/env bash\n{script}')
-    assert launch('sky', *flags, '--', *STUDY, env=launchers.before_path(tmp_path)).returncode == 0
+    write_program(tmp_path / 'sky', f'#!/usr/bin/env bash\n{script}')
+    assert (
+        launch('sky', *flags, '--', *STUDY, env=launchers.environment_with(tmp_path)).returncode
+        == 0
+    )
     words = (tmp_path / 'words').read_text().splitlines()
-    half = len(words) // 2
-    for k, (given, command) in enumerate(zip((words[:half], words[half:]), commands, strict=True)):
+    number_of_words = len(words) // 2
+    for k, (given, command) in enumerate(
+        zip((words[:number_of_words], words[number_of_words:]), commands, strict=True)
+    ):
         *given, path, where = given
         assert (path[-9:], where) == ('/job.yaml', str(launchers.ROOT))
         assert ['sky', *given] == command[:-1]

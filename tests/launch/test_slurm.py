@@ -47,9 +47,9 @@ def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, optio
 
 def test_a_crash_is_retried_where_the_controller_does_not_answer_at_first(tmp_path):
     for name, text in (('srun', 'exit 200'), ('squeue', 'exit 1'), ('scontrol', 'echo $*')):
-        launchers.stand_in(tmp_path / name, f'#!/bin/sh\n{text}\n')
+        launchers.write_program(tmp_path / name, f'#!/bin/sh\n{text}\n')
     job = {'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'a', 'SLURM_RESTART_COUNT': '1'}
-    environment = {**launchers.before_path(tmp_path), **job, 'SLURM_SUBMIT_DIR': str(tmp_path)}
+    environment = {**launchers.environment_with(tmp_path), **job, 'SLURM_SUBMIT_DIR': str(tmp_path)}
     script = ['bash', ROOT / 'launch/slurm.sbatch', 'train']
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, 'update JobId=7 Comment=crashes=2\nrequeue 7\n')
@@ -60,15 +60,15 @@ def cluster(tmp_path_factory):
     """A private Slurm of two nodes."""
     if missing := [name for name, path in slurm.PROGRAMS.items() if path is None]:
         pytest.skip(f'{", ".join(missing)} are missing (Debian: slurmctld slurmd slurm-client)')
-    with slurm.started(tmp_path_factory.mktemp('slurm') / 'cluster') as cluster:
+    with slurm.running_cluster(tmp_path_factory.mktemp('slurm') / 'cluster') as cluster:
         yield cluster
 
 
 @pytest.fixture
-def stand_in(cluster, tmp_path):
+def stand_in_jobs(cluster, tmp_path):
     """Jobs whose processes run the shell script stand_in.sh of the directory as qkattn."""
     program = tmp_path / 'venv/bin/python'
-    launchers.stand_in(program, '#!/usr/bin/env bash\nshift 2\n. ./stand_in.sh\n')
+    launchers.write_program(program, '#!/usr/bin/env bash\nshift 2\n. ./stand_in.sh\n')
     return Jobs(cluster, tmp_path, tmp_path / 'venv')
 
 
@@ -79,28 +79,28 @@ def submit(jobs: Jobs, script: str, *arguments: object) -> str:
 
 
 # A process that saves when it is asked to, as training does.
-SAVES = """
+SAVE_ON_SIGTERM = """
 trap 'exit 75' TERM
 touch started-$SLURM_PROCID-${SLURM_RESTART_COUNT:-0}
 for _ in {1..600}; do sleep .1; done
 """
 
 
-def started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
+def wait_until_started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
     """Waits until all processes of a start have begun."""
     files = [jobs.directory / f'started-{rank}-{restart}' for rank in range(processes)]
     jobs.cluster.wait(job, lambda _: all(file.exists() for file in files))
 
 
 @pytest.mark.slow
-def test_every_process_gets_the_arguments_unchanged(stand_in):
+def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
     script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
-    jobs = [submit(stand_in, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
+    jobs = [submit(stand_in_jobs, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
     ports = Counter()
     for job in jobs:
-        stand_in.log_after(job, 'COMPLETED', '0:0', 0)
+        stand_in_jobs.log_after(job, 'COMPLETED', '0:0', 0)
         for rank in range(2):
-            text = (stand_in.directory / f'{job}-{rank}').read_text()
+            text = (stand_in_jobs.directory / f'{job}-{rank}').read_text()
             *arguments, port, _ = text.split('\0')
             assert arguments == [*TRAIN[1:], *AWKWARD]
             ports[int(port)] += 1
@@ -113,68 +113,68 @@ def test_every_process_gets_the_arguments_unchanged(stand_in):
     ('rank', 'code', 'restarts', 'words'),
     [(1, 1, 1, 'crashed 2 times'), (0, 2, 0, 'has a wrong setting or directory')],
 )
-def test_only_crashes_are_retried(rank, code, restarts, words, stand_in):
+def test_a_crash_is_retried_and_a_wrong_setting_is_not(rank, code, restarts, words, stand_in_jobs):
     # One that has not begun when the other fails dies of srun's SIGTERM, which counts as a crash.
     begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
     failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
-    script = f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVES}'
-    job = submit(stand_in, script, '--nodes=2', '--retries=1', *TRAIN)
-    log = stand_in.log_after(job, 'FAILED', f'{code}:0', restarts)
+    script = f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVE_ON_SIGTERM}'
+    job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
+    log = stand_in_jobs.log_after(job, 'FAILED', f'{code}:0', restarts)
     assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2 * restarts
     assert log.count(f'job {job} crashed (1 of at most 2 times) and is requeued') == restarts
     assert f'job {job} {words} and is not requeued' in log
 
 
 @pytest.mark.slow
-def test_a_job_that_is_stopped_or_preempted_goes_on(stand_in):
+def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
     """Slurm sends SIGTERM to the processes before the time limit, as scancel --signal does."""
     script = f"""
     case $SLURM_RESTART_COUNT in
-        '' | 1) {SAVES} ;;
+        '' | 1) {SAVE_ON_SIGTERM} ;;
         2) exit 3 ;;
         *) echo finished ;;
     esac"""
-    job = submit(stand_in, script, '--nodes=2', '--retries=1', *TRAIN)
-    started(stand_in, job)
-    stand_in.cluster.call('scancel', '--signal=TERM', job)
-    started(stand_in, job, restart=1)
-    stand_in.preempt(job)
-    log = stand_in.log_after(job, 'COMPLETED', '0:0', 3)
+    job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
+    wait_until_started(stand_in_jobs, job)
+    stand_in_jobs.cluster.call('scancel', '--signal=TERM', job)
+    wait_until_started(stand_in_jobs, job, restart=1)
+    stand_in_jobs.preempt(job)
+    log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', 3)
     assert 'stopped with a checkpoint and is requeued' in log
     assert log.count('crashed (1 of at most 2 times)') == 1
     assert '0: finished' in log and '1: finished' in log and 'restart 3' in log
 
 
 @pytest.mark.slow
-def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in):
+def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in_jobs):
     """Limits are whole minutes, and Slurm looks at them about once a minute."""
-    script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVES.replace("600", "2400")}'
-    job = submit(stand_in, script, '--nodes=2', '--time=4', *TRAIN)
-    log = stand_in.log_after(job, 'COMPLETED', '0:0', 1)
+    script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVE_ON_SIGTERM.replace("600", "2400")}'
+    job = submit(stand_in_jobs, script, '--nodes=2', '--time=4', *TRAIN)
+    log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', 1)
     assert f'job {job} stopped with a checkpoint and is requeued' in log
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_stays_cancelled(stand_in):
-    job = submit(stand_in, SAVES, *TRAIN)
-    started(stand_in, job, processes=1)
-    stand_in.cluster.call('scancel', job)
-    assert stand_in.cluster.end(job)[::2] == ('CANCELLED', 0), stand_in.log(job)
-    assert 'requeued' not in stand_in.log(job)
+def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
+    job = submit(stand_in_jobs, SAVE_ON_SIGTERM, *TRAIN)
+    wait_until_started(stand_in_jobs, job, processes=1)
+    stand_in_jobs.cluster.call('scancel', job)
+    assert stand_in_jobs.cluster.end(job)[::2] == ('CANCELLED', 0), stand_in_jobs.log(job)
+    assert 'requeued' not in stand_in_jobs.log(job)
 
 
 @pytest.mark.slow
-def test_a_worker_that_crashes_requeues_itself_alone(stand_in):
+def test_a_worker_that_crashes_requeues_itself_alone(stand_in_jobs):
     """The last task of an array has the array's own number."""
     script = '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]'
-    array = submit(stand_in, script, '--workers=2', '--', 'ablate', '--workdir=x')
-    ends = [stand_in.cluster.end(f'{array}_{worker}') for worker in (1, 2)]
+    array = submit(stand_in_jobs, script, '--workers=2', '--', 'ablate', '--workdir=x')
+    ends = [stand_in_jobs.cluster.end(f'{array}_{worker}') for worker in (1, 2)]
     assert ends == [('COMPLETED', '0:0', 0), ('COMPLETED', '0:0', 1)]
 
 
 # Training: preempted, killed, requeued, finished
 
-RUN = """
+RUN_CONFIG = """
 from qkattn.config import *
 
 def get_config():
@@ -198,7 +198,7 @@ def training(cluster, tmp_path, data_dir):
     return jobs
 
 
-def kill(job: str, rank: int) -> None:
+def kill_process(job: str, rank: int) -> None:
     """Kills the process that trains as a rank of a job."""
     wanted = {f'SLURM_JOB_ID={job}'.encode(), f'SLURM_PROCID={rank}'.encode()}
     for path in Path('/proc').glob('[0-9]*'):
@@ -212,25 +212,25 @@ def kill(job: str, rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
-    (training.directory / 'run.py').write_text(RUN)
+    (training.directory / 'run.py').write_text(RUN_CONFIG)
     run = ('--nodes=2', '--', 'train', '--config=run.py')
     job = training.submit(*run, '--workdir=undisturbed')
     training.log_after(job, 'COMPLETED', '0:0', 0)
     job = training.submit(*run, '--workdir=disturbed')
     metrics = training.directory / 'disturbed/metrics.jsonl'
 
-    def lines() -> int:
+    def num_lines() -> int:
         return metrics.read_bytes().count(b'\n') if metrics.exists() else 0
 
-    def steps_on() -> None:
-        before = lines()
-        training.cluster.wait(job, lambda _: lines() > before + 5)
+    def wait_for_some_steps() -> None:
+        before = num_lines()
+        training.cluster.wait(job, lambda _: num_lines() > before + 5)
 
-    steps_on()
+    wait_for_some_steps()
     training.preempt(job)
-    steps_on()
-    kill(job, 1)
-    steps_on()
+    wait_for_some_steps()
+    kill_process(job, 1)
+    wait_for_some_steps()
     state, code, restarts = training.cluster.end(job)
     log = training.log(job)
     print(log)

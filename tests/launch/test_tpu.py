@@ -11,8 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launchers import AWKWARD, LAUNCH, PROGRAM, TRAIN, WHERE, dry_run, stand_in, starts
-from tests.processes import until
+from tests.launch.launchers import (
+    AWKWARD,
+    LAUNCH,
+    PROGRAM,
+    TRAIN,
+    WHERE,
+    dry_run,
+    starts_of,
+    write_program,
+)
+from tests.processes import wait_until
 
 KIND = '--accelerator=v6e-16'
 
@@ -24,7 +33,7 @@ def gcloud_commands(*flags: str, command: tuple[str, ...] = ()) -> list[list[str
     return [['gcloud', *shlex.split(text)] for text in texts]
 
 
-def remote(command: list[str]) -> str:
+def command_on_hosts(command: list[str]) -> str:
     """What a gcloud command runs on hosts."""
     (text,) = [word for word in command if word.startswith('--command=')]
     return text.removeprefix('--command=')
@@ -38,8 +47,8 @@ def test_a_dry_run_prints_each_command():
     assert gcloud_commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
     copy, install = gcloud_commands('setup', *WHERE)
     assert copy[3:7] == ['tpu-vm', 'scp', 'qkattn.bundle', 'qk:qkattn.bundle']
-    assert remote(install).endswith('qkattn/launch/host.sh setup tpu,gcs')
-    assert 'host.sh stop 40' in remote(gcloud_commands('stop', *WHERE, '--grace=40')[0])
+    assert command_on_hosts(install).endswith('qkattn/launch/host.sh setup tpu,gcs')
+    assert 'host.sh stop 40' in command_on_hosts(gcloud_commands('stop', *WHERE, '--grace=40')[0])
     assert '--worker=3' in gcloud_commands('logs', *WHERE, '--worker=3')[0]
     watched = gcloud_commands('watch', *WHERE, KIND, command=TRAIN)
     assert [words[4] for words in watched] == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
@@ -47,7 +56,10 @@ def test_a_dry_run_prints_each_command():
 
 @pytest.fixture
 def watch(monkeypatch):
-    """watch(states) -> the verbs that follow from states that are seen in turn, and the end."""
+    """watch(states) -> the verbs that `watch` runs, its exit code, and the states not looked at.
+
+    A state is that of the slice, 'ACTIVE', or what its hosts report, as in 'running exit75'.
+    """
     monkeypatch.syspath_prepend(str(LAUNCH))
     tpu = importlib.import_module('tpu')
     hosts = ''
@@ -100,7 +112,7 @@ def watch(monkeypatch):
         (['FAILED'], '', 1),
     ],
 )
-def test_what_watch_does_next(watch, states, verbs, code):
+def test_watch_does_what_the_states_of_a_slice_need(watch, states, verbs, code):
     assert watch(states) == (verbs, code, [])
 
 
@@ -128,53 +140,56 @@ def host(tmp_path):
     if not shutil.which('flock') or not shutil.which('setsid'):
         pytest.skip('flock and setsid of Linux are not installed')
     for name in ('host.sh', 'supervise.sh'):
-        stand_in(tmp_path / 'qkattn/launch' / name, (LAUNCH / name).read_text())
-    stand_in(tmp_path / 'qkattn/.venv/bin/python', PROGRAM)
+        write_program(tmp_path / 'qkattn/launch' / name, (LAUNCH / name).read_text())
+    write_program(tmp_path / 'qkattn/.venv/bin/python', PROGRAM)
     yield tmp_path
     if state_of(tmp_path) == 'running':  # left by a test that failed
         os.killpg(int((tmp_path / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
 
 
-def test_arguments_arrive_unchanged(host):
+def test_arguments_arrive_on_a_host_unchanged(host):
     (command,) = gcloud_commands('run', *WHERE, "--env=TOKEN=a 'b' $c", command=('train', *AWKWARD))
     assert '--worker=all' in command
-    done = on_host(host, remote(command))
+    done = on_host(host, command_on_hosts(command))
     assert done.returncode == 0, done.stderr
-    until(lambda: state_of(host) == 'exit 0')
-    ((token, arguments),) = [(start['env']['TOKEN'], start['arguments']) for start in starts(host)]
+    wait_until(lambda: state_of(host) == 'exit 0')
+    ((token, arguments),) = [
+        (start['env']['TOKEN'], start['arguments']) for start in starts_of(host)
+    ]
     assert (token, arguments) == ("a 'b' $c", ['-m', 'qkattn', 'train', *AWKWARD])
 
 
 @pytest.mark.parametrize(
-    'codes, retries, number, ended',
+    'codes, retries, num_starts, final_code',
     [
-        ('2', 3, 1, 2),
-        ('75 75 1 75 0', 1, 5, 0),
+        ('2', 3, 1, 2),  # a wrong setting
+        ('75 75 1 75 0', 1, 5, 0),  # stops do not count as retries
         ('1 139 1', 1, 2, 139),
     ],
 )
-def test_what_is_started_again(host, codes, retries, number, ended):
+def test_a_program_is_started_again_by_its_exit_code(host, codes, retries, num_starts, final_code):
     (host / 'plan').write_text(codes.replace(' ', '\n'))
     launch = host / 'qkattn' / 'launch'
     program = host / 'qkattn' / '.venv' / 'bin' / 'python'
     flags = [f'--retries={retries}', '--delay=0', '--', str(program), *AWKWARD]
     done = on_host(host, shlex.join([str(launch / 'supervise.sh'), *flags]))
-    assert (done.returncode, len(starts(host))) == (ended, number), done.stderr
-    assert {tuple(start['arguments']) for start in starts(host)} == {AWKWARD}
+    assert done.returncode == final_code, done.stderr
+    assert len(starts_of(host)) == num_starts
+    assert {tuple(start['arguments']) for start in starts_of(host)} == {AWKWARD}
 
 
 def test_a_host_runs_once_until_it_is_stopped(host):
     assert state_of(host) == 'new'
     (host / 'plan').write_text('saves\nsaves')
     (run,) = gcloud_commands('run', *WHERE, command=TRAIN)
-    on_host(host, remote(run))
+    on_host(host, command_on_hosts(run))
     assert state_of(host) == 'running'
-    until(lambda: starts(host))
-    assert on_host(host, remote(run)).stdout == 'running already\n'
+    wait_until(lambda: starts_of(host))
+    assert on_host(host, command_on_hosts(run)).stdout == 'running already\n'
     (stop,) = gcloud_commands('stop', *WHERE, '--grace=30')
-    assert on_host(host, remote(stop)).stdout == 'ended with exit code 75\n'
-    assert state_of(host) == 'exit 75' and len(starts(host)) == 1
-    assert on_host(host, remote(stop)).stdout == 'not running\n'
+    assert on_host(host, command_on_hosts(stop)).stdout == 'ended with exit code 75\n'
+    assert state_of(host) == 'exit 75' and len(starts_of(host)) == 1
+    assert on_host(host, command_on_hosts(stop)).stdout == 'not running\n'
     # A host that went down has a process id of before, and nobody holds its lock.
     (host / 'qkattn-run' / 'exit').unlink()
     assert state_of(host) == 'lost'
@@ -182,22 +197,22 @@ def test_a_host_runs_once_until_it_is_stopped(host):
 
 def test_setup_updates_no_packages_under_a_job(host):
     (host / 'plan').write_text('0\n0\nsaves')
-    stand_in(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
+    write_program(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
     (host / 'qkattn' / '.venv' / 'qkattn-stamp').touch()
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
     update = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
-    assert starts(host)[0]['arguments'] == update and len(starts(host)) == 2
-    on_host(host, remote(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
-    until(lambda: len(starts(host)) == 3)
+    assert starts_of(host)[0]['arguments'] == update and len(starts_of(host)) == 2
+    on_host(host, command_on_hosts(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
+    wait_until(lambda: len(starts_of(host)) == 3)
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
-    assert len(starts(host)) == 4 and starts(host)[3]['arguments'] != update
+    assert len(starts_of(host)) == 4 and starts_of(host)[3]['arguments'] != update
     assert on_host(host, 'qkattn/launch/host.sh stop 30').returncode == 0
 
 
 def test_a_stop_that_is_too_slow_is_reported(host):
     (host / 'plan').write_text('saves')
-    on_host(host, remote(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
-    until(lambda: starts(host))
+    on_host(host, command_on_hosts(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
+    wait_until(lambda: starts_of(host))
     done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
     assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
-    until(lambda: state_of(host) == 'exit 75')
+    wait_until(lambda: state_of(host) == 'exit 75')

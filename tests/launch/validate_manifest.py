@@ -13,16 +13,21 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 
-def unknown(given, seen, at='') -> list[str]:
-    """Fields that the models dropped: they do not know them."""
-    if isinstance(given, dict):
-        missing = [f'{at}.{name} is unknown' for name in given if name not in (seen or {})]
-        kept = [name for name in given if name in (seen or {})]
-        return missing + [x for n in kept for x in unknown(given[n], seen[n], f'{at}.{n}')]
-    if isinstance(given, list):
-        pairs = enumerate(zip(given, seen or [None] * len(given), strict=True))
-        return [x for k, (a, b) in pairs for x in unknown(a, b, f'{at}[{k}]')]
-    return []
+def unknown_fields(written, parsed, path='') -> list[str]:
+    """'.spec.x is unknown' for each field of a manifest that its parsed model has dropped."""
+    errors = []
+    if isinstance(written, dict):
+        parsed = parsed or {}
+        for name in written:
+            if name in parsed:
+                errors += unknown_fields(written[name], parsed[name], f'{path}.{name}')
+            else:
+                errors.append(f'{path}.{name} is unknown')
+    elif isinstance(written, list):
+        parsed = parsed or [None] * len(written)
+        for index, (entry, parsed_entry) in enumerate(zip(written, parsed, strict=True)):
+            errors += unknown_fields(entry, parsed_entry, f'{path}[{index}]')
+    return errors
 
 
 def problems(manifest: dict) -> list[str]:
@@ -30,8 +35,8 @@ def problems(manifest: dict) -> list[str]:
     errors = []
     if manifest['kind'] == 'JobSet':
         try:
-            seen = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(manifest)).to_dict()
-            errors = unknown(manifest, seen)
+            parsed = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(manifest)).to_dict()
+            errors = unknown_fields(manifest, parsed)
         except ValueError as error:
             errors = [str(error)]
         job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'x'}}

@@ -22,8 +22,8 @@ GATES = {
 }
 
 
-def shaken(model):
-    """The model with every parameter off its initial value, gains and biases too."""
+def with_noise(model):
+    """The model with noise added to every parameter, so that gains and biases count."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: a + np.float32(0.2 * rng.standard_normal(a.shape)), model)
 

@@ -18,9 +18,9 @@ from qkattn.study.arms import parse_variant
 from qkattn.study.matching import match
 from tests.attention import examples  # noqa: F401, the class `Differential`
 
-exact = functools.partial(jax.nn.gelu, approximate=False)
+exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
 SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'd_ff': 16}
-X_BTD = np.random.default_rng(1).standard_normal((2, 7, 16)).astype(np.float32)
+STREAM_BTD = np.random.default_rng(1).standard_normal((2, 7, 16)).astype(np.float32)
 KEY = jax.random.key(7)
 
 
@@ -28,7 +28,7 @@ KEY = jax.random.key(7)
 def test_gelu_is_exact(order):
     with jax.enable_x64(True):
         x_F = jnp.linspace(-9, 9, 2001)
-        expected_F = jax.vmap(order(exact))(x_F)
+        expected_F = jax.vmap(order(exact_gelu))(x_F)
         np.testing.assert_allclose(jax.vmap(order(gelu))(x_F), expected_F, rtol=0, atol=1e-14)
         narrow_F = jax.vmap(order(gelu))(x_F.astype(jnp.float32))
         np.testing.assert_allclose(narrow_F, expected_F, rtol=0, atol=2e-6)
@@ -39,21 +39,21 @@ def test_gelu_is_rounded_once_in_bfloat16(order):
     x_F = jnp.linspace(-4, 4, 257).astype(jnp.bfloat16)
     half_F = jax.vmap(order(gelu))(x_F)
     assert half_F.dtype == jnp.bfloat16
-    expected_F = jax.vmap(order(exact))(x_F.astype(jnp.float32))
+    expected_F = jax.vmap(order(exact_gelu))(x_F.astype(jnp.float32))
     np.testing.assert_allclose(half_F.astype(jnp.float32), expected_F, rtol=2**-8, atol=1e-6)
 
 
-def branch(part: str, key=None, **fields):
+def branch_output(part: str, key=None, **fields):
     """What a block adds to the stream, with only the branch `part` at work."""
     block = Block(ModelConfig(**SIZES, **fields), key=jax.random.key(0))
     if part != 'attention':
         block.attention.value.w_o_NHD[...] *= 0
     block.mlp.w_out_FD[...] = jnp.eye(16) * (part == 'mlp')
-    return np.asarray(block(X_BTD, visible(7, 7, causal=False), key)) - X_BTD
+    return np.asarray(block(STREAM_BTD, visible(7, 7, causal=False), key)) - STREAM_BTD
 
 
-def is_a_part_of(got, want):
-    """Which elements are left, each twice as large, and none other than that."""
+def share_that_is_kept(got, want):
+    """The share of elements that dropout at 0.5 has kept, each twice as large; others are 0."""
     left = np.abs(got) > 1e-6
     np.testing.assert_allclose(got[left], 2 * want[left], rtol=1e-3, atol=1e-5)
     return left.mean()
@@ -61,35 +61,39 @@ def is_a_part_of(got, want):
 
 def test_dropout_acts_on_whole_branches():
     for part in ('attention', 'mlp'):
-        got = branch(part, KEY, dropout=0.5, attention_dropout=0.0)
-        assert 0.3 < is_a_part_of(got, branch(part)) < 0.7
+        got = branch_output(part, KEY, dropout=0.5, attention_dropout=0.0)
+        assert 0.3 < share_that_is_kept(got, branch_output(part)) < 0.7
     # With probabilities dropped as well, what is left is not twice what it was.
-    both = branch('attention', KEY, dropout=0.5)
+    both = branch_output('attention', KEY, dropout=0.5)
     left = np.abs(both) > 1e-6
-    assert np.abs(both[left] - 2 * branch('attention')[left]).max() > 1e-2
+    assert np.abs(both[left] - 2 * branch_output('attention')[left]).max() > 1e-2
 
 
 def test_dropout_of_probabilities_acts_on_attention_alone():
     fields = {'dropout': 0.0, 'attention_dropout': 0.5}
-    np.testing.assert_array_equal(branch('mlp', KEY, **fields), branch('mlp'))
-    assert np.abs(branch('attention', KEY, **fields) - branch('attention')).max() > 1e-2
+    np.testing.assert_array_equal(branch_output('mlp', KEY, **fields), branch_output('mlp'))
+    assert (
+        np.abs(branch_output('attention', KEY, **fields) - branch_output('attention')).max() > 1e-2
+    )
 
 
 def test_dropout_of_activations_acts_on_the_mlp_alone():
     fields = {'activation_dropout': 0.5}
-    np.testing.assert_array_equal(branch('attention', KEY, **fields), branch('attention'))
-    assert 0.3 < is_a_part_of(branch('mlp', KEY, **fields), branch('mlp')) < 0.7
+    np.testing.assert_array_equal(
+        branch_output('attention', KEY, **fields), branch_output('attention')
+    )
+    assert 0.3 < share_that_is_kept(branch_output('mlp', KEY, **fields), branch_output('mlp')) < 0.7
 
 
 def test_dropout_of_activations_keeps_the_mean_of_the_mlp():
     mlp = MLP(ModelConfig(**SIZES, activation_dropout=0.5), key=jax.random.key(0))
-    draws = np.stack([mlp(X_BTD, jax.random.key(seed)) for seed in range(200)])
-    np.testing.assert_allclose(draws.mean(0), mlp(X_BTD), atol=0.5)
+    draws = np.stack([mlp(STREAM_BTD, jax.random.key(seed)) for seed in range(200)])
+    np.testing.assert_allclose(draws.mean(0), mlp(STREAM_BTD), atol=0.5)
 
 
 def test_dropout_of_activations_is_drawn_apart_from_that_of_the_branch():
-    """A quarter of the elements is left by both."""
-    both = branch('mlp', KEY, dropout=0.5, attention_dropout=0.0, activation_dropout=0.5)
+    """Two dropouts at 0.5 keep a quarter of the elements."""
+    both = branch_output('mlp', KEY, dropout=0.5, attention_dropout=0.0, activation_dropout=0.5)
     assert 0.15 < (np.abs(both) > 1e-6).mean() < 0.35
 
 
@@ -102,7 +106,7 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.slow
-def test_layers_begin_as_those_of_models_with_one_variant():
+def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
     fresh = build(CONFIG, key=jax.random.key(0)).layers()
     assert [str(a.spec.variant) for a in fresh] == [*VARIANTS, *VARIANTS[:2]]
     assert fresh[2].value.layer == 2
@@ -115,7 +119,7 @@ def test_layers_begin_as_those_of_models_with_one_variant():
             jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_costs_are_sums_over_layers():
+def test_the_costs_of_a_pattern_are_sums_over_its_layers():
     def uniform(variant, which):
         one = dataclasses.replace(CONFIG, pattern=None, num_layers=1, **parse_variant(variant))
         none = cost.measured(dataclasses.replace(one, num_layers=2), which)

@@ -10,7 +10,7 @@ from qkattn.config import ModelConfig
 from qkattn.model import build
 from qkattn.model.transformer import loss
 from tests.attention import examples
-from tests.lanes import only
+from tests.lanes import slow_except
 
 T = 4
 REGISTERED = [(score, 'vo') for score in SCORES]
@@ -18,7 +18,7 @@ REGISTERED += [(cls.partner, value) for value, cls in VALUES.items() if value !=
 QUICK = [('qk', 'vo'), ('latent', 'latent')]
 
 
-@pytest.mark.parametrize(('score', 'value'), only(QUICK, [*REGISTERED, *examples.VARIANTS]))
+@pytest.mark.parametrize(('score', 'value'), slow_except(QUICK, [*REGISTERED, *examples.VARIANTS]))
 def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
     config = ModelConfig(
         score=score,

@@ -8,7 +8,7 @@ from qkattn.config import ModelConfig
 from qkattn.model import cost
 from qkattn.study import variant_catalogue
 from tests.attention import examples
-from tests.lanes import thinned
+from tests.lanes import mostly_slow
 
 D, L, V, T, F, S = 64, 3, 100, 32, 256, 48
 BASE = ModelConfig(d_model=D, num_layers=L, num_heads=4, context=T, vocab_size=V)
@@ -29,7 +29,7 @@ DECODER = T * (LAYER + 2 * PROJECTION + 4 * S * D) + S * 2 * PROJECTION
 BIASED = 3 * 4 * (D * D + D), 3 * (2 * D * F + F + D)
 
 
-def test_parameters_by_hand():
+def test_parameter_counts_are_those_worked_out_by_hand():
     for fields, attention, mlp, embedding, norm in (
         ({}, 3 * 4 * D * D, 3 * 2 * D * F, V * D + T * D, 7 * D),
         (BOTH | VARIANTS, (3 * 4 + 4 + 3 * 2) * D * D, 4 * 2 * D * F, (V + T + S) * D, 13 * D),
@@ -52,7 +52,7 @@ def test_a_parameter_of_no_group_is_refused():
         cost.group_of('w_extra_D')
 
 
-def test_flops():
+def test_flops_are_those_worked_out_by_hand():
     for fields, flops in (
         ({}, 3 * LAYER + UNEMBED),
         # one matrix less, though queries and keys come from the same product
@@ -70,10 +70,10 @@ def test_flops():
 
 @pytest.mark.parametrize(
     ('score', 'value'),
-    thinned(variant_catalogue.documented_variants() + examples.FOLDER_VARIANTS, every=8),
+    mostly_slow(variant_catalogue.documented_variants() + examples.FOLDER_VARIANTS, every=8),
 )
 def test_a_training_step_costs_three_forward_passes(score, value):
-    """Two products for the gradients of each one, also where two uses share it."""
+    """The backward pass has two products for each of the forward pass."""
     config = dataclasses.replace(BASE, num_layers=1, score=score, value=value)
     fixed = 0
     if 'Frozen' in score:  # no gradients of W_Q and W_K
@@ -92,7 +92,7 @@ def test_rematerialization_costs_another_forward_pass():
     assert cost.training_flops_per_token(config) == 3 * (layers + UNEMBED) + again
 
 
-def test_cache():
+def test_cache_sizes_are_those_worked_out_by_hand():
     for fields, floats in (
         ({}, 3 * 2 * D),
         ({'num_kv_heads': 1}, 3 * 2 * 16),

@@ -12,7 +12,7 @@ from qkattn.config import ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder, EncoderDecoder, abstract_model, build
 from tests.attention import examples  # noqa: F401, classes that the settings name
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.model import slow_transformer as slow
 
 SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'd_ff': 24, 'vocab_size': 13}
@@ -31,14 +31,14 @@ def config_of(**fields) -> ModelConfig:
     return ModelConfig(**SIZES | {'context': 7, 'scan_unroll': 1} | fields)
 
 
-def make(**fields) -> Decoder | Encoder | EncoderDecoder:
+def make_model(**fields) -> Decoder | Encoder | EncoderDecoder:
     """A model whose embeddings are large enough that every token matters."""
     model = build(config_of(**fields), key=jax.random.key(0))
     model.w_embedding_VD[...] *= 4
     return model
 
 
-def packed() -> dict[str, np.ndarray]:
+def packed_row() -> dict[str, np.ndarray]:
     """All pairs in one row, and padding behind them."""
     rng = np.random.default_rng(0)
     batch = {}
@@ -64,7 +64,7 @@ FIELDS = [
 ]
 UNSHARED = {'shared_embeddings': False, 'tied_embeddings': False, 'norm_position': 'post'}
 UNSHARED |= {'kernel': 'blockwise'}
-OF_BOTH = [
+FIELDS_OF_ENCODER_DECODERS = [
     *FIELDS[:2],
     UNSHARED | {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'},
     {'norm': 'rmsnorm', 'biases': True, 'shared_embeddings': False, 'positions': 'none'},
@@ -78,22 +78,22 @@ VARIANTS = 'qk/vo', 'low_rank(rank=3)/no_v', 'merged/differential:Differential'
 PATTERN = {'pattern': ','.join(VARIANTS), 'num_layers': 5}
 SCANS = [{}, {'scan_unroll': None}, {'scan_unroll': 3, 'remat': 'dots'}]
 CASES = [(k, f) for i, f in enumerate(FIELDS) for k in ('encoder', 'decoder')[:: (-1) ** i]]
-CASES += [('encoder_decoder', fields) for fields in OF_BOTH]
+CASES += [('encoder_decoder', fields) for fields in FIELDS_OF_ENCODER_DECODERS]
 CASES += [('decoder', PATTERN | scan) for scan in SCANS]
 QUICK = [CASES[0], CASES[4], CASES[18], CASES[-1]]
 
 
-@pytest.mark.parametrize(('kind', 'fields'), only(QUICK, CASES), ids=str)
-def test_the_numbers_are_those_of_the_slow_reference(kind, fields):
+@pytest.mark.parametrize(('kind', 'fields'), slow_except(QUICK, CASES), ids=str)
+def test_logits_are_those_of_the_slow_reference(kind, fields):
     if kind == 'encoder_decoder':
         fields = BOTH | fields
-        inputs = packed()
-        batch = packed()
+        inputs = packed_row()
+        batch = packed_row()
     else:
         valid_BT = np.arange(7) < np.array([[7], [4]])
         inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
         batch = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
-    model = slow.shaken(make(**{'kind': kind} | fields))
+    model = slow.with_noise(make_model(**{'kind': kind} | fields))
     used_BT = batch['segments_BT'] > 0
     want = slow.forward(model, **batch)
     got = logits_of(model, **inputs)
@@ -104,7 +104,7 @@ def test_the_numbers_are_those_of_the_slow_reference(kind, fields):
 
 @pytest.mark.parametrize('kind', ['encoder', 'decoder'])
 def test_padding_is_never_read_wherever_it_stands(kind):
-    model = make(kind=kind)
+    model = make_model(kind=kind)
     valid_BT = np.ones((2, 7), bool)
     valid_BT[0, 5:] = valid_BT[1, :2] = False
     want = logits_of(model, TOKENS, valid_BT=valid_BT)
@@ -122,9 +122,9 @@ KERNELS_AND_POSITIONS = [*itertools.product(KERNELS, POSITIONS)]
 QUICK_KERNELS = [('einsum', 'learned'), ('blockwise', 'rope')]
 
 
-@pytest.mark.parametrize(('kernel', 'positions'), only(QUICK_KERNELS, KERNELS_AND_POSITIONS))
+@pytest.mark.parametrize(('kernel', 'positions'), slow_except(QUICK_KERNELS, KERNELS_AND_POSITIONS))
 def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
-    model = make(kernel=kernel, positions=positions, window=4)
+    model = make_model(kernel=kernel, positions=positions, window=4)
     segments_BT = np.array([[1, 1, 1, 1, 1, 2, 2], [2, 3, 3, 3, 4, 4, 4]])
     got = logits_of(model, TOKENS, segments_BT=segments_BT)
     for row, segments_T in enumerate(segments_BT):
@@ -136,7 +136,7 @@ def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
 
 
 def test_a_window_reaches_both_ways():
-    model = make(kind='encoder', window=2, num_layers=1)
+    model = make_model(kind='encoder', window=2, num_layers=1)
     other = TOKENS.copy()
     other[:, 3] = (other[:, 3] + 1) % 11
     moved_BT = np.abs(logits_of(model, other) - logits_of(model, TOKENS)).max(-1) > 1e-6
@@ -147,8 +147,8 @@ def test_more_tokens_than_there_is_room_for_are_refused():
     refusal = '8 tokens do not fit into model.{}=7'
     for kind in ('decoder', 'encoder'):
         with pytest.raises(ValueError, match=refusal.format('context')):
-            make(kind=kind)(jnp.zeros((1, 8), int))
-    both = make(kind='encoder_decoder', source_context=7)
+            make_model(kind=kind)(jnp.zeros((1, 8), int))
+    both = make_model(kind='encoder_decoder', source_context=7)
     for tokens, source, field in ((8, 7, 'context'), (7, 8, 'source_context')):
         with pytest.raises(ValueError, match=refusal.format(field)):
             both(jnp.zeros((1, tokens), int), source_BS=jnp.zeros((1, source), int))
@@ -157,14 +157,14 @@ def test_more_tokens_than_there_is_room_for_are_refused():
 def test_a_setting_out_of_its_bounds_is_refused_by_name():
     fields = {'positions': 'rotary', 'norm': 'layer_norm', 'norm_position': 'Pre', 'dropout': 1.5}
     for field, value in (fields | {'activation': 'silu', 'kind': 'gpt'}).items():
-        for make_model in (build, Decoder):
+        for construct in (build, Decoder):
             with pytest.raises(ConfigError, match=f'^model.{field}={value!r} must be'):
-                make_model(config_of(**{field: value}), key=jax.random.key(0))
+                construct(config_of(**{field: value}), key=jax.random.key(0))
     with pytest.raises(ConfigError, match="^model.kind='decoder' must be 'encoder' in Encoder"):
         Encoder(config_of(), key=jax.random.key(0))
 
 
-def test_what_is_recomputed_takes_no_memory_once_compiled():
+def test_rematerialization_halves_the_memory_of_a_compiled_gradient():
     def temporaries(**fields):
         model = abstract_model(config_of(num_layers=4, context=64, scan_unroll=None, **fields))
         gradients = jax.jit(jax.grad(lambda model, tokens_BT: model(tokens_BT).sum()))
@@ -175,11 +175,13 @@ def test_what_is_recomputed_takes_no_memory_once_compiled():
 
 
 def test_dropout_is_off_without_a_key():
-    np.testing.assert_array_equal(logits_of(make(dropout=0.5), TOKENS), logits_of(make(), TOKENS))
+    np.testing.assert_array_equal(
+        logits_of(make_model(dropout=0.5), TOKENS), logits_of(make_model(), TOKENS)
+    )
 
 
 def test_dropout_acts_on_embeddings():
-    model = make(dropout=0.5)
+    model = make_model(dropout=0.5)
     model.blocks.attention.value.w_o_NHD[...] *= 0
     model.blocks.mlp.w_out_FD[...] *= 0
     first = logits_of(model, TOKENS, dropout_key=jax.random.key(0))
@@ -188,8 +190,8 @@ def test_dropout_acts_on_embeddings():
 
 
 def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
-    model = make(**BOTH, dropout=0.5, num_layers=1)
-    batch = packed()
+    model = make_model(**BOTH, dropout=0.5, num_layers=1)
+    batch = packed_row()
     key = jax.random.key(0)
     plain = logits_of(model, **batch)
     first = logits_of(model, **batch, dropout_key=key)
@@ -201,8 +203,10 @@ def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
     assert np.abs(encoded - encoded_with_dropout).max() > 0.1
 
 
-def test_no_two_parts_start_from_the_same_numbers():
-    model = make(**BOTH | {'shared_embeddings': False, 'num_encoder_layers': 2, 'context': 12})
+def test_no_two_parts_have_correlated_initial_values():
+    model = make_model(
+        **BOTH | {'shared_embeddings': False, 'num_encoder_layers': 2, 'context': 12}
+    )
     stacks = model.blocks, model.encoder.blocks
     attentions = [model.blocks.cross_attention, *(stack.attention for stack in stacks)]
     families = [
@@ -217,7 +221,7 @@ def test_no_two_parts_start_from_the_same_numbers():
 
 
 def test_logits_in_bfloat16_are_summed_in_float32():
-    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make(num_layers=1))
+    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_model(num_layers=1))
     x_BTD = jax.random.normal(jax.random.key(1), (2, 4, 16)).astype(jnp.bfloat16)
     w_VD = model.w_embedding_VD[...].astype(jnp.float32)
     assert model.logits(x_BTD).dtype == jnp.float32
@@ -239,7 +243,7 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
 
 
 @pytest.mark.parametrize('kind', ['no_kind', ['decoder'], None])
-def test_a_kind_that_is_none_is_refused(kind):
+def test_an_unknown_kind_is_refused(kind):
     with pytest.raises(ConfigError, match='^model.kind=.* must be '):
         build(ModelConfig(kind=kind), key=jax.random.key(0))
 

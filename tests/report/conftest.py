@@ -13,28 +13,35 @@ SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
 LONG = 'my_package.my_module:MyScore/my_package.other:MyValue?num_kv_heads=1'
 
 
-def read(directory):
+def findings_of(directory):
     return find(load_study(directory))
 
 
-def shifted(mean, spread=0.001):
+def losses_around(mean, spread=0.001):
+    """The baseline's losses plus `mean`, and plus or minus `spread` by turns."""
     return [loss + mean + spread * (-1) ** seed for seed, loss in enumerate(BASE)]
 
 
-def arms():
-    """A baseline and one arm of each decision."""
-    made = {
+def records_of_every_decision():
+    """Trials of a baseline and of one arm for each decision."""
+    losses_by_variant = {
         'qk/vo': BASE,
-        'good/vo': shifted(-0.03),
-        'bad/vo': shifted(0.05),
-        'same/vo': shifted(0.0005),
-        'wide/vo': shifted(0.006, 0.012),
+        'good/vo': losses_around(-0.03),
+        'bad/vo': losses_around(0.05),
+        'same/vo': losses_around(0.0005),
+        'wide/vo': losses_around(0.006, 0.012),
     }
-    return [r for v, losses in made.items() for r in tuned_arm(v, losses=losses)]
+    records = []
+    for variant, losses in losses_by_variant.items():
+        records += tuned_arm(variant, losses=losses)
+    return records
 
 
-def scaled(multiplier):
-    """Losses of a scaling law, of an arm whose parameters count for `multiplier` each."""
+def records_of_a_scaling_law(multiplier):
+    """Trials at four sizes whose losses follow 1.5 + 30 N^-0.3 in the number of parameters N.
+
+    A parameter of arm b/vo is worth `multiplier` parameters of the baseline.
+    """
     records = []
     for size, d in SIZES.items():
         parameters = tuned_arm('qk/vo', size, BASE, d_model=d)[0]['parameters']['total']
@@ -45,9 +52,10 @@ def scaled(multiplier):
     return records
 
 
-def controlled(directory):
-    """A study with controls, an arm that was added after a look, and accepted changes."""
+def write_controlled_study(directory):
+    """Writes a study with controls, an arm that was added after a look, and accepted changes."""
     target = tuned_arm('qk/vo')[0]['target_parameters']
+    # Variant and control: the shift of its losses, d_model, parameters beyond the target.
     planned = {
         ('qk/vo', None): (0.0, 128, 0),
         ('qk/no_o', None): (-0.03, 136, -80),
@@ -62,13 +70,15 @@ def controlled(directory):
     for (variant, control), (shift, d_model, more) in planned.items():
         changes = {'num_steps': 1600, 'num_tokens': 1600 * 768} if control == 'longer' else {}
         if (variant, control) == ('shared_qk/vo', 'equal_shape'):
-            changes['optimum'] = 16e-3  # not bracketed, which is in the way of no verdict
-        losses = BASE if (variant, control) == ('qk/vo', None) else shifted(shift)
-        made = tuned_arm(variant, losses=losses, control=control, d_model=d_model, **changes)
-        for record in made:
+            changes['optimum'] = 16e-3  # at the end of its grid, which withholds no verdict
+        losses = BASE if (variant, control) == ('qk/vo', None) else losses_around(shift)
+        trials = tuned_arm(variant, losses=losses, control=control, d_model=d_model, **changes)
+        for record in trials:
             record |= {'target_parameters': target, 'residual': more / target}
             record['parameters'] = record['parameters'] | {'total': target + more}
-        records += made
+        records += trials
+
+    # The ledger has a look at all arms but qk/no_v, which is declared afterwards.
     early = [record for record in records if record['variant'] != 'qk/no_v']
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
     write_tuned(directory, early, controls=controls)
@@ -104,7 +114,7 @@ class Page(HTMLParser):
         self.text = ' '.join(self.lines)
 
     def handle_starttag(self, tag, attrs):
-        # A name goes on behind a place where its line may break.
+        # A word goes on behind <wbr>, where its line may break.
         self.after_break = tag == 'wbr'
         self.tags.append((tag, dict(attrs)))
         self.ids += [value for name, value in attrs if name == 'id']

@@ -14,17 +14,26 @@ from qkattn.report.figures import attention_figure, figures
 from qkattn.report.figures.drawing import Drawing, picture, write_plots
 from qkattn.report.figures.forest import Line, forest
 from qkattn.report.figures.style import WIDE, WIDTH, style_sheet, styles
-from tests.report.conftest import LONG, SIZES, arms, read, row_names, scaled, shifted
+from tests.report.conftest import (
+    LONG,
+    SIZES,
+    findings_of,
+    losses_around,
+    records_of_a_scaling_law,
+    records_of_every_decision,
+    row_names,
+)
 from tests.studies import RATES, tuned_arm, write_tuned
 
 
 def draw(path):
-    findings = read(path)
+    """Findings of a study, and its figures by name."""
+    findings = findings_of(path)
     return findings, {drawing.stem: drawing.figure() for drawing in figures(findings)}
 
 
-def dots(ax, label: str) -> list[np.ndarray]:
-    """The x of each collection of that label."""
+def marks_at(ax, label: str) -> list[np.ndarray]:
+    """The x values of each collection of marks with this label."""
     return [c.get_offsets()[:, 0] for c in ax.collections if c.get_label() == label]
 
 
@@ -34,75 +43,86 @@ def line(ax, label: str):
 
 
 @pytest.fixture(scope='module')
-def grids(drawn):
-    """The grids of panels of that study."""
-    return [drawing.grid for drawing in figures(drawn[0]) if drawing.grid]
+def grids(findings_and_figures):
+    """The grids of panels of `findings_and_figures`."""
+    return [drawing.grid for drawing in figures(findings_and_figures[0]) if drawing.grid]
 
 
 @pytest.fixture(scope='module')
-def drawn(tmp_path_factory):
-    """Findings and figures of a study with every decision, and arms of all kinds of trouble."""
-    records = [*arms(), *tuned_arm(LONG, losses=shifted(0.006))]
+def findings_and_figures(tmp_path_factory):
+    """(findings, figures by name) of a study with every decision and arms that diverge or lack
+    results."""
+    records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.006))]
     for record in records:
         if record['variant'] == 'bad/vo':
             record['parameters'] = record['parameters'] | {'total': 10**6}
-    records += tuned_arm('far/vo', losses=shifted(3.0), diverged_rates=RATES[-1:])
+    records += tuned_arm('far/vo', losses=losses_around(3.0), diverged_rates=RATES[-1:])
     records += tuned_arm('lost/vo', losses=[None] * 8)
-    records += tuned_arm('half/vo', losses=[None, *shifted(0.0)[1:]])
+    records += tuned_arm('half/vo', losses=[None, *losses_around(0.0)[1:]])
     late = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
     path = tmp_path_factory.mktemp('drawn') / 'study'
-    findings, made = draw(write_tuned(path, records, declared=[late], num_evals=4, margin=0.004))
-    for figure in made.values():
+    path = write_tuned(path, records, declared=[late], num_evals=4, margin=0.004)
+    findings, figure_by_name = draw(path)
+    for figure in figure_by_name.values():
         with style_sheet():
             figure.draw_without_rendering()
-    return findings, made
+    return findings, figure_by_name
 
 
-def test_a_forest_shows_every_declared_arm(drawn):
-    findings, made = drawn
-    (ax,) = made['verdicts'].axes
+def test_a_forest_shows_every_declared_arm(findings_and_figures):
+    findings, figure_by_name = findings_and_figures
+    (ax,) = figure_by_name['verdicts'].axes
     names = row_names(ax)
     finished = ['good/vo', 'half/vo', 'same/vo', 'wide/vo', short(LONG, 44), 'bad/vo', 'far/vo']
     assert names == [*finished, 'lost/vo', 'late/vo']
     shown = [text.get_text() for text in ax.texts]
     assert shown.count('diverged') == shown.count('no result yet') == 1
+
+    # The line of an arm: its numbers in words, its interval, its seeds, and the margin.
     by_name = {arm.variant: arm for arm in findings.arms}
     good = by_name['good/vo'].difference
     assert f'{good.mean:+.4f} [{good.low:+.4f}, {good.high:+.4f}]  better' in shown
     assert any(text.endswith('undecided  1 diverged') for text in shown)
     (interval, *_) = [c for c in ax.collections if c.get_label() == '95 % interval']
     assert interval.get_segments()[0][:, 0] == pytest.approx((good.low, good.high))
-    (seeds, *_) = dots(ax, 'one seed')
+    (seeds, *_) = marks_at(ax, 'one seed')
     differences = by_name['good/vo'].comparison.differences.values()
     assert sorted(seeds) == pytest.approx(sorted(differences))
     (band,) = [patch for patch in ax.patches if patch.get_label().startswith('±0.004')]
     corners = band.get_extents().transformed(ax.transData.inverted())
     assert (corners.x0, corners.x1) == pytest.approx((-0.004, 0.004))
-    # An outlier does not flatten the others: its mean and its seeds are arrowheads at the edge.
-    means = np.concatenate(dots(ax, 'mean'))
+
+    # The axis ends before an arm that is far off: its mean and seeds are arrowheads at the edge.
+    means = np.concatenate(marks_at(ax, 'mean'))
     edge = ax.get_xlim()[1]
     assert (means[:-1] < 0.1).all() and means[-1] > edge < 0.5
-    assert np.concatenate(dots(ax, 'off the scale')).tolist() == [edge] * 2
+    assert np.concatenate(marks_at(ax, 'off the scale')).tolist() == [edge] * 2
 
 
-def test_what_is_cut_at_the_edge_of_a_forest_has_an_arrowhead_there():
-    def line(name, mean, low, high, *seeds):
-        return Line(name, mean, low, high, seeds, reported=(mean - 0.1, mean + 0.1))
+def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
+    def line(name, mean, low, high):
+        reported = (mean - 0.1, mean + 0.1)
+        return Line(name, mean, low, high, seeds=(mean,), reported=reported)
 
-    lines = [line('in/vo', 0.1, -0.1, 0.2, 0.1), line('near/vo', -0.1, -0.2, 0.1, -0.1)]
-    lines += [line('wide/vo', 0.1, -9.0, 9.0, 0.1), line('far/vo', 50.0, 40.0, 60.0, 50.0)]
+    lines = [
+        line('in/vo', 0.1, -0.1, 0.2),
+        line('near/vo', -0.1, -0.2, 0.1),
+        line('wide/vo', 0.1, -9.0, 9.0),
+        line('far/vo', 50.0, 40.0, 60.0),
+    ]
     names = [line.arm for line in lines]
     with style_sheet():
         (ax,) = forest({'': lines}, 'x', styles(names, None), far=1.5).axes
     low, high = ax.get_xlim()
-    beyond = [c for c in ax.collections if c.get_label() == 'off the scale']
-    edges = [tuple(c.get_offsets()[0]) for c in beyond]
-    # By line: on it what others report and the interval, below it the seeds.
-    assert edges == [(low, 2), (high, 2), (high, 3), (high, 3), (high, 3.16)]
+    arrowheads = [c for c in ax.collections if c.get_label() == 'off the scale']
+    places = [tuple(c.get_offsets()[0]) for c in arrowheads]
+    # Line 2, wide/vo, has both ends of its interval there; line 3, far/vo, what others report,
+    # its mean with the interval, and below these its seed.
+    assert places == [(low, 2), (high, 2), (high, 3), (high, 3), (high, 3.16)]
 
 
 @pytest.mark.parametrize('number', [1, 2, 8])
-def test_no_box_of_a_text_covers_another_however_few_lines_there_are(number):
+def test_texts_of_a_forest_do_not_overlap(number):
     lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0, (1.0, 1.1), right='gjy') for n in range(number)]
     styles_of_lines = styles([line.arm for line in lines], None)
     with style_sheet():
@@ -114,10 +134,11 @@ def test_no_box_of_a_text_covers_another_however_few_lines_there_are(number):
         assert not any(box.overlaps(other) for other in boxes[:place])
 
 
-def test_sweeps_show_how_a_rate_was_chosen(drawn):
-    findings, made = drawn
-    axes = made['sweep_learning_rate'].axes
+def test_sweeps_show_how_a_rate_was_chosen(findings_and_figures):
+    findings, figure_by_name = findings_and_figures
+    axes = figure_by_name['sweep_learning_rate'].axes
     swept = [arm for arm in findings.arms if arm.sweeps]
+    # The first panel, of the baseline: its title, its points, and the value that was chosen.
     ax = axes[0]
     sweep = swept[0].sweeps['learning_rate']
     interval = f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
@@ -127,46 +148,49 @@ def test_sweeps_show_how_a_rate_was_chosen(drawn):
     assert line(ax, 'chosen value').get_xdata()[0] == sweep.chosen
     # The records are an exact parabola: the curve goes through the means.
     curve = line(ax, 'parabola')
-    at = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
-    assert at == pytest.approx(sweep.means[1], abs=1e-4)
+    at_second_rate = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
+    assert at_second_rate == pytest.approx(sweep.means[1], abs=1e-4)
+
+    # The panel of an arm whose losses are higher by 3 has a scale of its own.
     far = axes[[arm.variant for arm in swept].index('far/vo')]
     assert far.get_ylim()[0] > ax.get_ylim()[1] > max(map(max, sweep.losses))
-    # A value that diverged has no point, and none of another figure's values is off its scale.
-    assert [x.tolist() for x in dots(far, 'off the scale')] == [[RATES[-1]]]
-    assert dots(ax, 'off the scale') == []
+    # The rate at which it diverged is marked as off the scale; the baseline has no such mark.
+    assert [x.tolist() for x in marks_at(far, 'off the scale')] == [[RATES[-1]]]
+    assert marks_at(ax, 'off the scale') == []
 
 
-def test_learning_curves_stand_beside_the_baseline(drawn):
-    figure = drawn[1]['curves']
+def test_learning_curves_stand_beside_the_baseline(findings_and_figures):
+    figure = findings_and_figures[1]['curves']
     axes = {ax.get_title(loc='left'): ax for ax in figure.axes}
     assert len(axes) == 7 and 'qk/vo' not in axes
     for ax in axes.values():
         assert len(line(ax, 'baseline qk/vo').get_ydata()) == 4
     good = line(axes['good/vo'], 'the variant named above')
-    assert good.get_ydata()[-1] == pytest.approx(np.mean(shifted(-0.03)))
+    assert good.get_ydata()[-1] == pytest.approx(np.mean(losses_around(-0.03)))
     assert good.get_xdata()[-1] == 400 * 768
 
 
 def test_panels_of_long_names_that_differ_in_the_middle_have_titles_of_their_own(study_dir):
     names = [f'low_rank(rank={rank})/vo?num_kv_heads=1' for rank in (4, 8)]
-    records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=shifted(0.0))]
-    _, made = draw(write_tuned(study_dir, records, num_evals=4))
+    records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=losses_around(0.0))]
+    _, figure_by_name = draw(write_tuned(study_dir, records, num_evals=4))
     for stem in ('sweep_learning_rate', 'curves'):
-        titles = [ax.get_title(loc='left').splitlines()[0] for ax in made[stem].axes]
+        titles = [ax.get_title(loc='left').splitlines()[0] for ax in figure_by_name[stem].axes]
         assert titles[-2:] == names
 
 
-def test_text_is_legible_on_a_narrow_screen(drawn):
-    """At least 11 pixels at 368 of 400, the rest of which is the margin of the page."""
-    for stem, figure in drawn[1].items():
+def test_text_is_legible_on_a_narrow_screen(findings_and_figures):
+    """Letters have at least 11 pixels where a figure is 368 pixels wide: a page of 400 less its
+    margins."""
+    for stem, figure in findings_and_figures[1].items():
         seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
         assert len(seen) > 5 and figure.get_figwidth() == WIDTH
         for text in seen:
             assert text.get_fontsize() * 96 / 72 * 368 / (96 * WIDTH) >= 11, (stem, text)
 
 
-def test_nothing_overlaps(drawn):
-    for stem, figure in drawn[1].items():
+def test_texts_cover_neither_each_other_nor_marks(findings_and_figures):
+    for stem, figure in findings_and_figures[1].items():
         box = figure.get_tightbbox()
         whole = figure.bbox_inches
         assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem
@@ -179,22 +203,26 @@ def test_nothing_overlaps(drawn):
                 assert not any(box.contains(*mark) for c in marks for mark in c), (stem, place)
 
 
-def large(path, number):
-    """The figures of a study of so many arms beside the baseline."""
+def drawings_of_arms(path, number):
+    """The drawings, by name, of a study of this many arms beside the baseline."""
     variants = ['qk/vo', *(f'v{place}/vo' for place in range(number))]
-    records = [r for i, v in enumerate(variants) for r in tuned_arm(v, losses=shifted(0.01 * i))]
-    findings = read(write_tuned(path, records, num_evals=3, num_documents=5))
+    records = [
+        r for i, v in enumerate(variants) for r in tuned_arm(v, losses=losses_around(0.01 * i))
+    ]
+    findings = findings_of(write_tuned(path, records, num_evals=3, num_documents=5))
     return {drawing.stem: drawing for drawing in figures(findings)}
 
 
-def test_figures_of_many_arms_do_not_grow_further(study_dir, monkeypatch):
+def test_figures_of_many_arms_show_the_first_and_last_ones(study_dir, monkeypatch):
     monkeypatch.setattr(sys.modules[figures.__module__], 'MOST_PANELS', 3)
     monkeypatch.setattr(sys.modules[forest.__module__], 'MOST_LINES', 4)
-    few = large(study_dir / 'few', 4)
-    many = large(study_dir / 'many', 8)
+    few = drawings_of_arms(study_dir / 'few', 4)
+    many = drawings_of_arms(study_dir / 'many', 8)
     for stem in ('sweep_learning_rate', 'curves'):
         assert len(few[stem].grid.panels) == len(many[stem].grid.panels) == 3
-    assert few['verdicts'].values['cut'] is None and many['verdicts'].values['cut'] == (2, 8)
+    # 'cut' is how many are shown of how many: of 8 arms in a forest, the first and the last two.
+    assert few['verdicts'].values['cut'] is None
+    assert many['verdicts'].values['cut'] == (2, 8)
     assert row_names(many['verdicts'].figure().axes[0]) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
     assert many['sweep_learning_rate'].values['cut'] == (3, 9)
     assert many['curves'].values['cut'] == (3, 8)
@@ -273,7 +301,7 @@ def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
 
 @pytest.mark.parametrize(('chosen', 'explained'), [(0.004, False), (0.005, True)])
 def test_a_caption_explains_a_choice_beside_the_vertex(chosen, explained, study_dir, monkeypatch):
-    findings = read(write_tuned(study_dir, arms()))
+    findings = findings_of(write_tuned(study_dir, records_of_every_decision()))
     for arm in findings.arms:
         sweep = arm.sweeps['learning_rate']
         monkeypatch.setitem(sweep.__dict__, 'chosen', chosen)
@@ -283,10 +311,10 @@ def test_a_caption_explains_a_choice_beside_the_vertex(chosen, explained, study_
 
 
 def test_laws_are_drawn_over_the_sizes(study_dir):
-    findings, made = draw(write_tuned(study_dir, scaled(1.2)))
-    assert [ax.get_title(loc='left') for ax in made['verdicts'].axes] == list(SIZES)
-    assert made.keys() >= {'sweep_learning_rate_4', 'curves_4'}
-    (ax,) = made['loss_parameters'].axes
+    findings, figure_by_name = draw(write_tuned(study_dir, records_of_a_scaling_law(1.2)))
+    assert [ax.get_title(loc='left') for ax in figure_by_name['verdicts'].axes] == list(SIZES)
+    assert figure_by_name.keys() >= {'sweep_learning_rate_4', 'curves_4'}
+    (ax,) = figure_by_name['loss_parameters'].axes
     (law,) = [scaling.law for scaling in findings.scaling if scaling.variant == 'b/vo']
     assert line(ax, '_law of b/vo').get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)

@@ -27,20 +27,30 @@ from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode
 from tests import studies
 from tests.processes import ROOT
-from tests.report.conftest import LONG, SIZES, Page, arms, controlled, read, scaled, shifted
+from tests.report.conftest import (
+    LONG,
+    SIZES,
+    Page,
+    findings_of,
+    losses_around,
+    records_of_a_scaling_law,
+    records_of_every_decision,
+    write_controlled_study,
+)
 from tests.studies import RATES, outside_record, trial_record, tuned_arm, write_study, write_tuned
 
 GOLDEN = Path(__file__).parent / 'golden'
 
 
-def decided(directory: Path) -> Path:
-    """One size, every decision, a probe, positive controls, and what may be wrong with an arm."""
-    records = [*arms(), *tuned_arm(LONG, losses=shifted(0.1))]
+def write_decided_study(directory: Path) -> Path:
+    """Writes a study with every decision, metrics of a probe, expected verdicts, an arm whose best
+    rate is the last one, one that diverged, and one without results."""
+    records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.1))]
     for record in records:
         loss = record['val_loss']
         record |= {'val_induction_gain': 3 - loss, 'val_induction_accuracy': loss / 5}
-    records += tuned_arm('edge/vo', losses=shifted(0.02), optimum=16e-3)
-    records += tuned_arm('lost/vo', losses=[None, *shifted(0.0)[1:]])
+    records += tuned_arm('edge/vo', losses=losses_around(0.02), optimum=16e-3)
+    records += tuned_arm('lost/vo', losses=[None, *losses_around(0.0)[1:]])
     for place, record in enumerate(records):
         if record['stage'] == 'screening':
             # Without noise a sweep has intervals of rounding errors; the mean over seeds is kept.
@@ -51,26 +61,31 @@ def decided(directory: Path) -> Path:
     return write_tuned(directory, records, declared=[late], num_evals=4, expected=expected)
 
 
-def described(directory: Path) -> Path:
-    """Four sizes without tuning: differences, a diverged rate and a scaling law, but no verdict."""
-    records = [
-        trial_record(r['variant'], r['size'], r['trial']['seed'], 4e-3, r['val_loss'], d_model=d)
-        for r in scaled(1.2)
-        if r['stage'] == 'verdict' and r['trial']['seed'] < 3
-        for d in [r['config']['d_model']]
-    ]
+def write_described_study(directory: Path) -> Path:
+    """Writes an untuned study of four sizes: it has a scaling law, but no verdict."""
+    records = []
+    for tuned in records_of_a_scaling_law(1.2):
+        seed = tuned['trial']['seed']
+        if tuned['stage'] == 'verdict' and seed < 3:
+            shape = {'d_model': tuned['config']['d_model']}
+            loss = tuned['val_loss']
+            records.append(trial_record(tuned['variant'], tuned['size'], seed, 4e-3, loss, **shape))
     size, d_model = list(SIZES.items())[-1]
     records.append(trial_record('b/vo', size, 3, 3e-3, None, d_model=d_model))
     return write_study(directory, records, num_evals=4)
 
 
-STUDIES = {'decided': decided, 'described': described, 'controlled': controlled}
+STUDIES = {
+    'decided': write_decided_study,
+    'described': write_described_study,
+    'controlled': write_controlled_study,
+}
 # Entries of a ledger are made while a test runs.
 TIME = re.compile(r'\d{4}-\d\d-\d\d[ T][\d:]{8}')
 
 
-def made(findings: Findings) -> dict[str, str]:
-    """The tables, and the text of the page with the headings and captions of its figures."""
+def texts_of_report(findings: Findings) -> dict[str, str]:
+    """The files of a report by name: tables, headline, and the text of its page."""
     files = documents(findings, [picture(drawing) for drawing in figures(findings)])
     page = '\n'.join(Page(files.pop('report.html')).lines) + '\n'
     files |= {'page.txt': page, 'headline.md': headline(findings)}
@@ -79,7 +94,7 @@ def made(findings: Findings) -> dict[str, str]:
 
 A, B = ArmKey('a', 's', 'c'), ArmKey('b', 's', 'c')
 CODES = {Remark: RemarkCode, Reason: ReasonCode, Problem: ProblemCode}
-# What codes hold, by name; below, what some of them hold else.
+# The data of all codes by the name of a field; `OTHER_DATA` has those that differ in one code.
 DATA = {
     **{'accepted': None, 'actual': (1, 2), 'apart': 2, 'arm': 1},
     **{'baseline': 'qk/vo', 'best': 1.6e-2, 'bleu': 3.5, 'cost': 0.05},
@@ -99,7 +114,7 @@ DATA = {
     **{'tuned': False, 'typical': -0.001, 'usual': 0.012, 'validation': 0.002, 'value': 0.25},
     **{'values': (0.1, 0.2), 'word_by_word': 15.75, 'yardstick': 1.577},
 }
-OTHER = {
+OTHER_DATA = {
     'remark_differs_from_baseline': {'value': '1'},
     'remark_evaluation': {'tokens': (65536,), 'documents': (99, 120)},
     'remark_other_setting': {'actual': 1.0},
@@ -116,7 +131,7 @@ def clauses() -> str:
     for kind, codes in CODES.items():
         for code in codes:
             name = f'{kind.__name__}_{code.name}'.lower()
-            data = DATA | OTHER.get(name, {})
+            data = DATA | OTHER_DATA.get(name, {})
             about = {argument: data[argument] for argument in getattr(module, name).arguments}
             lines.append(
                 f'{name}: {prose.clause(kind(code, about), comparisons=7, intervals=True)}'
@@ -126,8 +141,8 @@ def clauses() -> str:
 
 @pytest.mark.stored
 @pytest.mark.parametrize('name', STUDIES)
-def test_report(name, study_dir):
-    files = made(read(STUDIES[name](study_dir)))
+def test_the_report_of_a_study_is_the_golden_one(name, study_dir):
+    files = texts_of_report(findings_of(STUDIES[name](study_dir)))
     golden = {path.name: path.read_text() for path in (GOLDEN / name).iterdir()}
     assert files.keys() == golden.keys()
     for file, text in files.items():
@@ -145,7 +160,7 @@ def test_every_clause_has_a_code():
     assert {name for name in macros if name.startswith(kinds)} == names
 
 
-def test_numbers_as_they_are_printed():
+def test_numbers_are_printed_with_few_digits_and_units():
     values = (None, 0, 12.5, 999.6, 4921812, 123456, 0.25, 2.5e15)
     assert [*map(prose.si, values)] == ['-', '0', '12.5', '1.00k', '4.92M', '123k', '0.25', '2.50P']
     assert [*map(prose.p_value, (None, 9e-4, 1e-3))] == ['-', '< 0.001', '0.001']
@@ -162,9 +177,9 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
     write_study(study_dir, records)
     for run in {record['run'] for record in records}:
         studies.edit_plan(study_dir, run, train__metrics=['evil:TOP_3'])
-    findings = read(study_dir)
-    arms = csv.DictReader(tables.csv_table(findings).splitlines())
-    assert [arm['test_top_3_mean'] for arm in arms] == ['0.625', '', '']
+    findings = findings_of(study_dir)
+    records_of_every_decision = csv.DictReader(tables.csv_table(findings).splitlines())
+    assert [arm['test_top_3_mean'] for arm in records_of_every_decision] == ['0.625', '', '']
     text = tables.report_markdown(findings)
     for part in (
         '| test top 3, % mean ± sd |',
@@ -182,13 +197,13 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
             record = trial_record(variant, seed=seed, val_loss=2.0)
             records.append(studies.on_corpus(record, 'stdlib@test', loss))
     write_study(study_dir, records)
-    without = tables.report_markdown(read(study_dir))
+    without = tables.report_markdown(findings_of(study_dir))
     for run in {record['run'] for record in records}:
         studies.edit_plan(study_dir, run, data__evaluate=['stdlib@test'])
-    findings = read(study_dir)
-    arms = list(csv.DictReader(tables.csv_table(findings).splitlines()))
-    assert [arm['loss[stdlib@test]_mean'] for arm in arms] == ['3.25', '']
-    assert [arm['difference_mean'] for arm in arms] == ['', '0.0']
+    findings = findings_of(study_dir)
+    records_of_every_decision = list(csv.DictReader(tables.csv_table(findings).splitlines()))
+    assert [arm['loss[stdlib@test]_mean'] for arm in records_of_every_decision] == ['3.25', '']
+    assert [arm['difference_mean'] for arm in records_of_every_decision] == ['', '0.0']
     text = tables.report_markdown(findings)
     for part in ('| loss on stdlib@test, nats/token mean ± sd |', '| 3.2500 ± 0.3536 |'):
         assert part in text and part in without
@@ -196,7 +211,7 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
     assert note in text and note not in without
 
 
-def test_names_are_text_in_tables():
+def test_names_are_escaped_in_markdown_tables():
     for name, escaped in (
         ('a|b', r'a\|b'),
         ('<script>alert(1)</script>', '&lt;script>alert(1)&lt;/script>'),
@@ -235,7 +250,7 @@ def test_the_names_of_columns_are_no_formulas():
 
 
 def test_every_csv_is_written_by_one_function():
-    """Which knows what a spreadsheet takes for a formula."""
+    """Only that function keeps names that begin like formulas from being run by a spreadsheet."""
     files = [path for room in ('qkattn', 'experiments') for path in ROOT.glob(f'{room}/**/*.py')]
     writing = re.compile(r'to_csv|csv\.(writer|DictWriter)')
     assert [path.name for path in files if writing.search(path.read_text())] == ['tables.py']
@@ -243,7 +258,7 @@ def test_every_csv_is_written_by_one_function():
 
 def test_a_variant_that_begins_as_a_formula_is_text_in_table_csv(study_dir):
     name = '=cmd/vo'
-    findings = read(write_study(study_dir, [trial_record(v) for v in ('qk/vo', name)]))
+    findings = findings_of(write_study(study_dir, [trial_record(v) for v in ('qk/vo', name)]))
     rows = [line.split(',')[0] for line in tables.csv_table(findings).splitlines()]
     assert rows == ['variant', 'qk/vo', f"'{name}"]
 
@@ -251,11 +266,11 @@ def test_a_variant_that_begins_as_a_formula_is_text_in_table_csv(study_dir):
 def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
     records = [trial_record(v) for v in ('qk/vo', 'b/vo')]
     write_study(study_dir, records)
-    plain = '\n'.join(tables.settings(read(study_dir)))
+    plain = '\n'.join(tables.settings(findings_of(study_dir)))
     for record in records:
         changes = {'optimizer__schedule': 'wsd', 'train__z_loss': 1e-4}
         studies.edit_plan(study_dir, record['run'], data__cross_documents=False, **changes)
-    recipe = '\n'.join(tables.settings(read(study_dir)))
+    recipe = '\n'.join(tables.settings(findings_of(study_dir)))
     for text in (
         'to 0 of the peak in the last 0.1 of the steps',
         'z-loss 0.0001',
@@ -265,12 +280,12 @@ def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
         assert text not in plain
 
 
-def one_seed(directory: Path) -> Path:
+def write_one_seed(directory: Path) -> Path:
     return write_study(directory, [trial_record(v) for v in ('qk/vo', 'b/vo')])
 
 
-def other_documents(directory: Path) -> Path:
-    """Three seeds of arms that were evaluated on different documents."""
+def write_other_documents(directory: Path) -> Path:
+    """Writes a study of three seeds whose arms were evaluated on different documents."""
     records = [trial_record(v, seed=s) for v in ('qk/vo', 'b/vo') for s in (0, 1, 2)]
     write_study(directory, records)
     of_b = [record for record in records if record['variant'] == 'b/vo']
@@ -278,13 +293,13 @@ def other_documents(directory: Path) -> Path:
     return directory
 
 
-def screened(directory: Path) -> Path:
-    """A tuned study whose verdicts have no results, and whose screening has begun."""
+def write_screened(directory: Path) -> Path:
+    """Writes a tuned study whose screening has begun and whose verdict runs have no results."""
     records = [r for v in ('qk/vo', 'b/vo') for r in tuned_arm(v, losses=(2.0,), rates=RATES[:2])]
     return write_tuned(directory, [r for r in records if r['stage'] == 'screening'])
 
 
-def several_seeds(directory: Path) -> Path:
+def write_several_seeds(directory: Path) -> Path:
     return write_study(
         directory, [trial_record(v, seed=s) for v in ('qk/vo', 'b/vo') for s in (0, 1, 2)]
     )
@@ -293,13 +308,13 @@ def several_seeds(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ('study', 'sentence'),
     [
-        (one_seed, 'One seed: no interval can be given'),
-        (other_documents, 'No interval can be given: arm and baseline share one seed only'),
-        (screened, 'Tests include the errors over seeds'),
+        (write_one_seed, 'One seed: no interval can be given'),
+        (write_other_documents, 'No interval can be given: arm and baseline share one seed only'),
+        (write_screened, 'Tests include the errors over seeds'),
     ],
 )
 def test_a_report_without_intervals_speaks_of_none(study, sentence, study_dir):
-    findings = read(study(study_dir))
+    findings = findings_of(study(study_dir))
     text = tables.report_markdown(findings)
     assert sentence in text and not re.search(r'\[[-+.\d]+, [-+.\d]+\]', text)
     assert 'interval' not in text.replace('o interval can be given', '')
@@ -307,16 +322,16 @@ def test_a_report_without_intervals_speaks_of_none(study, sentence, study_dir):
 
 
 def test_a_report_with_intervals_says_what_they_hold(study_dir):
-    text = tables.report_markdown(read(several_seeds(study_dir)))
+    text = tables.report_markdown(findings_of(write_several_seeds(study_dir)))
     assert 'Intervals (95 %, Student t) over 3 seeds are descriptive' in text
     assert 'what another choice of documents would change in a difference is part of its' in text
 
 
-def test_names_are_text_everywhere(study_dir):
+def test_hostile_names_are_text_in_every_file(study_dir):
     name = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%\x1b[2J\u202e'
     records = [trial_record(variant) for variant in ('qk/vo', name)]
     changes = {'question': f'<img src=x onerror=alert(1)>{name}', 'name': f'</title>{name}'}
-    findings = read(write_study(study_dir, records, **changes))
+    findings = findings_of(write_study(study_dir, records, **changes))
     page = Page(documents(findings, ())['report.html'])
     assert not {tag for tag, _ in page.tags} & {'script', 'img'}
     assert name.split('\n')[0] in page.text and '<img src=x onerror=alert(1)>' in page.text
@@ -328,17 +343,17 @@ def test_names_are_text_everywhere(study_dir):
 
 def test_a_terminal_tells_long_names_apart(study_dir):
     names = [f'low_rank(rank={rank})/vo?num_kv_heads=1' for rank in (4, 8)]
-    records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=shifted(0.0))]
-    findings = read(write_tuned(study_dir, records))
+    records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=losses_around(0.0))]
+    findings = findings_of(write_tuned(study_dir, records))
     rows = [line.split('  ')[0] for line in tables.terminal_text(findings, study_dir).splitlines()]
     assert len([row for row in rows if re.fullmatch(r'low_rank\S*rank=[48]\S*', row)]) == 2
 
 
 def test_a_headline_names_a_baseline_without_results(study_dir):
-    records = [r for name in ('qk/vo', 'b/vo') for r in tuned_arm(name, losses=shifted(0.0))]
+    records = [r for name in ('qk/vo', 'b/vo') for r in tuned_arm(name, losses=losses_around(0.0))]
     records = [r for r in records if (r['variant'], r['stage']) != ('qk/vo', 'verdict')]
     last = ('qk/vo', 'd_model=128', 'verdict', None)
-    findings = read(write_tuned(study_dir, records, declared=[last]))
+    findings = findings_of(write_tuned(study_dir, records, declared=[last]))
     assert '| qk/vo | baseline, no result yet |' in headline(findings)
 
 
@@ -349,23 +364,23 @@ def test_text_tables_are_aligned():
 
 
 @pytest.fixture(scope='module')
-def shown(tmp_path_factory):
-    """A study with its report, and what the terminal shows of it."""
+def study_and_terminal_text(tmp_path_factory):
+    """The directory of a study with its report, and what the terminal shows of it."""
     path = tmp_path_factory.mktemp('shown') / 'study'
     records = [trial_record(variant, seed=s) for variant in ('qk/vo', 'b/vo') for s in (0, 1)]
     write_study(path, records)
     return path, show_report(path)
 
 
-def test_a_report_writes_its_files(shown):
-    study_dir, text = shown
+def test_a_report_writes_its_files(study_and_terminal_text):
+    study_dir, text = study_and_terminal_text
     assert text.splitlines()[-1] == f'report: {study_dir / "report.html"}'
     files = {path.name for path in study_dir.iterdir()}
     assert files >= {'report.html', 'table.md', 'table.csv'} and 'plots' not in files
 
 
-def test_a_page_is_self_contained(shown):
-    study_dir, _ = shown
+def test_a_page_is_self_contained(study_and_terminal_text):
+    study_dir, _ = study_and_terminal_text
     html = (study_dir / 'report.html').read_text()
     page = Page(html)
     assert not {tag for tag, _ in page.tags} & {'script', 'link', 'iframe', 'object'}
@@ -379,7 +394,7 @@ def test_a_page_is_self_contained(shown):
 
 @pytest.fixture(scope='module')
 def decided_page(tmp_path_factory):
-    findings = read(decided(tmp_path_factory.mktemp('decided') / 'study'))
+    findings = findings_of(write_decided_study(tmp_path_factory.mktemp('decided') / 'study'))
     pictures = [picture(drawing) for drawing in figures(findings)]
     return documents(findings, pictures)['report.html']
 
@@ -428,16 +443,27 @@ def test_the_list_by_verdict_says_every_arm_before_the_sentences(decided_page):
     assert len(listed) == 7
 
 
-def test_a_law_whose_exponent_is_open_shows_what_parameters_are_worth_alone(tmp_path):
-    findings = read(write_tuned(tmp_path, scaled(1.2)))
+def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
+    findings = findings_of(write_tuned(tmp_path, records_of_a_scaling_law(1.2)))
     reason = Problem(ProblemCode.EXPONENT_LOOSE, {'value': 0.2, 'low': -0.1, 'high': 0.5})
     base, arm = findings.scaling
     loose = dataclasses.replace(arm, law=dataclasses.replace(arm.law, loose=reason))
-    for law, exponent, why in (arm, '0.30', '-'), (loose, '-', 'the sizes do not determine'):
-        changed = dataclasses.replace(findings, scaling=(base, law))
+
+    def row_of(scaling):
+        """The row of the arm in the table of laws, by heading."""
+        changed = dataclasses.replace(findings, scaling=(base, scaling))
         (sheet,) = (sheet for sheet in tables.sheets(changed) if sheet.name == 'laws')
-        row = dict(zip((name for name, _ in sheet.headings), sheet.rows[1], strict=True))
-        assert row['a'].startswith(exponent) and row['no number, because'].startswith(why)
+        headings = [name for name, _ in sheet.headings]
+        return dict(zip(headings, sheet.rows[1], strict=True))
+
+    determined = row_of(arm)
+    assert determined['a'].startswith('0.30')
+    assert determined['no number, because'].startswith('-')
+    open_row = row_of(loose)
+    assert open_row['a'].startswith('-')
+    assert open_row['no number, because'].startswith('the sizes do not determine')
+    # What a parameter is worth is known in both cases.
+    for row in (determined, open_row):
         assert row['baseline parameters|per parameter'].startswith('1.200 [')
 
 
@@ -446,6 +472,8 @@ if __name__ == '__main__':
         shutil.rmtree(GOLDEN / name, ignore_errors=True)
         (GOLDEN / name).mkdir(parents=True)
         with tempfile.TemporaryDirectory() as directory:
-            for file, text in made(read(STUDIES[name](Path(directory) / 'study'))).items():
+            for file, text in texts_of_report(
+                findings_of(STUDIES[name](Path(directory) / 'study'))
+            ).items():
                 (GOLDEN / name / file).write_text(text)
     (GOLDEN / 'clauses.txt').write_text(clauses())

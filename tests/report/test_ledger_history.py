@@ -19,7 +19,7 @@ why = "Declared anew."
 '''
 
 
-def write(results, study, *entries):
+def write_ledger(results, study, *entries):
     path = results / study / 'ledger.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(''.join(json.dumps(entry) + '\n' for entry in entries))
@@ -30,7 +30,7 @@ def commit(results, *ledgers, removed=()):
     for study in removed:
         shutil.rmtree(results / study)
     for ledger in ledgers:
-        write(results, *ledger)
+        write_ledger(results, *ledger)
     git(results, 'add', '-A')
     git(results, 'commit', '-m', 'A commit', '--allow-empty')
 
@@ -46,28 +46,28 @@ def results(tmp_path):
     return directory
 
 
-def declared_anew(results):
+def declare_anew(results):
     commit(results, (STUDY, OTHER))
 
 
-def removed_and_declared_anew(results):
+def remove_and_declare_anew(results):
     commit(results, removed=[STUDY])
     commit(results, (STUDY, OTHER))
 
 
-def declared_anew_elsewhere(results):
+def declare_anew_elsewhere(results):
     commit(results, ('a', OTHER), removed=[STUDY])
 
 
-def lost_its_last_line(results):
+def drop_last_line(results):
     commit(results, (STUDY, FIRST))
 
 
-def rewritten_and_not_committed(results):
-    write(results, STUDY, OTHER)
+def rewrite_without_commit(results):
+    write_ledger(results, STUDY, OTHER)
 
 
-def rewritten_in_a_merge(results):
+def rewrite_in_a_merge(results):
     git(results, 'checkout', '-b', 'branch')
     commit(results, (STUDY, OTHER))
     git(results, 'checkout', 'main')
@@ -78,12 +78,12 @@ def rewritten_in_a_merge(results):
 @pytest.mark.parametrize(
     'rewrite',
     [
-        declared_anew,
-        removed_and_declared_anew,
-        declared_anew_elsewhere,
-        lost_its_last_line,
-        rewritten_and_not_committed,
-        rewritten_in_a_merge,
+        declare_anew,
+        remove_and_declare_anew,
+        declare_anew_elsewhere,
+        drop_last_line,
+        rewrite_without_commit,
+        rewrite_in_a_merge,
     ],
 )
 def test_a_ledger_that_was_rewritten_is_named(results, rewrite):
@@ -92,43 +92,43 @@ def test_a_ledger_that_was_rewritten_is_named(results, rewrite):
         check_ledgers(results)
 
 
-def moved(results):
+def move(results):
     commit(results, ('a', FIRST, SECOND), removed=[STUDY])
 
 
-def removed_and_restored(results):
+def remove_and_restore(results):
     commit(results, removed=[STUDY])
     commit(results, (STUDY, FIRST, SECOND, OTHER))
 
 
-def grown_and_not_committed(results):
-    write(results, STUDY, FIRST, SECOND, OTHER)
+def grow_without_commit(results):
+    write_ledger(results, STUDY, FIRST, SECOND, OTHER)
 
 
-def of_two_scales(results):
+def add_a_second_scale(results):
     commit(results, ('claims/gpu/a', OTHER))
 
 
-def never_committed(results):
-    write(results, 'b', FIRST)
+def add_without_commit(results):
+    write_ledger(results, 'b', FIRST)
 
 
-def left(results):
+def remove(results):
     commit(results, removed=[STUDY])
 
 
 @pytest.mark.parametrize(
     'change',
-    [moved, removed_and_restored, grown_and_not_committed, of_two_scales, never_committed, left],
+    [move, remove_and_restore, grow_without_commit, add_a_second_scale, add_without_commit, remove],
 )
-def test_a_ledger_may_grow_move_or_leave(results, change):
+def test_a_ledger_may_grow_move_or_be_removed(results, change):
     change(results)
     assert 'compared with git, 0 rewritten' in check_ledgers(results)
 
 
 def test_a_rewrite_with_a_reason_is_counted(results):
     (results / REASONS).write_text(REASON)
-    declared_anew(results)
+    declare_anew(results)
     assert check_ledgers(results).endswith('1 rewritten for a stated reason')
     commit(results, (STUDY, FIRST))  # another one
     with pytest.raises(ReportError, match='was rewritten'):
@@ -145,8 +145,8 @@ def test_a_bad_list_of_reasons_is_one_sentence(results, text):
     assert '\n' not in str(raised.value)
 
 
-def test_without_a_whole_history_a_line_says_so(results, tmp_path):
-    declared_anew(results)
+def test_a_shallow_clone_and_a_missing_history_are_reported(results, tmp_path):
+    declare_anew(results)
     url = f'file://{results.parent}'
     git(tmp_path, 'clone', '--depth=1', url, 'shallow')
     assert 'the clone is shallow' in check_ledgers(tmp_path / 'shallow/results')

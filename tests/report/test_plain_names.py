@@ -29,5 +29,5 @@ def test_plain_names_differ(names):
         ('bad', None),
     ],
 )
-def test_the_plain_name_of_a_variant(variant, plain):
+def test_a_plain_name_says_which_matrices_a_variant_has(variant, plain):
     assert plain_name(variant) == plain

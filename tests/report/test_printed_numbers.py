@@ -61,7 +61,7 @@ W_K, B4 and GPT-2 (Shazeer 2019, arXiv 1911.02150)
 
 
 @pytest.fixture
-def numbers(tmp_path):
+def numbers_toml(tmp_path):
     """A numbers.toml among its pages and logs, which agree."""
     (tmp_path / 'docs').mkdir()
     for name, text in FILES.items():
@@ -69,8 +69,8 @@ def numbers(tmp_path):
     return tmp_path / 'docs/numbers.toml'
 
 
-def test_entries_that_agree_are_counted(numbers):
-    assert check_numbers(numbers) == {'logged': 3, 'decided': 1, 'external': 1, 'stated': 1}
+def test_entries_that_agree_are_counted(numbers_toml):
+    assert check_numbers(numbers_toml) == {'logged': 3, 'decided': 1, 'external': 1, 'stated': 1}
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,13 @@ def test_entries_that_agree_are_counted(numbers):
         ('config.py', '"""A', '"A', 'config.py.* cannot be read'),
     ],
 )
-def test_what_does_not_agree_or_cannot_be_read_is_named(numbers, tmp_path, name, old, new, message):
+def test_a_page_or_entry_that_does_not_agree_or_cannot_be_read_is_named(
+    numbers_toml, tmp_path, name, old, new, message
+):
     assert old in FILES[name]
     (tmp_path / name).write_text(FILES[name].replace(old, new, 1))
     with pytest.raises(ReportError, match=message):
-        check_numbers(numbers)
+        check_numbers(numbers_toml)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_what_does_not_agree_or_cannot_be_read_is_named(numbers, tmp_path, name,
         'covered: 3 of 4',
     ],
 )
-def test_what_is_no_result_needs_no_entry(page):
+def test_a_number_that_is_no_result_needs_no_entry(page):
     assert not [*uncovered(page, ['covered: 3 of 4'])]
 
 
@@ -135,7 +137,7 @@ def test_constants_of_a_python_file_are_its_literals(tmp_path):
     assert read_log(tmp_path / 'code.py') == {'A': 0.05, 'B': 3, 'F': {'g': 4}}
 
 
-def test_a_log_that_is_no_utf8_is_named(numbers, tmp_path):
+def test_a_log_that_is_no_utf8_is_named(numbers_toml, tmp_path):
     (tmp_path / 'scores.jsonl').write_bytes(b'\xff')
     with pytest.raises(ReportError, match=re.escape('cannot be made from scores.jsonl')):
-        check_numbers(numbers)
+        check_numbers(numbers_toml)

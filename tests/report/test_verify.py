@@ -19,7 +19,7 @@ from tests import studies
 
 
 @pytest.fixture(scope='module', autouse=True)
-def blank():
+def figures_are_not_rendered():
     """Pictures are no part of a check: they are not rendered."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(style, 'render', lambda figure, kind: b'<svg></svg>')
@@ -27,7 +27,7 @@ def blank():
 
 
 @pytest.fixture(scope='module')
-def written(tmp_path_factory, blank):
+def written(tmp_path_factory, figures_are_not_rendered):
     """A tuned study, its runs named by the hashes of their configs, with its report."""
     arms = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
     records = []
@@ -44,14 +44,17 @@ def written(tmp_path_factory, blank):
 
 @pytest.fixture
 def study(written, tmp_path):
-    """A copy of it that was stored and is a working directory again."""
+    """A copy of `written` that was exported and made a working directory again."""
     kept = report.export(written, tmp_path / 'kept')
     stored.unpack_in_place(kept)
     return kept
 
 
-def edit(study, name, keys, change):
-    """Replaces what `keys` lead to in a file; LOG and DOCUMENTS are those of the last result."""
+def change_file(study, name, keys, change):
+    """Changes a file of a study at the end of `keys`, as in (-1, 'test_loss'), or removes it.
+
+    LOG and DOCUMENTS are the files of the run of the last result.
+    """
     if file := {'LOG': 'metrics.jsonl', 'DOCUMENTS': 'documents.json'}.get(name):
         name = f'{studies.read_lines(study / "results.jsonl")[-1]["run"]}/{file}'
     path = study / name
@@ -73,19 +76,19 @@ def less(x):
     return x - 0.01
 
 
-def nats(documents):
-    """A hundredth of a nat a token less."""
+def lower_nats_of_documents(documents):
+    """Lowers the losses of all test documents of the last trial by 0.01 nats a token."""
     test = documents['test']
     test['nats'][-1] = [n - 0.01 * t for n, t in zip(test['nats'][-1], test['tokens'], strict=True)]
     return documents
 
 
-EVERYWHERE = [  # lower a loss in all files that have it
+LOWER_TEST_LOSS = [  # lowers a loss in all files that have it
     ('results.jsonl', (-1, 'test_loss'), less),
     ('LOG', (-1, 'test_loss', -1), less),
-    ('DOCUMENTS', (), nats),
+    ('DOCUMENTS', (), lower_nats_of_documents),
 ]
-WITHOUT_ITS_ARM = [
+REMOVE_AN_ARM = [
     ('study.json', ('variants',), lambda variants: variants[:-1]),
     ('study.json', ('arms',), lambda arms: arms[:-1]),
     *((file, (), lambda lines: [x for x in lines if x['variant'] != 'qk/no_v'])
@@ -97,12 +100,13 @@ NO_RESIDUAL = [
     for file in ('plan.jsonl', 'results.jsonl')
 ]
 
+# Changes of files, each (file, keys, function of the value), and a part of the refusal.
 CHANGES = [
     ([('results.jsonl', (), lambda lines: lines[:-1])], 'not the trials of its config in their or'),
     ([('results.jsonl', (-1, 'num_tokens'), lambda x: x // 2)], 'num_tokens 153600, which is 3072'),
     (NO_RESIDUAL, 'has residual 0.0, which is'),
     ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'ends with eval_tokens'),
-    (EVERYWHERE, 'results.jsonl and logs changed since the last look'),
+    (LOWER_TEST_LOSS, 'results.jsonl and logs changed since the last look'),
     ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'ends with test_loss'),
     ([('LOG', (-2, 'val_top_3', 0), less)], 'ends with val_top_3 .*, its results with'),
     ([('LOG', (-2, 'loss[stdlib@test]', 0), less)], r'ends with loss\[stdlib@test\] .*, its res'),
@@ -113,7 +117,7 @@ CHANGES = [
     ([('plan.jsonl', (0, 'config', 'optimizer', 'warmup_steps'), less)], 'not the hash of its con'),
     ([('study.json', ('margin',), lambda x: 0.2)], 'study.json is not what the last declaration'),
     ([('study.json', ('base', 'train', 'num_steps'), less)], 'base_hash of study.json is not'),
-    (WITHOUT_ITS_ARM, 'study.json is not what the last declaration'),
+    (REMOVE_AN_ARM, 'study.json is not what the last declaration'),
     ([('ledger.jsonl', (0, 'margin'), less)], r'ledger\.jsonl, line 1 was edited'),
     ([('ledger.jsonl', (), lambda lines: lines[:-1])], 'changed since the last look'),
     ([('yardsticks.json', ('seconds',), less)], r'yardsticks\.json changed since the last look in'),
@@ -123,16 +127,16 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(('changes', 'message'), CHANGES, ids=lambda x: x if type(x) is str else '')
-def test_what_was_changed_by_hand_is_found(study, changes, message):
+def test_a_file_that_was_changed_by_hand_is_refused(study, changes, message):
     for change in changes:
-        edit(study, *change)
+        change_file(study, *change)
     with pytest.raises(ReportError, match=message):
         check_study(study)
 
 
 def test_results_that_were_changed_before_another_look_are_found(study):
-    for change in EVERYWHERE:
-        edit(study, *change)
+    for change in LOWER_TEST_LOSS:
+        change_file(study, *change)
     report.write_report(study)
     with pytest.raises(ReportError, match=r'last look in .*; run \w+ is not what look 1 saw;'):
         check_study(study)
@@ -185,22 +189,25 @@ def test_an_export_warns_of_settings_that_name_a_directory_of_the_machine(tmp_pa
     assert 'kept/study.json contains paths of this machine in command; they stay' in record.message
 
 
-def interrupted(path, content):
+def write_and_interrupt(path, content):
     write_atomic(path, content)
     raise KeyboardInterrupt
 
 
-def test_an_export_does_not_overwrite_something_else(written, tmp_path, monkeypatch):
+def test_an_export_replaces_an_export_of_its_study_and_nothing_else(written, tmp_path, monkeypatch):
     (tmp_path / 'mine.txt').write_text('precious')
     other = studies.write_study(tmp_path / 'other', [studies.trial_record('qk/vo')], name='another')
     copy = shutil.copytree(written, tmp_path / 'run')
     for destination in (tmp_path, tmp_path / 'mine.txt', written, other, copy):
         with pytest.raises(ReportError, match='holds something other than an export of study'):
             report.export(written, destination)
+
+    # An export that was interrupted may be made again, and so may a finished one.
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(stored, 'write_atomic', interrupted)
+        patch.setattr(stored, 'write_atomic', write_and_interrupt)
         report.export(written, tmp_path / 'twice')
-    assert report.export(written, report.export(written, tmp_path / 'twice')) == tmp_path / 'twice'
+    for _ in range(2):
+        assert report.export(written, tmp_path / 'twice') == tmp_path / 'twice'
 
 
 def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):

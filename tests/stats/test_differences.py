@@ -31,10 +31,10 @@ def sample(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
     values = sample(mean)
-    difference = paired_test(values, TEST_MARGIN)
+    difference_around = paired_test(values, TEST_MARGIN)
     interval = tuple(stats.ttest_1samp(values, 0).confidence_interval(0.95))
-    assert (difference.low, difference.high) == pytest.approx(interval)
-    assert difference.df == pytest.approx(8)
+    assert (difference_around.low, difference_around.high) == pytest.approx(interval)
+    assert difference_around.df == pytest.approx(8)
     sd = np.std(values, ddof=1)
     estimate = inference.Estimate(values.mean(), 9, sd, *interval)
     assert vars(inference.estimate(values.tolist())) == pytest.approx(vars(estimate))
@@ -43,25 +43,27 @@ def test_an_interval_is_that_of_scipys_t_test(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
     values = sample(mean)
-    difference = paired_test(values, TEST_MARGIN)
+    difference_around = paired_test(values, TEST_MARGIN)
     above = stats.ttest_1samp(values, -TEST_MARGIN, alternative='greater').pvalue
     below = stats.ttest_1samp(values, TEST_MARGIN, alternative='less').pvalue
-    assert (difference.p_not_better, difference.p_not_worse) == pytest.approx((above, below))
-    assert difference.p_equivalence == pytest.approx(max(above, below))
+    assert (difference_around.p_not_better, difference_around.p_not_worse) == pytest.approx(
+        (above, below)
+    )
+    assert difference_around.p_equivalence == pytest.approx(max(above, below))
 
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
     values = sample(mean)
-    difference = paired_test(values, TEST_MARGIN)
+    difference_around = paired_test(values, TEST_MARGIN)
     p_less = stats.ttest_1samp(values, 0, alternative='less').pvalue
     p_side = min(p_less, 1 - p_less)
-    assert difference.p == pytest.approx(2 * p_side)
+    assert difference_around.p == pytest.approx(2 * p_side)
     beyond = stats.t.sf((abs(values.mean()) - TEST_MARGIN) / stats.sem(values), 8)
-    assert difference.p_margin == pytest.approx(min(1.0, beyond + p_side))
+    assert difference_around.p_margin == pytest.approx(min(1.0, beyond + p_side))
 
 
-def test_a_value_that_lies_apart_hides_no_finding_in_the_typical_ones():
+def test_typical_values_are_tested_apart_from_an_outlier():
     alone = paired_test(VALUES)
     with_outlier = paired_test([*VALUES, 0.06])
     assert alone.typical is None and alone.p < 0.001
@@ -77,7 +79,7 @@ def test_a_shift_that_a_few_of_many_values_make_is_no_finding():
     assert shifted.low == shifted.typical.low < 0 < shifted.typical.high < shifted.high
 
 
-def test_a_side_that_hangs_on_outliers_is_no_finding():
+def test_a_difference_whose_sign_depends_on_outliers_is_no_finding():
     turned = paired_test([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1])
     assert turned.mean > 0 > turned.typical.mean
     assert (turned.p, turned.p_margin) == (1.0, 1.0)
@@ -165,14 +167,14 @@ def test_the_error_over_equal_documents_is_that_of_their_mean():
 
 
 def test_the_error_over_documents_is_cluster_robust():
-    """Two halves of a document are not two documents; a large one counts for less than its size."""
+    """The error of a mean over tokens whose documents are clusters of unequal size."""
     tokens_C = np.array([4000, 500, 500, 1000])
     difference_C = np.array([0.01, -0.02, 0.03, 0.0])
     share_C = tokens_C / 6000
     mean = share_C @ difference_C
     variance = sum(
-        share**2 * (difference - mean) ** 2 / (1 - share)
-        for share, difference in zip(share_C, difference_C, strict=True)
+        share**2 * (difference_around - mean) ** 2 / (1 - share)
+        for share, difference_around in zip(share_C, difference_C, strict=True)
     )
     error, df = inference.evaluation_error((difference_C * tokens_C)[None], tokens_C)
     assert error == pytest.approx(variance**0.5)
@@ -189,8 +191,9 @@ def test_documents_that_differ_by_rounding_alone_have_no_error():
 @pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
 @pytest.mark.parametrize('alpha', [0.05, 0.05 / 6])
 def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
+    """At this true difference, the two-sided t test of half of all experiments has the power."""
     error = 0.003
-    median = stats.chi(df).median() / df**0.5  # of an estimate of the error 1
+    median = stats.chi(df).median() / df**0.5  # the median estimate of an error of 1
     noncentrality = inference.detectable_difference(median * error, df, alpha) / error
     power = stats.nct.sf(stats.t.isf(alpha / 2, df), df, noncentrality)
     assert power == pytest.approx(inference.POWER, abs=1e-5)
@@ -206,14 +209,14 @@ NEARLY = [
 
 @pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY], ids=str)
-def test_a_spread_that_is_only_rounding_is_none(values):
+def test_a_spread_of_rounding_errors_is_zero(values):
     estimate = inference.estimate(values)
-    difference = paired_test(values)
+    difference_around = paired_test(values)
     is_zero = float(values[0] == 0)
     mean = pytest.approx(values[0], abs=1e-14)
-    assert (estimate.sd, difference.sd) == (0.0, 0.0)
-    assert (difference.p, difference.p_equivalence) == (is_zero, 1.0 - is_zero)
-    assert estimate.low == estimate.high == difference.low == difference.high == mean
+    assert (estimate.sd, difference_around.sd) == (0.0, 0.0)
+    assert (difference_around.p, difference_around.p_equivalence) == (is_zero, 1.0 - is_zero)
+    assert estimate.low == estimate.high == difference_around.low == difference_around.high == mean
 
 
 def test_a_single_seed_leaves_blanks():
@@ -233,7 +236,7 @@ def test_differences_are_finite(differences):
 EIGHT = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
 
 
-def test_as_many_pairs_as_there_are_find_their_detectable_difference():
+def test_the_detectable_difference_needs_as_many_pairs_as_there_are():
     eight = paired_test(EIGHT)
     detectable = inference.detectable_difference(eight.error_seeds, eight.df)
     assert inference.to_find(eight, detectable * (1 + 1e-9)) == (8, 1.0)
@@ -254,14 +257,14 @@ def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
     assert documents > 1 and error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
 
 
-def test_nothing_finds_what_tuning_may_hide_on_its_side():
+def test_no_number_of_pairs_finds_a_difference_that_tuning_may_hide():
     eight = paired_test(EIGHT)
     tuned = dataclasses.replace(eight, tuning_low=0.01)
     assert inference.to_find(tuned, -0.01) is None
     assert inference.to_find(tuned, 0.01) == inference.to_find(eight, -0.01)
 
 
-def test_a_single_pair_tells_of_no_number_of_pairs():
+def test_a_single_pair_gives_no_number_of_pairs():
     assert inference.to_find(paired_test([0.1]), 0.01) is None
 
 
@@ -280,28 +283,30 @@ def test_holm_rejects_what_its_definition_rejects():
             assert [p in rejected for p in p_values] == [p <= alpha for p in holm(p_values)]
 
 
-def difference(mean, spread=0.001, n=8, **keywords):
-    """Alternates by `spread` around the mean."""
+def difference_around(mean, spread=0.001, n=8, **keywords):
+    """The difference of n pairs that lie `spread` above and below the mean by turns."""
     return paired_test([mean + spread * (-1) ** i for i in range(n)], **keywords)
 
 
 @pytest.mark.parametrize(
+    # A difference, its decision, and its decision where trials of the arm, or of the baseline,
+    # diverged.
     ('compared', 'decided', 'arm_diverged', 'baseline_diverged'),
     [
-        (difference(-0.02), BETTER, UNDECIDED, BETTER),
-        (difference(0.02), WORSE, WORSE, UNDECIDED),
-        (difference(-0.006, spread=0.003), BETTER_BELOW, UNDECIDED, BETTER_BELOW),
-        (difference(0.006, spread=0.003), WORSE_BELOW, WORSE_BELOW, UNDECIDED),
-        (difference(0.0), EQUIVALENT, UNDECIDED, UNDECIDED),
-        (difference(0.003), EQUIVALENT, WORSE_BELOW, UNDECIDED),
-        (difference(0.001, spread=0.05), UNDECIDED, UNDECIDED, UNDECIDED),
+        (difference_around(-0.02), BETTER, UNDECIDED, BETTER),
+        (difference_around(0.02), WORSE, WORSE, UNDECIDED),
+        (difference_around(-0.006, spread=0.003), BETTER_BELOW, UNDECIDED, BETTER_BELOW),
+        (difference_around(0.006, spread=0.003), WORSE_BELOW, WORSE_BELOW, UNDECIDED),
+        (difference_around(0.0), EQUIVALENT, UNDECIDED, UNDECIDED),
+        (difference_around(0.003), EQUIVALENT, WORSE_BELOW, UNDECIDED),
+        (difference_around(0.001, spread=0.05), UNDECIDED, UNDECIDED, UNDECIDED),
         # By what the optimum may be missed, of the arm and of the baseline.
-        (difference(-0.02, tuning=(0.1, 0.0)), BETTER, UNDECIDED, BETTER),
-        (difference(-0.02, tuning=(0.0, 0.016)), BETTER_BELOW, UNDECIDED, BETTER_BELOW),
-        (difference(-0.02, tuning=(0.0, np.inf)), UNDECIDED, UNDECIDED, UNDECIDED),
+        (difference_around(-0.02, tuning=(0.1, 0.0)), BETTER, UNDECIDED, BETTER),
+        (difference_around(-0.02, tuning=(0.0, 0.016)), BETTER_BELOW, UNDECIDED, BETTER_BELOW),
+        (difference_around(-0.02, tuning=(0.0, np.inf)), UNDECIDED, UNDECIDED, UNDECIDED),
     ],
 )
-def test_the_decisions_which_divergence_never_helps(
+def test_a_decision_is_never_better_for_an_arm_that_diverged(
     compared, decided, arm_diverged, baseline_diverged
 ):
     counts = {(0, 0): decided, (1, 0): arm_diverged, (0, 2): baseline_diverged, (1, 1): UNDECIDED}
@@ -310,14 +315,18 @@ def test_the_decisions_which_divergence_never_helps(
 
 
 def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
-    """At each alpha, the arms left are those whose margin tests Holm's method does not reject."""
+    """The other arms then share the error rate among themselves.
+
+    At each alpha, arms stay in the family whose margin tests Holm's method does not reject.
+    Adjusted p-values are compared at the level of a first look, a fraction of alpha.
+    """
     rng = np.random.default_rng(11)
     first = level(1) / ALPHA
     for _ in range(100):
         means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
         differences = {i: paired_test(rng.normal(mean, 0.01, 8)) for i, mean in enumerate(means)}
         judged = judge(differences)
-        p_margins = holm([difference.p_margin for difference in differences.values()])
+        p_margins = holm([difference_around.p_margin for difference_around in differences.values()])
         for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(p_margins)):
             num_remaining = sum(p > alpha for p in p_margins)
             assert judged[arm].p_margin_holm == pytest.approx(min(1.0, p_margin / first))

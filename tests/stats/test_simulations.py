@@ -19,7 +19,7 @@ from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, Decision
 from qkattn.stats.sweep import Sweep
 from qkattn.study.tuning import KNOBS, tune
-from tests.lanes import only
+from tests.lanes import slow_except
 
 NOISE = 0.0097  # of one trial
 LEVEL_NOISE = 0.01  # that all arms and values share, by seed
@@ -53,9 +53,9 @@ class Shape:
         return rng.normal(0, self.spread, number)
 
     def losses(self, rng, x, level_S, shift_S):
-        """Of one trial for each seed with its level and its shift of the optimum.
+        """Losses at distance x from the optimum, one for each seed S with its level and shift.
 
-        On average they exceed the level by nothing at x = 0, but for bad trials.
+        At x = 0 they are the level on average, but for bad trials.
         """
         x_S = x - shift_S
         turn = -1 / (3 * self.cubic) if self.cubic else math.inf
@@ -93,7 +93,7 @@ class TunedArm(NamedTuple):
 
 
 @functools.lru_cache(1)
-def tuned(case, num_studies, choice):
+def tuned_studies(case, num_studies, choice):
     """The arms of each study, the baseline first, at random optima."""
     rng = np.random.default_rng(list(CASES).index(case))
     baseline, other = CASES[case]
@@ -149,7 +149,7 @@ def simulate(case, num_seeds, num_studies, choice, effect=0.0):
     are_covered = []
     detectables = []
     are_found = []
-    for number, arms in enumerate(tuned(case, num_studies, choice)):
+    for number, arms in enumerate(tuned_studies(case, num_studies, choice)):
         level_S = rng.normal(0, LEVEL_NOISE, num_seeds)
         shift = effect * (-1) ** number
         true = [0.0, shift, *[0.0] * (ARMS - 1)]  # differences from the baseline, which is first
@@ -186,7 +186,7 @@ def simulate(case, num_seeds, num_studies, choice, effect=0.0):
     )
 
 
-def crossed(studies):
+def coverage_over_seeds_and_documents(studies):
     """Shares of intervals that cover: with seeds and documents in the interval, then seeds alone.
 
     The tokens of documents are log-normal, none above 5 % of all. Arms differ by noise of the seed,
@@ -214,8 +214,10 @@ UNEQUAL = ('flat arms, sharp baseline', 'cubic arms', 'cubic baseline', 'bad tri
 QUICK = [('cubic arms', 'vertex'), ('cubic baseline', 'minimax')]
 
 
-@pytest.mark.parametrize(('case', 'choice'), only(QUICK, itertools.product(UNEQUAL, CHOICES)))
-def test_neither_tuning_nor_skewed_sweeps_nor_bad_trials_decide(case, choice):
+@pytest.mark.parametrize(
+    ('case', 'choice'), slow_except(QUICK, itertools.product(UNEQUAL, CHOICES))
+)
+def test_errors_of_tuning_and_bad_trials_rarely_decide_falsely(case, choice):
     """At 5.5 % or less, more than 4 of 24 have a probability below 1 %.
 
     Without the error of tuning, more than half of the studies with cubic sweeps decide falsely.
@@ -225,8 +227,8 @@ def test_neither_tuning_nor_skewed_sweeps_nor_bad_trials_decide(case, choice):
     assert case.startswith('bad') or counts.coverage >= 0.94
 
 
-def test_intervals_over_two_sources_of_error_cover():
-    both, seeds = crossed(400)
+def test_intervals_over_seeds_and_documents_cover_the_truth():
+    both, seeds = coverage_over_seeds_and_documents(400)
     assert both >= 0.94 > 0.8 > seeds
 
 
@@ -256,7 +258,7 @@ EFFECTS = [
 ]
 
 
-@pytest.mark.parametrize(('true', 'sd'), only(EFFECTS[::3], EFFECTS))
+@pytest.mark.parametrize(('true', 'sd'), slow_except(EFFECTS[::3], EFFECTS))
 def test_studies_rarely_decide_wrongly(true, sd):
     """Whatever the true differences, given here in margins, of arms that share their baseline."""
     rng = np.random.default_rng(0)
@@ -279,7 +281,7 @@ def test_studies_rarely_decide_wrongly(true, sd):
     assert abs(share_of_false(arms[:, :1]) - 0.05) <= four_errors
 
 
-def asked_again(num_seeds, true, sd, studies, by_the_rule):
+def share_of_false_answers(num_seeds, true, sd, studies, by_the_rule):
     """The share of questions of arms that are decided falsely when what is undecided is repeated.
 
     Look k has `num_seeds[k]` seeds. By the rule, a repeat is pooled with the looks before it,
@@ -296,7 +298,7 @@ def asked_again(num_seeds, true, sd, studies, by_the_rule):
             for arm, effect in open_arms.items():
                 values = rng.normal(effect, sd / 2**0.5, number) - baseline_S
                 seen[arm] = [*seen[arm], values] if by_the_rule else [values]
-            differences = {arm: pooled(seen[arm]) for arm in open_arms}
+            differences = {arm: pooled_difference(seen[arm]) for arm in open_arms}
             looks = dict.fromkeys(open_arms, look if by_the_rule else 1)
             family = len(true) if by_the_rule else len(open_arms)
             judged = decision.judge(differences, planned=family, looks=looks)
@@ -313,7 +315,7 @@ def asked_again(num_seeds, true, sd, studies, by_the_rule):
     return num_false / studies
 
 
-def pooled(samples):
+def pooled_difference(samples):
     strata = [number for number, sample in enumerate(samples) for _ in sample]
     return inference.paired_test(np.concatenate(samples), strata=strata)
 
@@ -324,7 +326,9 @@ LOOKS = [(8, 8), (8, 40), (8, 8, 8), (8, 24, 72)]
 
 @pytest.mark.parametrize('num_seeds', [(8, 8), (8, 24, 72)])
 def test_a_question_that_is_asked_again_is_rarely_answered_falsely(num_seeds):
-    assert asked_again(num_seeds, (0.0,), 0.02, 300, True) <= 0.05 + 2 * (0.05 / 300) ** 0.5
+    assert (
+        share_of_false_answers(num_seeds, (0.0,), 0.02, 300, True) <= 0.05 + 2 * (0.05 / 300) ** 0.5
+    )
 
 
 @pytest.mark.slow
@@ -332,16 +336,14 @@ def test_a_question_that_is_asked_again_is_rarely_answered_falsely(num_seeds):
 @pytest.mark.parametrize('effect', [0.0, MARGIN])
 @pytest.mark.parametrize('sd', [0.006, 0.012, 0.03])
 @pytest.mark.parametrize('family', [1, 6])
-def test_repeats_until_all_is_decided_are_false_at_most_once_in_twenty(
-    num_seeds, effect, sd, family
-):
+def test_repeats_until_all_is_decided_err_at_most_once_in_twenty(num_seeds, effect, sd, family):
     studies = 6000 if family == 1 else 1500
-    assert asked_again(num_seeds, (effect,) * family, sd, studies, True) <= ALLOWED
+    assert share_of_false_answers(num_seeds, (effect,) * family, sd, studies, True) <= ALLOWED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('num_seeds', 'rate'), [((8, 8), 0.065), ((8, 8, 8), 0.095)])
-def test_without_the_rule_repeats_are_false_more_often(monkeypatch, num_seeds, rate):
+def test_repeats_that_each_spend_five_percent_err_more_often(monkeypatch, num_seeds, rate):
     """If each look spends 5 %, as if it were the only one."""
     monkeypatch.setattr(decision, 'LEFT_FOR_REPEATS', 0.0)
-    assert asked_again(num_seeds, (0.0,), 0.02, 2000, False) >= rate
+    assert share_of_false_answers(num_seeds, (0.0,), 0.02, 2000, False) >= rate

@@ -52,7 +52,9 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, url, message):
 
 
 @pytest.mark.parametrize('reason', ['silent', 'absent', 'credentials'])
-def test_a_bucket_out_of_reach_is_named_in_time(bucket, monkeypatch, tmp_path, reason):
+def test_a_bucket_that_does_not_answer_is_named_within_the_patience(
+    bucket, monkeypatch, tmp_path, reason
+):
     monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
     buckets._client.cache_clear()
     with socket.create_server(('127.0.0.1', 0)) as server:

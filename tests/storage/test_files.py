@@ -69,7 +69,7 @@ def test_a_directory_in_the_place_of_a_file_is_left_alone(tmp_path):
         write_atomic(tmp_path, 'x')
 
 
-def test_an_error_that_is_none_of_the_disk_stays_as_it_is(tmp_path):
+def test_an_error_that_has_nothing_to_do_with_the_disk_is_raised_unchanged(tmp_path):
     with pytest.raises(ValueError, match='^other$'), replacing(tmp_path / 'file'):
         raise ValueError('other')
 
@@ -127,7 +127,7 @@ def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_an_argument_loses_the_directories_of_the_machine(
+def test_directories_of_the_machine_are_left_out_of_an_argument(
     tmp_path, monkeypatch, argument, expected
 ):
     (tmp_path / 'cwd').mkdir()
@@ -151,7 +151,7 @@ def test_a_name_of_a_file_from_elsewhere_is_one_component(tmp_path, name):
 
 
 @pytest.mark.parametrize('name', ['a', 'a.b', '...', '-a', 'ä' * 127, 'a b', '~'])
-def test_any_other_name_is_taken_as_it_is(tmp_path, name):
+def test_a_name_of_one_component_is_taken_as_it_is(tmp_path, name):
     assert (
         require_plain_name(name) == name
         and join_without_links(tmp_path, 'x', name) == tmp_path / 'x' / name

@@ -49,7 +49,7 @@ def test_rewind_drops_what_follows_a_step(path, kept):
     assert steps_of(path) == [*range(10, kept + 20, 10)]
 
 
-def test_rewind_drops_what_is_made_again_at_its_step(path):
+def test_rewind_drops_the_final_record_and_if_asked_the_evaluation_of_its_step(path):
     write_steps(path, [10, 20])
     metrics = MetricsFile(path)
     metrics.append({'step': 20, 'kind': 'eval'})
@@ -61,7 +61,7 @@ def test_rewind_drops_what_is_made_again_at_its_step(path):
 
 
 @pytest.mark.parametrize('tail', ['{"step": 3}', '{"step": 3, "lo\n', '\0\0\0', '3\n'])
-def test_opening_repairs_a_torn_end_so_that_appending_is_safe(path, tail):
+def test_a_torn_last_line_is_repaired_at_the_first_append(path, tail):
     write_steps(path, [1, 2], tail=tail)
     assert steps_of(path) == [1, 2], 'a reader of a live file leaves the torn line out'
     metrics = MetricsFile(path)
@@ -129,17 +129,21 @@ def test_a_resume_parses_the_last_lines_of_a_log_alone(path, monkeypatch):
     assert metrics.last_step == 1000 and parse.call_count < 10
 
 
-@pytest.mark.parametrize('cut', [0.0, 0.9])
-def test_a_full_disk_leaves_whole_lines(path, monkeypatch, cut):
+@pytest.mark.parametrize('written_share', [0.0, 0.9])
+def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_share):
     write_steps(path, [1, 2])
     metrics = MetricsFile(path)
     before = path.read_bytes()
     file = metrics._file
-    full = Mock(wraps=file, write=lambda data: file.write(data[: int(cut * len(data))]))
+
+    def write_a_share(data):
+        return file.write(data[: int(written_share * len(data))])
+
     with monkeypatch.context() as patch, pytest.raises(DiskError, match='the disk is full'):
-        patch.setattr(metrics, '_file', full)
+        patch.setattr(metrics, '_file', Mock(wraps=file, write=write_a_share))
         metrics.append({'step': 3, 'loss': 1.0})
     assert path.read_bytes() == before
+    # With room again, the next line follows the whole ones.
     metrics.append({'step': 3})
     metrics.close()
     line = json.dumps(with_checksum({'step': 3}))
@@ -157,18 +161,21 @@ def test_a_full_disk_leaves_whole_lines(path, monkeypatch, cut):
     ],
     ids=['digit', 'no eval', 'cut', 'other', 'no log'],
 )
-def test_a_log_is_rewound_to_what_a_checkpoint_has_kept_or_refused(path, damage, message):
+def test_a_log_that_lacks_lines_of_its_checkpoint_is_refused_unchanged(path, damage, message):
     with contextlib.closing(MetricsFile(path)) as metrics:
         for step in range(1, 7):
             metrics.append({'step': step, 'loss': 1.5})
             if step == 4:
                 metrics.append({'step': 4, 'kind': 'eval'})
                 kept = metrics.flush()
+    # The log has six steps, of which the checkpoint of step 4 has kept five lines.
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(before := b''.join(damage(lines)))
+    before = b''.join(damage(lines))
+    path.write_bytes(before)
     with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl[,:] .*{message}'):
         MetricsFile(path).rewind(4, written=kept)
     assert path.read_bytes() == before
+    # The undamaged log is rewound to these five lines.
     path.write_bytes(b''.join(lines))
     metrics = MetricsFile(path)
     metrics.rewind(4, written=kept)

@@ -33,7 +33,7 @@ def test_to_jsonable_covers_what_records_hold():
 
 
 @pytest.mark.parametrize('value', [{'a': 1, 'b': [1.5]}, [{'a': 1, 'b': [1.5]}, {'a': 2, 'b': []}]])
-def test_what_was_changed_by_hand_has_another_checksum(tmp_path, value):
+def test_a_file_that_was_changed_by_hand_is_refused_by_its_checksum(tmp_path, value):
     path = tmp_path / 'x.json'
     schema = {'a': int, 'b': tuple[float, ...]}
     schema = [schema] if isinstance(value, list) else schema
@@ -80,7 +80,9 @@ SOUND = {'name': 'x', 'rate': 1, 'inner': {'count': 2, 'kinds': None}, 'more': 1
     ],
     ids=range(6),
 )
-def test_what_does_not_fit_its_schema_is_one_sentence(tmp_path, content, message):
+def test_a_value_that_does_not_fit_its_schema_is_refused_in_one_sentence(
+    tmp_path, content, message
+):
     path = tmp_path / 'x.json'
     path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
     with refused(message, RunDirectoryError) as refusal:

@@ -32,7 +32,8 @@ def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
         owner = f'^workdir={path} is in use by process {os.getpid()} on '
         with pytest.raises(InUseError, match=owner):
             RunDirectory(path, CONFIG)
-    if not far:  # a start that is killed as it writes its results
+    if not far:
+        # A start that is killed as it writes its results leaves a temporary file behind.
         with monkeypatch.context() as patch:
             patch.setattr(os, 'replace', lambda *_: None)
             write_atomic(tmp_path / 'result.json', '[]')
@@ -45,7 +46,7 @@ def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
         assert set(server.names('runs')) == kept
 
 
-def test_an_owner_that_was_taken_over_leaves_the_metrics_of_the_next(bucket, monkeypatch):
+def test_an_owner_whose_lease_was_taken_over_writes_no_metrics(bucket, monkeypatch):
     path = 'gs://runs/a'
     seconds = leases.seconds
     with RunDirectory(path, CONFIG) as first:
@@ -87,7 +88,7 @@ def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path)
         ('study.json', '{}', 'holds a study; give a run its own directory'),
     ],
 )
-def test_a_directory_without_its_config_is_not_adopted(tmp_path, name, content, message):
+def test_a_directory_that_holds_something_else_is_refused(tmp_path, name, content, message):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message):

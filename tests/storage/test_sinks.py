@@ -15,11 +15,12 @@ from qkattn.storage.files import as_path
 from qkattn.storage.sinks import Sinks, check_sinks, trial_names
 
 CONFIG = Config(trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-3, 2e-3)))
-WRITES = 'tests.storage.test_sinks:Writes'
+WRITING_SINK = 'tests.storage.test_sinks:WritingSink'
 NO_SINK = 'is not a class of .directory, config, step. with write'
 
 
-def opened(directory: Path, *names: str, config: Config = CONFIG, step: int = 0) -> Sinks:
+def open_sinks(directory: Path, *names: str, config: Config = CONFIG, step: int = 0) -> Sinks:
+    """The opened sinks of a run that starts at a step; a record written before is not kept."""
     config = dataclasses.replace(config, train=TrainConfig(sinks=names))
     assert fingerprint(config) == fingerprint(dataclasses.replace(config, train=TrainConfig()))
     sinks = Sinks(config, directory)
@@ -28,7 +29,7 @@ def opened(directory: Path, *names: str, config: Config = CONFIG, step: int = 0)
     return sinks
 
 
-def events(directory: Path) -> dict[str, dict[int, float]]:
+def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
     """{name: {step: value}} of the event files of a trial, as TensorBoard reads them."""
     tensorboardx = pytest.importorskip('tensorboardX')
     series: dict[str, dict[int, float]] = {}
@@ -49,8 +50,8 @@ def events(directory: Path) -> dict[str, dict[int, float]]:
     return series
 
 
-class Writes:
-    """Keeps what it is given."""
+class WritingSink:
+    """A sink that writes what it is given as JSON lines to the file `written`."""
 
     def __init__(self, directory, config, step, *, fails_at=None):
         self.file = (directory / 'written').open('a')
@@ -68,7 +69,7 @@ class Writes:
 
 
 def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
-    sinks = opened(tmp_path, WRITES)
+    sinks = open_sinks(tmp_path, WRITING_SINK)
     sinks.write({'kind': 'train', 'step': 2, 'loss': np.arange(4.0)})
     final = {'val_loss': [1.5, None, 2.5, 3.5], 'trials': CONFIG.trials.trials(), 'eval_tokens': 7}
     final['val_bleu_signature'] = [None, *['nrefs:1'] * 3]  # no number, and the first has diverged
@@ -80,7 +81,7 @@ def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
 
 
 def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
-    sinks = opened(tmp_path, WRITES)
+    sinks = open_sinks(tmp_path, WRITING_SINK)
     sinks.write({'kind': 'train', 'step': 2, 'tokens_per_second': 3.5, 'mfu': 0.25})
     sinks.close()
     written = json.loads((tmp_path / 'written').read_text().splitlines()[0])
@@ -88,23 +89,23 @@ def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
 
 
 def test_a_sink_that_fails_is_dropped(tmp_path, caplog):
-    sinks = opened(tmp_path, f'{WRITES}(fails_at=1)', 'tensorboard')
+    sinks = open_sinks(tmp_path, f'{WRITING_SINK}(fails_at=1)', 'tensorboard')
     for step in (1, 2):
         sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
     sinks.close()
     assert not (tmp_path / 'written').read_text()
     assert caplog.text.count('failed, and the run continues without it: OSError: no room') == 1
     trial = tmp_path / 'tensorboard' / 'seed=1,learning_rate=0.002'
-    assert events(trial) == {'train/loss': {1: 1.0, 2: 2.0}}
+    assert tensorboard_values(trial) == {'train/loss': {1: 1.0, 2: 2.0}}
     assert trial_names(Config()) == ['']
 
 
 def test_a_resumed_run_repeats_no_event(tmp_path):
     for start, end in ((0, 6), (4, 8)):  # the first start is killed
-        sinks = opened(tmp_path, 'tensorboard', config=Config(), step=start)
+        sinks = open_sinks(tmp_path, 'tensorboard', config=Config(), step=start)
         for step in range(start + 1, end + 1):
             sinks.write({'kind': 'train', 'step': step, 'loss': [start + step / 10]})
-    values = events(tmp_path / 'tensorboard')['train/loss']
+    values = tensorboard_values(tmp_path / 'tensorboard')['train/loss']
     assert list(values) == [1, 2, 3, 4, 5, 6, 7, 8]
     np.testing.assert_allclose([values[4], values[5]], [0.4, 4.5], rtol=1e-6)
 
@@ -116,7 +117,7 @@ def test_a_resumed_run_repeats_no_event(tmp_path):
         ('tensorboard(port=1)', "tensorboard has no option 'port'"),
         ('no_such_module:Sink', "no module named 'no_such_module'"),
         ('types:SimpleNamespace', NO_SINK),
-        ('tests.storage.test_sinks:events', NO_SINK),
+        ('tests.storage.test_sinks:tensorboard_values', NO_SINK),
         ('tensorboard', 'needs the package tensorboardX: pip install'),
         ('wandb(project="x")', 'needs the package wandb: pip install'),
     ],
@@ -140,7 +141,7 @@ def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch)
     monkeypatch.setenv('WANDB_SILENT', 'true')
     ids = []
     for start in (0, 2):
-        sinks = opened(tmp_path, 'wandb(project="x")', step=start)
+        sinks = open_sinks(tmp_path, 'wandb(project="x")', step=start)
         ids.append((wandb.run.id, wandb.run.project, wandb.run.config['model']['d_model']))
         for step in (start + 1, start + 2):  # a step is logged when the next one begins
             sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})

@@ -11,12 +11,13 @@ from qkattn.config import Config, ControlsConfig, ModelConfig, Study, TrialsConf
 from qkattn.errors import MatchError
 from qkattn.model import cost
 from qkattn.study import variant_catalogue
-from qkattn.study.arms import build_arms, table
+from qkattn.study.arms import build_arms
+from qkattn.study.arms import table as arms_table
 from qkattn.study.matching import match
 from tests.attention import examples
-from tests.lanes import thinned
+from tests.lanes import mostly_slow
 from tests.refusals import refused
-from tests.study.test_plan import changed
+from tests.study.test_plan import study_with
 
 UNTUNED = Study(
     base=Config(
@@ -53,7 +54,7 @@ def tuning(**fields):
     return {'tuning': TuningConfig(**{'seeds': (5,)} | fields)}
 
 
-def longer(*seeds):
+def longer_seeds(*seeds):
     return {'controls': ControlsConfig(longer_seeds=seeds)}
 
 
@@ -90,8 +91,8 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
         (TUNED, {'variants': ('shared_qk/vo',)}, "must contain the baseline 'qk/vo'"),
         (TUNED, tuning(seeds=(1, 2)), r'trials.seeds share \(1, 2, 3\)'),
         (TUNED, tuning() | SEEDED, r'share \(7,\)'),  # may be drawn
-        (TUNED, longer(8, 9, 12), 'controls.longer_seeds share'),
-        (TUNED, longer(20, 21), 'longer_seeds=.* at least 3 seeds'),
+        (TUNED, longer_seeds(8, 9, 12), 'controls.longer_seeds share'),
+        (TUNED, longer_seeds(20, 21), 'longer_seeds=.* at least 3 seeds'),
         (TUNED, {'trials': {'seeds': (0, 1)}}, 'trials.seeds=.* at least 3 seeds'),
         (TUNED, tuning(seeds=(5, 6), max_seeds=1), 'max_seeds=1 must be at least 2'),
         (TUNED, tuning(max_seeds=1), 'must be at least 2: .* one seed shows'),
@@ -110,7 +111,7 @@ SCALED = {'variants': ('qk/vo', 'qk/vo?score_scale=2.0')} | tuning(score_scales=
 )
 def test_a_wrong_study_is_one_sentence(study, fields, message):
     with refused(message):
-        build_arms(changed(study, **fields))
+        build_arms(study_with(study, **fields))
 
 
 def test_a_variant_from_outside_that_cannot_be_built_is_one_sentence(tmp_path, monkeypatch):
@@ -140,7 +141,7 @@ def test_each_variant_that_no_model_matches_is_named():
 
 
 # Slices of the stream and rotary positions: d_model moves by twice the number of heads.
-ROTARY = changed(
+ROTARY = study_with(
     UNTUNED,
     model={'num_heads': 4, 'context': 64, 'positions': 'rope', 'activation': 'swiglu'},
     variants=('qk/vo', 'shared_qk/vo', 'query_free/vo', 'qk/no_v'),
@@ -172,7 +173,7 @@ def test_a_size_that_some_arms_do_not_fit_names_sizes_that_all_fit():
 
 
 def test_sizes_that_all_arms_fit_stay_and_arms_that_fit_no_size_are_named():
-    study = changed(
+    study = study_with(
         ROTARY,
         variants=('qk/vo', 'shared_qk/vo', 'qk/no_v', 'merged/vo'),
         sizes=('d_model=104', 'd_model=96&num_layers=1'),
@@ -190,9 +191,9 @@ def test_sizes_that_all_arms_fit_stay_and_arms_that_fit_no_size_are_named():
         assert len(build_arms(kept)) == 6
 
 
-def test_where_only_the_destination_d_ff_matches_all_arms_it_alone_is_named():
+def test_the_destination_d_ff_is_named_where_it_alone_matches_all_arms():
     """Heads of a given size that are slices of the stream fit one d_model only."""
-    study = changed(ROTARY, model={'head_size': 24}, variants=('qk/vo', 'qk/no_v'))
+    study = study_with(ROTARY, model={'head_size': 24}, variants=('qk/vo', 'qk/no_v'))
     assert refused_arms(study)[-1] == (
         "all arms but 'qk/no_v' match at these sizes; "
         'all arms match with --config.destinations=\'("d_ff",)\''
@@ -214,7 +215,7 @@ def saving_arms():
 
 
 def test_a_variant_that_saves_parameters_is_also_an_arm_at_the_baselines_shape(saving_arms):
-    """The variant `merged` costs some."""
+    """Not merged/vo, which has more parameters than the baseline."""
     assert [(arm.key.variant, arm.key.control) for arm in saving_arms] == [
         ('qk/vo', None),
         ('qk/no_o [d_model]', None),
@@ -243,15 +244,15 @@ def test_a_control_of_equal_shape_keeps_a_d_ff_of_its_own(saving_arms):
 
 
 def test_the_table_of_arms_states_the_cost_that_is_equal(saving_arms):
-    lines = table(saving_arms, 'total').splitlines()
+    lines = arms_table(saving_arms, 'total').splitlines()
     total = f'{cost.count(saving_arms[0].model)["total"]:,}'
     assert lines[0] == 'equal: parameters'
     assert {'qk/vo', '+0.0000%', total} < set(lines[3].split())
 
 
 def test_a_table_names_what_arms_differ_in(grid_arms, saving_arms):
-    assert 'qk/vo d_model=64 stdlib ' in table(grid_arms, None)
-    lines = table(saving_arms, None).splitlines()
+    assert 'qk/vo d_model=64 stdlib ' in arms_table(grid_arms, None)
+    lines = arms_table(saving_arms, None).splitlines()
     assert lines[2].startswith('qk/vo  ')
     assert lines[5].startswith('qk/no_o (same shape)  ')
 
@@ -265,7 +266,7 @@ def test_a_table_names_what_arms_differ_in(grid_arms, saving_arms):
     ],
     ids=['off', 'untuned', 'unmatched'],
 )
-def test_a_study_has_no_controls_of_equal_shape_where_they_say_nothing(fields):
+def test_a_study_without_tuning_or_match_has_no_controls_of_equal_shape(fields):
     arms = build_arms(dataclasses.replace(SAVING, **fields))
     assert not any(arm.key.control for arm in arms)
 
@@ -276,7 +277,8 @@ SMALL = ModelConfig(d_model=96, num_layers=2, num_heads=4, context=64)
 DEEP = ModelConfig(d_model=128, num_layers=4, num_heads=4)
 FROZEN = 'examples.frozen:Frozen'
 HADAMARD = 'examples.hadamard:Hadamard'
-# What saves or costs less than half a step of d_model, or needs a power of two.
+# Variants that cannot be matched by d_model: they save or cost less than half a step of it, or need
+# a power of two.
 REFUSED = {'examples.collaborative:Collaborative/vo', 'nonlinear_query/vo', f'qk/{HADAMARD}'}
 CASES = [
     (base, which, {'score': score, 'value': value})
@@ -295,10 +297,13 @@ SHAPES = [(dataclasses.replace(SMALL, **shape), 'total', variant) for shape, var
 
 
 @pytest.mark.parametrize(
-    ('base', 'which', 'variant'), SHAPES[::2] + thinned(SHAPES[1::2] + CASES, every=12)
+    ('base', 'which', 'variant'), SHAPES[::2] + mostly_slow(SHAPES[1::2] + CASES, every=12)
 )
-def test_every_circuit_is_matched(base, which, variant):
-    """To which widths, tests/test_results.py compares with those of trained studies."""
+def test_every_variant_is_matched_to_the_cost_of_its_baseline(base, which, variant):
+    """d_model moves towards the target in whole heads, and d_ff keeps its ratio to d_model.
+
+    tests/test_results.py compares the widths with those of trained studies.
+    """
     target = cost.measured(base, which)
     config = dataclasses.replace(base, **variant)
     if '/'.join(variant.values()) in REFUSED:
@@ -307,17 +312,20 @@ def test_every_circuit_is_matched(base, which, variant):
         return
     matched = match(config, target, which=which)
     assert abs(cost.measured(matched, which) / target - 1) <= 1e-3
+
+    # A variant that saves parameters becomes wider, one that costs some narrower.
     saved = target - cost.measured(config, which)
     d_model = matched.d_model
     assert (d_model - base.d_model) * saved >= 0
-    # The heads follow d_model; the head size is set where d_model is not a multiple of them.
+
+    # Nothing else changes; the head size is set where heads do not divide d_model.
     step = 2 if base.positions == 'rope' else 1
     head_size = config.head_size
     if head_size is None and d_model % (step * base.num_heads):
         head_size = step * round(d_model / base.num_heads / step)
     expected = {'d_model': d_model, 'd_ff': matched.d_ff, 'head_size': head_size}
     assert matched == dataclasses.replace(config, **expected)
-    # d_ff keeps its ratio but for the rounding residual, of half a step of the heads.
+    # d_ff keeps its ratio but for the rounding residual, at most half a step of the heads.
     d_ff_at_ratio = base.mlp_width / base.d_model * d_model
     assert abs(matched.d_ff - d_ff_at_ratio) < 0.2 * step * d_model + 0.5
 
@@ -335,6 +343,8 @@ WIDE = {'d_model': 128, 'head_size': 32}
 
 
 @pytest.mark.parametrize(
+    # Changes of SMALL; those of the variant; where savings go; options of `match`; and changes of
+    # the matched model, or a part of the refusal.
     ('base', 'fields', 'destination', 'kwargs', 'expected'),
     [
         # One matrix widens the MLP by half a width: 2 L D d_ff = L D^2.
@@ -380,7 +390,7 @@ WIDE = {'d_model': 128, 'head_size': 32}
     ],
     ids=str,
 )
-def test_a_destination_takes_exactly_what_is_saved(base, fields, destination, kwargs, expected):
+def test_a_destination_grows_by_what_the_variant_saves(base, fields, destination, kwargs, expected):
     base = dataclasses.replace(SMALL, **base)
     config = dataclasses.replace(base, **fields)
     costs = {'target': cost.measured(base, kwargs.get('which', 'total'))} | kwargs

@@ -14,8 +14,8 @@ import pytest
 from qkattn.jobs import children, cli, machine, signals
 from qkattn.study import local_workers, plan, worker
 from qkattn.study.arms import build_arms
-from tests.processes import ROOT, is_running, until
-from tests.study.test_plan import STUDY, changed
+from tests.processes import ROOT, is_running, wait_until
+from tests.study.test_plan import STUDY, study_with
 
 # The parents are forked from a process that has imported everything.
 FORKS = multiprocessing.get_context('forkserver')
@@ -85,12 +85,12 @@ def test_a_worker_is_started_without_a_warning():
     assert (started.returncode, started.stderr) == (0, '')
 
 
-def pids(path) -> list[int]:
+def pids_of_workers(path) -> list[int]:
     return [int(file.suffix[1:]) for file in path.glob('start*')]
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
-def test_workers_that_end_in_any_way(tmp_path):
+def test_the_parent_handles_workers_that_crash_are_refused_asked_or_killed(tmp_path):
     parents = {}
     for work in ('crash', 'wrong', 'asked', 'killed'):
         (tmp_path / work).mkdir()
@@ -101,10 +101,10 @@ def test_workers_that_end_in_any_way(tmp_path):
         signals_of_work = {'asked': signal.SIGTERM, 'killed': signal.SIGKILL}
         for work, signal_number in signals_of_work.items():
             path = tmp_path / work
-            until(lambda path=path: len(pids(path)) == 2)
+            wait_until(lambda path=path: len(pids_of_workers(path)) == 2)
             os.kill(parents[work].pid, signal_number)
             parents[work].join(60)
-            until(lambda path=path: not any(map(is_running, pids(path))))
+            wait_until(lambda path=path: not any(map(is_running, pids_of_workers(path))))
         for process in parents.values():
             process.join(60)
     finally:
@@ -134,16 +134,16 @@ def test_workers_that_end_in_any_way(tmp_path):
         (2, 0, 2, 3, 2**31, 2),  # asked for by number
     ],
 )
-def test_workers_are_no_more_than_are_of_use(
+def test_the_number_of_workers_is_limited_by_runs_cores_accelerators_and_memory(
     monkeypatch, number, gpus, max_workers, runs, free, most
 ):
-    """So many cores, accelerators and bytes; None: not known."""
+    """`number` cores, `gpus` accelerators and `free` bytes of memory; None: not known."""
     monkeypatch.setattr(machine, 'free_memory', lambda: free)
     monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
     names = None if gpus is None else list(map(str, range(gpus)))
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: names)
     variants = ('qk/vo', 'shared_qk/vo', 'merged/vo')
-    study = changed(variants=variants, mesh={'data': 2})  # of two GPUs
+    study = study_with(variants=variants, mesh={'data': 2})  # of two GPUs
     arms = build_arms(study)
     left = plan.runs(study, arms, lambda run: None)[:runs]
     assert local_workers.count_workers(study, arms, max_workers, left) == most

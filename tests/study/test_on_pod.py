@@ -7,11 +7,11 @@ from qkattn.model import cost
 from qkattn.study import on_pod
 from qkattn.study.arms import build_arms
 from qkattn.train.dry_run import Description
-from tests.study.test_plan import changed
+from tests.study.test_plan import study_with
 
 
 @pytest.fixture
-def described(monkeypatch):
+def described_configs(monkeypatch):
     """The configs that are described; the larger of two models warns."""
     configs = []
 
@@ -40,13 +40,15 @@ def described(monkeypatch):
     return configs
 
 
-def test_each_model_of_a_study_is_described_once_with_its_most_trials(described):
-    study = changed(sizes=('d_model=32', 'd_model=64'), controls=ControlsConfig(equal_shape=False))
+def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_configs):
+    study = study_with(
+        sizes=('d_model=32', 'd_model=64'), controls=ControlsConfig(equal_shape=False)
+    )
     arms = build_arms(study)
     text = on_pod.described_arms(study, arms, 'h100-1x8')
     # 2 seeds at 3 learning rates are more than the 3 trials of a verdict.
-    assert [len(config.trials.trials()) for config in described] == [6] * 4
-    assert [config.model for config in described] == [arm.model for arm in arms]
+    assert [len(config.trials.trials()) for config in described_configs] == [6] * 4
+    assert [config.model for config in described_configs] == [arm.model for arm in arms]
     lines = [' '.join(line.split()) for line in text.splitlines()]
     state = 12 * cost.count(arms[0].model)['total'] / 1e9
     total = f'{1 + state:.3g} {(1 + state) / 2:.1%}'

@@ -34,8 +34,8 @@ STUDY = Study(
 GRID = (1e-3, 2e-3, 4e-3)
 
 
-def changed(study=STUDY, **fields):
-    """The study with other fields, or other fields in the parts of its base."""
+def study_with(study=STUDY, **fields):
+    """STUDY, or another one, with these fields; `trials={...}` changes fields of a section."""
     base = study.base
     for part in vars(base).keys() & fields.keys():
         values = dataclasses.replace(getattr(base, part), **fields.pop(part))
@@ -48,15 +48,15 @@ def arms():
     return build_arms(STUDY)
 
 
-def unfinished(run):
+def no_results(run):
     """No run has results."""
 
 
-def landscape(optimum, effect=lambda run, trial: 0.0):
-    """Results whose loss is a parabola in ln(learning rate), with a level per seed.
+def parabola_results(optimum, effect=lambda run, trial: 0.0):
+    """A function from a run to results whose loss is a parabola in ln(learning rate).
 
-    The test loss is larger by the effect of a run and trial, None of one that diverges, which has
-    losses that would be the best.
+    A seed adds 0.01 times its number. `effect` of a run and a trial is added to the test loss;
+    where it is None, the trial diverges, with losses of 0 that must not be taken for the best.
     """
 
     def results(run):
@@ -83,11 +83,14 @@ def one_diverges(run, trial):
 @pytest.mark.parametrize(
     ('results', 'rates'),
     [
-        (unfinished, [GRID]),
-        (landscape(2.3e-3), [GRID, (0.0023,)]),
-        (landscape(7e-3), [GRID, (8e-3,), (1.6e-2,), (0.007,)]),  # the grid is extended
-        (landscape(1e-6), [GRID, (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)]),  # to max_points
-        (landscape(7e-3, one_diverges), [GRID, (2e-3,)]),  # of two seeds, at the last value
+        (no_results, [GRID]),
+        (parabola_results(2.3e-3), [GRID, (0.0023,)]),
+        (parabola_results(7e-3), [GRID, (8e-3,), (1.6e-2,), (0.007,)]),  # the grid is extended
+        (
+            parabola_results(1e-6),
+            [GRID, (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)],
+        ),  # to max_points
+        (parabola_results(7e-3, one_diverges), [GRID, (2e-3,)]),  # of two seeds, at the last value
     ],
     ids=['unfinished', 'bracketed', 'extended', 'bounded', 'diverged'],
 )
@@ -103,7 +106,7 @@ def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, res
     assert runs[-1].config.model == arms[0].model
 
 
-def declared(monkeypatch, arms, typed):
+def declaration_of_command(monkeypatch, arms, typed):
     """The declaration of the study by a command with these arguments."""
     monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
     return declaration.content(STUDY, arms)
@@ -111,13 +114,13 @@ def declared(monkeypatch, arms, typed):
 
 def test_the_declared_command_names_no_directory_of_the_machine(arms, monkeypatch):
     typed = ['/home/ann/ablate.py', '--workdir=/home/ann/runs/a b']
-    command = declared(monkeypatch, arms, typed)['command']
+    command = declaration_of_command(monkeypatch, arms, typed)['command']
     assert shlex.split(command) == ['python', 'ablate.py', '--workdir=a b']
 
 
 def test_a_shell_reads_the_declared_command_as_it_was_typed(arms, monkeypatch):
     typed = ['-m', 'experiments.ablate', '--config.variants=("qk/vo", "qk/no_v")']
-    command = declared(monkeypatch, arms, typed)['command']
+    command = declaration_of_command(monkeypatch, arms, typed)['command']
     assert shlex.split(command) == ['python', *typed]
 
 
@@ -127,12 +130,12 @@ def test_a_declaration_has_every_tuned_grid(arms):
 
 def test_a_declaration_has_the_looks_that_earlier_versions_hash(arms):
     assert declaration.content(STUDY, arms)['looks'] == [3]
-    untuned = changed(tuning=TuningConfig())
+    untuned = study_with(tuning=TuningConfig())
     assert declaration.content(untuned, arms)['looks'] == []
 
 
 def test_an_untuned_study_has_a_single_run_of_each_arm(arms):
-    runs = plan.runs(changed(tuning=TuningConfig()), arms, unfinished)
+    runs = plan.runs(study_with(tuning=TuningConfig()), arms, no_results)
     assert [run.arm for run in runs] == arms
     single = runs[0]
     assert single.stage == 'single' and single.config.trials == STUDY.base.trials
@@ -145,18 +148,18 @@ def better_without_w_q(run, trial):
     return noise - 0.5 * (run.config.model.score == 'query_free')
 
 
-DECIDING = landscape(2.5e-3, better_without_w_q)
+DECIDING = parabola_results(2.5e-3, better_without_w_q)
 
 
-def longer(runs):
+def longer_runs_of(runs):
     return [run for run in runs if run.arm.key.control == 'longer']
 
 
 @pytest.fixture(scope='module')
 def controlled_study():
-    """One of three arms with controls."""
+    """A study of three arms with controls at the same shape and of longer training."""
     variants = ('qk/vo', 'shared_qk/vo', 'query_free/vo')
-    return changed(variants=variants, controls=ControlsConfig(), sizes=('d_model=64',))
+    return study_with(variants=variants, controls=ControlsConfig(), sizes=('d_model=64',))
 
 
 @pytest.fixture(scope='module')
@@ -170,7 +173,7 @@ def decided_plan(controlled_study, controlled_arms):
 
 
 def test_decided_arms_are_trained_longer_beside_the_baseline(decided_plan):
-    longer_runs = longer(decided_plan)
+    longer_runs = longer_runs_of(decided_plan)
     assert decided_plan[-len(longer_runs) :] == longer_runs
     verdicts = [run.arm.key.variant for run in longer_runs if run.stage == 'verdict']
     assert verdicts == ['qk/vo', 'query_free/vo']  # the third is like the baseline
@@ -180,12 +183,12 @@ def test_longer_training_has_a_learning_rate_of_its_own(decided_plan):
     verdict = next(run for run in decided_plan if run.stage == 'verdict')
     (chosen,) = verdict.config.trials.learning_rates
     around = pytest.approx((chosen / 2, chosen, chosen * 2))
-    assert longer(decided_plan)[0].config.trials.learning_rates == around
+    assert longer_runs_of(decided_plan)[0].config.trials.learning_rates == around
 
 
 def test_longer_training_multiplies_steps_alone(decided_plan):
     steps = {'num_steps': 4000, 'eval_every': 400, 'checkpoint_every': 400}
-    for run in longer(decided_plan):
+    for run in longer_runs_of(decided_plan):
         assert run.config.train == dataclasses.replace(STUDY.base.train, **steps)
         assert run.config.optimizer.warmup_steps == 4 * STUDY.base.optimizer.warmup_steps
         assert run.config.trials.seeds == ((0, 1, 2) if run.stage == 'verdict' else (10, 11))
@@ -195,7 +198,7 @@ def test_longer_training_multiplies_steps_alone(decided_plan):
 def test_longer_training_may_have_verdict_seeds_of_its_own(controlled_study, controlled_arms):
     controls = ControlsConfig(longer_seeds=(5, 6, 7))
     study = dataclasses.replace(controlled_study, controls=controls)
-    runs = longer(plan.runs(study, controlled_arms, DECIDING))
+    runs = longer_runs_of(plan.runs(study, controlled_arms, DECIDING))
     assert {run.config.trials.seeds for run in runs} == {(10, 11), (5, 6, 7)}
 
 
@@ -203,6 +206,7 @@ NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 
 
 @pytest.mark.parametrize(
+    # The difference, seeds that diverge, the number of sizes, and of arms trained longer.
     ('change', 'diverged', 'sizes', 'number'),
     [
         # The difference of 0.0125 has p = 0.03 against zero; corrected for 3 arms it is undecided.
@@ -212,7 +216,9 @@ NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
         (-0.2, range(6), 1, 0),
     ],
 )
-def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, sizes, number):
+def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
+    change, diverged, sizes, number
+):
     """At other sizes than the first, seeds differ too much for any decision."""
 
     def effect(run, trial):
@@ -225,8 +231,8 @@ def test_what_is_decided_is_corrected_for_the_whole_study(change, diverged, size
 
     sizes = ('d_model=64', 'd_model=72', 'd_model=80')[:sizes]
     controls = ControlsConfig(equal_shape=False)
-    study = changed(trials={'seeds': tuple(range(6))}, sizes=sizes, controls=controls)
-    runs = longer(plan.runs(study, build_arms(study), landscape(2.5e-3, effect)))
+    study = study_with(trials={'seeds': tuple(range(6))}, sizes=sizes, controls=controls)
+    runs = longer_runs_of(plan.runs(study, build_arms(study), parabola_results(2.5e-3, effect)))
     assert len({run.arm.key for run in runs}) == number
 
 
@@ -235,23 +241,26 @@ def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(
 ):
     arms = [arm for arm in controlled_arms if arm.variant != 'shared_qk/vo']
 
-    def planned(pick):
-        """The whole plan, where of the runs that are left the one at this index finishes first."""
-        finished = {}
+    def final_plan(index):
+        """The plan after all runs, of which always the one at `index` of those left finishes."""
+        results_by_id = {}
 
         def runs_so_far():
-            return plan.runs(controlled_study, arms, lambda run: finished.get(run.id))
+            return plan.runs(controlled_study, arms, lambda run: results_by_id.get(run.id))
 
-        while left := [run for run in runs_so_far() if run.id not in finished]:
-            finished[left[pick].id] = DECIDING(left[pick])
+        while left := [run for run in runs_so_far() if run.id not in results_by_id]:
+            run = left[index]
+            results_by_id[run.id] = DECIDING(run)
         return runs_so_far()
 
-    assert planned(0) == planned(-1) == plan.runs(controlled_study, arms, DECIDING)
+    expected = plan.runs(controlled_study, arms, DECIDING)
+    assert final_plan(0) == expected
+    assert final_plan(-1) == expected
 
 
 @dataclasses.dataclass
 class Screening:
-    """An arm that is tuned to the end: its sweep, its measurements, and what was asked for."""
+    """A finished screening: the sweep, all losses, and the measurements that `tune` asked for."""
 
     sweep: Sweep
     measured: dict  # losses by settings and seed
@@ -259,7 +268,7 @@ class Screening:
 
 
 def screen(limits, sd, diverged=lambda rate, seed: False):
-    """Measures what is asked for, with noise, until nothing is."""
+    """Measures what `tune` asks for, with noise of this deviation, until it asks for nothing."""
     grids = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID}
     measured = {}
     asked = []
@@ -314,7 +323,7 @@ def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
 @pytest.fixture(scope='module')
 def costly_study():
     """A tuned study of two arms at two sizes, each also trained longer."""
-    return changed(
+    return study_with(
         sizes=('d_model=32', 'd_model=64'),
         controls=ControlsConfig(equal_shape=False),
         optimizer={'warmup_steps': 10},
@@ -327,9 +336,7 @@ def costly_arms(costly_study):
     return build_arms(costly_study)
 
 
-def test_the_least_cost_is_that_of_the_plan_with_every_optimum_in_the_middle(
-    costly_study, costly_arms
-):
+def test_the_least_cost_of_a_plan_supposes_every_optimum_inside_its_grid(costly_study, costly_arms):
     runs = plan.fewest_runs(costly_study, costly_arms)
     assert {run.config.trials.learning_rates for run in runs} == {GRID, (2e-3,)}
     # Of each of 4 arms: 2 seeds at 3 rates, then 3 seeds at one; then the same with 4 x the steps.

@@ -25,12 +25,13 @@ def study(tmp_path_factory):
 
 
 @pytest.fixture
-def kept(study, tmp_path):
+def packed_study(study, tmp_path):
+    """The study as it is stored: a few files, and its logs in logs.zip."""
     stored.pack(study, tmp_path / 'kept')
     return tmp_path / 'kept'
 
 
-def files(path):
+def files_below(path):
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
         for file in path.rglob('*')
@@ -38,29 +39,31 @@ def files(path):
     }
 
 
-def logs_of(kept):
+def logs_of(packed_study):
     """The files in logs.zip."""
-    logs = stored.open_files(kept).archive
+    logs = stored.open_files(packed_study).archive
     return {name: logs.read(name) for name in logs.names}
 
 
-def edit(kept, changes):
+def change_logs(packed_study, changes):
     """Writes files into logs.zip, or takes out those that are None."""
-    logs = logs_of(kept) | changes
+    logs = logs_of(packed_study) | changes
     whole = {name: content for name, content in logs.items() if content is not None}
-    (kept / stored.LOGS).write_bytes(archive.zip_bytes(whole))
+    (packed_study / stored.LOGS).write_bytes(archive.zip_bytes(whole))
 
 
-def replanned(kept, directory):
+def plan_with_directory(packed_study, directory):
     """plan.jsonl with another directory of the last run."""
-    *lines, last = logs_of(kept)['plan.jsonl'].splitlines(keepends=True)
+    *lines, last = logs_of(packed_study)['plan.jsonl'].splitlines(keepends=True)
     run = json.loads(last) | {'directory': directory}
     return b''.join([*lines, json.dumps(run).encode() + b'\n'])
 
 
-def test_all_comes_back_that_a_verdict_reads(study, kept):
-    before = files(study)
-    after = logs_of(kept) | {name: (kept / name).read_bytes() for name in stored.WHOLE_FILES}
+def test_a_packed_study_has_every_file_that_a_verdict_reads(study, packed_study):
+    before = files_below(study)
+    after = logs_of(packed_study) | {
+        name: (packed_study / name).read_bytes() for name in stored.WHOLE_FILES
+    }
     left_out = {name for name in before if 'screening' in name and name.endswith('documents.json')}
     documents_of_digest = {}
     for name in left_out:
@@ -77,47 +80,49 @@ def test_all_comes_back_that_a_verdict_reads(study, kept):
             assert content == b''.join(line for line in lines if not ledger.is_training(line))
 
 
-def test_ledgers_see_the_same_files(study, kept):
-    logs = stored.open_files(kept)
+def test_ledgers_see_the_same_files(study, packed_study):
+    logs = stored.open_files(packed_study)
     assert ledger.file_digests(logs) == ledger.file_digests(study)
     assert ledger.run_digests(logs) == ledger.run_digests(study)
 
 
-def test_a_stored_study_is_stored_again_with_the_same_bytes(kept, tmp_path):
-    stored.pack(stored.open_files(kept), tmp_path / 'again')
-    assert files(tmp_path / 'again') == files(kept)
+def test_a_stored_study_is_stored_again_with_the_same_bytes(packed_study, tmp_path):
+    stored.pack(stored.open_files(packed_study), tmp_path / 'again')
+    assert files_below(tmp_path / 'again') == files_below(packed_study)
 
 
-def test_reading_leaves_no_file_behind(kept, tmp_path, monkeypatch):
+def test_reading_a_packed_study_writes_no_file(packed_study, tmp_path, monkeypatch):
     empty = tmp_path / 'tmp'
     empty.mkdir()
     monkeypatch.setenv('TMPDIR', str(empty))
     monkeypatch.setattr('tempfile.tempdir', None)
-    before = files(kept)
-    load_findings(kept)
-    assert files(kept) == before and not list(empty.iterdir())
+    before = files_below(packed_study)
+    load_findings(packed_study)
+    assert files_below(packed_study) == before and not list(empty.iterdir())
 
 
-def test_a_copy_becomes_a_working_directory(kept):
-    logs = logs_of(kept)
+def test_a_packed_study_becomes_a_working_directory(packed_study):
+    logs = logs_of(packed_study)
     for _ in range(2):  # and again, where nothing is stored
-        stored.unpack_in_place(kept)
-        assert stored.LOGS not in files(kept)
-        assert files(kept).items() >= logs.items()
-    results = [line for line in read_lines(kept / 'results.jsonl') if line['run'] == RUN]
-    entries = json.loads((kept / RUN / 'result.json').read_text())
+        stored.unpack_in_place(packed_study)
+        assert stored.LOGS not in files_below(packed_study)
+        assert files_below(packed_study).items() >= logs.items()
+    results = [line for line in read_lines(packed_study / 'results.jsonl') if line['run'] == RUN]
+    entries = json.loads((packed_study / RUN / 'result.json').read_text())
     assert [entry['val_loss'] for entry in entries] == [line['val_loss'] for line in results]
 
 
-def test_unpacking_that_was_interrupted_is_done_again(kept, monkeypatch):
-    def interrupted(path, content):
+def test_unpacking_that_was_interrupted_is_done_again(packed_study, monkeypatch):
+    def interrupt(path, content):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(stored, 'write_json', interrupted)
-        stored.unpack_in_place(kept)
-    stored.unpack_in_place(kept)
-    assert (kept / RUN / 'result.json').is_file() and not (kept / stored.LOGS).exists()
+        patched.setattr(stored, 'write_json', interrupt)
+        stored.unpack_in_place(packed_study)
+    stored.unpack_in_place(packed_study)
+    assert (packed_study / RUN / 'result.json').is_file() and not (
+        packed_study / stored.LOGS
+    ).exists()
 
 
 REFUSED = [
@@ -132,13 +137,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(('changes', 'message'), REFUSED)
-def test_files_that_are_not_of_its_plan_are_refused(kept, changes, message):
-    edit(kept, changes)
-    before = files(kept)
+def test_logs_that_do_not_fit_the_plan_are_refused(packed_study, changes, message):
+    change_logs(packed_study, changes)
+    before = files_below(packed_study)
     for read in (load_findings, stored.unpack_in_place):
-        with pytest.raises(ReportError, match=f'{kept}.*{message}.*; restore it from a copy'):
-            read(kept)
-    assert files(kept) == before
+        with pytest.raises(
+            ReportError, match=f'{packed_study}.*{message}.*; restore it from a copy'
+        ):
+            read(packed_study)
+    assert files_below(packed_study) == before
 
 
 ELSEWHERE = ['/tmp/x', '..', '../x', 'runs/../../x', 'runs/a/b', '', 'a\\b', 'a\0b', 'a/']
@@ -147,27 +154,29 @@ TAKEN = ['study.json', 'runs/metrics.jsonl', 'plan.jsonl/a', 'lock']
 
 
 @pytest.mark.parametrize('directory', [*ELSEWHERE, *TAKEN])
-def test_a_plan_names_no_directory_elsewhere(kept, tmp_path, directory):
-    edit(kept, {'plan.jsonl': replanned(kept, directory)})
-    before = files(tmp_path)
+def test_a_plan_names_no_directory_elsewhere(packed_study, tmp_path, directory):
+    change_logs(packed_study, {'plan.jsonl': plan_with_directory(packed_study, directory)})
+    before = files_below(tmp_path)
     message = r"logs.zip, member plan.jsonl, line \d+ is damaged \(field 'directory' is .*expected"
     for read in (load_findings, stored.unpack_in_place):
         with pytest.raises(ReportError, match=message):
-            read(kept)
-    assert files(tmp_path) == before
+            read(packed_study)
+    assert files_below(tmp_path) == before
 
 
 @pytest.mark.parametrize('directory', ['../x', '/tmp/x'])
-def test_a_study_with_such_a_plan_is_not_stored(study, kept, tmp_path, directory):
-    stored.unpack_in_place(kept)
-    *runs, last = read_lines(kept / 'plan.jsonl')
-    write_lines(kept / 'plan.jsonl', [*runs, last | {'directory': directory}])
-    with pytest.raises(ReportError, match=f'{kept}/plan.jsonl, line .* is damaged'):
-        stored.pack(kept, tmp_path / 'other')
+def test_a_study_whose_plan_names_a_directory_elsewhere_is_not_stored(
+    study, packed_study, tmp_path, directory
+):
+    stored.unpack_in_place(packed_study)
+    *runs, last = read_lines(packed_study / 'plan.jsonl')
+    write_lines(packed_study / 'plan.jsonl', [*runs, last | {'directory': directory}])
+    with pytest.raises(ReportError, match=f'{packed_study}/plan.jsonl, line .* is damaged'):
+        stored.pack(packed_study, tmp_path / 'other')
     assert not (tmp_path / 'other').exists()
 
 
-def test_what_could_not_be_read_again_is_not_stored(study, tmp_path, monkeypatch):
+def test_a_study_with_too_large_logs_is_not_stored(study, tmp_path, monkeypatch):
     monkeypatch.setattr(archive, 'MAX_MEMBER', 100)
     with pytest.raises(ReportError, match='logs.zip, member .* bytes, more than 100'):
         stored.pack(study, tmp_path / 'other')
@@ -175,38 +184,40 @@ def test_what_could_not_be_read_again_is_not_stored(study, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize('place', ['', 'runs'])
-def test_no_link_is_followed_where_files_are_taken_out(kept, tmp_path, place):
+def test_no_link_is_followed_where_files_are_taken_out(packed_study, tmp_path, place):
     directory = f'{place}/link'.strip('/')
     elsewhere = tmp_path / 'elsewhere'
     elsewhere.mkdir()
-    moved = {name: None for name in logs_of(kept) if name.startswith(RUN)}
+    moved = {name: None for name in logs_of(packed_study) if name.startswith(RUN)}
     moved[f'{directory}/metrics.jsonl'] = b''
-    edit(kept, moved | {'plan.jsonl': replanned(kept, directory)})
-    link = kept / (place or directory)
+    change_logs(packed_study, moved | {'plan.jsonl': plan_with_directory(packed_study, directory)})
+    link = packed_study / (place or directory)
     link.symlink_to(elsewhere)
     with pytest.raises(ReportError, match=f'{link} is a link, but files of .*logs.zip go there'):
-        stored.unpack_in_place(kept)
-    assert not list(elsewhere.iterdir()) and (kept / stored.LOGS).exists()
+        stored.unpack_in_place(packed_study)
+    assert not list(elsewhere.iterdir()) and (packed_study / stored.LOGS).exists()
 
 
-def test_damage_names_the_archive_that_was_given(kept):
-    edit(kept, {LOG: logs_of(kept)[LOG].replace(b'"step"', b'"stop"')})
-    (problem,) = load_findings(kept).study.problems
-    assert problem.startswith(f'{kept}/logs.zip, member {LOG}, line 1 is damaged')
-    (kept / stored.LOGS).write_bytes((kept / stored.LOGS).read_bytes()[:-20])
-    with pytest.raises(ReportError, match=f'{kept}/logs.zip is damaged .*; restore it from a copy'):
-        load_findings(kept)
+def test_a_damaged_log_is_named_with_its_archive(packed_study):
+    change_logs(packed_study, {LOG: logs_of(packed_study)[LOG].replace(b'"step"', b'"stop"')})
+    (problem,) = load_findings(packed_study).study.problems
+    assert problem.startswith(f'{packed_study}/logs.zip, member {LOG}, line 1 is damaged')
+    (packed_study / stored.LOGS).write_bytes((packed_study / stored.LOGS).read_bytes()[:-20])
+    with pytest.raises(
+        ReportError, match=f'{packed_study}/logs.zip is damaged .*; restore it from a copy'
+    ):
+        load_findings(packed_study)
 
 
-def test_results_that_are_damaged_change_nothing(kept):
-    edit(kept, {'results.jsonl': b'{"run": '})
-    before = files(kept)
+def test_damaged_results_are_refused_and_nothing_is_unpacked(packed_study):
+    change_logs(packed_study, {'results.jsonl': b'{"run": '})
+    before = files_below(packed_study)
     with pytest.raises(ConfigError, match='logs.zip, member results.jsonl, line 1 is damaged'):
-        stored.unpack_in_place(kept)
-    assert files(kept) == before
+        stored.unpack_in_place(packed_study)
+    assert files_below(packed_study) == before
 
 
-def test_an_archive_that_memory_may_not_hold_is_not_read(kept, monkeypatch):
+def test_an_archive_that_memory_may_not_hold_is_not_read(packed_study, monkeypatch):
     monkeypatch.setattr(stored, 'MAX_LOGS', 100)
     with pytest.raises(ReportError, match=r'logs.zip has [\d,]+ bytes, more than 100; restore it'):
-        stored.open_files(kept)
+        stored.open_files(packed_study)

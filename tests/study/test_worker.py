@@ -22,19 +22,19 @@ from qkattn.study.arms import build_arms
 from qkattn.verdict import Decision, load_findings
 from tests import studies
 from tests.studies import read_lines, result_record, write_lines
-from tests.study.test_plan import STUDY, changed
+from tests.study.test_plan import STUDY, study_with
 
 OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
 
 
 class Trained(list):
-    """The directories trained in, in order."""
+    """The names of the directories that were trained in, in order."""
 
     def before(self, config, workdir):
         """Called before each training; tests replace it."""
 
 
-def stand_in(patch):
+def replace_training(patch):
     """Replaces training by one that is best at OPTIMA; returns what it has trained."""
     done = Trained()
 
@@ -72,32 +72,32 @@ def stand_in(patch):
 
 @pytest.fixture
 def trained(monkeypatch):
-    return stand_in(monkeypatch)
+    return replace_training(monkeypatch)
 
 
 @pytest.fixture(scope='module')
-def once(tmp_path_factory):
-    """The directory of the finished study, and the events of its ledger before each run."""
+def finished_once(tmp_path_factory):
+    """STUDY after one worker: its directory, and the events of its ledger before each run."""
     path = tmp_path_factory.mktemp('once') / 'out'
     events_before_runs = []
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch).before = lambda *_: events_before_runs.append(events(path))
+        replace_training(patch).before = lambda *_: events_before_runs.append(events(path))
         worker.run(STUDY, path)
     return path, events_before_runs
 
 
 @pytest.fixture
-def finished(once, tmp_path):
+def finished(finished_once, tmp_path):
     """A copy of the directory of the finished study."""
-    return shutil.copytree(once[0], tmp_path / 'out')
+    return shutil.copytree(finished_once[0], tmp_path / 'out')
 
 
 def events(path):
     return [entry['event'] for entry in ledger.read(path / 'ledger.jsonl').entries]
 
 
-def test_every_arm_is_trained_from_screening_to_its_verdict(once):
-    path, _ = once
+def test_every_arm_is_trained_from_screening_to_its_verdict(finished_once):
+    path, _ = finished_once
     planned = read_lines(path / 'plan.jsonl')
     stages = ('screening', 'screening', 'verdict')
     expected = list(itertools.product(STUDY.variants, stages))
@@ -105,23 +105,23 @@ def test_every_arm_is_trained_from_screening_to_its_verdict(once):
     assert sorted(path.glob('runs/*')) == sorted(path / line['directory'] for line in planned)
 
 
-def test_every_trial_of_the_plan_has_its_result(once):
-    path, _ = once
+def test_every_trial_of_the_plan_has_its_result(finished_once):
+    path, _ = finished_once
     expected = []
     for line in read_lines(path / 'plan.jsonl'):
         expected += [line['run']] * line['trials']
     assert [result['run'] for result in read_lines(path / 'results.jsonl')] == expected
 
 
-def test_the_ledger_is_begun_before_the_first_run(once):
-    path, events_before_runs = once
+def test_the_ledger_is_begun_before_the_first_run(finished_once):
+    path, events_before_runs = finished_once
     assert events_before_runs == [['declared']] * 6
     entry = ledger.read(path / 'ledger.jsonl').entries[0]
     assert entry['declaration'] == ledger.declaration_digest(read_json(path / 'study.json', {}))
 
 
-def test_a_worker_that_ends_holds_no_lease(once):
-    assert not leases.holders(once[0] / 'leases')
+def test_a_worker_that_ends_holds_no_lease(finished_once):
+    assert not leases.holders(finished_once[0] / 'leases')
 
 
 def test_a_finished_study_may_ask_another_question_without_training(trained, finished):
@@ -129,7 +129,7 @@ def test_a_finished_study_may_ask_another_question_without_training(trained, fin
     assert not trained and events(finished) == ['declared', 'declared']
 
 
-GROWN = changed(variants=(*STUDY.variants, 'qk/k_is_v'))
+GROWN = study_with(variants=(*STUDY.variants, 'qk/k_is_v'))
 
 
 def test_a_study_grows_though_a_worker_died_after_writing_its_ledger(trained, finished):
@@ -143,14 +143,14 @@ def test_a_study_grows_though_a_worker_died_after_writing_its_ledger(trained, fi
 def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
     """It stands before the others: the order of variants does not matter."""
     ledger.record_look(finished)
-    worker.run(changed(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants)), finished)
+    worker.run(study_with(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants)), finished)
     assert len(trained) == 3 and events(finished) == ['declared', 'looked', 'arms_added']
 
 
 def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
     """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
-    study = changed(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
+    study = study_with(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
     path = worker.run(study, tmp_path / 'out')
     studies.write_yardsticks(path, read_lines(path / 'results.jsonl'))
     findings = load_findings(path)
@@ -169,7 +169,7 @@ def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
     """The best one may lie beyond; the study ends all the same."""
     trained.before = lambda config, _: validate(config)
     fields = {'optimizer': {'decay': 'independent'}, 'variants': ('qk/vo',)}
-    study = changed(trials={'weight_decays': (0.0125, 0.025, 0.05)}, **fields)
+    study = study_with(trials={'weight_decays': (0.0125, 0.025, 0.05)}, **fields)
     (arm,) = load_findings(worker.run(study, tmp_path / 'out')).arms
     assert arm.chosen and arm.sweeps['weight_decay'].values[-1] == 0.05
     assert [remark.data.get('knob') for remark in arm.blocks] == ['weight_decay']
@@ -183,12 +183,12 @@ def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 
-def test_what_no_run_can_do_without_is_refused_before_anything_is_written(tmp_path):
-    """Of one document, a tuned study has no error over documents."""
+def test_data_of_too_few_documents_are_refused_before_anything_is_written(tmp_path):
+    """A tuned study needs an error over documents, which a single one does not give."""
     text = tmp_path / 'book.txt'
     text.write_text('line of text\n' * 4000)
     data = DataConfig(name='text', path=str(text), data_dir=str(tmp_path / 'data'))
-    study = changed(data=vars(data))
+    study = study_with(data=vars(data))
     with pytest.raises(ConfigError, match=r"1 of 1 documents .* of data.name='text', .*book.txt'"):
         worker.run(study, tmp_path / 'out')
     assert not (tmp_path / 'out').exists()
@@ -198,17 +198,19 @@ def test_every_model_is_checked_before_anything_is_written(trained, tmp_path, mo
     checked = []
     monkeypatch.setattr(worker, 'require_memory', checked.append)
     sizes = ('d_model=32', 'd_model=64')
-    worker.run(changed(variants=('qk/vo',), sizes=sizes), tmp_path / 'out')
+    worker.run(study_with(variants=('qk/vo',), sizes=sizes), tmp_path / 'out')
     assert sorted(config.model.d_model for config in checked) == [32, 64]
 
 
 def test_the_longest_runs_are_taken_first(tmp_path):
-    study = changed(variants=('qk/vo',), sizes=('d_model=32', 'd_model=64'))
+    study = study_with(variants=('qk/vo',), sizes=('d_model=32', 'd_model=64'))
     left = worker.runs_without_result(study, build_arms(study), tmp_path)
     assert [run.arm.key.size for run in left] == ['d_model=64', 'd_model=32']
 
 
-def test_a_held_run_is_taken_when_it_is_given_up(trained, tmp_path, monkeypatch):
+def test_a_run_is_trained_once_another_worker_has_released_its_lease(
+    trained, tmp_path, monkeypatch
+):
     first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
     held = leases.acquire(tmp_path / 'out/leases', first.id)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: held.release() or {})
@@ -217,9 +219,9 @@ def test_a_held_run_is_taken_when_it_is_given_up(trained, tmp_path, monkeypatch)
     assert [name.startswith('shared_qk') for name in trained] == [True] * 3 + [False] * 3
 
 
-def test_the_runs_that_wait_are_shared_by_the_workers_that_train(trained, tmp_path, monkeypatch):
+def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_path, monkeypatch):
     """Three runs of one length, of which another worker trains one and then gives it up."""
-    study = changed(
+    study = study_with(
         tuning=TuningConfig(), variants=('qk/vo',), sizes=('d_model=32', 'd_model=64', 'd_model=48')
     )
     longest = worker.runs_without_result(study, build_arms(study), tmp_path)[0]
@@ -237,17 +239,18 @@ def test_the_runs_that_wait_are_shared_by_the_workers_that_train(trained, tmp_pa
     worker.run(study, tmp_path / 'out')
     assert [(left.runs, left.workers) for left in lefts[:2]] == [(2, 2), (2, 1)]
     assert [(left.runs, left.workers) for left in lefts[2:]] == [(1, 1)] * 2 + [(0, 1)] * 2
+    # Without the other worker, its run, the longest one, waits as well.
     shared, alone = lefts[:2]
-    assert 0 < shared.waiting_work < alone.waiting_work - 1  # as the longest run waits, too
+    assert 0 < shared.waiting_work < alone.waiting_work - 1
     assert lefts[-1].waiting_work == 0
 
 
-class Broken:
+class RaisesForBaseline:
     """Raises an error before runs of the baseline: every time, or once."""
 
     def __init__(self, error, once=False):
         self.error = error
-        self.once = once
+        self.once = finished_once
         self.refused = []  # names of directories
 
     def __call__(self, config, workdir):
@@ -260,7 +263,7 @@ class Broken:
 def test_a_run_that_is_in_use_or_lost_is_tried_again_after_the_others(
     trained, tmp_path, monkeypatch, error
 ):
-    trained.before = Broken(error, once=True)
+    trained.before = RaisesForBaseline(error, once=True)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: None)
     worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == len(set(trained)) == 6
@@ -276,7 +279,7 @@ def test_a_run_that_is_in_use_or_lost_is_tried_again_after_the_others(
     ids=repr,
 )
 def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, error, message):
-    trained.before = Broken(error)
+    trained.before = RaisesForBaseline(error)
     with pytest.raises(ConfigError, match=f'^1 run could not be trained: .*{message}'):
         worker.run(STUDY, tmp_path / 'out')
     assert len(trained) == len(set(trained)) == 3
@@ -287,7 +290,7 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path
     'error', [JaxRuntimeError('INTERNAL: a bug'), DiskError('the disk is full')], ids=repr
 )
 def test_a_bug_or_a_full_disk_ends_the_worker(trained, tmp_path, error):
-    trained.before = Broken(error)
+    trained.before = RaisesForBaseline(error)
     with pytest.raises(type(error), match=str(error)):
         worker.run(STUDY, tmp_path / 'out')
     assert not trained and not leases.holders(tmp_path / 'out/leases')
@@ -298,7 +301,7 @@ def waited(trained, tmp_path, monkeypatch, caplog):
     """The run that another worker held while this one waited, until it was asked to stop."""
     caplog.set_level('INFO')
     path = tmp_path / 'out'
-    single = changed(tuning=TuningConfig(), variants=('qk/vo',))
+    single = study_with(tuning=TuningConfig(), variants=('qk/vo',))
     (run,) = plan.runs(single, build_arms(single), lambda run: None)
     # The worker's alone: other threads may sleep too, while nobody handles the signal.
     clock = SimpleNamespace(
@@ -319,7 +322,9 @@ def test_a_worker_that_waits_names_the_run_that_another_holds(waited, caplog):
     assert f'waiting for {waited.directory}, held by process' in ' '.join(messages)
 
 
-def test_a_plan_is_that_of_its_moment(trained, tmp_path, monkeypatch):
+def test_a_plan_is_made_again_where_another_worker_has_finished_a_run(
+    trained, tmp_path, monkeypatch
+):
     """Another worker ends the last open run just after the plan was made without it."""
     path = tmp_path / 'out'
     planned = plan.runs
@@ -340,24 +345,24 @@ def test_a_plan_is_that_of_its_moment(trained, tmp_path, monkeypatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterStudy(Study):
-    """The study as a version would have it that has one field more."""
+    """The study of a later version, which has one field more."""
 
     correction: str = setting('holm', 'For several comparisons.')
 
 
 # The settings of STUDY by name.
-FIELDS = {field.name: getattr(STUDY, field.name) for field in dataclasses.fields(Study)}
+FIELDS_OF_STUDY = {field.name: getattr(STUDY, field.name) for field in dataclasses.fields(Study)}
 
 
 def contents(path):
     return {p: p.read_bytes() for p in path.rglob('*.json*')}
 
 
-def edit(path, **changes):
+def change_study_json(path, **changes):
     write_json(path / 'study.json', read_json(path / 'study.json', {}) | changes)
 
 
-def edit_plan(path, **changes):
+def change_last_run(path, **changes):
     *planned, last = read_lines(path / 'plan.jsonl')
     write_lines(path / 'plan.jsonl', [*planned, last | changes])
 
@@ -368,17 +373,33 @@ REMATCHED = 'would train runs/shared_qk-vo.* of workdir=.* again; use the versio
 @pytest.mark.parametrize(
     ('study', 'damage', 'message'),
     [
-        (changed(margin=0.01), None, r'settings:\n  margin: 0.005 -> 0.01\nSet them back or give'),
-        (changed(data={'eval_sequences': 64}), None, 'base.data.eval_sequences: null -> 64'),
-        (changed(tuning=TuningConfig()), None, r'\n  tuning.*-> null'),
-        (changed(trials={'seeds': (0, 1, 2, 3)}), None, r'seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]'),
-        (changed(variants=('qk/vo', 'qk/k_is_v')), None, "\n  variants: 'shared_qk/vo' is left"),
-        (LaterStudy(**FIELDS, correction='none'), None, r'correction: "holm" -> "none"\n'),
-        (changed(margin=1.0), lambda path: (path / 'study.json').unlink(), 'study.json is missing'),
-        (changed(margin=0.05), lambda path: edit(path, margin=0.05), 'is not what .*declares'),
-        (STUDY, lambda path: edit(path, history={}), r'history: \{\} -> absent\nSet'),
-        (STUDY, lambda path: edit(path, variants='qk/vo'), "damaged .field 'variants' is"),
-        (STUDY, lambda path: edit_plan(path, run='0'), REMATCHED),
+        (
+            study_with(margin=0.01),
+            None,
+            r'settings:\n  margin: 0.005 -> 0.01\nSet them back or give',
+        ),
+        (study_with(data={'eval_sequences': 64}), None, 'base.data.eval_sequences: null -> 64'),
+        (study_with(tuning=TuningConfig()), None, r'\n  tuning.*-> null'),
+        (study_with(trials={'seeds': (0, 1, 2, 3)}), None, r'seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]'),
+        (study_with(variants=('qk/vo', 'qk/k_is_v')), None, "\n  variants: 'shared_qk/vo' is left"),
+        (LaterStudy(**FIELDS_OF_STUDY, correction='none'), None, r'correction: "holm" -> "none"\n'),
+        (
+            study_with(margin=1.0),
+            lambda path: (path / 'study.json').unlink(),
+            'study.json is missing',
+        ),
+        (
+            study_with(margin=0.05),
+            lambda path: change_study_json(path, margin=0.05),
+            'is not what .*declares',
+        ),
+        (STUDY, lambda path: change_study_json(path, history={}), r'history: \{\} -> absent\nSet'),
+        (
+            STUDY,
+            lambda path: change_study_json(path, variants='qk/vo'),
+            "damaged .field 'variants' is",
+        ),
+        (STUDY, lambda path: change_last_run(path, run='0'), REMATCHED),
     ],
 )
 def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, damage, message):
@@ -411,10 +432,10 @@ MACHINE = {
 
 
 def test_settings_of_the_machine_train_nothing_again(trained, finished):
-    """The plan has those of the last worker; the study and its ledger do not know them."""
+    """They are part of the plan, as the last worker set them, not of the study or its ledger."""
     ledger.record_look(finished)
     before = contents(finished)
-    worker.run(changed(**MACHINE), finished)
+    worker.run(study_with(**MACHINE), finished)
     worker.run(STUDY, finished)
     assert not trained and contents(finished) == before
     assert not ledger.record_look(finished)  # the same files
@@ -423,12 +444,12 @@ def test_settings_of_the_machine_train_nothing_again(trained, finished):
 def test_a_field_that_a_later_version_adds_trains_nothing_again(trained, finished):
     ledger.record_look(finished)
     before = contents(finished)
-    worker.run(LaterStudy(**FIELDS), finished)
+    worker.run(LaterStudy(**FIELDS_OF_STUDY), finished)
     assert not trained and contents(finished) == before
     assert not ledger.record_look(finished)  # the same files
 
 
-def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, tmp_path):
+def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp_path):
     path = tmp_path / 'out'
 
     def add_arms(config, workdir):
@@ -442,16 +463,20 @@ def test_a_worker_leaves_the_files_to_one_that_adds_arms(trained, tmp_path):
     assert len(trained) == 9 == len(read_lines(path / 'plan.jsonl'))
 
 
-def test_a_stored_study_goes_on_where_it_was(trained, finished, tmp_path):
-    """Of the run that is left, nothing counts."""
+def test_a_stored_study_trains_the_run_whose_results_it_lacks_from_the_start(
+    trained, finished, tmp_path
+):
+    """The log of a run without results does not count: it is trained as if it had not begun."""
     results = finished / 'results.jsonl'
     lines = read_lines(results)
-    lost = lines[-1]['run']
-    write_lines(results, [line for line in lines if line['run'] != lost])
+    run_without_results = lines[-1]['run']
+    write_lines(results, [line for line in lines if line['run'] != run_without_results])
     kept = tmp_path / 'kept'
     stored.pack(finished, kept)
-    logs = []
-    trained.before = lambda config, workdir: logs.append((workdir / 'metrics.jsonl').exists())
+    has_log = []  # of each run, before it is trained
+    trained.before = lambda config, workdir: has_log.append((workdir / 'metrics.jsonl').exists())
     worker.run(STUDY, kept)
-    assert len(trained) == 1 and trained[0].endswith(lost) and logs == [False]
+    (name,) = trained
+    assert name.endswith(run_without_results)
+    assert has_log == [False]
     assert read_lines(kept / 'results.jsonl') == lines

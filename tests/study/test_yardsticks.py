@@ -39,14 +39,14 @@ def study(small_run, tmp_path):
     return config, tmp_path
 
 
-def recorded(path):
+def recorded_yardsticks(path):
     return read_json(path / YARDSTICKS, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
 
 
 def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
     config, path = study
     assert yardsticks.record(path) == []
-    (group,) = recorded(path)['groups']
+    (group,) = recorded_yardsticks(path)['groups']
     place = {'run': 'a', 'size': 'd_model=32', 'longer': False, 'task': 'language'}
     place |= {'definition': 1}
     assert group.items() >= (place | {'seen': 1536, 'tokens': 1536}).items()
@@ -69,7 +69,7 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
 def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
     _, path = study
     assert yardsticks.record(path) == []
-    (run,) = recorded(path)['runs']
+    (run,) = recorded_yardsticks(path)['runs']
     results = read_lines(path / 'results.jsonl')
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
@@ -77,13 +77,13 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
         assert trial['early'] > 0 < trial['late'] and trial['shuffled'] is None
 
 
-def test_a_stored_study_has_counts(study):
+def test_a_stored_study_has_counts_but_no_trials_from_checkpoints(study):
     _, path = study
     stored.pack(path, path / 'kept')
     assert yardsticks.record(path / 'kept') == []
     yardsticks.record(path)
-    (run,) = recorded(path / 'kept')['runs']
-    assert recorded(path / 'kept')['groups'] == recorded(path)['groups']
+    (run,) = recorded_yardsticks(path / 'kept')['runs']
+    assert recorded_yardsticks(path / 'kept')['groups'] == recorded_yardsticks(path)['groups']
     assert run['trials'] is None and run['why'] == 'it has no checkpoint'
 
 
@@ -94,7 +94,7 @@ def test_checkpoints_outside_the_study_are_not_read(study):
         yardsticks.record(path)
 
 
-def test_what_is_recorded_is_kept(study, monkeypatch):
+def test_recorded_yardsticks_are_kept_where_checkpoints_are_gone(study, monkeypatch):
     _, path = study
     yardsticks.record(path)
     before = (path / YARDSTICKS).read_bytes()
@@ -104,13 +104,13 @@ def test_what_is_recorded_is_kept(study, monkeypatch):
         assert yardsticks.record(path) == [] and (path / YARDSTICKS).read_bytes() == before
     (path / YARDSTICKS).unlink()  # without a checkpoint, only counts are recorded
     assert yardsticks.record(path) == []
-    found = recorded(path)
+    found = recorded_yardsticks(path)
     assert found['groups'][0]['losses']['test'] and found['start']['git']
     place = {'run': 'a', 'variant': 'qk/vo', **PLACE}
     assert found['runs'] == [place | {'trials': None, 'why': 'it has no checkpoint'}]
 
 
-def test_other_data_are_not_measured(study):
+def test_a_study_whose_data_are_not_here_gets_no_yardsticks(study):
     _, path = study
     results = read_lines(path / 'results.jsonl')
     data = results[0]['data'] | {'version': '2'}
@@ -125,15 +125,15 @@ def test_a_checkpoint_of_another_training_is_not_measured(study):
     results = read_lines(path / 'results.jsonl')
     write_lines(path / 'results.jsonl', [result | {'test_loss': 1.0} for result in results])
     assert yardsticks.record(path) == []
-    (run,) = recorded(path)['runs']
+    (run,) = recorded_yardsticks(path)['runs']
     assert run['trials'] is None and run['why'].endswith(', its result 1.0000')
     write_lines(path / 'results.jsonl', results[:1])
     assert yardsticks.record(path) == []
-    (run,) = recorded(path)['runs']
+    (run,) = recorded_yardsticks(path)['runs']
     assert (run['trials'], run['why']) == (None, 'results of its trials are missing')
 
 
-def test_a_probe_has_chance(tiny):
+def test_the_yardstick_of_a_probe_is_chance(tiny):
     data = {'name': 'recall(pairs=2)', 'eval_sequences': None, 'data_dir': None}
     config = tiny(model={'context': 7}, data=data)
     data = json.loads(json.dumps(rows_of(config).identity()))
@@ -199,27 +199,29 @@ def test_a_translation_is_compared_with_word_by_word_translation():
 
 
 def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
-    """It is kept where its data are missing, and said to be outdated."""
+    """Where its data are missing, it is kept, and a problem says that it is outdated."""
     _, path = study
     yardsticks.record(path)
-    before = recorded(path)
+    before = recorded_yardsticks(path)
     monkeypatch.setitem(DEFINITIONS, 'language', 2)
     assert not is_current(before['groups'][0])
     results = read_lines(path / 'results.jsonl')
     other = [result | {'data': result['data'] | {'version': '2'}} for result in results]
     write_lines(path / 'results.jsonl', other)
     (problem,) = yardsticks.record(path)
-    assert 'other data on this machine' in problem and recorded(path) == before
+    assert 'other data on this machine' in problem and recorded_yardsticks(path) == before
     write_lines(path / 'results.jsonl', results)
     assert yardsticks.record(path) == []
-    after = recorded(path)
+    after = recorded_yardsticks(path)
     assert after['groups'] == [before['groups'][0] | {'definition': 2}]
     assert after['runs'] == before['runs']
 
 
 @pytest.mark.parametrize(('context', 'expected'), [(17, (8, 3, 12)), (7, (3, None, None))])
-def test_means_are_over_parts_of_the_context(tiny, monkeypatch, context, expected):
-    """The loss of a target is its position."""
+def test_early_and_late_losses_are_means_over_parts_of_the_context(
+    tiny, monkeypatch, context, expected
+):
+    """Every target has its position as its loss, so that means of positions are expected."""
 
     def measure(params, batch):
         return {'nats_BT': (batch['loss_weights_BT'] * np.arange(context))[None]}

@@ -36,7 +36,7 @@ SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 @pytest.mark.usefixtures('programs_kept')
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', OF_RUN)
-def test_a_damaged_run_is_refused_or_ends_as_it_would_have(small_run, tmp_path, name, every):
+def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, name, every):
     config, source = small_run
     sound = (source / name).read_bytes()
     cases = [*damages.whole(sound), *(() if name == 'metrics.jsonl' else damages.fields(sound))]
@@ -73,7 +73,7 @@ def write_run(config, workdir, **_):
 
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
-    """A finished study; nothing that is left of it is trained."""
+    """A finished study; training any of its runs again would fail the test."""
     path = tmp_path_factory.mktemp('sound') / 'study'
     arms = build_arms(SMALL)
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def planned_run(study):
 
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', (*OF_STUDY, *OF_PLANNED))
-def test_a_damaged_file_of_a_study_is_named_where_nothing_is_made_again(study, caplog, name, every):
+def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, caplog, name, every):
     file = (study if name in OF_STUDY else planned_run(study)) / name
     files = [p for p in study.rglob('*') if p.is_file() and p.name != 'lock']
     before = {path: path.read_bytes() for path in files}

@@ -33,8 +33,8 @@ def extract(name: str, directory: Path) -> Path:
     return directory / name
 
 
-def assert_kept(run: Path, before: list[bytes]) -> None:
-    """The lines up to the checkpoint at step 4 stay; the run was resumed, not started over."""
+def assert_resumed_after_step_4(run: Path, before: list[bytes]) -> None:
+    """The lines of the log up to step 4, of the checkpoint, are kept; there was a second start."""
     kept = [line for line in before if json.loads(line)['step'] <= 4]
     assert len(kept) == 5 < len(before)
     assert (run / 'metrics.jsonl').read_bytes().splitlines()[:5] == kept
@@ -46,7 +46,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
     before = (path / 'metrics.jsonl').read_bytes().splitlines()
     config = from_json(Config, json.loads((path / 'config.json').read_text())['config'])
     results = train(config, path)
-    assert_kept(path, before)
+    assert_resumed_after_step_4(path, before)
     records = read_metrics(path / 'metrics.jsonl')
     for kind, name in (('train', 'loss'), ('eval', 'val_loss')):
         losses = [r[name] for r in records if r['kind'] == kind]
@@ -54,7 +54,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
     assert [result['val_loss'] for result in results] == losses[-1]
 
 
-def test_a_study_of_an_earlier_version_goes_on_where_it_was_killed(tmp_path):
+def test_a_study_of_an_earlier_version_resumes_its_killed_run_and_keeps_the_finished_one(tmp_path):
     path = extract('study', tmp_path)
     (finished,) = path.glob('runs/*/result.json')
     first = (path / 'results.jsonl').read_bytes()
@@ -66,7 +66,7 @@ def test_a_study_of_an_earlier_version_goes_on_where_it_was_killed(tmp_path):
     fields = {'name': 'started earlier', 'sizes': ('d_model=16',), 'tolerance': 0.1}
     worker.run(dataclasses.replace(STUDY, base=base, tuning=TuningConfig(), **fields), path)
     assert finished.stat().st_mtime_ns == written and not (finished.parent / 'checkpoints').exists()
-    assert_kept(killed, before)
+    assert_resumed_after_step_4(killed, before)
     lines = (path / 'results.jsonl').read_bytes()
     assert lines.startswith(first) and first and (path / 'ledger.jsonl').read_bytes() == ledger
     results = map(json.loads, lines.splitlines())

@@ -32,7 +32,7 @@ from qkattn.study import worker
 from qkattn.train.checkpoint import UNFINISHED
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.processes import environments
 from tests.runs import SMALL, assert_same_run, without_times
 from tests.study.test_plan import STUDY
@@ -54,7 +54,7 @@ LIMIT = 600.0
 
 
 def to_end(settings, workdir: str, log: str, phase, environment: dict[str, str]) -> None:
-    """What one process of a job runs, with the exit codes of the command."""
+    """Trains a run or works on a study to its end, as the command does; exits with its code."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -123,7 +123,7 @@ class Job:
         return all(process.is_alive() for process in self.processes)
 
     def linger(self, phase: str, rng) -> bool:
-        """Waits for a random moment in a phase; whether all processes are alive then."""
+        """Waits for a random moment in a phase; returns whether all processes are alive then."""
         deadline = time.monotonic() + LIMIT
         while self.alive() and phase not in ('anywhere', self.phase()):
             assert time.monotonic() < deadline, f'never {phase}'
@@ -160,7 +160,7 @@ class Job:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Two finished runs, or studies, are one."""
+    """Two finished runs, or two finished studies, have equal content."""
     if not (one / 'study.json').exists():
         return assert_same_run(one, other)
     plan, results = (
@@ -174,14 +174,14 @@ def assert_same(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-    """The directory of a run or study that came to its end at once, by its settings."""
+    """undisturbed(settings): the directory of a run or study that was never disturbed."""
 
     @functools.cache
-    def straight(settings) -> Path:
+    def undisturbed_path(settings) -> Path:
         path = tmp_path_factory.mktemp('undisturbed')
         return Job(settings, f'{path}/straight', path / 'logs').end()
 
-    return straight
+    return undisturbed_path
 
 
 WAYS = ('run', 'two processes', 'study', 'bucket')
@@ -189,9 +189,15 @@ OFTEN = [(way, True, number) for number in (signal.SIGKILL, signal.SIGTERM) for 
 ONCE = [('run', False, signal.SIGKILL)]
 
 
-@pytest.mark.parametrize(('name', 'often', 'number'), only(ONCE, OFTEN + ONCE))
-def test_signals_change_nothing(tiny, undisturbed, request, tmp_path, name, often, number):
-    """Started again and again, disturbed once each; when it is finished, another one is begun."""
+@pytest.mark.parametrize(('name', 'often', 'number'), slow_except(ONCE, OFTEN + ONCE))
+def test_a_run_or_study_that_is_disturbed_by_signals_ends_as_if_undisturbed(
+    tiny, undisturbed, request, tmp_path, name, often, number
+):
+    """Each start is disturbed once, at a random moment, and the same directory is started again.
+
+    A start that comes to its end first is compared with the undisturbed one, and another directory
+    is begun. The last start is left alone.
+    """
     settings = tiny(
         model=SMALL | {'dropout': 0.1},
         optimizer={'name': 'muon'},
@@ -213,7 +219,7 @@ def test_signals_change_nothing(tiny, undisturbed, request, tmp_path, name, ofte
         weights = {phase: weight for phase, weight in PHASES.items() if phase != left_out}
         kills = int(os.environ.get('KILLS', 20))
         moments = rng.choices([*weights], [*weights.values()], k=kills)
-    straight = undisturbed(settings)
+    undisturbed_path = undisturbed(settings)
     seen = Counter()
     finished = 0
     while moments:
@@ -223,7 +229,7 @@ def test_signals_change_nothing(tiny, undisturbed, request, tmp_path, name, ofte
             job.disturb(number, rng)
             moments.pop(0)
         else:
-            assert_same(job.end(), straight)
+            assert_same(job.end(), undisturbed_path)
             finished += 1
-    assert_same(Job(settings, f'{root}/run-{finished}', tmp_path / 'logs').end(), straight)
+    assert_same(Job(settings, f'{root}/run-{finished}', tmp_path / 'logs').end(), undisturbed_path)
     print(dict(seen), 'runs:', finished + 1)

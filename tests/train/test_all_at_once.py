@@ -7,7 +7,7 @@ import pytest
 
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.train.loop import train
-from tests.data.test_token_formats import END, ids_of, llm_c
+from tests.data.test_token_formats import END, ids_of_documents, write_llm_c
 from tests.runs import SMALL
 
 # The largest difference in a loss of a few nats. In float32 it is that of sums in another order. In
@@ -21,12 +21,12 @@ BOUNDS = {'float32': 1e-5, 'bfloat16': 2**-8}
 def sharded(tiny, tmp_path):
     """A run on many shards of llm.c, with accumulation, remat and chunks of logits."""
     path = tmp_path / 'shards'
-    ids = ids_of(0, 100)
+    ids = ids_of_documents(0, 100)
     ids = np.where(ids == END, END, ids % 8 + 1).astype(np.uint16)  # which a few steps can learn
     # Ten rows a shard or fewer, and documents that go on in the next one.
     for index, shard in enumerate(np.array_split(ids, 20)):
-        llm_c(path / f'part_train_{index:06}.bin', shard)
-    llm_c(path / 'part_val_000000.bin', ids[:600])
+        write_llm_c(path / f'part_train_{index:06}.bin', shard)
+    write_llm_c(path / 'part_val_000000.bin', ids[:600])
     data = {
         'name': 'tokens',
         'path': str(path),
@@ -69,7 +69,7 @@ def test_on_a_mesh_a_run_in_bfloat16_has_the_losses_of_one_device(sharded, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype', BOUNDS)
 def test_resumed_on_another_mesh_a_run_has_the_losses_of_one_device(sharded, tmp_path, dtype):
-    """With biases and dropout besides; the second mesh has an axis of trials."""
+    """The model has biases and dropout as well, and the second mesh an axis of trials."""
     model = {'compute_dtype': dtype, 'biases': True, 'dropout': 0.1}
     train(sharded({}, model), tmp_path / 'one')
     train(sharded({'data': 4, 'fsdp': 2}, model), tmp_path / 'eight')

@@ -37,6 +37,7 @@ def array_of(dtype: str, seed: int = 0, shape=(2, 16, 32)) -> np.ndarray:
 
 
 def state_of(step: int) -> dict:
+    """The state after a step: arrays of every type, which differ from step to step."""
     params = {dtype: jnp.asarray(array_of(dtype, step)) for dtype in DTYPES}
     trials = {'params': params | {'b_XF': params['float32'][:, 0]}}
     return {'step': jnp.int32(step), 'trials': trials | {'alive': params['bool'][:, 0, 0]}}
@@ -61,7 +62,7 @@ def save(directory, *steps: int, **axes: int) -> None:
             saved.save(step, jax.device_put(state_of(step), shardings), RECORD)
 
 
-def restored(directory, target: dict | None = None) -> tuple[dict, dict]:
+def restore(directory, target: dict | None = None) -> tuple[dict, dict]:
     with contextlib.closing(Checkpoints(directory)) as opened:
         return opened.restore(target or target_on())
 
@@ -75,12 +76,12 @@ def names_in(directory: Path) -> list[str]:
 
 
 def test_a_checkpoint_is_restored_bit_for_bit_on_every_mesh(tmp_path):
-    """Arrays of every kind, whose checksums are equal on every mesh."""
+    """A restore compares checksums, which are the same on every mesh for arrays of every type."""
     save(tmp_path, 3, trial=2, fsdp=2, tensor=2)
     meshes = [{}, {'data': 2}, {'tensor': 2, 'trial': 2}, {'fsdp': 4}, {'fsdp': 2, 'tensor': 4}]
     for axes in [*meshes, {'trial': 2, 'data': 2, 'tensor': 2}]:
         target = target_on(**axes)
-        state, record = restored(tmp_path, target)
+        state, record = restore(tmp_path, target)
         jax.tree.map(np.testing.assert_array_equal, state, state_of(3))
         assert jax.tree.all(jax.tree.map(lambda a, t: a.sharding == t.sharding, state, target))
         assert record['train_seconds'] == 2.5 and record['format'] == checkpoint.FORMAT
@@ -95,7 +96,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_with_the_version_that_reads_i
     message = rf'8 has format 3 .* is qkattn {__version__}, .* format 2; use qkattn 0\.9\.1 or late'
     for _ in range(2):
         with pytest.raises(CheckpointError, match=message):
-            restored(tmp_path)
+            restore(tmp_path)
     assert names_in(tmp_path) == ['4', '8']
 
 
@@ -123,20 +124,20 @@ def test_a_checkpoint_without_a_config_hash_is_restored(tmp_path):
 
 
 @pytest.mark.parametrize('change', [('2.5', '3.5'), ('"format": 2', '"format": 3')])
-def test_a_changed_record_costs_its_checkpoint(tmp_path, caplog, change):
+def test_a_checkpoint_with_a_changed_record_is_passed_over(tmp_path, caplog, change):
     save(tmp_path, 4, 8)
     rewrite(tmp_path / '8/record/metadata', *change)
-    state, record = restored(tmp_path)
+    state, record = restore(tmp_path)
     assert (int(state['step']), record['train_seconds']) == (4, 2.5)
     assert 'checkpoint 8 is damaged (record/metadata: ' in caplog.text
 
 
-def test_a_changed_array_costs_its_checkpoint(tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_with_a_changed_array_is_passed_over(tmp_path, monkeypatch, caplog):
     save(tmp_path, 4)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
         save(tmp_path, 8)
-    state, record = restored(tmp_path)
+    state, record = restore(tmp_path)
     assert (int(state['step']), record['train_seconds']) == (4, 2.5)
     name = leaf_names(state_of(0))[1]
     assert f'checkpoint 8 is damaged (checksum of {name}' in caplog.text
@@ -152,8 +153,8 @@ def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
         assert 0 < saved == second.stall_seconds < first.stall_seconds
 
 
-def test_the_newest_that_are_to_be_kept_stay(tmp_path):
-    """A step that is written again can be superseded again."""
+def test_the_newest_checkpoints_are_kept_also_of_steps_that_are_written_again(tmp_path):
+    """After the damaged checkpoint 5 was passed over, steps from 4 on are saved once more."""
     save(tmp_path, 3, 5)
     rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')
     with contextlib.closing(Checkpoints(tmp_path, keep=3)) as saved:
@@ -223,7 +224,7 @@ def test_a_checkpoint_that_could_not_be_written_is_removed(saved):
 
 
 @pytest.fixture(scope='module')
-def two(tmp_path_factory):
+def directory_of_two(tmp_path_factory):
     """A directory of two checkpoints."""
     save(path := tmp_path_factory.mktemp('checkpoints') / 'c', 4, 8)
     for step in ('4', '8'):  # as earlier versions wrote them
@@ -249,12 +250,12 @@ FILES = (
 
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', FILES)
-def test_a_damaged_file_costs_at_most_its_checkpoint(two, tmp_path, name, every):
-    file = sorted((two / '8').glob(name))[0]
+def test_a_damaged_file_costs_at_most_its_checkpoint(directory_of_two, tmp_path, name, every):
+    file = sorted((directory_of_two / '8').glob(name))[0]
     for label, content in damages.some([*damages.whole(file.read_bytes())], name, every):
-        path = shutil.copytree(two, tmp_path / label)
-        damages.replace(path / file.relative_to(two), content)
-        state, record = restored(path)
+        path = shutil.copytree(directory_of_two, tmp_path / label)
+        damages.replace(path / file.relative_to(directory_of_two), content)
+        state, record = restore(path)
         assert int(state['step']) in (4, 8), label
         jax.tree.map(np.testing.assert_array_equal, state, state_of(int(state['step'])))
         assert record['train_seconds'] == 2.5
@@ -263,9 +264,11 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(two, tmp_path, name, every)
 @pytest.mark.parametrize(
     'name', ['metrics/metrics', 'record/metadata', 'state/_METADATA', 'an array', 'a remote array']
 )
-def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(two, tmp_path, monkeypatch, name):
-    """The newest checkpoint is neither passed over nor moved; the next start reads it."""
-    path = shutil.copytree(two, tmp_path / 'c')
+def test_a_checkpoint_that_cannot_be_read_at_present_is_not_called_damaged(
+    directory_of_two, tmp_path, monkeypatch, name
+):
+    """The start fails and changes nothing, so that the next one can read the newest checkpoint."""
+    path = shutil.copytree(directory_of_two, tmp_path / 'c')
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     read_regular = files.read_regular
 
@@ -293,12 +296,12 @@ def test_a_checkpoint_that_cannot_be_read_is_no_damaged_one(two, tmp_path, monke
         else:
             patch.setattr(files, 'read_regular', failing)
         with pytest.raises(ReadError, match=rf'^{path}/8.* cannot be read .*; nothing was changed'):
-            restored(path)
-    assert names_in(path) == ['4', '8'] and int(restored(path)[0]['step']) == 8
+            restore(path)
+    assert names_in(path) == ['4', '8'] and int(restore(path)[0]['step']) == 8
 
 
-def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, tmp_path):
-    path = shutil.copytree(two, tmp_path / 'c')
+def test_a_run_whose_checkpoints_are_all_damaged_is_never_started_over(directory_of_two, tmp_path):
+    path = shutil.copytree(directory_of_two, tmp_path / 'c')
     for step in ('4', '8'):
         (path / step / '_CHECKPOINT_METADATA').write_text('3')
     with pytest.raises(CheckpointError, match='c/[48] is damaged .*go'):
@@ -306,16 +309,16 @@ def test_checkpoints_whose_descriptions_are_damaged_are_never_started_over(two, 
     assert names_in(path) == ['4', '8']
     for _ in range(2):  # the same command again
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
-            restored(path)
+            restore(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
     shutil.copytree(path / '4.damaged', path / '4')  # a copy that is damaged as well
     with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
-        restored(path)
+        restore(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
 
 
-def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(two, tmp_path):
-    path = shutil.copytree(two, tmp_path / 'c')
+def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(directory_of_two, tmp_path):
+    path = shutil.copytree(directory_of_two, tmp_path / 'c')
     with contextlib.closing(Checkpoints(path, read_only=True)) as saved:
         sound = saved.read_undamaged(target_on())
         assert int(next(sound)[0]['step']) == 8
@@ -325,8 +328,10 @@ def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(two, tmp_path):
         assert saved.restore({}) is None
 
 
-def test_a_checkpoint_superseded_while_it_is_opened_is_not_damaged(two, tmp_path, monkeypatch):
-    path = shutil.copytree(two, tmp_path / 'c')
+def test_a_checkpoint_superseded_while_it_is_opened_is_not_damaged(
+    directory_of_two, tmp_path, monkeypatch
+):
+    path = shutil.copytree(directory_of_two, tmp_path / 'c')
     parse = checkpoint.parse_file
 
     def superseded(file, schema):
@@ -340,11 +345,11 @@ def test_a_checkpoint_superseded_while_it_is_opened_is_not_damaged(two, tmp_path
 def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
     save(url := as_path('gs://runs/c'), 4, 8)
     del bucket.buckets['runs']['c/8/commit_success.txt']
-    assert int(restored(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
+    assert int(restore(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
 
 
-def test_a_change_or_an_exchange_of_elements_changes_the_sum():
-    """Earlier versions' checkpoints, of which tests/survival resumes some, hold such sums."""
+def test_the_checksum_of_an_array_depends_on_every_element_and_its_place():
+    """Sums are stored in checkpoints, also in those of earlier versions, so they may not change."""
 
     def sum_of(array) -> int:
         return int(checksums([jnp.asarray(array)])[0])

@@ -46,7 +46,7 @@ def test_sizes_are_in_the_largest_unit_that_they_fill(num_bytes, size):
 
 
 @pytest.fixture(scope='module')
-def described(tiny):
+def describe_run(tiny):
     """Describes a run of one trial of one layer, on a host of 8 GPUs."""
 
     def make(topology='h100-1x8', model={}, **mesh):  # noqa: B006 (never changed)
@@ -61,12 +61,12 @@ def described(tiny):
 
 
 @pytest.fixture(scope='module')
-def data_parallel(described):
-    return described(data=8)
+def data_parallel(describe_run):
+    return describe_run(data=8)
 
 
-def test_memory_is_that_of_the_shardings(described):
-    run = described(data=2, fsdp=2, tensor=2, model={'qk_norm': True})
+def test_memory_is_that_of_the_shardings(describe_run):
+    run = describe_run(data=2, fsdp=2, tensor=2, model={'qk_norm': True})
     D, N, H, F, V, T = 32, 2, 16, 128, 256, 16
     matrices = 4 * D * N * H / (2 * 2) + 2 * D * F / (2 * 2)
     norms = 2 * D / 2 + 2 * H / 2  # H of the gains of queries and keys is split over tensor
@@ -78,8 +78,8 @@ def test_memory_is_that_of_the_shardings(described):
 
 
 @pytest.fixture(scope='module')
-def fully_sharded(described):
-    return described(fsdp=8)
+def fully_sharded(describe_run):
+    return describe_run(fsdp=8)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_fsdp_splits_the_state(fully_sharded, data_parallel):
 
 
 @pytest.mark.slow
-def test_fsdp_leaves_the_work_as_it_is(fully_sharded, data_parallel):
+def test_fsdp_does_not_change_tokens_and_flops(fully_sharded, data_parallel):
     run = fully_sharded
     assert run.flops == data_parallel.flops
     assert run.tokens == 8 * 16
@@ -100,22 +100,22 @@ def test_fsdp_leaves_the_work_as_it_is(fully_sharded, data_parallel):
 
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is absent')
-def test_a_tpu_slice_is_compiled_by_its_own_compiler(described):
-    run = described('v5p-2x2x2', data=8)
+def test_a_tpu_slice_is_compiled_by_its_own_compiler(describe_run):
+    run = describe_run('v5p-2x2x2', data=8)
     assert run.compiler == 'XLA for TPU v5p:2x2x2 (libtpu)' and run.memory['program'] > 0
     assert run.memory['parameters'] == 4 * run.parameters
 
 
-def test_what_does_not_fit_or_falls_back_is_a_warning(described, monkeypatch):
+def test_what_does_not_fit_or_falls_back_is_a_warning(describe_run, monkeypatch):
     monkeypatch.setitem(CHIPS, 'h100', dataclasses.replace(CHIPS['h100'], hbm=300_000))
     kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
-    page = dry_run.text(described(tensor=8, model={'num_heads': 4, 'head_size': 8}))
+    page = dry_run.text(describe_run(tensor=8, model={'num_heads': 4, 'head_size': 8}))
     assert kernel in page.splitlines()
     assert 'WARNING the program DOES NOT FIT' in page and max(map(len, page.splitlines())) <= 100
     assert 'N=4 does not divide over tensor=8; split over H' in ' '.join(page.split())
 
 
-def test_a_mesh_or_pod_that_does_not_fit_is_refused(described, monkeypatch):
+def test_a_mesh_or_pod_that_does_not_fit_is_refused(describe_run, monkeypatch):
     # A schedule from outside computes, with which JAX would start on the devices that there are.
     monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
     assert len(jax.devices()) == 8
@@ -124,7 +124,7 @@ def test_a_mesh_or_pod_that_does_not_fit_is_refused(described, monkeypatch):
         ({'data': 8, 'tensor': 2}, '2x8', 'has 16 devices, more than the 8 fake ones of this proc'),
     ):
         with refused(message):
-            described(f'h100-{pod}', **mesh)
+            describe_run(f'h100-{pod}', **mesh)
 
 
 def test_the_log_is_a_table_with_a_row_per_run(data_parallel, tmp_path):

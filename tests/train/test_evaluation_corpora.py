@@ -25,7 +25,7 @@ CORPORA = ('@test', '@train', 'text:LINES')
 
 
 @pytest.fixture(scope='session')
-def evaluated(small, tmp_path_factory):
+def config_with_corpora(small, tmp_path_factory):
     """A run like `small_run` that is also evaluated on CORPORA; 'LINES' are 4,000 lines of text."""
     path = tmp_path_factory.mktemp('corpus') / 'lines.txt'
     path.write_text(''.join(f'{number} bottles on the wall\n' for number in range(4000)))
@@ -39,9 +39,9 @@ def evaluated(small, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def run(evaluated, built_once, tmp_path_factory):
+def run(config_with_corpora, built_once, tmp_path_factory):
     """A finished run of `evaluated`: its config and its directory."""
-    config = evaluated()
+    config = config_with_corpora()
     path = tmp_path_factory.mktemp('evaluated') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
@@ -147,17 +147,17 @@ def test_a_last_evaluation_is_not_repeated_but_made_again_after_a_resume(
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [{'data': 2, 'trial': 2}, {'fsdp': 2, 'tensor': 2}], ids=str)
-def test_on_a_mesh_corpora_have_the_same_losses(run, evaluated, tmp_path, mesh):
+def test_on_a_mesh_corpora_have_the_same_losses(run, config_with_corpora, tmp_path, mesh):
     config, straight = run
-    train(evaluated(mesh=mesh, train={'accumulation': 1}), tmp_path / 'mesh')
+    train(config_with_corpora(mesh=mesh, train={'accumulation': 1}), tmp_path / 'mesh')
     for result, expected in zip(results_of(tmp_path / 'mesh'), results_of(straight), strict=True):
         for corpus in config.data.evaluate:
             field = f'loss[{corpus}]'
             assert result[field] == pytest.approx(expected[field], abs=1e-4)
 
 
-def test_a_diverged_trial_has_no_metrics_on_corpora(evaluated, tmp_path):
-    config = evaluated(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)})
+def test_a_diverged_trial_has_no_metrics_on_corpora(config_with_corpora, tmp_path):
+    config = config_with_corpora(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)})
     fine, diverged = train(config, tmp_path)
     for corpus in config.data.evaluate:
         assert fine[f'loss[{corpus}]'] > 0 and diverged[f'loss[{corpus}]'] is None
@@ -180,8 +180,10 @@ def test_a_corpus_that_has_changed_is_refused(run, tmp_path, monkeypatch):
         train(config, path)
 
 
-def test_a_corpus_that_cannot_be_read_is_refused_before_anything_is_written(evaluated, tmp_path):
-    config = evaluated(data={'evaluate': ('text:/absent',)})
+def test_a_corpus_that_cannot_be_read_is_refused_before_anything_is_written(
+    config_with_corpora, tmp_path
+):
+    config = config_with_corpora(data={'evaluate': ('text:/absent',)})
     with refused("data.evaluate='text:/absent': data.path: '/absent' cannot be read"):
         train(config, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()

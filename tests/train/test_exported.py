@@ -59,17 +59,17 @@ def test_an_export_has_the_permissions_of_the_user(tmp_path):
 
 
 @dataclasses.dataclass(frozen=True)
-class Continued:
+class ContinuedRun:
     """A finished run that began with the parameters of the small run."""
 
     config: Config
     path: Path
-    # Of its first parameters, whose directory is gone.
-    sha256: str
+    sha256: str  # of the parameters that it began with, whose directory is gone
 
 
 @pytest.fixture(scope='module')
 def continued(small, small_run, tmp_path_factory):
+    """A `ContinuedRun`, made under a umask that lets nobody else read its files."""
     directory = tmp_path_factory.mktemp('continued')
     model, params = exported.load(small_run[1])
     assert model == small_run[0].model
@@ -80,7 +80,7 @@ def continued(small, small_run, tmp_path_factory):
     with umask(0o077):
         train(config, directory / 'run')
     shutil.rmtree(export)
-    return Continued(config, directory / 'run', sha256)
+    return ContinuedRun(config, directory / 'run', sha256)
 
 
 def test_training_goes_on_from_exported_parameters(small_run, continued):
@@ -94,7 +94,7 @@ def test_results_hold_the_hash_of_the_first_parameters(continued):
         assert result['provenance']['imported'] == {'train.init_from': continued.sha256}
 
 
-def test_the_hash_of_parameters_tells_them_apart(continued):
+def test_other_parameters_have_another_hash(continued):
     assert continued.sha256 != exported.parameters_sha256(params_of(continued.config.model))
 
 
@@ -136,7 +136,7 @@ def test_settings_of_a_model_that_the_run_does_not_have_are_named(small, tmp_pat
     assert f'{tmp_path}/w has other settings: {changes}' in caplog.text
 
 
-def test_other_parameters_are_refused_by_name():
+def test_parameters_that_do_not_fit_a_model_are_refused_by_name():
     for change, message in (
         ({'value': 'no_v'}, 'has no place for parameter blocks.attention.value.w_v_DKH'),
         ({'tied_embeddings': False}, 'lacks parameter w_output_DV'),

@@ -25,7 +25,7 @@ from qkattn.train.checkpoint import Checkpoints
 from qkattn.train.loop import train, with_divergences
 from qkattn.train.timing import PARTS
 from qkattn.train.trials import Stack
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.refusals import refused
 from tests.runs import assert_same_run, results_of, without_times
 from tests.train.conftest import PAIRS
@@ -33,10 +33,11 @@ from tests.train.conftest import PAIRS
 pytestmark = pytest.mark.usefixtures('programs_kept')
 
 
-def at_question(number: int, call):
-    """A function `lost` that calls `call` when asked for that time; what it returns is lost.
+def at_call(number: int, call):
+    """A function `lost` for `train` that calls `call` the `number`-th time that it is called.
 
-    It is asked once after each dispatch, and once before each save.
+    The run is lost if `call` returns a true value. `train` calls `lost` once after each dispatch,
+    and once before each save.
     """
     asked = iter(range(1, 1000))
     return lambda: bool(call()) if next(asked) == number else False
@@ -70,7 +71,7 @@ class Finished:
 TASKS = ['masked', 'separate documents', 'translation', 'causal probe', 'labelling probe']
 
 
-@pytest.fixture(scope='module', params=only(['masked'], TASKS))
+@pytest.fixture(scope='module', params=slow_except(['masked'], TASKS))
 def finished(request, task, built_once, tmp_path_factory):
     config = task(request.param)
     directory = tmp_path_factory.mktemp('finished')
@@ -126,7 +127,7 @@ def test_the_last_evaluation_that_is_logged_is_that_of_the_results(finished):
     assert evaluations[-1]['val_solved'] == [r['val_solved'] for r in finished.results]
 
 
-def test_a_run_follows_its_plan(small, tmp_path, monkeypatch):
+def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatch):
     losses = {}
     phases = Counter()
     splits = []
@@ -204,7 +205,7 @@ def test_further_metrics_change_nothing_else_of_a_run(small, small_run, tmp_path
 def test_a_run_that_a_signal_stops_after_a_step_resumes_there(small_run, tmp_path):
     config, straight = small_run
     for step, question in ((3, 3), (6, 4)):
-        stop = at_question(question, lambda: signal.raise_signal(signal.SIGTERM))
+        stop = at_call(question, lambda: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped, match=f'stopped at step {step} of 12, state saved'):
             train(config, tmp_path, lost=stop)
         assert step in saved_steps(tmp_path)
@@ -216,14 +217,14 @@ def test_a_run_that_a_signal_stops_after_a_step_resumes_there(small_run, tmp_pat
 def test_a_lost_run_saves_nothing_more(small_run, tmp_path):
     config, straight = small_run
     with pytest.raises(Lost, match='taken over at step 7'):  # checkpoints are every four
-        train(config, tmp_path, lost=at_question(8, lambda: True))
+        train(config, tmp_path, lost=at_call(8, lambda: True))
     assert not (tmp_path / 'result.json').exists() and saved_steps(tmp_path) == [4]
     train(config, tmp_path)
     assert_same_run(tmp_path, straight)
 
 
 def test_a_stopped_evaluation_comes_first_in_the_next_start(small_run, tmp_path, monkeypatch):
-    """Also where the next start is stopped or killed in that evaluation, or right after it."""
+    """Four starts: three are stopped in the evaluation of step 8, one is lost right after it."""
     config, straight = small_run
     evaluate = pipeline.eval_batches
     record = results.eval_record
@@ -273,12 +274,12 @@ def test_results_name_the_code_of_every_start_that_they_come_from(small_run, tmp
     last = {'commit': 'b', 'dirty': False}
     monkeypatch.setattr(run_directory, 'git_state', lambda: first)
     for question in (3, 4):
-        stop = at_question(question, lambda: signal.raise_signal(signal.SIGTERM))
+        stop = at_call(question, lambda: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped):
             train(config, tmp_path, lost=stop)
     monkeypatch.setattr(run_directory, 'git_state', lambda: lost)
     with pytest.raises(Lost):  # which saves nothing
-        train(config, tmp_path, lost=at_question(1, lambda: True))
+        train(config, tmp_path, lost=at_call(1, lambda: True))
     monkeypatch.setattr(run_directory, 'git_state', lambda: last)
     for result in train(config, tmp_path):
         assert result['provenance']['git'] == last
@@ -292,11 +293,11 @@ def test_metrics_that_are_changed_while_a_run_trains_are_named_at_its_end(small,
             file.write(b'9')
 
     with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 1 .*; restore the file from'):
-        train(small(), tmp_path, lost=at_question(7, change))
+        train(small(), tmp_path, lost=at_call(7, change))
     assert not (tmp_path / 'result.json').exists() and (tmp_path / 'checkpoints/12').exists()
 
 
-def test_other_data_is_refused(small_run, tmp_path, monkeypatch):
+def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
     config, source = small_run
     real = TokenDataset.identity
     path = shutil.copytree(source, tmp_path / 'run', ignore=no_result)
@@ -307,7 +308,7 @@ def test_other_data_is_refused(small_run, tmp_path, monkeypatch):
 
 
 def test_the_checkpoints_of_another_run_are_refused(small, small_run, tmp_path):
-    """They come with its metrics.jsonl, and have equal shapes and data."""
+    """They have equal shapes and data, but the config of the directory has other seeds."""
     path = shutil.copytree(small_run[1], tmp_path / 'run', ignore=no_result)
     config = small(trials={'seeds': (5, 7)})
     write_json(path / 'config.json', {'hash': fingerprint(config), 'config': to_json(config)})
@@ -325,7 +326,7 @@ def diverged_run(small, built_once, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
         with pytest.raises(Lost):
-            train(config, path, lost=at_question(6, lambda: True))
+            train(config, path, lost=at_call(6, lambda: True))
         assert saved_steps(path) == [4]
         train(config, path)
     return path

@@ -13,7 +13,7 @@ from qkattn.model.cost import abstract_params
 from qkattn.train import optimizer as optimizers
 from qkattn.train.optimizer import OPTIMIZERS, SCHEDULES, check_optimizer, decay_mask, matrix_axes
 from tests.fixtures import chosen
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.refusals import refused
 
 MODEL = ModelConfig(d_model=8, num_layers=2, num_heads=2, context=4, vocab_size=16, biases=True)
@@ -22,21 +22,25 @@ DECAY = 0.5
 ADAM = functools.partial(optax.adamw, RATE, b1=0.9, b2=0.99, eps=1e-8)
 
 
-def trees():
-    """Parameters, and gradients of two steps."""
+def params_and_gradients():
+    """[parameters, gradients of the first step, gradients of the second step], random."""
     draw = np.random.default_rng(0).standard_normal
     shapes = abstract_params(MODEL)
     return [jax.tree.map(lambda a: jnp.float32(draw(a.shape)), shapes) for _ in range(3)]
 
 
-def named(weight_decay=0.0, clip_norm=None, **fields):
+def optimizer_of(weight_decay=0.0, clip_norm=None, **fields):
     config = OptimizerConfig(clip_norm=clip_norm, **fields)
     return optimizers.optimizer(config, jnp.float32(RATE), jnp.float32(weight_decay))
 
 
-def both(one, other):
-    """The parameters after two steps of either, by one program."""
-    return jax.jit(lambda *trees: [two_steps(which, *trees) for which in (one, other)])(*trees())
+def after_two_steps(one, other):
+    """The parameters after two steps of one optimizer, and of the other, by one program."""
+    return jax.jit(
+        lambda *params_and_gradients: [
+            two_steps(which, *params_and_gradients) for which in (one, other)
+        ]
+    )(*params_and_gradients())
 
 
 def two_steps(transform, params, *gradients):
@@ -52,20 +56,25 @@ def test_steps_of_adamw_are_those_of_optax_on_clipped_gradients():
         optax.clip_by_global_norm(1.0),
         ADAM(weight_decay=DECAY, mask=decay_mask),
     )
-    adamw = named(DECAY, clip_norm=1.0, decay='coupled')
-    jax.tree.map(np.testing.assert_array_equal, *both(adamw, expected))
+    adamw = optimizer_of(DECAY, clip_norm=1.0, decay='coupled')
+    jax.tree.map(np.testing.assert_array_equal, *after_two_steps(adamw, expected))
 
 
 def test_steps_of_sgd_are_those_of_optax():
-    sgd = both(named(name='sgd'), optax.sgd(RATE, 0.95))
+    sgd = after_two_steps(optimizer_of(name='sgd'), optax.sgd(RATE, 0.95))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), *sgd)
 
 
 def test_muon_makes_the_step_of_each_head_near_orthogonal():
-    """Of singular values from 0.7 to 1.2 (Jordan et al. 2024), times 0.2 sqrt(longer side)."""
-    params, gradients, _ = trees()
-    after, adam = both(named(name='muon'), ADAM(nesterov=True, weight_decay=0.0))
-    first = jax.jit(lambda *trees: two_steps(named(name='muon'), *trees))(params, gradients)
+    """A step of a matrix of a block has singular values from 0.7 to 1.2 (Jordan et al. 2024).
+
+    They are times 0.2 sqrt(longer side). All other parameters are trained by AdamW.
+    """
+    params, gradients, _ = params_and_gradients()
+    after, adam = after_two_steps(optimizer_of(name='muon'), ADAM(nesterov=True, weight_decay=0.0))
+    first = jax.jit(
+        lambda *params_and_gradients: two_steps(optimizer_of(name='muon'), *params_and_gradients)
+    )(params, gradients)
 
     def check(path, p, got, want, one):
         name = path[-1].key
@@ -80,9 +89,11 @@ def test_muon_makes_the_step_of_each_head_near_orthogonal():
     jax.tree_util.tree_map_with_path(check, params, after, adam, first)
 
 
-@pytest.mark.parametrize('name', only(['adamw'], OPTIMIZERS))
+@pytest.mark.parametrize('name', slow_except(['adamw'], OPTIMIZERS))
 def test_coupled_decay_is_the_independent_one_times_the_learning_rate(name):
-    after = both(named(DECAY, name=name, decay='coupled'), named(RATE * DECAY, name=name))
+    after = after_two_steps(
+        optimizer_of(DECAY, name=name, decay='coupled'), optimizer_of(RATE * DECAY, name=name)
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *after)
 
 
@@ -92,7 +103,7 @@ def test_muon_trains_the_matrices_of_blocks_of_which_heads_are_batches():
     assert matrix_axes({'blocks': blocks}) == {'blocks': want}
 
 
-def test_schedules():
+def test_schedules_have_the_fractions_worked_out_by_hand():
     for name, length, fractions in (
         ('inverse_sqrt', 64, {16: 1 / 2, 64: 1 / 4}),
         ('inverse_sqrt', 50, {16: 1 / 2, 64: 1 / 4}),
@@ -118,7 +129,8 @@ def pytest_generate_tests(metafunc):
 
 
 def test_an_optimizer_keeps_its_contract(outside, optimizer):
-    """Eight steps down the sum of squares, by one program; what is frozen stays."""
+    """Eight steps lower a sum of squares, decay acts on matrices alone, and a zero gradient and no
+    decay leave a parameter as it is; numbers are arguments of one compiled program."""
     config = OptimizerConfig(name=optimizer, clip_norm=None)
     rising = jnp.linspace(1, 2, 12).reshape(3, 4)
     blocks = {'w_in_DF': rising, 'w_frozen_DF': jnp.ones((3, 4)), 'b_in_F': jnp.ones(4)}
@@ -162,7 +174,7 @@ def test_a_schedule_keeps_its_contract(outside, schedule):
         np.testing.assert_allclose(fractions[-1], 0.1, rtol=1e-5)
 
 
-OUTSIDE = """
+STRANGE_MODULE = """
 import optax
 def returns_nothing(config, learning_rate, weight_decay): pass
 def fails(config, learning_rate, weight_decay): raise KeyError('x')
@@ -171,8 +183,8 @@ def divides(config, decay_steps): return lambda steps: 1 / (steps - decay_steps)
 """
 
 
-def test_what_is_none_is_refused_in_one_sentence(outside):
-    (outside / 'strange.py').write_text(OUTSIDE)
+def test_a_name_of_no_optimizer_or_schedule_is_refused_in_one_sentence(outside):
+    (outside / 'strange.py').write_text(STRANGE_MODULE)
     for fields, says in (
         ({'name': 'best'}, "unknown optimizer.name 'best'; known: adamw, muon, sgd, or an imp"),
         ({'name': 'adamw(b1=1.0)'}, "adamw has no option 'b1'; it takes none"),
@@ -188,7 +200,7 @@ def test_what_is_none_is_refused_in_one_sentence(outside):
     check_optimizer(OptimizerConfig(schedule='strange:ends_at_a_third'), 50)
 
 
-def test_a_schedule_from_outside_anneals_where_it_ends_low():
+def test_a_schedule_anneals_where_it_decays_to_a_low_final_fraction():
     name = 'strange:ends_at_a_third'
     low, high = (OptimizerConfig(schedule=name, final_fraction=f) for f in (0.1, 1 / 3))
     assert low.anneals and high.decays and not high.anneals

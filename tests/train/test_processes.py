@@ -16,13 +16,13 @@ from qkattn.study import worker
 from qkattn.train.exported import load_stack
 from qkattn.train.loop import train
 from tests.compiled_programs import FLAGS
-from tests.processes import ended, start_job
+from tests.processes import start_job, wait_for_results
 from tests.runs import SMALL, assert_close, results_of
 from tests.study.test_plan import STUDY
 
 # Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
 # The results go to a file, since Gloo prints. Process 0 loses a run after LOST_AFTER dispatches.
-JOB = """
+TRAIN_LINES = """
     import itertools, json, os, sys
     from pathlib import Path
     from qkattn.config import Config, Study, from_json
@@ -59,19 +59,25 @@ JOB = """
 """
 
 
-def start(directory, runs, count=2, devices=4, lost_after=10**9, **by_rank):
-    """Starts a job that trains `runs`, pairs of a config, or a study, and a directory."""
+def start_training_job(directory, runs, count=2, devices=4, lost_after=10**9, **by_rank):
+    """Starts a job that trains `runs`: pairs of a config or a study, and its directory.
+
+    `runs1` are those of process 1, if it is to differ from process 0.
+    """
     directory.mkdir(exist_ok=True)
     for name, pairs in {'runs': runs, **by_rank}.items():
         lines = [json.dumps([type(c).__name__, to_json(c), str(p)]) + '\n' for c, p in pairs]
         (directory / f'{name}.jsonl').write_text(''.join(lines))
     flags = FLAGS.replace('device_count=8', f'device_count={devices}')
-    return start_job(JOB, count, directory, XLA_FLAGS=flags, LOST_AFTER=str(lost_after))
+    return start_job(TRAIN_LINES, count, directory, XLA_FLAGS=flags, LOST_AFTER=str(lost_after))
 
 
-def got(directory, job):
-    """What `train` returned in each process, or its error, by run; all ranks got the same."""
-    for code, _, errors in ended(job, timeout=900):
+def results_of_job(directory, job):
+    """Waits for a job; returns what `train` returned, or its error, for each run.
+
+    It is the same in every process.
+    """
+    for code, _, errors in wait_for_results(job, timeout=900):
         assert code == 0, errors
     first, *others = [json.loads((directory / f'got{r}.json').read_text()) for r in range(len(job))]
     assert all(other == first for other in others)
@@ -90,15 +96,17 @@ def small(tiny):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_device(small, tmp_path):
+def test_two_processes_train_as_one_device_and_refuse_settings_that_differ(small, tmp_path):
     short = {'accumulation': 1, 'num_steps': 4}
     config = small({'data': 2, 'tensor': 2}, short)
     too_small = small({'data': 2}), tmp_path / 'idle'
     runs = [(config, tmp_path / name) for name in ('two', 'two', 'differs', 'mine')]
     other = [*runs[:2], (small(train={'num_steps': 9}), runs[2][1]), (config, tmp_path / 'other')]
-    job = start(tmp_path / 'job', [*runs, too_small], devices=2, runs1=[*other, too_small])
+    job = start_training_job(
+        tmp_path / 'job', [*runs, too_small], devices=2, runs1=[*other, too_small]
+    )
     train(small({}, short), tmp_path / 'one')
-    first, again, differs, apart, refused = got(tmp_path / 'job', job)
+    first, again, differs, apart, refused = results_of_job(tmp_path / 'job', job)
     assert_close(tmp_path / 'two', tmp_path / 'one')
     assert first == again == results_of(tmp_path / 'two')
     assert 'uses 2 of the 4 devices of 2 processes; it must use all of them' in refused
@@ -111,8 +119,8 @@ def test_two_processes_are_one_device(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_on_any_mesh_two_processes_are_one(small, task, tmp_path):
-    """Dropout, both liftings, steps that share a dispatch, a loss that is not finite, sentences."""
+def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
+    """Runs with dropout, both liftings, steps that share a dispatch, a divergence, translations."""
     trial_mesh = {'trial': 2, 'data': 4}
     shared = {'steps_per_dispatch': 2, 'log_every': 2}
     short = {'accumulation': 1, 'num_steps': 4, 'batch_size': 16}
@@ -125,10 +133,10 @@ def test_on_any_mesh_two_processes_are_one(small, task, tmp_path):
     }
     measured = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
     runs = [(config, tmp_path / 'two' / name) for name, config in configs.items()]
-    job = start(tmp_path / 'job', [*runs, (measured, tmp_path / 'measured')])
+    job = start_training_job(tmp_path / 'job', [*runs, (measured, tmp_path / 'measured')])
     for name, config in configs.items():
         train(config, tmp_path / 'one' / name)
-    *_, of_measured = got(tmp_path / 'job', job)
+    *_, of_measured = results_of_job(tmp_path / 'job', job)
     for name in configs:
         assert_close(tmp_path / 'two' / name, tmp_path / 'one' / name)
     assert [r['status'] for r in results_of(tmp_path / 'two/diverges')].count('diverged') == 2
@@ -137,7 +145,7 @@ def test_on_any_mesh_two_processes_are_one(small, task, tmp_path):
     assert {r['lifting'] for r in of_measured} == {lifting} == {min(seconds, key=seconds.get)}
 
 
-def rewound(path, to):
+def copy_at_step_4(path, to):
     """A copy of a finished run as it was at step 4."""
     return shutil.copytree(path, to, ignore=shutil.ignore_patterns('result.json', '8'))
 
@@ -146,15 +154,17 @@ def rewound(path, to):
 def test_checkpoints_are_restored_by_other_jobs_on_other_meshes(small, tmp_path):
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
     runs = [(small(mesh), tmp_path / name) for name in ('two', 'lost')]
-    job = start(tmp_path / 'job', runs, lost_after=15)  # process 0 of the second, in its step 7
+    job = start_training_job(
+        tmp_path / 'job', runs, lost_after=15
+    )  # process 0 of the second, in its step 7
     train(small(mesh), tmp_path / 'one')
-    _, lost = got(tmp_path / 'job', job)
+    _, lost = results_of_job(tmp_path / 'job', job)
     assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', lost)  # once both know
     assert sorted(p.name for p in (tmp_path / 'lost/checkpoints').iterdir()) == ['4']
     states = [load_stack(tmp_path / name)[2] for name in ('two', 'one')]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *states)
     for i, other in enumerate([{'trial': 2, 'fsdp': 4}, {'data': 4}, {}]):
-        path = rewound(tmp_path / 'two', tmp_path / f'two-{i}')
+        path = copy_at_step_4(tmp_path / 'two', tmp_path / f'two-{i}')
         train(small(other), path)
         assert_close(path, tmp_path / 'two')
     # A file of the newest checkpoint that process 1 has written, and process 0 does not read.
@@ -162,15 +172,17 @@ def test_checkpoints_are_restored_by_other_jobs_on_other_meshes(small, tmp_path)
     damaged = shutil.copytree(tmp_path / 'two', tmp_path / 'damaged', ignore=no_result)
     for file in (damaged / 'checkpoints/8/state/ocdbt.process_1/d').iterdir():
         file.unlink()
-    got(tmp_path / 'job', start(tmp_path / 'job', [(small(mesh), damaged)]))
+    results_of_job(tmp_path / 'job', start_training_job(tmp_path / 'job', [(small(mesh), damaged)]))
     assert_close(damaged, tmp_path / 'two')
     # Back, and to more processes: of one to two and of two to four.
-    back = rewound(tmp_path / 'one', tmp_path / 'back')
-    got(tmp_path / 'job', start(tmp_path / 'job', [(small(mesh), back)]))
+    back = copy_at_step_4(tmp_path / 'one', tmp_path / 'back')
+    results_of_job(tmp_path / 'job', start_training_job(tmp_path / 'job', [(small(mesh), back)]))
     assert_close(back, tmp_path / 'one')
-    four = rewound(tmp_path / 'two', tmp_path / 'four')
-    job = start(tmp_path / 'job', [(small({'trial': 2, 'tensor': 2, 'data': 2}), four)], 4, 2)
-    got(tmp_path / 'job', job)
+    four = copy_at_step_4(tmp_path / 'two', tmp_path / 'four')
+    job = start_training_job(
+        tmp_path / 'job', [(small({'trial': 2, 'tensor': 2, 'data': 2}), four)], 4, 2
+    )
+    results_of_job(tmp_path / 'job', job)
     assert_close(four, tmp_path / 'two')
 
 
@@ -180,9 +192,9 @@ def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_p
     study = dataclasses.replace(STUDY, base=base, tolerance=0.1, tuning=TuningConfig())
     two = tmp_path / 'two'
     one = tmp_path / 'one'
-    job = start(tmp_path / 'job', [(study, two), (study, two)])
+    job = start_training_job(tmp_path / 'job', [(study, two), (study, two)])
     worker.run(study, one)
-    assert got(tmp_path / 'job', job) == [str(two)] * 2
+    assert results_of_job(tmp_path / 'job', job) == [str(two)] * 2
     plans = [(path / 'plan.jsonl').read_text() for path in (two, one)]
     assert plans[0] == plans[1] and len(plans[0].splitlines()) == 2
     for line in map(json.loads, plans[0].splitlines()):

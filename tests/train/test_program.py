@@ -16,7 +16,7 @@ from qkattn.train.loop import compile_program, train
 from qkattn.train.timing import Clock, Trace
 
 
-def loops(jaxpr):
+def lengths_of_loops(jaxpr):
     """The lengths of a program's outermost loops."""
     return [e.params['length'] for e in jaxpr.eqns if e.primitive.name == 'scan']
 
@@ -27,7 +27,7 @@ def test_a_single_trial_has_no_axis(lifting):
     jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
     products = [e for e in jaxpr.eqns if e.primitive.name == 'dot_general']
     assert [product.outvars[0].aval.shape for product in products] == [(4, 5)]
-    assert not loops(jaxpr)
+    assert not lengths_of_loops(jaxpr)
 
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
@@ -46,7 +46,7 @@ def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(tiny):
 
     def lengths(lifting):
         steps = program.train_steps(config, lifting, mesh)
-        return loops(jax.make_jaxpr(steps)(*program.abstract_inputs(config, mesh)).jaxpr)
+        return lengths_of_loops(jax.make_jaxpr(steps)(*program.abstract_inputs(config, mesh)).jaxpr)
 
     assert (lengths('map'), lengths('vmap')) == ([5], [3])
 
@@ -66,7 +66,7 @@ def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_
     assert one.lifting == 'vmap' and one.measured == {}
 
 
-def test_the_choice_of_a_lifting_is_said_in_plain_words(caplog):
+def test_the_choice_of_a_lifting_is_logged_in_plain_words(caplog):
     caplog.set_level('INFO', 'qkattn')
     program._fastest({'map': 0.2, 'vmap': 0.1})
     assert caplog.messages == [
@@ -123,7 +123,7 @@ def test_a_resumed_run_adds_to_its_times(wait):
     assert clock.tokens_per_second == 10
 
 
-def test_a_lap_is_timed_without_pauses(wait):
+def test_seconds_per_step_and_input_share_of_a_lap_leave_out_pauses(wait):
     clock = Clock({'train_seconds': 40.0, 'input_seconds': 3.0}, step=5)
     clock.start()
     next(clock.inputs(wait(1) for _ in range(1)))
@@ -147,7 +147,7 @@ def test_the_peak_rate_is_of_a_device_that_jax_names():
 
 
 @pytest.mark.parametrize(('number', 'calls'), [(9, '001112'), (4, '0011'), (2, '00')])
-def test_three_dispatches_are_traced(tmp_path, monkeypatch, caplog, number, calls):
+def test_the_third_to_the_fifth_dispatch_are_traced(tmp_path, monkeypatch, caplog, number, calls):
     """The calls of the profiler so far, at each dispatch, and after the end."""
     profiler = Mock()
     seen = ''

@@ -14,7 +14,7 @@ from qkattn.train.program_cache import keep_programs, without_cache
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
+def cache_directory(tmp_path, monkeypatch):
     """The directory of kept programs, in this process for the time of a test."""
     options = ('jax_compilation_cache_dir', 'jax_enable_compilation_cache')
     before = {name: getattr(jax.config, name) for name in options}
@@ -28,8 +28,8 @@ def kept(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def count():
-    """count() -> programs that were loaded and compiled since the last call."""
+def loaded_and_compiled():
+    """loaded_and_compiled() -> numbers of programs that were so since the last call."""
     events = []
 
     def listen(event, **_):
@@ -45,7 +45,7 @@ def count():
     jax.monitoring.unregister_event_listener(listen)
 
 
-def use():
+def compile_and_run():
     """Compiles and runs one program, as a process of its own would."""
     jax.clear_caches()
     return np.asarray(jax.jit(lambda x: jnp.sin(x) * 3)(np.ones(5, np.float32)))
@@ -67,53 +67,55 @@ def test_the_directory_is_the_one_named_or_in_the_users_cache(monkeypatch, tmp_p
 
 @pytest.mark.filterwarnings('ignore:Error reading persistent compilation cache')
 def test_programs_are_loaded_unless_damaged_switched_off_or_for_other_cores(
-    kept, count, monkeypatch
+    cache_directory, loaded_and_compiled, monkeypatch
 ):
     keep_programs()
     assert program_cache.directory().stat().st_mode & 0o77 == 0
-    first = use()
-    assert count() == (0, 1)
-    np.testing.assert_array_equal(use(), first)
-    assert count() == (1, 0)
-    (file,) = kept.glob('*/*')
+    first = compile_and_run()
+    assert loaded_and_compiled() == (0, 1)
+    np.testing.assert_array_equal(compile_and_run(), first)
+    assert loaded_and_compiled() == (1, 0)
+    (file,) = cache_directory.glob('*/*')
     file.write_bytes(file.read_bytes()[:99])
-    np.testing.assert_array_equal(use(), first)
+    np.testing.assert_array_equal(compile_and_run(), first)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(1000), raising=False)
     keep_programs()
-    count()
+    loaded_and_compiled()
     with without_cache():
-        use()
-    assert count() == (0, 0)
-    use()
-    assert count() == (0, 1)
+        compile_and_run()
+    assert loaded_and_compiled() == (0, 0)
+    compile_and_run()
+    assert loaded_and_compiled() == (0, 1)
     jax.config.update('jax_enable_compilation_cache', False)
     keep_programs()
-    use()
-    assert count() == (0, 0)
+    compile_and_run()
+    assert loaded_and_compiled() == (0, 0)
 
 
 @pytest.mark.parametrize('why', ['a file', 'by mode', 'by owner'])
 def test_a_directory_that_cannot_be_trusted_keeps_no_programs(
-    kept, count, caplog, monkeypatch, why
+    cache_directory, loaded_and_compiled, caplog, monkeypatch, why
 ):
     if why == 'a file':
-        kept.write_text('in its place')
+        cache_directory.write_text('in its place')
     else:
         keep_programs()
-        use()
+        compile_and_run()
     if why == 'by mode':
         program_cache.directory().chmod(0o2770)  # as Kubernetes leaves a volume with an fsGroup
     elif why == 'by owner':
         monkeypatch.setattr(os, 'geteuid', Mock(return_value=os.geteuid() + 1))
     keep_programs()
-    count()
-    use()
-    assert count() == (0, 0)
+    loaded_and_compiled()
+    compile_and_run()
+    assert loaded_and_compiled() == (0, 0)
     (message,) = caplog.messages
-    assert 'compiled programs are not kept' in message and str(kept) in message
+    assert 'compiled programs are not kept' in message and str(cache_directory) in message
 
 
-def test_the_least_recently_used_are_deleted_beyond_a_limit(tmp_path, kept, monkeypatch, caplog):
+def test_the_least_recently_used_are_deleted_beyond_a_limit(
+    tmp_path, cache_directory, monkeypatch, caplog
+):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     files = {'1-cores/old-cache': (5, 5), '2-cores/new-cache': (6, 9), '2-cores/used-cache': (9, 5)}
     for name, moments in files.items():

@@ -15,7 +15,7 @@ from qkattn.model import cost
 from qkattn.train import sharding
 
 
-def test_rules_follow_the_letters_of_the_name(caplog):
+def test_an_array_is_split_by_the_letters_of_its_name(caplog):
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
     sharding.say_once.cache_clear()
     caplog.set_level(logging.INFO)
@@ -106,12 +106,16 @@ def test_a_training_step_has_to_fit_into_memory(monkeypatch):
 
 MESHES = [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(trial=2, data=4), MeshConfig(data=8)]
 # Devices by process: a block each; rows of devices that are not consecutive; one with other trials.
-JOBS = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]], [[0, 1, 2], [3, 4, 5], [6, 7]]]
+DEVICES_BY_PROCESS = [
+    [[0, 1, 2, 3], [4, 5, 6, 7]],
+    [[0, 1, 4, 5], [2, 3, 6, 7]],
+    [[0, 1, 2], [3, 4, 5], [6, 7]],
+]
 
 
-@pytest.mark.parametrize('job', JOBS, ids=['blocks', 'spread', 'unequal'])
+@pytest.mark.parametrize('job', DEVICES_BY_PROCESS, ids=['blocks', 'spread', 'unequal'])
 @pytest.mark.parametrize('mesh', MESHES, ids=str)
-def test_processes_read_what_their_devices_hold(mesh, job, monkeypatch):
+def test_a_process_reads_the_rows_that_its_devices_hold(mesh, job, monkeypatch):
     train = TrainConfig(steps_per_dispatch=3, batch_size=16, accumulation=2)
     trials = TrialsConfig(seeds=(0, 1, 2, 3))
     config = dataclasses.replace(CONFIG, train=train, trials=trials, mesh=mesh)
@@ -146,7 +150,7 @@ def test_processes_read_what_their_devices_hold(mesh, job, monkeypatch):
         for shard in placed.addressable_shards:
             np.testing.assert_array_equal(own[shard.device.id], shard.data)
     assert read.any(0).all()
-    if mesh.data * mesh.fsdp == 8 or (job is JOBS[0] and mesh.tensor == 1):
+    if mesh.data * mesh.fsdp == 8 or (job is DEVICES_BY_PROCESS[0] and mesh.tensor == 1):
         assert read.sum() == 4 * 16  # nothing is read twice
-    if mesh.trial == 2 and job is JOBS[0]:
+    if mesh.trial == 2 and job is DEVICES_BY_PROCESS[0]:
         assert read[:, :, 0].tolist() == [[True, True, False, False], [False, False, True, True]]

@@ -21,7 +21,7 @@ from qkattn.model import build, with_params
 from qkattn.model.sites import validate
 from qkattn.train import program, sharding, step, trials
 from qkattn.train.optimizer import schedule
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.refusals import refused
 
 GOLDEN = {'loss': [6.1501417, 5.9226151], 'grad_norm': [2.7045262, 2.1575873]}
@@ -29,7 +29,7 @@ GOLDEN |= {'update_norm': [0.6097617, 0.6096081]}
 
 
 @functools.cache
-def compiled(model, optimizer, train, lifting):
+def init_and_train_steps(model, optimizer, train, lifting):
     """Initialization and training program; trials differ in data only."""
     config = qkattn.Config(model=model, optimizer=optimizer, train=train)
     mesh = sharding.make_mesh(MeshConfig())
@@ -58,7 +58,7 @@ def three_steps(config, tokens=None, lifting='vmap'):
     hyper = {}
     for name, dtype in program.HYPER.items():
         hyper[name] = jnp.array([trial[name] for trial in config.trials.trials()], dtype)
-    init, run = compiled(config.model, config.optimizer, config.train, lifting)
+    init, run = init_and_train_steps(config.model, config.optimizer, config.train, lifting)
     batch = language_batch(jnp.broadcast_to(tokens, (3, *tokens.shape)))
     return run(init(hyper['seed']), hyper, batch)
 
@@ -77,7 +77,7 @@ def assert_close(got, want, rtol):
 
 
 @pytest.fixture
-def four(tiny):
+def four_trials(tiny):
     """A run of four trials, small to compile; model and trials are replaced by keywords."""
 
     def make(trials=None, **model):
@@ -88,20 +88,21 @@ def four(tiny):
 
 
 @pytest.mark.stored
-def test_golden_step(four):
-    """They change only with initialization, loss, optimizer or JAX's random bits; copy them then.
+def test_losses_and_norms_of_two_steps_are_the_stored_ones(four_trials):
+    """The numbers change only with initialization, loss, optimizer or JAX's random bits.
 
-    The first loss is that of logits of standard deviation 1, about 0.5 nats above log V.
+    Then copy them from the message. The first loss is about 0.5 nats above log V, that of logits
+    with standard deviation 1.
     """
-    _, metrics = three_steps(four({'seeds': (0, 1)}))
+    _, metrics = three_steps(four_trials({'seeds': (0, 1)}))
     got = {name: np.asarray(metrics[name][0, :2]).tolist() for name in GOLDEN}
     for name, want in GOLDEN.items():
         np.testing.assert_allclose(got[name], want, rtol=2e-6, err_msg=str(got))
     assert np.log(256) < min(got['loss']) < max(got['loss']) < np.log(256) + 1
 
 
-def test_microbatches_are_one_batch_weighted_by_tokens(four):
-    config = four(num_layers=1)
+def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
+    config = four_trials(num_layers=1)
     params = params_of(config)
     batch = language_batch(jnp.asarray(tokens_XABT1(config)[0]))
     # The two microbatches hold very different numbers of tokens.
@@ -119,16 +120,18 @@ def test_microbatches_are_one_batch_weighted_by_tokens(four):
         assert_close(gradients(params, batch_ABT), want, 1e-6)
 
 
-@pytest.mark.parametrize('lifting', only(['vmap'], ['vmap', 'map']))
-def test_a_stack_equals_its_trials_alone(four, lifting):
-    config = four()
+@pytest.mark.parametrize('lifting', slow_except(['vmap'], ['vmap', 'map']))
+def test_a_stack_equals_its_trials_alone(four_trials, lifting):
+    config = four_trials()
     tokens = tokens_XABT1(config)
     state, metrics = three_steps(config, tokens, lifting)
     rates_C = jnp.stack([schedule(config.optimizer, config.train.num_steps)(i) for i in range(3)])
     np.testing.assert_allclose(metrics['learning_rate'][:, 0], 1e-2 * rates_C, rtol=1e-6)
     assert int(state['step']) == 3 and len(set(rates_C.tolist())) == 3
     for x, trial in enumerate(config.trials.trials()):
-        alone = four({'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)})
+        alone = four_trials(
+            {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
+        )
         want_state, want = three_steps(alone, tokens[x : x + 1])
         np.testing.assert_allclose(metrics['loss'][:, x], want['loss'][:, 0], rtol=1e-5)
         leaves = (jax.tree.leaves(s['trials']['params']) for s in (state, want_state))
@@ -136,43 +139,46 @@ def test_a_stack_equals_its_trials_alone(four, lifting):
             np.testing.assert_allclose(got[x], leaf[0], atol=1e-4)
 
 
-def test_a_diverged_trial_is_frozen_while_the_others_go_on(four):
-    state, metrics = three_steps(four({'learning_rates': (1e-2, 1e30)}))
+def test_a_diverged_trial_is_frozen_while_the_others_go_on(four_trials):
+    state, metrics = three_steps(four_trials({'learning_rates': (1e-2, 1e30)}))
     assert state['trials']['alive'].tolist() == [True, True, False, False]
     assert np.isfinite(metrics['loss'][:, :2]).all() and np.isnan(metrics['loss'][-1, 2:]).all()
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(state['trials']['params']))
-    _, want = three_steps(four())
+    _, want = three_steps(four_trials())
     np.testing.assert_allclose(metrics['loss'][:, :2], want['loss'][:, :2], rtol=1e-5)
 
 
-def test_a_step_in_bfloat16_keeps_parameters_in_float32(four):
-    _, want = three_steps(four())
-    state, got = three_steps(four(compute_dtype='bfloat16'))
+def test_a_step_in_bfloat16_keeps_parameters_in_float32(four_trials):
+    _, want = three_steps(four_trials())
+    state, got = three_steps(four_trials(compute_dtype='bfloat16'))
     assert {str(p.dtype) for p in jax.tree.leaves(state['trials']['params'])} == {'float32'}
     np.testing.assert_allclose(got['loss'][0], want['loss'][0], rtol=2e-2)
     assert np.abs(np.asarray(got['loss'][0] - want['loss'][0])).max() > 1e-6
 
 
-def test_dropout_is_drawn_by_seed_at_each_step(four):
+def test_dropout_is_drawn_by_seed_at_each_step(four_trials):
     points = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
-    runs = (three_steps(four(points, dropout=rate)) for rate in (0.1, 0.1, 0.0))
+    runs = (three_steps(four_trials(points, dropout=rate)) for rate in (0.1, 0.1, 0.0))
     losses_CX, again_CX, without_CX = (np.asarray(metrics['loss']) for _, metrics in runs)
     np.testing.assert_array_equal(losses_CX, again_CX)
     assert np.abs(losses_CX[0] - without_CX[0]).min() > 1e-4
     assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
     # Each kind asks for a key by itself.
-    assert four(attention_dropout=0.1).model.drops and four(activation_dropout=0.1).model.drops
+    assert (
+        four_trials(attention_dropout=0.1).model.drops
+        and four_trials(activation_dropout=0.1).model.drops
+    )
 
 
 @pytest.mark.slow
-def test_remat_keeps_less_for_the_same_gradient(four):
-    config = four()
+def test_remat_keeps_less_for_the_same_gradient(four_trials):
+    config = four_trials()
     grads = {}
     kept = {}
     params = params_of(config)
     batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
-        config = four(dropout=0.1, remat=remat, scan_unroll=unroll)
+        config = four_trials(dropout=0.1, remat=remat, scan_unroll=unroll)
         loss = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
         total, pullback, _ = jax.vjp(jax.jit(loss), params, has_aux=True)
         (grads[remat],) = pullback(jnp.ones_like(total))
@@ -214,7 +220,7 @@ def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tin
 KERNELS_AND_CHUNKS = [*itertools.product(('einsum', 'blockwise'), (None, 5))]
 
 
-@pytest.mark.parametrize(('kernel', 'chunk'), only([('einsum', 5)], KERNELS_AND_CHUNKS))
+@pytest.mark.parametrize(('kernel', 'chunk'), slow_except([('einsum', 5)], KERNELS_AND_CHUNKS))
 def test_z_loss_adds_the_squared_log_normalizer_to_what_is_minimized_alone(tiny, kernel, chunk):
     """The loss that is logged stays the smoothed cross-entropy."""
     z_loss = 0.5
@@ -261,7 +267,7 @@ def gradient(config, params, batch):
 
 
 @pytest.mark.parametrize('compute', [gradient, trials.row_sums])
-def test_chunks_compute_the_same_in_less_memory(tiny, compute):
+def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
     rng = np.random.default_rng(0)
     params = params_of(tiny(model=LARGE))
     reached = {}
@@ -270,9 +276,11 @@ def test_chunks_compute_the_same_in_less_memory(tiny, compute):
     penalized = {'label_smoothing': 0.1, 'z_loss': 1e-2}
     for chunk in (None, 3):  # which does not divide 16 positions
         config = tiny(model=LARGE, train={'logits_chunk': chunk, **penalized})
-        compiled = jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
-        memory = compiled.memory_analysis().temp_size_in_bytes
-        reached[chunk] = compiled(params, batch), memory
+        init_and_train_steps = (
+            jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
+        )
+        memory = init_and_train_steps.memory_analysis().temp_size_in_bytes
+        reached[chunk] = init_and_train_steps(params, batch), memory
         assert_close(reached[chunk][0], reached[None][0], 1e-5)
     logits = 4 * B * T * V
     # A chunk of three positions has three sixteenths of the logits, and their gradient.
@@ -284,11 +292,13 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
     config = tiny(model=LARGE, train={'accumulation': 1})
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
     inputs = program.abstract_inputs(config, mesh)
-    compiled = program.lower(config, 'vmap', mesh, *inputs).compile()
+    init_and_train_steps = program.lower(config, 'vmap', mesh, *inputs).compile()
     state = jax.tree.leaves(inputs[0])
-    for leaf, placed in zip(state, jax.tree.leaves(compiled.output_shardings[0]), strict=True):
+    for leaf, placed in zip(
+        state, jax.tree.leaves(init_and_train_steps.output_shardings[0]), strict=True
+    ):
         assert placed.is_equivalent_to(leaf.sharding, leaf.ndim)  # where it was before the step
-    text = compiled.as_text()
+    text = init_and_train_steps.as_text()
     sizes = {int(n) for shape in re.findall(r'f32\[([\d,]+)\]', text) for n in shape.split(',')}
     assert V not in sizes and {V // 2, V // 4} < sizes
     rows = config.train.batch_size // 2
@@ -296,15 +306,15 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
 
 
 @pytest.fixture
-def checked(monkeypatch):
-    """The settings, circuits and specifications that have been checked, one after another."""
-    checked = []
+def names_of_checks(monkeypatch):
+    """A list that gets the name of the check for each setting, circuit and spec that is checked."""
+    names_of_checks = []
 
     def recorded(owner, name):
         function = getattr(owner, name)
 
         def recording(*arguments, **options):
-            checked.append(name)
+            names_of_checks.append(name)
             return function(*arguments, **options)
 
         monkeypatch.setattr(owner, name, recording)
@@ -312,7 +322,7 @@ def checked(monkeypatch):
     recorded(setting, '_check_value')
     recorded(registry, '_check_circuit')
     recorded(AttentionSpec, '__post_init__')
-    return checked
+    return names_of_checks
 
 
 KINDS = [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}]
@@ -320,14 +330,14 @@ KINDS = [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}]
 
 @pytest.mark.parametrize('changes', KINDS, ids=str)
 def test_a_config_that_was_validated_is_not_checked_again_on_the_way_to_a_gradient(
-    checked, changes
+    names_of_checks, changes
 ):
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=3, context=6, **changes)
     config = qkattn.Config(model=model)
     validate(config)
     # Sections that are their defaults may have been checked before.
-    assert checked.count('_check_value') >= len(dataclasses.fields(model))
-    checked.clear()
+    assert names_of_checks.count('_check_value') >= len(dataclasses.fields(model))
+    names_of_checks.clear()
     state = jax.eval_shape(functools.partial(step.init_trial, config), jnp.uint32(0))
     tokens_1BT = jax.ShapeDtypeStruct((1, 2, 6), jnp.int32)
     batch = dict.fromkeys(('tokens_BT', 'targets_BT'), tokens_1BT)
@@ -335,17 +345,17 @@ def test_a_config_that_was_validated_is_not_checked_again_on_the_way_to_a_gradie
     if model.kind == 'encoder_decoder':
         batch['source_BS'] = tokens_1BT
     jax.eval_shape(functools.partial(step.gradients, config), state['params'], batch)
-    assert not checked
+    assert not names_of_checks
 
 
-def test_a_model_of_settings_of_ones_own_checks_each_once(checked):
+def test_building_a_model_checks_each_setting_once(names_of_checks):
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=2, context=6)
     build(model, key=jax.random.key(0))
-    assert checked.count('_check_value') == len(dataclasses.fields(model))
-    assert checked.count('__post_init__') == 1
-    checked.clear()
+    assert names_of_checks.count('_check_value') == len(dataclasses.fields(model))
+    assert names_of_checks.count('__post_init__') == 1
+    names_of_checks.clear()
     build(model, key=jax.random.key(1))
-    assert not checked
+    assert not names_of_checks
 
 
 def test_settings_that_replace_checked_ones_are_checked():

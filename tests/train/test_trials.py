@@ -21,12 +21,16 @@ from qkattn.storage.records import metrics_of
 from qkattn.train import program, results, trials
 from qkattn.train.sharding import make_mesh
 from qkattn.train.trials import Evaluation, Stack
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.refusals import refused
 
 
-@pytest.mark.parametrize('name', only(['masked'], ['translation', 'masked', 'labelling probe']))
-def test_an_evaluation_is_a_mean_over_targets(task, name, monkeypatch, evaluation_only, outside):
+@pytest.mark.parametrize(
+    'name', slow_except(['masked'], ['translation', 'masked', 'labelling probe'])
+)
+def test_metrics_of_an_evaluation_are_means_over_targets(
+    task, name, monkeypatch, evaluation_only, outside
+):
     # 5 rows at a time do not divide the rows that there are, nor 5 positions a row.
     own = {'metrics': ('confidence:top(k=3)', 'confidence:CALIBRATION'), 'logits_chunk': 5}
     own |= {'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2}
@@ -137,7 +141,7 @@ def test_a_masked_model_measures_no_induction(tiny):
 # Results of trials and of documents
 
 
-def evaluation(nats_RX=None, targets_R=(16.0,), **metrics_X):
+def evaluation_of(nats_RX=None, targets_R=(16.0,), **metrics_X):
     """An evaluation with these metrics; the others are not defined."""
     nats_RX = 16 * metrics_X['loss'][None] if nats_RX is None else nats_RX
     values = dict.fromkeys(metrics.METRICS) | metrics_X
@@ -161,7 +165,7 @@ def test_rows_without_documents_are_dealt_into_clusters(tiny):
     nats_R = np.arange(304.0)
     targets_R = np.where(np.arange(304) < 256, 2.0, 0.0)
     targets_R[5::128] = 0
-    one = evaluation(nats_R[:, None], targets_R, loss=np.array([1.0]))
+    one = evaluation_of(nats_R[:, None], targets_R, loss=np.array([1.0]))
     finished = [{'status': 'finished'}]
     test = results.document_results(stack_of(config), {'test': one}, finished)['test']
     assert test['documents'] == [str(c) for c in range(128) if c != 5]
@@ -173,7 +177,7 @@ def test_rows_without_documents_are_dealt_into_clusters(tiny):
 def result_without_test_split(tiny):
     """The result of one trial whose standard error is not defined."""
     config = tiny(model={'context': 7}, trials={'seeds': (0,)})
-    validation = evaluation(loss=np.array([2.0]), loss_se=np.array([np.nan]))
+    validation = evaluation_of(loss=np.array([2.0]), loss_se=np.array([np.nan]))
     (result,) = results_of(config, {'validation': validation})
     return result
 
@@ -194,10 +198,10 @@ def test_a_measurement_that_does_not_apply_is_absent(result_without_test_split):
     assert not [name for name in names if 'induction' in name or 'bleu' in name]
 
 
-def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
+def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
     """The gradient of the last step was finite, the parameters after it are not."""
     values_X = np.array([2.0, np.inf])
-    late = evaluation(loss=values_X, accuracy=np.array([0.5, 0.0]))
+    late = evaluation_of(loss=values_X, accuracy=np.array([0.5, 0.0]))
     measured = {'val_induction_gain': values_X}
     fine, diverged = results_of(tiny(), {'validation': late, 'test': late}, measured)
     assert (fine['status'], diverged['status']) == ('finished', 'diverged')
@@ -208,8 +212,8 @@ def test_a_loss_that_is_not_finite_is_a_divergence_however_late(tiny):
 
 def test_a_late_divergence_leaves_no_metrics_on_further_corpora(tiny):
     config = tiny()
-    late = evaluation(loss=np.array([2.0, np.inf]))
-    on_corpus = evaluation(loss=np.array([3.0, 4.0]))
+    late = evaluation_of(loss=np.array([2.0, np.inf]))
+    on_corpus = evaluation_of(loss=np.array([3.0, 4.0]))
     corpus = SimpleNamespace(name='@train', identity=dict)
     stack = stack_of(config, step=7, alive_X=np.array([True, True]))
     stack.corpora = (corpus,)
@@ -221,7 +225,7 @@ def test_a_late_divergence_leaves_no_metrics_on_further_corpora(tiny):
 
 
 def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
-    one = evaluation(loss=np.array([2.0, np.nan]))
+    one = evaluation_of(loss=np.array([2.0, np.nan]))
     measured = {'val_induction_gain': np.array([1.5, 0.5])}
     fine, diverged = results_of(tiny(), {'validation': one}, measured, alive=[True, False])
     assert (fine['val_induction_gain'], diverged['val_induction_gain']) == (1.5, None)
@@ -250,7 +254,7 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
 
 
 def test_an_end_metric_that_is_not_declared_is_refused(tiny):
-    one = evaluation(loss=np.array([2.0, 2.0]))
+    one = evaluation_of(loss=np.array([2.0, 2.0]))
     with refused(
         "end_metrics of LanguageRows measures 'val_nearer', which is no field of a metric"
     ):

@@ -30,11 +30,11 @@ EVALUATION = '{"kind": "eval", "step": 400, "val_loss": [1.0]}'
 FINAL = '{"kind": "final", "step": 400}'
 
 
-def result(variant='qk/vo', seed=0, **changes):
+def result_of(variant='qk/vo', seed=0, **changes):
     return studies.trial_record(variant, seed=seed, **changes)
 
 
-def planned(**changes):
+def plan_line(**changes):
     return studies.plan_line(studies.trial_record('b/vo', SIZE, **changes))
 
 
@@ -43,19 +43,19 @@ def planned(**changes):
     [
         ('results.jsonl', '{"run": "x", ', 'it is not JSON'),
         ('results.jsonl', '[1]', 'expected an object'),
-        ('results.jsonl', result('other'), 'is not in plan.jsonl'),
-        ('results.jsonl', result(seed=2), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
-        ('results.jsonl', result(val_loss=1.5), 'seed 0 has two results, which differ'),
-        ('results.jsonl', result(status='lost'), "field 'status' is 'lost', expected Literal"),
-        ('results.jsonl', result(val_loss=float('nan')), "'val_loss' is nan"),
-        ('plan.jsonl', planned(control='x'), 'is not an arm that study.json declares'),
-        ('plan.jsonl', planned(run=RUN), 'is planned twice, differently'),
-        ('plan.jsonl', planned() | {'directory': '../x'}, "'directory' is '../x', expected one"),
-        ('plan.jsonl', planned() | {'trials': 0}, "field 'trials' is 0, expected 1 or more"),
+        ('results.jsonl', result_of('other'), 'is not in plan.jsonl'),
+        ('results.jsonl', result_of(seed=2), f'seed 2 is not one of run {RUN!r}, which has [0, 1]'),
+        ('results.jsonl', result_of(val_loss=1.5), 'seed 0 has two results, which differ'),
+        ('results.jsonl', result_of(status='lost'), "field 'status' is 'lost', expected Literal"),
+        ('results.jsonl', result_of(val_loss=float('nan')), "'val_loss' is nan"),
+        ('plan.jsonl', plan_line(control='x'), 'is not an arm that study.json declares'),
+        ('plan.jsonl', plan_line(run=RUN), 'is planned twice, differently'),
+        ('plan.jsonl', plan_line() | {'directory': '../x'}, "'directory' is '../x', expected one"),
+        ('plan.jsonl', plan_line() | {'trials': 0}, "field 'trials' is 0, expected 1 or more"),
     ],
 )
 def test_a_bad_line_of_a_study_is_refused(study_dir, file, line, message):
-    records = [result(seed=0), result(seed=1)]
+    records = [result_of(seed=0), result_of(seed=1)]
     path = study_of_two_arms(study_dir, records) / file
     # A repeated line counts once.
     studies.write_lines(study_dir / 'results.jsonl', [*records, *records])
@@ -83,8 +83,8 @@ def add_line(path, line):
         (f'{EVALUATION}\n{FINAL}', 'does not have one loss for each of 2 trials'),
     ],
 )
-def test_a_bad_log_is_left_out(study_dir, lines, message):
-    study_of_two_arms(study_dir, [result(seed=0), result(seed=1)])
+def test_a_log_that_does_not_fit_its_results_is_left_out(study_dir, lines, message):
+    study_of_two_arms(study_dir, [result_of(seed=0), result_of(seed=1)])
     add_line(study_dir / LOG, lines)
     study = load_study(study_dir)
     (problem,) = study.problems
@@ -94,15 +94,15 @@ def test_a_bad_log_is_left_out(study_dir, lines, message):
 
 
 def test_evaluations_end_where_a_trial_diverges(study_dir):
-    records = [result(val_loss=0.5), result(seed=1, val_loss=None)]
+    records = [result_of(val_loss=0.5), result_of(seed=1, val_loss=None)]
     one, other = load_study(studies.write_study(study_dir, records, num_evals=4)).trials
     assert [*one.evaluations] == [100, 200, 300, 400] and one.evaluations[400] == 0.5
     assert other.evaluations == {100: 3.5, 200: 3.5}
 
 
 def test_evaluations_of_a_run_without_all_results_are_left_out(study_dir):
-    """Those of other trials would stand in their columns."""
-    records = [result(val_loss=0.5), result(seed=1, val_loss=None)]
+    """A log has a column for each trial, and which trials these were is not known."""
+    records = [result_of(val_loss=0.5), result_of(seed=1, val_loss=None)]
     studies.write_study(study_dir, records, num_evals=4)
     studies.write_lines(study_dir / 'results.jsonl', records[1:])
     study = load_study(study_dir)
@@ -128,14 +128,14 @@ def test_a_bad_declaration_is_one_sentence(study_dir, changes, field):
     assert field in str(raised.value)
 
 
-def test_settings_of_another_version_are_left_out(study_dir):
+def test_settings_that_this_version_does_not_know_are_left_out(study_dir):
     base = to_json(Config())
     base['model'] |= {'depth_decay': 2, 'num_layers': 3}
     about = {'base': base, 'base_hash': fingerprint_of(base)}
     study = load_study(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'), **about))
     assert study.base == Config(model=ModelConfig(num_layers=3)) and study.problems == ()
     base['model']['d_ff'] = {'a': 1}
-    (problem,) = load_study(studies.write_study(study_dir / 'x', [result()], **about)).problems
+    (problem,) = load_study(studies.write_study(study_dir / 'x', [result_of()], **about)).problems
     assert problem.startswith('base_hash of study.json is not')
 
 
@@ -149,14 +149,14 @@ def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(
         load_findings(kept)
 
 
-def of_another_run(**changes):
-    """A change of all lines of a file or entries of a list."""
+def changed_entries(**changes):
+    """A function that sets these fields in all entries of a list."""
     return lambda entries: [entry | changes for entry in entries]
 
 
-def recorded_of(part, **changes):
-    """A change of the groups or the runs of yardsticks.json."""
-    return lambda content: content | {part: of_another_run(**changes)(content[part])}
+def changed_yardsticks(part, **changes):
+    """A function that sets these fields in the groups or the runs of yardsticks.json."""
+    return lambda content: content | {part: changed_entries(**changes)(content[part])}
 
 
 B_RUN = studies.run_name('b/vo', SIZE, 'verdict')
@@ -166,19 +166,21 @@ WRONG_HASH = f"'config_hash' is 'other', expected {B_RUN!r}: it is the result of
 @pytest.mark.parametrize(
     ('file', 'change', 'message'),
     [
-        ('results.jsonl', of_another_run(config_hash='other'), WRONG_HASH),
-        ('results.jsonl', of_another_run(variant='qk/vo'), "but its result is of 'qk/vo' at"),
-        ('results.jsonl', of_another_run(size='s'), "but its result is of 'b/vo' at 's'"),
-        ('results.jsonl', of_another_run(trial=result(learning_rate=3.0)['trial']),
+        ('results.jsonl', changed_entries(config_hash='other'), WRONG_HASH),
+        ('results.jsonl', changed_entries(variant='qk/vo'), "but its result is of 'qk/vo' at"),
+        ('results.jsonl', changed_entries(size='s'), "but its result is of 'b/vo' at 's'"),
+        ('results.jsonl', changed_entries(trial=result_of(learning_rate=3.0)['trial']),
          'learning_rate 3.0 is not one of run'),
-        ('yardsticks.json', recorded_of('groups', run='other'), 'no arm of this study'),
-        ('yardsticks.json', recorded_of('groups', run=B_RUN), "but planned for 'b/vo'"),
-        ('yardsticks.json', recorded_of('runs', run='other'), 'no arm of this study'),
-        ('yardsticks.json', recorded_of('runs', variant='qk/vo'), "but planned for 'b/vo'"),
+        ('yardsticks.json', changed_yardsticks('groups', run='other'), 'no arm of this study'),
+        ('yardsticks.json', changed_yardsticks('groups', run=B_RUN), "but planned for 'b/vo'"),
+        ('yardsticks.json', changed_yardsticks('runs', run='other'), 'no arm of this study'),
+        ('yardsticks.json', changed_yardsticks('runs', variant='qk/vo'), "but planned for 'b/vo'"),
     ],
 )  # fmt: skip
-def test_a_file_of_another_study_or_run_is_refused(sound, study_dir, file, change, message):
-    path = shutil.copytree(sound, study_dir) / file
+def test_a_file_of_another_study_or_run_is_refused(
+    study_of_three_arms, study_dir, file, change, message
+):
+    path = shutil.copytree(study_of_three_arms, study_dir) / file
     if file == 'results.jsonl':
         lines = studies.read_lines(path)
         first = [line['run'] for line in lines].index(B_RUN)
@@ -199,15 +201,19 @@ def test_a_file_of_another_study_or_run_is_refused(sound, study_dir, file, chang
         ('config.json', {'hash': B_RUN, 'config': {}}, 'its hash does not match its config'),
     ],
 )
-def test_a_file_in_the_directory_of_another_run_is_named(sound, study_dir, file, content, message):
-    path = shutil.copytree(sound, study_dir) / B_RUN / file
+def test_a_file_in_the_directory_of_another_run_is_named(
+    study_of_three_arms, study_dir, file, content, message
+):
+    path = shutil.copytree(study_of_three_arms, study_dir) / B_RUN / file
     path.write_text(json.dumps(content))
     (problem,) = load_study(study_dir).problems
     assert f'{B_RUN}/{file} is damaged' in problem and message in problem
 
 
-def test_runs_that_are_trained_longer_may_leave_the_plan_after_their_yardsticks(sound, study_dir):
-    path = shutil.copytree(sound, study_dir) / 'yardsticks.json'
+def test_runs_that_are_trained_longer_may_leave_the_plan_after_their_yardsticks(
+    study_of_three_arms, study_dir
+):
+    path = shutil.copytree(study_of_three_arms, study_dir) / 'yardsticks.json'
     content = json.loads(path.read_text())
     content['groups'].append(content['groups'][0] | {'run': 'left', 'longer': True})
     path.write_text(json.dumps(content))
@@ -230,7 +236,8 @@ C_WITHHELD = {'b/vo': WORSE, 'c/vo': NO_VERDICT}
 
 
 @pytest.fixture(scope='module')
-def sound(tmp_path_factory):
+def study_of_three_arms(tmp_path_factory):
+    """A tuned study in which b/vo is worse by 0.02 and c/vo by 0.04 nats/token."""
     base = 2 + 0.05 * np.arange(8)
     records = []
     for variant, delta in {'qk/vo': 0.0, 'b/vo': 0.02, 'c/vo': 0.04}.items():
@@ -251,11 +258,11 @@ def sound(tmp_path_factory):
         (DOCUMENTS, lambda d: put(d['test']['nats'][1], 0, 1e9), 'its result', WITHHELD),
     ],
 )  # fmt: skip
-def test_a_verdict_that_rests_on_damaged_evidence_is_withheld(
-    sound, study_dir, file, damage, message, decisions
+def test_a_verdict_is_withheld_where_results_or_documents_are_damaged(
+    study_of_three_arms, study_dir, file, damage, message, decisions
 ):
-    """Without documents an interval would be narrower."""
-    path = shutil.copytree(sound, study_dir) / file
+    """Without documents an interval would be narrower, so that such an arm gets no verdict."""
+    path = shutil.copytree(study_of_three_arms, study_dir) / file
     if damage is None:
         path.unlink()
     elif file == DOCUMENTS:

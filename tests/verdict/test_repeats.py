@@ -16,7 +16,7 @@ FRESH = (20, 21, 22, 23, 24, 25)
 NOISE = 0.003 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
 
 
-def arm(variant, delta, seeds=studies.VERDICT_SEEDS):
+def records_of_arm(variant, delta, seeds=studies.VERDICT_SEEDS):
     losses = 2 + 0.05 * np.arange(len(seeds)) + delta + (delta != 0) * NOISE[: len(seeds)]
     return studies.tuned_arm(variant, losses=losses.tolist(), seeds=seeds)
 
@@ -30,21 +30,25 @@ def declare_repeat(directory, name, **fields):
 @pytest.fixture
 def repeated(tmp_path):
     """A study of two arms, and a repeat of one of them beside it."""
-    records = [*arm('qk/vo', 0), *arm('b/vo', 0.004), *arm('c/vo', 0.03)]
+    records = [
+        *records_of_arm('qk/vo', 0),
+        *records_of_arm('b/vo', 0.004),
+        *records_of_arm('c/vo', 0.03),
+    ]
     studies.write_tuned(tmp_path / 'first', records)
-    records = [*arm('qk/vo', 0, FRESH), *arm('b/vo', 0.006, FRESH)]
+    records = [*records_of_arm('qk/vo', 0, FRESH), *records_of_arm('b/vo', 0.006, FRESH)]
     studies.write_tuned(tmp_path / 'second', records, seeds=list(FRESH))
     declare_repeat(tmp_path / 'second', 'first')
     return tmp_path
 
 
-def compared(directory, variant='b/vo'):
+def arm_of(directory, variant='b/vo'):
     return next(one for one in load_findings(directory).arms if one.variant == variant)
 
 
 def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
-    first = compared(repeated / 'first')
-    both = compared(repeated / 'second')
+    first = arm_of(repeated / 'first')
+    both = arm_of(repeated / 'second')
     assert both.comparison.pooled == {'first': 8} and both.difference.n == 14
     assert sorted(both.comparison.differences) == [*studies.VERDICT_SEEDS, *FRESH]
     own = [v for seed, v in both.comparison.differences.items() if seed in FRESH]
@@ -54,19 +58,21 @@ def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
     assert both.difference.sd == pytest.approx((sum(squares) / (14 - 2)) ** 0.5)
 
 
-def test_the_bound_of_tuning_is_the_mean_of_both_by_their_seeds(repeated):
-    first = compared(repeated / 'first')
-    both = compared(repeated / 'second')
-    bounds = [sum(s.at_worst for s in arm.sweeps.values()) for arm in (both, first)]
+def test_the_bound_of_tuning_is_a_mean_weighted_by_the_seeds_of_both(repeated):
+    first = arm_of(repeated / 'first')
+    both = arm_of(repeated / 'second')
+    bounds = [
+        sum(s.at_worst for s in records_of_arm.sweeps.values()) for records_of_arm in (both, first)
+    ]
     assert both.difference.tuning_low == pytest.approx((6 * bounds[0] + 8 * bounds[1]) / 14)
 
 
 def test_a_repeat_is_a_second_look_in_the_family_of_both(repeated):
-    verdict = compared(repeated / 'second').verdict
+    verdict = arm_of(repeated / 'second').verdict
     assert (verdict.look, verdict.num_comparisons) == (2, 2)
-    p = compared(repeated / 'second').difference.p
+    p = arm_of(repeated / 'second').difference.p
     assert verdict.p_holm == pytest.approx(min(1.0, 2 * p * ALPHA / level(2)))
-    assert compared(repeated / 'first').verdict.look == 1
+    assert arm_of(repeated / 'first').verdict.look == 1
 
 
 def test_a_study_that_is_not_kept_counts_as_a_look(repeated):
@@ -76,12 +82,12 @@ def test_a_study_that_is_not_kept_counts_as_a_look(repeated):
     about = {'study': 'zeroth', 'entry': '0' * 64, 'retrospective': True, 'why': 'replaced'}
     ledger.append(repeated / 'first' / ledger.NAME, ledger.REPEATS, lost=lost, **about)
     for name, look, family in (('first', 2, 3), ('second', 3, 3)):
-        verdict = compared(repeated / name).verdict
+        verdict = arm_of(repeated / name).verdict
         assert (verdict.look, verdict.num_comparisons) == (look, family)
-    assert compared(repeated / 'first', 'c/vo').verdict.look == 1
+    assert arm_of(repeated / 'first', 'c/vo').verdict.look == 1
 
 
-def smoothed(directory):
+def with_label_smoothing(directory):
     """The study as if its runs had trained with label smoothing."""
     lines = studies.read_lines(directory / 'plan.jsonl')
     for line in lines:
@@ -89,19 +95,25 @@ def smoothed(directory):
     studies.write_lines(directory / 'plan.jsonl', lines)
 
 
-def untrained(directory):
+def without_yardsticks(directory):
     (directory / ledger.YARDSTICKS).unlink()
 
 
-@pytest.mark.parametrize('change', [smoothed, untrained])
-def test_what_is_not_pooled_still_counts_as_a_look(repeated, change):
+@pytest.mark.parametrize('change', [with_label_smoothing, without_yardsticks])
+def test_a_study_that_cannot_be_pooled_still_counts_as_a_look(repeated, change):
     change(repeated / 'first')
-    arm = compared(repeated / 'second')
-    assert (arm.comparison.pooled, arm.difference.n, arm.verdict.look) == ({}, 6, 2)
+    records_of_arm = arm_of(repeated / 'second')
+    assert (
+        records_of_arm.comparison.pooled,
+        records_of_arm.difference.n,
+        records_of_arm.verdict.look,
+    ) == ({}, 6, 2)
 
 
 def test_a_shared_seed_of_one_question_is_refused(repeated):
-    studies.write_tuned(repeated / 'second', [*arm('qk/vo', 0), *arm('b/vo', 0.006)])
+    studies.write_tuned(
+        repeated / 'second', [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.006)]
+    )
     declare_repeat(repeated / 'second', 'first')
     with refused('second and first, of the chain of .*, share the seeds', ReportError):
         load_study(repeated / 'second')
@@ -109,7 +121,11 @@ def test_a_shared_seed_of_one_question_is_refused(repeated):
 
 @pytest.mark.parametrize('call', [write_report, verify.check_study])
 def test_a_ledger_other_than_the_declared_one_is_refused(repeated, call):
-    studies.write_tuned(repeated / 'first', [*arm('qk/vo', 0), *arm('b/vo', 0.004)], margin=0.02)
+    studies.write_tuned(
+        repeated / 'first',
+        [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.004)],
+        margin=0.02,
+    )
     with refused("repeats 'first' as of the entry .* does not have", ReportError):
         call(repeated / 'second')
 

@@ -27,7 +27,7 @@ EVALUATION = {'tokens': (65536,), 'rows': (512,), 'test_tokens': (32768,), 'docu
 
 
 def records_of(stage='verdict', variant='b/vo', **changes):
-    """Three arms; `changes` are of the trials of one of them at one stage."""
+    """The records of three arms, with these changes in those of one arm at one stage."""
     records = []
     for number, name in enumerate(VERDICT):
         records += tuned_arm(name, losses=list(BASE + 0.02 * number))
@@ -37,21 +37,22 @@ def records_of(stage='verdict', variant='b/vo', **changes):
     return records
 
 
-def with_b(**b):
-    """The three arms, b/vo made otherwise."""
+def records_with_b(**b):
+    """The records of three arms, of which b/vo is made with these keywords of `tuned_arm`."""
     records = [record for record in records_of() if record['variant'] != 'b/vo']
     return records[:18] + tuned_arm('b/vo', **{'losses': list(BASE + 0.02)} | b) + records[18:]
 
 
-def checked(directory):
-    """The findings, the decisions by variant, and the remarks but for that on the evaluation."""
+def judge_study(directory):
+    """(findings, decisions by variant, remarks) of a study; leaves out the remark that describes
+    the evaluation."""
     findings = find(load_study(directory))
     decisions = {arm.variant: arm.verdict.decision for arm in findings.arms if arm.verdict}
     remarks = [r for r in findings.remarks if r.code is not RemarkCode.EVALUATION]
     return findings, decisions, remarks
 
 
-def blocking(code, arm=B, **data):
+def blocking_remark(code, arm=B, **data):
     return Remark(RemarkCode[code], data, blocks=True, arm=arm)
 
 
@@ -60,34 +61,61 @@ LARGE = {'parameters': trial_record('b/vo')['parameters'] | {'total': round(1.00
 LARGE['residual'] = LARGE['parameters']['total'] / TARGET - 1
 DATA = {'data': {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}}
 DECAY = {'trial': {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}}
-ONE_DECAY = [*with_b()[:35], with_b()[35] | DECAY, *with_b()[36:]]
-NEAR = 4.000001e-3
-NAME = 'DIFFERS_FROM_BASELINE'
-LATER = [r | {'run': 'later', 'config_hash': 'later'} for r in with_b()[28:36]]
-DRAWN = (*studies.SCREENING_SEEDS, 102)
+ONE_DECAY = [*records_with_b()[:35], records_with_b()[35] | DECAY, *records_with_b()[36:]]
+NEAR_CHOSEN_RATE = 4.000001e-3
+DIFFERS = 'DIFFERS_FROM_BASELINE'
+SECOND_VERDICT_RUN = [r | {'run': 'later', 'config_hash': 'later'} for r in records_with_b()[28:36]]
+SEEDS_OF_SCREENING = (*studies.SCREENING_SEEDS, 102)
 RATE = {'knob': 'learning_rate'}
 
 
 @pytest.mark.parametrize(
+    # Changes of the records of b/vo, or all records; changes of its planned run; and the code and
+    # data of the remark that withholds its verdict.
     ('records', 'plan', 'code', 'data'),
     [
         ({}, {'optimizer__schedule': 'constant'}, 'NOT_ANNEALED', {'schedule': 'constant'}),
         ({}, {'trials__seeds': [*SEEDS, 8]}, 'OTHER_SEEDS', {'actual': (*SEEDS, 8)}),
-        ({}, {'screening': [*DRAWN]}, 'OTHER_SEEDS', {'actual': DRAWN, 'stage': 'screening'}),
-        ({}, {'train__init_from': 'runs/a'}, NAME, {'name': 'train.init_from', 'value': 'runs/a'}),
+        (
+            {},
+            {'screening': [*SEEDS_OF_SCREENING]},
+            'OTHER_SEEDS',
+            {'actual': SEEDS_OF_SCREENING, 'stage': 'screening'},
+        ),
+        (
+            {},
+            {'train__init_from': 'runs/a'},
+            DIFFERS,
+            {'name': 'train.init_from', 'value': 'runs/a'},
+        ),
         # A score scale or weight decay that is not tuned is no arm's own.
-        ({}, {'model__score_scale': 2.0}, NAME, {'name': 'model.score_scale', 'value': '2.0'}),
-        (DATA, {}, NAME, {'name': 'data.version', 'value': '3.12', 'baseline': '3.11.7'}),
-        ({'eval_tokens': 4096}, {}, NAME, {'name': 'eval_tokens', 'value': '4096'}),
-        (with_b(**LARGE), {}, 'OVER_TOLERANCE', {'residual': LARGE['residual']}),
-        (with_b(learning_rate=NEAR), {}, 'OTHER_SETTING', RATE | {'actual': NEAR, 'tuned': True}),
+        ({}, {'model__score_scale': 2.0}, DIFFERS, {'name': 'model.score_scale', 'value': '2.0'}),
+        (DATA, {}, DIFFERS, {'name': 'data.version', 'value': '3.12', 'baseline': '3.11.7'}),
+        ({'eval_tokens': 4096}, {}, DIFFERS, {'name': 'eval_tokens', 'value': '4096'}),
+        (records_with_b(**LARGE), {}, 'OVER_TOLERANCE', {'residual': LARGE['residual']}),
+        (
+            records_with_b(learning_rate=NEAR_CHOSEN_RATE),
+            {},
+            'OTHER_SETTING',
+            RATE | {'actual': NEAR_CHOSEN_RATE, 'tuned': True},
+        ),
         (ONE_DECAY, {}, 'OTHER_SETTING', {'knob': 'weight_decay', 'actual': 0.2, 'tuned': False}),
-        (with_b()[:18] + with_b()[28:], {}, 'SCREENING_INCOMPLETE', RATE | {'values': RATES}),
-        (with_b(optimum=16e-3), {}, 'NOT_BRACKETED', RATE | {'high': 0.016, 'best': 0.016}),
+        (
+            records_with_b()[:18] + records_with_b()[28:],
+            {},
+            'SCREENING_INCOMPLETE',
+            RATE | {'values': RATES},
+        ),
+        (records_with_b(optimum=16e-3), {}, 'NOT_BRACKETED', RATE | {'high': 0.016, 'best': 0.016}),
         # A second verdict run, which would count seeds twice.
-        (with_b() + LATER, {}, 'OTHER_SEEDS', {'actual': (*SEEDS, *SEEDS), 'stage': 'verdict'}),
+        (
+            records_with_b() + SECOND_VERDICT_RUN,
+            {},
+            'OTHER_SEEDS',
+            {'actual': (*SEEDS, *SEEDS), 'stage': 'verdict'},
+        ),
         # Bracketed by diverged values alone.
-        (with_b(diverged_rates=(1e-3, 2e-3, 8e-3, 16e-3)), {}, 'UNBOUNDED_OPTIMUM', RATE),
+        (records_with_b(diverged_rates=(1e-3, 2e-3, 8e-3, 16e-3)), {}, 'UNBOUNDED_OPTIMUM', RATE),
     ],
 )
 def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
@@ -99,20 +127,26 @@ def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
         edit_plan(study_dir, SCREENING, trials__seeds=plan['screening'])
     else:
         edit_plan(study_dir, VERDICT['b/vo'], **plan)
-    findings, decisions, remarks = checked(study_dir)
+    findings, decisions, remarks = judge_study(study_dir)
+    assert decisions == WITHHELD
+    # The remarks on the arm are the reasons of its verdict, and come before all others.
     arm = next(arm for arm in findings.arms if arm.key == B)
-    assert decisions == WITHHELD and arm.verdict.reasons == arm.blocks
-    assert [r for r in remarks if r.blocks] == remarks[: len(arm.blocks)] == list(arm.blocks)
-    assert any(r.code.name == code and r.data.items() >= data.items() for r in arm.blocks)
+    blocks = list(arm.blocks)
+    assert arm.verdict.reasons == arm.blocks
+    assert [remark for remark in remarks if remark.blocks] == blocks
+    assert remarks[: len(blocks)] == blocks
+    assert any(r.code.name == code and r.data.items() >= data.items() for r in blocks)
 
 
-FREE = {f'model__{name}': 8 for name in ('d_model', 'd_ff', 'num_heads', 'head_size')}
-FREE |= {'model__score': 'x', 'model__value': 'y', 'train__lifting': 'vmap'}
-FREE |= {'trials__learning_rates': [4e-3, 1.0], 'data__data_dir': '/elsewhere'}
+MAY_DIFFER = {f'model__{name}': 8 for name in ('d_model', 'd_ff', 'num_heads', 'head_size')}
+MAY_DIFFER |= {'model__score': 'x', 'model__value': 'y', 'train__lifting': 'vmap'}
+MAY_DIFFER |= {'trials__learning_rates': [4e-3, 1.0], 'data__data_dir': '/elsewhere'}
 
 
 # One of the screening seeds is a verdict seed.
-SHARED = [r for name in VERDICT for r in tuned_arm(name, losses=BASE, screening_seeds=(100, 7))]
+SHARING_A_SEED = [
+    r for name in VERDICT for r in tuned_arm(name, losses=BASE, screening_seeds=(100, 7))
+]
 NO_TEST = [record | {'test_loss': None, 'test_bits_per_byte': None} for record in records_of()]
 ONE_RATE = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
 
@@ -120,7 +154,7 @@ ONE_RATE = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2
 @pytest.mark.parametrize(
     ('records', 'study', 'code', 'data'),
     [
-        (SHARED, {'tuning__seeds': [100, 7]}, 'SHARED_SEEDS', {'seeds': (7,)}),
+        (SHARING_A_SEED, {'tuning__seeds': [100, 7]}, 'SHARED_SEEDS', {'seeds': (7,)}),
         (records_of(), ONE_RATE, 'LEARNING_RATE_NOT_TUNED', {'learning_rates': (4e-3,)}),
         (records_of(), {'num_documents': 99}, 'FEW_DOCUMENTS', {'documents': 99, 'needed': 100}),
         (NO_TEST, {}, 'NO_TEST', {}),
@@ -129,7 +163,7 @@ ONE_RATE = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2
 def test_a_rule_that_every_arm_breaks_withholds_every_verdict(
     study_dir, records, study, code, data
 ):
-    findings, decisions, _ = checked(write_tuned(study_dir, records, **study))
+    findings, decisions, _ = judge_study(write_tuned(study_dir, records, **study))
     assert decisions == ALL_WITHHELD and findings.split == ('val' if code == 'NO_TEST' else 'test')
     assert any(r.code.name == code and r.data.items() >= data.items() for r in findings.blocks)
     assert all(r.every_arm == (code in ('FEW_DOCUMENTS', 'NO_TEST')) for r in findings.blocks[:1])
@@ -137,26 +171,26 @@ def test_a_rule_that_every_arm_breaks_withholds_every_verdict(
 
 PROBE = [r | {'val_bits_per_byte': None, 'test_bits_per_byte': None} for r in records_of()]
 UNMATCHED = [r | {'target_parameters': None, 'residual': None} for r in records_of()]
-DIVERGED = with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
+DIVERGED = records_with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
 
 
 @pytest.mark.parametrize(
     ('records', 'study', 'runs', 'changes'),
     [
         (records_of(), {}, VERDICT, {'optimizer__final_fraction': 0.1}),
-        (records_of(), {}, ['b/vo'], FREE),
+        (records_of(), {}, ['b/vo'], MAY_DIFFER),
         (DIVERGED, {}, [], {}),
         (UNMATCHED, {'matched': None}, [], {}),
         (PROBE, {'num_documents': 99}, [], {}),  # those of text have to be many
     ],
 )
-def test_what_may_differ_anneals_enough_or_diverges_is_judged(
+def test_settings_that_may_differ_and_divergence_block_no_verdict(
     study_dir, records, study, runs, changes
 ):
     write_tuned(study_dir, records, **study)
     for variant in runs:
         edit_plan(study_dir, VERDICT[variant], **changes)
-    findings, *others = checked(study_dir)
+    findings, *others = judge_study(study_dir)
     assert others == [JUDGED, []]
     evaluation = EVALUATION | {'documents': (study.get('num_documents', 100),)}
     assert Remark(RemarkCode.EVALUATION, evaluation) in findings.remarks
@@ -172,38 +206,38 @@ def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
     run = run_name(variant, 's64', 'verdict')
     changes = {'model__norm': 'rmsnorm', 'model__num_kv_heads': 1}
     edit_plan(study_dir, run, **changes, train__batch_size=7)
-    named = [(r.data['name'], r.arm.size) for r in checked(study_dir)[2] if 'name' in r.data]
+    named = [(r.data['name'], r.arm.size) for r in judge_study(study_dir)[2] if 'name' in r.data]
     assert named == [('train.batch_size', 's64')]
 
 
-def test_what_blocks_the_baseline_blocks_every_arm(study_dir):
+def test_a_remark_on_the_baseline_withholds_every_verdict(study_dir):
     write_tuned(study_dir, records_of())
     edit_plan(study_dir, VERDICT['qk/vo'], optimizer__schedule='constant')
-    findings, decisions, _ = checked(study_dir)
+    findings, decisions, _ = judge_study(study_dir)
     assert decisions == ALL_WITHHELD
     reason = findings.arms[1].verdict.reasons[-1]
     assert reason.code is ReasonCode.BASELINE_BLOCKED
     assert reason.data == {'baseline': 'qk/vo', 'remarks': findings.arms[0].blocks}
 
 
-def test_what_blocks_all_arms_is_one_remark(study_dir):
+def test_a_rule_that_all_arms_break_is_a_single_remark(study_dir):
     write_tuned(study_dir, records_of())
     for variant in ('qk/vo', 'b/vo', 'c/vo'):
         edit_plan(study_dir, VERDICT[variant], optimizer__schedule='constant')
-    findings, decisions, (remark,) = checked(study_dir)
+    findings, decisions, (remark,) = judge_study(study_dir)
     assert decisions == ALL_WITHHELD
     assert findings.blocks == (remark,) == findings.arms[1].verdict.reasons
     assert remark.code is RemarkCode.NOT_ANNEALED and remark.arm is None and remark.every_arm
 
 
-def test_code_that_differs_or_that_no_commit_holds_blocks_until_it_is_accepted(study_dir):
+def test_different_or_uncommitted_code_blocks_verdicts_until_it_is_accepted(study_dir):
     provenance = trial_record('x')['provenance']
     provenance |= {'git': {'commit': 'f' * 40, 'dirty': True}, 'versions': {'jax': '0.12.0'}}
     records = records_of(provenance=provenance | {'imported': {'x:y': '2', 'x:z': '1'}})
     for record in records:  # the arm c/vo uses nothing from outside
         if record['variant'] == 'qk/vo':
             record['provenance'] = record['provenance'] | {'imported': {'x:y': '1', 'x:z': '1'}}
-    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    _, decisions, remarks = judge_study(write_tuned(study_dir, records))
     assert decisions == ALL_WITHHELD
     assert [(r.code.name, r.data.get('name'), r.blocks) for r in remarks] == [
         ('SOFTWARE_DIFFERS', 'git.commit', True),
@@ -214,41 +248,41 @@ def test_code_that_differs_or_that_no_commit_holds_blocks_until_it_is_accepted(s
     assert remarks[0].data['values']['f' * 40] == (B,)
     for code, still in (('uncommitted', 2), ('commits', 0)):
         ledger.accept(study_dir, [code], 'a comment only')
-        findings, decisions, remarks = checked(study_dir)
+        findings, decisions, remarks = judge_study(study_dir)
         assert len(findings.blocks) == still and len(remarks) == 4
         assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
     assert decisions == JUDGED
 
 
-def test_code_that_a_run_was_resumed_from_counts(study_dir):
+def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
     earlier = [{'git': {'commit': 'e' * 40, 'dirty': True}, 'imported': {}}]
     provenance = trial_record('x')['provenance'] | {'earlier': earlier}
-    _, decisions, remarks = checked(write_tuned(study_dir, records_of(provenance=provenance)))
+    _, decisions, remarks = judge_study(write_tuned(study_dir, records_of(provenance=provenance)))
     assert decisions == ALL_WITHHELD
     found = [(remark.code.name, remark.data.get('name')) for remark in remarks]
     assert found == [('SOFTWARE_DIFFERS', 'git.commit'), ('UNCOMMITTED_CHANGES', None)]
 
 
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
-    """Its numbers agree with each other; the arm without that run keeps its verdict."""
+    """All files of the run were replaced, so that they agree; the other arm keeps its verdict."""
     path = write_tuned(study_dir, records_of())
     ledger.record_look(path)
     entries = (path / ledger.NAME).read_text()
-    write_tuned(path, with_b(losses=BASE + 1))
+    write_tuned(path, records_with_b(losses=BASE + 1))
     (path / ledger.NAME).write_text(entries)
-    findings, decisions, _ = checked(path)
+    findings, decisions, _ = judge_study(path)
     arm = next(arm for arm in findings.arms if arm.key == B)
     assert decisions == WITHHELD
-    assert arm.blocks[-1] == blocking('ALTERED', run=VERDICT['b/vo'], look=1)
+    assert arm.blocks[-1] == blocking_remark('ALTERED', run=VERDICT['b/vo'], look=1)
     assert not ledger.record_look(path) and (path / ledger.NAME).read_text() == entries
 
 
-def measured(early=2.0, late=1.8, shuffled=None):
+def trial_of_yardsticks(early=2.0, late=1.8, shuffled=None):
     by_position = {'positions': {'1': 2.6, '5-8': None}, 'early': early, 'late': late}
     return {'seed': 0, 'loss': 1.9, 'shuffled': shuffled} | by_position
 
 
-def against(test):
+def yardsticks_of(test):
     return {'losses': {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}}
 
 
@@ -265,27 +299,27 @@ LOW_BLEU = {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0}
 @pytest.mark.parametrize(
     ('changes', 'trial', 'bleu', 'expected'),
     [
-        (against(MEAN + 1e-6), measured(), None, []),
-        (against(MEAN - 1e-6), measured(), None, [('BELOW_YARDSTICK', BELOW)]),
-        ({'run': SCREENING_OF_BASELINE}, measured(), None, [('NO_YARDSTICK', {})]),
-        ({}, measured(early=2.0, late=1.9 + 1e-6), None, [('LITTLE_CONTEXT', GAIN)]),
-        ({}, measured(early=2.0, late=1.9 - 1e-6), None, []),
-        ({}, measured(early=None, late=None), None, []),
-        (TRANSLATION, measured(shuffled=2.4 + 1e-6), 15.0, []),
-        (TRANSLATION, measured(), 14.9, [('LOW_BLEU', LOW_BLEU)]),
-        (TRANSLATION, measured(), None, [('LOW_BLEU', LOW_BLEU | {'bleu': None})]),
-        (MASKED, measured(), None, []),
-        (MASKED | {'definition': 1}, measured(), None, [('OUTDATED_YARDSTICK', {})]),
-        ({'task': 'translation'}, measured(), 90.0, [('OUTDATED_YARDSTICK', {})]),
-        (TRANSLATION, measured(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
+        (yardsticks_of(MEAN + 1e-6), trial_of_yardsticks(), None, []),
+        (yardsticks_of(MEAN - 1e-6), trial_of_yardsticks(), None, [('BELOW_YARDSTICK', BELOW)]),
+        ({'run': SCREENING_OF_BASELINE}, trial_of_yardsticks(), None, [('NO_YARDSTICK', {})]),
+        ({}, trial_of_yardsticks(early=2.0, late=1.9 + 1e-6), None, [('LITTLE_CONTEXT', GAIN)]),
+        ({}, trial_of_yardsticks(early=2.0, late=1.9 - 1e-6), None, []),
+        ({}, trial_of_yardsticks(early=None, late=None), None, []),
+        (TRANSLATION, trial_of_yardsticks(shuffled=2.4 + 1e-6), 15.0, []),
+        (TRANSLATION, trial_of_yardsticks(), 14.9, [('LOW_BLEU', LOW_BLEU)]),
+        (TRANSLATION, trial_of_yardsticks(), None, [('LOW_BLEU', LOW_BLEU | {'bleu': None})]),
+        (MASKED, trial_of_yardsticks(), None, []),
+        (MASKED | {'definition': 1}, trial_of_yardsticks(), None, [('OUTDATED_YARDSTICK', {})]),
+        ({'task': 'translation'}, trial_of_yardsticks(), 90.0, [('OUTDATED_YARDSTICK', {})]),
+        (TRANSLATION, trial_of_yardsticks(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
     ],
 )
 def test_a_baseline_has_to_pass_its_yardsticks(study_dir, changes, trial, bleu, expected):
     records = records_of()
     for record in records if bleu is not None else ():
         record |= {'val_bleu': bleu - 1, 'test_bleu': bleu}
-    trials = {'trials': {'qk/vo': [trial], 'b/vo': [measured(early=2.0, late=2.0)]}}
-    _, decisions, every = checked(write_tuned(study_dir, records, yardsticks=trials | changes))
+    trials = {'trials': {'qk/vo': [trial], 'b/vo': [trial_of_yardsticks(early=2.0, late=2.0)]}}
+    _, decisions, every = judge_study(write_tuned(study_dir, records, yardsticks=trials | changes))
     remarks = [remark for remark in every if remark.blocks]
     assert [(r.code.name, r.arm) for r in remarks] == [(name, QK) for name, _ in expected]
     for remark, (_, data) in zip(remarks, expected, strict=True):
@@ -296,15 +330,19 @@ def test_a_baseline_has_to_pass_its_yardsticks(study_dir, changes, trial, bleu, 
 
 
 def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
-    """It keeps its number and its verdict; a control is marked, too."""
-    shape = {'control': 'equal_shape'}
-    records = with_b(losses=BASE + 1.0) + tuned_arm('b/vo', losses=list(BASE + 2.0), **shape)
-    path = write_tuned(study_dir, records, yardsticks=against(MEAN + 0.5))
-    findings, decisions, remarks = checked(path)
-    marked = {r.arm: r.data['yardstick'] for r in remarks if not r.blocks}
+    """The arm and its control end above the yardstick; the baseline beats it.
+
+    The remarks on them block nothing: the arm keeps its difference and its verdict.
+    """
+    yardstick = MEAN + 0.5
+    control_records = tuned_arm('b/vo', losses=list(BASE + 2.0), control='equal_shape')
+    records = records_with_b(losses=BASE + 1.0) + control_records
+    path = write_tuned(study_dir, records, yardsticks=yardsticks_of(yardstick))
+    findings, decisions, remarks = judge_study(path)
+    assert {remark.code for remark in remarks} == {RemarkCode.ARM_BELOW_YARDSTICK}
+    yardstick_of_arm = {r.arm: r.data['yardstick'] for r in remarks if not r.blocks}
     control = B._replace(control='equal_shape')
-    assert marked == pytest.approx({B: MEAN + 0.5, control: MEAN + 0.5})
-    assert {r.code for r in remarks} == {RemarkCode.ARM_BELOW_YARDSTICK}
+    assert yardstick_of_arm == pytest.approx({B: yardstick, control: yardstick})
     assert decisions['b/vo'] is WORSE
     assert {arm.key for arm in findings.every_arm if arm.shortfalls} == {B, control}
 
@@ -315,27 +353,30 @@ def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
         bleu = 14.9 if record['variant'] == 'b/vo' else 15.1
         record |= {'val_bleu': bleu, 'test_bleu': bleu}
     path = write_tuned(study_dir, records, yardsticks=TRANSLATION)
-    _, decisions, (remark,) = checked(path)
+    _, decisions, (remark,) = judge_study(path)
     assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, arm=B) and decisions == JUDGED
     assert remark.data == pytest.approx(LOW_BLEU)
 
 
 def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):
     (write_tuned(study_dir, records_of()) / ledger.YARDSTICKS).unlink()
-    assert list(checked(study_dir)[1:]) == [ALL_WITHHELD, [blocking('NO_YARDSTICK', None)]]
+    assert list(judge_study(study_dir)[1:]) == [
+        ALL_WITHHELD,
+        [blocking_remark('NO_YARDSTICK', None)],
+    ]
 
 
 @pytest.mark.parametrize('variant', ['b/vo', 'qk/vo'])
 def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, study_dir):
-    """Two of eight seeds stay on a plateau: of the baseline, that leaves no verdict to any arm."""
+    """Two of eight seeds end 2 nats higher. In the baseline, that concerns every arm."""
     records = records_of() + tuned_arm('d/vo', losses=list(BASE + 0.06))
     for record in records:
         if record['variant'] == variant and record['trial']['seed'] in SEEDS[:2]:
             record['test_loss'] += 2.0
-    _, decisions, remarks = checked(write_tuned(study_dir, records))
+    _, decisions, remarks = judge_study(write_tuned(study_dir, records))
     (bimodal,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
     assert bimodal.arm.variant == variant and bimodal.data['sd'] > 3 * bimodal.data['usual']
     withheld = {v for v, decision in decisions.items() if decision is NO_VERDICT}
     assert withheld == ({'b/vo'} if variant == 'b/vo' else {'b/vo', 'c/vo', 'd/vo'})
     two = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]
-    assert checked(write_tuned(study_dir / 'two', two))[1] == {'b/vo': NO_VERDICT}
+    assert judge_study(write_tuned(study_dir / 'two', two))[1] == {'b/vo': NO_VERDICT}

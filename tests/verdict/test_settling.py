@@ -32,7 +32,9 @@ FRESH = tuple(range(56, 64))
         (0.05, -0.05, 1.0, False, Length.TURNS, 'better'),  # whatever the errors
     ],
 )
-def test_a_difference_is_settled_if_it_lasts(short, long, error, equivalent, code, towards):
+def test_a_difference_is_settled_if_longer_training_leaves_it_within_the_limit(
+    short, long, error, equivalent, code, towards
+):
     pair = Trained(400, short, error), Trained(1600, long, error)
     settling = settle(*pair, MARGIN, equivalent=equivalent)
     assert (settling.code, settling.towards, settling.times) == (code, towards, 4)
@@ -40,7 +42,7 @@ def test_a_difference_is_settled_if_it_lasts(short, long, error, equivalent, cod
 
 
 @pytest.mark.parametrize('long', [None, Trained(1599, 0.05, ERROR)])
-def test_one_length_settles_nothing(long):
+def test_a_difference_at_one_length_is_not_called_settled(long):
     one = Settling(Length.ONE_LENGTH)
     assert settle(Trained(400, 0.05, ERROR), long, MARGIN) == one
     assert settle(None, Trained(1600, 0.05, ERROR), MARGIN) == one
@@ -58,14 +60,14 @@ def long_records(shift, seeds=FRESH, rate=None, **changes):
     return tuned_arm('qk/vo', losses=list(BASE), **changes) + arm
 
 
-def write(directory, records, seeds, num_steps, **changes):
+def write_of_length(directory, records, seeds, num_steps, **changes):
     path = write_tuned(directory, records, seeds=list(seeds), **changes)
     base = json.loads((path / 'study.json').read_text())['base']
     base['train'] |= {'num_steps': num_steps}
     return write_tuned(path, records, seeds=list(seeds), base=base, **changes)
 
 
-def settling(path):
+def settling_of_b(path):
     arms = [arm for arm in find(load_study(path)).arms if arm.variant == 'b/vo']
     return arms[0].settling
 
@@ -88,16 +90,18 @@ def settling(path):
 def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     tmp_path, shift, changes, code
 ):
-    path = write(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
+    path = write_of_length(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
     seeds = changes.get('seeds', FRESH)
     steps = changes.get('steps', 1600)
     fields = {name: changes[name] for name in ('matched', 'fill') if name in changes}
     of_arms = {name: changes[name] for name in ('size', 'corpus', 'rate') if name in changes}
-    write(tmp_path / 'long', long_records(shift, seeds, **of_arms), seeds, steps, **fields)
-    assert settling(path).code is code
-    assert settling(tmp_path / 'long').code is Length.ONE_LENGTH
+    write_of_length(
+        tmp_path / 'long', long_records(shift, seeds, **of_arms), seeds, steps, **fields
+    )
+    assert settling_of_b(path).code is code
+    assert settling_of_b(tmp_path / 'long').code is Length.ONE_LENGTH
     if code is Length.SHRINKS:
-        assert settling(path).longer == pytest.approx(0.02, abs=1e-3)
+        assert settling_of_b(path).longer == pytest.approx(0.02, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -108,16 +112,16 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     ],
 )
 def test_the_summary_says_how_long_a_verdict_holds(tmp_path, shift, sentence):
-    path = write(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
-    write(tmp_path / 'long', long_records(shift, FRESH), FRESH, 1600)
+    path = write_of_length(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
+    write_of_length(tmp_path / 'long', long_records(shift, FRESH), FRESH, 1600)
     assert sentence in tables.summary(find(load_study(path)))[0]
 
 
 def test_a_difference_without_a_longer_study_is_at_its_length(tmp_path):
-    path = write(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
+    path = write_of_length(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
     (tmp_path / 'damaged').mkdir()
     (tmp_path / 'damaged/study.json').write_text('{')
-    assert settling(path).code is Length.ONE_LENGTH
+    assert settling_of_b(path).code is Length.ONE_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -128,8 +132,8 @@ def test_a_control_trained_longer_needs_fresh_seeds(tmp_path, longer_seeds, code
     seeds = longer_seeds or VERDICT_SEEDS
     records = short_records() + long_records(0.052, seeds, control='longer')
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(longer_seeds)}
-    path = write(tmp_path / 'short', records, VERDICT_SEEDS, 400, controls=controls)
-    assert settling(path).code is code
+    path = write_of_length(tmp_path / 'short', records, VERDICT_SEEDS, 400, controls=controls)
+    assert settling_of_b(path).code is code
 
 
 def test_the_base_may_differ_in_the_length_of_training_alone():

@@ -18,7 +18,7 @@ from qkattn.verdict.codes import Reason
 from tests.experiments.claims.conftest import CLAIMS, RESULTS
 
 pytestmark = pytest.mark.stored
-PLAIN = 'shared_qk/vo'
+SHARED_QK = 'shared_qk/vo'
 HOLDS_HERE = ClaimVerdict.HOLDS_HERE
 FAILS_HERE = ClaimVerdict.FAILS_HERE
 UNDECIDED = ClaimVerdict.UNDECIDED
@@ -62,7 +62,7 @@ def test_an_undecided_arm_leaves_a_claim_open(relation, added):
     ('reported', 'verdict'), [((0.2, 0.3), HOLDS_HERE), ((0.1, 0.15), FAILS_HERE)]
 )
 def test_a_difference_is_as_reported_by_its_interval(reported, verdict, results):
-    expected = expect(PLAIN, 'as_reported', at=Kind.SAME_SHAPE, reported=reported)
+    expected = expect(SHARED_QK, 'as_reported', at=Kind.SAME_SHAPE, reported=reported)
     assert decide(claim(expected), 'cpu', results).verdict is verdict
 
 
@@ -74,12 +74,12 @@ def false_check():
     return [Row('q', Kind.EXACT, {}, 0.0, Speaks.AGAINST)]
 
 
-def test_a_check_is_no_setting(added):
+def test_a_check_does_not_add_a_setting_in_which_the_claim_holds(added):
     worse = expect('double/double', 'worse', study='lm_added')
     assert decide(claim(worse, checks=(sound_check,)), 'cpu', added).verdict is HOLDS_HERE
 
 
-def test_a_check_is_a_part_of_its_own(added):
+def test_a_check_and_a_study_that_disagree_make_a_condition(added):
     worse = expect('double/double', 'worse', study='lm_added')
     mixed = decide(claim(worse, checks=(false_check,)), 'cpu', added)
     assert mixed.verdict is ClaimVerdict.HOLDS_ONLY_IF and mixed.condition == 'model: decoder'
@@ -88,8 +88,11 @@ def test_a_check_is_a_part_of_its_own(added):
     assert mixed.condition == 'part: checks'
 
 
-def test_a_claim_is_one_family(added):
-    """All rows at once are tested at the error rate; to tell them apart, each at its share."""
+def test_the_rows_of_a_claim_are_tested_together_and_then_each_at_its_share(added):
+    """Each row has the whole error rate where all must agree, and a third of it to tell them apart.
+
+    A row of three has a smaller Holm-adjusted p-value in the first case.
+    """
     names = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     worse = [expect(name, 'worse', study='lm_added') for name in names]
     every_case = []
@@ -109,8 +112,10 @@ def test_a_claim_is_one_family(added):
 @pytest.mark.parametrize(
     ('relations', 'expected'), [(('not_worse', 'equivalent'), [1, 2]), (('not_worse',), [1, 1])]
 )
-def test_rows_of_one_context_share_the_error_rate(relations, expected, added, monkeypatch):
-    """Any of them makes it false."""
+def test_rows_of_one_context_that_could_each_refute_a_claim_share_the_error_rate(
+    relations, expected, added, monkeypatch
+):
+    """Two relations on one arm are tested as a family of 2, since either makes the claim false."""
     families = []
 
     def recorded(every_case, family):
@@ -128,14 +133,14 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
     families = []
     judge = decision.judge
 
-    def recorded(tested, planned, **given):
+    def recorded(tested, planned, **options):
         families.append(planned)
-        return judge(tested, planned=planned, **given)
+        return judge(tested, planned=planned, **options)
 
     monkeypatch.setattr(decision, 'judge', recorded)
     assert [row.value for row in measures.early(loaded)] == [2, 0, 0]
     assert families == [3 * loaded.num_comparisons] * 3
-    # What a rule withholds the verdict of decides nothing here either.
+    # Arms whose verdicts a rule withholds decide nothing here either.
     blocked = [dataclasses.replace(arm, remarks=(BLOCK,)) for arm in loaded.arms]
     findings = dataclasses.replace(loaded, arms=tuple(blocked))
     assert [row.value for row in measures.early(findings)] == [0, 0, 0]
@@ -150,7 +155,7 @@ def no_o(results):
 
 
 def with_difference(arm, **fields):
-    """The arm with other fields of its difference; its tuning misses nothing unless given."""
+    """The arm with these fields of its difference; tuning may miss 0 unless they say otherwise."""
     fields = {'tuning_low': 0.0, 'tuning_high': 0.0} | fields
     difference = dataclasses.replace(arm.difference, **fields)
     comparison = dataclasses.replace(arm.comparison, difference=difference)
@@ -165,7 +170,7 @@ def test_seeds_do_not_make_up_for_a_coarse_sweep(no_o):
 def test_a_finer_sweep_is_advised_where_tuning_takes_most_of_the_distance(
     tuning_high, is_advised, no_o
 ):
-    """Of 0.016 from the difference to the bound."""
+    """The difference is 0.016 from the bound; a sweep that may miss 0.01 takes most of that."""
     row, arm = no_o
     arm = with_difference(arm, tuning_high=tuning_high)
     text = needed(dataclasses.replace(row, relation='not_worse'), arm).text
@@ -183,7 +188,7 @@ def test_the_distance_from_the_bound_of_a_relation_decides(no_o):
     assert seeds[0] == seeds[1] > 2 * seeds[2]
 
 
-def test_seeds_find_what_they_find_by_a_one_sided_test_at_a_second_look(no_o):
+def test_the_seeds_needed_are_those_of_a_one_sided_test_at_a_second_look(no_o):
     row, arm = no_o
     arm = with_difference(arm)
     alpha = 2 * decision.level(2) / arm.verdict.num_comparisons
@@ -192,7 +197,7 @@ def test_seeds_find_what_they_find_by_a_one_sided_test_at_a_second_look(no_o):
     assert needed(dataclasses.replace(row, relation='not_worse'), arm).seeds == seeds
 
 
-def test_a_reported_range_is_told_by_a_95_percent_interval(no_o):
+def test_the_seeds_that_a_reported_range_needs_are_those_of_a_95_percent_interval(no_o):
     row, arm = no_o
     arm = with_difference(arm)
     row = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)
@@ -201,7 +206,7 @@ def test_a_reported_range_is_told_by_a_95_percent_interval(no_o):
     assert 'from +0.01 nats/token' in need.text and need.seeds == seeds
 
 
-def test_one_seed_needs_more(no_o):
+def test_one_seed_has_no_spread_so_more_are_needed(no_o):
     row, arm = no_o
     arm = with_difference(arm, sd=None, n=1)
     assert needed(row, arm).text.startswith('more seeds than 1, to tell')
@@ -214,7 +219,7 @@ def test_one_seed_needs_more(no_o):
         (ReasonCode.SPLITS_DISAGREE, 'a validation split'),
     ],
 )
-def test_no_number_of_seeds_makes_up_for_these(code, start, no_o):
+def test_no_number_of_seeds_makes_up_for_divergence_or_disagreeing_splits(code, start, no_o):
     row, arm = no_o
     verdict = dataclasses.replace(arm.verdict, reasons=(Reason(code),))
     need = needed(row, dataclasses.replace(arm, verdict=verdict))
@@ -280,11 +285,14 @@ def test_an_arm_that_the_study_does_not_declare_is_refused(expected, results):
 
 
 @pytest.mark.parametrize('part', ['checks', 'measures'])
-def test_a_check_or_a_measure_that_fails_is_named_with_its_claim(results, part):
-    def absent(*loaded):
+def test_a_check_or_a_measure_that_raises_is_named_with_its_claim(results, part):
+    def raises_attribute_error(*loaded):
         return [row.absent for row in (*loaded, 1)]
 
-    failing = claim(**{part: (absent if part == 'checks' else Measure('fair_small', absent),)})
+    entry = raises_attribute_error
+    if part == 'measures':
+        entry = Measure('fair_small', raises_attribute_error)
+    failing = claim(**{part: (entry,)})
     with pytest.raises(
         ConfigError, match=r"claim='Z1' fails, AttributeError in .*test_deciding\.py"
     ):
@@ -320,14 +328,14 @@ def test_measures_at_scale_smoke_decide_nothing(results):
     assert decide(MEASURED, 'smoke', results).verdict is UNDECIDED
 
 
-@pytest.mark.parametrize('what', ['baseline', 'study'])
+@pytest.mark.parametrize('blocked', ['baseline', 'study'])
 def test_measures_decide_nothing_where_a_rule_withholds_verdicts(
-    what, results, tmp_path, monkeypatch
+    blocked, results, tmp_path, monkeypatch
 ):
     findings = results.study('fair_small')
     baseline, *others = findings.arms
     changes = {'remarks': (BLOCK,)}
-    if what == 'baseline':
+    if blocked == 'baseline':
         changes = {'arms': (dataclasses.replace(baseline, remarks=(BLOCK,)), *others)}
     withheld = dataclasses.replace(findings, **changes)
     monkeypatch.setattr(studies, 'load_findings', lambda path: withheld)
@@ -340,11 +348,12 @@ def test_measures_without_a_study_are_missing(tmp_path):
     assert decided.missing == ('study fair_small has no results',)
 
 
-def test_the_last_repeat_with_an_arm_decides_a_claim_on_the_first_study():
-    """Whatever study of a chain a claim names, and only for arms that the repeat has."""
+def test_the_last_repeat_that_trained_an_arm_decides_a_claim_on_the_first_study():
+    """lm_rank_12 repeats lm_rank with rank 12 alone: it decides that arm, lm_rank all others."""
     committed = Results(CLAIMS)
     assert committed.newest_first('lm_rank') == ['lm_rank_12', 'lm_rank']
     assert committed.newest_first('heads_depth') == ['lm_near_margin', 'heads_depth']
+    # Of each expectation: its study, its variant, its shape, and the study that decides it.
     for name, variant, at, decides in (
         ('lm_rank', 'low_rank(rank=12)/vo', 'matched', 'lm_rank_12'),
         ('lm_rank', 'low_rank(rank=4)/vo', 'matched', 'lm_rank'),

@@ -12,13 +12,13 @@ from experiments.claims.declared import d_two_in_a_row
 from experiments.claims.protocol import SCALES
 from qkattn.errors import ConfigError, ReportError
 from qkattn.study.arms import build_arms
-from tests.lanes import only
+from tests.lanes import slow_except
 from tests.processes import ROOT
 
 CONFIGS = sorted((ROOT / 'configs/claims').glob('*.py'))
 
 
-def test_claims_are_in_the_order_of_their_names():
+def test_claims_are_sorted_by_name_and_all_are_chosen_by_default():
     claims = declared.claims()
     assert list(claims) == sorted(claims) and {'C1', 'E3'} <= claims.keys()
     assert declared.chosen([]) == list(claims.values())
@@ -86,6 +86,7 @@ def test_studies_have_the_arms_that_claims_expect(scale):
         for expected in claim.expected_at(scale):
             study = studies.studies_of([claim], scale)[expected.study]
             for variant in expected.variants:
+                # Where a study spends saved parameters in two ways: 'qk/no_o [d_ff]'.
                 bare, _, destination = variant.partition(' [')
                 assert bare in study.variants, (name, variant)
                 assert destination.strip(']') in (*study.destinations, ''), (name, variant)
@@ -96,10 +97,10 @@ QUICK = [(path, 'smoke') for path in CONFIGS[::6]]
 
 @pytest.mark.parametrize(
     ('path', 'scale'),
-    only(QUICK, itertools.product(CONFIGS, ('smoke', 'cpu', 'gpu'))),
+    slow_except(QUICK, itertools.product(CONFIGS, ('smoke', 'cpu', 'gpu'))),
     ids=lambda value: getattr(value, 'stem', value),
 )
-def test_studies_have_arms_that_are_tuned(path, scale):
+def test_a_study_of_the_claims_is_tuned_unless_small_or_named_untuned(path, scale):
     study = runpy.run_path(str(path))['get_config'](scale)
     assert study.name == path.stem
     assert bool(study.tuning.seeds) == (scale != 'smoke' and 'untuned' not in study.name)
@@ -124,16 +125,20 @@ def test_a_damaged_study_does_not_keep_others_from_their_reports(tmp_path, monke
 
 
 def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
-    """And has its yardsticks recorded, also where it is not tuned, as claim E2 reads it."""
+    """Yardsticks are recorded at scale cpu, of untuned studies too, since claim E2 reads them."""
     trained = []
     recorded = []
-    monkeypatch.setattr(studies.local_workers, 'run', lambda *given: trained.append(given[1].name))
+
+    def train_nothing(config, directory, *options):
+        trained.append(directory.name)
+
+    monkeypatch.setattr(studies.local_workers, 'run', train_nothing)
     monkeypatch.setattr(
         studies.yardsticks, 'record_finished', lambda path: recorded.append(path.name)
     )
     claims = declared.chosen(['B3', 'B8', 'E3', 'C6'])
     studies.train(studies.studies_of(claims, 'smoke'), 'smoke', tmp_path, 1)
-    masked = ['masked_lm', 'lm_sharing', 'lm_dropped']
-    assert trained == ['translation_cross', *masked] and not recorded
+    assert trained == ['translation_cross', 'masked_lm', 'lm_sharing', 'lm_dropped']
+    assert not recorded
     studies.train(studies.studies_of(declared.chosen(['E2']), 'cpu'), 'cpu', tmp_path, 1)
     assert recorded == trained[4:] == ['lm_added', 'lm_untuned']

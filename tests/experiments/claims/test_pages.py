@@ -16,7 +16,7 @@ from tests.experiments.claims import conftest
 from tests.report.conftest import row_names
 
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
-MADE = read_answers(conftest.CLAIMS)
+STORED_ANSWERS = read_answers(conftest.CLAIMS)
 FAILS = {'verdict': ClaimVerdict.FAILS, 'statement': '<b>x</b> & $y$ | `z`', 'condition': None}
 NEEDS = {'needed': '48 seeds in place of 12', 'missing': ('study x has no results',)}
 OPEN = {'verdict': ClaimVerdict.UNDECIDED, 'condition': None}
@@ -34,46 +34,56 @@ def written(tmp_path_factory):
     """A directory of claims whose figures are not rendered."""
     directory = tmp_path_factory.mktemp('claims')
     write(directory, CLAIMS, SHOWN)
-    write(directory, ANSWERS, MADE)
+    write(directory, ANSWERS, STORED_ANSWERS)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(style, 'render', lambda figure, kind: b'')
         pages.write_page(directory)
     return directory
 
 
-def test_files_are_read_as_they_were_written_in_six_digits(tmp_path):
+def test_claims_and_answers_are_read_as_written_with_numbers_of_rows_in_six_digits(tmp_path):
     write(tmp_path, CLAIMS, STORED.values())
     assert read_claims(tmp_path) == tuple(STORED.values()) and read_answers(tmp_path) == ()
-    row = dataclasses.replace(MADE[0].rows[0], value=1234567.0, low=0.01234567891, high=1234567.891)
-    write(tmp_path, ANSWERS, [*MADE, Answer('a', 'b', 0.1234567, (row,))])
+    row = dataclasses.replace(
+        STORED_ANSWERS[0].rows[0], value=1234567.0, low=0.01234567891, high=1234567.891
+    )
+    write(tmp_path, ANSWERS, [*STORED_ANSWERS, Answer('a', 'b', 0.1234567, (row,))])
     *same, answer = read_answers(tmp_path)
     kept = answer.rows[0]
-    assert tuple(same) == MADE and answer.attention == 0.1234567
+    assert tuple(same) == STORED_ANSWERS and answer.attention == 0.1234567
     assert (kept.value, kept.low, kept.high) == (1234567.0, 0.0123457, 1234567.9)
     with pytest.raises(ReportError, match='claims.json does not exist; make it again with python'):
         read_claims(tmp_path / 'none')
 
 
-def test_what_was_altered_or_does_not_fit_is_named(tmp_path):
+def test_a_claims_file_that_was_altered_or_holds_a_wrong_field_is_refused(tmp_path):
     path = write(tmp_path, CLAIMS, STORED.values())
     path.write_text(path.read_text().replace('"seconds": 1', '"seconds": 11', 1))
     with pytest.raises(RunDirectoryError, match='is damaged .*; make it again with'):
         read_claims(tmp_path)
-    for in_row, values, sentence in (
-        (True, {'speaks': 'yes'}, "B2: 'yes' is not a valid Speaks"),
-        (True, {'value': None}, "B2: field 'value' is None, expected float"),
-        (False, {'verdict': 'true'}, "B2: 'true' is not a valid ClaimVerdict"),
+    for changes_of_row, changes_of_claim, sentence in (
+        ({'speaks': 'yes'}, {}, "B2: 'yes' is not a valid Speaks"),
+        ({'value': None}, {}, "B2: field 'value' is None, expected float"),
+        ({}, {'verdict': 'true'}, "B2: 'true' is not a valid ClaimVerdict"),
     ):
         claim = dataclasses.asdict(STORED['B2'])
-        (claim['rows'][0] if in_row else claim).update(values)
+        claim['rows'][0].update(changes_of_row)
+        claim.update(changes_of_claim)
         path.write_text(json.dumps([claim]))
         with pytest.raises(RunDirectoryError, match=re.escape(sentence)):
             read_claims(tmp_path)
 
 
-def test_what_is_made_again_differs_by_rounding_alone():
+def test_a_claim_made_again_may_differ_by_rounding_alone():
+    """`mismatch` names the first field that differs, or returns None.
+
+    The text `needed`, '48 seeds, to find 0.0042 nats/token', may differ by one seed and in the
+    last digit of the difference.
+    """
     rows = STORED['B2'].rows
-    for name, row, fields, start in (
+    # Claim, changes of its second row, changes of the claim, and the field that is named.
+    for name, changes_of_row, changes_of_claim, field in (
+        # Time, commit and machine are not compared.
         ('B2', {}, {'seconds': 1.0, 'commit': 'b', 'hardware': 'c'}, None),
         ('B2', {'value': rows[1].value * (1 + 1e-7)}, {}, None),
         ('B2', {'value': rows[1].value * (1 + 1e-4)}, {}, 'rows.1.value of B2'),
@@ -87,10 +97,14 @@ def test_what_is_made_again_differs_by_rounding_alone():
         ('B2', {}, {'needed': '48 seeds, to find 0.9 nats/token'}, 'needed of B2'),
     ):
         claim = dataclasses.replace(STORED[name], needed='48 seeds, to find 0.0042 nats/token')
-        first, second, *rest = claim.rows
-        again = (first, dataclasses.replace(second, **row), *rest)
-        message = export.mismatch(claim, dataclasses.replace(claim, **{'rows': again} | fields))
-        assert message.startswith(start) if start else message is None
+        first, second, *others = claim.rows
+        changed_rows = (first, dataclasses.replace(second, **changes_of_row), *others)
+        made_again = dataclasses.replace(claim, **{'rows': changed_rows} | changes_of_claim)
+        message = export.mismatch(claim, made_again)
+        if field is None:
+            assert message is None
+        else:
+            assert message.startswith(field)
 
 
 def test_a_page_has_a_row_for_each_claim(written):
@@ -119,10 +133,11 @@ def test_statements_are_escaped(written):
     assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
 
 
-def test_blocks_are_the_parts_of_a_page(written):
-    """With links to the page of each group."""
+def test_blocks_for_other_pages_link_to_the_page_of_each_group(written):
     cells = (
-        *('[B4](claims_b.md#b4)', MISSING.title, '○ undecided, needs 48 seeds in place of 12'),
+        '[B4](claims_b.md#b4)',
+        MISSING.title,
+        '○ undecided, needs 48 seeds in place of 12',
         '+0.0089 [+0.0057, +0.0129] nats/token, query_free/vo',
     )
     lines = {'verdicts': f'| {" | ".join(cells)} |', 'b': '# B. Is W_Q needed?'}
@@ -132,7 +147,7 @@ def test_blocks_are_the_parts_of_a_page(written):
 
 
 def test_differences_have_a_sign():
-    """Those of arms with more parameters at the same shape, too."""
+    """Also those of D2, whose arms have more parameters at the same shape; a count has none."""
     assert all(pages.amount(row)[0] in '+-' for row in STORED['D2'].rows)
     assert pages.amount(STORED['A2'].rows[0])[0] not in '+-'
 
@@ -145,13 +160,21 @@ def test_a_table_of_a_claim_has_the_columns_that_are_filled():
 
 
 def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
-    """A model without any other has no column, and a change without any no row."""
-    text = {'size': 'd_model=96', 'corpus': 'stdlib', 'tokens': '1'}
+    """The masked model, whose verdicts are all withheld, has no column, and change c no row."""
 
     def row(model, value, decision, **fields):
-        about = {'kind': 'matched', 'context': {'model': model} | text, 'unit': 'nats/token'}
-        fields |= {'speaks': 'beside', 'value': value, 'decision': decision, 'study': 'lm'}
-        return Row('a/b', **about, **fields)
+        context = {'model': model, 'size': 'd_model=96', 'corpus': 'stdlib', 'tokens': '1'}
+        return Row(
+            'a/b',
+            kind='matched',
+            context=context,
+            unit='nats/token',
+            speaks='beside',
+            value=value,
+            decision=decision,
+            study='lm',
+            **fields,
+        )
 
     withheld = row('masked LM', 0.125, 'no verdict')
     marked = row('decoder', 0.25, 'worse', is_short=True, length='at this length')

@@ -10,14 +10,14 @@ from experiments.claims.verdicts import condition_of, finding, truths, verdict_o
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
-from tests.lanes import only
+from tests.lanes import slow_except
 
 FOR = Speaks.FOR
 AGAINST = Speaks.AGAINST
 OPEN = Speaks.OPEN
 BESIDE = Speaks.BESIDE
 # In the order of Decision: better, better below margin, equivalent, worse below, worse.
-SPOKEN = {
+TRUTH_BY_DECISION = {
     'better': (FOR, OPEN, AGAINST, AGAINST, AGAINST),
     'worse': (AGAINST, AGAINST, AGAINST, OPEN, FOR),
     'different': (FOR, OPEN, AGAINST, OPEN, FOR),
@@ -45,15 +45,16 @@ def arm(mean, validation=None, *, sd=0.002, decision=Decision.UNDECIDED, **field
 
 
 @pytest.mark.parametrize('relation', RELATIONS)
-def test_every_relation_of_every_decision(relation):
+def test_a_decision_speaks_for_or_against_every_relation(relation):
     decided = [decision for decision in Decision if decision is not Decision.UNDECIDED]
     spoken = [finding(row(OPEN), relation, *arm(9, decision=decision))[1] for decision in decided]
-    assert spoken == [*SPOKEN[relation], OPEN]
+    assert spoken == [*TRUTH_BY_DECISION[relation], OPEN]
 
 
-def test_one_side_of_the_margin_suffices():
+def test_one_side_of_the_margin_decides_a_one_sided_relation():
     # Between 0 and the margin, closer than the errors allow to call it equivalent.
     assert arm(0.004)[1].difference.p_equivalence > 0.05 / 4
+    # The mean difference, the claimed relation, the finding and what it says of the relation.
     for mean, relation, expected in (
         (0.004, 'not_better', ('not better by the margin', FOR)),
         (0.004, 'better', ('not better by the margin', AGAINST)),
@@ -63,17 +64,23 @@ def test_one_side_of_the_margin_suffices():
         *((-0.004, name, ('undecided', OPEN)) for name in ('better', 'different', 'equivalent')),
     ):
         assert finding(row(OPEN), relation, *arm(mean)) == expected
+    # Each of these leaves the row open that the same mean decides above.
     for fields in (
-        *({'validation': 0.006}, {'num_comparisons': 10**7}, {'sd': 0.02}),
-        *({'decision': Decision.NO_VERDICT}, {'reasons': DIVERGED}),
+        {'validation': 0.006},
+        {'num_comparisons': 10**7},
+        {'sd': 0.02},
+        {'decision': Decision.NO_VERDICT},
+        {'reasons': DIVERGED},
     ):
         assert finding(row(OPEN), 'not_worse', *arm(-0.004, **fields))[1] == OPEN
     assert finding(row(OPEN), 'not_better', *arm(0.004, validation=-0.006))[1] == OPEN
 
 
 def test_a_reported_number_needs_the_validation_split():
+    """The test split shows 0.0125; validation has to be within the reported interval as well."""
     diverged = {'reasons': DIVERGED}
     withheld = {'decision': Decision.NO_VERDICT}
+    # The reported interval, the validation difference, changes of the arm, what the row says.
     for low, high, validation, fields, expected in (
         (0.011, 0.014, 0.012, {}, FOR),
         (0.011, 0.014, 0.016, {}, OPEN),
@@ -85,12 +92,12 @@ def test_a_reported_number_needs_the_validation_split():
         *((0.011, 0.014, 0.012, fields, OPEN) for fields in (diverged, withheld)),
     ):
         reported = {'low': low, 'high': high, 'expected': 0.0125, 'tolerance': 0.0025}
-        given = dataclasses.replace(row(OPEN), **reported)
-        made = finding(given, 'as_reported', *arm(0.0125, validation, **fields))
-        assert made[1] == expected
+        reported_row = dataclasses.replace(row(OPEN), **reported)
+        _, speaks = finding(reported_row, 'as_reported', *arm(0.0125, validation, **fields))
+        assert speaks == expected
 
 
-def test_verdict_over_contexts():
+def test_the_verdict_on_a_claim_follows_from_the_truths_of_its_contexts():
     for spoken, expected in (
         ((FOR, FOR), ClaimVerdict.HOLDS),
         ((AGAINST, AGAINST), ClaimVerdict.FAILS),
@@ -105,15 +112,21 @@ def test_verdict_over_contexts():
         assert verdict_on(rows) is expected
         if expected is not ClaimVerdict.HOLDS_ONLY_IF:
             assert verdict_on(rows, complete=False) is ClaimVerdict.UNDECIDED
-    # Another variant is no other setting, and theorems need none.
+
+
+def test_a_second_variant_is_no_second_setting_and_an_exact_row_needs_none():
+    """Trained rows of one size hold "here" only; exact rows alone hold without a setting."""
     rows = [row(FOR, size='a', variant=name) for name in 'bc']
-    theorem = [dataclasses.replace(one, kind=Kind.EXACT) for one in rows]
-    assert verdict_on(rows) is verdict_on([*theorem, *rows]) is ClaimVerdict.HOLDS_HERE
-    assert verdict_on(theorem) is ClaimVerdict.HOLDS
-    # Of one context, what speaks against it counts.
-    same = [row(speaks, size='a') for speaks in (FOR, OPEN, AGAINST)]
-    assert truths(same) == {(('size', 'a'),): AGAINST}
-    assert verdict_on(same[:2]) is ClaimVerdict.UNDECIDED
+    exact = [dataclasses.replace(trained, kind=Kind.EXACT) for trained in rows]
+    assert verdict_on(rows) is ClaimVerdict.HOLDS_HERE
+    assert verdict_on([*exact, *rows]) is ClaimVerdict.HOLDS_HERE
+    assert verdict_on(exact) is ClaimVerdict.HOLDS
+
+
+def test_a_row_that_speaks_against_decides_its_context():
+    for_row, open_row, against_row = (row(speaks, size='a') for speaks in (FOR, OPEN, AGAINST))
+    assert truths([for_row, open_row, against_row]) == {(('size', 'a'),): AGAINST}
+    assert verdict_on([for_row, open_row]) is ClaimVerdict.UNDECIDED
 
 
 def test_the_condition_names_contexts_where_no_factor_separates():
@@ -134,12 +147,13 @@ def test_the_condition_names_contexts_where_no_factor_separates():
 MARGIN = 0.01
 SD = 0.006
 SEEDS = 8
-NUMBER = 300
+NUM_CLAIMS = 300
 # Three standard errors of a share of 0.05.
-SLACK = 3 * (0.05 * 0.95 / NUMBER) ** 0.5
+SLACK = 3 * (0.05 * 0.95 / NUM_CLAIMS) ** 0.5
 
 
 def simulated(losses, size, relation, family):
+    """The row of a context whose arm has these differences, tested in a family of this size."""
     comparison = compared(losses, MARGIN)
     judged = decision.judge({0: comparison.difference}, planned=family)[0]
     verdict = Verdict(judged.decision, num_comparisons=family)
@@ -159,21 +173,27 @@ CONTEXTS = [
 ]
 
 
-@pytest.mark.parametrize(('means', 'relation', 'least', 'most'), only(CONTEXTS[:2], CONTEXTS))
+@pytest.mark.parametrize(
+    ('means', 'relation', 'least', 'most'), slow_except(CONTEXTS[:2], CONTEXTS)
+)
 def test_how_often_a_claim_in_six_contexts_is_decided(means, relation, least, most):
-    """As `experiments.claims.deciding` does: all rows at once, then each at its share."""
+    """Rows have the whole error rate first; where they do not agree, each has a sixth of it.
+
+    `least` and `most` bound the shares of verdicts over `NUM_CLAIMS` simulated claims; 'a row' is
+    the share of claims in which any row of a sixth speaks for the claim.
+    """
     rng = np.random.default_rng(0)
     verdicts = []
-    for _ in range(NUMBER):
+    for _ in range(NUM_CLAIMS):
         losses = [rng.normal(mean, SD, SEEDS) for mean in means]
-        together, apart = (
-            [simulated(one, size, relation, family) for size, one in enumerate(losses)]
-            for family in (1, len(means))
-        )
+        together = [simulated(x, size, relation, 1) for size, x in enumerate(losses)]
+        apart = [simulated(x, size, relation, len(means)) for size, x in enumerate(losses)]
         verdict = verdict_on(together)
         if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
             verdict = verdict_on(apart)
-        verdicts += [verdict] + ['a row'] * any(one.speaks == FOR for one in apart)
-    shares = {name: verdicts.count(name) / NUMBER for name in (*ClaimVerdict, 'a row')}
+        verdicts.append(verdict)
+        if any(row.speaks == FOR for row in apart):
+            verdicts.append('a row')
+    shares = {name: verdicts.count(name) / NUM_CLAIMS for name in (*ClaimVerdict, 'a row')}
     assert all(shares[name] >= share for name, share in least.items()), shares
     assert all(shares[name] <= share + SLACK for name, share in most.items()), shares

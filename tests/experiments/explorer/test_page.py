@@ -39,27 +39,30 @@ DRIVE_PAGE = Path(__file__).with_name('drive_page.js').read_text(encoding='utf-8
 
 
 @pytest.fixture(scope='module')
-def document():
+def page_html():
     return page(((2, 1), (4, 2)))
 
 
 @pytest.fixture(scope='module')
-def table(document):
+def offered_variants(page_html):
     """The scores and values that the page offers at two dimensions."""
     pattern = r'<script type="application/json" id="table">(.*?)</script>'
-    return json.loads(re.search(pattern, document, re.S)[1])['2,1']
+    return json.loads(re.search(pattern, page_html, re.S)[1])['2,1']
 
 
 @pytest.fixture(scope='module')
-def results(chromium, document, table, tmp_path_factory):
-    """What the steps of drive_page.js return, by their names."""
-    pairs = [(score, 'vo') for score in table['score']]
-    for name, value in table['value'].items():
+def results(chromium, page_html, offered_variants, tmp_path_factory):
+    """What the steps of drive_page.js return, by their names, after it ran in Chromium."""
+    # Every score beside vo, and every value beside a score that it fits.
+    pairs = [(score, 'vo') for score in offered_variants['score']]
+    for name, value in offered_variants['value'].items():
         fits_qk = '' in value['B'] or 'qk' in value['B']
         pairs.append(('qk' if fits_qk else 'latent', name))
+    # The steps run in the page itself and leave their results in it as JSON.
     script = f'const PAIRS = {json.dumps(pairs)};\n{DRIVE_PAGE}'
-    driven = document.replace('</head>', f'<script>{COLLECT_PROBLEMS}</script></head>')
+    driven = page_html.replace('</head>', f'<script>{COLLECT_PROBLEMS}</script></head>')
     driven = driven.replace('</body>', f'<script>{script}</script></body>')
+
     folder = tmp_path_factory.mktemp('explorer')
     file = folder / 'page.html'
     file.write_text(driven, encoding='utf-8')
@@ -127,6 +130,7 @@ def test_a_dragged_number_moves_the_results_that_depend_on_it(results):
     before = results['start']['results']
     after = results['drag']['results']
     changed = {place for place in after if after[place] != before[place]}
+    # Its symmetric and its skew part change in more places than A itself.
     parts_of_A = {place for place in changed if place.startswith(('A0symmetric', 'A0skew'))}
     # x is the identity: the first row of W_Q is in the first rows of A, S, P and the output.
     rows = {f'{name}:0,{column}' for name in ('A0', 'S0', 'P0', 'out') for column in range(2)}
@@ -143,10 +147,12 @@ def test_a_typed_number_moves_the_results(results):
     assert_computed(results['typed'], 'qk/vo')
 
 
-def test_every_variant_but_those_that_are_not_bilinear_is_offered(results, table, document):
-    assert 'Left out, because it is not bilinear: nonlinear_query.' in document
+def test_every_variant_but_those_that_are_not_bilinear_is_offered(
+    results, offered_variants, page_html
+):
+    assert 'Left out, because it is not bilinear: nonlinear_query.' in page_html
     driven = {name for variant, _ in results['pairs'] for name in variant.split('/')}
-    assert driven == {*table['score'], *table['value']}
+    assert driven == {*offered_variants['score'], *offered_variants['value']}
 
 
 def test_every_pair_is_computed_as_its_layer(results):
@@ -166,12 +172,12 @@ def test_a_causal_mask_hides_later_tokens(results):
     assert causal['results']['P0:0,1'] == 0 and causal['results']['P0:0,0'] == 1
 
 
-def test_facts_of_a_symmetric_matrix(results):
+def test_a_symmetric_matrix_is_shown_with_its_rank_and_symmetric_share(results):
     rank, _, share = results['shared_qk']['facts'][0]
     assert rank == 'rank 2 of 2' and share == 'symmetric share 100 %'
 
 
-def test_facts_of_a_matrix_of_low_rank(results):
+def test_a_matrix_of_low_rank_is_shown_with_its_rank_and_singular_values(results):
     shown = results['low_rank']
     A_DE = np.array(
         [[shown['results'][f'A0:{row},{column}'] for column in (0, 1)] for row in (0, 1)]
@@ -207,8 +213,8 @@ def test_the_page_is_as_narrow_as_a_phone(results):
     assert shown == width < 544
 
 
-def test_the_page_requests_nothing(results, document):
+def test_the_page_requests_nothing(results, page_html):
     """Its policy forbids requests, and nothing breaks it."""
     assert results['problems'] == []
-    assert "content=\"default-src 'none'; " in document
-    assert not re.search(r'https?://|@import|url\(|eval\(|Function\(| src=', document)
+    assert "content=\"default-src 'none'; " in page_html
+    assert not re.search(r'https?://|@import|url\(|eval\(|Function\(| src=', page_html)
