@@ -164,7 +164,8 @@ def as_typed(value) -> str:
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_every_field_accepts_an_extreme_value_or_refuses_it_in_one_sentence(accepts, kind):
     """By turns, values are given as on the command line and as in a file."""
-    assert accepts(kind, {}, text=True) and accepts(kind, {}, text=False)
+    assert accepts(kind, {}, text=True)
+    assert accepts(kind, {}, text=False)
     extremes = NUMBERS + TEXTS
     for number, name in enumerate(FIELDS_TO_TRY[kind]):
         accepts(kind, {name: extremes[5 * number % len(extremes)]}, text=number % 2 == 0)

@@ -168,7 +168,8 @@ def test_replacing_or_removing_a_link_leaves_its_target_alone(tmp_path):
     remove_tree_of_link.symlink_to(outside)
     remove_tree(remove_tree_of_link)
     assert contents(outside) == before
-    assert not (tmp_path / 'file').is_symlink() and not remove_tree_of_link.is_symlink()
+    assert not (tmp_path / 'file').is_symlink()
+    assert not remove_tree_of_link.is_symlink()
 
 
 def open_local(path):
@@ -265,4 +266,5 @@ def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, direc
     ):
         with refused('expected one or two components below the study', ValueError):
             read()
-    assert [*ledger._logs(tmp_path)] == [] and contents(tmp_path) == before
+    assert [*ledger._logs(tmp_path)] == []
+    assert contents(tmp_path) == before

@@ -60,7 +60,8 @@ def test_requirements_pin_one_version_in_the_declared_range(python_version):
     pinned = by_name(pins, python_version)
     declared = by_name(CORE + EXTRAS['lab'] + EXTRAS['test'] + EXTRAS['docs'], python_version)
     # Left to jax in pyproject.toml; pinned, as bitwise results depend on it.
-    assert pinned.keys() - declared.keys() == {'jaxlib'} and not declared.keys() - pinned.keys()
+    assert pinned.keys() - declared.keys() == {'jaxlib'}
+    assert not declared.keys() - pinned.keys()
     for name, pin in pinned.items():
         (specifier,) = pin.specifier
         assert specifier.operator == '==' and '*' not in specifier.version, pin
@@ -226,13 +227,15 @@ def test_an_installation_has_all_files_of_the_package(tmp_path):
     command = [sys.executable, '-m', 'qkattn', 'train', '--config=small', '--dry_run=v5']
     env = {**os.environ, 'PYTHONPATH': str(site), 'PYTHONDONTWRITEBYTECODE': '1'}
     done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(b'--dry_run=v5 must be')
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(b'--dry_run=v5 must be')
     assert not any(elsewhere.iterdir())
     assert {path.name.partition('-')[0] for path in site.iterdir()} == {'qkattn'}
     for folder in OURS:
         below = site / 'qkattn' / ('' if folder == 'qkattn' else folder)
         names = [path.relative_to(source / folder) for path in (source / folder).rglob('*.*')]
-        assert names and all((below / name).exists() for name in names)
+        assert names
+        assert all((below / name).exists() for name in names)
 
 
 # launch/venv.sh, with a python that makes environments out of itself and a pip that only counts
@@ -290,7 +293,9 @@ class Sandbox:
 
         before = state()
         text = self.run(2, QKATTN_VENV=directory, **variables)
-        assert sentence in text and len(text.splitlines()) == 1 and state() == before
+        assert sentence in text
+        assert len(text.splitlines()) == 1
+        assert state() == before
 
     def pip_calls(self) -> int:
         return len(self.pip_log.read_text().splitlines()) if self.pip_log.exists() else 0
@@ -311,7 +316,8 @@ def test_without_a_suitable_python_one_sentence_says_so(sandbox):
 def test_an_argument_is_refused(sandbox):
     command = [sandbox.bin / 'bash', sandbox.root / 'launch/venv.sh', '--help']
     done = subprocess.run(command, env={'PATH': str(sandbox.bin)}, capture_output=True, text=True)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and not sandbox.venv.exists()
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert not sandbox.venv.exists()
     assert "takes no arguments, but '--help'" in done.stderr
 
 
@@ -330,7 +336,8 @@ def test_an_environment_is_never_changed_under_a_job(sandbox):
     (sandbox.venv / 'of a job').touch()
     # Where all of them are installed, as after pip in that sentence, the package alone follows.
     assert sandbox.run(FAKE_PINS_STATUS=0) == f'venv: using {sandbox.venv}\n'
-    assert sandbox.pip_calls() == 3 and (sandbox.venv / 'of a job').exists()
+    assert sandbox.pip_calls() == 3
+    assert (sandbox.venv / 'of a job').exists()
 
 
 def test_an_environment_made_elsewhere_is_left_alone(sandbox, tmp_path):
@@ -361,8 +368,10 @@ def test_an_interrupted_installation_is_started_over_where_the_environment_is_a_
     sandbox.venv.symlink_to(tmp_path / 'scratch')
     assert 'could not install requirements.txt' in sandbox.run(1, FAKE_PIP_STATUS=1)
     (sandbox.venv / 'left-over').touch()
-    assert 'creating' in sandbox.run() and sandbox.pip_calls() == 3
-    assert sandbox.venv.is_symlink() and not (sandbox.venv / 'left-over').exists()
+    assert 'creating' in sandbox.run()
+    assert sandbox.pip_calls() == 3
+    assert sandbox.venv.is_symlink()
+    assert not (sandbox.venv / 'left-over').exists()
     assert sandbox.run() == f'venv: using {sandbox.venv}\n'
 
 
@@ -370,7 +379,8 @@ def test_an_interrupted_installation_is_started_over_where_the_environment_is_a_
 def test_two_installers_at_a_time_install_once(sandbox):
     both = [sandbox.start() for _ in range(2)]
     for process in both:
-        assert process.communicate()[1] and process.returncode == 0
+        assert process.communicate()[1]
+        assert process.returncode == 0
     assert sandbox.pip_calls() == 2
 
 

@@ -143,7 +143,8 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options):
         read_BSD = x_BTD if y_BSD is None else y_BSD
         mask = Mask(causal=not cross, window=spec.window)
         measured = pattern_of(layer, x_BTD, mask, y_BSD)
-        assert layer.spec is spec and layer.value is value
+        assert layer.spec is spec
+        assert layer.value is value
         mask_BTS = np.asarray(mask.dense(*measured.logits_BNTS.shape[2:]))
         p_BNTS = layers.expected_probabilities(layer, x_BTD, read_BSD, mask_BTS, cross=cross)
         np.testing.assert_allclose(measured.probabilities_BNTS, p_BNTS, atol=1e-5)
@@ -161,7 +162,8 @@ def test_a_walk_layer_by_layer_gives_what_the_model_computes():
     walked = jax.jit(lambda m, i: walk(m, i, lambda *at: sites.append(at[:2])))(model, inputs)
     expected = jax.jit(lambda m, i: m.stream(**i))(model, inputs)
     np.testing.assert_allclose(walked, expected, atol=2e-5)
-    assert sites[:2] == [('encoder/attention', 0), ('encoder/attention', 1)] and len(sites) == 6
+    assert sites[:2] == [('encoder/attention', 0), ('encoder/attention', 1)]
+    assert len(sites) == 6
 
 
 # Models
@@ -193,7 +195,8 @@ def test_every_head_of_every_site_is_measured(fields, depths):
     for site, depth in depths.items():
         for part, quantity in (('A', 'effective_rank'), ('B', 'norm'), ('pattern', 'entropy')):
             assert analysis.values(quantity, part, site).shape == (depth, 2)
-    assert analysis.missing == [] and len(analysis.spectra) == 2 * sum(depths.values())
+    assert analysis.missing == []
+    assert len(analysis.spectra) == 2 * sum(depths.values())
     kinds = {(row.site, row.quantity) for row in analysis.rows}
     assert ('cross_attention', 'diagonal_mass') not in kinds
     assert (('attention', 'induction_score') in kinds) == (fields is not BOTH)

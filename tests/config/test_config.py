@@ -77,7 +77,8 @@ def resolve_schedule(text, **options):
 def test_a_name_or_an_import_path_is_resolved_with_its_options():
     assert resolve_schedule('constant') == (len, {})
     target, options = resolve_schedule('outside_calls:Linear(slope=(1, 2))')
-    assert target.__name__ == 'Linear' and options == {'slope': (1, 2)}
+    assert target.__name__ == 'Linear'
+    assert options == {'slope': (1, 2)}
     # Options of something that is called through another function.
     call = {'call': lambda target: lambda *, rank: None}
     assert resolve_schedule('outside_calls:Linear(rank=3)', **call)[1] == {'rank': 3}
@@ -288,7 +289,8 @@ def test_remat_is_stored_as_schema_1_wrote_it():
     for value, stored in (('none', False), ('full', True), ('dots', 'dots')):
         config = Config(model=ModelConfig(remat=value))
         written = to_json(config)['model']['remat']
-        assert written == stored and type(written) is type(stored)
+        assert written == stored
+        assert type(written) is type(stored)
         assert from_json(Config, to_json(config)) == config
         assert (fingerprint(config) == fingerprint(Config())) == (value == 'none')
 

@@ -108,7 +108,8 @@ def assert_converted_exactly(
     for a, b in zip(jax.tree.leaves(layer), before, strict=True):
         np.testing.assert_array_equal(a, b)
     if conversions == 'fold_biases':
-        assert not converted.score.b_k_KH[...].any() and not converted.value.b_v_KH[...].any()
+        assert not converted.score.b_k_KH[...].any()
+        assert not converted.value.b_v_KH[...].any()
 
 
 def test_keys_of_less_than_full_rank_are_gauge_fixed():
@@ -158,7 +159,9 @@ def test_unmerged_factors_are_balanced():
 
 def test_a_zero_matrix_has_zero_factors():
     left_ENR, right_DNR, lost = balanced_factors(np.zeros((2, 4, 4)), 3)
-    assert lost == 0 and not left_ENR.any() and not right_DNR.any()
+    assert lost == 0
+    assert not left_ENR.any()
+    assert not right_DNR.any()
 
 
 @pytest.mark.parametrize('rank', [2, 15])

@@ -73,7 +73,8 @@ def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, variant):
     before = config, params
     for step in steps:
         config, params, errors = convert_model(step, config, params)
-        assert len(errors) == 3 * ('truncate' in step) and sum(errors) < 1e-6
+        assert len(errors) == 3 * ('truncate' in step)
+        assert sum(errors) < 1e-6
     assert logit_error(before, (config, params), TOKENS) < 1e-4
     assert variant in (None, str(config.variant))
     if 'fold_gains' in steps:

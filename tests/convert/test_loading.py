@@ -66,7 +66,8 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
     # The mean over the newest 1, 2 or 3 of the factors 5, 3 and 1.
     for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
         run = load(directory, average=average)
-        assert run.step == 8 and run.alive == [True, False]
+        assert run.step == 8
+        assert run.alive == [True, False]
         averaged = jax.tree.leaves(run.params[1])
         of_step_4 = jax.tree.leaves(load(trained[0]).params[1])
         for leaf, first in zip(averaged, of_step_4, strict=True):

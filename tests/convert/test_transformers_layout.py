@@ -144,7 +144,8 @@ def test_transformers_computes_the_same_logits(tmp_path, config, architecture, n
         tmp_path, output_loading_info=True, local_files_only=True
     )
     assert type(model).__name__.startswith(architecture)
-    assert not loading['missing_keys'] and not loading['unexpected_keys']
+    assert not loading['missing_keys']
+    assert not loading['unexpected_keys']
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
     assert_close(logits, logits_of(config, params))

@@ -45,10 +45,12 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
         first = documents(corpus, language)
         assert documents(corpus, language) == first
         for text in sum(first.values(), []):
-            assert isinstance(text, bytes) and text.decode() is not None
+            assert isinstance(text, bytes)
+            assert text.decode() is not None
         sizes.append({split: len(first[split]) for split in corpus.splits})
     # The sides of parallel text have as many lines each.
-    assert all(counts == sizes[0] for counts in sizes) and all(sizes[0].values())
+    assert all(counts == sizes[0] for counts in sizes)
+    assert all(sizes[0].values())
     if corpus.names:
         assert all(len(set(corpus.names(s))) == count for s, count in sizes[0].items())
 
@@ -58,13 +60,16 @@ def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     named = dataclasses.replace(data, tokenizer=tokenizer, **size)
     first = tokenizer_of(named)
     again = tokenizer_of(named)
-    assert first.name == again.name and first.vocab_size > first.separator >= 0
+    assert first.name == again.name
+    assert first.vocab_size > first.separator >= 0
     for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
         ids = first.encode(text)
-        assert ids.ndim == 1 and ids.dtype.kind == 'u'
+        assert ids.ndim == 1
+        assert ids.dtype.kind == 'u'
         for same in (first.encode(text.encode()), again.encode(text)):
             assert np.array_equal(ids, same)
-        assert np.all(ids < first.vocab_size) and first.separator not in ids
+        assert np.all(ids < first.vocab_size)
+        assert first.separator not in ids
         assert first.num_bytes(ids) <= len(text.encode())
         with_end = np.append(ids, [first.separator])
         assert first.num_bytes(with_end) == first.num_bytes(ids) + 1
@@ -101,7 +106,8 @@ def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(
         assert np.all((ids >= 0) & (ids < rows.vocab_size))
         if rows.documents(split) is not None:
             names, document_R = rows.documents(split)
-            assert len(document_R) == count and np.all(document_R < len(names))
+            assert len(document_R) == count
+            assert np.all(document_R < len(names))
     json.dumps(rows.identity())
 
 
@@ -138,7 +144,8 @@ def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
     yardsticks = rows.yardsticks(config)
     assert yardsticks.losses.keys() == {PREFIXES[split] for split in rows.splits[1:]}
     for losses in yardsticks.losses.values():
-        assert losses and all(loss > 0 for loss in losses.values())
+        assert losses
+        assert all(loss > 0 for loss in losses.values())
     if task.startswith('ahead'):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
@@ -196,5 +203,6 @@ def test_a_changed_source_or_option_has_another_identity(outside, data):
         path = outside / f'{module}.py'
         path.write_text(path.read_text() + '\n# edited\n')
     after = load_text(data).identity()
-    assert after['version'] != before['version'] and after['tokenizer'] != before['tokenizer']
+    assert after['version'] != before['version']
+    assert after['tokenizer'] != before['tokenizer']
     assert after['fingerprints'] == before['fingerprints']

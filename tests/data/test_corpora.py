@@ -77,10 +77,12 @@ def test_equal_documents_are_in_one_split():
     splits = documents(
         carve_missing_splits(corpus_of([text for text in TEXTS[:95] for _ in range(3)]), test=False)
     )
-    assert len(splits['test']) == 30 and not set(splits['train']) & set(splits['test'])
+    assert len(splits['test']) == 30
+    assert not set(splits['train']) & set(splits['test'])
     copies = corpus_of(TEXTS + TEXTS, names=lambda split: [str(number) for number in range(400)])
     splits = documents(carve_missing_splits(copies, test=False))
-    assert len(splits['test']) == 40 and not set(splits['train']) & set(splits['test'])
+    assert len(splits['test']) == 40
+    assert not set(splits['train']) & set(splits['test'])
 
 
 def test_carving_keeps_the_names_of_documents():
@@ -101,7 +103,8 @@ def test_both_sides_of_a_translation_are_carved_alike_whichever_is_the_source():
     german = documents(corpora[0], 'de')
     for split, texts in german.items():
         assert [text[2:] for text in english[split]] == [text[2:] for text in texts]
-    assert len(english['test']) == 20 and documents(corpora[1], 'en') == english
+    assert len(english['test']) == 20
+    assert documents(corpora[1], 'en') == english
 
 
 def test_few_documents_are_cut_at_line_ends():
@@ -146,7 +149,8 @@ def test_lower_case_shows_in_the_version(monkeypatch):
     # Documents that become equal are in one split.
     corpus = corpus_of([text for one in TEXTS[:95] for text in (one, one.upper())])
     splits = documents(find(DataConfig(lowercase=True)))
-    assert sum(len({*texts}) for texts in splits.values()) == 95 and all(splits.values())
+    assert sum(len({*texts}) for texts in splits.values()) == 95
+    assert all(splits.values())
 
 
 def test_settings_that_do_not_fit_a_dataset_are_refused():
@@ -222,7 +226,8 @@ def test_lines_of_parallel_files_are_documents(tmp_path):
     files = PAIRS | {'train.en': source, 'train.de': target}
     corpus = written_corpus(tmp_path, files, 'parallel', languages='de-en')
     english = {'train': ['a\u2028b\x85\x0cc\rd'.encode(), b'two'], 'validation': [b'three']}
-    assert documents(corpus, 'en') == english and corpus.name == 'parallel-de-en'
+    assert documents(corpus, 'en') == english
+    assert corpus.name == 'parallel-de-en'
     assert documents(corpus, 'de') == {'train': [b'eins', b'zwei'], 'validation': [b'drei']}
 
 
@@ -353,7 +358,8 @@ def test_documents_of_multi30k_are_lines(tmp_path, by_hand):
         text = ''.join(f'{part}.{language}\u2028{i}\n' for i in range(3))
         settings = by_hand(f'{part}.{language}.gz', gzip.compress(text.encode()))
     corpus = find(DataConfig(name='multi30k', languages='fr-de', **settings))
-    assert corpus.name == 'multi30k-fr-de' and not (tmp_path / 'data').exists()
+    assert corpus.name == 'multi30k-fr-de'
+    assert not (tmp_path / 'data').exists()
     captions = [f'val.fr\u2028{i}'.encode() for i in range(3)]
     assert documents(corpus, 'fr')['validation'] == captions
     with refused("'en-es' must be two of de, en and fr"):
@@ -439,7 +445,8 @@ def texts_of(corpus, language=None):
 def test_settings_name_the_features_of_a_catalogue_that_are_read(config):
     assert texts_of(find(config('own'))) == dict.fromkeys(('train', 'validation'), VALUES['en'])
     corpus = find(config('texts', feature='de'))
-    assert corpus.name in ('tfds-texts-de', 'hf-texts-de') and corpus.carved == {'validation': 0.1}
+    assert corpus.name in ('tfds-texts-de', 'hf-texts-de')
+    assert corpus.carved == {'validation': 0.1}
     assert texts_of(corpus)['test'] == VALUES['de']
     for name in ('sides', 'inner'):
         corpus = find(config(name, languages='fr-en'))
@@ -528,13 +535,15 @@ def pairs():
 
 def test_texts_of_cldr_are_short_unique_and_without_extra_spaces(pairs):
     sizes = collections.Counter(category for category, _, _ in pairs)
-    assert set(sizes) == set(cldr.CATEGORIES) and min(sizes.values()) > 800
+    assert set(sizes) == set(cldr.CATEGORIES)
+    assert min(sizes.values()) > 800
     translations = {source: target for _, source, target in pairs}
     assert 40_000 < len(pairs) == len(translations) < 65_000
     assert not any(source == target for source, target in translations.items())
     for text in (*translations, *translations.values()):
         # One kind of space, and no empty items.
-        assert 0 < len(text.encode()) <= 120 and text == ' '.join(text.split())
+        assert 0 < len(text.encode()) <= 120
+        assert text == ' '.join(text.split())
     if babel.__version__ == '2.18.0':
         # Written down, so that texts do not change under the same version.
         digest = hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
@@ -563,7 +572,8 @@ def test_the_cldr_corpus_has_all_pairs_by_split_in_a_mixed_order(pairs, monkeypa
 def test_stdlib_is_the_library_without_its_tests():
     paths = list(python_text.modules())
     corpus = find(DataConfig())
-    assert paths == sorted(paths) and len(paths) > 200
+    assert paths == sorted(paths)
+    assert len(paths) > 200
     assert not [path for path in paths if {'test', 'encodings'} & set(path.split('/'))]
     assert corpus.version == f'py{platform.python_version()}-2.0.0'
     # Written down: other splits would make published results incomparable.

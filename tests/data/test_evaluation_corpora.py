@@ -87,7 +87,8 @@ def test_a_split_of_the_run_itself_is_not_opened_again(config_of):
     train, test = open_corpora(config, rows)
     assert test.rows.dataset.split('test') is rows.dataset.split('test')
     # Windows of an evaluation are never shifted.
-    assert rows.shift and not train.rows.shift
+    assert rows.shift
+    assert not train.rows.shift
     ids = rows.dataset.split('train')
     expected = ids[1 : 1 + 16 * train.rows.count('train')]
     assert tokens_of(train).tolist() == expected.tolist()

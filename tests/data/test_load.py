@@ -126,7 +126,8 @@ def test_a_damaged_cache_is_written_again(letters, warnings):
         content = path.read_bytes()
         path.write_bytes(damage(content))
         after = load(letters)
-        assert after.identity() == identity and path.read_bytes() == content
+        assert after.identity() == identity
+        assert path.read_bytes() == content
         assert np.asarray(after.split('train')).tobytes() == b'aab\0c\0'
         assert message in warnings.pop()
 

@@ -96,7 +96,8 @@ def test_files_of_records_are_the_splits_that_their_names_say(tmp_path):
 def test_files_of_records_that_name_no_split_are_all_train(tmp_path):
     files = {f'{part}.jsonl.gz': gzip.compress(json_lines(TEXTS[part::2])) for part in range(2)}
     corpus = written_corpus(tmp_path, files)
-    assert corpus.carved and sum(map(len, documents(corpus).values())) == 40
+    assert corpus.carved
+    assert sum(map(len, documents(corpus).values())) == 40
 
 
 def test_each_file_of_a_flat_folder_is_a_document(tmp_path):
@@ -205,7 +206,8 @@ PLAY = b'\n\nACT I\nto be\n\n  \nor not\nto be\n\nACT II\nthat is\r\n\r\nthe que
 def test_a_long_text_is_cut_into_documents(rule, expected):
     corpus = divide_texts(corpus_of_one_document(PLAY), rule)
     assert documents(corpus) == {'train': expected}
-    assert corpus.names is None and corpus.version != '1'
+    assert corpus.names is None
+    assert corpus.version != '1'
     assert corpus.version != divide_texts(corpus_of_one_document(PLAY), 'kB=1').version
 
 

@@ -119,5 +119,6 @@ def test_a_vocabulary_of_a_file_encodes_long_documents_in_pieces(tmp_path, encod
     library.save(str(tmp_path / 'a.json'))
     tokenizer = FileTokenizer.open(str(tmp_path / 'a.json'))
     ids = tokenizer.encode(TEXT[:9000])
-    assert ids.dtype == np.uint16 and max(encoded_lengths) == 2000
+    assert ids.dtype == np.uint16
+    assert max(encoded_lengths) == 2000
     assert ids.tolist() == library.encode(TEXT[:9000]).ids

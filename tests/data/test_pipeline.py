@@ -59,7 +59,8 @@ def test_a_row_is_drawn_by_the_seed_and_its_place_in_the_sequence():
     batch = pipeline.train_batch(rows, part=slice(1, 4), seed=7, step=2, batch_size=4)
     assert batch['draws'].tolist() == [[7, 9], [7, 10], [7, 11]]
     (batch,) = pipeline.eval_batches(rows, 'validation', batch_size=3, max_rows=3)
-    assert batch['draws'].tolist() == [[0, 0], [0, 3], [0, 6]] and batch['draws'].dtype == np.uint64
+    assert batch['draws'].tolist() == [[0, 0], [0, 3], [0, 6]]
+    assert batch['draws'].dtype == np.uint64
 
 
 def test_batches_of_training_are_those_of_their_steps():
@@ -72,7 +73,8 @@ def test_batches_of_training_are_those_of_their_steps():
     for c, tokens_XBT in enumerate(np.concatenate(reads)):
         for seed, tokens_BT in zip((4, 0, 4), tokens_XBT, strict=True):
             expected = pipeline.train_batch(rows, seed=seed, step=11 + c, **settings)['tokens_BT']
-            assert tokens_BT.dtype == expected.dtype and np.array_equal(tokens_BT, expected)
+            assert tokens_BT.dtype == expected.dtype
+            assert np.array_equal(tokens_BT, expected)
     assert list(pipeline.train_batches(rows, seeds=(0,), num_steps=0, batch_size=1)) == []
 
 
@@ -96,7 +98,8 @@ def test_one_thread_reads_ahead():
         assert len(threads) == 4 and len(set(threads)) == 1  # two seeds, two steps
         assert threads[0] is not threading.main_thread()
     threads[0].join(10)
-    assert not threads[0].is_alive() and list(batches) == []
+    assert not threads[0].is_alive()
+    assert list(batches) == []
 
 
 def test_an_evaluation_predicts_every_token_once():
@@ -161,7 +164,8 @@ def letters():
 
 def test_a_cluster_of_text_is_a_document(letters):
     names, document_R = pipeline.clusters(letters, 'validation')
-    assert names == ['0', '1', '2'] and document_R.tolist() == [0, 0, 1, 2]
+    assert names == ['0', '1', '2']
+    assert document_R.tolist() == [0, 0, 1, 2]
     _, document_R = pipeline.clusters(letters, 'validation', 2)
     assert document_R.tolist() == [0, 1]
 
@@ -169,7 +173,8 @@ def test_a_cluster_of_text_is_a_document(letters):
 def test_rows_without_documents_are_dealt_out_to_clusters():
     probe = CausalProbeRows(*find('recall(pairs=2)'))
     names, cluster_R = pipeline.clusters(probe, 'test', 200)
-    assert names == [*map(str, range(128))] and cluster_R.tolist() == [*range(128), *range(72)]
+    assert names == [*map(str, range(128))]
+    assert cluster_R.tolist() == [*range(128), *range(72)]
     pipeline.check_documents(probe, DataConfig(), 1000)
 
 

@@ -84,7 +84,8 @@ def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10():
     weights_BT = batch['loss_weights_BT']
     chosen = weights_BT == 1
     assert np.array_equal(batch['tokens_BT'][~chosen], batch['targets_BT'][~chosen])
-    assert set(np.unique(weights_BT)) == {0, 1} and (weights_BT.sum(1) == 4).all()
+    assert set(np.unique(weights_BT)) == {0, 1}
+    assert (weights_BT.sum(1) == 4).all()
     # 3000 rows, probability 0.2: standard deviation 0.0073.
     assert abs(weights_BT.mean(0) - 0.2).max() < 0.03
     tokens = batch['tokens_BT'][chosen]
@@ -95,7 +96,8 @@ def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10():
     assert kept.mean() == pytest.approx(0.1, abs=0.012)
     # Uniform over the 65,535 ids that are neither the separator nor the mask.
     drawn = tokens[~masked & ~kept]
-    assert 1 <= drawn.min() and drawn.max() <= 65_535
+    assert 1 <= drawn.min()
+    assert drawn.max() <= 65_535
     counts, _ = np.histogram(drawn, 4, (0, 65_536))
     assert counts / len(drawn) == pytest.approx(0.25, abs=0.06)
 
@@ -155,10 +157,12 @@ def test_rows_of_probes_are_well_formed():
         # Every row asks the same number of questions, and weights are 0 or 1.
         asked_BT = batch['loss_weights_BT'] == 1
         assert not batch['loss_weights_BT'][~asked_BT].any()
-        assert len(set(asked_BT.sum(1))) == 1 and asked_BT.any()
+        assert len(set(asked_BT.sum(1))) == 1
+        assert asked_BT.any()
         answers = np.unique(batch['targets_BT'][asked_BT])
         used = np.union1d(batch['tokens_BT'], answers)
-        assert 0 <= used.min() and used.max() < rows.vocab_size
+        assert 0 <= used.min()
+        assert used.max() < rows.vocab_size
         if name in SMALL_PROBES:  # every id and every answer turns up
             assert used.tolist() == list(range(rows.vocab_size))
             assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
@@ -183,9 +187,11 @@ def test_answers_follow_from_what_a_row_shows(name):
         else:  # 24 tokens: three bigrams twice, the other twelve symbols once
             counts = collections.Counter([*x, targets_T[-1]])
             assert sorted(counts.values()) == [1] * 12 + [2] * 6
-            assert len(predicted) == 3 and all(x[t] in x[:t] for t in predicted)
+            assert len(predicted) == 3
+            assert all(x[t] in x[:t] for t in predicted)
         if name.startswith('recall'):
-            assert max(x[::2]) < 6 and sorted(x[:8:2]) == sorted(x[8::2])
+            assert max(x[::2]) < 6
+            assert sorted(x[:8:2]) == sorted(x[8::2])
     assert len(rows) > 100
     if name.startswith(('recall', 'induction')):  # which ask in every order
         assert len(layouts) >= 24
@@ -234,7 +240,8 @@ def test_a_probe_from_outside_is_named_by_import_path(outside):
     for name in ('fables:fables', 'tfds:squad', 'stdlib'):
         assert not probe_tasks.is_probe(name)
     identity = probe_rows('short_copy:Short(symbols=5)').identity()
-    assert identity['name'] == 'short_copy:Short' and identity['version'].startswith('1-')
+    assert identity['name'] == 'short_copy:Short'
+    assert identity['version'].startswith('1-')
     assert identity['options'] == vars(PROBES['copy'](symbols=5))
 
 
@@ -333,7 +340,8 @@ def test_rows_are_padded_with_zeros_behind_the_pairs():
     sides = {'source_segments_BS': ['source_BS'], 'segments_BT': ['tokens_BT', 'targets_BT']}
     for name, arrays in sides.items():
         padding = (segments := batch[name]) == 0
-        assert padding.any() and not any(batch[array][padding].any() for array in arrays)
+        assert padding.any()
+        assert not any(batch[array][padding].any() for array in arrays)
         # Segments count 1, 2, ..; once padding begins nothing follows.
         steps = np.diff(segments, axis=1)
         assert (segments[:, 0] == 1).all()

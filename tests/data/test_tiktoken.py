@@ -60,7 +60,8 @@ def test_text_is_decoded_as_it_was_and_holds_no_special_token(tiktoken):
     for text in (*ODD_TEXTS, 'the <|endoftext|> and <|pad|>', b'the \xc3\xa4'):
         ids = tokenizer.encode(text)
         expected = text if isinstance(text, str) else text.decode()
-        assert ids.dtype == np.uint16 and tokenizer.decode(ids) == expected
+        assert ids.dtype == np.uint16
+        assert tokenizer.decode(ids) == expected
         assert tokenizer.num_bytes(ids) == len(expected.encode())
         assert ids.max(initial=0) < 262
 
@@ -68,7 +69,8 @@ def test_text_is_decoded_as_it_was_and_holds_no_special_token(tiktoken):
     ids = [*tokenizer.encode('a'), tokenizer.separator, 264, *tokenizer.encode('the')]
     assert tokenizer.num_bytes(ids) == 1 + 1 + 0 + 3
     assert tokenizer.decode(ids) == 'a\0<|pad|>the'
-    assert tokenizer.decode([263]) == '' and tokenizer.num_bytes([263]) == 0
+    assert tokenizer.decode([263]) == ''
+    assert tokenizer.num_bytes([263]) == 0
     half = tokenizer.encode('é')[:1]
     assert tokenizer.decode(half) == '\N{REPLACEMENT CHARACTER}'
     with refused('position 1', ValueError):
@@ -95,7 +97,8 @@ def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
         name(mergeable_ranks=other_ranks),
         name(special_tokens={'<|endoftext|>': 262}),
     }
-    assert len(names) == 4 and name() in names
+    assert len(names) == 4
+    assert name() in names
     assert all(one.startswith('tiktoken-a-') for one in names)
 
 
@@ -125,7 +128,8 @@ def test_without_the_library_it_is_refused_with_how_to_install_it(monkeypatch):
 
 
 def test_the_name_of_an_encoding_is_no_import_path():
-    assert not is_import_path('tiktoken:gpt2') and is_import_path('own:gpt2')
+    assert not is_import_path('tiktoken:gpt2')
+    assert is_import_path('own:gpt2')
 
 
 def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):

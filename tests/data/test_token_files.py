@@ -30,7 +30,8 @@ from tests.refusals import refused
 
 def test_windows_are_consecutive_tokens():
     windows_BT = numbers(train=100).windows('train', np.array([0, 83]), 17)
-    assert windows_BT.dtype == np.int32 and windows_BT[:, 0].tolist() == [0, 83]
+    assert windows_BT.dtype == np.int32
+    assert windows_BT[:, 0].tolist() == [0, 83]
     assert (np.diff(windows_BT) == 1).all()
 
 
@@ -44,7 +45,8 @@ def test_a_dataset_has_the_identity_of_its_parts(monkeypatch):
     text = {'train': np.frombuffer(b'aab\0c\0', np.uint8)}
     source, target = (token_dataset(name, ByteTokenizer(), text) for name in 'ab')
     assert source.document_ends('train').tolist() == [4, 6]
-    assert source.document_names('train') == ['0', '1'] and source.bytes_per_token('train') == 2
+    assert source.document_names('train') == ['0', '1']
+    assert source.bytes_per_token('train') == 2
     with refused("split='val' is not in dataset 'a'; valid: 'train'"):
         source.split('val')
     infos = {'train': source.info('train'), 'test': target.info('train')}
@@ -81,7 +83,8 @@ def prepared(text, tmp_path_factory):
 def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, prepared):
     before = load_text(text)
     after = load_text(config_of_tokens(prepared))
-    assert after.splits == before.splits and after.identity() == before.identity()
+    assert after.splits == before.splits
+    assert after.identity() == before.identity()
     for split in before.splits:
         assert np.array_equal(after.split(split), before.split(split))
         assert after.info(split) == before.info(split)
@@ -405,7 +408,8 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, mon
         (first,) = train(config, tmp_path / 'run')
     (tmp_path / 'run/result.json').unlink()
     (again,) = train(config, tmp_path / 'run')
-    assert again['data'] == first['data'] and again['test_loss'] == first['test_loss']
+    assert again['data'] == first['data']
+    assert again['test_loss'] == first['test_loss']
     source = loading.load(tmp_path / 'run')
     assert loading.tokenizer_for(source, '', '--prompt_tokens').separator == 401
     # A run that begins today has the separator of the file, 400, so that 401 ids suffice.

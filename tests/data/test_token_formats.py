@@ -81,7 +81,8 @@ def test_shards_read_as_one_array(tmp_path):
     for start in range(20):
         for end in range(start, 21):
             assert shards[start:end].tolist() == whole[start:end].tolist()
-    assert len(shards) == 20 and shards[18:25].tolist() == [18, 19]
+    assert len(shards) == 20
+    assert shards[18:25].tolist() == [18, 19]
 
 
 def test_a_cut_of_shards_keeps_their_documents(tmp_path):

@@ -147,9 +147,11 @@ def test_a_vocabulary_that_is_learned_again_is_the_same(tokenizer):
 
 
 def test_the_size_of_a_vocabulary_is_exact(tokenizer):
-    assert tokenizer.vocab_size == 1000 and tokenizer.encode(CODE[0]).dtype == np.uint16
+    assert tokenizer.vocab_size == 1000
+    assert tokenizer.encode(CODE[0]).dtype == np.uint16
     smallest = BPETokenizer.train([b'aaaa'], 257)
-    assert smallest.vocab_size == 257 and smallest.encode('').size == 0
+    assert smallest.vocab_size == 257
+    assert smallest.encode('').size == 0
     # An impossible size is refused before any text is read.
     for size, texts in ((256, None), (2**20 + 1, None), (300, [b'abc abc'])):
         with refused(f'data.tokenizer_size={size} must be'):
@@ -165,7 +167,8 @@ def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path
     assert tokenizer.name == f'file-{learned.name[-12:]}-end0'
     assert (tokenizer.vocab_size, tokenizer.separator) == (270, 0)
     ids = tokenizer.encode(text)
-    assert ids.dtype == np.uint16 and np.array_equal(ids, learned.encode(text))
+    assert ids.dtype == np.uint16
+    assert np.array_equal(ids, learned.encode(text))
 
 
 def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
@@ -184,8 +187,11 @@ def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
     words.save(str(path))
     tokenizer = FileTokenizer.open(str(path))
     ids = tokenizer.encode('the fox saw [CLS] the grapes')
-    assert ids.dtype == np.uint8 and tokenizer.separator == 8
-    assert ids[:3].tolist() == [2, 3, 7] and ids[-2:].tolist() == [2, 0] and 1 not in ids
+    assert ids.dtype == np.uint8
+    assert tokenizer.separator == 8
+    assert ids[:3].tolist() == [2, 3, 7]
+    assert ids[-2:].tolist() == [2, 0]
+    assert 1 not in ids
     assert tokenizer.num_bytes(ids) == len('the fox saw the')
 
 

@@ -155,7 +155,8 @@ def test_a_logit_that_is_not_finite_affects_its_row_alone():
         tree_BNV = random_tree(3, batch=2)
         tree_BNV[1, 0, 0] = wrong
         best = search(tree_BNV, beam=2)
-        assert np.all(np.isfinite(best.scores_BK[0])) and np.all(np.isnan(best.scores_BK[1]))
+        assert np.all(np.isfinite(best.scores_BK[0]))
+        assert np.all(np.isnan(best.scores_BK[1]))
 
 
 def test_ties_go_to_the_lower_beam_then_to_the_lower_id():
@@ -171,11 +172,13 @@ def test_ties_go_to_the_lower_beam_then_to_the_lower_id():
 def test_scores_of_bfloat16_logits_are_summed_in_float32():
     tree_BNV = jnp.asarray(random_tree(5), jnp.bfloat16)
     best = search(tree_BNV, beam=4, num_tokens=1)
-    assert best.scores_BK.dtype == np.float32 and best.tokens_BKT.dtype == np.int32
+    assert best.scores_BK.dtype == np.float32
+    assert best.tokens_BKT.dtype == np.int32
     for b in range(3):
         assert_hypotheses(best, b, plain_search(np.float32(tree_BNV[b]), 4, 1.0, num_tokens=1))
 
 
 def test_a_vocabulary_may_be_one_token():
     best = search(np.zeros((1, 4, 1), np.float32), separator=0, beam=2)
-    assert best.lengths_BK.tolist() == [[1, 0]] and best.scores_BK.tolist() == [[0, -np.inf]]
+    assert best.lengths_BK.tolist() == [[1, 0]]
+    assert best.scores_BK.tolist() == [[0, -np.inf]]

@@ -132,7 +132,8 @@ def test_spaces_at_the_end_of_a_context_are_scored(plain, text_model):
 
 def test_a_greedy_continuation_is_told_from_another(plain, text_model):
     tokens = plain.continuation(ids('abc'), 5)
-    assert len(tokens) == 5 and CHARACTERS.unknown not in tokens
+    assert len(tokens) == 5
+    assert CHARACTERS.unknown not in tokens
     other = [(tokens[-1] + 1) % 9]
     texts = [CHARACTERS.decode(tokens), CHARACTERS.decode(tokens[:-1] + other)]
     scores = text_model.loglikelihood(requests_of(*(('abc', text) for text in texts)))
@@ -196,7 +197,8 @@ def test_a_continuation_ends_before_a_stop_text(text_model):
         text_model.generate_until(requests_of(('abc', {'until': stops, 'max_gen_toks': 9})))
         for stops in ([], ['no', 'stop'])
     )
-    assert cut == whole and len(whole) > 3
+    assert cut == whole
+    assert len(whole) > 3
     (cut,) = text_model.generate_until(
         requests_of(('abc', {'until': [whole[5:], whole[2:4]], 'max_gen_toks': 9}))
     )

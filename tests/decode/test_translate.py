@@ -123,7 +123,8 @@ def test_the_score_of_a_split_is_that_of_its_translations(caplog):
             lowercase=lowercase,
         )
         assert got == translation_scores(texts[:number], targets[:number], lowercase=lowercase)
-    assert got['num_sentences'] == 1 and caplog.messages == [truncated] * 2
+    assert got['num_sentences'] == 1
+    assert caplog.messages == [truncated] * 2
 
 
 def test_processes_share_the_work_of_a_translation(monkeypatch):
@@ -151,7 +152,8 @@ def test_scores_are_those_of_sacrebleu(monkeypatch):
     scores = translation_scores(['the cat sat on the', 'a b'], ['the cat sat on a mat', 'a c'])
     precision = math.prod((5 / 7, 3 / 5, 2 / 3, 1 / 2)) ** (1 / 4)
     assert scores['bleu'] == pytest.approx(100 * math.exp(1 - 8 / 7) * precision)
-    assert scores['num_sentences'] == 2 and scores['exact_match'] == 0.0
+    assert scores['num_sentences'] == 2
+    assert scores['exact_match'] == 0.0
 
 
 def test_case_counts_unless_lowercase(monkeypatch):

@@ -46,10 +46,8 @@ def test_rows_take_turns_and_those_that_fail_are_left_out(tmp_path, caplog):
     assert len(a.rounds) == 3
     assert b.median < a.median / 1e3
     assert 'raises_value_error is left out: ValueError: no such kernel' in caplog.text
-    assert (
-        'exits_in_second_round is left out: BrokenProcessPool' in caplog.text
-        and 'and more' not in caplog.text
-    )
+    assert 'exits_in_second_round is left out: BrokenProcessPool' in caplog.text
+    assert 'and more' not in caplog.text
 
 
 def test_a_benchmark_is_read_as_written_and_another_schema_is_refused(tmp_path):
@@ -177,7 +175,8 @@ def test_torch_computes_the_same_gradients(reference):
 @pytest.mark.slow
 def test_a_stack_counts_the_steps_of_every_trial():
     stack = suites.train(to_json(suites.varied(RUN, steps_per_dispatch=2, trials=3, lifting='map')))
-    assert stack.steps == 2 * 3 and stack.run(1)['loss'].shape == (2, 3)
+    assert stack.steps == 2 * 3
+    assert stack.run(1)['loss'].shape == (2, 3)
 
 
 def test_the_cache_is_as_large_as_the_cost_predicts():
@@ -197,7 +196,8 @@ def test_rows_are_read_at_random_from_all_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(TokenDataset, 'windows', recorded)
     work = reading.batches(str(tmp_path / 'shards'), shards=3, ids=40_000, context=1024)
     work.run(1)
-    assert work.extra == {'tokens': 16 * 1024} and work.steps == 10
+    assert work.extra == {'tokens': 16 * 1024}
+    assert work.steps == 10
     assert {first // 40_000 for first in rows_read} == {0, 1, 2}
     assert rows_read != sorted(rows_read)
 
@@ -215,4 +215,5 @@ def test_the_smallest_run_measures_every_row(printed, tmp_path):
     groups = json.loads((tmp_path / 'out/benchmark.json').read_text())['groups']
     assert {group['suite'] for group in groups} == {*suites.SUITES}
     rows = [row for group in groups for row in group['rows']]
-    assert len(rows) >= 15 and all(row['rounds'] for row in rows)
+    assert len(rows) >= 15
+    assert all(row['rounds'] for row in rows)

@@ -51,7 +51,8 @@ def test_an_export_is_checked_by_deciding_it_again(printed, workdir, tmp_path, m
     text = printed('claims', '--notrain', f'--workdir={workdir}', f'--export={kept}')
     for part in ('E7  holds', 'E8  holds', 'E9  undecided', 'study masked_lm has no results'):
         assert part in text
-    assert ' only if one is left\n' in text and 'holds for' not in text
+    assert ' only if one is left\n' in text
+    assert 'holds for' not in text
     assert drawn == [str(kept)]
     assert all((kept / name / 'study.json').exists() for name in ('fair_small', 'lm_scaling'))
 
@@ -105,6 +106,7 @@ def test_claims_are_listed(printed):
 def test_a_plan_has_a_line_for_each_study(printed):
     lines = printed('claims', 'B7', '--scale=gpu', '--dry_run').splitlines()
     names, runs, trials = zip(*(line.split()[:3] for line in lines[2:]), strict=True)
-    assert names == ('lm_rank', 'lm_rank_12', 'total') and lines[0].startswith('study')
+    assert names == ('lm_rank', 'lm_rank_12', 'total')
+    assert lines[0].startswith('study')
     for first, second, total in (map(int, runs), map(int, trials)):
         assert first + second == total

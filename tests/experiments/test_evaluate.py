@@ -136,7 +136,8 @@ def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_
     results = written['results']
     assert all(name in text for name in names.split(','))
     assert text.splitlines()[-1] == 'wrote out/all.json'
-    assert written['qkattn']['tokenizer'] == 'bytes' and written['qkattn']['step'] == 12
+    assert written['qkattn']['tokenizer'] == 'bytes'
+    assert written['qkattn']['step'] == 12
 
     num_correct = 0
     for row in QUESTIONS:
@@ -166,7 +167,8 @@ def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run
     ):
         done = script_here(*evaluate, f'--tasks={name}')
         # Before the sentence, the harness shows its progress.
-        assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(message)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(message)
         assert 'Traceback' not in done.stderr
 
 
@@ -175,7 +177,8 @@ def test_an_unknown_task_is_named_with_the_nearest_one(script_here, tasks, run):
     """Slow, since it reads the names of all tasks of the harness."""
     pytest.importorskip('lm_eval', reason=REASON)
     done = script_here('evaluate', 'run', '--task_dir=tasks', '--tasks=own_choice')
-    assert done.returncode == 2 and 'Traceback' not in done.stderr
+    assert done.returncode == 2
+    assert 'Traceback' not in done.stderr
     assert done.stderr.splitlines()[-1] == (
         '--tasks=own_choice is no task of the harness or of --task_dir=tasks; did you mean '
         'own_choices?'

@@ -165,7 +165,8 @@ def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry_run, 
         done = script_here(*command, *(f'--{setting}' for setting in settings))
         assert done.returncode == 2, done.stderr
         sentences.append(done.stderr.splitlines()[-1])
-    assert message in sentences[0] and sentences[0] == sentences[1]
+    assert message in sentences[0]
+    assert sentences[0] == sentences[1]
     assert not (tmp_path / 'w').exists()
 
 

@@ -90,14 +90,16 @@ def test_every_setting_is_explained(printed, name):
     text = printed(name, '-h')
     assert all(len(x) <= 80 for x in text.splitlines())
     flags = flag_entries(text)
-    assert flags and all('; default ' in about for about in flags.values())
+    assert flags
+    assert all('; default ' in about for about in flags.values())
     assert ('config' in flags) == (name in ('train', 'ablate', 'prepare_data'))
     if name not in CONFIGS:
         return
     for field, setting in settings(CONFIGS[name]).items():
         head, _, rest = flags[f'config.{field}'].partition('; default ')
         description = rest.partition(' Names: ')[0]
-        assert head and description == f'{setting.default!r} {" ".join(setting.doc.split())}'
+        assert head
+        assert description == f'{setting.default!r} {" ".join(setting.doc.split())}'
 
 
 REGISTRIES = {
@@ -252,7 +254,8 @@ def test_training_prints_where_its_results_are(script_here, printed, tmp_path, o
     assert all((tmp_path / place).exists() for _, place in places)
     (outside / 'confidence.py').unlink()  # which models do not need
     del sys.modules['confidence']
-    assert export[:4] == ['to', 'export', 'qkattn', 'convert'] and export[-1] == '--out=DIRECTORY'
+    assert export[:4] == ['to', 'export', 'qkattn', 'convert']
+    assert export[-1] == '--out=DIRECTORY'
     printed('convert', *export[4:-1], '--out=exported')
     assert (tmp_path / 'exported/model.safetensors').exists()
 
@@ -337,7 +340,8 @@ def test_a_converted_run_generates_the_same_text(refusal, printed, run):
 
     # Without --out, a conversion is described; one that does not fit is refused.
     text = printed('convert', '--source=run', '--apply=truncate(rank=2)')
-    assert 'layer 0: truncate(rank=2) leaves out' in text and 'wrote' not in text
+    assert 'layer 0: truncate(rank=2) leaves out' in text
+    assert 'wrote' not in text
     sentence = refusal('convert', '--source=run', '--apply=merge', '--apply=unmerge(rank=1)')
     assert 'unmerge(rank=1) cannot be applied: layer 0' in sentence
 
@@ -375,7 +379,8 @@ def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
 
 def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, tmp_path):
     text = printed('analyze', 'run')
-    assert text.startswith('run, trial 0: qk/vo, 1 layer\n') and 'attention 0' in text
+    assert text.startswith('run, trial 0: qk/vo, 1 layer\n')
+    assert 'attention 0' in text
     assert 'drift' not in text
 
     # A text, and the run as its own reference, from which its matrices do not drift.
@@ -384,9 +389,11 @@ def test_a_run_is_measured_on_its_own_data_or_on_a_text(refusal, printed, run, t
     out = tmp_path / 'out'
     table = pd.read_csv(out / 'analysis.csv')
     written = read_json(out / 'analysis.json', {})
-    assert len(table) == len(written['rows']) and (written['step'], written['trial']) == (12, 1)
+    assert len(table) == len(written['rows'])
+    assert (written['step'], written['trial']) == (12, 1)
     values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}
-    assert (values['drift', 'A'] == 0).all() and (values['drift', 'B'] == 0).all()
+    assert (values['drift', 'A'] == 0).all()
+    assert (values['drift', 'B'] == 0).all()
 
     # The printed table has means over heads, but of the induction score the best head.
     means = [values[key].mean() for key in (('effective_rank', 'A'), ('entropy', 'pattern'))]
@@ -408,12 +415,14 @@ def test_models_without_matrices_or_training_data_are_analyzed(printed, tmp_path
     # An encoder-decoder, with cross-attention.
     save_model(tmp_path / 'pair', ModelConfig(kind='encoder_decoder', **sizes))
     text = printed('analyze', 'pair', '--out=pair_out')
-    assert 'cross_attention 1' in text and 'encoder/attention 0' in text
+    assert 'cross_attention 1' in text
+    assert 'encoder/attention 0' in text
     assert (tmp_path / 'pair_out/singular_values_A_cross.png').exists()
     # A published GPT-2, without data: its patterns on text, such as their entropy, are unknown.
     write_gpt2(tmp_path / 'gpt2', make_tensors())
     text = printed('analyze', 'gpt2')
-    assert 'induction' in text and 'entropy' not in text
+    assert 'induction' in text
+    assert 'entropy' not in text
 
 
 @pytest.mark.slow
@@ -432,7 +441,8 @@ def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
     expected = {split: info['fingerprint'] for split, info in index['splits'].items()}
     assert result['data']['fingerprints'] == expected
     assert result['data']['tokenizer'] == index['tokenizer_name']
-    assert result['val_bits_per_byte'] > 0 and result['data']['unigram_loss'] > 1
+    assert result['val_bits_per_byte'] > 0
+    assert result['data']['unigram_loss'] > 1
     assert printed('generate', 'w', '--prompt=train ', '--num_tokens=8').startswith('train ')
     assert contents(tmp_path / 'made') == before
 
@@ -474,7 +484,8 @@ def test_the_command_that_prepare_data_prints_trains(printed, outside, tmp_path,
     last = printed('prepare_data', *flags).splitlines()[-1]
     assert last.startswith('to train: ')
     command, name, *arguments = shlex.split(last.removeprefix('to train: '))
-    assert (command, name) == ('qkattn', 'train') and arguments[-1] == '--workdir=DIRECTORY'
+    assert (command, name) == ('qkattn', 'train')
+    assert arguments[-1] == '--workdir=DIRECTORY'
     assert 'validation loss' in printed('train', *arguments)
 
 
@@ -577,7 +588,8 @@ def test_counts_that_the_config_does_not_give_are_refused(study, refusal):
         lines = [result | {name: result[name] + 1} for result in results]
         studies.write_lines(study / 'results.jsonl', lines)
         sentence = refusal('verify', '--results=.', '--pages=')
-        assert f'has {name} ' in sentence and 'but its config gives' in sentence
+        assert f'has {name} ' in sentence
+        assert 'but its config gives' in sentence
 
 
 def test_an_ablation_trains_what_is_missing(script_here, tmp_path, monkeypatch):
@@ -588,7 +600,8 @@ def test_an_ablation_trains_what_is_missing(script_here, tmp_path, monkeypatch):
     assert first.returncode == 0, first.stderr
     out = tmp_path / 'out'
     assert not other_modes(out, 0o002)
-    assert 'orbax' not in first.stderr and 'Traceback' not in first.stderr
+    assert 'orbax' not in first.stderr
+    assert 'Traceback' not in first.stderr
     assert variants_and_seeds(out) == [('qk/vo', seed) for seed in (0, 1, 2)]
     (finished,) = out.glob('runs/*/result.json')
     written = finished.stat().st_mtime_ns
@@ -635,7 +648,8 @@ def outside_variant(directory, monkeypatch):
 def assert_reported(study, printed, variant):
     """The report is written, and printed in lines that a terminal shows whole."""
     assert (study / 'report.html').stat().st_size > 10_000
-    assert variant in printed and 'report:' in printed
+    assert variant in printed
+    assert 'report:' in printed
     report = printed.split('study small')[1].split('all columns')[0]
     assert max(map(len, report.splitlines())) <= 100
 
@@ -646,7 +660,8 @@ def test_a_dry_run_writes_nothing(printed, tmp_path, monkeypatch, measure):
     if not measure:
         monkeypatch.setattr(Lowered, 'compile', lambda *_, **__: pytest.fail('it compiles'))
     text = printed('ablate', '--config=study.py', '--dry_run', *['--measure'] * measure)
-    assert 'small: 2 arms' in text and 'residual' in text
+    assert 'small: 2 arms' in text
+    assert 'residual' in text
     # 3 trials of 40 steps of 4 rows of 16 tokens, for each of two runs.
     time = r' +0:00:\d\d' if measure else ''
     assert re.search(rf'\ntotal +2 +6 +1.54e\+04 +\S+{time}\n', text)
@@ -742,7 +757,8 @@ def test_a_line_ends_at_a_line_feed_alone(printed, translator, tmp_path, monkeyp
 def test_translate_scores_a_split_as_the_run_did(printed, translator):
     path, results = translator
     scores = json.loads(printed('translate', f'--source={path}', '--score=validation', '--trial=1'))
-    assert scores['split'] == 'validation' and scores['beam'] == 2
+    assert scores['split'] == 'validation'
+    assert scores['beam'] == 2
     for name in ('bleu', 'chrf', 'exact_match', 'num_sentences'):
         assert scores[name] == pytest.approx(results[1][f'val_{name}'])
 
@@ -774,4 +790,5 @@ def test_a_vocabulary_that_the_run_did_not_have_is_refused(
     script_here, run_whose_texts_have_changed
 ):
     done = script_here('translate', f'--source={run_whose_texts_have_changed}', '--text=a')
-    assert done.returncode == 2 and 'was trained with the tokenizer characters-' in done.stderr
+    assert done.returncode == 2
+    assert 'was trained with the tokenizer characters-' in done.stderr

@@ -224,7 +224,8 @@ def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, 
     LogHandler().emit(logging.LogRecord('x', 20, '', 1, 'resuming', (), None))
     clock.seconds += 1
     progress.tick()
-    assert stream.lines() == ['resuming', row] and len(row) < columns
+    assert stream.lines() == ['resuming', row]
+    assert len(row) < columns
     progress.close()
     assert stream.lines() == ['resuming', row, '']
 
@@ -236,7 +237,8 @@ def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
             clock.seconds += 1
             progress.tick()
             (line,) = terminal.lines()
-            assert line.startswith('qk/vo') and line.endswith(f'compiling ... {seconds} s')
+            assert line.startswith('qk/vo')
+            assert line.endswith(f'compiling ... {seconds} s')
     assert not any(terminal.lines())
     assert caplog.messages == ['qk/vo: compiling took 49.000 s']
 
@@ -269,7 +271,8 @@ def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
             wait(9)
         progress.evaluated(2, 2.5)  # of a run by itself
     times.append(clock.seconds)
-    assert max(np.diff(times)) <= 5 and min(np.diff(times[:4])) >= 4
+    assert max(np.diff(times)) <= 5
+    assert min(np.diff(times[:4])) >= 4
     first, *_, last = stream.getvalue().splitlines()
     assert first == 'x: compiling ... 1 s'
     assert re.search(r'^x: step 2/10, [\d:]+ left, 20%$', stream.getvalue(), re.M)  # without a loss
@@ -288,7 +291,8 @@ def test_a_line_that_is_redrawn_stands_below_whole_lines(monkeypatch):
     screen.close()
     assert stream.lines() == ['line 1', 'line 2', '']
     monkeypatch.setenv('TERM', 'dumb')
-    assert screen.terminal and not Screen(stream).terminal
+    assert screen.terminal
+    assert not Screen(stream).terminal
 
 
 # Output that nobody reads ends a command quietly, and stops no run.
@@ -338,7 +342,8 @@ def test_exhausted_devices_are_not_tried_again():
     assert re.match(
         r'the devices are out of memory \(Out of memory allocating \d+ bytes\); r', sentence
     )
-    assert code == 2 and cli.outcome(RuntimeError('a bug')) is None
+    assert code == 2
+    assert cli.outcome(RuntimeError('a bug')) is None
 
 
 @pytest.mark.parametrize('full', [False, True])
@@ -348,4 +353,5 @@ def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch, full):
         print('buffered')
         with pytest.raises(SystemExit) as ended:
             cli.exit_with('d_model=0 must be at least 1')
-        assert ended.value.code == 2 and is_null_device(stream)
+        assert ended.value.code == 2
+        assert is_null_device(stream)

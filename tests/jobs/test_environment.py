@@ -49,9 +49,11 @@ def test_a_platform_that_cannot_be_opened_is_a_wrong_setting(name, monkeypatch):
         assert outcome is None
         return
     sentence, code = outcome
-    assert sentence.startswith(f'JAX_PLATFORMS={value}: ') and reason in sentence
+    assert sentence.startswith(f'JAX_PLATFORMS={value}: ')
+    assert reason in sentence
     assert 'this machine has 4 NVIDIA GPUs; set JAX_PLATFORMS=cpu, or unset it' in sentence
-    assert code == 2 and '\n' not in sentence
+    assert code == 2
+    assert '\n' not in sentence
 
 
 @pytest.mark.parametrize('count', ['', '=', '=abc', '=0', '=-1', '=2.5'])
@@ -87,5 +89,7 @@ def test_a_script_ends_with_one_sentence_where_jax_has_no_such_platform(value, t
     main()
     """
     ((code, printed, errors),) = wait_for_results([start_python(program, JAX_PLATFORMS=value)])
-    assert (code, printed) == (2, '') and errors.startswith(f'JAX_PLATFORMS={value}: JAX ')
-    assert errors.count('\n') == 1 and not list(tmp_path.iterdir())
+    assert (code, printed) == (2, '')
+    assert errors.startswith(f'JAX_PLATFORMS={value}: JAX ')
+    assert errors.count('\n') == 1
+    assert not list(tmp_path.iterdir())

@@ -212,7 +212,8 @@ def test_signals_while_the_state_is_saved_are_ignored_but_for_a_third_interrupt(
         time.sleep(0.5)  # signals of one kind that come at once are one
     assert process.wait(60) == code
     lines = [line for line in process.stderr.read().splitlines() if line]
-    assert lines[0] == 'stopping after this step, and saving' and lines[-1] == last
+    assert lines[0] == 'stopping after this step, and saving'
+    assert lines[-1] == last
     waits = 'waiting until the state is saved; press Ctrl-C again to stop without it'
     assert lines[1:-1] == ([waits] if signal.SIGINT in again else [])
 
@@ -263,4 +264,5 @@ def test_a_thread_that_ends_the_process_waits_for_its_output(tmp_path):
     process = start_python(END_FROM_A_THREAD, tmp_path / 'file', PYTHONUNBUFFERED='')
     printed, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (EXIT_REQUEUE, 'ended\n')
-    assert printed == "a result\n(75, 'ended')" and (tmp_path / 'file').read_text() == 'whole'
+    assert printed == "a result\n(75, 'ended')"
+    assert (tmp_path / 'file').read_text() == 'whole'

@@ -147,7 +147,8 @@ def test_exit_codes_decide_whether_a_job_restarts_or_fails(case):
         assert job['backoffLimitPerIndex'] == 3
         return
     # A pod that fails ends the job, which restarts; restarts that `rules` cause are not counted.
-    assert rules == [('FailJob', [2, 75]), ('FailJob', 'disrupted')] and job['backoffLimit'] == 0
+    assert rules == [('FailJob', [2, 75]), ('FailJob', 'disrupted')]
+    assert job['backoffLimit'] == 0
     policy = manifest['spec']['failurePolicy']
     wrong, stopped = policy['rules']
     actions = wrong['action'], stopped['action'], policy['maxRestarts']

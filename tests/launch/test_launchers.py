@@ -81,7 +81,8 @@ def test_a_tool_that_is_missing_is_named(name, tmp_path):
     write_program(tmp_path / 'bin/python', '')
     env = {'PATH': str(tmp_path / 'bin'), 'QKATTN_VENV': str(tmp_path)}
     done = launch_here(name, *RIGHT_FLAGS[name], *TRAIN_SMALL, env=env)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f'{TOOLS[name]} is not installed; ')
 
 
@@ -98,7 +99,8 @@ def test_a_directory_that_is_lost_with_the_hosts_is_warned_of():
 def test_workers_without_a_common_directory_are_refused(name):
     arguments = (*RIGHT_FLAGS[name], '--workers=2', '--dry_run', '--', 'ablate', '--workdir=runs/w')
     done = launch_here(name, *arguments, env={**os.environ})
-    assert done.returncode == 2 and done.stdout == ''
+    assert done.returncode == 2
+    assert done.stdout == ''
     assert done.stderr.endswith(', --workers=2 share no study\n')
 
 

@@ -105,7 +105,8 @@ def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
             assert arguments == [*TRAIN[1:], *AWKWARD]
             ports[int(port)] += 1
     assert list(ports.values()) == [2, 2], 'one port per job'
-    assert 1024 < min(ports) and max(ports) < 32768
+    assert 1024 < min(ports)
+    assert max(ports) < 32768
 
 
 @pytest.mark.slow
@@ -142,7 +143,9 @@ def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
     log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', 3)
     assert 'stopped with a checkpoint and is requeued' in log
     assert log.count('crashed (1 of at most 2 times)') == 1
-    assert '0: finished' in log and '1: finished' in log and 'restart 3' in log
+    assert '0: finished' in log
+    assert '1: finished' in log
+    assert 'restart 3' in log
 
 
 @pytest.mark.slow
@@ -237,7 +240,8 @@ def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
     # At least: srun's delayed signals to the killed step can reach the next one, of the same name,
     # because the test shortens the two minutes in between.
     assert (state, code) == ('COMPLETED', '0:0') and restarts >= 2, log
-    assert 'DUE TO PREEMPTION' in log and len(re.findall(r'^0: resuming at step ', log, re.M)) >= 2
+    assert 'DUE TO PREEMPTION' in log
+    assert len(re.findall(r'^0: resuming at step ', log, re.M)) >= 2
     assert 'process 1 on 127.0.0.2 ended with exit code 137' in log
     assert f'job {job} crashed (1 of at most 4 times) and is requeued' in log
     assert f'job {job} is done' in log

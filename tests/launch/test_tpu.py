@@ -42,7 +42,8 @@ def command_on_hosts(command: list[str]) -> str:
 def test_a_dry_run_prints_each_command():
     queued = ['gcloud', 'compute', 'tpus', 'queued-resources']
     ((*words, project),) = gcloud_commands('create', *WHERE, KIND, '--spot', '--project=p')
-    assert words[:5] == [*queued, 'create'] and project == '--project=p'
+    assert words[:5] == [*queued, 'create']
+    assert project == '--project=p'
     assert {'--runtime-version=v2-alpha-tpuv6e', '--node-id=qk', '--spot'} <= set(words)
     assert gcloud_commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
     copy, install = gcloud_commands('setup', *WHERE)
@@ -188,7 +189,8 @@ def test_a_host_runs_once_until_it_is_stopped(host):
     assert on_host(host, command_on_hosts(run)).stdout == 'running already\n'
     (stop,) = gcloud_commands('stop', *WHERE, '--grace=30')
     assert on_host(host, command_on_hosts(stop)).stdout == 'ended with exit code 75\n'
-    assert state_of(host) == 'exit 75' and len(starts_of(host)) == 1
+    assert state_of(host) == 'exit 75'
+    assert len(starts_of(host)) == 1
     assert on_host(host, command_on_hosts(stop)).stdout == 'not running\n'
     # A host that went down has a process id of before, and nobody holds its lock.
     (host / 'qkattn-run' / 'exit').unlink()
@@ -201,11 +203,13 @@ def test_setup_updates_no_packages_under_a_job(host):
     (host / 'qkattn' / '.venv' / 'qkattn-stamp').touch()
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
     update = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
-    assert starts_of(host)[0]['arguments'] == update and len(starts_of(host)) == 2
+    assert starts_of(host)[0]['arguments'] == update
+    assert len(starts_of(host)) == 2
     on_host(host, command_on_hosts(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
     wait_until(lambda: len(starts_of(host)) == 3)
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
-    assert len(starts_of(host)) == 4 and starts_of(host)[3]['arguments'] != update
+    assert len(starts_of(host)) == 4
+    assert starts_of(host)[3]['arguments'] != update
     assert on_host(host, 'qkattn/launch/host.sh stop 30').returncode == 0
 
 

@@ -95,7 +95,8 @@ def test_a_forest_shows_every_declared_arm(findings_and_figures):
     # The axis ends before an arm that is far off: its mean and seeds are arrowheads at the edge.
     means = np.concatenate(marks_at(ax, 'mean'))
     edge = ax.get_xlim()[1]
-    assert (means[:-1] < 0.1).all() and means[-1] > edge < 0.5
+    assert (means[:-1] < 0.1).all()
+    assert means[-1] > edge < 0.5
     assert np.concatenate(marks_at(ax, 'off the scale')).tolist() == [edge] * 2
 
 
@@ -162,7 +163,8 @@ def test_sweeps_show_how_a_rate_was_chosen(findings_and_figures):
 def test_learning_curves_stand_beside_the_baseline(findings_and_figures):
     figure = findings_and_figures[1]['curves']
     axes = {ax.get_title(loc='left'): ax for ax in figure.axes}
-    assert len(axes) == 7 and 'qk/vo' not in axes
+    assert len(axes) == 7
+    assert 'qk/vo' not in axes
     for ax in axes.values():
         assert len(line(ax, 'baseline qk/vo').get_ydata()) == 4
     good = line(axes['good/vo'], 'the variant named above')
@@ -184,7 +186,8 @@ def test_text_is_legible_on_a_narrow_screen(findings_and_figures):
     margins."""
     for stem, figure in findings_and_figures[1].items():
         seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
-        assert len(seen) > 5 and figure.get_figwidth() == WIDTH
+        assert len(seen) > 5
+        assert figure.get_figwidth() == WIDTH
         for text in seen:
             assert text.get_fontsize() * 96 / 72 * 368 / (96 * WIDTH) >= 11, (stem, text)
 
@@ -269,7 +272,8 @@ def test_labels_of_a_wide_forest_stand_beside_its_axes():
     (ax,) = figure.axes
     axis = ax.get_window_extent()
     names = [label.get_window_extent() for label in ax.get_yticklabels()]
-    assert len(names) == 3 and all(name.x0 >= 0 and name.x1 < axis.x0 for name in names)
+    assert len(names) == 3
+    assert all(name.x0 >= 0 and name.x1 < axis.x0 for name in names)
     texts = [text.get_window_extent() for text in ax.texts]
     assert len(texts) == 3
     assert all(axis.x1 < text.x0 and text.x1 <= figure.bbox.x1 for text in texts)
@@ -293,10 +297,13 @@ def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
         assert len({tuple(figure.axes[0].get_position().bounds) for figure in panels}) == 1
         for figure in panels:
             box = figure.get_tightbbox()
-            assert box.x0 >= 0 and box.y0 >= 0
-            assert box.x1 <= figure.get_figwidth() and box.y1 <= figure.get_figheight()
+            assert box.x0 >= 0
+            assert box.y0 >= 0
+            assert box.x1 <= figure.get_figwidth()
+            assert box.y1 <= figure.get_figheight()
             labels = [text for text in figure.axes[0].get_xticklabels() if text.get_text()]
-            assert labels and all(text.get_visible() for text in labels)
+            assert labels
+            assert all(text.get_visible() for text in labels)
 
 
 @pytest.mark.parametrize(('chosen', 'explained'), [(0.004, False), (0.005, True)])
@@ -323,7 +330,8 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
 def test_heat_maps_are_symmetric_around_zero():
     values = {'norm': np.array([[np.nan, 1.5], [2.0, 3.0]]), 'drift': np.array([[-2.0], [1.0]])}
     norm, drift = (ax.images[0] for ax in attention_figure.heat_maps(values).axes[:2])
-    assert norm.get_clim() == (0, 3) and drift.get_clim() == (-2, 2)
+    assert norm.get_clim() == (0, 3)
+    assert drift.get_clim() == (-2, 2)
     assert norm.get_array().mask.tolist() == [[True, False], [False, False]]
 
 

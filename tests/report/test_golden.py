@@ -206,9 +206,11 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
     assert [arm['difference_mean'] for arm in records_of_every_decision] == ['', '0.0']
     text = tables.report_markdown(findings)
     for part in ('| loss on stdlib@test, nats/token mean ± sd |', '| 3.2500 ± 0.3536 |'):
-        assert part in text and part in without
+        assert part in text
+        assert part in without
     note = 'also evaluated, and deciding nothing: stdlib@test'
-    assert note in text and note not in without
+    assert note in text
+    assert note not in without
 
 
 def test_names_are_escaped_in_markdown_tables():
@@ -223,7 +225,8 @@ def test_names_are_escaped_in_markdown_tables():
         ('\x1b[31mred \u202egro', r'\\x1b[31mred \\u202egro'),
     ):
         titles, _, row = tables.markdown_table([(name, True)], [[name]]).splitlines()
-        assert row == f'| {escaped} |' and titles == row.replace(r'\|', ' ')
+        assert row == f'| {escaped} |'
+        assert titles == row.replace(r'\|', ' ')
 
 
 @pytest.mark.parametrize(
@@ -316,7 +319,8 @@ def write_several_seeds(directory: Path) -> Path:
 def test_a_report_without_intervals_speaks_of_none(study, sentence, study_dir):
     findings = findings_of(study(study_dir))
     text = tables.report_markdown(findings)
-    assert sentence in text and not re.search(r'\[[-+.\d]+, [-+.\d]+\]', text)
+    assert sentence in text
+    assert not re.search(r'\[[-+.\d]+, [-+.\d]+\]', text)
     assert 'interval' not in text.replace('o interval can be given', '')
     assert 'interval' not in tables.terminal_text(findings, Path('report.html'))
 
@@ -334,7 +338,8 @@ def test_hostile_names_are_text_in_every_file(study_dir):
     findings = findings_of(write_study(study_dir, records, **changes))
     page = Page(documents(findings, ())['report.html'])
     assert not {tag for tag, _ in page.tags} & {'script', 'img'}
-    assert name.split('\n')[0] in page.text and '<img src=x onerror=alert(1)>' in page.text
+    assert name.split('\n')[0] in page.text
+    assert '<img src=x onerror=alert(1)>' in page.text
     document = tables.report_markdown(findings)
     assert not re.search('<[a-z/!]', document)
     for text in (tables.terminal_text(findings, study_dir), document, headline(findings)):
@@ -376,7 +381,8 @@ def test_a_report_writes_its_files(study_and_terminal_text):
     study_dir, text = study_and_terminal_text
     assert text.splitlines()[-1] == f'report: {study_dir / "report.html"}'
     files = {path.name for path in study_dir.iterdir()}
-    assert files >= {'report.html', 'table.md', 'table.csv'} and 'plots' not in files
+    assert files >= {'report.html', 'table.md', 'table.csv'}
+    assert 'plots' not in files
 
 
 def test_a_page_is_self_contained(study_and_terminal_text):
@@ -388,7 +394,9 @@ def test_a_page_is_self_contained(study_and_terminal_text):
     links = {value for name, value in attributes if name in ('src', 'srcset', 'href', 'action')}
     assert all(link.startswith(('#', 'data:image/svg+xml;base64,')) for link in links)
     assert {link[1:] for link in links if link[0] == '#'} <= set(page.ids)
-    assert len(page.ids) == len(set(page.ids)) and 'http' not in html and '@import' not in html
+    assert len(page.ids) == len(set(page.ids))
+    assert 'http' not in html
+    assert '@import' not in html
     assert [tag for tag, _ in page.tags].count('source') == 1  # the differences, in two widths
 
 
@@ -418,7 +426,8 @@ def test_the_table_of_all_columns_is_folded(decided_page):
 
 def test_a_figure_has_a_panel_for_each_arm_with_its_whole_name(decided_page):
     panels = re.findall(r'alt="Learning rate: ([^"]*)"', decided_page)
-    assert len(panels) == 8 and LONG in panels
+    assert len(panels) == 8
+    assert LONG in panels
 
 
 def test_names_break_between_their_parts(decided_page):

@@ -217,8 +217,10 @@ def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
         check_page(page)
     assert check_page(page, write=True) == check_page(page) == 1
     text = page.read_text()
-    assert text.startswith('before\n<!-- headline: kept -->\n| variant') and 'after 1.5' in text
-    assert '| qk/no_v | -0.09' in text and '| better at this length |' in text
+    assert text.startswith('before\n<!-- headline: kept -->\n| variant')
+    assert 'after 1.5' in text
+    assert '| qk/no_v | -0.09' in text
+    assert '| better at this length |' in text
     page.write_text(text.replace('-0.09', '-0.10', 1))
     with pytest.raises(ReportError, match='does not match its studies'):
         check_page(page)

@@ -66,8 +66,10 @@ def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
 def test_typical_values_are_tested_apart_from_an_outlier():
     alone = paired_test(VALUES)
     with_outlier = paired_test([*VALUES, 0.06])
-    assert alone.typical is None and alone.p < 0.001
-    assert with_outlier.typical == alone and (with_outlier.n, alone.n) == (8, 7)
+    assert alone.typical is None
+    assert alone.p < 0.001
+    assert with_outlier.typical == alone
+    assert (with_outlier.n, alone.n) == (8, 7)
     assert with_outlier.p == pytest.approx(stats.ttest_1samp([*VALUES, 0.06], 0).pvalue)
     assert with_outlier.p > 0.5
 
@@ -75,7 +77,8 @@ def test_typical_values_are_tested_apart_from_an_outlier():
 def test_a_shift_that_a_few_of_many_values_make_is_no_finding():
     rng = np.random.default_rng(0)
     shifted = paired_test([*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)])
-    assert shifted.mean / shifted.error_seeds > 2.6 and 0.1 < shifted.p == shifted.typical.p
+    assert shifted.mean / shifted.error_seeds > 2.6
+    assert 0.1 < shifted.p == shifted.typical.p
     assert shifted.low == shifted.typical.low < 0 < shifted.typical.high < shifted.high
 
 
@@ -131,7 +134,8 @@ def test_what_tuning_may_have_missed_weakens_the_tests(sign, low, high):
 @pytest.mark.parametrize('miss', [0.03, np.inf])
 def test_nothing_is_shown_where_tuning_may_miss_more_than_the_difference(sign, miss):
     lost = paired_test(alternating(sign), tuning=(miss, miss))
-    assert (lost.p, lost.p_margin) == (1.0, 1.0) and lost.p_equivalence > 0.99
+    assert (lost.p, lost.p_margin) == (1.0, 1.0)
+    assert lost.p_equivalence > 0.99
     assert lost.low < 0 < lost.high
 
 
@@ -157,7 +161,8 @@ def test_an_error_that_is_known_exactly_costs_no_degrees_of_freedom():
 
 def test_an_error_that_is_not_known_leaves_the_mean_alone():
     unknown = paired_test(VALUES, evaluation=None)
-    assert unknown.mean == paired_test(VALUES).mean and unknown.p is unknown.low is None
+    assert unknown.mean == paired_test(VALUES).mean
+    assert unknown.p is unknown.low is None
 
 
 def test_the_error_over_equal_documents_is_that_of_their_mean():
@@ -254,7 +259,8 @@ def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
     noisy = paired_test(EIGHT, evaluation=(0.01, 100))
     pairs, documents = inference.to_find(noisy, 0.01)
     error = math.hypot(noisy.sd / pairs**0.5, 0.01 / documents**0.5)
-    assert documents > 1 and error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
+    assert documents > 1
+    assert error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
 
 
 def test_no_number_of_pairs_finds_a_difference_that_tuning_may_hide():
@@ -270,7 +276,8 @@ def test_a_single_pair_gives_no_number_of_pairs():
 
 def test_holm_rejects_what_its_definition_rejects():
     """Step down: reject while p_(k) <= alpha / (m - k + 1), and nothing after the first failure."""
-    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
     rng = np.random.default_rng(6)
     for _ in range(300):
         p_values = rng.beta(0.3, 3.0, rng.integers(1, 8)).tolist()

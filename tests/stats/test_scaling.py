@@ -95,7 +95,8 @@ def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
             differences = arm_losses - baseline_losses
             pairs = list(zip(sizes, sizes, differences, strict=True))
             worths.append(scaling.multiplier(fit, pairs))
-    assert len(worths) > 100 and fit.loose.code is ProblemCode.EXPONENT_LOOSE
+    assert len(worths) > 100
+    assert fit.loose.code is ProblemCode.EXPONENT_LOOSE
     assert fit.loose.data['high'] - fit.loose.data['low'] > fit.loose.data['value']
     assert 0.93 <= np.mean([contains(worth, 0.8) for worth in worths]) <= 0.995
     assert np.median([worth.high / worth.low for worth in worths]) < 1.15
@@ -152,13 +153,15 @@ def test_an_arm_may_have_other_sizes_than_the_baseline(noisy_law):
 def test_the_interval_of_a_multiplier_that_all_sizes_share_is_that_of_the_law(noisy_law):
     differences = [noisy_law.loss(1.5 * n) - noisy_law.loss(n) for n in SIZES]
     equal = scaling.multiplier(noisy_law, list(zip(SIZES, SIZES, differences, strict=True)))
-    assert equal.value == pytest.approx(1.5) and equal.high / equal.low > 1.02
+    assert equal.value == pytest.approx(1.5)
+    assert equal.high / equal.low > 1.02
 
 
 def test_a_worth_that_differs_by_size_widens_the_interval(noisy_law):
     apart = [(n, n, 0.01 * (-1) ** index) for index, n in enumerate(SIZES)]
     wide = scaling.multiplier(noisy_law, apart)
-    assert contains(wide, 1) and wide.high / wide.low > 1.1
+    assert contains(wide, 1)
+    assert wide.high / wide.low > 1.1
 
 
 @pytest.mark.parametrize(

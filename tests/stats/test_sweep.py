@@ -64,7 +64,8 @@ def test_the_fit_is_least_squares_with_a_level_per_seed(noise):
 @pytest.mark.parametrize('optimum', [GRID[-1] * (1 - 1e-14), GRID[-1], GRID[-1] * (1 + 1e-14)])
 def test_an_optimum_at_the_end_of_the_grid_is_kept_whatever_the_rounding(optimum):
     swept = sweep_of_means(*(2.0 + 0.1 * math.log(value / optimum) ** 2 for value in GRID))
-    assert swept.best == GRID[-1] and swept.optimum == pytest.approx(GRID[-1], rel=1e-12)
+    assert swept.best == GRID[-1]
+    assert swept.optimum == pytest.approx(GRID[-1], rel=1e-12)
 
 
 def excess_on_a_grid_of_curves(swept, value):
@@ -152,7 +153,8 @@ def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, sp
         swept = sweep.fit(table, 'minimax')
         if swept.bracketed and swept.at_worst is not None:
             are_held.append(loss(swept.chosen, 0, 0.4) - loss(OPTIMUM) <= swept.at_worst)
-    assert len(are_held) > 50 and low <= np.mean(are_held) <= high
+    assert len(are_held) > 50
+    assert low <= np.mean(are_held) <= high
 
 
 @pytest.fixture
@@ -264,7 +266,9 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
     rises = losses_VS.mean(axis=1) - 2.05
     assert rises[0] < critical([1, 0]) < critical([1, 0, 2]) < rises[2]
     assert rises[4] < critical([1, 0, 2, 3, 4])
-    assert fitted().best == 0.002 and not fitted().bracketed and fitted().needs_seeds
+    assert fitted().best == 0.002
+    assert not fitted().bracketed
+    assert fitted().needs_seeds
     losses_VS[0] += critical([1, 0]) - rises[0] + 1e-6
     assert fitted().bracketed
     losses_VS[0] -= 2e-6
@@ -276,7 +280,8 @@ def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
     wide = sweep.fit(losses_by_value(WIDE, 3, rng, 0.0097, 0.01))
     below, above = indices_of_nearest_worse(wide)
     best = WIDE.index(wide.best)
-    assert wide.bracketed and (above - below) > 4
+    assert wide.bracketed
+    assert (above - below) > 4
     assert wide.fitted == WIDE[min(below, best - 2) : max(above, best + 2) + 1]
     assert len(sweep.fit(losses_by_value(WIDE, 2, rng, 0.0097, 1.0)).fitted) == 5
 
@@ -285,4 +290,5 @@ def test_a_chosen_value_that_rounding_moves_past_a_neighbour_is_the_best_of_the_
     values = [0.0010004 * 1.0002**k for k in range(3)]
     losses_by_value = {v: dict.fromkeys((0, 1), (k - 1.1) ** 2) for k, v in enumerate(values)}
     swept = sweep.fit(losses_by_value)
-    assert values[1] < swept.optimum < values[2] and swept.chosen == swept.best == values[1]
+    assert values[1] < swept.optimum < values[2]
+    assert swept.chosen == swept.best == values[1]

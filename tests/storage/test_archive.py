@@ -64,7 +64,8 @@ def test_files_are_read_in_the_archive_as_in_a_directory():
     assert {name: files.read(name) for name in files.names} == FILES
     run = Member(files, 'runs/a')
     assert (run / 'metrics.jsonl').read_bytes() == FILES['runs/a/metrics.jsonl']
-    assert (run / 'metrics.jsonl').exists() and not run.is_file()
+    assert (run / 'metrics.jsonl').exists()
+    assert not run.is_file()
     assert str(run / 'metrics.jsonl') == 'kept/logs.zip, member runs/a/metrics.jsonl'
     with pytest.raises(FileNotFoundError, match='logs.zip, member runs/a/other'):
         (run / 'other').read_bytes()
@@ -75,7 +76,8 @@ def test_the_same_files_make_the_same_bytes(monkeypatch):
     monkeypatch.setattr('sys.platform', 'win32')
     assert zip_bytes(dict(FILES)) == zip_bytes(FILES)
     (member, *_) = zipfile.ZipFile(io.BytesIO(zip_bytes(FILES))).infolist()
-    assert member.date_time == (1980, 1, 1, 0, 0, 0) and member.create_system == 3
+    assert member.date_time == (1980, 1, 1, 0, 0, 0)
+    assert member.create_system == 3
     assert stat.filemode(member.external_attr >> 16) == '-rw-r--r--'
 
 

@@ -12,11 +12,16 @@ from tests.refusals import refused
 
 def test_a_url_is_a_path_with_the_methods_of_pathlib(bucket):
     path = make_directory('gs://runs/a')
-    assert str(path / 'b') == 'gs://runs/a/b' and not path.exists() and not bucket.names('runs')
-    assert write_atomic(path / 'b', 'ä') == path / 'b' and bucket.read('runs', 'a/b') == b'\xc3\xa4'
+    assert str(path / 'b') == 'gs://runs/a/b'
+    assert not path.exists()
+    assert not bucket.names('runs')
+    assert write_atomic(path / 'b', 'ä') == path / 'b'
+    assert bucket.read('runs', 'a/b') == b'\xc3\xa4'
     assert write_atomic('gs://runs/a/c/d', b'\xff').read_bytes() == b'\xff'
     assert sorted(p.name for p in path.iterdir()) == ['b', 'c']
-    assert path.is_dir() and not path.is_file() and (path / 'b').is_file()
+    assert path.is_dir()
+    assert not path.is_file()
+    assert (path / 'b').is_file()
     assert [str(p) for p in path.glob('c/*')] == ['gs://runs/a/c/d']
     bucket.put('runs', 'a/e', b'x')
     assert (path / 'e').exists()  # listings are not cached
@@ -32,9 +37,11 @@ def test_a_file_of_a_library_is_uploaded_whole_or_not_at_all(bucket):
     assert bucket.names('runs') == []
     with replacing(path) as temporary:
         temporary.write_bytes(data)
-    assert bucket.read('runs', 'model.bin') == data and bucket.names('runs') == ['model.bin']
+    assert bucket.read('runs', 'model.bin') == data
+    assert bucket.names('runs') == ['model.bin']
     with local_copy(path) as local:
-        assert local.read_bytes() == data and local.name == 'model.bin'
+        assert local.read_bytes() == data
+        assert local.name == 'model.bin'
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,11 @@ def test_a_replaced_file_has_the_mode_that_the_umask_gives(file, mask):
         temporary.write_text('after')
     with umask(mask):
         below = write_atomic(file.parent / 'a' / 'b', 'ä')
-    assert file.read_text() == 'after' and below.read_bytes() == 'ä'.encode()
+    assert file.read_text() == 'after'
+    assert below.read_bytes() == 'ä'.encode()
     assert [path.stat().st_mode & 0o777 for path in (file, below)] == [0o666 & ~mask] * 2
-    assert write_atomic(below, b'\xff').read_bytes() == b'\xff' and names(below.parent) == ['b']
+    assert write_atomic(below, b'\xff').read_bytes() == b'\xff'
+    assert names(below.parent) == ['b']
 
 
 @pytest.mark.parametrize('call', ['fsync', 'replace', 'block', 'library'])
@@ -61,7 +63,8 @@ def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, call, code)
             raise ValueError(f'UNKNOWN: cannot write [OS error {code}: {os.strerror(code)}]')
         if call == 'block':
             fail()
-    assert file.read_text() == 'before' and names(file.parent) == ['file']
+    assert file.read_text() == 'before'
+    assert names(file.parent) == ['file']
 
 
 def test_a_directory_in_the_place_of_a_file_is_left_alone(tmp_path):
@@ -152,10 +155,8 @@ def test_a_name_of_a_file_from_elsewhere_is_one_component(tmp_path, name):
 
 @pytest.mark.parametrize('name', ['a', 'a.b', '...', '-a', 'ä' * 127, 'a b', '~'])
 def test_a_name_of_one_component_is_taken_as_it_is(tmp_path, name):
-    assert (
-        require_plain_name(name) == name
-        and join_without_links(tmp_path, 'x', name) == tmp_path / 'x' / name
-    )
+    assert require_plain_name(name) == name
+    assert join_without_links(tmp_path, 'x', name) == tmp_path / 'x' / name
 
 
 def test_a_run_of_a_study_is_one_directory_below_runs(tmp_path):

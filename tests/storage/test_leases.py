@@ -113,7 +113,8 @@ def test_two_that_find_a_lease_free_do_not_both_acquire_it(storage, monkeypatch,
         take(lease)
 
     monkeypatch.setattr(kind, 'take', take_second)
-    assert storage.acquire() is None and raced[1] is not None
+    assert storage.acquire() is None
+    assert raced[1] is not None
     assert storage.holders()['run'].startswith(f'process {os.getpid() if here else 12} on ')
     if here:
         raced[1].release()
@@ -151,7 +152,8 @@ def test_failed_heartbeats_are_retried_until_they_are_late(
             assert not held.lost
         mode = 'come late'
         wait_until(lambda: held.lost)
-    assert not held._thread.is_alive() and disk_storage.holders() == {}
+    assert not held._thread.is_alive()
+    assert disk_storage.holders() == {}
 
 
 @pytest.mark.parametrize('change', ['taken over', 'deleted'])
@@ -167,17 +169,21 @@ def test_a_holder_sees_at_its_next_heartbeat_what_happened_to_its_lease(
         wait_until(lambda: held.lost)
     # Another holder's lease is not released, a deleted one not created again.
     expected = {'run': 'process 12 on far'} if change == 'taken over' else {}
-    assert held.lost and storage.holders() == expected
+    assert held.lost
+    assert storage.holders() == expected
 
 
 @pytest.mark.parametrize('error', [None, SystemExit])
 def test_the_end_of_a_block_releases_the_lease(storage, error):
     with contextlib.suppress(SystemExit), storage.acquire() as held:
-        assert held._thread.is_alive() and storage.acquire() is None
+        assert held._thread.is_alive()
+        assert storage.acquire() is None
         assert list(storage.holders()) == ['run']
         if error:
             raise error
-    assert not held._thread.is_alive() and not held.lost and storage.holders() == {}
+    assert not held._thread.is_alive()
+    assert not held.lost
+    assert storage.holders() == {}
     with storage.acquire():
         held.release()
         assert storage.acquire() is None

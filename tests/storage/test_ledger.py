@@ -43,7 +43,8 @@ def study_with_a_look(tmp_path):
     (tmp_path / 'study.json').write_text(json.dumps(STUDY))
     ledger.declare(tmp_path, STUDY)
     add_run(tmp_path, 'a')
-    assert ledger.record_look(tmp_path) and not altered_runs(tmp_path)
+    assert ledger.record_look(tmp_path)
+    assert not altered_runs(tmp_path)
     return tmp_path
 
 
@@ -69,21 +70,22 @@ def test_a_ledger_has_an_entry_for_each_event_and_sums_them_up(extended_study):
     kept = read_ledger(extended_study)
     events = [entry['event'] for entry in kept.entries]
     assert events == ['declared', 'looked', 'arms_added', 'accepted']
-    assert kept.entries[0]['family'] == 1 and kept.family == 2
+    assert kept.entries[0]['family'] == 1
+    assert kept.family == 2
     added = ('qk/no_v', 'd_model=32', 'stdlib')
     assert kept.post_hoc == {(*added, None), (*added, 'equal_shape')}
     assert kept.arms == {tuple(arm_key.values()) for arm_key in ARMS} | kept.post_hoc
     assert kept.accepted == {'uncommitted': 'a typo in docs'}
-    assert kept.first_look == kept.entries[1]['time'] and kept.entries[1]['look'] == 1
+    assert kept.first_look == kept.entries[1]['time']
+    assert kept.entries[1]['look'] == 1
     assert kept.looked_files.keys() == {'study.json', 'plan.jsonl', 'results.jsonl', 'logs'}
     assert kept.declaration == ledger.declaration_digest(LARGER) != ledger.declaration_digest(STUDY)
 
 
 def test_arms_of_a_study_without_verdicts_are_never_post_hoc(study_with_a_look):
     ledger.declare(study_with_a_look, LARGER | {'tuning': None})
-    assert (
-        not read_ledger(study_with_a_look).post_hoc and read_ledger(study_with_a_look).family == 2
-    )
+    assert not read_ledger(study_with_a_look).post_hoc
+    assert read_ledger(study_with_a_look).family == 2
 
 
 def test_a_declaration_and_an_acceptance_are_entered_once(extended_study):
@@ -165,16 +167,19 @@ def test_a_run_whose_files_changed_after_a_look_is_altered(study_with_a_look, ch
     change(study_with_a_look)
     add_run(study_with_a_look, 'c')
     entries = (study_with_a_look / 'ledger.jsonl').read_bytes()
-    assert altered_runs(study_with_a_look) == {'a': 1} and not ledger.record_look(study_with_a_look)
+    assert altered_runs(study_with_a_look) == {'a': 1}
+    assert not ledger.record_look(study_with_a_look)
     assert (study_with_a_look / 'ledger.jsonl').read_bytes() == entries
 
 
 def test_runs_may_be_added_after_a_look(study_with_a_look):
     add_run(study_with_a_look, 'b')
     replace_text(study_with_a_look, 'results.jsonl', '"seconds": 1.0', '"seconds": 9.0')
-    assert not altered_runs(study_with_a_look) and ledger.record_look(study_with_a_look)
+    assert not altered_runs(study_with_a_look)
+    assert ledger.record_look(study_with_a_look)
     entry = read_ledger(study_with_a_look).entries[-1]
-    assert entry['look'] == 2 and entry['runs'].keys() == {'a', 'b'}
+    assert entry['look'] == 2
+    assert entry['runs'].keys() == {'a', 'b'}
 
 
 def test_a_run_that_is_gone_after_a_look_is_altered(study_with_a_look):

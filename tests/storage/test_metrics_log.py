@@ -44,7 +44,8 @@ def test_rewind_drops_what_follows_a_step(path, kept):
     metrics = MetricsFile(path)
     assert metrics.last_step == 50
     metrics.rewind(kept)
-    assert metrics.last_step == (kept or None) and path.read_bytes() == expected
+    assert metrics.last_step == (kept or None)
+    assert path.read_bytes() == expected
     metrics.append({'step': kept + 10})
     assert steps_of(path) == [*range(10, kept + 20, 10)]
 
@@ -103,7 +104,8 @@ def test_damage_behind_the_checkpoint_is_dropped(path, caplog, tail, damage):
         assert not caplog.records
     else:
         (warning,) = caplog.messages
-        assert warning.startswith(f'{path}, {damage}') and '\n' not in warning
+        assert warning.startswith(f'{path}, {damage}')
+        assert '\n' not in warning
         assert warning.endswith('; the lines from 3 on are dropped, and training writes them again')
 
 
@@ -126,7 +128,8 @@ def test_a_resume_parses_the_last_lines_of_a_log_alone(path, monkeypatch):
     metrics.rewind(999, written=kept)
     metrics.append({'step': 1000})
     metrics.check()
-    assert metrics.last_step == 1000 and parse.call_count < 10
+    assert metrics.last_step == 1000
+    assert parse.call_count < 10
 
 
 @pytest.mark.parametrize('written_share', [0.0, 0.9])
@@ -179,7 +182,8 @@ def test_a_log_that_lacks_lines_of_its_checkpoint_is_refused_unchanged(path, dam
     path.write_bytes(b''.join(lines))
     metrics = MetricsFile(path)
     metrics.rewind(4, written=kept)
-    assert path.read_bytes() == b''.join(lines[:5]) and metrics.flush() == kept
+    assert path.read_bytes() == b''.join(lines[:5])
+    assert metrics.flush() == kept
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,13 @@ def test_arms_are_the_grid_of_corpora_sizes_variants(grid_arms):
     expected = itertools.product(GRID.corpora, GRID.sizes, GRID.variants)
     keys = [(arm.key.corpus, arm.key.size, arm.key.variant) for arm in grid_arms]
     assert keys == list(expected)
-    assert grid_arms[4].model.num_layers == 3 and grid_arms[4].model.value == 'no_v'
+    assert grid_arms[4].model.num_layers == 3
+    assert grid_arms[4].model.value == 'no_v'
 
 
 def test_arms_are_matched_to_the_baseline(grid_arms):
-    assert grid_arms[0].destination is None and grid_arms[1].destination == 'd_model'
+    assert grid_arms[0].destination is None
+    assert grid_arms[1].destination == 'd_model'
     assert all(abs(arm.residual) <= 1e-3 for arm in grid_arms)
 
 
@@ -135,9 +137,8 @@ def test_each_variant_that_no_model_matches_is_named():
     *lines, _ = refused_arms(study)
     for line, variant in zip(lines, variants[1:], strict=True):
         assert line.startswith(f'variant {variant!r} reaches ')
-        assert 'd_ff=' in line and line.endswith(
-            '; choose another size, or a tolerance above 0.001'
-        )
+        assert 'd_ff=' in line
+        assert line.endswith('; choose another size, or a tolerance above 0.001')
 
 
 # Slices of the stream and rotary positions: d_model moves by twice the number of heads.
@@ -186,7 +187,8 @@ def test_sizes_that_all_arms_fit_stay_and_arms_that_fit_no_size_are_named():
     assert lines[-1].startswith("all arms but 'merged/vo' match with ")
     assert not values_of_flags(lines[-1], 'destinations')
     for sizes in values_of_flags(lines[-1], 'sizes'):
-        assert sizes[0] == 'd_model=104' and sizes[1].endswith('&num_layers=1')
+        assert sizes[0] == 'd_model=104'
+        assert sizes[1].endswith('&num_layers=1')
         kept = dataclasses.replace(study, sizes=sizes, variants=study.variants[:-1])
         assert len(build_arms(kept)) == 6
 
@@ -236,7 +238,8 @@ def test_a_control_of_equal_shape_has_the_sizes_of_the_baseline(saving_arms):
         assert getattr(control.model, name) == getattr(baseline.model, name)
     saved = cost.count(control.model)['total'] / cost.count(baseline.model)['total'] - 1
     assert saved < -0.05
-    assert control.destination is None and control.residual == pytest.approx(saved)
+    assert control.destination is None
+    assert control.residual == pytest.approx(saved)
 
 
 def test_a_control_of_equal_shape_keeps_a_d_ff_of_its_own(saving_arms):

@@ -138,7 +138,8 @@ def test_an_untuned_study_has_a_single_run_of_each_arm(arms):
     runs = plan.runs(study_with(tuning=TuningConfig()), arms, no_results)
     assert [run.arm for run in runs] == arms
     single = runs[0]
-    assert single.stage == 'single' and single.config.trials == STUDY.base.trials
+    assert single.stage == 'single'
+    assert single.config.trials == STUDY.base.trials
     assert single.directory == f'runs/qk-vo-d_model=32-{single.id}'
 
 
@@ -298,8 +299,11 @@ def test_a_significant_bracket_takes_the_first_seeds_alone():
 def test_further_seeds_are_drawn_until_the_bracket_is_significant():
     screening = screen(LIMITS, sd=0.08)
     drawn = [seeds for _, seeds in screening.asked]
-    assert drawn[0] == (10, 11) and (12, 13) in drawn and drawn[-1][-1] < 21
-    assert screening.sweep.bracketed and screening.sweep.optimum_low
+    assert drawn[0] == (10, 11)
+    assert (12, 13) in drawn
+    assert drawn[-1][-1] < 21
+    assert screening.sweep.bracketed
+    assert screening.sweep.optimum_low
     # All values of the grid get them, so that a seed's level cancels.
     every_seed = tuple(range(10, drawn[-1][-1] + 1))
     assert {tuple(losses) for losses in screening.measured.values()} == {every_seed}
@@ -309,7 +313,8 @@ def test_further_seeds_are_drawn_while_a_loss_may_lie_too_far_above_its_optimum(
     bound = screen(LIMITS, sd=0.01).sweep.at_worst / 2
     limits = dataclasses.replace(LIMITS, max_excess=bound, max_seeds=16)
     screening = screen(limits, sd=0.01)
-    assert len(screening.asked) > 1 and screening.sweep.at_worst <= bound
+    assert len(screening.asked) > 1
+    assert screening.sweep.at_worst <= bound
 
 
 def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
@@ -365,7 +370,8 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
         by_arm[-1],
     ]
     assert by_stage[0] == 'stage runs trials tokens FLOPs'
-    assert by_arm[-1] == by_stage[-2] and by_stage[-1].startswith('lower bounds')
+    assert by_arm[-1] == by_stage[-2]
+    assert by_stage[-1].startswith('lower bounds')
     assert sum(int(line.split()[-3]) for line in by_arm[2:-1]) == 72
 
 
@@ -383,7 +389,8 @@ def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
     _, shown = estimated_tables(costly_study, costly_arms, measure=True)
     assert measured == [('qk', 32), ('qk', 64)]
     assert shown[4].startswith('longer, if every arm is decided 8 36')
-    assert shown[5].startswith('total 16 72') and ' 1:0' in shown[5]
+    assert shown[5].startswith('total 16 72')
+    assert ' 1:0' in shown[5]
 
 
 @pytest.mark.parametrize(
@@ -394,7 +401,8 @@ def test_a_machine_that_cannot_train_a_plan_gives_its_cost_without_time(
 ):
     monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
     _, shown = estimated_tables(costly_study, costly_arms, measure=True)
-    assert shown[5].startswith('total 16 72') and shown[5].endswith(' -')
+    assert shown[5].startswith('total 16 72')
+    assert shown[5].endswith(' -')
     assert re.match('no time, as this machine cannot train it: .*it', shown[6])
 
 

@@ -98,7 +98,8 @@ def test_reading_a_packed_study_writes_no_file(packed_study, tmp_path, monkeypat
     monkeypatch.setattr('tempfile.tempdir', None)
     before = files_below(packed_study)
     load_findings(packed_study)
-    assert files_below(packed_study) == before and not list(empty.iterdir())
+    assert files_below(packed_study) == before
+    assert not list(empty.iterdir())
 
 
 def test_a_packed_study_becomes_a_working_directory(packed_study):
@@ -120,9 +121,8 @@ def test_unpacking_that_was_interrupted_is_done_again(packed_study, monkeypatch)
         patched.setattr(stored, 'write_json', interrupt)
         stored.unpack_in_place(packed_study)
     stored.unpack_in_place(packed_study)
-    assert (packed_study / RUN / 'result.json').is_file() and not (
-        packed_study / stored.LOGS
-    ).exists()
+    assert (packed_study / RUN / 'result.json').is_file()
+    assert not (packed_study / stored.LOGS).exists()
 
 
 REFUSED = [
@@ -195,7 +195,8 @@ def test_no_link_is_followed_where_files_are_taken_out(packed_study, tmp_path, p
     link.symlink_to(elsewhere)
     with pytest.raises(ReportError, match=f'{link} is a link, but files of .*logs.zip go there'):
         stored.unpack_in_place(packed_study)
-    assert not list(elsewhere.iterdir()) and (packed_study / stored.LOGS).exists()
+    assert not list(elsewhere.iterdir())
+    assert (packed_study / stored.LOGS).exists()
 
 
 def test_a_damaged_log_is_named_with_its_archive(packed_study):

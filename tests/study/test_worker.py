@@ -126,7 +126,8 @@ def test_a_worker_that_ends_holds_no_lease(finished_once):
 
 def test_a_finished_study_may_ask_another_question_without_training(trained, finished):
     worker.run(dataclasses.replace(STUDY, question='Which?'), finished)
-    assert not trained and events(finished) == ['declared', 'declared']
+    assert not trained
+    assert events(finished) == ['declared', 'declared']
 
 
 GROWN = study_with(variants=(*STUDY.variants, 'qk/k_is_v'))
@@ -137,14 +138,16 @@ def test_a_study_grows_though_a_worker_died_after_writing_its_ledger(trained, fi
     worker.run(GROWN, finished)
     (finished / 'study.json').write_bytes(before)
     worker.run(GROWN, finished)
-    assert len(trained) == 3 and events(finished) == ['declared', 'arms_added']
+    assert len(trained) == 3
+    assert events(finished) == ['declared', 'arms_added']
 
 
 def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
     """It stands before the others: the order of variants does not matter."""
     ledger.record_look(finished)
     worker.run(study_with(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants)), finished)
-    assert len(trained) == 3 and events(finished) == ['declared', 'looked', 'arms_added']
+    assert len(trained) == 3
+    assert events(finished) == ['declared', 'looked', 'arms_added']
 
 
 def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
@@ -156,12 +159,14 @@ def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
     findings = load_findings(path)
     _, arm = findings.arms
     assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
-    assert arm.verdict.decision is Decision.WORSE and not findings.blocks
+    assert arm.verdict.decision is Decision.WORSE
+    assert not findings.blocks
     for tuned_arm in findings.arms:
         assert tuned_arm.blocks == tuned_arm.not_bracketed == ()
         chosen = {knob: sweep.chosen for knob, sweep in tuned_arm.sweeps.items()}
         assert list(chosen) == list(OPTIMA)
-        assert chosen == pytest.approx(OPTIMA, rel=1e-2) and chosen['learning_rate'] == 4e-3
+        assert chosen == pytest.approx(OPTIMA, rel=1e-2)
+        assert chosen['learning_rate'] == 4e-3
         assert tuned_arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
@@ -171,7 +176,8 @@ def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
     fields = {'optimizer': {'decay': 'independent'}, 'variants': ('qk/vo',)}
     study = study_with(trials={'weight_decays': (0.0125, 0.025, 0.05)}, **fields)
     (arm,) = load_findings(worker.run(study, tmp_path / 'out')).arms
-    assert arm.chosen and arm.sweeps['weight_decay'].values[-1] == 0.05
+    assert arm.chosen
+    assert arm.sweeps['weight_decay'].values[-1] == 0.05
     assert [remark.data.get('knob') for remark in arm.blocks] == ['weight_decay']
 
 
@@ -250,7 +256,7 @@ class RaisesForBaseline:
 
     def __init__(self, error, once=False):
         self.error = error
-        self.once = finished_once
+        self.once = once
         self.refused = []  # names of directories
 
     def __call__(self, config, workdir):
@@ -293,7 +299,8 @@ def test_a_bug_or_a_full_disk_ends_the_worker(trained, tmp_path, error):
     trained.before = RaisesForBaseline(error)
     with pytest.raises(type(error), match=str(error)):
         worker.run(STUDY, tmp_path / 'out')
-    assert not trained and not leases.holders(tmp_path / 'out/leases')
+    assert not trained
+    assert not leases.holders(tmp_path / 'out/leases')
 
 
 @pytest.fixture
@@ -408,7 +415,8 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study
     before = contents(finished)
     with pytest.raises(ConfigError, match=message):
         worker.run(study, finished)
-    assert contents(finished) == before and not trained
+    assert contents(finished) == before
+    assert not trained
 
 
 def test_results_that_two_arms_exchanged_are_refused(trained, finished):
@@ -421,7 +429,8 @@ def test_results_that_two_arms_exchanged_are_refused(trained, finished):
     before = contents(finished)
     with pytest.raises(ConfigError, match=r"result.json is damaged .*'config_hash' is '\w+', exp"):
         worker.run(STUDY, finished)
-    assert contents(finished) == before and not trained
+    assert contents(finished) == before
+    assert not trained
 
 
 MACHINE = {
@@ -437,7 +446,8 @@ def test_settings_of_the_machine_train_nothing_again(trained, finished):
     before = contents(finished)
     worker.run(study_with(**MACHINE), finished)
     worker.run(STUDY, finished)
-    assert not trained and contents(finished) == before
+    assert not trained
+    assert contents(finished) == before
     assert not ledger.record_look(finished)  # the same files
 
 
@@ -445,7 +455,8 @@ def test_a_field_that_a_later_version_adds_trains_nothing_again(trained, finishe
     ledger.record_look(finished)
     before = contents(finished)
     worker.run(LaterStudy(**FIELDS_OF_STUDY), finished)
-    assert not trained and contents(finished) == before
+    assert not trained
+    assert contents(finished) == before
     assert not ledger.record_look(finished)  # the same files
 
 

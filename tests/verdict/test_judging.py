@@ -54,10 +54,13 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
     for rate, values in {1e-3: (2.0, 2.4), 3e-3: (2.1, 2.2), 1e-2: (1.0, None)}.items():
         records += records_by_seed('swept/vo', dict(enumerate(values)), learning_rate=rate)
     baseline, records_of_arm, swept = find(load_study(studies.write_study(study_dir, records))).arms
-    assert baseline.is_baseline and baseline.difference is records_of_arm.verdict is None
+    assert baseline.is_baseline
+    assert baseline.difference is records_of_arm.verdict is None
     assert list(records_of_arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
-    assert swept.learning_rate == 3e-3 and swept.over_seeds('val_loss').mean == pytest.approx(2.15)
-    assert not swept.at_edge and swept.num_diverged == 1
+    assert swept.learning_rate == 3e-3
+    assert swept.over_seeds('val_loss').mean == pytest.approx(2.15)
+    assert not swept.at_edge
+    assert swept.num_diverged == 1
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,8 @@ def test_the_test_split_decides_where_validation_agrees(study_dir, test, validat
     assert verdict.decision is (decided or UNDECIDED)
     if decided is None:
         reason = verdict.reasons[-1]
-        assert reason.code is ReasonCode.SPLITS_DISAGREE and reason.data.items() >= means.items()
+        assert reason.code is ReasonCode.SPLITS_DISAGREE
+        assert reason.data.items() >= means.items()
 
 
 @pytest.mark.parametrize(
@@ -140,12 +144,14 @@ def test_an_interval_includes_errors_of_seeds_documents_and_tuning(study_dir, sd
     shifts, tokens = shift_documents(study_dir, 'b/vo', sd)
     _, b = find(load_study(study_dir)).arms
     tuning = [a.sweeps['learning_rate'].at_worst for a in (b, baseline)]
-    assert min(tuning) > 1e-4 and tuning[0] != pytest.approx(tuning[1])
+    assert min(tuning) > 1e-4
+    assert tuning[0] != pytest.approx(tuning[1])
     evaluation = inference.evaluation_error((shifts * tokens)[None], tokens)
     expected = inference.paired_test(NOISE - 0.03, evaluation=evaluation, tuning=tuning)
     interval = b.difference.low, b.difference.high
     assert interval == pytest.approx((expected.low, expected.high))
-    assert b.comparison.num_documents == 100 and b.verdict.decision is decided
+    assert b.comparison.num_documents == 100
+    assert b.verdict.decision is decided
 
 
 def test_the_family_is_the_widest_that_was_declared(study_dir):
@@ -162,7 +168,8 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
     studies.write_tuned(study_dir, records[0])
     (study_dir / ledger.NAME).write_bytes(entries)
     findings = find(load_study(study_dir))
-    assert code_names(findings.blocks) == ['OTHER_DECLARATION'] and findings.num_comparisons == 2
+    assert code_names(findings.blocks) == ['OTHER_DECLARATION']
+    assert findings.num_comparisons == 2
     ledger.declare(study_dir, json.loads((study_dir / 'study.json').read_text()))
     b = find(load_study(study_dir)).arms[1]
     assert b.verdict.num_comparisons == 2
@@ -302,7 +309,8 @@ def test_controls_have_no_verdict(study_dir):
     findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
     parts = findings.arms[1].parts
     assert list(parts.longer.differences.values()) == pytest.approx(list(2 * NOISE[:6] - 0.01))
-    assert findings.num_comparisons == 1 and not any(a.verdict for a in findings.controls)
+    assert findings.num_comparisons == 1
+    assert not any(a.verdict for a in findings.controls)
     kinds = [(a.key.control, a.is_baseline) for a in findings.controls]
     assert kinds == [(SAME_SHAPE, False), (LONGER, True), (LONGER, False)]
     assert {remark.code for remark in findings.remarks} == {RemarkCode.EVALUATION}

@@ -89,14 +89,17 @@ def test_a_log_that_does_not_fit_its_results_is_left_out(study_dir, lines, messa
     study = load_study(study_dir)
     (problem,) = study.problems
     (run,) = study.runs
-    assert message in problem and LOG in problem
-    assert len(run.trials) == 2 and not any(trial.evaluations for trial in run.trials)
+    assert message in problem
+    assert LOG in problem
+    assert len(run.trials) == 2
+    assert not any(trial.evaluations for trial in run.trials)
 
 
 def test_evaluations_end_where_a_trial_diverges(study_dir):
     records = [result_of(val_loss=0.5), result_of(seed=1, val_loss=None)]
     one, other = load_study(studies.write_study(study_dir, records, num_evals=4)).trials
-    assert [*one.evaluations] == [100, 200, 300, 400] and one.evaluations[400] == 0.5
+    assert [*one.evaluations] == [100, 200, 300, 400]
+    assert one.evaluations[400] == 0.5
     assert other.evaluations == {100: 3.5, 200: 3.5}
 
 
@@ -106,7 +109,8 @@ def test_evaluations_of_a_run_without_all_results_are_left_out(study_dir):
     studies.write_study(study_dir, records, num_evals=4)
     studies.write_lines(study_dir / 'results.jsonl', records[1:])
     study = load_study(study_dir)
-    assert [trial.seed for trial in study.trials] == [1] and study.problems == ()
+    assert [trial.seed for trial in study.trials] == [1]
+    assert study.problems == ()
     assert not study.trials[0].evaluations
 
 
@@ -133,7 +137,8 @@ def test_settings_that_this_version_does_not_know_are_left_out(study_dir):
     base['model'] |= {'depth_decay': 2, 'num_layers': 3}
     about = {'base': base, 'base_hash': fingerprint_of(base)}
     study = load_study(studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'), **about))
-    assert study.base == Config(model=ModelConfig(num_layers=3)) and study.problems == ()
+    assert study.base == Config(model=ModelConfig(num_layers=3))
+    assert study.problems == ()
     base['model']['d_ff'] = {'a': 1}
     (problem,) = load_study(studies.write_study(study_dir / 'x', [result_of()], **about)).problems
     assert problem.startswith('base_hash of study.json is not')
@@ -190,7 +195,8 @@ def test_a_file_of_another_study_or_run_is_refused(
         path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(ReportError, match=re.escape(message)) as raised:
         load_study(study_dir)
-    assert file in str(raised.value) and '\n' not in str(raised.value)
+    assert file in str(raised.value)
+    assert '\n' not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,8 @@ def test_a_file_in_the_directory_of_another_run_is_named(
     path = shutil.copytree(study_of_three_arms, study_dir) / B_RUN / file
     path.write_text(json.dumps(content))
     (problem,) = load_study(study_dir).problems
-    assert f'{B_RUN}/{file} is damaged' in problem and message in problem
+    assert f'{B_RUN}/{file} is damaged' in problem
+    assert message in problem
 
 
 def test_runs_that_are_trained_longer_may_leave_the_plan_after_their_yardsticks(

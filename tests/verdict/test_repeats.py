@@ -49,7 +49,8 @@ def arm_of(directory, variant='b/vo'):
 def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
     first = arm_of(repeated / 'first')
     both = arm_of(repeated / 'second')
-    assert both.comparison.pooled == {'first': 8} and both.difference.n == 14
+    assert both.comparison.pooled == {'first': 8}
+    assert both.difference.n == 14
     assert sorted(both.comparison.differences) == [*studies.VERDICT_SEEDS, *FRESH]
     own = [v for seed, v in both.comparison.differences.items() if seed in FRESH]
     earlier = list(first.comparison.differences.values())
@@ -134,7 +135,8 @@ def test_a_table_names_what_it_repeats(repeated):
     write_report(repeated / 'second')
     table = (repeated / 'second/table.md').read_text()
     assert 'Earlier study of its questions: first, as was declared in retrospect' in table
-    assert 'pooled with those of this study: b/vo (8)' in table and 'b/vo 2; others 1' in table
+    assert 'pooled with those of this study: b/vo (8)' in table
+    assert 'b/vo 2; others 1' in table
 
 
 def test_a_study_alone_is_a_sample_of_one_stratum():
@@ -142,4 +144,5 @@ def test_a_study_alone_is_a_sample_of_one_stratum():
     assert inference.paired_test(values, strata=[0] * 9) == inference.paired_test(values)
     apart = [*values, *(values + 5)]
     two = inference.paired_test(apart, strata=[0] * 9 + [1] * 9)
-    assert two.sd == pytest.approx(float(np.std(values, ddof=1))) and two.df == 16
+    assert two.sd == pytest.approx(float(np.std(values, ddof=1)))
+    assert two.df == 16

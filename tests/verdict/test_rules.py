@@ -164,7 +164,8 @@ def test_a_rule_that_every_arm_breaks_withholds_every_verdict(
     study_dir, records, study, code, data
 ):
     findings, decisions, _ = judge_study(write_tuned(study_dir, records, **study))
-    assert decisions == ALL_WITHHELD and findings.split == ('val' if code == 'NO_TEST' else 'test')
+    assert decisions == ALL_WITHHELD
+    assert findings.split == ('val' if code == 'NO_TEST' else 'test')
     assert any(r.code.name == code and r.data.items() >= data.items() for r in findings.blocks)
     assert all(r.every_arm == (code in ('FEW_DOCUMENTS', 'NO_TEST')) for r in findings.blocks[:1])
 
@@ -227,7 +228,9 @@ def test_a_rule_that_all_arms_break_is_a_single_remark(study_dir):
     findings, decisions, (remark,) = judge_study(study_dir)
     assert decisions == ALL_WITHHELD
     assert findings.blocks == (remark,) == findings.arms[1].verdict.reasons
-    assert remark.code is RemarkCode.NOT_ANNEALED and remark.arm is None and remark.every_arm
+    assert remark.code is RemarkCode.NOT_ANNEALED
+    assert remark.arm is None
+    assert remark.every_arm
 
 
 def test_different_or_uncommitted_code_blocks_verdicts_until_it_is_accepted(study_dir):
@@ -249,7 +252,8 @@ def test_different_or_uncommitted_code_blocks_verdicts_until_it_is_accepted(stud
     for code, still in (('uncommitted', 2), ('commits', 0)):
         ledger.accept(study_dir, [code], 'a comment only')
         findings, decisions, remarks = judge_study(study_dir)
-        assert len(findings.blocks) == still and len(remarks) == 4
+        assert len(findings.blocks) == still
+        assert len(remarks) == 4
         assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
     assert decisions == JUDGED
 
@@ -274,7 +278,8 @@ def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     arm = next(arm for arm in findings.arms if arm.key == B)
     assert decisions == WITHHELD
     assert arm.blocks[-1] == blocking_remark('ALTERED', run=VERDICT['b/vo'], look=1)
-    assert not ledger.record_look(path) and (path / ledger.NAME).read_text() == entries
+    assert not ledger.record_look(path)
+    assert (path / ledger.NAME).read_text() == entries
 
 
 def trial_of_yardsticks(early=2.0, late=1.8, shuffled=None):
@@ -354,7 +359,8 @@ def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
         record |= {'val_bleu': bleu, 'test_bleu': bleu}
     path = write_tuned(study_dir, records, yardsticks=TRANSLATION)
     _, decisions, (remark,) = judge_study(path)
-    assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, arm=B) and decisions == JUDGED
+    assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, arm=B)
+    assert decisions == JUDGED
     assert remark.data == pytest.approx(LOW_BLEU)
 
 
@@ -375,7 +381,8 @@ def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, stu
             record['test_loss'] += 2.0
     _, decisions, remarks = judge_study(write_tuned(study_dir, records))
     (bimodal,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
-    assert bimodal.arm.variant == variant and bimodal.data['sd'] > 3 * bimodal.data['usual']
+    assert bimodal.arm.variant == variant
+    assert bimodal.data['sd'] > 3 * bimodal.data['usual']
     withheld = {v for v, decision in decisions.items() if decision is NO_VERDICT}
     assert withheld == ({'b/vo'} if variant == 'b/vo' else {'b/vo', 'c/vo', 'd/vo'})
     two = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]

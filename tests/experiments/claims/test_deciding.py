@@ -82,7 +82,8 @@ def test_a_check_does_not_add_a_setting_in_which_the_claim_holds(added):
 def test_a_check_and_a_study_that_disagree_make_a_condition(added):
     worse = expect('double/double', 'worse', study='lm_added')
     mixed = decide(claim(worse, checks=(false_check,)), 'cpu', added)
-    assert mixed.verdict is ClaimVerdict.HOLDS_ONLY_IF and mixed.condition == 'model: decoder'
+    assert mixed.verdict is ClaimVerdict.HOLDS_ONLY_IF
+    assert mixed.condition == 'model: decoder'
     not_worse = expect('double/double', 'not_worse', study='lm_added')
     mixed = decide(claim(not_worse, checks=(sound_check,)), 'cpu', added)
     assert mixed.condition == 'part: checks'
@@ -106,7 +107,8 @@ def test_the_rows_of_a_claim_are_tested_together_and_then_each_at_its_share(adde
     # An open row makes the verdict one of selected rows, three here.
     decided = decide(claim(*worse), 'cpu', added)
     row, arm = apart[2]
-    assert decided.rows[2] == row and decided.needed == needed(row, arm).text
+    assert decided.rows[2] == row
+    assert decided.needed == needed(row, arm).text
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,8 @@ def test_the_seeds_that_a_reported_range_needs_are_those_of_a_95_percent_interva
     row = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)
     seeds, _ = inference.to_find(arm.difference, 0.01 - arm.difference.mean, decision.ALPHA)
     need = needed(row, arm)
-    assert 'from +0.01 nats/token' in need.text and need.seeds == seeds
+    assert 'from +0.01 nats/token' in need.text
+    assert need.seeds == seeds
 
 
 def test_one_seed_has_no_spread_so_more_are_needed(no_o):
@@ -223,13 +226,15 @@ def test_no_number_of_seeds_makes_up_for_divergence_or_disagreeing_splits(code, 
     row, arm = no_o
     verdict = dataclasses.replace(arm.verdict, reasons=(Reason(code),))
     need = needed(row, dataclasses.replace(arm, verdict=verdict))
-    assert need.seeds == math.inf and need.text.startswith(start)
+    assert need.seeds == math.inf
+    assert need.text.startswith(start)
 
 
 def test_a_study_without_results_is_what_a_claim_needs_first(results):
     expected = [expect('qk/k_is_v', 'worse'), expect('qk/no_v', 'worse', study='masked_lm')]
     decided = decide(claim(*expected), 'cpu', results)
-    assert decided.verdict is UNDECIDED and decided.studies == ('fair_small',)
+    assert decided.verdict is UNDECIDED
+    assert decided.studies == ('fair_small',)
     assert decided.missing == ('study masked_lm has no results',)
     assert decided.needed == 'the results of masked_lm at scale cpu'
 
@@ -237,7 +242,8 @@ def test_a_study_without_results_is_what_a_claim_needs_first(results):
 def test_a_control_that_a_study_does_not_train_is_missing(results):
     removed = expect('merged/vo', 'worse', study='quickstart', at=Kind.SAME_SHAPE)
     decided = decide(claim(expect('qk/k_is_v', 'worse'), removed), 'cpu', results)
-    assert decided.verdict is UNDECIDED and 'merged/vo has no control' in decided.missing[0]
+    assert decided.verdict is UNDECIDED
+    assert 'merged/vo has no control' in decided.missing[0]
 
 
 @pytest.fixture
@@ -308,7 +314,8 @@ MEASURED = claim(measures=(Measure('fair_small', read_name),))
 
 def test_measures_decide_by_what_they_read_of_a_study(results):
     decided = decide(MEASURED, 'cpu', results)
-    assert decided.verdict is HOLDS_HERE and not decided.missing
+    assert decided.verdict is HOLDS_HERE
+    assert not decided.missing
     assert decided.studies == ('fair_small',)
     assert (decided.rows[0].quantity, decided.rows[0].study) == ('fair_small', 'fair_small')
 
@@ -316,7 +323,8 @@ def test_measures_decide_by_what_they_read_of_a_study(results):
 def test_a_claim_has_the_provenance_of_its_training(results):
     decided = decide(MEASURED, 'cpu', results)
     trial = results.study('fair_small').study.trials[0]
-    assert decided.commit == trial.provenance['git']['commit'][:12] and decided.seconds > 50
+    assert decided.commit == trial.provenance['git']['commit'][:12]
+    assert decided.seconds > 50
 
 
 def test_measures_of_models_short_of_a_yardstick_decide_nothing():

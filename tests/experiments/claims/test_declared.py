@@ -20,15 +20,19 @@ CONFIGS = sorted((ROOT / 'configs/claims').glob('*.py'))
 
 def test_claims_are_sorted_by_name_and_all_are_chosen_by_default():
     claims = declared.claims()
-    assert list(claims) == sorted(claims) and {'C1', 'E3'} <= claims.keys()
+    assert list(claims) == sorted(claims)
+    assert {'C1', 'E3'} <= claims.keys()
     assert declared.chosen([]) == list(claims.values())
 
 
 def test_claims_are_well_formed():
     claims = declared.claims()
     for name, claim in claims.items():
-        assert claim.name == name and claim.statement.endswith('.') and claim.rule.endswith('.')
-        assert 0 < len(claim.title) <= 65 and claim.title[-1] != '.'
+        assert claim.name == name
+        assert claim.statement.endswith('.')
+        assert claim.rule.endswith('.')
+        assert 0 < len(claim.title) <= 65
+        assert claim.title[-1] != '.'
         assert claim.checks or claim.expectations or claim.measures
 
 

@@ -43,14 +43,16 @@ def written(tmp_path_factory):
 
 def test_claims_and_answers_are_read_as_written_with_numbers_of_rows_in_six_digits(tmp_path):
     write(tmp_path, CLAIMS, STORED.values())
-    assert read_claims(tmp_path) == tuple(STORED.values()) and read_answers(tmp_path) == ()
+    assert read_claims(tmp_path) == tuple(STORED.values())
+    assert read_answers(tmp_path) == ()
     row = dataclasses.replace(
         STORED_ANSWERS[0].rows[0], value=1234567.0, low=0.01234567891, high=1234567.891
     )
     write(tmp_path, ANSWERS, [*STORED_ANSWERS, Answer('a', 'b', 0.1234567, (row,))])
     *same, answer = read_answers(tmp_path)
     kept = answer.rows[0]
-    assert tuple(same) == STORED_ANSWERS and answer.attention == 0.1234567
+    assert tuple(same) == STORED_ANSWERS
+    assert answer.attention == 0.1234567
     assert (kept.value, kept.low, kept.high) == (1234567.0, 0.0123457, 1234567.9)
     with pytest.raises(ReportError, match='claims.json does not exist; make it again with python'):
         read_claims(tmp_path / 'none')
@@ -130,7 +132,9 @@ def test_a_page_begins_with_the_numbers_of_verdicts(written):
 
 def test_statements_are_escaped(written):
     page = (written / 'claims.md').read_text()
-    assert '| ✕ fails |' in page and '<b>' not in page and '&lt;b>x&lt;/b> & $y$' in page
+    assert '| ✕ fails |' in page
+    assert '<b>' not in page
+    assert '&lt;b>x&lt;/b> & $y$' in page
 
 
 def test_blocks_for_other_pages_link_to_the_page_of_each_group(written):
@@ -188,7 +192,9 @@ def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
         '| a | - | +0.250† | worse at this length |',
         '| b | - | +0.500 | worse, settled |',
     ]
-    assert not lines[4] and '†: a loss above' in lines[5] and 'Masked' not in lines[5]
+    assert not lines[4]
+    assert '†: a loss above' in lines[5]
+    assert 'Masked' not in lines[5]
 
 
 def test_claims_with_differences_have_figures(written):
@@ -205,7 +211,8 @@ def test_figures_show_the_numbers_of_the_rows():
     drawn = []
     for kind in (Kind.SAME_SHAPE, Kind.MATCHED):
         drawn += [parts[kind].value for parts in differences if kind in parts]
-    assert means == drawn and len(drawn) > 10
+    assert means == drawn
+    assert len(drawn) > 10
 
 
 def test_a_figure_shows_what_is_reported_at_its_shape():

@@ -169,12 +169,14 @@ def test_drawn_numbers_are_those_of_parameters_alone(results):
 def test_a_causal_mask_hides_later_tokens(results):
     causal = results['causal']
     assert_computed(causal, 'qk/vo', causal=True)
-    assert causal['results']['P0:0,1'] == 0 and causal['results']['P0:0,0'] == 1
+    assert causal['results']['P0:0,1'] == 0
+    assert causal['results']['P0:0,0'] == 1
 
 
 def test_a_symmetric_matrix_is_shown_with_its_rank_and_symmetric_share(results):
     rank, _, share = results['shared_qk']['facts'][0]
-    assert rank == 'rank 2 of 2' and share == 'symmetric share 100 %'
+    assert rank == 'rank 2 of 2'
+    assert share == 'symmetric share 100 %'
 
 
 def test_a_matrix_of_low_rank_is_shown_with_its_rank_and_singular_values(results):
