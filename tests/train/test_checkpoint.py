@@ -62,7 +62,7 @@ def save(directory, *steps: int, **axes: int) -> None:
             saved.save(step, jax.device_put(state_of(step), shardings), RECORD)
 
 
-def restore(directory, target: dict | None = None) -> tuple[dict, dict]:
+def restore_newest(directory, target: dict | None = None) -> tuple[dict, dict]:
     with contextlib.closing(Checkpoints(directory)) as opened:
         return opened.restore(target or target_on())
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_restored_bit_for_bit_on_every_mesh(tmp_path):
     meshes = [{}, {'data': 2}, {'tensor': 2, 'trial': 2}, {'fsdp': 4}, {'fsdp': 2, 'tensor': 4}]
     for axes in [*meshes, {'trial': 2, 'data': 2, 'tensor': 2}]:
         target = target_on(**axes)
-        state, record = restore(tmp_path, target)
+        state, record = restore_newest(tmp_path, target)
         jax.tree.map(np.testing.assert_array_equal, state, state_of(3))
         assert jax.tree.all(jax.tree.map(lambda a, t: a.sharding == t.sharding, state, target))
         assert record['train_seconds'] == 2.5 and record['format'] == checkpoint.FORMAT
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_a_later_format_is_refused_with_the_version_that_reads_i
     message = rf'8 has format 3 .* is qkattn {__version__}, .* format 2; use qkattn 0\.9\.1 or late'
     for _ in range(2):
         with pytest.raises(CheckpointError, match=message):
-            restore(tmp_path)
+            restore_newest(tmp_path)
     assert names_in(tmp_path) == ['4', '8']
 
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_without_a_config_hash_is_restored(tmp_path):
 def test_a_checkpoint_with_a_changed_record_is_passed_over(tmp_path, caplog, change):
     save(tmp_path, 4, 8)
     rewrite(tmp_path / '8/record/metadata', *change)
-    state, record = restore(tmp_path)
+    state, record = restore_newest(tmp_path)
     assert (int(state['step']), record['train_seconds']) == (4, 2.5)
     assert 'checkpoint 8 is damaged (record/metadata: ' in caplog.text
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_with_a_changed_array_is_passed_over(tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
         save(tmp_path, 8)
-    state, record = restore(tmp_path)
+    state, record = restore_newest(tmp_path)
     assert (int(state['step']), record['train_seconds']) == (4, 2.5)
     name = leaf_names(state_of(0))[1]
     assert f'checkpoint 8 is damaged (checksum of {name}' in caplog.text
@@ -255,7 +255,7 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(directory_of_two, tmp_path,
     for label, content in damages.some([*damages.whole(file.read_bytes())], name, every):
         path = shutil.copytree(directory_of_two, tmp_path / label)
         damages.replace(path / file.relative_to(directory_of_two), content)
-        state, record = restore(path)
+        state, record = restore_newest(path)
         assert int(state['step']) in (4, 8), label
         jax.tree.map(np.testing.assert_array_equal, state, state_of(int(state['step'])))
         assert record['train_seconds'] == 2.5
@@ -296,8 +296,8 @@ def test_a_checkpoint_that_cannot_be_read_at_present_is_not_called_damaged(
         else:
             patch.setattr(files, 'read_regular', failing)
         with pytest.raises(ReadError, match=rf'^{path}/8.* cannot be read .*; nothing was changed'):
-            restore(path)
-    assert names_in(path) == ['4', '8'] and int(restore(path)[0]['step']) == 8
+            restore_newest(path)
+    assert names_in(path) == ['4', '8'] and int(restore_newest(path)[0]['step']) == 8
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_never_started_over(directory_of_two, tmp_path):
@@ -309,11 +309,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_never_started_over(directory
     assert names_in(path) == ['4', '8']
     for _ in range(2):  # the same command again
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
-            restore(path)
+            restore_newest(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
     shutil.copytree(path / '4.damaged', path / '4')  # a copy that is damaged as well
     with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
-        restore(path)
+        restore_newest(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
 
 
@@ -345,7 +345,7 @@ def test_a_checkpoint_superseded_while_it_is_opened_is_not_damaged(
 def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
     save(url := as_path('gs://runs/c'), 4, 8)
     del bucket.buckets['runs']['c/8/commit_success.txt']
-    assert int(restore(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
+    assert int(restore_newest(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
 
 
 def test_the_checksum_of_an_array_depends_on_every_element_and_its_place():
