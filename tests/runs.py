@@ -2,11 +2,13 @@
 
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
+from qkattn.config import Config
 from qkattn.metrics import SPEEDS, TIMES
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import read_json
@@ -35,15 +37,20 @@ def programs_kept(built_once, monkeypatch):
     monkeypatch.setattr(program, 'build', built_once)
 
 
+class FinishedRun(NamedTuple):
+    config: Config
+    path: Path
+
+
 @pytest.fixture(scope='session')
 def small_run(tiny, built_once, tmp_path_factory):
-    """The config of a finished small run, and its directory, which tests only read."""
+    """A finished run of a small model, whose directory tests only read."""
     config = tiny(model=SMALL)
     path = tmp_path_factory.mktemp('small') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
         train(config, path)
-    return config, path
+    return FinishedRun(config, path)
 
 
 def results_of(run: Path) -> list[dict]:

@@ -82,8 +82,8 @@ def tasks(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(small_run, tmp_path):
-    (tmp_path / 'run').symlink_to(small_run[1])
-    return small_run[1]
+    (tmp_path / 'run').symlink_to(small_run.path)
+    return small_run.path
 
 
 class OneTokenAtATime:

@@ -121,7 +121,7 @@ def sources(small_run, tmp_path_factory):
     save_model(pair, ModelConfig(kind='encoder_decoder', **sizes))
     decoder = tmp_path_factory.mktemp('sources') / 'decoder'
     save_model(decoder, ModelConfig(**sizes))
-    return {'run': small_run[1], 'pair': pair, 'decoder': decoder}
+    return {'run': small_run.path, 'pair': pair, 'decoder': decoder}
 
 
 @pytest.mark.parametrize('case', CASES, ids=lambda case: ' '.join(case)[-60:])

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import typing
+from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import numpy as np
@@ -58,7 +60,7 @@ CONFIGS = {'train': Config, 'ablate': Study}
 @pytest.fixture
 def run(small_run, tmp_path):
     """`small_run`, also as run/ in the working directory."""
-    (tmp_path / 'run').symlink_to(small_run[1])
+    (tmp_path / 'run').symlink_to(small_run.path)
     return small_run
 
 
@@ -330,7 +332,12 @@ def test_a_converted_run_generates_the_same_text(refusal, printed, run):
     assert 'merge: merged/vo, largest relative logit change' in text
     assert float(text.split('logit change ')[1].split()[0]) < 1e-4
     assert 'without optimizer state' in text
-    greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0', f'--data={run[0].data.name}')
+    greedy = (
+        '--prompt=def f(',
+        '--num_tokens=10',
+        '--temperature=0',
+        f'--data={run.config.data.name}',
+    )
     text = printed('generate', '--source=run', '--trial=1', *greedy)
     assert printed('generate', '--source=merged', *greedy) == text
     assert '--out=merged is not empty' in refusal(*flags)
@@ -352,7 +359,7 @@ def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tm
     names = {'model.safetensors', 'config.json', 'tokenizer.json', 'tokenizer_config.json'}
     assert {path.name for path in (tmp_path / 'gpt2').iterdir()} == names
     greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0')
-    written = printed('generate', 'gpt2', *greedy, f'--data={run[0].data.name}')
+    written = printed('generate', 'gpt2', *greedy, f'--data={run.config.data.name}')
     assert written == printed('generate', 'run', *greedy)
     text = printed('convert', 'gpt2', '--layout=transformers', '--out=again')
     assert text.splitlines()[-1].startswith('without tokenizer.json: the source is not a run')
@@ -691,6 +698,11 @@ def test_a_tuned_study_of_uncommitted_code_is_warned_of(
 # Translation
 
 
+class Translator(NamedTuple):
+    path: Path
+    results: list[dict]
+
+
 @pytest.fixture(scope='session')
 def translator(tiny, tmp_path_factory):
     """A run that translates words to their reversal; its second trial, at 1e-6, learns nothing."""
@@ -713,11 +725,11 @@ def translator(tiny, tmp_path_factory):
         trials={'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
         decode={'beam': 2},
     )
-    return path / 'run', train(config, path / 'run')
+    return Translator(path / 'run', train(config, path / 'run'))
 
 
 def test_reversal_is_learned_from_files(translator):
-    result, untrained = translator[1]
+    result, untrained = translator.results
     assert result['val_exact_match'] >= 0.85
     assert result['val_chrf'] > 85
     assert result['val_accuracy'] > 0.85
@@ -730,7 +742,7 @@ def test_reversal_is_learned_from_files(translator):
 
 
 def test_text_is_translated_line_by_line(printed, translator, tmp_path):
-    translate_run = ('translate', f'--source={translator[0]}')
+    translate_run = ('translate', f'--source={translator.path}')
     assert printed(*translate_run, '--text=bad\ncafe') == 'dab\nefac\n'
     # The run lower-cases its text. Lines without words stay empty, and the last needs no line end.
     (tmp_path / 'in.en').write_text('\ufeffBAD\n\n   \ncafe')
@@ -749,7 +761,7 @@ def test_a_line_ends_at_a_line_feed_alone(printed, translator, tmp_path, monkeyp
     ):
         (tmp_path / 'in.en').write_bytes(content)
         texts = []
-        output = printed('translate', f'--source={translator[0]}', '--file=in.en')
+        output = printed('translate', f'--source={translator.path}', '--file=in.en')
         assert texts == expected
         assert output.count('\n') == content.rstrip(b'\n').count(b'\n') + 1
 
@@ -771,17 +783,17 @@ def test_a_wrong_translation_is_one_sentence(refusal, translator):
         (['--score=test'], '--score=test must be one of train, validation'),
         (['--score=validation', '--text=a'], '--score and --text exclude each other'),
     ):
-        assert message in refusal('translate', f'--source={translator[0]}', *flags)
+        assert message in refusal('translate', f'--source={translator.path}', *flags)
 
 
 @pytest.fixture
 def run_whose_texts_have_changed(translator):
     """The path of the run; its training files have one more word, of letters it never saw."""
-    files = [translator[0].parent / f'train.{language}' for language in ('en', 'xx')]
+    files = [translator.path.parent / f'train.{language}' for language in ('en', 'xx')]
     texts = [file.read_text() for file in files]
     for file, text in zip(files, texts, strict=True):
         file.write_text(f'{text}\nzebu')
-    yield translator[0]
+    yield translator.path
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
 

@@ -1,10 +1,12 @@
 """What the figures show, read from the matplotlib objects; that they are legible; their files."""
 
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
 
@@ -14,6 +16,7 @@ from qkattn.report.figures import attention_figure, figures
 from qkattn.report.figures.drawing import Drawing, picture, write_plots
 from qkattn.report.figures.forest import Line, forest
 from qkattn.report.figures.style import WIDE, WIDTH, style_sheet, styles
+from qkattn.verdict import Findings
 from tests.report.conftest import (
     LONG,
     SIZES,
@@ -26,10 +29,16 @@ from tests.report.conftest import (
 from tests.studies import RATES, tuned_arm, write_tuned
 
 
-def draw(path):
+class Drawn(NamedTuple):
     """Findings of a study, and its figures by name."""
+
+    findings: Findings
+    figure_by_name: dict[str, Figure]
+
+
+def draw(path):
     findings = findings_of(path)
-    return findings, {drawing.stem: drawing.figure() for drawing in figures(findings)}
+    return Drawn(findings, {drawing.stem: drawing.figure() for drawing in figures(findings)})
 
 
 def marks_at(ax, label: str) -> list[np.ndarray]:
@@ -43,15 +52,14 @@ def line(ax, label: str):
 
 
 @pytest.fixture(scope='module')
-def grids(findings_and_figures):
-    """The grids of panels of `findings_and_figures`."""
-    return [drawing.grid for drawing in figures(findings_and_figures[0]) if drawing.grid]
+def grids(drawn):
+    """The grids of panels of `drawn`."""
+    return [drawing.grid for drawing in figures(drawn.findings) if drawing.grid]
 
 
 @pytest.fixture(scope='module')
-def findings_and_figures(tmp_path_factory):
-    """(findings, figures by name) of a study with every decision and arms that diverge or lack
-    results."""
+def drawn(tmp_path_factory):
+    """A study with every decision, and with arms that diverge or lack results."""
     records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.006))]
     for record in records:
         if record['variant'] == 'bad/vo':
@@ -62,15 +70,15 @@ def findings_and_figures(tmp_path_factory):
     late = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
     path = tmp_path_factory.mktemp('drawn') / 'study'
     path = write_tuned(path, records, declared=[late], num_evals=4, margin=0.004)
-    findings, figure_by_name = draw(path)
-    for figure in figure_by_name.values():
+    result = draw(path)
+    for figure in result.figure_by_name.values():
         with style_sheet():
             figure.draw_without_rendering()
-    return findings, figure_by_name
+    return result
 
 
-def test_a_forest_shows_every_declared_arm(findings_and_figures):
-    findings, figure_by_name = findings_and_figures
+def test_a_forest_shows_every_declared_arm(drawn):
+    findings, figure_by_name = drawn
     (ax,) = figure_by_name['verdicts'].axes
     names = row_names(ax)
     finished = ['good/vo', 'half/vo', 'same/vo', 'wide/vo', short(LONG, 44), 'bad/vo', 'far/vo']
@@ -135,8 +143,8 @@ def test_texts_of_a_forest_do_not_overlap(number):
         assert not any(box.overlaps(other) for other in boxes[:place])
 
 
-def test_sweeps_show_how_a_rate_was_chosen(findings_and_figures):
-    findings, figure_by_name = findings_and_figures
+def test_sweeps_show_how_a_rate_was_chosen(drawn):
+    findings, figure_by_name = drawn
     axes = figure_by_name['sweep_learning_rate'].axes
     swept = [arm for arm in findings.arms if arm.sweeps]
     # The first panel, of the baseline: its title, its points, and the value that was chosen.
@@ -160,8 +168,8 @@ def test_sweeps_show_how_a_rate_was_chosen(findings_and_figures):
     assert marks_at(ax, 'off the scale') == []
 
 
-def test_learning_curves_stand_beside_the_baseline(findings_and_figures):
-    figure = findings_and_figures[1]['curves']
+def test_learning_curves_stand_beside_the_baseline(drawn):
+    figure = drawn.figure_by_name['curves']
     axes = {ax.get_title(loc='left'): ax for ax in figure.axes}
     assert len(axes) == 7
     assert 'qk/vo' not in axes
@@ -181,10 +189,10 @@ def test_panels_of_long_names_that_differ_in_the_middle_have_titles_of_their_own
         assert titles[-2:] == names
 
 
-def test_text_is_legible_on_a_narrow_screen(findings_and_figures):
+def test_text_is_legible_on_a_narrow_screen(drawn):
     """Letters have at least 11 pixels where a figure is 368 pixels wide: a page of 400 less its
     margins."""
-    for stem, figure in findings_and_figures[1].items():
+    for stem, figure in drawn.figure_by_name.items():
         seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
         assert len(seen) > 5
         assert figure.get_figwidth() == WIDTH
@@ -192,8 +200,8 @@ def test_text_is_legible_on_a_narrow_screen(findings_and_figures):
             assert text.get_fontsize() * 96 / 72 * 368 / (96 * WIDTH) >= 11, (stem, text)
 
 
-def test_texts_cover_neither_each_other_nor_marks(findings_and_figures):
-    for stem, figure in findings_and_figures[1].items():
+def test_texts_cover_neither_each_other_nor_marks(drawn):
+    for stem, figure in drawn.figure_by_name.items():
         box = figure.get_tightbbox()
         whole = figure.bbox_inches
         assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem

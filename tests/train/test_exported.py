@@ -71,8 +71,8 @@ class ContinuedRun:
 def continued(small, small_run, tmp_path_factory):
     """A `ContinuedRun`, made under a umask that lets nobody else read its files."""
     directory = tmp_path_factory.mktemp('continued')
-    model, params = exported.load(small_run[1])
-    assert model == small_run[0].model
+    model, params = exported.load(small_run.path)
+    assert model == small_run.config.model
     export = exported.save(directory / 'w', model, params, origin={})
     sha256 = json.loads((export / exported.ABOUT).read_text())['parameters_sha256']
     assert sha256 == exported.parameters_sha256(params)
@@ -84,7 +84,7 @@ def continued(small, small_run, tmp_path_factory):
 
 
 def test_training_goes_on_from_exported_parameters(small_run, continued):
-    first_losses = read_metrics(small_run[1] / 'metrics.jsonl')[0]['loss']
+    first_losses = read_metrics(small_run.path / 'metrics.jsonl')[0]['loss']
     losses = read_metrics(continued.path / 'metrics.jsonl')[0]['loss']
     assert losses[0] < first_losses[0] - 0.5
 
@@ -116,7 +116,7 @@ def test_a_run_whose_first_parameters_are_absent_makes_no_directory(continued, t
 
 
 def test_a_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path):
-    path = shutil.copytree(small_run[1], tmp_path / 'run')
+    path = shutil.copytree(small_run.path, tmp_path / 'run')
     config = small(trials={'seeds': (5, 7)})
     write_json(path / 'config.json', {'hash': fingerprint(config), 'config': to_json(config)})
     with refused('12 is of a run with another configuration', CheckpointError):

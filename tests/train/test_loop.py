@@ -151,7 +151,7 @@ def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatc
 
 
 def test_training_records_hold_speeds_of_the_whole_run(small_run):
-    records = read_metrics(small_run[1] / 'metrics.jsonl')
+    records = read_metrics(small_run.path / 'metrics.jsonl')
     training = [record for record in records if record['kind'] == 'train']
     assert len(training) == 12
     for record in training:
@@ -182,7 +182,7 @@ def test_a_finished_run_is_not_touched(small_run, tmp_path):
 
 def test_further_metrics_change_nothing_else_of_a_run(small, small_run, tmp_path, outside):
     results = train(small(train={'metrics': ('confidence:top(k=50)',)}), tmp_path)
-    records_without = read_metrics(small_run[1] / 'metrics.jsonl')
+    records_without = read_metrics(small_run.path / 'metrics.jsonl')
     records = read_metrics(tmp_path / 'metrics.jsonl')
     *_, last_evaluation, final = records
     further = last_evaluation.keys() | final.keys()
@@ -260,7 +260,7 @@ def test_a_run_that_is_lost_in_an_evaluation_saves_nothing(small_run, tmp_path, 
     record = results.eval_record
     monkeypatch.setattr(results, 'eval_record', lambda *a: lost.append(1) or record(*a))
     with pytest.raises(Lost, match='taken over at step 4'):
-        train(small_run[0], tmp_path, lost=lambda: bool(lost))
+        train(small_run.config, tmp_path, lost=lambda: bool(lost))
     assert not saved_steps(tmp_path)
 
 
@@ -309,7 +309,7 @@ def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
 
 def test_the_checkpoints_of_another_run_are_refused(small, small_run, tmp_path):
     """They have equal shapes and data, but the config of the directory has other seeds."""
-    path = shutil.copytree(small_run[1], tmp_path / 'run', ignore=no_result)
+    path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=no_result)
     config = small(trials={'seeds': (5, 7)})
     write_json(path / 'config.json', {'hash': fingerprint(config), 'config': to_json(config)})
     metrics = (path / 'metrics.jsonl').read_bytes()
