@@ -142,7 +142,7 @@ def imports_by_module():
     }
 
 
-def test_no_circle_of_imports(imports_by_module):
+def test_imports_between_modules_form_no_circle(imports_by_module):
     tuple(
         graphlib.TopologicalSorter(imports_by_module).static_order()
     )  # raises CycleError, which shows it

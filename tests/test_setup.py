@@ -306,7 +306,7 @@ def sandbox(tmp_path) -> Sandbox:
     return Sandbox(tmp_path)
 
 
-def test_without_a_suitable_python_one_sentence_says_so(sandbox):
+def test_a_missing_or_unsuitable_python_is_refused_in_one_sentence(sandbox):
     sentence = 'no Python >= 3.11 with its venv module (Debian: python3-venv) is '
     for where, chosen in (('on PATH; ', {}), ('python3; ', {'PYTHON': 'python3'})):
         sandbox.refused(sentence + where, FAKE_VERSION_STATUS=1, **chosen)

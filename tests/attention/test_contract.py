@@ -30,7 +30,7 @@ def mask_of_lengths(lengths: tuple[int, int], **options) -> jax.Array:
     return visible(T, T, valid_BS=valid_BS, **options)
 
 
-def test_it_equals_the_oracle(some):
+def test_a_layer_equals_the_oracle(some):
     layers.assert_equals_oracle(make(some), stream(), mask_of_lengths((T, T - 2), causal=True))
 
 
@@ -43,7 +43,7 @@ def biased_layer_and_gradients(variant: tuple[str, str]) -> tuple[Attention, jax
         return layer, x_BTD, pull_back(2 * out_BTD)
 
 
-def test_it_equals_the_oracle_in_float64(variant):
+def test_a_layer_equals_the_oracle_in_float64(variant):
     layer, x_BTD, _ = biased_layer_and_gradients(variant)
     with jax.enable_x64(True):
         layers.assert_equals_oracle(layer, x_BTD, causal())
@@ -128,7 +128,7 @@ def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
     layers.assert_equals_oracle(layer, stream(), causal())
 
 
-def test_the_parameter_count_is_as_declared(variant):
+def test_a_circuit_has_as_many_parameters_as_it_declares(variant):
     for num_kv_heads in (N, 2):
         try:
             layer = make(variant, num_kv_heads=num_kv_heads)

@@ -19,7 +19,7 @@ QKVO = ('qk', 'vo')
 
 
 @pytest.mark.parametrize('name', slow_except(QUICK, NAMES))
-def test_it_equals_the_oracle(name):
+def test_a_layer_with_the_normalizer_equals_the_oracle(name):
     layer = make(QKVO, normalizer=name, biases=True, num_kv_heads=2)
     layers.assert_equals_oracle(layer, stream(), contract.mask_of_lengths((7, 5), causal=True))
     layers.assert_equals_oracle_in_float64(layer)

@@ -65,8 +65,8 @@ LATENT_FORMS = [
 @pytest.mark.parametrize('variant', mostly_slow([(pair,) for pair in VARIANTS], every=11))
 def test_an_option_keeps_the_contract(variant):
     layers.assert_equals_oracle_in_float64(make(variant, biases=True))
-    contract.test_it_equals_the_oracle(variant)
-    contract.test_the_parameter_count_is_as_declared(variant)
+    contract.test_a_layer_equals_the_oracle(variant)
+    contract.test_a_circuit_has_as_many_parameters_as_it_declares(variant)
 
 
 @pytest.mark.parametrize('variant', mostly_slow([(pair,) for pair in ROTARY], every=4))

@@ -35,7 +35,7 @@ def test_windows_are_consecutive_tokens():
     assert (np.diff(windows_BT) == 1).all()
 
 
-def test_blocks_hold_all_ids(monkeypatch):
+def test_blocks_of_ids_have_at_most_the_block_size(monkeypatch):
     monkeypatch.setattr(tokens, 'BLOCK', 12)
     assert [len(block) for block in tokens.blocks(np.arange(30))] == [12, 12, 6]
 

@@ -99,7 +99,7 @@ def test_a_study_that_is_neither_shipped_nor_trained_is_named(refusal, workdir, 
     assert "claim E6: configs/claims has no study 'lm_dropt', and no " in sentence
 
 
-def test_claims_are_listed(printed):
+def test_the_list_of_claims_has_their_titles(printed):
     assert 'E3  Positive control: one matrix' in printed('claims', '--list')
 
 

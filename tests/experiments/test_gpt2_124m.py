@@ -53,7 +53,7 @@ def test_shards_are_valid_data_of_its_study(tmp_path, shards):
 
 
 @pytest.mark.slow
-def test_its_study_trains_from_shards(printed, tmp_path, shards):
+def test_the_study_of_gpt2_124m_trains_from_shards(printed, tmp_path, shards):
     data = (f'--config.base.data.path={shards}', f'--config.base.data.data_dir={tmp_path}/cache')
     printed('ablate', '--config=ablation_124m:smoke', *data, '--workdir=study')
     results = studies.read_lines(tmp_path / 'study/results.jsonl')
@@ -68,7 +68,7 @@ def test_an_unknown_scale_is_refused(refusal):
         assert "scale='cpu' must be smoke or gpu" in refusal(*command, '--dry_run')
 
 
-def test_its_arms_have_the_parameters_of_gpt2(printed):
+def test_the_arms_of_gpt2_124m_have_the_parameters_of_gpt2(printed):
     table = printed(*STUDY, '--dry_run').split('\n\n')[0].splitlines()
     rows = [row.split() for row in table[-7:]]
     assert [row[0] for row in rows][:2] == ['qk/vo', 'query_free/vo']
@@ -85,7 +85,7 @@ def test_its_arms_have_the_parameters_of_gpt2(printed):
     ],
     ids=['recipe', 'study'],
 )
-def test_both_fit_on_a_host_of_eight_h100(printed, command):
+def test_the_recipe_and_the_study_fit_on_a_host_of_eight_h100(printed, command):
     text = printed(*command, '--dry_run=h100-1x8')
     assert 'mesh trial=1 data=8 fsdp=1 tensor=1' in text
     assert 'DOES NOT FIT' not in text and 'replication' not in text

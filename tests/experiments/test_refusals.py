@@ -170,7 +170,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry_run, 
     assert not (tmp_path / 'w').exists()
 
 
-def test_what_fails_in_a_file_of_the_working_directory_is_named(refusal, tmp_path):
+def test_an_error_in_a_config_of_the_working_directory_is_named_with_its_line(refusal, tmp_path):
     (tmp_path / 'own.py').write_text('def get_config():\n    return {}["seeds"]\n')
     assert "--config=own.py: line 2: KeyError: 'seeds'" in refusal('train', '--config=own.py')
     (tmp_path / 'book.txt').write_text('Once upon a time')

@@ -512,7 +512,7 @@ def name_and_literal(setting):
     return name, value if is_number else repr(value)
 
 
-def test_a_bench_is_printed(printed):
+def test_explore_prints_the_worked_equations_of_a_variant(printed):
     pytest.importorskip('sympy', reason="pip install -e '.[explore]'")
     expected = worked(Bench('shared_qk/no_vo'))
     assert printed('explore', '--variant=shared_qk/no_vo') == expected

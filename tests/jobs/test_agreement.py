@@ -135,7 +135,7 @@ def test_a_coordinator_whose_port_is_in_use_names_it(monkeypatch):
             bootstrap.start.__wrapped__()  # what it keeps for a process is left aside
 
 
-def test_a_process_that_waits_in_vain_says_so():
+def test_a_process_that_waits_in_vain_for_the_others_names_the_coordinator():
     from_process_0, _ = environments(2)
     ((code, _, error),) = wait_for_results(
         [start_python(JOIN, QKATTN_CONNECT_SECONDS='3', **from_process_0)]

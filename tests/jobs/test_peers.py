@@ -78,7 +78,7 @@ STOPS = [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1, 1], signal.SIGTERM
 
 
 @pytest.mark.parametrize(('to', 'number'), slow_except(STOPS[:1], STOPS))
-def test_all_stop_at_the_same_step(to, number):
+def test_a_signal_to_any_process_stops_all_at_the_same_step(to, number):
     # Process 1 is slower: its steps last 0.02 s, those of process 0 0.01 s.
     processes = start_job_until('holding', 'loop')
     for rank in to:

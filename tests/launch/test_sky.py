@@ -84,7 +84,7 @@ def test_a_task_starts_its_command_on_every_node(tmp_path):
     assert arguments == [['train', *AWKWARD, 'a\r\x07\tb']] * 3 + [['ablate', *AWKWARD]]
 
 
-def test_each_worker_is_a_job(tmp_path):
+def test_each_worker_of_a_study_is_a_job_of_skypilot(tmp_path):
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
     _, commands = yaml_and_commands(*flags, command=STUDY)
     script = f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n'

@@ -25,7 +25,7 @@ KEY = jax.random.key(7)
 
 
 @pytest.mark.parametrize('order', [lambda f: f, jax.grad], ids=['forward', 'backward'])
-def test_gelu_is_exact(order):
+def test_gelu_and_its_gradient_are_exact(order):
     with jax.enable_x64(True):
         x_F = jnp.linspace(-9, 9, 2001)
         expected_F = jax.vmap(order(exact_gelu))(x_F)
@@ -131,7 +131,7 @@ def test_the_costs_of_a_pattern_are_sums_over_its_layers():
         assert cost.measured(CONFIG, which) == pytest.approx(rest + layers, rel=1e-12), which
 
 
-def test_a_pattern_is_matched():
+def test_a_pattern_of_variants_is_matched_to_the_baseline():
     base = ModelConfig(d_model=128, num_layers=4, num_heads=4, context=128)
     config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
     target = cost.measured(base, 'total')

@@ -112,7 +112,7 @@ def alternating(sign):
 
 
 @MISSES
-def test_what_tuning_may_have_missed_widens_the_interval(sign, low, high):
+def test_the_bound_of_tuning_widens_the_interval(sign, low, high):
     values = alternating(sign)
     plain = paired_test(values)
     missed = paired_test(values, tuning=(low, high))
@@ -120,7 +120,7 @@ def test_what_tuning_may_have_missed_widens_the_interval(sign, low, high):
 
 
 @MISSES
-def test_what_tuning_may_have_missed_weakens_the_tests(sign, low, high):
+def test_the_bound_of_tuning_weakens_the_tests(sign, low, high):
     values = alternating(sign)
     missed = paired_test(values, tuning=(low, high))
     nearer = paired_test(values - sign * 0.004)

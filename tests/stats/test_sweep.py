@@ -126,7 +126,7 @@ def test_an_excess_is_bounded_by_the_curves_that_the_data_do_not_contradict(choi
 
 
 @CHOICES
-def test_where_the_optima_of_seeds_differ_the_variance_is_that_between_their_slopes(choice):
+def test_an_excess_counts_the_variance_between_seeds_whose_optima_differ(choice):
     shifts = (0.7, 1, 1.4)
     table = {}
     for value in GRID:

@@ -181,7 +181,7 @@ def saved(tmp_path):
     return saved
 
 
-def test_a_full_disk_is_named(saved, monkeypatch):
+def test_a_checkpoint_that_its_disk_cannot_hold_is_refused(saved, monkeypatch):
     monkeypatch.setattr(files.shutil, 'disk_usage', Mock(return_value=Mock(free=9)))
     message = f'^{saved.directory} cannot be written: its disk has 9 of the .* bytes'
     with pytest.raises(DiskError, match=message):

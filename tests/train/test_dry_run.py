@@ -106,7 +106,7 @@ def test_a_tpu_slice_is_compiled_by_its_own_compiler(describe_run):
     assert run.memory['parameters'] == 4 * run.parameters
 
 
-def test_what_does_not_fit_or_falls_back_is_a_warning(describe_run, monkeypatch):
+def test_a_program_that_does_not_fit_or_falls_back_is_warned_of(describe_run, monkeypatch):
     monkeypatch.setitem(CHIPS, 'h100', dataclasses.replace(CHIPS['h100'], hbm=300_000))
     kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
     page = dry_run.text(describe_run(tensor=8, model={'num_heads': 4, 'head_size': 8}))

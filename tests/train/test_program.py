@@ -176,6 +176,6 @@ def test_a_trace_ends_where_a_run_fails(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.slow
-def test_a_run_is_traced(small, tmp_path):
+def test_training_with_profile_writes_a_trace(small, tmp_path):
     train(small(trials={'seeds': (0,)}), tmp_path / 'run', profile=f'{tmp_path}/trace')
     assert len(list((tmp_path / 'trace').rglob('*.xplane.pb'))) == 1

@@ -94,7 +94,7 @@ def test_reversing_selecting_and_joining_move_symbols(x_122):
     assert moved_22.tolist() == [[x21, x22], [x11, 7]]
 
 
-def test_symbols_have_powers(x_122):
+def test_powers_and_squares_of_symbols_are_evaluated(x_122):
     (out_122,) = evaluate(lambda x: x**3 + jnp.square(x / 2), x_122)
     x11, x12 = x_122[0, 0]
     assert out_122[0, 0].tolist() == [x11**3 + x11**2 / 4, x12**3 + x12**2 / 4]
@@ -111,7 +111,7 @@ def test_symbols_have_powers(x_122):
         (('qk/vo', 2, 3, 2), 'must be a multiple of num_heads=2'),
     ],
 )
-def test_bad_input_is_refused(arguments, message):
+def test_a_bench_of_wrong_sizes_or_without_matrices_is_refused(arguments, message):
     with refused(re.escape(message)):
         Bench(*arguments)
 
@@ -154,7 +154,7 @@ def test_an_entry_that_is_minus_another_has_no_symbol_of_its_own():
     assert r'0 & a_{12} \\ -a_{12} & 0' in text
 
 
-def test_an_equation_in_latex():
+def test_an_equation_is_translated_into_latex():
     expected = r'\operatorname{diag}(g)^{-1} W_{\mathrm{K}}[n]^{\top},\ \text{rank R}'
     assert in_latex('diag(g)^-1 W_K[n]^T, rank R') == expected
 
