@@ -318,12 +318,8 @@ def test_every_pair_is_in_one_row_beside_its_translation():
     )
     assert sorted(unpack_pairs(read_split(ROWS))) == expected
     # Sentences are in file order, without separators, and may be empty.
-    for read_back, dataset_of_sentences in zip(
-        PARALLEL.sentences('train'), (SOURCES, TARGETS), strict=True
-    ):
-        assert [ids.tolist() for ids in read_back] == [
-            ids.tolist() for ids in dataset_of_sentences['train']
-        ]
+    for read_back, side in zip(PARALLEL.sentences('train'), (SOURCES, TARGETS), strict=True):
+        assert [ids.tolist() for ids in read_back] == [ids.tolist() for ids in side['train']]
 
 
 def test_rows_of_pairs_are_well_filled():

@@ -106,15 +106,9 @@ def tokenizer():
 
 def test_every_text_comes_back_byte_for_byte(tokenizer):
     oddly_trained = BPETokenizer.train([text.encode() for text in ODD_TEXTS * 40] + CODE[:3], 600)
-    unigram_library = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
+    pieces = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
     anything = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
-    pools = [
-        unigram_library,
-        ODD_TEXTS,
-        [' ', '\n', '\t', '\r', '\0', 'a'],
-        anything[:0x3000],
-        anything,
-    ]
+    pools = [pieces, ODD_TEXTS, [' ', '\n', '\t', '\r', '\0', 'a'], anything[:0x3000], anything]
     rng = random.Random(0)
     chosen = [rng.choices(pools, k=rng.randrange(30)) for _ in range(500)]
     texts = [''.join(map(rng.choice, pools)) for pools in chosen]

@@ -109,11 +109,7 @@ def test_processes_and_children_that_do_not_end_in_time_are_killed(
     out, errors = job.communicate(timeout=30)
     assert (job.returncode, out.count('saved')) == (code, saved), errors
     wait_until(
-        lambda: (
-            not any(
-                is_running(pid) for start_job in starts_of(tmp_path) for pid in start_job['pids']
-            )
-        )
+        lambda: not any(is_running(pid) for start in starts_of(tmp_path) for pid in start['pids'])
     )
 
 

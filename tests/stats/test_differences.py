@@ -31,10 +31,10 @@ def sample(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
     values = sample(mean)
-    difference_around = paired_test(values, TEST_MARGIN)
+    difference = paired_test(values, TEST_MARGIN)
     interval = tuple(stats.ttest_1samp(values, 0).confidence_interval(0.95))
-    assert (difference_around.low, difference_around.high) == pytest.approx(interval)
-    assert difference_around.df == pytest.approx(8)
+    assert (difference.low, difference.high) == pytest.approx(interval)
+    assert difference.df == pytest.approx(8)
     sd = np.std(values, ddof=1)
     estimate = inference.Estimate(values.mean(), 9, sd, *interval)
     assert vars(inference.estimate(values.tolist())) == pytest.approx(vars(estimate))
@@ -43,24 +43,22 @@ def test_an_interval_is_that_of_scipys_t_test(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
     values = sample(mean)
-    difference_around = paired_test(values, TEST_MARGIN)
+    difference = paired_test(values, TEST_MARGIN)
     above = stats.ttest_1samp(values, -TEST_MARGIN, alternative='greater').pvalue
     below = stats.ttest_1samp(values, TEST_MARGIN, alternative='less').pvalue
-    assert (difference_around.p_not_better, difference_around.p_not_worse) == pytest.approx(
-        (above, below)
-    )
-    assert difference_around.p_equivalence == pytest.approx(max(above, below))
+    assert (difference.p_not_better, difference.p_not_worse) == pytest.approx((above, below))
+    assert difference.p_equivalence == pytest.approx(max(above, below))
 
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
     values = sample(mean)
-    difference_around = paired_test(values, TEST_MARGIN)
+    difference = paired_test(values, TEST_MARGIN)
     p_less = stats.ttest_1samp(values, 0, alternative='less').pvalue
     p_side = min(p_less, 1 - p_less)
-    assert difference_around.p == pytest.approx(2 * p_side)
+    assert difference.p == pytest.approx(2 * p_side)
     beyond = stats.t.sf((abs(values.mean()) - TEST_MARGIN) / stats.sem(values), 8)
-    assert difference_around.p_margin == pytest.approx(min(1.0, beyond + p_side))
+    assert difference.p_margin == pytest.approx(min(1.0, beyond + p_side))
 
 
 def test_typical_values_are_tested_apart_from_an_outlier():
@@ -178,8 +176,8 @@ def test_the_error_over_documents_is_cluster_robust():
     share_C = tokens_C / 6000
     mean = share_C @ difference_C
     variance = sum(
-        share**2 * (difference_around - mean) ** 2 / (1 - share)
-        for share, difference_around in zip(share_C, difference_C, strict=True)
+        share**2 * (difference - mean) ** 2 / (1 - share)
+        for share, difference in zip(share_C, difference_C, strict=True)
     )
     error, df = inference.evaluation_error((difference_C * tokens_C)[None], tokens_C)
     assert error == pytest.approx(variance**0.5)
@@ -216,12 +214,12 @@ NEARLY = [
 @pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY], ids=str)
 def test_a_spread_of_rounding_errors_is_zero(values):
     estimate = inference.estimate(values)
-    difference_around = paired_test(values)
+    difference = paired_test(values)
     is_zero = float(values[0] == 0)
     mean = pytest.approx(values[0], abs=1e-14)
-    assert (estimate.sd, difference_around.sd) == (0.0, 0.0)
-    assert (difference_around.p, difference_around.p_equivalence) == (is_zero, 1.0 - is_zero)
-    assert estimate.low == estimate.high == difference_around.low == difference_around.high == mean
+    assert (estimate.sd, difference.sd) == (0.0, 0.0)
+    assert (difference.p, difference.p_equivalence) == (is_zero, 1.0 - is_zero)
+    assert estimate.low == estimate.high == difference.low == difference.high == mean
 
 
 def test_a_single_seed_leaves_blanks():
@@ -333,7 +331,7 @@ def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
         means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
         differences = {i: paired_test(rng.normal(mean, 0.01, 8)) for i, mean in enumerate(means)}
         judged = judge(differences)
-        p_margins = holm([difference_around.p_margin for difference_around in differences.values()])
+        p_margins = holm([difference.p_margin for difference in differences.values()])
         for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(p_margins)):
             num_remaining = sum(p > alpha for p in p_margins)
             assert judged[arm].p_margin_holm == pytest.approx(min(1.0, p_margin / first))

@@ -288,7 +288,7 @@ def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
 
 def test_a_chosen_value_that_rounding_moves_past_a_neighbour_is_the_best_of_the_grid():
     values = [0.0010004 * 1.0002**k for k in range(3)]
-    losses_by_value = {v: dict.fromkeys((0, 1), (k - 1.1) ** 2) for k, v in enumerate(values)}
-    swept = sweep.fit(losses_by_value)
+    losses = {v: dict.fromkeys((0, 1), (k - 1.1) ** 2) for k, v in enumerate(values)}
+    swept = sweep.fit(losses)
     assert values[1] < swept.optimum < values[2]
     assert swept.chosen == swept.best == values[1]

@@ -74,7 +74,7 @@ def test_a_ledger_has_an_entry_for_each_event_and_sums_them_up(extended_study):
     assert kept.family == 2
     added = ('qk/no_v', 'd_model=32', 'stdlib')
     assert kept.post_hoc == {(*added, None), (*added, 'equal_shape')}
-    assert kept.arms == {tuple(arm_key.values()) for arm_key in ARMS} | kept.post_hoc
+    assert kept.arms == {tuple(arm.values()) for arm in ARMS} | kept.post_hoc
     assert kept.accepted == {'uncommitted': 'a typo in docs'}
     assert kept.first_look == kept.entries[1]['time']
     assert kept.entries[1]['look'] == 1

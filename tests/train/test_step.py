@@ -276,11 +276,9 @@ def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
     penalized = {'label_smoothing': 0.1, 'z_loss': 1e-2}
     for chunk in (None, 3):  # which does not divide 16 positions
         config = tiny(model=LARGE, train={'logits_chunk': chunk, **penalized})
-        init_and_train_steps = (
-            jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
-        )
-        memory = init_and_train_steps.memory_analysis().temp_size_in_bytes
-        reached[chunk] = init_and_train_steps(params, batch), memory
+        compiled = jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        reached[chunk] = compiled(params, batch), memory
         assert_close(reached[chunk][0], reached[None][0], 1e-5)
     logits = 4 * B * T * V
     # A chunk of three positions has three sixteenths of the logits, and their gradient.
@@ -292,13 +290,11 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
     config = tiny(model=LARGE, train={'accumulation': 1})
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
     inputs = program.abstract_inputs(config, mesh)
-    init_and_train_steps = program.lower(config, 'vmap', mesh, *inputs).compile()
+    compiled = program.lower(config, 'vmap', mesh, *inputs).compile()
     state = jax.tree.leaves(inputs[0])
-    for leaf, placed in zip(
-        state, jax.tree.leaves(init_and_train_steps.output_shardings[0]), strict=True
-    ):
+    for leaf, placed in zip(state, jax.tree.leaves(compiled.output_shardings[0]), strict=True):
         assert placed.is_equivalent_to(leaf.sharding, leaf.ndim)  # where it was before the step
-    text = init_and_train_steps.as_text()
+    text = compiled.as_text()
     sizes = {int(n) for shape in re.findall(r'f32\[([\d,]+)\]', text) for n in shape.split(',')}
     assert V not in sizes and {V // 2, V // 4} < sizes
     rows = config.train.batch_size // 2
@@ -308,13 +304,13 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
 @pytest.fixture
 def names_of_checks(monkeypatch):
     """A list that gets the name of the check for each setting, circuit and spec that is checked."""
-    names_of_checks = []
+    checked = []
 
     def recorded(owner, name):
         function = getattr(owner, name)
 
         def recording(*arguments, **options):
-            names_of_checks.append(name)
+            checked.append(name)
             return function(*arguments, **options)
 
         monkeypatch.setattr(owner, name, recording)
@@ -322,7 +318,7 @@ def names_of_checks(monkeypatch):
     recorded(setting, '_check_value')
     recorded(registry, '_check_circuit')
     recorded(AttentionSpec, '__post_init__')
-    return names_of_checks
+    return checked
 
 
 KINDS = [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}]

@@ -53,10 +53,10 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
     # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
     for rate, values in {1e-3: (2.0, 2.4), 3e-3: (2.1, 2.2), 1e-2: (1.0, None)}.items():
         records += records_by_seed('swept/vo', dict(enumerate(values)), learning_rate=rate)
-    baseline, records_of_arm, swept = find(load_study(studies.write_study(study_dir, records))).arms
+    baseline, arm, swept = find(load_study(studies.write_study(study_dir, records))).arms
     assert baseline.is_baseline
-    assert baseline.difference is records_of_arm.verdict is None
-    assert list(records_of_arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
+    assert baseline.difference is arm.verdict is None
+    assert list(arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
     assert swept.learning_rate == 3e-3
     assert swept.over_seeds('val_loss').mean == pytest.approx(2.15)
     assert not swept.at_edge

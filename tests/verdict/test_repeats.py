@@ -62,9 +62,7 @@ def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
 def test_the_bound_of_tuning_is_a_mean_weighted_by_the_seeds_of_both(repeated):
     first = arm_of(repeated / 'first')
     both = arm_of(repeated / 'second')
-    bounds = [
-        sum(s.at_worst for s in records_of_arm.sweeps.values()) for records_of_arm in (both, first)
-    ]
+    bounds = [sum(s.at_worst for s in arm.sweeps.values()) for arm in (both, first)]
     assert both.difference.tuning_low == pytest.approx((6 * bounds[0] + 8 * bounds[1]) / 14)
 
 
@@ -103,12 +101,8 @@ def without_yardsticks(directory):
 @pytest.mark.parametrize('change', [with_label_smoothing, without_yardsticks])
 def test_a_study_that_cannot_be_pooled_still_counts_as_a_look(repeated, change):
     change(repeated / 'first')
-    records_of_arm = arm_of(repeated / 'second')
-    assert (
-        records_of_arm.comparison.pooled,
-        records_of_arm.difference.n,
-        records_of_arm.verdict.look,
-    ) == ({}, 6, 2)
+    arm = arm_of(repeated / 'second')
+    assert (arm.comparison.pooled, arm.difference.n, arm.verdict.look) == ({}, 6, 2)
 
 
 def test_a_shared_seed_of_one_question_is_refused(repeated):
