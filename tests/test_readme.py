@@ -47,11 +47,16 @@ def between(text: str, begin: str, end: str) -> str:
 
 
 def test_tables_of_variants_are_generated():
+    # The stored measurements of all variants are those that would be measured now.
     stored = variant_tables.stored()
     assert json.loads(json.dumps(variant_catalogue.measured())) == stored
+
+    # Every registered score and value is documented.
     scores, values = map(set, zip(*variant_catalogue.documented_variants(), strict=True))
     assert scores >= {*SCORES}
     assert values >= {*VALUES}
+
+    # The page has the table that is written from them.
     made = variant_tables.markdown(stored).strip()
     begin = '<!-- catalogue: python -m experiments.variants --markdown -->'
     assert between(VARIANTS, begin, '<!-- end -->') == made

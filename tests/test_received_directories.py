@@ -123,6 +123,8 @@ def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
         (outside / folder / 'kept').write_text('kept')
     (received / place).parent.mkdir(parents=True)
     is_file = place in ('lock', 'metrics.jsonl')
+
+    # What would be written in a received directory is a link to something outside.
     (received / place).symlink_to(outside / '4/kept' if is_file else outside)
     before = contents(outside)
     with time_limit(20), refused('is a link', RunDirectoryError):
@@ -152,11 +154,14 @@ def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, own):
 
 
 def test_replacing_or_removing_a_link_leaves_its_target_alone(tmp_path):
+    # A directory outside, to which links lead from where files are replaced or removed.
     outside = tmp_path / 'outside'
     link = tmp_path / 'file.tmp'
     outside.mkdir()
     (outside / 'kept').write_text('kept')
     before = contents(outside)
+
+    # A temporary file, a lease and a directory tree that are links.
     link.symlink_to(outside / 'kept')
     with replacing(tmp_path / 'file') as temporary:
         temporary.write_text('whole')

@@ -138,6 +138,7 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options):
     x_BTD = layers.stream()
     spec = layer.spec
     value = layer.value
+    # Self-attention, then cross-attention to another sequence.
     for y_BSD in (None, layers.stream(length=5, seed=6)):
         cross = y_BSD is not None
         read_BSD = x_BTD if y_BSD is None else y_BSD
@@ -145,6 +146,8 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options):
         measured = pattern_of(layer, x_BTD, mask, y_BSD)
         assert layer.spec is spec
         assert layer.value is value
+
+        # The probabilities, the mask, and the logits where the mask admits them.
         mask_BTS = np.asarray(mask.dense(*measured.logits_BNTS.shape[2:]))
         p_BNTS = layers.expected_probabilities(layer, x_BTD, read_BSD, mask_BTS, cross=cross)
         np.testing.assert_allclose(measured.probabilities_BNTS, p_BNTS, atol=1e-5)
@@ -207,13 +210,19 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
     analysis = analyze(model, induction=False)
     score = model.layers()[1].score
     value = model.layers()[1].value
+
+    # A of layer 1, head 1, from the weights.
     w_q, w_k = (np.asarray(w[...], np.float64) for w in (score.w_q_DNH, score.w_k_DKH))
     A = 0.5 * 8**-0.5 * w_q[:, 1] @ w_k[:, 1].T
     s_D = np.linalg.svd(A, compute_uv=False)
     np.testing.assert_allclose(analysis.spectra['attention', 1, 'A'][1], s_D, atol=1e-5)
     assert analysis.values('norm', 'A')[1, 1] == pytest.approx(np.linalg.norm(A), rel=1e-5)
+
+    # B of layer 1, head 0, whose key-value head is the first.
     B = np.asarray(value.w_v_DKH[...], np.float64)[:, 0] @ value.w_o_NHD[...][0]
     assert analysis.values('norm', 'B')[1, 0] == pytest.approx(np.linalg.norm(B), rel=1e-4)
+
+    # What was not measured, or is ambiguous, is named.
     with pytest.raises(KeyError, match='no entropy was measured at attention'):
         analysis.values('entropy')
     with pytest.raises(KeyError, match='norm is of A and of B; give the subject'):

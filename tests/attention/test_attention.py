@@ -181,7 +181,9 @@ def test_every_field_allows_what_it_says(name):
 def test_a_mask_that_does_not_fit_is_refused(layer):
     seen_BTS = jnp.ones((2, T, T), bool)
     both = 'both segments_BT and segments_BS'
+    # A batch of 1 is valid: it holds for both rows.
     assert jnp.array_equal(layer(stream(), seen_BTS), layer(stream(), seen_BTS[:1]))
+    # Fields of a mask for 2 rows of T = 7, and what the refusal says.
     for fields, words in (
         ({'segments_BT': SEGMENTS['segments_BT']}, both),
         ({'segments_BS': SEGMENTS['segments_BS']}, both),

@@ -236,6 +236,8 @@ def test_initial_outputs_have_the_residual_gain_as_standard_deviation():
     sizes = {'d_model': 64, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 16}
     for variant in VARIANTS_WITH_OUTPUTS:
         layer = make(variant, moved=False, residual_gain=0.25, **sizes)
+        # `moved=False` leaves the initial weights as they are. For such a y, the variance of a
+        # feature of the output is the sum of squares of its row of 64 weights.
         std = float(jnp.sqrt(jnp.square(layer.value.matrix(layer.score)).sum() / 64))
         # subspace has no matrix of its own: the size of its output is what W_K gives.
         expected = 0.25 * (1 + 16 / 64) ** 0.5 if 'subspace' in variant else 0.25

@@ -219,6 +219,7 @@ def test_layers_without_a_common_invertible_block_are_refused_by_the_precision()
 
 
 def test_a_refusal_names_the_reason_in_one_sentence():
+    # The conversion, the variant and the options of the layer, and what the refusal says.
     for conversion, source, options, reason in (
         ('merge', 'qk/vo', ROPE, 'RoPE rotates'),
         ('merge', 'qk/vo', {'normalizer': 'sigmoid'}, 'normalizer=sigmoid does not'),

@@ -77,9 +77,13 @@ def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, variant):
         assert sum(errors) < 1e-6
     assert logit_error(before, (config, params), TOKENS) < 1e-4
     assert variant in (None, str(config.variant))
+
+    # A folded norm is left without gain and bias.
     if 'fold_gains' in steps:
         assert (params['blocks']['attention_norm'].get('g_D', np.ones(1)) == 1).all()
         assert (params['blocks']['attention_norm']['b_D'] == 0).all()
+
+    # A model is converted as its configuration and parameters are.
     again = conversions.converted(with_params(*before), *steps)
     assert again.config == config
     np.testing.assert_array_equal(again(TOKENS), with_params(config, params)(TOKENS))

@@ -267,6 +267,7 @@ def test_a_wrong_torch_checkpoint_is_named(monkeypatch, tmp_path):
     path = tmp_path / 'ckpt.pt'
     monkeypatch.setitem(sys.modules, 'torch', torch)
     path.touch()
+    # What torch loads from the file, and what the refusal says.
     for content, message in (
         ({'model': named, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
         ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is not a tensor by name"),
@@ -276,6 +277,7 @@ def test_a_wrong_torch_checkpoint_is_named(monkeypatch, tmp_path):
     ):
         torch.load.return_value = content
         check_refused(message, path, load_nanogpt)
+    # torch cannot load the file.
     torch.load.side_effect = KeyError
     message = 'ckpt.pt cannot be read as a torch checkpoint: KeyError'
     check_refused(message, path, load_nanogpt)

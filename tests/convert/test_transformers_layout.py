@@ -140,6 +140,8 @@ def test_transformers_computes_the_same_logits(tmp_path, config, architecture, n
     config = dataclasses.replace(config, **changes)
     params = random_params(config)
     transformers_layout.save(tmp_path, config, params)
+
+    # transformers reads every tensor that we wrote, and misses none.
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True, local_files_only=True
     )

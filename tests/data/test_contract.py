@@ -62,6 +62,8 @@ def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     again = tokenizer_of(named)
     assert first.name == again.name
     assert first.vocab_size > first.separator >= 0
+
+    # Equal text, as str or bytes and in either object, has equal ids, none of them the separator.
     for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
         ids = first.encode(text)
         assert ids.ndim == 1
@@ -73,6 +75,8 @@ def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
         assert first.num_bytes(ids) <= len(text.encode())
         with_end = np.append(ids, [first.separator])
         assert first.num_bytes(with_end) == first.num_bytes(ids) + 1
+
+    # A document of the corpus is decoded to itself.
     text = next(iter(find(data).documents(None)['train']))
     assert first.num_bytes(first.encode(text)) == len(text)
     assert first.decode(first.encode(text)).encode() == text
@@ -91,16 +95,23 @@ def config_and_rows(task: str, data: DataConfig) -> tuple[Config, Rows]:
 def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(task, data):
     config, rows = config_and_rows(task, data)
     for split in rows.splits:
+        # The first row, the last row, and the first again.
         count = rows.count(split)
         numbers_B = [0, count - 1, 0]
         batch = read_rows(rows, split, numbers_B)
         again = read_rows(rows, split, numbers_B)
+
+        # Shapes and dtypes are those stated, a row without its batch dimension.
         shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
         assert shapes == rows.array_shapes(config.model)
+
+        # Rows are the same when read again, or read as a part of the batch.
         for name, array in batch.items():
             np.testing.assert_array_equal(array, again[name])
             row = read_rows(rows, split, [count - 1], first_place=1)
             np.testing.assert_array_equal(array[1:2], row[name])
+
+        # Every row has targets, ids are within the vocabulary, and rows know their documents.
         assert np.all(batch['loss_weights_BT'].sum(axis=1) > 0)
         ids = np.stack([batch['tokens_BT'], batch['targets_BT']])
         assert np.all((ids >= 0) & (ids < rows.vocab_size))
@@ -163,13 +174,20 @@ class Short(LanguageRows):
 
 
 def test_an_object_of_the_wrong_kind_is_refused_in_one_sentence(data, outside):
+    # Modules whose corpus is a list, has documents of str, or has a split of an unknown name.
     (outside / 'listed.py').write_text("def listed(config):\n    return ['a']\n")
     fables = (outside / 'fables.py').read_text()
     (outside / 'strings.py').write_text(fables.replace('.encode()', ''))
     (outside / 'valid.py').write_text(fables.replace("('train',)", "('train', 'valid')"))
+<<<<<<< ours
     (outside / 'lacking.py').write_text(fables.replace("('train',)", "('train', 'test')"))
     (outside / 'argued.py').write_text(fables.replace('lambda _:', 'lambda:'))
     (outside / 'misread.py').write_text(MISREAD)
+||||||| base
+=======
+
+    # Settings of the data, and what the refusal says.
+>>>>>>> theirs
     for fields, says in (
         ({'name': 'recal(pairs=2)'}, "unknown data.name 'recal', did you mean 'recall'"),
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),

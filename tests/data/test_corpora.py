@@ -443,16 +443,23 @@ def texts_of(corpus, language=None):
 
 
 def test_settings_name_the_features_of_a_catalogue_that_are_read(config):
+    # A set with a single text needs no setting.
     assert texts_of(find(config('own'))) == dict.fromkeys(('train', 'validation'), VALUES['en'])
+
+    # Of several texts, the named one is read, and without a validation split one is carved.
     corpus = find(config('texts', feature='de'))
     assert corpus.name in ('tfds-texts-de', 'hf-texts-de')
     assert corpus.carved == {'validation': 0.1}
     assert texts_of(corpus)['test'] == VALUES['de']
+
+    # Of translations, the two named languages are read.
     for name in ('sides', 'inner'):
         corpus = find(config(name, languages='fr-en'))
         assert corpus.name in (f'tfds-{name}-fr-en', f'hf-{name}-fr-en')
         for language in corpus.languages:
             assert texts_of(corpus, language)['test'] == VALUES[language]
+
+    # Name of the set, settings, and what the refusal says.
     for name, fields, says in (
         ('texts', {}, r'data.feature=None and .* do not name one .* texts are de, en'),
         ('own', {'feature': 'n'}, "data.feature='n' .* texts are en"),
@@ -556,9 +563,14 @@ def test_the_cldr_corpus_has_all_pairs_by_split_in_a_mixed_order(pairs, monkeypa
     corpus = find(DataConfig(name='cldr', languages='EN-de'))
     assert (corpus.name, corpus.version) == ('cldr-en-de', f'babel{babel.__version__}-1.0.0')
     assert find(DataConfig(name='cldr', languages='en-zh_CN')).name == 'cldr-en-zh_Hans_CN'
+
+    # Names that are not two different languages are refused.
     for languages in ('en-xx', 'english-de', 'en-EN', 'en-de-fr', 'en - de', '../x-de'):
         with refused(f"data.languages='{languages}'"):
             find(DataConfig(name='cldr', languages=languages))
+
+    # A pair is in the split that the hash of its source text gives, 90 %, 5 % and 5 %, on both
+    # sides at the same place; and texts of all categories are among the first 150.
     sides = [documents(corpus, language) for language in corpus.languages]
     categories = {source: category for category, source, _ in pairs}
     for split, share in (('train', 0.9), ('validation', 0.05), ('test', 0.05)):

@@ -116,6 +116,7 @@ def test_the_cache_holds_a_file_per_split_in_the_narrowest_dtype(letters, warnin
 def test_a_damaged_cache_is_written_again(letters, warnings):
     identity = load(letters).identity()
     (index,) = Path(letters.data_dir).rglob('tokens.json')
+    # The file, how its bytes are changed, and what the warning says.
     for file, damage, message in (
         ('train.bin', lambda data: b'b' + data[1:], 'or does not hold'),
         ('validation.bin', lambda data: data[:-1], 'or does not hold'),
@@ -168,6 +169,7 @@ def test_the_kind_of_model_and_the_form_of_data_decide_the_rows(files):
 
 
 def test_a_setting_that_does_not_fit_the_data_is_one_sentence(files):
+    # The kind of model, the data, a setting of either, and what the refusal says.
     for kind, form, fields, says in (
         ('decoder', CAUSAL, {'context': 8}, 'model.context=8 must equal .*, 7.$'),
         ('decoder', CAUSAL, {'vocab_size': 7}, 'vocab_size=7 must be at least 8 .*recall'),
@@ -186,10 +188,13 @@ def test_a_setting_that_does_not_fit_the_data_is_one_sentence(files):
 
 
 def test_text_is_read_by_document_where_attention_does_not_cross_documents(files):
+    # None: the task follows from the data and the model.
     for task in (None, 'language'):
         config = config_of('decoder', TEXT, cross_documents=False, task=task)
         rows = rows_of(config)
         assert type(rows) is DocumentRows is task_of(config)
+
+        # Rows say which tokens belong to which document.
         segments_BT = read_rows(rows, 'train', [0, 1])['segments_BT']
         assert rows.array_shapes(config.model)['segments_BT'] == (40, segments_BT.dtype)
         assert repeats.sequences(rows) is not None  # they are measured for induction

@@ -89,6 +89,7 @@ def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
         encoding = tiktoken.Encoding('a', **(settings | changes))
         return TiktokenTokenizer(encoding).name
 
+    # The same merges, two of them in another order.
     other_ranks = ranks()
     other_ranks[b'th'], other_ranks[b'ing'] = other_ranks[b'ing'], other_ranks[b'th']
     names = {

@@ -42,6 +42,7 @@ def test_blocks_of_ids_have_at_most_the_block_size(monkeypatch):
 
 def test_a_dataset_has_the_identity_of_its_parts(monkeypatch):
     monkeypatch.setattr(tokens, 'BLOCK', 3)
+    # Documents 'aab' and 'c', each with an end; files are read in blocks of 3 tokens.
     text = {'train': np.frombuffer(b'aab\0c\0', np.uint8)}
     source, target = (token_dataset(name, ByteTokenizer(), text) for name in 'ab')
     assert source.document_ends('train').tolist() == [4, 6]
@@ -49,12 +50,16 @@ def test_a_dataset_has_the_identity_of_its_parts(monkeypatch):
     assert source.bytes_per_token('train') == 2
     with refused("split='val' is not in dataset 'a'; valid: 'train'"):
         source.split('val')
+
+    # A dataset of files from different sources has the fingerprint of each.
     infos = {'train': source.info('train'), 'test': target.info('train')}
     carved = TokenDataset('a', '1', ByteTokenizer(), infos, {}, {'test': 0.1}).identity()
     fingerprints = carved.pop('fingerprints')
     assert list(fingerprints.items()) == [('test', 'btrain'), ('train', 'atrain')]
     assert carved == {'name': 'a', 'version': '1', 'tokenizer': 'bytes', 'carved': {'test': 0.1}}
     assert 'carved' not in source.identity()
+
+    # A dataset of pairs has the identities of its two sides.
     pairs = PairDataset(source, target)
     assert pairs.identity() == {'source': source.identity(), 'target': target.identity()}
     assert [ids.tobytes() for ids in pairs.sentences('train')[0]] == [b'aab', b'c']
@@ -239,6 +244,7 @@ def with_fields(**fields):
 
 def test_a_damaged_or_missing_file_is_named(prepared, tmp_path):
     copy = shutil.copytree(prepared, tmp_path / 'copy')
+    # The file, how its text is changed (None: it is removed), and what the refusal says.
     for file, damage, message in (
         ('train.bin', None, 'train.bin is missing, or does not .*; copy it or prepare_data again'),
         ('test.bin', lambda text: text[:-1], 'test.bin is missing, or does not'),
@@ -346,6 +352,7 @@ def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
 
 def test_a_class_from_outside_is_imported_where_the_config_names_it_too(text, tmp_path, outside):
     data = dataclasses.replace(text, tokenizer='nibbles:Nibbles')
+    # Tokens of a tokenizer that is a class of the user: the files alone do not import it.
     prepare(data, str(tmp_path / 'tokens'))
     for requested in ('bytes', 'nibbles:Other', 'characters'):
         with refused('set data.tokenizer=nibbles:Nibbles to import it'):
@@ -418,6 +425,7 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, mon
 
 
 def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
+    # The program that docs/data.md shows is run as it is.
     page = (ROOT / 'docs/data.md').read_text('utf-8')
     (program,) = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -426,6 +434,8 @@ def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
     runpy.run_path('writer.py')
     dataset = load_text(config_of_tokens(tmp_path / 'tokens'))
     assert bytes(dataset.split('train')) == b'one text\0another\0'
+
+    # Its files pass the comparison with their fingerprints.
     index = token_files.read_index(tmp_path / 'tokens')
     assert token_files.open_index(
         tmp_path / 'tokens', index, dataset.tokenizer, compare=True

@@ -71,6 +71,7 @@ def test_every_suite_has_valid_models_and_rows_of_different_names(scale, monkeyp
                 from_json(ModelConfig, row.settings['model'])
         return [Row(row.name, {}, [1.0], row.extra) for row in rows]
 
+    # Nothing is timed or trained.
     monkeypatch.setattr(suites, 'race', check_and_time_as_a_second)
     monkeypatch.setattr(suites.cost, 'training_flops_per_token', lambda model: 8)
     monkeypatch.setattr(suites, '_ablate', lambda *flags: 1.0)
@@ -163,6 +164,8 @@ def test_torch_computes_the_same_gradients(reference):
     assert sum(p.numel() for p in model.parameters()) == cost.count(RUN.model)['total']
     arrays = with_names_of_torch_gpt(with_names_of_jax_gpt(params))
     model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
+
+    # From equal parameters and tokens, the loss and all gradients agree.
     result = model(torch.tensor(tokens))
     result.backward()
     assert result.item() == pytest.approx(float(loss), rel=1e-5)
@@ -194,6 +197,8 @@ def test_rows_are_read_at_random_from_all_shards(tmp_path, monkeypatch):
         return windows(self, split, first_B, size)
 
     monkeypatch.setattr(TokenDataset, 'windows', recorded)
+
+    # 10 steps of 16 rows of 1,024 tokens, from 3 files of 40,000.
     work = reading.batches(str(tmp_path / 'shards'), shards=3, ids=40_000, context=1024)
     work.run(1)
     assert work.extra == {'tokens': 16 * 1024}

@@ -91,12 +91,15 @@ def flag_entries(text):
 def test_every_setting_is_explained(printed, name):
     text = printed(name, '-h')
     assert all(len(x) <= 80 for x in text.splitlines())
+    # The explanation of each flag, by its name.
     flags = flag_entries(text)
     assert flags
     assert all('; default ' in about for about in flags.values())
     assert ('config' in flags) == (name in ('train', 'ablate', 'prepare_data'))
     if name not in CONFIGS:
         return
+
+    # Fields of a config have the explanation of their definition.
     for field, setting in settings(CONFIGS[name]).items():
         head, _, rest = flags[f'config.{field}'].partition('; default ')
         description = rest.partition(' Names: ')[0]
@@ -374,6 +377,8 @@ def test_nothing_is_written_where_an_exact_conversion_moves_the_logits(
 
     sizes = {'d_model': 16, 'num_layers': 1, 'context': 8, 'vocab_size': 20}
     save_model(tmp_path / 'source', ModelConfig(norm_position='post', **sizes))
+
+    # merge_vo is replaced with a mistake; fold_gains refuses post-norm models by itself.
     monkeypatch.setitem(CONVERSIONS, 'merge_vo', Conversion(double_w_o, 'OV'))
     for conversion, message in (
         ('merge_vo', 'merge_vo cannot be applied: it changes logits by '),
@@ -441,6 +446,8 @@ def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
     tokens = '--config.data.name=tokens --config.data.path=made'
     train_on_them = f'qkattn train --config=run.py {tokens} --workdir=DIRECTORY'
     assert made.splitlines()[-1] == f'to train: {train_on_them}'
+
+    # Training on the files needs no other data (/absent does not exist) and changes no file.
     before = contents(tmp_path / 'made')
     data = {'name': 'tokens', 'path': 'made', 'data_dir': '/absent'}
     (result, _) = train(tiny(data=data, model={'num_layers': 1}), tmp_path / 'w')

@@ -69,9 +69,12 @@ AGREEING_PROCESS = """
 def test_three_processes_agree_on_values_errors_and_barriers():
     results = wait_for_results(start_job(AGREEING_PROCESS, 3))
     assert [code for code, _, _ in results] == [0, 0, 0], results
+    # What each process got, by the name of a check in `AGREEING_PROCESS`.
     reported = [json.loads(out) for _, out, _ in results]
     from_process_0 = reported[0]
     assert from_process_0['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
+
+    # Only process 0 calls a function; the others get its value or its error.
     assert [by_rank['called'] for by_rank in reported] == [
         ['value', 'held', 'bug', 'x', 'made'],
         [],
@@ -85,6 +88,8 @@ def test_three_processes_agree_on_values_errors_and_barriers():
     ]
     assert [by_rank['first'] for by_rank in reported] == ['made by 0', 'made by 1', 'made by 2']
     assert [by_rank['stays'] for by_rank in reported] == [0, *[['ValueError', 'stays']] * 2]
+
+    # Checks with the same outcome in all processes.
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
     for by_rank in reported:
         assert (by_rank['owner'], by_rank['any']) == ([0, 'value'], [True, False])
@@ -96,7 +101,7 @@ def test_three_processes_agree_on_values_errors_and_barriers():
         assert kind == 'ConfigError'
         assert text.startswith('hash of processes 1, 2 differs')
         assert (by_rank['places'][0], by_rank['late']) == ('ProcessError', late)
-        assert by_rank['keys'] < 10
+        assert by_rank['keys'] < 10  # messages are deleted once they are read
 
 
 def test_a_single_process_gets_the_values_of_json():

@@ -38,6 +38,8 @@ PLATFORMS = {
 
 @pytest.mark.parametrize('name', PLATFORMS)
 def test_a_platform_that_cannot_be_opened_is_a_wrong_setting(name, monkeypatch):
+    # JAX_PLATFORMS, what the machine has, the error of JAX, and the reason we give (None: it is no
+    # error of the setting).
     value, accelerators, error, reason = PLATFORMS[name]
     monkeypatch.delenv('JAX_PLATFORMS', raising=False)
     if value is not None:

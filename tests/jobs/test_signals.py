@@ -31,6 +31,8 @@ WAIT_FOR_STOP = """
 @pytest.mark.parametrize(
     ('first', 'then', 'exit_code', 'words'),
     [
+        # The signal, what follows it (wait: the process goes on until a second interrupt), the
+        # exit code, and words of the errors.
         (signal.SIGTERM, 'leave', EXIT_REQUEUE, ''),
         (signal.SIGINT, 'wait', -signal.SIGINT, 'KeyboardInterrupt'),
         (signal.SIGINT, 'leave unread', EXIT_REQUEUE, ''),  # as in `... 2>&1 | tee log`
@@ -51,6 +53,8 @@ def test_a_signal_asks_a_process_to_stop_and_a_second_interrupt_ends_it(
     assert process.returncode == exit_code, errors
     assert words in errors
     assert (EXIT_CONFIG, EXIT_REQUEUE) == (2, 75)  # which launchers know
+
+    # Only a user at a terminal is told about the second interrupt.
     is_advised = first == signal.SIGINT and 'unread' not in then
     assert ('press Ctrl-C again' in errors) == is_advised
 

@@ -67,6 +67,8 @@ def test_a_dry_run_prints_what_would_be_started(flag, settings):
 @pytest.mark.parametrize(
     ('plan', 'code', 'num_starts', 'words'),
     [
+        # Line n of the plan: how the two processes end at start n (75: saved, start me again).
+        # Then the exit code of the job, the number of starts, and words of its errors.
         ('75 75\n0 0', 0, 2, 'starting again'),
         # The others save and end with 75, or kill themselves: the first failure counts.
         ('75-late 2', 2, 1, ''),

@@ -39,14 +39,19 @@ def yaml_and_commands(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
 def test_skypilot_reads_the_tasks(tmp_path):
+    # Two tasks as they lie in launch/sky, and two that sky.py writes for awkward arguments.
     files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
     filled = [yaml_and_commands(GPUS, command=('train', *AWKWARD))[0]]
     filled += [yaml_and_commands(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
+
+    # Each is loaded by skypilot, in a Python of its own.
     given = json.dumps(files + filled)
     env = {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
     command = [PYTHON, '-c', LOAD_TASKS]
     output = subprocess.check_output(command, input=given, cwd=tmp_path, env=env, text=True)
     tasks = json.loads(output.splitlines()[-1])
+
+    # Each is a preemptible task of one node that starts again after exit code 75 alone.
     for nodes, envs, _, _, spot, recovery in tasks:
         assert (nodes, spot, envs['RETRIES']) == (1, True, '3')
         assert recovery['recover_on_exit_codes'] == [75]

@@ -46,8 +46,11 @@ def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, optio
 
 
 def test_a_crash_is_retried_where_the_controller_does_not_answer_at_first(tmp_path):
+    # Stand-ins: the task crashes, squeue cannot say how often it crashed before, and scontrol
+    # prints its arguments.
     for name, text in (('srun', 'exit 200'), ('squeue', 'exit 1'), ('scontrol', 'echo $*')):
         launchers.write_program(tmp_path / name, f'#!/bin/sh\n{text}\n')
+    # Then each earlier start counts as a crash: one here.
     job = {'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'a', 'SLURM_RESTART_COUNT': '1'}
     environment = {**launchers.environment_with(tmp_path), **job, 'SLURM_SUBMIT_DIR': str(tmp_path)}
     script = ['bash', ROOT / 'launch/slurm.sbatch', 'train']

@@ -85,6 +85,7 @@ QUICK = [CASES[0], CASES[4], CASES[18], CASES[-1]]
 
 @pytest.mark.parametrize(('kind', 'fields'), slow_except(QUICK, CASES), ids=str)
 def test_logits_are_those_of_the_slow_reference(kind, fields):
+    # Pairs are packed, several in a row; texts are one in each row, with padding behind.
     if kind == 'encoder_decoder':
         fields = BOTH | fields
         inputs = packed_row()
@@ -94,10 +95,14 @@ def test_logits_are_those_of_the_slow_reference(kind, fields):
         inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
         batch = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
     model = slow.with_noise(make_model(**{'kind': kind} | fields))
+
+    # With noise, since gains of 1 and biases of 0 would hide mistakes.
     used_BT = batch['segments_BT'] > 0
     want = slow.forward(model, **batch)
     got = logits_of(model, **inputs)
     np.testing.assert_allclose(got[used_BT], want[used_BT], atol=2e-5 * np.abs(want).max())
+
+    # The logits vary; constants would agree in any model.
     assert np.std(want[used_BT]) > 0.1
     assert model.final_norm is None or model.config.norm_position == 'pre'
 

@@ -302,6 +302,8 @@ def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
             panels = grid.draw_alone()
             for figure in panels:
                 figure.draw_without_rendering()
+
+        # Axes of all panels are at the same place, and labels stay within the figure.
         assert len({tuple(figure.axes[0].get_position().bounds) for figure in panels}) == 1
         for figure in panels:
             box = figure.get_tightbbox()

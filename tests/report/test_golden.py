@@ -190,6 +190,7 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
 
 
 def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir):
+    # The loss of each seed on the further corpus; one run was not measured on it.
     losses = {'qk/vo': (3.0, 3.5), 'b/vo': (2.5, None)}
     records = []
     for variant, losses_of_variant in losses.items():
@@ -197,13 +198,19 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
             record = trial_record(variant, seed=seed, val_loss=2.0)
             records.append(studies.on_corpus(record, 'stdlib@test', loss))
     write_study(study_dir, records)
+
+    # First the records alone have such losses; then plans ask for the corpus as well.
     without = tables.report_markdown(findings_of(study_dir))
     for run in {record['run'] for record in records}:
         studies.edit_plan(study_dir, run, data__evaluate=['stdlib@test'])
     findings = findings_of(study_dir)
+
+    # The mean over the seeds that have a loss; the differences are those of the main corpus.
     records_of_every_decision = list(csv.DictReader(tables.csv_table(findings).splitlines()))
     assert [arm['loss[stdlib@test]_mean'] for arm in records_of_every_decision] == ['3.25', '']
     assert [arm['difference_mean'] for arm in records_of_every_decision] == ['', '0.0']
+
+    # The text says that the corpus decides nothing where plans ask for it.
     text = tables.report_markdown(findings)
     for part in ('| loss on stdlib@test, nats/token mean ± sd |', '| 3.2500 ± 0.3536 |'):
         assert part in text
@@ -274,6 +281,8 @@ def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
         changes = {'optimizer__schedule': 'wsd', 'train__z_loss': 1e-4}
         studies.edit_plan(study_dir, record['run'], data__cross_documents=False, **changes)
     recipe = '\n'.join(tables.settings(findings_of(study_dir)))
+
+    # The schedule, the z-loss and the mask of documents, none of which is a default.
     for text in (
         'to 0 of the peak in the last 0.1 of the steps',
         'z-loss 0.0001',

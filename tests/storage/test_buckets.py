@@ -62,6 +62,7 @@ def test_a_bucket_that_cannot_be_used_is_one_sentence(bucket, url, message):
 def test_a_bucket_that_does_not_answer_is_named_within_the_patience(
     bucket, monkeypatch, tmp_path, reason
 ):
+    """The server accepts and is silent, or is absent; or no credentials are found."""
     monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
     buckets._client.cache_clear()
     with socket.create_server(('127.0.0.1', 0)) as server:

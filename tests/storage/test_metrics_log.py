@@ -95,6 +95,7 @@ def test_damage_behind_the_checkpoint_is_dropped(path, caplog, tail, damage):
     metrics = MetricsFile(path)
     for step in (1, 2):
         metrics.append({'step': step})
+    # The checkpoint knows how much of the log was written; `tail` is behind that.
     kept = metrics.flush()
     before = path.read_bytes()
     path.write_bytes(before + tail.encode())
@@ -212,6 +213,8 @@ def test_metrics_reach_a_bucket_at_flush(bucket):
     metrics.append({'step': 2})
     assert steps_of(path) == [1]
     metrics.close()
+
+    # A log that is continued is rewound to step 1.
     with contextlib.closing(MetricsFile(path)) as again:
         assert again.last_step == 2
         again.rewind(1)

@@ -164,6 +164,8 @@ def test_a_size_that_some_arms_do_not_fit_names_sizes_that_all_fit():
         'd_model moves in steps of 8, as heads that are slices of the stream need '
         'num_heads * head_size = d_model, and rotary positions an even head_size'
     )
+
+    # Each size, and the destinations, that the last line offers can be built.
     sizes = values_of_flags(last_line, 'sizes')
     assert sizes == [('d_model=104',), ('d_model=112',)]
     for value in sizes:
@@ -179,11 +181,15 @@ def test_sizes_that_all_arms_fit_stay_and_arms_that_fit_no_size_are_named():
         variants=('qk/vo', 'shared_qk/vo', 'qk/no_v', 'merged/vo'),
         sizes=('d_model=104', 'd_model=96&num_layers=1'),
     )
+
+    # merged/vo cannot be built with rotary positions; the second size is wrong for qk/no_v.
     lines = refused_arms(study)
     assert [line.partition(': ')[0][:55] for line in lines[:2]] == [
         "variant 'merged/vo' at 'd_model=104' cannot be built",
         "variant 'qk/no_v' at 'd_model=96&num_layers=1' is -6.80",
     ]
+
+    # The last line offers sizes for the other arms, in which the first size is kept.
     assert lines[-1].startswith("all arms but 'merged/vo' match with ")
     assert not values_of_flags(lines[-1], 'destinations')
     for sizes in values_of_flags(lines[-1], 'sizes'):

@@ -254,6 +254,7 @@ def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(
             results_by_id[run.id] = DECIDING(run)
         return runs_so_far()
 
+    # Always the first of the runs that are left finishes, or always the last.
     expected = plan.runs(controlled_study, arms, DECIDING)
     assert final_plan(0) == expected
     assert final_plan(-1) == expected
@@ -361,9 +362,13 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
 ):
     monkeypatch.setattr(plan.program, 'warm_up', lambda _: pytest.fail('it measures'))
     by_arm, by_stage = estimated_tables(costly_study, costly_arms)
+
+    # 9 trials take 100 steps of 4 rows of 16 tokens; training costs 3 forward passes.
     tokens = 9 * 100 * 4 * 16
     flops = 3 * cost.flops_per_token(costly_arms[0].model) * tokens
     assert by_arm[2] == f'qk/vo d_model=32 2 9 {tokens:.3g} {flops:.3g}'
+
+    # Two sizes, and the longer runs of each; then the total.
     assert [line.partition(' d_model')[0] for line in by_arm[2:]] == [
         *(['qk/vo', 'shared_qk/vo'] * 2),
         *(['qk/vo (longer)', 'shared_qk/vo (longer)'] * 2),
@@ -387,6 +392,8 @@ def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
 
     monkeypatch.setattr(plan.program, 'warm_up', warm_up)
     _, shown = estimated_tables(costly_study, costly_arms, measure=True)
+
+    # Only the baseline qk is measured, at both widths.
     assert measured == [('qk', 32), ('qk', 64)]
     assert shown[4].startswith('longer, if every arm is decided 8 36')
     assert shown[5].startswith('total 16 72')

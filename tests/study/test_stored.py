@@ -64,6 +64,8 @@ def test_a_packed_study_has_every_file_that_a_verdict_reads(study, packed_study)
     after = logs_of(packed_study) | {
         name: (packed_study / name).read_bytes() for name in stored.WHOLE_FILES
     }
+
+    # Documents of screening runs are left out: a digest takes the place of each.
     left_out = {name for name in before if 'screening' in name and name.endswith('documents.json')}
     documents_of_digest = {}
     for name in left_out:
@@ -71,6 +73,8 @@ def test_a_packed_study_has_every_file_that_a_verdict_reads(study, packed_study)
         documents_of_digest[digest_name] = before[name]
     assert left_out
     assert after.keys() == (before.keys() - left_out) | documents_of_digest.keys()
+
+    # Every other file is kept, but for the lines of training steps.
     for name, content in after.items():
         if name in documents_of_digest:
             digest = hashlib.sha256(documents_of_digest[name]).hexdigest()

@@ -205,11 +205,15 @@ def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
     before = recorded_yardsticks(path)
     monkeypatch.setitem(DEFINITIONS, 'language', 2)
     assert not is_current(before['groups'][0])
+
+    # Results name other data than this machine has: nothing is recorded.
     results = read_lines(path / 'results.jsonl')
     other = [result | {'data': result['data'] | {'version': '2'}} for result in results]
     write_lines(path / 'results.jsonl', other)
     (problem,) = yardsticks.record(path)
     assert 'other data on this machine' in problem and recorded_yardsticks(path) == before
+
+    # With the right data, the group is recorded by its new definition.
     write_lines(path / 'results.jsonl', results)
     assert yardsticks.record(path) == []
     after = recorded_yardsticks(path)

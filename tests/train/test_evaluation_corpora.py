@@ -112,11 +112,13 @@ def test_further_corpora_change_nothing_else_of_a_run(run, small_run):
 def test_a_run_that_is_stopped_while_it_evaluates_a_corpus_resumes_bitwise(
     run, tmp_path, monkeypatch
 ):
+    # `straight` was trained without a stop.
     config, straight = run
     read = pipeline.eval_batches
     splits = []
     stop_in = None
 
+    # Asks to stop when the `stop_in`-th split is evaluated.
     def stopped(rows, split, **options):
         splits.append(split)
         if len(splits) == stop_in:

@@ -269,6 +269,7 @@ def test_a_run_that_is_lost_in_an_evaluation_saves_nothing(small_run, tmp_path, 
 
 def test_results_name_the_code_of_every_start_that_they_come_from(small_run, tmp_path, monkeypatch):
     config, _ = small_run
+    # The code at two starts that are stopped and save, at one that is lost, and at the last.
     first = {'commit': 'a', 'dirty': True}
     lost = {'commit': 'c', 'dirty': False}
     last = {'commit': 'b', 'dirty': False}
@@ -281,6 +282,8 @@ def test_results_name_the_code_of_every_start_that_they_come_from(small_run, tmp
     with pytest.raises(Lost):  # which saves nothing
         train(config, tmp_path, lost=at_call(1, lambda: True))
     monkeypatch.setattr(run_directory, 'git_state', lambda: last)
+
+    # Results name the code of the last start, and once that of the two stopped ones.
     for result in train(config, tmp_path):
         assert result['provenance']['git'] == last
         assert result['provenance']['earlier'] == [{'git': first, 'imported': {}}]

@@ -99,12 +99,17 @@ def small(tiny):
 def test_two_processes_train_as_one_device_and_refuse_settings_that_differ(small, tmp_path):
     short = {'accumulation': 1, 'num_steps': 4}
     config = small({'data': 2, 'tensor': 2}, short)
+    # A mesh of 2 of the 4 devices is refused.
     too_small = small({'data': 2}), tmp_path / 'idle'
+    # Process 0 trains `runs` in turn and process 1 `other`: the same run twice, then one with
+    # other settings, then one with another directory.
     runs = [(config, tmp_path / name) for name in ('two', 'two', 'differs', 'mine')]
     other = [*runs[:2], (small(train={'num_steps': 9}), runs[2][1]), (config, tmp_path / 'other')]
     job = start_training_job(
         tmp_path / 'job', [*runs, too_small], devices=2, runs1=[*other, too_small]
     )
+
+    # The same run on one device.
     train(small({}, short), tmp_path / 'one')
     first, again, differs, apart, refused = results_of_job(tmp_path / 'job', job)
     assert_close(tmp_path / 'two', tmp_path / 'one')

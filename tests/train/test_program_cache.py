@@ -69,15 +69,20 @@ def test_the_directory_is_the_one_named_or_in_the_users_cache(monkeypatch, tmp_p
 def test_programs_are_loaded_unless_damaged_switched_off_or_for_other_cores(
     cache_directory, loaded_and_compiled, monkeypatch
 ):
+    # A program is compiled once, then loaded. `loaded_and_compiled` counts from its last call on.
     keep_programs()
     assert program_cache.directory().stat().st_mode & 0o77 == 0
     first = compile_and_run()
     assert loaded_and_compiled() == (0, 1)
     np.testing.assert_array_equal(compile_and_run(), first)
     assert loaded_and_compiled() == (1, 0)
+
+    # A damaged file is not loaded.
     (file,) = cache_directory.glob('*/*')
     file.write_bytes(file.read_bytes()[:99])
     np.testing.assert_array_equal(compile_and_run(), first)
+
+    # On a machine with other cores, nothing is loaded; `without_cache` does not even count.
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(1000), raising=False)
     keep_programs()
     loaded_and_compiled()
@@ -86,6 +91,8 @@ def test_programs_are_loaded_unless_damaged_switched_off_or_for_other_cores(
     assert loaded_and_compiled() == (0, 0)
     compile_and_run()
     assert loaded_and_compiled() == (0, 1)
+
+    # A user has switched the cache of JAX off.
     jax.config.update('jax_enable_compilation_cache', False)
     keep_programs()
     compile_and_run()

@@ -75,9 +75,11 @@ def settling_of_b(path):
 @pytest.mark.parametrize(
     ('shift', 'changes', 'code'),
     [
+        # The short study has a difference of about 0.05; `shift` is that of the longer one.
         (0.052, {}, Length.SETTLED),
         (0.02, {}, Length.SHRINKS),
         (-0.05, {}, Length.TURNS),
+        # A study of the same seeds, of too few steps or of other settings is no second length.
         (0.052, {'seeds': VERDICT_SEEDS}, Length.ONE_LENGTH),  # not fresh
         (0.052, {'steps': 1599}, Length.ONE_LENGTH),
         (0.052, {'matched': 'flops'}, Length.ONE_LENGTH),

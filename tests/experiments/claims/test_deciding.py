@@ -256,6 +256,7 @@ FULL_SIZE = claim(expect('full_size/vo', 'better', 'lm_added'))
 
 
 def test_an_arm_without_results_is_missing(lm_added):
+    # The study lacks the results of the arm full_size/vo.
     lines = (lm_added / 'results.jsonl').read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"variant": "full_size/vo"' not in line]
     (lm_added / 'results.jsonl').write_text(''.join(kept))
@@ -265,6 +266,8 @@ def test_an_arm_without_results_is_missing(lm_added):
     assert 'lacks the results of' in decided.missing[0]
     assert 'full_size/vo at d_model=96 on stdlib has no difference from the' in decided.missing[1]
     assert decided.needed == 'the results of lm_added at scale cpu'
+
+    # The same where the claim compares another arm with it.
     pair = claim(expect('double/double', 'worse', 'lm_added', versus='full_size/vo'))
     missing = decide(pair, 'cpu', results).missing[1]
     assert missing.endswith('on stdlib has no difference from full_size/vo yet')

@@ -119,6 +119,7 @@ def test_a_damaged_study_does_not_keep_others_from_their_reports(tmp_path, monke
             raise ReportError('study.json is damaged')
         written.append(path.name)
 
+    # Both studies belong to claim E2; the first is damaged.
     monkeypatch.setattr(studies, 'write_report', write_report)
     for name in ('lm_added', 'lm_untuned'):
         (tmp_path / name).mkdir()

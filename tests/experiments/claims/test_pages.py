@@ -63,6 +63,9 @@ def test_a_claims_file_that_was_altered_or_holds_a_wrong_field_is_refused(tmp_pa
     path.write_text(path.read_text().replace('"seconds": 1', '"seconds": 11', 1))
     with pytest.raises(RunDirectoryError, match='is damaged .*; make it again with'):
         read_claims(tmp_path)
+
+    # A file that was written by hand: fields of the row and of the claim, and what the refusal
+    # says.
     for changes_of_row, changes_of_claim, sentence in (
         ({'speaks': 'yes'}, {}, "B2: 'yes' is not a valid Speaks"),
         ({'value': None}, {}, "B2: field 'value' is None, expected float"),
