@@ -271,5 +271,5 @@ def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, direc
     ):
         with refused('expected one or two components below the study', ValueError):
             read()
-    assert [*ledger._logs(tmp_path)] == []
+    assert [*ledger._hash_logs(tmp_path)] == []
     assert contents(tmp_path) == before

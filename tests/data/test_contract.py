@@ -179,15 +179,11 @@ def test_an_object_of_the_wrong_kind_is_refused_in_one_sentence(data, outside):
     fables = (outside / 'fables.py').read_text()
     (outside / 'strings.py').write_text(fables.replace('.encode()', ''))
     (outside / 'valid.py').write_text(fables.replace("('train',)", "('train', 'valid')"))
-<<<<<<< ours
     (outside / 'lacking.py').write_text(fables.replace("('train',)", "('train', 'test')"))
     (outside / 'argued.py').write_text(fables.replace('lambda _:', 'lambda:'))
     (outside / 'misread.py').write_text(MISREAD)
-||||||| base
-=======
 
     # Settings of the data, and what the refusal says.
->>>>>>> theirs
     for fields, says in (
         ({'name': 'recal(pairs=2)'}, "unknown data.name 'recal', did you mean 'recall'"),
         ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),

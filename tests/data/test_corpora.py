@@ -60,7 +60,9 @@ def test_a_tenth_of_the_documents_is_carved_for_each_split_in_any_order():
     assert splits['test'][:2] == [b'document 9\n', b'document 11\n']
 
     # In another order, the same documents are carved.
-    mixed = documents(carve_missing_splits(corpus_of(random.Random(0).sample(TEXTS, 200)), test=False))
+    mixed = documents(
+        carve_missing_splits(corpus_of(random.Random(0).sample(TEXTS, 200)), test=False)
+    )
     assert all(set(mixed[split]) == set(texts) for split, texts in splits.items())
 
     # Where the corpus comes with one of the two, that one stays and the other is carved as before.
@@ -69,7 +71,10 @@ def test_a_tenth_of_the_documents_is_carved_for_each_split_in_any_order():
         assert (result.version, result.carved) == (f'1-carved2-{split}', {split: 0.1})
         assert documents(result)[other] == [b'x\n']
         assert documents(result)[split] == splits[split]
-    assert carve_missing_splits(corpus_of(validation=[b'x\n']), test=False).splits == ('train', 'validation')
+    assert carve_missing_splits(corpus_of(validation=[b'x\n']), test=False).splits == (
+        'train',
+        'validation',
+    )
 
 
 def test_equal_documents_are_in_one_split():
@@ -97,7 +102,8 @@ def test_carving_keeps_the_names_of_documents():
 
 def test_both_sides_of_a_translation_are_carved_alike_whichever_is_the_source():
     corpora = [
-        carve_missing_splits(corpus_of(languages=sides), test=False) for sides in (('en', 'de'), ('de', 'en'))
+        carve_missing_splits(corpus_of(languages=sides), test=False)
+        for sides in (('en', 'de'), ('de', 'en'))
     ]
     english = documents(corpora[0], 'en')
     german = documents(corpora[0], 'de')
@@ -111,10 +117,14 @@ def test_few_documents_are_cut_at_line_ends():
     lines = [b'%03d\n' % number for number in range(100)]
     # Other splits of the corpus, and the lines at which both documents are cut.
     for others, bounds in (({}, [0, 81, 91, 100]), ({'test': [b'x']}, [0, 91, 100])):
-        parts = documents(carve_missing_splits(corpus_of([b''.join(lines)] * 2, **others), test=False))
+        parts = documents(
+            carve_missing_splits(corpus_of([b''.join(lines)] * 2, **others), test=False)
+        )
         cut = [[b''.join(lines[a:b])] * 2 for a, b in itertools.pairwise(bounds)]
         assert parts == dict(zip(('train', 'validation', 'test'), cut, strict=False)) | others
-    assert carve_missing_splits(corpus_of([b'x'], names=lambda split: ['a']), test=False).names('test') == ['a']
+    assert carve_missing_splits(corpus_of([b'x'], names=lambda split: ['a']), test=False).names(
+        'test'
+    ) == ['a']
     with refused('fox has too few lines'):
         list(documents(carve_missing_splits(corpus_of([b'a\nb\n']), test=False))['test'])
 

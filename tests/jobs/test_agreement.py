@@ -117,7 +117,7 @@ def test_process_0_may_arrive_as_late_as_it_then_waits_itself(monkeypatch):
 
     monkeypatch.setattr(agreement.distributed.global_state, 'process_id', 1)
     monkeypatch.setattr(agreement, 'client', mock.MagicMock())
-    monkeypatch.setattr(agreement, '_get', get)
+    monkeypatch.setattr(agreement, '_wait_for_key', get)
     assert agreement.gather_from_processes(2, limit=60.0) == [1, 2]
     assert waits[0] > 120
 

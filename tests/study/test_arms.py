@@ -121,7 +121,7 @@ def test_a_variant_from_outside_that_cannot_be_built_is_one_sentence(tmp_path, m
     (tmp_path / 'keyless.py').write_text(f'{source}    def __init__(self, spec): pass\n')
     monkeypatch.syspath_prepend(tmp_path)
     with refused("variants='keyless:Keyless/vo' fails, TypeError in .* argument 'key'"):
-        build_arms(changed(UNTUNED, variants=('qk/vo', 'keyless:Keyless/vo')))
+        build_arms(study_with(UNTUNED, variants=('qk/vo', 'keyless:Keyless/vo')))
 
 
 def refused_arms(study):
