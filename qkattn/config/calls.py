@@ -33,13 +33,14 @@ def resolve(
       field: the name of the setting, for errors.
       needs: what an imported object must be, for errors: 'a class or function'.
       is_valid: whether an imported object is what `needs` says.
-      call: returns the class or function whose keyword-only parameters are the options, given the
-        object. By default this is the object itself.
+      call: a function of the object that returns the class or function which takes the options, as
+        keyword-only parameters. By default this is the object itself.
       error: the class of the exceptions below.
 
     Raises `error` for a malformed or unknown name, a module that cannot be imported, an imported
     object that does not fit, and an option that the object does not take.
     """
+    # Find the object.
     name, options = parse_call(text, field, error)
     if ':' in name:
         target = import_object(name, field, error)
@@ -50,6 +51,7 @@ def resolve(
     else:
         raise error(_unknown_name(name, known, field))
 
+    # Check that it takes the options.
     if options:
         accepted_options = options_of(call(target))
         for option in options:

@@ -118,8 +118,8 @@ def require_named(config_json: Any, named: Collection[str], source: object, reme
     Args:
       config_json: the config as JSON.
       named: the import paths that the user has named.
-      source: where the config was read from, for the error.
-      remedy: how to name a path, with {} in place of the path, for the error.
+      source: the file that the config was read from, for the error.
+      remedy: the end of the error, which says how to name a path; {} stands for the path.
     """
     for path in import_paths(config_json):
         if path not in named:

@@ -227,7 +227,7 @@ class ModelConfig:
 
     @functools.cached_property
     def cross(self) -> 'ModelConfig':
-        """The settings of the decoder's attention to the encoder.
+        """The settings of the decoder's attention to the encoder, with its own variant.
 
         It has no rotary positions, no position biases and no window, because positions in the
         source and in the target are not comparable.

@@ -213,7 +213,7 @@ def check_section(prefix: str, section: Any) -> None:
     `prefix` is the beginning of names of fields in the error, 'model.' for the section model. A
     section that has passed before is not checked again.
     """
-    if PASSED in vars(section):
+    if PASSED in vars(section):  # it was checked before
         return
     annotations = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):

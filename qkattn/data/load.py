@@ -115,6 +115,7 @@ def _load_sides(config: DataConfig) -> list[TokenDataset]:
     corpus = find(config)
     root = data_root(config.data_dir)
     tokenizer = _tokenizer_of_corpus(config, corpus)
+    # Each language of parallel text is tokenized as a corpus of its own.
     sides = [corpus]
     if corpus.languages:
         sides = [_one_language(corpus, language) for language in corpus.languages]
@@ -197,8 +198,8 @@ def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
             'one language'
         )
     corpus = find(config)
-    # The tokenizer of a file may have either of two separators. If the directory has tokens
-    # already, the name of their tokenizer tells which one.
+    # A tokenizer.json can be used with either of two separators between documents. If the directory
+    # has tokens already, the name of their tokenizer tells which one they have.
     with use_recorded_tokenizers(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
     return _open_or_write_tokens(directory, corpus, config.tokenizer, tokenizer, directory, workers)

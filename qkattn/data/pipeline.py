@@ -45,7 +45,7 @@ def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part
     order = _train_order(rows.count('train'), int(seed))
     row_B = np.array([order[position] for position in position_B.tolist()])
 
-    # All randomness of a row comes from this pair of numbers.
+    # The seed of a row's random numbers is the pair (seed of the trial, position in the sequence).
     seed_B = np.full_like(position_B, seed)
     draws_B2 = np.stack([seed_B, position_B], axis=1).astype(np.uint64)
     return rows.read('train', row_B, draws_B2)
@@ -161,10 +161,10 @@ def _eval_batch(rows: Rows, split: str, evaluated_R: np.ndarray, position_B: np.
       position_B: the rows of the batch, as positions in `evaluated_R`. A position beyond its end
         gives a row of zeros.
     """
-    # For padding, the first row of the evaluation is read. It is set to zero below.
+    # In place of padding, the first row of the evaluation is read, and set to zero afterwards.
     is_real_B = position_B < len(evaluated_R)
     row_B = evaluated_R[np.where(is_real_B, position_B, 0)]
-    # The randomness of a row comes from the pair (0, number of the row).
+    # The seed of a row's random numbers is the pair (0, number of the row).
     draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
 
     batch = {}

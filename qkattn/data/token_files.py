@@ -282,10 +282,11 @@ def open_prepared(config: DataConfig) -> TokenDataset:
     advice = 'copy it or prepare_data again'
     try:
         index = read_index(directory)
-        # A vocabulary may have either of two separators. The name in the index tells which one.
+        # A tokenizer.json can be used with either of two separators between documents. The name of
+        # the tokenizer in the index tells which one these tokens have.
         with use_recorded_tokenizers(index.tokenizer_name):
             tokenizer = _tokenizer_beside(directory, index, config.tokenizer, advice)
-        # Comparing the sha256 of the files would read all of them at each start.
+        # The sha256 of the files are not compared: that would read all of them at each start.
         dataset = open_index(directory, index, tokenizer, compare=False)
     except DamagedData as error:
         raise ConfigError(f'{error}; {advice}') from error

@@ -79,11 +79,12 @@ class TokenDataset:
           name: the name of the corpus.
           version: the version of its text, e.g. 'py3.11.7-1.0.0'.
           tokenizer: the tokenizer of the ids.
-          infos: the counts of each split.
+          infos: the counts of each split, such as its number of documents.
           tokens: the ids of each split.
-          carved: each split that was carved from train, with its fraction of train.
-          document_ends: returns the position after each document of a split. By default a document
-            ends with its separator.
+          carved: the splits that were cut off the train split of the corpus, each with its fraction
+            of train, as in {'test': 0.1}.
+          document_ends: a function of a split that returns the position after each document. By
+            default a document ends with the separator of the tokenizer.
         """
         self.name = name
         self.version = version

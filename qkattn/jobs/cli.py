@@ -352,6 +352,7 @@ def arguments(config: Config) -> list[str]:
     The first one is --config=FILE, as this script got it. A --config.FIELD=VALUE follows for each
     setting that differs from the file.
     """
+    # Read the file again, without the overrides of this script.
     flag = flags.FLAGS['config']
     path = config_flags.get_config_filename(flag)
     config_of_file = from_config_dict(flag.parser.parse(path))
@@ -452,7 +453,8 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
         `argv` is what `parse_flags` returned: the name of the script, and the arguments that are
         not flags.
         """
-        # If `positional` is the flag --study, `report DIRECTORY` is `report --study=DIRECTORY`.
+        # An argument without a name is the value of the flag `positional`: `report DIRECTORY` is
+        # short for `report --study=DIRECTORY`.
         unnamed = argv[1:]
         if positional is not None and _takes_unnamed(positional, unnamed):
             flags.FLAGS[positional.name].parse(','.join(unnamed))

@@ -44,7 +44,10 @@ class Job:
     local_device_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if the rank or the coordinator's address is not valid."""
+        """Raises ConfigError if the rank or the coordinator's address is not valid.
+
+        The message names the engine: the program that has started the job, such as 'slurm'.
+        """
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
                 f'process id {self.process_id} ({self.engine}) is not in 0 .. '

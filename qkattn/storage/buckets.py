@@ -229,21 +229,23 @@ def _translate_error(
     `_request`.
     """
     bucket, _ = _split(path)
+    # The bucket or the object does not exist. A bucket that was opened exists, so that only the
+    # object can be missing.
     if isinstance(error, _google_error('NotFound')):
-        # A bucket that was opened exists, so only the object to read can be missing.
         if task == 'read' and not opening:
             return FileNotFoundError(f'{os.fspath(path)} does not exist')
         return RunDirectoryError(
             f'{SCHEME}{bucket} does not exist; create the bucket or give another'
         )
 
+    # This account may not use the bucket.
     if isinstance(error, (_google_error('Forbidden'), _google_error('Unauthorized'))):
         return RunDirectoryError(
             f'{SCHEME}{bucket} may not be used to {task}: give this account {ROLES} on the bucket'
         )
 
+    # The bucket cannot be reached. The reason is the first line of the error, or its class.
     if _is_out_of_reach(error):
-        # The first line of the error, or its class if it has no text.
         lines = str(error).splitlines() or [type(error).__name__]
         reason = lines[0][:_SHOWN].rstrip('.')
         problem = (

@@ -85,6 +85,7 @@ class Lease:
 
     def start(self) -> None:
         """Takes the lease, and starts the thread that renews it."""
+        # Take the lease: store who holds it.
         description = {
             'host': socket.gethostname(),
             'process': _identify_process(os.getpid()),
@@ -97,6 +98,7 @@ class Lease:
         self._lost = False
         self.take()
 
+        # Renew it until it is released, at the latest when the process ends.
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, daemon=True)
         self._thread.start()
@@ -269,8 +271,8 @@ def acquire(directory: Path, run: str) -> Lease | None:
                     lease.start()
                     return lease
             except FileExistsError:
-                # Another process was faster, or the listing of the directory was out of date. The
-                # next round looks at the lease that is there.
+                # Another process was faster, or the listing of the directory was out of date. Look
+                # again at the lease that is there.
                 continue
 
 
@@ -314,11 +316,11 @@ def _find_holder(lease: Lease) -> _Holder | None:
     a process of this machine that has ended. If the content of a lease cannot be read, an unknown
     process holds it until it is EXPIRY seconds old.
     """
+    # No lease, or one that was not renewed in time.
     state = lease.read()
     if state is None:
         return None
     age = state.now - state.heartbeat
-
     try:
         description = parse_json(state.content)
         check(description, {'host': str, 'pid': int, 'expiry': float})
@@ -329,13 +331,15 @@ def _find_holder(lease: Lease) -> _Holder | None:
     if age > description['expiry']:
         return None
 
+    # Another machine, where nobody can tell whether the holder has ended.
     pid = description['pid']
     name = f'process {pid} on {description["host"]}'
     process = str(description.get('process'))
     if not _is_of_this_machine(process):
         return _Holder(name, is_alive_here=False)
 
-    # If the holder has ended, its id belongs to no process, or to one that started later.
+    # This machine. If the holder has ended, its id belongs to no process, or to one that started
+    # later, which `_identify_process` tells apart.
     is_alive = _identify_process(pid) == process
     return _Holder(name, is_alive_here=True) if is_alive else None
 

@@ -33,7 +33,7 @@ def stdlib(config: DataConfig) -> Corpus:
     def names(split: str) -> list[str]:
         return [path for path in modules() if _split(path) == split]
 
-    def texts(split: str) -> Iterator[bytes]:
+    def read_texts(split: str) -> Iterator[bytes]:
         for name in names(split):
             yield modules()[name].read_bytes()
 
@@ -42,7 +42,7 @@ def stdlib(config: DataConfig) -> Corpus:
         name='stdlib',
         version=f'py{interpreter}-2.0.0',
         splits=SPLITS,
-        documents=lambda language: {split: texts(split) for split in SPLITS},
+        documents=lambda language: {split: read_texts(split) for split in SPLITS},
         names=names,
     )
 

@@ -82,9 +82,10 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
     parquet = _import_arrow('pyarrow.parquet', path)
     types = _import_arrow('pyarrow.types', path)
     name = f'data.path: {str(path)!r}'
-    # The library raises exceptions of many kinds.
-    damaged = explain_read_errors(name, 'copy it again', Exception)
-    with damaged, open_binary(path) as file, parquet.ParquetFile(file) as table:
+    # For a damaged file, the library raises exceptions of many kinds.
+    errors_as_config_error = explain_read_errors(name, 'copy it again', Exception)
+    with errors_as_config_error, open_binary(path) as file, parquet.ParquetFile(file) as table:
+        # Check that the column exists and holds text.
         type_of_column = {column.name: column.type for column in table.schema_arrow}
         advice = _advice(list(type_of_column))
         if field not in type_of_column:

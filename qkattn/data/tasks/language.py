@@ -150,8 +150,8 @@ class LanguageRows(TextRows):
         half = self.length // 2
         if half < EARLY:
             return {}
-        # The losses of X trials at each position, and the weights of the targets there, summed over
-        # rows.
+        # Evaluate the X trials on these rows. At each position, the losses and the weights of the
+        # targets are summed over rows.
         nats_XT, weights_T = losses_by_position(self)
         return {
             'early': nats_XT[:, EARLY - 1] / weights_T[EARLY - 1],

@@ -44,14 +44,14 @@ class Headerless(TokenFormat):
 def _refuse_header(path: Path, ids: np.ndarray) -> None:
     """Raises ConfigError if a file seems to begin with a header of an unknown format.
 
-    A header has fields that are never 0 at its beginning, and zeros in its unused part. Files with
-    the header of a known format do not come here, because that format opens them.
+    A header of llm.c begins with three fields that are never 0, and has zeros in its unused part.
+    Files with a header of a known format do not come here, because that format opens them.
 
     Args:
       path: the file.
       ids: what the file holds, read as ids from its first byte on.
     """
-    # HEADER_BYTES ids have the bytes of a header and more, because an id has one byte or more.
+    # The first HEADER_BYTES bytes. An id has one byte or more, so no more ids are needed.
     start = ids[:HEADER_BYTES].tobytes()[:HEADER_BYTES]
     if len(start) < HEADER_BYTES:
         return  # the file is shorter than a header

@@ -138,7 +138,7 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
 def _requested_tokenizer(config: DataConfig) -> Tokenizer | None:
     """Returns the tokenizer that data.tokenizer names; None if the setting has its default value.
 
-    Raises ConfigError if this kind of tokenizer is learned from text, because there is no text.
+    Raises ConfigError for a tokenizer such as 'bpe', which is learned from text: there is no text.
     """
     if config.tokenizer == DataConfig.tokenizer:
         return None

@@ -33,6 +33,7 @@ class TiktokenTokenizer(Tokenizer):
             raise ValueError(f'it has the id {encoding.n_vocab - 1}; ids must be below {MAX_SIZE}')
         self._encoding = encoding
         self.vocab_size = encoding.n_vocab
+        # Without an end-of-text token, the separator is one more id.
         if END_OF_TEXT in encoding.special_tokens_set:
             self.separator = encoding.encode_single_token(END_OF_TEXT)
         else:
