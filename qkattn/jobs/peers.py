@@ -90,7 +90,7 @@ class JobPeers:
         They meet before they train, and again when everything is saved. `requested` is whether a
         signal has asked this process to stop. If one process passes True, all of them get True.
         """
-        # A meeting begins a stretch of training, in which nobody has a reason to stop yet.
+        # Reasons to stop, and the step that was agreed on, do not count beyond a meeting.
         with self._agreement:
             self._num_meetings += 1
             self._all_have_met = False
@@ -220,9 +220,10 @@ class JobPeers:
     def _agree_on_last_step(self, published: dict[str, str]) -> None:
         """Agrees with the other processes on the step after which all stop, if any has to stop.
 
-        A process has to stop if it got a signal, the key 'request', or for another reason, the key
-        'also/1' after the first meeting. Then every process publishes how many steps it has done,
-        as in 'at/1/0': '7'. If no process has a published reason, this one publishes its own.
+        The key 'request' says that a process got a signal. The key 'also/1', after meeting 1, says
+        that a process has another reason to stop. With either key, every process publishes how many
+        steps it has done, as in {'at/1/0': '7'} for process 0. Without both, this process publishes
+        the key 'also/1' if it has a reason.
         """
         with self._agreement:
             meeting = self._num_meetings

@@ -316,8 +316,8 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
     files = file_digests(logs)
     runs = run_digests(logs)
 
-    # Nothing to enter? This is checked before locking, which would create a file `lock` even in a
-    # directory that only holds a copy of a study.
+    # Return before locking if there is nothing to enter. Locking creates a file, and a directory
+    # with a mere copy of a study should stay as it is.
     ledger = read(path)
     if files == ledger.looked_files:
         return False

@@ -71,7 +71,9 @@ def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
 def _read_records(
     path: Readable, after: _Prefix = _Prefix()
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Reads the lines of a log that follow the lines `after`, and yields (record, line) for each.
+    """Reads a log, by default from its first line, and yields (record, line) for each line.
+
+    Lines that are described by `after` are skipped.
 
     A crash can leave a partial last line, which is left out. Raises RunDirectoryError, which names
     the line, if another line is damaged, or if its step is below the step of the line before.
@@ -323,9 +325,9 @@ class MetricsFile:
     def _lines_until(self, step: int, evaluated: bool) -> _Prefix:
         """Describes the lines that a run keeps when it resumes at `step`, by their steps alone.
 
-        A run that resumes at step 100 writes the final record of step 100 again, and also the
-        evaluation of step 100 unless `evaluated`. The lines end with the last record up to step 100
-        that the run does not write again.
+        A run that resumes at step 100 keeps the records of earlier steps. Of step 100, it writes
+        the final record again, and also the evaluation unless `evaluated`. The lines end with the
+        last record that it does not write again.
         """
         kinds_written_again = ['final']
         if not evaluated:
