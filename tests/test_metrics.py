@@ -106,6 +106,7 @@ def fails(*, k=1): return 1 / 0
 
 def test_an_object_that_is_no_metric_is_refused_in_one_sentence(outside):
     (outside / 'bad.py').write_text(BAD_MODULE)
+    # The object in bad.py, and what the refusal says.
     for name, says in (
         ('jnp', "train.metrics='bad:jnp' is not a Metric, or a function"),
         ('fails', 'fails, ZeroDivisionError in .*bad.py, line 12: '),

@@ -59,6 +59,7 @@ def evil_name(tmp_path, monkeypatch):
 def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tmp_path):
     config = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
     save_model(tmp_path / 'w', config)
+    # The exported description, without the checksum, which would notice the change.
     about = json.loads((tmp_path / 'w' / exported.ABOUT).read_text())
     del about['crc32']
     for field in ('score', 'value', 'pattern'):
@@ -66,6 +67,8 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tm
         model = about['model'] | {field: named}
         (tmp_path / 'w' / exported.ABOUT).write_text(json.dumps(about | {'model': model}))
         says = 'qkattn.json names evil:Name, code that is imported only if you name it too; '
+
+        # Loading and training refuse; a user who names the code runs it (it exits).
         with refused(f'{says}if you trust it, give --imports=evil:Name'):
             loading.load(tmp_path / 'w')
         with refused(f"{says}name it in the model's settings too"):

@@ -367,6 +367,8 @@ def test_an_interrupted_installation_is_started_over_where_the_environment_is_a_
     (tmp_path / 'scratch').mkdir()
     sandbox.venv.symlink_to(tmp_path / 'scratch')
     assert 'could not install requirements.txt' in sandbox.run(1, FAKE_PIP_STATUS=1)
+
+    # What the interrupted installation left is removed, and the link stays.
     (sandbox.venv / 'left-over').touch()
     assert 'creating' in sandbox.run()
     assert sandbox.pip_calls() == 3

@@ -195,11 +195,14 @@ def test_every_head_of_every_site_is_measured(fields, depths):
     model = make(**fields)
     source = {'source_BS': TOKENS[:, :6]} if fields is BOTH else {}
     analysis = analyze(model, {'tokens_BT': TOKENS} | source)
+    # At each site, both heads of each of its `depth` layers.
     for site, depth in depths.items():
         for part, quantity in (('A', 'effective_rank'), ('B', 'norm'), ('pattern', 'entropy')):
             assert analysis.values(quantity, part, site).shape == (depth, 2)
     assert analysis.missing == []
     assert len(analysis.spectra) == 2 * sum(depths.values())
+
+    # What has no meaning across sequences is not measured there.
     kinds = {(row.site, row.quantity) for row in analysis.rows}
     assert ('cross_attention', 'diagonal_mass') not in kinds
     assert (('attention', 'induction_score') in kinds) == (fields is not BOTH)

@@ -31,8 +31,12 @@ def test_sizes_have_defaults_and_wrong_numbers_are_refused_by_field():
     assert AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=6).head_size == 6
     with pytest.raises(SpecError, match='d_model=30 must be a multiple of num_heads=4'):
         AttentionSpec(d_model=30, num_heads=4)
+
+    # Whole numbers may be those of numpy.
     numpy_sizes = {'d_model': np.int64(32), 'num_heads': np.int32(4), 'window': np.int64(3)}
     assert AttentionSpec(**numpy_sizes) == dataclasses.replace(SPEC, window=3)
+
+    # The field, a wrong value, and what the refusal says it must be.
     finite = 'a finite number above 0'
     for field, number, words in (
         *(('d_model', n, 'a whole number of at least 1') for n in (True, 32.0, 0, 'a')),
@@ -61,9 +65,13 @@ def test_a_layer_takes_a_key_or_rngs_that_it_draws_from_as_in_nnx(layer):
     first = Attention(SPEC, rngs=rngs)
     second = Attention(SPEC, rngs=rngs)
     by_key = Attention(SPEC, key=nnx.Rngs(0).params())
+
+    # `layer` was made from key 0, as were the first draw and `by_key`.
     for other, same in ((first, True), (by_key, True), (second, False)):
         equal = layer.score.w_q_DNH[...] == other.score.w_q_DNH[...]
         assert equal.all() if same else not equal.any()
+
+    # Neither, or both.
     for given in ({}, {'key': jax.random.key(0), 'rngs': rngs}):
         with pytest.raises(
             SpecError, match=r'either key=jax.random.key\(0\) or rngs=nnx.Rngs\(0\)'

@@ -257,6 +257,7 @@ def test_splash_attention_of_a_sharded_stack_needs_no_all_gather(case):
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
     w_BTNH = w_BTNH * options['mask'].dense(LONG, LONG).any(-1)[..., None, None]
+    # A stack of two trials on a mesh of 2 x 2 x 2 devices.
     stacked = [jnp.stack([array, array[::-1]]) for array in arrays[:3]]
     mesh = sharding.make_mesh(MeshConfig(trial=2, data=2, tensor=2))
 

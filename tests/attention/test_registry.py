@@ -21,6 +21,7 @@ from tests.refusals import refused
 
 
 def test_a_variant_text_that_cannot_be_resolved_is_refused():
+    # The variant, and what the refusal says.
     for text, message in (
         ('qq/vo', "unknown score 'qq'.*qk, merged, shared_qk"),
         ('qk/no_w', "unknown value 'no_w', did you mean 'no_v'"),
@@ -138,6 +139,9 @@ def test_every_option_refuses_wrong_types_and_sizes(kind, known, find):
             classes[name], _ = find(name)
     options = [(name, option) for name, cls in classes.items() for option in options_of(cls)]
     assert len(options) >= 5
+
+    # Wrong numbers for ranks and sizes are too small, fractional, a bool or too large; rows and
+    # columns must be tuples of whole numbers, one for each head.
     for name, option in options:
         least = -1 if 'SymmetricSkew' in name else 0
         numbers = [least, 2.5, True, 2**17 + 1] if option.endswith(('rank', 'size')) else []

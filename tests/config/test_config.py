@@ -90,6 +90,8 @@ def test_a_text_that_names_no_schedule_is_refused_in_one_sentence():
     no_options += ('a={[]: 1})', f'a={"(" * 500})')
     import_path_form = '^optimizer.schedule=.* must be written package.module:name to be'
     options_form = r'must be written name\(option=value, ...\) with'
+
+    # The schedule, and what the refusal says.
     for text, message in (
         ('constnt', "^unknown optimizer.schedule 'constnt', did you mean 'constant'.*constant, or"),
         *((text, import_path_form) for text in no_import_paths),
@@ -172,6 +174,7 @@ def test_a_wrong_setting_is_named_with_its_value():
 
 
 def test_settings_that_do_not_fit_each_other_are_refused(tmp_path):
+    # Settings by name, and what the refusal says.
     for fields, message in (
         (
             {'model.attention_gain': False, 'model.norm_position': 'post'},

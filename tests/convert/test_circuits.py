@@ -143,6 +143,7 @@ def test_gains_and_biases_of_a_norm_fold_into_the_projections():
     for options in ({'biases': False}, {'biases': True, **NORMED}):
         layer = layer_of('qk/vo', num_kv_heads=2, **options)
         for bias_D in (np.zeros(64), rng.normal(size=64)):
+            # The folded layer maps x to what the layer itself maps gain * x + bias to.
             folded = fold_gains(layer, gain_D, bias_D)
             assert folded.spec.biases == (options['biases'] or bias_D.any())
             expected = np.asarray(layer(x_BTD * gain_D + bias_D, causal()))

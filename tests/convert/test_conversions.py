@@ -101,6 +101,7 @@ def test_gauge_fixing_takes_a_block_that_is_invertible_in_every_layer():
 
 
 def test_a_conversion_that_does_not_apply_is_refused_with_the_reason():
+    # The conversion, changes of the model, the error, and what it says.
     for text, changes, error, message in (
         ('fold_gains', POST, ConversionError, 'post-norm model the residual stream also'),
         ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),

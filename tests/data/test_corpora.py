@@ -484,12 +484,16 @@ def test_settings_name_the_features_of_a_catalogue_that_are_read(config):
 def test_the_newest_whole_version_of_a_prepared_set_is_read(tmp_path):
     with refused('run `tfds build own --data_dir=/'):
         find(DataConfig(name='tfds:own', data_dir=str(tmp_path)))
+
+    # Version 11 is not complete; of 9 and 10, the greater number is newer.
     directory = tmp_path / 'own' / 'small.1'
     for version in ('11.0.0', '10.0.0', '9.0.0'):
         write_tfds_set(tmp_path, 'own', version, config='small.1')
     (directory / '11.0.0').rename(directory / 'incomplete.A_11.0.0')
     config = DataConfig(name='tfds:own/small.1', data_dir=str(tmp_path))
     assert (find(config).name, find(config).version) == ('tfds-own-small.1-en', '10.0.0')
+
+    # A file of version 10 is cut.
     (path,) = (directory / '10.0.0').glob('*-train.array_record*')
     path.write_bytes(path.read_bytes()[:100])
     with refused(f'{path.parent} cannot be read .*; delete it and prepare it again'):
@@ -513,6 +517,8 @@ def test_a_name_of_a_published_set_reads_nothing_in_the_working_directory(tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'owner/set').mkdir(parents=True)
     (tmp_path / 'a.jsonl').write_bytes(LINES)
+
+    # Names of loaders, then names of what lies in the working directory.
     for name in ('json', 'parquet', 'text', 'csv'):
         with refused(
             f"data.name='hf:{name}' names a loader, which reads whatever lies in the work"
@@ -521,6 +527,8 @@ def test_a_name_of_a_published_set_reads_nothing_in_the_working_directory(tmp_pa
     for name in ('owner/set', 'owner/set/config', 'a.jsonl', 'owner'):
         with refused(f"data.name='hf:{name}' would read '.*' of the working directory; give a set"):
             find(DataConfig(name=f'hf:{name}'))
+
+    # All loaders of the library are known to be such.
     known = library.packaged_modules._PACKAGED_DATASETS_MODULES
     assert known.keys() <= set(catalogues.LOADERS)
 

@@ -161,6 +161,8 @@ def test_the_kind_of_model_and_the_form_of_data_decide_the_rows(files):
             with refused(f"^data.name='{config.data.name[:5]}.*' is {form}, {needs}"):
                 rows_of(config)
             continue
+
+        # `ROWS` has the class of rows for each pair that is valid.
         rows = rows_of(config)
         assert type(rows) is ROWS[kind][form] is task_of(config)
         assert rows.splits == tuple(SPLITS)

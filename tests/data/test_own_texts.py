@@ -88,6 +88,8 @@ def test_files_of_records_are_the_splits_that_their_names_say(tmp_path):
     }
     corpus = written_corpus(tmp_path, files)
     assert documents(corpus) == {'train': [b'a', b'b', b'c'], 'validation': [b'd']}
+
+    # The version changes with the content of a file.
     first_version = corpus.version
     files['data/validation-00000-of-00001.parquet'] = parquet_file(['dd'])
     assert written_corpus(tmp_path, files).version != first_version

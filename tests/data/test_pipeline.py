@@ -46,6 +46,7 @@ def test_hosts_together_read_the_global_batches():
         yield pipeline.train_batch(rows, seed=2, step=9, batch_size=6, part=part)
         yield from pipeline.eval_batches(rows, 'validation', batch_size=6, part=part)
 
+    # Each of three hosts reads two of six rows.
     parts = [batches(slice(first, first + 2)) for first in (0, 2, 4)]
     for batch, *shares in zip(batches(None), *parts, strict=True):
         for name, array in batch.items():
@@ -68,6 +69,7 @@ def test_batches_of_training_are_those_of_their_steps():
     settings = {'batch_size': 6, 'part': slice(2, 5)}
     steps = {'start_step': 11, 'num_steps': 8, 'steps_per_read': 3}
     batches = pipeline.train_batches(rows, seeds=(4, 0, 4), **steps, **settings)
+    # 8 steps from the 11th, 3 to a read; each with the 3 rows of this part for 3 seeds.
     reads = [batch['tokens_BT'] for batch in batches]
     assert [r.shape for r in reads] == [(3, 3, 3, 7), (3, 3, 3, 7), (2, 3, 3, 7)]
     for c, tokens_XBT in enumerate(np.concatenate(reads)):

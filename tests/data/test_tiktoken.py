@@ -139,6 +139,8 @@ def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
         name='text', path=str(texts), tokenizer='tiktoken:small', data_dir=str(tmp_path / 'data')
     )
     dataset = load_text(data)
+
+    # Prepared files need no vocabulary beside them: the name says which it is.
     made = prepare(data, str(tmp_path / 'made'))
     assert made.identity() == dataset.identity()
     assert not (tmp_path / 'made/tokenizer.json').exists()

@@ -226,6 +226,8 @@ def test_the_vocabulary_comes_with_the_tokens(text, tmp_path):
     data = dataclasses.replace(text, tokenizer='characters')
     prepare(data, str(tmp_path))
     assert tokenizer_of(config_of_tokens(tmp_path)).name == tokenizer_of(data).name
+
+    # Another vocabulary than that of the tokens, and one that was cut.
     path = tmp_path / 'tokenizer.json'
     content = path.read_text()
     for damaged, message in (
@@ -340,6 +342,7 @@ def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
     prepared, tmp_path, monkeypatch, damage, message
 ):
     copy = shutil.copytree(prepared, tmp_path / 'copy')
+    # Importing evil.py would write the file `imported`.
     (tmp_path / 'evil.py').write_text(EVIL)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -100,11 +100,15 @@ def test_nanogpt_files_are_the_splits(tokens, files):
     dataset = load_text(tokens(documents=f'id={END}'))
     assert dataset.splits == ('train', 'validation')
     assert dataset.split('validation')[:].tolist() == ids_of_documents(1, 30).tolist()
+
+    # The end token END divides documents.
     expected_ends = np.flatnonzero(ids_of_documents(1, 30) == END) + 1
     assert dataset.document_ends('validation').tolist() == expected_ends.tolist()
     assert dataset.info('validation').num_documents == 30
     assert (dataset.vocab_size, dataset.tokenizer.separator) == (END + 1, END)
     assert dataset.bytes_per_token('validation') is None
+
+    # Rows are read as from any other dataset.
     rows = rows_of(Config(model=ModelConfig(context=16, vocab_size=301), data=tokens()))
     batch = train_batch(rows, seed=0, step=3, batch_size=4)
     assert (batch['tokens_BT'][:, 1:] == batch['targets_BT'][:, :-1]).all()

@@ -63,6 +63,8 @@ def test_scores_of_a_beam_are_those_of_the_uncached_model(model):
     for b, k in np.ndindex(2, 4):
         added = np.asarray(best.tokens_BKT[b, k, : lengths_BK[b, k]])
         assert added.max() < 45
+
+        # The log-probability of the added tokens, divided by their number to the power 0.7.
         whole = np.concatenate([PROMPTS[b], added])
         padded = np.pad(whole, (0, 12 - len(whole)))[None]
         logits_TV = np.asarray(uncached_logits(model, padded)[0, :, :45], np.float64)
@@ -73,6 +75,7 @@ def test_scores_of_a_beam_are_those_of_the_uncached_model(model):
 
 
 def test_bad_input_is_refused_in_one_sentence(model):
+    # The function, its options, and what the refusal says.
     beam = {'separator': 0, 'beam': 2}
     for function, options, message in (
         (generate, {'num_tokens': 10}, '4 tokens and num_tokens=10 need 13 .*model.context=12'),
@@ -85,6 +88,8 @@ def test_bad_input_is_refused_in_one_sentence(model):
     ):
         with refused(message):
             function(model, PROMPTS, **{'num_tokens': 2} | options)
+
+    # Prompts that neither function takes.
     for prompts, message in (
         (PROMPTS[0], r'prompts of shape \(4,\) must have two axes, rows and tokens'),
         (PROMPTS + 40, r'prompts_BT has ids from \d+ to \d+; they must be from 0 to 49, below'),
@@ -95,6 +100,8 @@ def test_bad_input_is_refused_in_one_sentence(model):
         for function, options in ((generate, {}), (search, beam)):
             with refused(message):
                 function(model, prompts, 2, **options)
+
+    # Sources of an encoder-decoder, and other models and prompts.
     source = np.zeros((2, 13), int)
     pairs = make_model(**PAIRS)
     with refused('a source of 13 tokens does not fit into model.source_context=12'):

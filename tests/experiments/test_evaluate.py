@@ -125,6 +125,7 @@ class OneTokenAtATime:
 def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_path):
     pytest.importorskip('lm_eval', reason=REASON)
     plain = OneTokenAtATime(run)
+    # Four kinds of tasks; half of the copies are right.
     copies = [
         {'prompt': 'def f(', 'continuation': plain.continuation('def f(', 4)},
         {'prompt': 'x', 'continuation': 'another'},
@@ -139,16 +140,19 @@ def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_
     assert written['qkattn']['tokenizer'] == 'bytes'
     assert written['qkattn']['step'] == 12
 
+    # The most likely choice is the answer.
     num_correct = 0
     for row in QUESTIONS:
         scores = [plain.log_likelihood(row['question'], choice) for choice in row['choices']]
         num_correct += int(np.argmax(scores)) == row['answer']
     assert results['own_choices']['acc,none'] == pytest.approx(num_correct / len(QUESTIONS))
 
+    # Three letters, given the five before them.
     nats = [plain.log_likelihood(row['text'][:5], row['text'][5:8]) for row in DOCUMENTS]
     perplexity = math.exp(-np.mean(nats))
     assert results['own_last_words']['perplexity,none'] == pytest.approx(perplexity, rel=1e-4)
 
+    # A whole text.
     short = DOCUMENTS[1]['text']
     bits = -plain.log_likelihood('', short) / math.log(2) / len(short.encode())
     assert results['own_texts']['bits_per_byte,none'] == pytest.approx(bits, rel=1e-4)

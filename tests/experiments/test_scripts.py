@@ -279,6 +279,8 @@ def test_a_run_is_counted_without_compiling(printed, tmp_path, monkeypatch):
         'tokens 1,843,200 of all trials and steps',
         'FLOPs 5,073,430,118,400 of all trials and steps: 5.07e+12',
     ]
+
+    # No run directory is made; run.py and study.py are configs of the fixture.
     assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
 
 

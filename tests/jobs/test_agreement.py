@@ -115,6 +115,7 @@ def test_process_0_may_arrive_as_late_as_it_then_waits_itself(monkeypatch):
         waits.append(limit)
         return json.dumps({'missing': [], 'values': [1, 2]})
 
+    # Process 1 waits for more than twice the limit, as process 0 waits itself after it arrives.
     monkeypatch.setattr(agreement.distributed.global_state, 'process_id', 1)
     monkeypatch.setattr(agreement, 'client', mock.MagicMock())
     monkeypatch.setattr(agreement, '_wait_for_key', get)

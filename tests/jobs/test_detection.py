@@ -78,6 +78,7 @@ def test_a_job_is_detected_from_the_variables_of_every_engine(environ, job, job_
 @pytest.mark.parametrize(
     ('visible', 'on_node', 'local', 'expected'),
     [
+        # Visible GPUs, their number on the node, which of two tasks this is, and its GPUs.
         ('', '', '0', None),
         ('0,1,2,3', '4', '0', (0, 1)),  # all of the node's: a block each
         ('0,1,2,3', '4', '1', (2, 3)),

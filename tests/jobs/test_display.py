@@ -285,11 +285,15 @@ def test_a_line_that_is_redrawn_stands_below_whole_lines(monkeypatch):
         screen.draw(f'study: {done} of 8 runs done')
         screen.print(f'line {done}')
     assert stream.lines() == ['line 1', 'line 2', 'study: 2 of 8 runs done']
+
+    # A line is cut to the width, and removed at the end.
     screen.draw('x' * 60)
     assert stream.lines()[2] == 'x' * 58 + '…'
     screen.close()
     screen.close()
     assert stream.lines() == ['line 1', 'line 2', '']
+
+    # On a terminal that cannot move the cursor, no line is redrawn.
     monkeypatch.setenv('TERM', 'dumb')
     assert screen.terminal
     assert not Screen(stream).terminal

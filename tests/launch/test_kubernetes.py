@@ -67,6 +67,7 @@ def as_the_kubelet_expands(text: str, env: dict[str, str]) -> str:
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_KUBERNETES_PYTHON: see validate_manifest.py')
 def test_manifests_have_only_fields_of_the_published_schemas():
     texts = {case: rendered_manifest(*flags) for case, flags in CASES.items()}
+    # Two misspelled fields show that the validation notices such.
     broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
     texts['broken'] = broken.replace('parallelism', 'paralelism')
     script = Path(__file__).with_name('validate_manifest.py')

@@ -97,6 +97,7 @@ def wait_until_started(jobs: Jobs, job: str, restart: int = 0, processes: int = 
 
 @pytest.mark.slow
 def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
+    # Each process writes its arguments and its port to a file of its own.
     script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
     jobs = [submit(stand_in_jobs, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
     ports = Counter()

@@ -46,11 +46,13 @@ def test_a_dry_run_prints_each_command():
     assert project == '--project=p'
     assert {'--runtime-version=v2-alpha-tpuv6e', '--node-id=qk', '--spot'} <= set(words)
     assert gcloud_commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
+    # The code is copied to the hosts, and installed there.
     copy, install = gcloud_commands('setup', *WHERE)
     assert copy[3:7] == ['tpu-vm', 'scp', 'qkattn.bundle', 'qk:qkattn.bundle']
     assert command_on_hosts(install).endswith('qkattn/launch/host.sh setup tpu,gcs')
     assert 'host.sh stop 40' in command_on_hosts(gcloud_commands('stop', *WHERE, '--grace=40')[0])
     assert '--worker=3' in gcloud_commands('logs', *WHERE, '--worker=3')[0]
+    # A watched job is created, set up, started and observed.
     watched = gcloud_commands('watch', *WHERE, KIND, command=TRAIN)
     assert [words[4] for words in watched] == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
 

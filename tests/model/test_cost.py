@@ -93,6 +93,8 @@ def test_rematerialization_costs_another_forward_pass():
 
 
 def test_cache_sizes_are_those_worked_out_by_hand():
+    # The model, and the floats it caches for a token: 3 layers, keys and values (2;
+    # 4 with cross-attention), and the features of each.
     for fields, floats in (
         ({}, 3 * 2 * D),
         ({'num_kv_heads': 1}, 3 * 2 * 16),

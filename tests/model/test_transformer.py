@@ -203,6 +203,8 @@ def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
     second = logits_of(model, **batch, dropout_key=jax.random.key(1))
     assert np.abs(first - plain).max() > 0.1
     assert np.abs(first - second).max() > 0.1
+
+    # The encoder alone.
     encoded = model.encode(batch['source_BS'])
     encoded_with_dropout = model.encode(batch['source_BS'], dropout_key=key)
     assert np.abs(encoded - encoded_with_dropout).max() > 0.1
@@ -214,6 +216,7 @@ def test_no_two_parts_have_correlated_initial_values():
     )
     stacks = model.blocks, model.encoder.blocks
     attentions = [model.blocks.cross_attention, *(stack.attention for stack in stacks)]
+    # Parameters of equal shape, which would be equal if they were drawn from one key.
     families = [
         [w[i] for a in attentions for w in (a.score.w_q_DNH, a.score.w_k_DKH) for i in range(2)],
         [stack.mlp.w_in_DF[i] for stack in stacks for i in range(2)],

@@ -206,6 +206,8 @@ def test_texts_cover_neither_each_other_nor_marks(drawn):
         whole = figure.bbox_inches
         assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem
         assert -0.01 <= box.y0 and box.y1 <= whole.y1 + 0.01, stem
+
+        # No text overlaps another or lies on a mark.
         for ax in figure.axes:
             boxes = [text.get_window_extent() for text in ax.texts]
             marks = [ax.transData.transform(c.get_offsets()) for c in ax.collections]
@@ -279,6 +281,8 @@ def test_labels_of_a_wide_forest_stand_beside_its_axes():
         figure.draw_without_rendering()
     (ax,) = figure.axes
     axis = ax.get_window_extent()
+
+    # Names of arms are left of the axes, numbers are right of them.
     names = [label.get_window_extent() for label in ax.get_yticklabels()]
     assert len(names) == 3
     assert all(name.x0 >= 0 and name.x1 < axis.x0 for name in names)

@@ -341,6 +341,7 @@ def test_a_report_with_intervals_says_what_they_hold(study_dir):
 
 
 def test_hostile_names_are_text_in_every_file(study_dir):
+    # Markup of HTML, TeX and Markdown, and codes of terminals.
     name = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%\x1b[2J\u202e'
     records = [trial_record(variant) for variant in ('qk/vo', name)]
     changes = {'question': f'<img src=x onerror=alert(1)>{name}', 'name': f'</title>{name}'}
@@ -349,6 +350,8 @@ def test_hostile_names_are_text_in_every_file(study_dir):
     assert not {tag for tag, _ in page.tags} & {'script', 'img'}
     assert name.split('\n')[0] in page.text
     assert '<img src=x onerror=alert(1)>' in page.text
+
+    # Markdown has no tags, and texts for terminals no control codes.
     document = tables.report_markdown(findings)
     assert not re.search('<[a-z/!]', document)
     for text in (tables.terminal_text(findings, study_dir), document, headline(findings)):

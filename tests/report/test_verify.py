@@ -145,6 +145,8 @@ def test_results_that_were_changed_before_another_look_are_found(study):
 def test_numbers_may_differ_by_rounding_but_text_may_not():
     for kept, number, agree in ((3.14159, 3.1415951, True), (3.14159, 3.1416, False)):
         assert near(kept, number) == agree
+
+    # Two texts, and whether they agree.
     for one, other, expected in (
         ('p < 0.001, worse', 'p 0.001, worse', True),
         ('+0.0000', '-0.0000', True),
@@ -215,12 +217,16 @@ def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
     page.write_text('before\n<!-- headline: kept -->\n<!-- end -->\nafter 1.5\n')
     with pytest.raises(ReportError, match='README.md does not match its studies, line 3'):
         check_page(page)
+
+    # Written again, the page has the table of the study.
     assert check_page(page, write=True) == check_page(page) == 1
     text = page.read_text()
     assert text.startswith('before\n<!-- headline: kept -->\n| variant')
     assert 'after 1.5' in text
     assert '| qk/no_v | -0.09' in text
     assert '| better at this length |' in text
+
+    # A number of the table is changed by hand.
     page.write_text(text.replace('-0.09', '-0.10', 1))
     with pytest.raises(ReportError, match='does not match its studies'):
         check_page(page)

@@ -28,6 +28,7 @@ def contains(interval, truth):
 
 def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
     losses = noisy_losses(np.random.default_rng(3), SIZES, SD / 2)
+    # The law loss = E + A n^-a at five sizes, given in another order.
     order = [3, 0, 4, 1, 2]
     fit = scaling.fit(SIZES[order], losses[order])
     assert fit.sizes == tuple(SIZES)

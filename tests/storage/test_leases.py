@@ -253,6 +253,7 @@ def test_a_lock_excludes_other_threads_which_wait(storage):
             time.sleep(0.01)
             counter[0] = count + 1
 
+    # Without the lock, threads would overwrite each other's count.
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(add_one, range(4)))
     assert counter == [4]

@@ -72,6 +72,8 @@ def test_a_ledger_has_an_entry_for_each_event_and_sums_them_up(extended_study):
     assert events == ['declared', 'looked', 'arms_added', 'accepted']
     assert kept.entries[0]['family'] == 1
     assert kept.family == 2
+
+    # The arm was added after the first look, and its control with it.
     added = ('qk/no_v', 'd_model=32', 'stdlib')
     assert kept.post_hoc == {(*added, None), (*added, 'equal_shape')}
     assert kept.arms == {tuple(arm.values()) for arm in ARMS} | kept.post_hoc

@@ -51,6 +51,7 @@ def test_an_owner_whose_lease_was_taken_over_writes_no_metrics(bucket, monkeypat
     seconds = leases.seconds
     with RunDirectory(path, CONFIG) as first:
         first.metrics.append({'step': 5})
+        # The lease of the first owner expires, and the second takes it over.
         monkeypatch.setattr(leases, 'seconds', lambda: seconds() + leases.EXPIRY)
         bucket.set_age('runs', 'a/lock', leases.EXPIRY + 1)
         with RunDirectory(path, CONFIG) as second:

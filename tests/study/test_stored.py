@@ -192,6 +192,7 @@ def test_no_link_is_followed_where_files_are_taken_out(packed_study, tmp_path, p
     directory = f'{place}/link'.strip('/')
     elsewhere = tmp_path / 'elsewhere'
     elsewhere.mkdir()
+    # The plan and the archive name a run below a link, which leads out of the study.
     moved = {name: None for name in logs_of(packed_study) if name.startswith(RUN)}
     moved[f'{directory}/metrics.jsonl'] = b''
     change_logs(packed_study, moved | {'plan.jsonl': plan_with_directory(packed_study, directory)})

@@ -422,6 +422,7 @@ def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study
 def test_results_that_two_arms_exchanged_are_refused(trained, finished):
     planned = read_lines(finished / 'plan.jsonl')
     directories = [line['directory'] for line in planned if line['stage'] == 'verdict']
+    # The files result.json of the two verdict runs.
     first, second = (finished / directory / 'result.json' for directory in directories)
     results = first.read_bytes()
     first.write_bytes(second.read_bytes())

@@ -50,6 +50,8 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
     place = {'run': 'a', 'size': 'd_model=32', 'longer': False, 'task': 'language'}
     place |= {'definition': 1}
     assert group.items() >= (place | {'seen': 1536, 'tokens': 1536}).items()
+
+    # The same counts, from the rows of the 12 steps of seed 0.
     rows = rows_of(config)
 
     def text(batches):
@@ -189,6 +191,7 @@ def test_a_translation_is_compared_with_word_by_word_translation():
     rows = rows_of(config)
     group = yardsticks._measure_group(config, {'data': json.loads(json.dumps(rows.identity()))})
     assert group['task'] == 'translation' and group['definition'] == 2
+    # A dictionary is learned from the pairs of training, and translates the test sources.
     texts = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('test')]
     train = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('train')]
     dictionary = ibm1.fit(list(zip(*train, strict=True)))

@@ -334,6 +334,7 @@ def test_a_checkpoint_superseded_while_it_is_opened_is_not_damaged(
     path = shutil.copytree(directory_of_two, tmp_path / 'c')
     parse = checkpoint.parse_file
 
+    # Another process deletes checkpoint 4 before its files are parsed.
     def superseded(file, schema):
         shutil.rmtree(path / '4', ignore_errors=True)
         return parse(file, schema)

@@ -115,6 +115,7 @@ def test_waits_for_inputs_are_a_part_of_the_time(wait):
 
 def test_a_resumed_run_adds_to_its_times(wait):
     clock = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0})
+    # Of training, 0.5 s are logging and 1.5 s are steps; the pause of 11 s is not counted.
     clock.start()
     with clock.counted_as('logging_seconds'):
         wait(0.5)
@@ -127,7 +128,9 @@ def test_a_resumed_run_adds_to_its_times(wait):
     assert clock.tokens_per_second == 10
 
 
-def test_seconds_per_step_and_input_share_of_a_lap_leave_out_pauses(wait):
+def test_steps_per_second_and_input_share_of_a_lap_leave_out_pauses(wait):
+
+    # A second each of input and of training, then a pause; and 2 s more.
     clock = Clock({'train_seconds': 40.0, 'input_seconds': 3.0}, step=5)
     clock.start()
     next(clock.inputs(wait(1) for _ in range(1)))

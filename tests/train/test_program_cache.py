@@ -55,6 +55,7 @@ def test_the_directory_is_the_one_named_or_in_the_users_cache(monkeypatch, tmp_p
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: range(3), raising=False)
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
+    # Each variable that is set in addition, and the directory that follows.
     for name, value, where in (
         ('XDG_CACHE_HOME', 'relative', 'home/.cache/qkattn/compiled/3-cores'),
         ('XDG_CACHE_HOME', tmp_path / 'xdg', 'xdg/qkattn/compiled/3-cores'),

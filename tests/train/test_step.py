@@ -128,6 +128,8 @@ def test_a_stack_equals_its_trials_alone(four_trials, lifting):
     rates_C = jnp.stack([schedule(config.optimizer, config.train.num_steps)(i) for i in range(3)])
     np.testing.assert_allclose(metrics['learning_rate'][:, 0], 1e-2 * rates_C, rtol=1e-6)
     assert int(state['step']) == 3 and len(set(rates_C.tolist())) == 3
+
+    # Each trial alone has the losses and parameters that it has in the stack.
     for x, trial in enumerate(config.trials.trials()):
         alone = four_trials(
             {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}

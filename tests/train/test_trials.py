@@ -212,6 +212,7 @@ def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
 
 def test_a_late_divergence_leaves_no_metrics_on_further_corpora(tiny):
     config = tiny()
+    # The second trial diverges in the last evaluation; on the further corpus it has a finite loss.
     late = evaluation_of(loss=np.array([2.0, np.inf]))
     on_corpus = evaluation_of(loss=np.array([3.0, 4.0]))
     corpus = SimpleNamespace(name='@train', identity=dict)

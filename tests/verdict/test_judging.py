@@ -66,6 +66,7 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
 @pytest.mark.parametrize(
     ('test', 'validation', 'decided'),
     [
+        # Mean differences on the two splits, and the verdict (None: undecided).
         (-0.03, -0.001, BETTER),
         (-0.03, 0.001, None),
         (0.03, 0.001, WORSE),

@@ -304,6 +304,8 @@ LOW_BLEU = {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0}
 @pytest.mark.parametrize(
     ('changes', 'trial', 'bleu', 'expected'),
     [
+        # What the yardsticks record of the group and of the trial of the baseline, its BLEU, and
+        # the remarks that withhold all verdicts.
         (yardsticks_of(MEAN + 1e-6), trial_of_yardsticks(), None, []),
         (yardsticks_of(MEAN - 1e-6), trial_of_yardsticks(), None, [('BELOW_YARDSTICK', BELOW)]),
         ({'run': SCREENING_OF_BASELINE}, trial_of_yardsticks(), None, [('NO_YARDSTICK', {})]),

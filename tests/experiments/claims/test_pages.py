@@ -45,6 +45,9 @@ def test_claims_and_answers_are_read_as_written_with_numbers_of_rows_in_six_digi
     write(tmp_path, CLAIMS, STORED.values())
     assert read_claims(tmp_path) == tuple(STORED.values())
     assert read_answers(tmp_path) == ()
+
+    # Numbers of rows have six significant digits, or one behind the point where they are large.
+    # Whole numbers, and `attention`, which is no number of a row, are as they were.
     row = dataclasses.replace(
         STORED_ANSWERS[0].rows[0], value=1234567.0, low=0.01234567891, high=1234567.891
     )
@@ -240,6 +243,7 @@ def test_lines_of_a_figure_have_names_that_differ():
 
 
 def test_of_two_rows_of_one_kind_the_one_that_decides_is_shown(tmp_path):
+    # Kind of the row, what it says of the claim (BESIDE: it decides nothing), and its value.
     rows = [
         no_o(Kind.SAME_SHAPE, Speaks.FOR, 0.1, 'worse', shape='equal'),
         no_o(Kind.MATCHED, Speaks.BESIDE, 0.2, shape='equal'),

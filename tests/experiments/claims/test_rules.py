@@ -98,6 +98,7 @@ def test_a_reported_number_needs_the_validation_split():
 
 
 def test_the_verdict_on_a_claim_follows_from_the_truths_of_its_contexts():
+    # What the row of each context says of the claim, and the verdict.
     for spoken, expected in (
         ((FOR, FOR), ClaimVerdict.HOLDS),
         ((AGAINST, AGAINST), ClaimVerdict.FAILS),
