@@ -168,6 +168,7 @@ def test_every_field_accepts_an_extreme_value_or_refuses_it_in_one_sentence(acce
     assert accepts(kind, {}, text=False)
     extremes = NUMBERS + TEXTS
     for number, name in enumerate(FIELDS_TO_TRY[kind]):
+        # `accepts` fails unless the config is valid, or refused in one sentence.
         accepts(kind, {name: extremes[5 * number % len(extremes)]}, text=number % 2 == 0)
         if FIELDS[kind][name].bounds.path:
             for path in ('\0', 'a\nb', 'x' * 5000):
@@ -186,6 +187,7 @@ def test_random_values_are_accepted_or_refused_in_one_sentence(accepts, examples
 
     @options
     @given(st.one_of(*map(changes_of, CONFIGS)))
+    # `accepts` fails unless the config is valid, or refused in one sentence.
     def check(changes):
         accepts(*changes)
 

@@ -162,6 +162,7 @@ def test_a_walk_layer_by_layer_gives_what_the_model_computes():
     tokens = np.arange(16).reshape(2, 8)
     inputs = {'tokens_BT': tokens, 'source_BS': tokens[:, :6]}
     sites = []
+    # `walk` calls a function at each attention layer, with its site and its depth.
     walked = jax.jit(lambda m, i: walk(m, i, lambda *at: sites.append(at[:2])))(model, inputs)
     expected = jax.jit(lambda m, i: m.stream(**i))(model, inputs)
     np.testing.assert_allclose(walked, expected, atol=2e-5)

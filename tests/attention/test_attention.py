@@ -54,6 +54,7 @@ def test_the_mask_is_causal_with_the_window_unless_given(layer):
     x_BTD = stream()
     y_BSD = stream(5, seed=6)
     for one, window in ((layer, None), (near, 2)):
+        # Within a sequence; then across to another, where no mask is the default.
         mask_BTS = visible(7, 7, causal=True, window=window)
         np.testing.assert_array_equal(one(x_BTD), layer(x_BTD, mask_BTS))
         across_BTD = layer(x_BTD, visible(7, 5, causal=False), y_BSD=y_BSD)
@@ -102,6 +103,7 @@ def test_logits_in_common_have_the_gradients_of_a_query_for_each_head(monkeypatc
     with jax.enable_x64(True):
         inputs = wide((make(('neither_full', 'vo'), num_kv_heads=2), stream()))
         got = gradients(*inputs)
+        # The general method, with a query for each head.
         monkeypatch.setattr(NeitherFull, 'queries_and_keys', Score.queries_and_keys)
         for a, b in zip(*map(jax.tree.leaves, (got, gradients(*inputs))), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
@@ -136,6 +138,7 @@ def test_a_product_made_in_an_inner_trace_is_not_reused_outside_of_it():
     x_BTD = stream()
     w_DNH = jnp.ones((32, 4, 8))
     with products_once():
+        # A traced value of the inner function would be an error outside of it.
         inner = jax.jit(lambda: project(x_BTD, w_DNH))()
         outer = project(x_BTD, w_DNH)
         assert project(x_BTD, w_DNH) is outer
@@ -182,6 +185,7 @@ def test_every_field_allows_what_it_says(name):
         want_BTS[b, t, s] = allowed(mask, b, t, s)
     got_BTS = np.asarray(mask.dense(Q, S))
     np.testing.assert_array_equal(np.broadcast_to(got_BTS, want_BTS.shape), want_BTS)
+    # A block: 2 queries from position 3 on, and 3 keys from position 4 on.
     block_BTS = jax.jit(lambda mask, t, s: mask.block(t, 2, s, 3))(mask, 3, 4)
     np.testing.assert_array_equal(block_BTS, got_BTS[:, 3:5, 4:7])
 

@@ -80,6 +80,7 @@ def test_the_choice_is_logged_once(caplog):
     choice.say_once.cache_clear()
     x_BTNH = jnp.ones((1, 3, 2, 4))
     with caplog.at_level(logging.INFO):
+        # A kernel that the caller names is no choice.
         attend(x_BTNH, x_BTNH, x_BTNH, Mask(), scale=1.0, kernel='blockwise')
         for _ in range(2):
             with choice.tracing_for_mesh(MESH):

@@ -40,6 +40,7 @@ def test_entries_are_standard_normal():
 
 def test_entries_are_independent():
     w = draw((64, 64, 16))
+    # Neighbours along each axis; another name or key; two corners of the same array.
     pairs = [(w, np.roll(w, 1, axis)) for axis in range(3)]
     pairs.append((w, draw(w.shape, name='v')))
     pairs.append((w, draw(w.shape, jax.random.key(1))))
@@ -110,6 +111,7 @@ def test_variants_start_from_the_same_shared_tensors():
     standard = make(('qk', 'vo'), moved=False)
     query_free = make(('query_free', 'vo'), moved=False)
     double = make(('double(which="q")', 'vo'), moved=False)
+    # Tensors of one name are equal across variants, and different from those of other names.
     w_k_DKH = standard.score.w_k_DKH[...]
     np.testing.assert_array_equal(query_free.score.w_k_DKH[...], w_k_DKH)
     np.testing.assert_array_equal(double.score.w_k_DKH[...], w_k_DKH)

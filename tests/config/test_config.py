@@ -299,6 +299,7 @@ def test_remat_is_stored_as_schema_1_wrote_it():
 
 
 def test_a_later_field_counts_unless_it_is_at_its_default():
+    # `wider_config` has a field and a section more than Config.
     assert to_json(wider_config()) == to_json(Config())
     for config in (
         wider_config(lately='sigmoid'),
@@ -345,6 +346,7 @@ def test_committed_runs_are_named_by_the_hash_of_their_configs():
         assert fingerprint_of(declared['base']) == declared['base_hash'], study
         for number, run in enumerate(planned(open_files(study.parent) / PLAN)):
             assert fingerprint_of(run['config']) == run['run'], (study, run['run'])
+            # Reading every config takes too long.
             if number % 10 == 0:
                 assert to_json(from_json(Config, run['config'])) == run['config']
 

@@ -105,6 +105,7 @@ def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
     head = np.random.default_rng(2).normal(size=(V, D)).astype(np.float32)
     tensors |= {} if tied else {'lm_head.weight': head}
     named = {f'transformer.{name}': t for name, t in tensors.items()}
+    # A mask, which published files hold and which is no parameter.
     named['transformer.h.0.attn.bias'] = np.tril(np.ones((1, 1, T, T), np.uint8))
     loaded = load_gpt2(write_gpt2(tmp_path, named, tie_word_embeddings=tied))
     sizes = {'d_model': D, 'num_heads': N, 'num_layers': L, 'd_ff': F, 'context': T}

@@ -105,6 +105,7 @@ def test_both_sides_of_a_translation_are_carved_alike_whichever_is_the_source():
         carve_missing_splits(corpus_of(languages=sides), test=False)
         for sides in (('en', 'de'), ('de', 'en'))
     ]
+    # Texts begin with their language, and pairs are equal behind it.
     english = documents(corpora[0], 'en')
     german = documents(corpora[0], 'de')
     for split, texts in german.items():
@@ -165,6 +166,8 @@ def test_lower_case_shows_in_the_version(monkeypatch):
 
 def test_settings_that_do_not_fit_a_dataset_are_refused():
     for name, source in CORPORA.items():
+        # Every setting that a dataset neither needs nor reads, and every one that it needs and
+        # lacks.
         required = dict.fromkeys(source.required, 'x-y')
         for field in {*SETTINGS} - {*source.optional}:
             message = f"data.{field}='' has no effect"
@@ -504,6 +507,8 @@ def test_rows_of_hugging_face_without_text_are_left_out(tmp_path, monkeypatch):
     load_from_directory(monkeypatch, tmp_path)
     corpus = find(write_hf_set(tmp_path, 'own', en=[None, '', *VALUES['en'][2:]]))
     assert texts_of(corpus)['train'] == VALUES['en'][2:]
+
+    # A pair is left out if either side is missing.
     empty = [{'en': '', 'de': 'a'}, {'en': None, 'de': 'b'}, *SENTENCES[2:]]
     config = dataclasses.replace(
         write_hf_set(tmp_path, 'inner', sentences=empty), languages='en-de'

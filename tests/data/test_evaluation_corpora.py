@@ -213,6 +213,7 @@ def test_the_tokenizer_has_to_be_that_of_the_run(config_of, config_of_ids, texts
     ],
 )
 def test_a_corpus_that_cannot_be_evaluated_is_refused(config_of, monkeypatch, text, says):
+    # Corpora without a test split, with an empty one, and with one of a single byte.
     some = [b'some text of a corpus\n']
     register(monkeypatch, 'two', {'train': some, 'validation': some})
     register(monkeypatch, 'empty', {'train': some, 'validation': some, 'test': []})

@@ -50,6 +50,7 @@ def test_ids_follow_the_header_and_cannot_be_written(file):
     assert ids.tolist() == list(range(10_000))
     with pytest.raises(ValueError, match='read-only'):
         ids[0] = 1
+    # Files that are shorter than the header.
     for size in (0, 3):
         file.write_bytes(bytes(size))
         with pytest.raises(ValueError):

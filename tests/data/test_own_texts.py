@@ -73,6 +73,7 @@ def test_data_feature_names_the_field(tmp_path):
     files = {'a.jsonl': json_lines(TEXTS, field='content')}
     corpus = written_corpus(tmp_path, files, path=str(tmp_path / 'a.jsonl'), feature='content')
     assert sum(map(len, documents(corpus).values())) == 40
+    # A field of numbers.
     other = written_corpus(tmp_path, {}, path=str(tmp_path / 'a.jsonl'), feature='id')
     assert other.version != corpus.version
     with refused("line 1 of .*a.jsonl' has 1 in the field 'id', which is no text; .* id, content"):

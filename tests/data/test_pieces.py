@@ -120,5 +120,6 @@ def test_a_vocabulary_of_a_file_encodes_long_documents_in_pieces(tmp_path, encod
     tokenizer = FileTokenizer.open(str(tmp_path / 'a.json'))
     ids = tokenizer.encode(TEXT[:9000])
     assert ids.dtype == np.uint16
+    # No piece that the library encoded is longer than 2,000 characters.
     assert max(encoded_lengths) == 2000
     assert ids.tolist() == library.encode(TEXT[:9000]).ids

@@ -57,8 +57,10 @@ def test_hosts_together_read_the_global_batches():
 def test_a_row_is_drawn_by_the_seed_and_its_place_in_the_sequence():
     rows = windows(train=500, validation=74)
     rows.read = lambda split, rows_B, draws_B2: {'draws': draws_B2}
+    # Step 2 begins at place 2 x 4; the part takes the rows 1 to 3 of it.
     batch = pipeline.train_batch(rows, part=slice(1, 4), seed=7, step=2, batch_size=4)
     assert batch['draws'].tolist() == [[7, 9], [7, 10], [7, 11]]
+    # Evaluations have seed 0, and the places of the rows in the split.
     (batch,) = pipeline.eval_batches(rows, 'validation', batch_size=3, max_rows=3)
     assert batch['draws'].tolist() == [[0, 0], [0, 3], [0, 6]]
     assert batch['draws'].dtype == np.uint64
@@ -197,6 +199,7 @@ def test_the_rows_that_read_enough_documents_are_named(stdlib):
     pipeline.check_documents(modules, DataConfig())
     with refused(r'evaluates \d+ of \d+ documents .* at least 100; raise it to \d+\.$') as caught:
         pipeline.check_documents(modules, DataConfig(eval_sequences=64), 100)
+    # The number that the refusal names is enough, and half of it is not.
     number = int(re.search(r'(\d+)\.$', str(caught.value))[1])
     pipeline.check_documents(modules, DataConfig(eval_sequences=number), 100)
     with refused(f'at least 100; raise it to {number}'):

@@ -173,6 +173,7 @@ def test_rows_of_probes_are_well_formed():
 @pytest.mark.parametrize('name', SMALL_PROBES)
 def test_answers_follow_from_what_a_row_shows(name):
     batch = read_rows(probe_rows(name), 'train', range(300))
+    # The right answer at a position, and the positions that are asked for (None: they differ).
     answer, asked = ANSWERS[name.partition('(')[0]]
     rows = set()
     layouts = set()  # where the asked-for tokens occurred first, in order
@@ -189,6 +190,7 @@ def test_answers_follow_from_what_a_row_shows(name):
             assert sorted(counts.values()) == [1] * 12 + [2] * 6
             assert len(predicted) == 3
             assert all(x[t] in x[:t] for t in predicted)
+        # Keys and values alternate: four keys are shown, then asked for.
         if name.startswith('recall'):
             assert max(x[::2]) < 6
             assert sorted(x[:8:2]) == sorted(x[8::2])

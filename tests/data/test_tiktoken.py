@@ -152,6 +152,7 @@ def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
 
 
 def test_tokens_of_other_tools_are_checked_against_its_ids(tiktoken, tmp_path):
+    # Two ids of three bytes, and the end token, which counts one.
     ids = np.array([257, 260, 265] * 30, np.uint16)
     write_nanogpt(tmp_path / 'own/train.bin', ids)
     write_nanogpt(tmp_path / 'own/val.bin', ids)
@@ -159,6 +160,7 @@ def test_tokens_of_other_tools_are_checked_against_its_ids(tiktoken, tmp_path):
     data = DataConfig(name='tokens', tokenizer='tiktoken:small', **fields)
     rows = rows_of(Config(model=ModelConfig(context=8, vocab_size=266), data=data))
     assert rows.bytes_per_token('validation') == (3 + 3 + 1) / 3
+    # An id beyond the vocabulary.
     write_nanogpt(tmp_path / 'own/val.bin', np.append(ids, 266).astype(np.uint16))
     with refused("holds id 266 at token 90, but data.tokenizer='tiktoken-small-.* 0 to 265"):
         load_text(data)

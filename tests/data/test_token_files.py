@@ -156,6 +156,7 @@ def test_data_that_cannot_be_prepared_are_refused(
     text, prepared, tmp_path, monkeypatch, fields, texts, message
 ):
     data = dataclasses.replace(text, **fields)
+    # The directory has tokens already, or is empty.
     out = prepared
     if texts is not None:
         register(monkeypatch, 'x', {'train': texts, 'validation': [b'a']})

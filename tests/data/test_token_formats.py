@@ -147,6 +147,7 @@ def test_documents_of_megatron_are_those_of_its_index(tokens, files):
     assert dataset.split('validation')[:].tolist() == [1, 2, 3, 4, END, 5, 6, 7]
     assert dataset.document_ends('validation').tolist() == [5, 7, 8]
     assert dataset.info('train').num_documents == 60
+    # Documents may instead end at an id.
     by_separator = load_text(tokens(documents=f'id={END}'))
     assert by_separator.document_ends('validation').tolist() == [5, 8]
     assert by_separator.identity()['version'] != dataset.identity()['version']
@@ -185,6 +186,7 @@ def test_blocks_of_tokens_are_evaluation_clusters_where_no_id_separates_document
     data = tokens(documents='tokens=40')
     assert load_text(data).document_ends('validation').tolist() == [40, 80, 100]
     assert load_text(tokens()).document_ends('validation').tolist() == [100]
+    # A row belongs to the block of 40 in which it begins: 4 rows of 10 to a block.
     rows = rows_of(Config(model=ModelConfig(context=10, vocab_size=301), data=data))
     _, cluster_R = clusters(rows, 'validation')
     assert cluster_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
@@ -255,6 +257,7 @@ def test_any_id_may_replace_a_masked_token_where_none_separates_documents(tokens
     config = Config(model=ModelConfig(kind='encoder', context=100, vocab_size=5), data=tokens())
     batch = train_batch(rows_of(config), seed=0, step=0, batch_size=64)
     is_target_BT = batch['loss_weights_BT'] > 0
+    # A masked token is replaced with the id 4, the mask, or a random id.
     is_random_BT = is_target_BT & (batch['tokens_BT'] != batch['targets_BT'])
     assert set(batch['tokens_BT'][is_random_BT]) == {0, 1, 2, 3, 4}
 

@@ -141,6 +141,7 @@ def test_a_token_of_logit_minus_infinity_is_never_chosen():
     tree_BNV = random_tree(3, batch=12)
     rng = np.random.default_rng(3)
     tree_BNV[rng.random(tree_BNV.shape) < 0.4] = -np.inf
+    # Row 0 has no possible first token.
     tree_BNV[0, 0] = -np.inf
     for beam in (2, V**T):
         best = search(tree_BNV, beam=beam, length_penalty=0.6)

@@ -53,6 +53,7 @@ def test_draws_follow_the_softmax_of_the_logits(temperature):
     tokens_B = choose(logits_BV, keys_B, temperature=temperature)
     got_V = np.bincount(tokens_B, minlength=6) / count
     want_V = np.exp(np.float64(logits_V) / temperature)
+    # Within four standard errors of a share.
     np.testing.assert_allclose(got_V, want_V / want_V.sum(), atol=4 * (0.25 / count) ** 0.5)
 
 

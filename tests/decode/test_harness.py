@@ -134,6 +134,7 @@ def test_a_greedy_continuation_is_told_from_another(plain, text_model):
     tokens = plain.continuation(ids('abc'), 5)
     assert len(tokens) == 5
     assert CHARACTERS.unknown not in tokens
+    # The same but for the last token.
     other = [(tokens[-1] + 1) % 9]
     texts = [CHARACTERS.decode(tokens), CHARACTERS.decode(tokens[:-1] + other)]
     scores = text_model.loglikelihood(requests_of(*(('abc', text) for text in texts)))
@@ -157,6 +158,7 @@ def test_a_text_of_any_length_is_scored_in_windows(plain, text_model, length):
     expected = 0.0
     for begin in range(0, length, CONFIG.context):
         end = min(begin + CONFIG.context, length)
+        # The last window reaches back into the one before it, to fill the context.
         first = max(0, end - CONFIG.context)
         window_nats, _ = plain.score(tokens[first : begin + 1], tokens[begin + 1 : end + 1])
         expected += window_nats
@@ -199,6 +201,7 @@ def test_a_continuation_ends_before_a_stop_text(text_model):
     )
     assert cut == whole
     assert len(whole) > 3
+    # Of two stop texts, the one that comes first ends it.
     (cut,) = text_model.generate_until(
         requests_of(('abc', {'until': [whole[5:], whole[2:4]], 'max_gen_toks': 9}))
     )

@@ -117,6 +117,7 @@ def test_an_encoder_decoder_decodes_from_its_cache(fields):
     expected = np.asarray(uncached_logits(model, TOKENS, **sources))
     cache = encode(model, SOURCES, VALID, TOKENS.shape[1])
     assert_close(last_logits(model, TOKENS, cache), expected[:, CHUNK - 1 :: CHUNK])
+    # The numbers held for each target token and each source token.
     held = sum(a.size // TOKENS.size for a in jax.tree.leaves(cache.layers))
     held += sum(a.size // SOURCES.size for a in jax.tree.leaves(cache.source))
     assert held == cost.cache_floats_per_token(model.config)

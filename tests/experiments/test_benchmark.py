@@ -140,6 +140,7 @@ def test_functional_jax_takes_the_same_step(reference):
     """Loss, gradients and one AdamW step of `jax_gpt` are those of qkattn's training step."""
     params, grads, loss, tokens, batch = reference
     model = to_json(RUN.model)
+    # Parameters of qkattn by the names of jax_gpt.
     theirs = with_names_of_jax_gpt(params)
     fresh = jax_gpt.init(model, jax.random.key(0))
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, theirs)

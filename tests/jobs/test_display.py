@@ -106,6 +106,7 @@ def test_the_display_shows_what_a_step_measured(show, clock):
     with show(stream, 'x', 100, tokens_per_step=10) as progress:
         progress.update(1)
         progress.measured({'mfu': 0.4321, 'input_wait_fraction': 0.07})
+        # A step of 10 tokens in 5 s; 98 more take 490 s.
         clock.seconds += 5
         progress.update(2)
     assert stream.getvalue().splitlines() == [
@@ -161,6 +162,7 @@ def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
     progress = show(io.StringIO(), 'x', 100, study=ask)
     progress.begin()
     assert ask.call_count == 1
+    # A step and an evaluation every 10 s.
     for step in range(1, 101):
         clock.seconds += 10
         progress.update(step)
@@ -327,6 +329,7 @@ def test_a_screen_whose_terminal_was_closed_writes_nowhere():
     with open(theirs, 'w') as stream:
         screen = Screen(stream)
         os.close(ours)
+        # The first attempt fails, and the stream is led to the null device.
         for _ in range(2):
             screen.draw('a line')
         assert is_null_device(stream)
@@ -352,6 +355,7 @@ def test_exhausted_devices_are_not_tried_again():
 
 @pytest.mark.parametrize('full', [False, True])
 def test_a_wrong_setting_keeps_its_exit_code(unread, monkeypatch, full):
+    # The stream is a full disk, or a pipe that nobody reads; what it holds is dropped.
     with open('/dev/full', 'w') if full else contextlib.nullcontext(unread) as stream:
         monkeypatch.setattr(sys, 'stdout', stream)
         print('buffered')

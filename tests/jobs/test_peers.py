@@ -92,6 +92,7 @@ def test_a_signal_to_any_process_stops_all_at_the_same_step(to, number):
 
 @pytest.mark.slow
 def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
+    # Each process looks at the others all the time.
     source = """
         import time
         from qkattn.jobs import bootstrap, peers

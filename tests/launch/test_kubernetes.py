@@ -169,6 +169,7 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
     for kind, (_, cores, topologies, _) in namespace['TPUS'].items():
         for chips, topology in topologies.items():
             machine = namespace['hardware'](f'{kind}-{cores * chips}')
+            # A topology such as 4x4 has the chips of its slice.
             assert math.prod(map(int, topology.split('x'))) == chips
             assert machine.hosts * machine.chips == chips
 

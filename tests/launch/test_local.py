@@ -33,6 +33,7 @@ def test_output_of_a_process_is_read_to_its_end_where_nobody_reads_ours(monkeypa
     local = importlib.import_module('local')
     local._copy(source := io.BytesIO(b'a\nb\n'), unread.buffer.raw, '[0] ')
     assert source.read() == b''
+    # Nor does the launcher's own message fail.
     write = os.write
     monkeypatch.setattr(os, 'write', lambda number, text: write(unread.fileno(), text))
     local.say('starting again')
@@ -119,6 +120,7 @@ def test_processes_and_children_that_do_not_end_in_time_are_killed(
     ('interrupts', 'code', 'saved'), [(2, 75, 2), (3, 128 + signal.SIGKILL, 0)]
 )
 def test_a_third_interrupt_kills_processes_that_save(interrupts, code, saved, tmp_path):
+    # Both processes save when asked to stop, or ignore that.
     job = start_job(tmp_path, 'saves saves' if saved else 'ignores ignores', '--retries=0')
     wait_until(lambda: len(starts_of(tmp_path)) == 2)
     for _ in range(interrupts):

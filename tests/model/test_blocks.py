@@ -113,6 +113,7 @@ def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
     for index, variant in enumerate(VARIANTS[:2]):
         fields = parse_variant(variant)
         uniform = build(dataclasses.replace(CONFIG, pattern=None, **fields), key=jax.random.key(0))
+        # The pattern of three variants is repeated from layer 3 on.
         for layer in (index, index + 3):
             one = fresh[layer]
             other = uniform.layers()[layer]
@@ -120,6 +121,7 @@ def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
 
 
 def test_the_costs_of_a_pattern_are_sums_over_its_layers():
+    # The cost of a model apart from its layers, and that of one layer of the variant.
     def uniform(variant, which):
         one = dataclasses.replace(CONFIG, pattern=None, num_layers=1, **parse_variant(variant))
         none = cost.measured(dataclasses.replace(one, num_layers=2), which)

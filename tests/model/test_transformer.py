@@ -113,11 +113,14 @@ def test_padding_is_never_read_wherever_it_stands(kind):
     valid_BT = np.ones((2, 7), bool)
     valid_BT[0, 5:] = valid_BT[1, :2] = False
     want = logits_of(model, TOKENS, valid_BT=valid_BT)
+    # With other tokens in the places of padding.
     got = logits_of(model, np.where(valid_BT, TOKENS, 3), valid_BT=valid_BT)
     np.testing.assert_array_equal(got[valid_BT], want[valid_BT])
     assert np.isfinite(got).all()
+    # The first row alone, without its padding at the end.
     shorter = logits_of(model, TOKENS[:1, :5])
     np.testing.assert_allclose(want[:1, :5], shorter, atol=1e-5)
+    # Without the mask, padding would be read.
     assert np.abs(logits_of(model, TOKENS) - want)[valid_BT].max() > 1e-3
 
 
@@ -137,6 +140,7 @@ def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
             is_document_T = segments_T == number
             alone = logits_of(model, TOKENS[row : row + 1, is_document_T])[0]
             np.testing.assert_allclose(got[row, is_document_T], alone, atol=1e-5)
+    # Without the segments, later documents would read earlier ones.
     assert np.abs(got - logits_of(model, TOKENS))[segments_BT > 1].max() > 1e-2
 
 

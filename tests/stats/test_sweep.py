@@ -49,6 +49,7 @@ def test_the_fit_is_least_squares_with_a_level_per_seed(noise):
     table = losses_by_value(rng=np.random.default_rng(1), noise=noise)
     swept = sweep.fit(dict(reversed(table.items())))
     losses_VS = np.array(swept.losses)
+    # The same fit by numpy: level + b x + c x^2, with x the logarithm of a rate over 0.004.
     x_V = np.log(np.array(GRID) / 0.004)
     centred_N = (losses_VS - losses_VS.mean(axis=0)).ravel()  # removes the level of each seed
     columns_VP = np.column_stack([x_V - x_V.mean(), x_V**2 - np.mean(x_V**2)])
@@ -57,6 +58,7 @@ def test_the_fit_is_least_squares_with_a_level_per_seed(noise):
     level = losses_VS.mean() - b * x_V.mean() - c * np.mean(x_V**2)
     expected = (2 * c, 0.004 * math.exp(-b / (2 * c)), level - b**2 / (4 * c))
     assert (swept.curvature, swept.optimum, swept.loss) == pytest.approx(expected)
+    # The standard error of c, with 15 losses and 5 parameters, and a t test of c > 0.
     error = (residual / (15 - 5) * np.linalg.inv(design_NP.T @ design_NP)[1, 1]) ** 0.5
     assert swept.bounded == (c / error > 2.228139) == (noise < 0.065)  # the 97.5 % quantile
 
@@ -283,6 +285,7 @@ def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
     assert wide.bracketed
     assert (above - below) > 4
     assert wide.fitted == WIDE[min(below, best - 2) : max(above, best + 2) + 1]
+    # In a steep curve, worse values are nearer than two steps.
     assert len(sweep.fit(losses_by_value(WIDE, 2, rng, 0.0097, 1.0)).fitted) == 5
 
 

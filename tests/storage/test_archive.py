@@ -72,6 +72,7 @@ def test_files_are_read_in_the_archive_as_in_a_directory():
 
 
 def test_the_same_files_make_the_same_bytes(monkeypatch):
+    # At another time, and on another system.
     monkeypatch.setattr('time.time', lambda: 2e9)
     monkeypatch.setattr('sys.platform', 'win32')
     assert zip_bytes(dict(FILES)) == zip_bytes(FILES)

@@ -176,6 +176,7 @@ def test_a_run_whose_files_changed_after_a_look_is_altered(study_with_a_look, ch
 
 def test_runs_may_be_added_after_a_look(study_with_a_look):
     add_run(study_with_a_look, 'b')
+    # Times are no part of what a look sees.
     replace_text(study_with_a_look, 'results.jsonl', '"seconds": 1.0', '"seconds": 9.0')
     assert not altered_runs(study_with_a_look)
     assert ledger.record_look(study_with_a_look)

@@ -40,6 +40,7 @@ def test_a_record_needs_an_integer_step_that_does_not_go_back(path):
 def test_rewind_drops_what_follows_a_step(path, kept):
     write_steps(path, range(10, kept + 10, 10))
     expected = path.read_bytes()
+    # Five steps, and a sixth of which the end is missing.
     write_steps(path, range(10, 60, 10), tail='{"step": 60, "lo')
     metrics = MetricsFile(path)
     assert metrics.last_step == 50

@@ -269,6 +269,7 @@ class RaisesForBaseline:
 def test_a_run_that_is_in_use_or_lost_is_tried_again_after_the_others(
     trained, tmp_path, monkeypatch, error
 ):
+    # The first run of the baseline fails once.
     trained.before = RaisesForBaseline(error, once=True)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: None)
     worker.run(STUDY, tmp_path / 'out')
@@ -468,6 +469,7 @@ def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp
         if len(trained) == 2:
             declaration.declare(path, GROWN, build_arms(GROWN))
 
+    # Another worker adds arms after two of the six runs of STUDY.
     trained.before = add_arms
     worker.run(STUDY, path)
     assert len(trained) == 6 and len(read_lines(path / 'plan.jsonl')) == 4  # as it was then

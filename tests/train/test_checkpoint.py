@@ -90,6 +90,7 @@ def test_a_checkpoint_is_restored_bit_for_bit_on_every_mesh(tmp_path):
 def test_a_checkpoint_of_a_later_format_is_refused_with_the_version_that_reads_it(tmp_path):
     save(tmp_path, 4, 8)
     path = tmp_path / '8/record/metadata'
+    # A later version wrote it, with a field more.
     record = json.loads(path.read_text()) | {'format': 3, 'version': '0.9.1', 'more': []}
     del record['crc32']
     path.write_text(json.dumps(with_checksum(record)))
@@ -150,6 +151,7 @@ def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
         first.save(2, state_of(2), RECORD)
     with contextlib.closing(Checkpoints(tmp_path)) as second:
         second.restore({})
+        # The record of the last save has the time of the save before it.
         assert 0 < saved == second.stall_seconds < first.stall_seconds
 
 
@@ -256,6 +258,7 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(directory_of_two, tmp_path,
         path = shutil.copytree(directory_of_two, tmp_path / label)
         damages.replace(path / file.relative_to(directory_of_two), content)
         state, record = restore_newest(path)
+        # Where the damage is not in what is read, 8 is restored.
         assert int(state['step']) in (4, 8), label
         jax.tree.map(np.testing.assert_array_equal, state, state_of(int(state['step'])))
         assert record['train_seconds'] == 2.5

@@ -204,6 +204,8 @@ def test_further_metrics_change_nothing_else_of_a_run(small, small_run, tmp_path
 
 def test_a_run_that_a_signal_stops_after_a_step_resumes_there(small_run, tmp_path):
     config, straight = small_run
+    # A question follows each step, and one precedes the save at step 4: from step 3 on, the fourth
+    # question follows step 6.
     for step, question in ((3, 3), (6, 4)):
         stop = at_call(question, lambda: signal.raise_signal(signal.SIGTERM))
         with pytest.raises(Stopped, match=f'stopped at step {step} of 12, state saved'):
@@ -290,6 +292,7 @@ def test_results_name_the_code_of_every_start_that_they_come_from(small_run, tmp
 
 
 def test_metrics_that_are_changed_while_a_run_trains_are_named_at_its_end(small, tmp_path):
+    # Writes over a byte of the first line.
     def change():
         with (tmp_path / 'metrics.jsonl').open('r+b') as file:
             file.seek(20)
@@ -360,6 +363,7 @@ def test_the_losses_of_documents_are_those_of_the_trials_that_did_not_diverge(di
     for split, documents in read_json(diverged_run / 'documents.json', {}).items():
         tokens = documents['tokens']
         nats, nats_of_diverged = documents['nats']
+        # 8 rows of 16 tokens, each of one document.
         assert nats_of_diverged is None
         assert sum(tokens) == 8 * 16
         assert all(count % 16 == 0 for count in tokens)

@@ -168,6 +168,7 @@ def test_a_schedule_keeps_its_contract(outside, schedule):
     config = OptimizerConfig(schedule=schedule, warmup_steps=4, final_fraction=0.1)
     check_optimizer(config, 60)
     fractions = np.asarray(jax.vmap(optimizers.schedule(config, 60))(jnp.arange(61)))
+    # Four steps of warm-up, then a fraction of the peak, at the end a tenth.
     np.testing.assert_allclose(fractions[:5], np.arange(1, 6) / 5, rtol=1e-5)
     assert np.all((fractions >= 0) & (fractions <= 1 + 1e-6))
     if config.decays:

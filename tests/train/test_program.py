@@ -48,6 +48,7 @@ def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(tiny):
         steps = program.train_steps(config, lifting, mesh)
         return lengths_of_loops(jax.make_jaxpr(steps)(*program.abstract_inputs(config, mesh)).jaxpr)
 
+    # The outermost loop is over 5 trials, or over 3 steps of all trials.
     assert (lengths('map'), lengths('vmap')) == ([5], [3])
 
 

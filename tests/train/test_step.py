@@ -296,6 +296,7 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
     state = jax.tree.leaves(inputs[0])
     for leaf, placed in zip(state, jax.tree.leaves(compiled.output_shardings[0]), strict=True):
         assert placed.is_equivalent_to(leaf.sharding, leaf.ndim)  # where it was before the step
+    # Shapes in the program: V is divided by 2 and by 4, and never whole.
     text = compiled.as_text()
     sizes = {int(n) for shape in re.findall(r'f32\[([\d,]+)\]', text) for n in shape.split(',')}
     assert V not in sizes and {V // 2, V // 4} < sizes

@@ -163,6 +163,8 @@ def results_of(config, evaluations, end_metrics=None, alive=None):
 def test_rows_without_documents_are_dealt_into_clusters(tiny):
     config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': 300})
     nats_R = np.arange(304.0)
+    # Of 304 rows, 300 are evaluated, and those from 256 on have no targets; nor have those of
+    # cluster 5, as row r is in cluster r modulo 128.
     targets_R = np.where(np.arange(304) < 256, 2.0, 0.0)
     targets_R[5::128] = 0
     one = evaluation_of(nats_R[:, None], targets_R, loss=np.array([1.0]))

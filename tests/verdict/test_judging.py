@@ -246,6 +246,7 @@ def test_arms_without_a_shared_seed_have_losses_but_no_difference(study_dir):
 
 def test_an_arm_is_not_judged_before_all_its_seeds_have_results(study_dir):
     complete = records_of_arm('b/vo', 0.02)
+    # The last four seeds of b/vo are a run of their own, which has no results yet.
     late = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
     records = records_of_arm('qk/vo', 0) + complete[:-4] + late
     path = studies.write_tuned(study_dir, records, expected=['b/vo is worse'])

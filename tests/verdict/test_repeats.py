@@ -49,6 +49,7 @@ def arm_of(directory, variant='b/vo'):
 def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
     first = arm_of(repeated / 'first')
     both = arm_of(repeated / 'second')
+    # 8 seeds of the first study and 6 of its repeat, with the mean of each study removed in the sd.
     assert both.comparison.pooled == {'first': 8}
     assert both.difference.n == 14
     assert sorted(both.comparison.differences) == [*studies.VERDICT_SEEDS, *FRESH]
@@ -77,6 +78,7 @@ def test_a_repeat_is_a_second_look_in_the_family_of_both(repeated):
 def test_a_study_that_is_not_kept_counts_as_a_look(repeated):
     key = {'size': 'd_model=128', 'corpus': 'stdlib', 'control': None}
     arms = [{'variant': variant} | key for variant in ('qk/vo', 'b/vo', 'd/vo')]
+    # An earlier study, of which only the commit, the seeds and the arms are known.
     lost = {'commit': 'abc', 'seeds': [0, 1, 2], 'arms': arms}
     about = {'study': 'zeroth', 'entry': '0' * 64, 'retrospective': True, 'why': 'replaced'}
     ledger.append(repeated / 'first' / ledger.NAME, ledger.REPEATS, lost=lost, **about)
@@ -116,6 +118,7 @@ def test_a_shared_seed_of_one_question_is_refused(repeated):
 
 @pytest.mark.parametrize('call', [write_report, verify.check_study])
 def test_a_ledger_other_than_the_declared_one_is_refused(repeated, call):
+    # The first study is written again, with another margin.
     studies.write_tuned(
         repeated / 'first',
         [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.004)],

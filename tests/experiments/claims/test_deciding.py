@@ -80,6 +80,7 @@ def test_a_check_does_not_add_a_setting_in_which_the_claim_holds(added):
 
 
 def test_a_check_and_a_study_that_disagree_make_a_condition(added):
+    # The study agrees with the claim and the check does not; then the reverse.
     worse = expect('double/double', 'worse', study='lm_added')
     mixed = decide(claim(worse, checks=(false_check,)), 'cpu', added)
     assert mixed.verdict is ClaimVerdict.HOLDS_ONLY_IF
@@ -182,6 +183,7 @@ def test_a_finer_sweep_is_advised_where_tuning_takes_most_of_the_distance(
 def test_the_distance_from_the_bound_of_a_relation_decides(no_o):
     row, arm = no_o
     arm = with_difference(arm)
+    # How many seeds are needed depends on how far -0.011 is from the bound.
     seeds = []
     for relation, bound in (('better', -0.005), ('equivalent', -0.005), ('not_worse', 0.005)):
         need = needed(dataclasses.replace(row, relation=relation), arm)
@@ -200,6 +202,7 @@ def test_the_seeds_needed_are_those_of_a_one_sided_test_at_a_second_look(no_o):
 
 
 def test_the_seeds_that_a_reported_range_needs_are_those_of_a_95_percent_interval(no_o):
+    # The claim reports 0.02 +- 0.01, so the nearer bound of the range is 0.01.
     row, arm = no_o
     arm = with_difference(arm)
     row = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)

@@ -213,6 +213,7 @@ def test_figures_show_the_numbers_of_the_rows():
     figure = claim_figure(STORED['E4']).figure()
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
+    # `compared` has a row of each kind for every context.
     differences = compared(STORED['E4'].rows)
     drawn = []
     for kind in (Kind.SAME_SHAPE, Kind.MATCHED):

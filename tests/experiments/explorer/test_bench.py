@@ -84,6 +84,7 @@ def test_an_unknown_operation_of_a_variant_is_named(monkeypatch):
 
 
 def test_reversing_selecting_and_joining_move_symbols(x_122):
+    # Row 0 of the reversed matrix, and row 0 of the matrix with 7 off its diagonal.
     def function(x_122):
         moved = jnp.concatenate([x_122[:, ::-1], jnp.where(jnp.eye(2) > 0, x_122, 7.0)])
         return moved[:, 0]
