@@ -151,7 +151,7 @@ def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
             if entry.data is not None:  # not the data of the run itself
                 dataset = _open_split(entry.data, entry.split, rows.dataset.tokenizer)
                 _require_known_ids(dataset, rows, config)
-            further_rows = rows.over(dataset)
+            further_rows = rows.on_dataset(dataset)
             further_rows.count(entry.split)  # raises for a split that is missing or too short
         corpora.append(EvaluationCorpus(entry.text, further_rows, entry.split))
     return tuple(corpora)

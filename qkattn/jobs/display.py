@@ -181,7 +181,7 @@ class Pace:
             return None
         return self._trained / (self._step - first_step)
 
-    def left(self, total_steps: int, now: float) -> float | None:
+    def seconds_left(self, total_steps: int, now: float) -> float | None:
         """Returns the seconds until the last step, phases included; None before two reports."""
         if self._with_pauses is None:
             return None
@@ -189,7 +189,7 @@ class Pace:
         trained_since_report = self._training(now) - self._trained
         return max(0.0, left_at_report - trained_since_report)
 
-    def whole(self, total_steps: int) -> float | None:
+    def total_seconds(self, total_steps: int) -> float | None:
         """Returns the seconds that a run like this one takes in all; None before two reports."""
         if self._first is None or self._with_pauses is None:
             return None
@@ -313,12 +313,12 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._pace.report(step, now)
             self._show(now)
 
-    def measured(self, speeds: Mapping[str, float]) -> None:
+    def update_speeds(self, speeds: Mapping[str, float]) -> None:
         """Takes the newest SPEEDS of `qkattn.metrics`."""
         with self._lock:
             self._speeds = speeds
 
-    def evaluated(self, step: int, loss: Any) -> None:
+    def update_validation_loss(self, step: int, loss: Any) -> None:
         """Takes the validation loss of the trials, in nats per token, at `step`."""
         self._ask_study()
         with self._lock:
@@ -416,7 +416,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             fields.append(f'{tokens_per_second:,.0f} tokens/s')
         if 'mfu' in self._speeds:
             fields.append(f'{self._speeds["mfu"]:.1%} MFU')
-        seconds_left = self._pace.left(self._total, now)
+        seconds_left = self._pace.seconds_left(self._total, now)
         if seconds_left is not None and step < self._total:
             fields.append(f'{format_duration(seconds_left)} left')
         fields.append(f'{step / max(1, self._total):.0%}')
@@ -433,9 +433,9 @@ class Progress(contextlib.AbstractContextManager['Progress']):
 
         The estimate assumes that the workers share the waiting runs equally.
         """
-        whole = self._pace.whole(self._total)
-        if left is not None and whole is not None:
-            seconds = left + whole * study.waiting_work / study.workers
+        total_seconds = self._pace.total_seconds(self._total)
+        if left is not None and total_seconds is not None:
+            seconds = left + total_seconds * study.waiting_work / study.workers
             yield f'study {format_duration(seconds)} left with {_counted(study.workers, "worker")}'
         yield f'{_counted(study.runs, "run")} left'
 

@@ -104,18 +104,18 @@ class JobPeers:
         self._all_have_met = not any(requests)
         return any(requests)
 
-    def should_stop(self, step: int, also: bool) -> bool:
+    def should_stop(self, step: int, has_other_reason: bool) -> bool:
         """Whether this process stops now that `step` steps are done; the training thread asks.
 
         The processes stop at the same step. Suppose that one gets a signal when it has done 7 steps
         and another one has done 9. Both wait here until they agree on 9. The first one then goes
         on, until its call with `step` 10 returns True.
 
-        `also` is whether this process has a reason to stop besides signals.
+        `has_other_reason` is whether this process has a reason to stop besides signals.
         """
         with self._agreement:
             # The thread that reads the keys tells the other processes.
-            self._has_own_reason |= also
+            self._has_own_reason |= has_other_reason
             while self._is_agreeing and self._stop_after is None:
                 self._agreement.wait()
             if self._stop_after is None:  # no process has a reason to stop

@@ -119,14 +119,14 @@ class StopRequest:
         if self.requested or is_known_to_all:
             raise Stopped(_SAVED)
 
-    def should_stop(self, step: int, also: bool = False) -> bool:
+    def should_stop(self, step: int, has_other_reason: bool = False) -> bool:
         """Whether to stop now that `step` steps are done; all processes of a job stop together.
 
-        `also` tells that this process has another reason to stop than a signal.
+        `has_other_reason` tells that this process has another reason to stop than a signal.
         """
         if self.peers is not None:
-            return self.peers.should_stop(step, also)
-        return self.requested or also
+            return self.peers.should_stop(step, has_other_reason)
+        return self.requested or has_other_reason
 
     @classmethod
     def pending(cls) -> bool:

@@ -453,7 +453,7 @@ class Run:
                     record[name] = np.asarray(values_CX, np.float64).mean(0)
                 speeds = self._speeds(last_step)
                 self._record(record | speeds)
-                self.progress.measured(speeds)
+                self.progress.update_speeds(speeds)
         self.progress.update(last_step, loss_CX.mean(0))
 
     def _speeds(self, step: int) -> dict[str, float]:
@@ -486,7 +486,7 @@ class Run:
                 return False
         self.validation = Validation(evaluation, of_corpora)
         self._record(results.eval_record(self.step, evaluation, of_corpora))
-        self.progress.evaluated(self.step, evaluation.values['loss'])
+        self.progress.update_validation_loss(self.step, evaluation.values['loss'])
         return True
 
     def _save(self, is_evaluated: bool) -> None:
@@ -605,7 +605,7 @@ class Run:
 
         All processes get the same answer, so they stop at the same step.
         """
-        return self.stop.should_stop(next(self.questions), also=also)
+        return self.stop.should_stop(next(self.questions), has_other_reason=also)
 
     def _stopped(self) -> Stopped:
         """Returns the error with which a start ends after a signal."""

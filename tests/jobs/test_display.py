@@ -84,7 +84,7 @@ def test_plain_lines_are_printed_every_few_seconds(show, clock):
         progress.update(step, loss=jnp.float32(2.5))
         clock.seconds += 0.2
         if step == 1080:
-            progress.evaluated(step, np.array([2.25, 2.5]))
+            progress.update_validation_loss(step, np.array([2.25, 2.5]))
     progress.close()
     progress.close()
     validation = 'validation loss 2.2500 to 2.5000 nats/token'
@@ -105,7 +105,7 @@ def test_the_display_shows_what_a_step_measured(show, clock):
     stream = io.StringIO()
     with show(stream, 'x', 100, tokens_per_step=10) as progress:
         progress.update(1)
-        progress.measured({'mfu': 0.4321, 'input_wait_fraction': 0.07})
+        progress.update_speeds({'mfu': 0.4321, 'input_wait_fraction': 0.07})
         # A step of 10 tokens in 5 s; 98 more take 490 s.
         clock.seconds += 5
         progress.update(2)
@@ -145,9 +145,11 @@ def test_the_time_left_counts_no_compilation_a_second_time(name, clock):
             ):
                 pace.pause(clock.seconds)
                 clock.seconds += seconds
-                assert pace.left(200, clock.seconds) == pace.left(200, clock.seconds - seconds)
+                assert pace.seconds_left(200, clock.seconds) == pace.seconds_left(
+                    200, clock.seconds - seconds
+                )
                 pace.resume(phase, clock.seconds)
-        estimates[step] = pace.left(200, clock.seconds)
+        estimates[step] = pace.seconds_left(200, clock.seconds)
     assert estimates[1] is None  # of the first step nothing is known yet
     of_steps = {step: (200 - step) * step_seconds for step in estimates}
     for step in (2, 24, 25, 26, 49):  # before the phases have recurred
@@ -166,7 +168,7 @@ def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
     for step in range(1, 101):
         clock.seconds += 10
         progress.update(step)
-        progress.evaluated(step, 2.5)
+        progress.update_validation_loss(step, 2.5)
     assert ask.call_count == 1 + 1000 // 60
 
 
@@ -221,7 +223,7 @@ def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, 
     for step in (10, 1200):
         clock.seconds += 10
         progress.update(step, np.array([2.5, 2.345]))
-    progress.evaluated(1200, np.array([2.5, 2.25]))
+    progress.update_validation_loss(1200, np.array([2.5, 2.25]))
     # A line of the log is printed above the row.
     LogHandler().emit(logging.LogRecord('x', 20, '', 1, 'resuming', (), None))
     clock.seconds += 1
@@ -271,7 +273,7 @@ def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
             wait(17)
         with progress.phase('evaluating'):
             wait(9)
-        progress.evaluated(2, 2.5)  # of a run by itself
+        progress.update_validation_loss(2, 2.5)  # of a run by itself
     times.append(clock.seconds)
     assert max(np.diff(times)) <= 5
     assert min(np.diff(times[:4])) >= 4

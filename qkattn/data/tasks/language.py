@@ -41,7 +41,7 @@ class TextRows(Rows):
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
 
-    def over(self, dataset: TokenDataset) -> Self:
+    def on_dataset(self, dataset: TokenDataset) -> Self:
         """Returns the same task on the tokens of another dataset, in ids of the same meaning."""
         rows = copy.copy(self)
         rows.dataset = dataset.in_ids_of(self.dataset.tokenizer)
@@ -100,9 +100,9 @@ class LanguageRows(TextRows):
         super().__init__(dataset, length)
         self.shift = shift
 
-    def over(self, dataset: TokenDataset) -> Self:
+    def on_dataset(self, dataset: TokenDataset) -> Self:
         """Returns the same task on another dataset, whose training windows are not shifted."""
-        rows = super().over(dataset)
+        rows = super().on_dataset(dataset)
         rows.shift = False
         return rows
 

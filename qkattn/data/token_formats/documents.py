@@ -107,7 +107,9 @@ class IndexedDocuments(Documents):
     name = 'index'
 
     def ends(self, ids: Shards) -> np.ndarray:
-        return np.concatenate([first + shard.document_ends for first, shard in ids.starts()])
+        return np.concatenate(
+            [first + shard.document_ends for first, shard in ids.shards_with_start()]
+        )
 
     def next_end(self, ids: Shards, position: int) -> int:
         ends = self.ends(ids)

@@ -86,7 +86,7 @@ class Shards:
         # The empty array sets the type if the range is empty.
         return np.concatenate([np.zeros(0, self.dtype), *parts])
 
-    def starts(self) -> Iterator[tuple[int, Shard]]:
+    def shards_with_start(self) -> Iterator[tuple[int, Shard]]:
         """Yields (position of the first id, shard) for each shard."""
         return zip(self._bounds[:-1], self.shards, strict=True)
 
@@ -97,7 +97,7 @@ class Shards:
         for start, end in itertools.pairwise(bounds):
             # Take from each shard, whose ids begin at `first`, what lies between the two bounds.
             shards = []
-            for first, shard in self.starts():
+            for first, shard in self.shards_with_start():
                 start_in_shard = max(start - first, 0)
                 end_in_shard = min(end - first, len(shard.ids))
                 if start_in_shard < end_in_shard:
