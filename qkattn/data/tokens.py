@@ -227,13 +227,13 @@ class PairDataset:
         Each sentence is an array of ids, without the separator.
         """
 
-        def cut(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
+        def cut_sentences(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
             # The last token of a sentence is the separator.
             return [tokens[start : end - 1] for start, end in itertools.pairwise(bounds)]
 
         source, target = self.tokens(split)
         source_bounds, target_bounds = self.bounds(split)
-        return cut(source, source_bounds), cut(target, target_bounds)
+        return cut_sentences(source, source_bounds), cut_sentences(target, target_bounds)
 
     def identity(self) -> dict[str, Any]:
         """Returns JSON that identifies the data in results and checkpoints."""

@@ -200,7 +200,7 @@ def without_directories(text: str) -> str:
     `--workdir=runs/a`; elsewhere it becomes `--workdir=a`.
     """
 
-    def shortened(match: re.Match[str]) -> str:
+    def shorten(match: re.Match[str]) -> str:
         """Returns the character before an absolute path, and the short path."""
         before, absolute_path = match.groups()
         path = Path(os.path.normpath(absolute_path))
@@ -210,7 +210,7 @@ def without_directories(text: str) -> str:
             short_path = path.name or '/'
         return before + short_path
 
-    return _ABSOLUTE.sub(shortened, text)
+    return _ABSOLUTE.sub(shorten, text)
 
 
 def check_directory(

@@ -265,7 +265,7 @@ def _texts(
     """
     for example in examples:
         sentences = _sentences(example, columns, languages)
-        # tfds has bytes. Its empty text, b'', is kept.
+        # Texts of tfds are bytes. An empty one, b'', is kept.
         if None in sentences or '' in sentences:
             continue
         text = sentences[side]

@@ -171,11 +171,11 @@ def find(config: DataConfig) -> Corpus:
 def _lowercase_documents(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
     """Returns the documents of a corpus by split, in lower case."""
 
-    def lowercased(text: bytes) -> bytes:
+    def lowercase(text: bytes) -> bytes:
         return text.decode().lower().encode()
 
     documents = corpus.documents(language)
-    return {split: map(lowercased, texts) for split, texts in documents.items()}
+    return {split: map(lowercase, texts) for split, texts in documents.items()}
 
 
 def _open_from_outside(
@@ -231,7 +231,7 @@ def _checked_documents(
     bytes raises it when it is read. `name` is the value of data.name, for the messages.
     """
 
-    def checked(text: bytes) -> bytes:
+    def check_text(text: bytes) -> bytes:
         if not isinstance(text, bytes):
             raise ConfigError(f'data.name={name!r}: a document must be bytes, not {text!r:.40}')
         return text
@@ -243,4 +243,4 @@ def _checked_documents(
                 f'data.name={name!r}: splits names {split!r}, but documents has only '
                 f'{", ".join(documents)}'
             )
-    return {split: map(checked, texts) for split, texts in documents.items()}
+    return {split: map(check_text, texts) for split, texts in documents.items()}
