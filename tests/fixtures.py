@@ -75,6 +75,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def forget_buckets() -> None:
+    """Removes clients of buckets from all caches."""
     for cached in (buckets._prepare, buckets._client, buckets._require_listing):
         cached.cache_clear()
     fsspec.config.conf.pop('gcs', None)

@@ -212,6 +212,7 @@ def write_study(
 
 
 def by_run(records: list[dict]) -> dict[str, list[dict]]:
+    """Groups records by the run that they are of."""
     runs: dict[str, list[dict]] = {}
     for record in records:
         runs.setdefault(record['run'], []).append(record)

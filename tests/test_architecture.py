@@ -65,6 +65,7 @@ def modules_imported_by(node: ast.AST) -> Iterator[str]:
 
 
 def upward_imports(path: Path) -> Iterator[str]:
+    """Yields imports of packages that are not below that of the module."""
     room = room_of(module_of(path))
     if room is None:
         return
@@ -79,6 +80,7 @@ def test_imports_point_down():
 
 
 def imports_in_blocks(path: Path) -> Iterator[str]:
+    """Yields imports that are not at the top level of the module, but for optional packages."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and {alias.name for alias in node.names} <= OPTIONAL:

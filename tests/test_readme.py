@@ -68,6 +68,7 @@ def test_the_readme_is_short():
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
+    """Import path of the score of the README's example."""
     code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
     (tmp_path / 'signed_diagonal.py').write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

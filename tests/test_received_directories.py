@@ -194,6 +194,7 @@ def read_lease(path):
 
 
 def read_state(path):
+    """Reads a checkpoint whose array file is `path`, and raises what is wrong with it."""
     checkpoints = Checkpoints(path.parent, read_only=True)
     state = path.parent / '4/state'
     state.mkdir(parents=True)

@@ -127,6 +127,7 @@ def modules_of_extras() -> set[str]:
 
 
 def run_without_extras(program: str, directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs a program where packages of the extras cannot be imported."""
     finder = WITHOUT_EXTRAS.replace('{hidden}', repr(modules_of_extras()))
     env = {**os.environ, 'PYTHONPATH': str(ROOT)}
     command = [sys.executable, '-c', finder + program]

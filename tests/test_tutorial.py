@@ -70,6 +70,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(directory: Path, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of the tutorial."""
     environment = {**os.environ, **GIT_IDENTITY, 'PYTHONPATH': str(directory)}
     return subprocess.run(
         [*shlex.split(command), *flags],

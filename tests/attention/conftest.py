@@ -57,6 +57,7 @@ def quick_variants(fixture: str) -> set[tuple[str, str]]:
 
 
 def pytest_generate_tests(metafunc):
+    """Runs contract tests on the variants of --variant, or on all, most of them as slow."""
     if not metafunc.module.__name__.endswith('test_contract'):
         return
     named = [_checked(text) for text in metafunc.config.getoption('--variant') or ()]
@@ -74,6 +75,7 @@ def pytest_generate_tests(metafunc):
 
 
 def _checked(text: str) -> tuple[str, str]:
+    """Returns the score and the value of a variant of the flag, or refuses the flag."""
     try:
         score, value = parse_variant(text)
         registry.check(variant_catalogue.reference_spec(score, value))

@@ -143,6 +143,7 @@ def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) ->
 def expected_probabilities(
     layer: Attention, x_BTD: Any, y_BSD: Any, mask_BTS: Any, *, cross: bool
 ) -> np.ndarray:
+    """The attention probabilities of the layer, computed by the slow reference."""
     s_BNTS = expected_logits(layer, x_BTD, y_BSD, cross=cross)
     mask_BTS = mask_BTS if cross else hide_self(layer.score, mask_BTS)
     return oracle.probabilities(s_BNTS, mask_BTS, registry.find_normalizer(layer.spec.normalizer))

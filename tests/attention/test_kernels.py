@@ -69,6 +69,7 @@ def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) ->
 
 
 def call(arrays: Sequence[Any], **options: Any) -> Call:
+    """The call of a kernel with these queries, keys, values and, for a learned bias, its table."""
     q_BTNH, k_BSKH, v_BSKH, *tables = arrays
     scale = q_BTNH.shape[-1] ** -0.5
     options = DEFAULTS | {'dropout_key': None, 'scale': scale} | options

@@ -29,12 +29,14 @@ def json_lines(texts, field='text'):
 
 def zstd(content):
     # In two frames, as pzstd writes them.
+    """Compresses bytes by zstd."""
     half = len(content) // 2
     parts = [content[:half], content[half:]]
     return b''.join(pyarrow.compress(part, codec='zstd', asbytes=True) for part in parts)
 
 
 def parquet_file(texts, field='text'):
+    """The bytes of a parquet file of these texts, in groups of 7 rows, and their numbers as ids."""
     sink = pyarrow.BufferOutputStream()
     table = pyarrow.table({'id': range(len(texts)), field: pyarrow.array(texts, pyarrow.string())})
     parquet.write_table(table, sink, row_group_size=7)
@@ -175,6 +177,7 @@ def test_records_are_read_one_at_a_time(tmp_path):
 
 
 def corpus_of_one_document(text):
+    """A corpus whose training split is one document."""
     return Corpus(
         name='long',
         version='1',

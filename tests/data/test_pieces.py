@@ -17,6 +17,7 @@ RUNS = [' ' * 900, 'a' * 1111, 'ab' * 700, '=' * 1234, '0123456789' * 70, 'æ—¥æœ
 
 
 def train_library(model, trainer, *, pre_tokenizer=None, normalizer=None):
+    """A tokenizer of the library tokenizers, trained on the beginning of TEXT."""
     library = tokenizers.Tokenizer(model)
     if pre_tokenizer is not None:
         library.pre_tokenizer = pre_tokenizer

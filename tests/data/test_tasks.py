@@ -276,6 +276,7 @@ WORDS = types.SimpleNamespace(name='words', vocab_size=60_000, separator=SEPARAT
 
 
 def dataset_of_sentences(name: str, sentences: dict[str, list[np.ndarray]]) -> TokenDataset:
+    """A dataset whose documents are these sentences, each with an end."""
     splits = {
         split: np.concatenate([np.append(ids, SEPARATOR) for ids in documents]).astype(np.uint16)
         for split, documents in sentences.items()

@@ -48,6 +48,7 @@ def manifest_of(case: str) -> dict:
 
 
 def job_of(manifest: dict) -> dict:
+    """The specification of the job, also of that in a set of one job."""
     if manifest['kind'] == 'Job':
         return manifest['spec']
     (one,) = manifest['spec']['replicatedJobs']

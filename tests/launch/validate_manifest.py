@@ -31,6 +31,7 @@ def unknown_fields(written, parsed, path='') -> list[str]:
 
 
 def problems(manifest: dict) -> list[str]:
+    """What is wrong with a manifest: unknown fields, or values that the schemas do not allow."""
     jobs = [manifest]
     errors = []
     if manifest['kind'] == 'JobSet':

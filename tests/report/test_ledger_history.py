@@ -68,6 +68,7 @@ def rewrite_without_commit(results):
 
 
 def rewrite_in_a_merge(results):
+    """Merges a branch on which the ledger of the study begins otherwise."""
     git(results, 'checkout', '-b', 'branch')
     commit(results, (STUDY, OTHER))
     git(results, 'checkout', 'main')

@@ -32,6 +32,7 @@ def packed_study(study, tmp_path):
 
 
 def files_below(path):
+    """The bytes of each file below a directory by its relative path, but for locks."""
     return {
         file.relative_to(path).as_posix(): file.read_bytes()
         for file in path.rglob('*')

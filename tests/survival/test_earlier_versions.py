@@ -26,6 +26,7 @@ ATOL = 1e-4
 
 
 def extract(name: str, directory: Path) -> Path:
+    """Unpacks a directory that an earlier version wrote."""
     with tarfile.open(FIXTURES / f'{name}.tar.xz') as archive:
         # The argument `filter` would do the same from Python 3.11.4 on.
         archive.extraction_filter = lambda member, path: member

@@ -56,6 +56,7 @@ def target_on(**axes: int) -> dict:
 
 
 def save(directory, *steps: int, **axes: int) -> None:
+    """Saves checkpoints of these steps, with arrays on a mesh of these axes."""
     shardings = jax.tree.map(lambda a: a.sharding, target_on(**axes))
     with contextlib.closing(Checkpoints(directory)) as saved:
         for step in steps:

@@ -81,6 +81,7 @@ def test_results_name_the_corpora_and_their_targets(run):
     config, path = run
     result = results_of(path)[0]
     assert corpora_of(result) == config.data.evaluate
+    # Its own test split, and the text of a file; 8 rows of 16 targets of each.
     described = result['data']['evaluate']
     assert described['@test']['fingerprints'] == {
         'test': result['data']['fingerprints']['test'],

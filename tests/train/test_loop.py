@@ -73,6 +73,7 @@ TASKS = ['masked', 'separate documents', 'translation', 'causal probe', 'labelli
 
 @pytest.fixture(scope='module', params=slow_except(['masked'], TASKS))
 def finished(request, task, built_once, tmp_path_factory):
+    """A run of each task, trained twice in different directories."""
     config = task(request.param)
     directory = tmp_path_factory.mktemp('finished')
     run = Finished(request.param, config, directory / 'a', directory / 'b')

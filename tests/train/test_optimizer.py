@@ -44,6 +44,7 @@ def after_two_steps(one, other):
 
 
 def two_steps(transform, params, *gradients):
+    """The parameters after a step with each of these gradients."""
     state = transform.init(params)
     for grads in gradients:
         updates, state = transform.update(grads, state, params)

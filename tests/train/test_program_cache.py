@@ -29,7 +29,7 @@ def cache_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def loaded_and_compiled():
-    """loaded_and_compiled() -> numbers of programs that were so since the last call."""
+    """A function: how many programs were loaded and how many compiled since its last call."""
     events = []
 
     def listen(event, **_):

@@ -61,6 +61,7 @@ def long_records(shift, seeds=FRESH, rate=None, **changes):
 
 
 def write_of_length(directory, records, seeds, num_steps, **changes):
+    """Writes a tuned study whose arms train for `num_steps` steps."""
     path = write_tuned(directory, records, seeds=list(seeds), **changes)
     base = json.loads((path / 'study.json').read_text())['base']
     base['train'] |= {'num_steps': num_steps}
