@@ -7,12 +7,13 @@ python -m experiments.benchmark --suite=steps,study --scale=smoke  # a trial
 import importlib.metadata
 import os
 import shutil
+from typing import Any
 
 import jax
 from absl import flags
 
 from experiments.benchmark import record
-from experiments.benchmark.suites import SCALES, SUITES, training_row, varied
+from experiments.benchmark.suites import SCALES, SUITES, training_row, with_changes
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
@@ -31,40 +32,54 @@ OUT = cli.define_path(
 def main() -> None:
     if not SUITE.value:
         raise ConfigError('--suite=NAME is required, e.g. --suite=steps')
-    if unknown := [name for name in SUITE.value if name not in SUITES]:
-        raise ConfigError(f'unknown --suite={unknown[0]}; known: {", ".join(SUITES)}')
+    for name in SUITE.value:
+        if name not in SUITES:
+            raise ConfigError(f'unknown --suite={name}; known: {", ".join(SUITES)}')
     scale = SCALES[SCALE.value]
     if VARIANTS.value:
-        scale = scale._replace(names=tuple(dict.fromkeys(['qk/vo', *VARIANTS.value])))
-        for name in scale.names:
+        names = dict.fromkeys(['qk/vo', *VARIANTS.value])  # each once
+        scale = scale._replace(names=tuple(names))
+        for name in names:
             try:
-                training_row(name, varied(scale.variants, name))
+                # Building the row checks the variant.
+                training_row(name, with_changes(scale.variants, name))
             except ValueError as error:
                 raise ConfigError(f'--variants={name}: {error}') from error
-    jax.config.update('jax_platforms', 'cpu')  # the accelerator's memory is for the contestants
+    # The memory of the accelerator is for the processes of the race.
+    jax.config.update('jax_platforms', 'cpu')
     out = OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}'
     directory = check_directory(out, name='--out')
-    start = describe_start()
-    torch = [d.version for d in importlib.metadata.distributions(name='torch')]
-    machine = {
-        **{name: start[name] for name in ('platform', 'python', 'git')},
-        'versions': start['versions'] | {'torch': torch[0] if torch else None},
-        **{'cpu': cpu(), 'cores': len(usable_cores())},
-        'accelerators': gpus(),
-    }
-    load = {'start': os.getloadavg()[0]}
+
+    machine = describe_machine()
+    load_at_start = os.getloadavg()[0]
     groups: list[record.Group] = []
     for suite in SUITE.value:
         for group in SUITES[suite](scale):
             groups.append(group)
-            facts = {'machine': machine, 'load': load | {'end': os.getloadavg()[0]}}
-            record.write(directory, facts, groups)
+            # The file is complete after each group.
+            load = {'start': load_at_start, 'end': os.getloadavg()[0]}
+            record.write(directory, {'machine': machine, 'load': load}, groups)
             print(f'{record.table(group)}\n', flush=True)
     print(directory / record.FILE)
 
 
+def describe_machine() -> dict[str, Any]:
+    """Returns the software and hardware of this machine, for the record."""
+    start = describe_start()
+    torch = [package.version for package in importlib.metadata.distributions(name='torch')]
+    return {
+        'platform': start['platform'],
+        'python': start['python'],
+        'git': start['git'],
+        'versions': start['versions'] | {'torch': torch[0] if torch else None},
+        'cpu': cpu(),
+        'cores': len(usable_cores()),
+        'accelerators': gpus(),
+    }
+
+
 def gpus() -> list[str]:
-    """The names of NVIDIA GPUs, without JAX, which would take their memory."""
+    """Returns the names of NVIDIA GPUs, without JAX, which would take their memory."""
     if not shutil.which('nvidia-smi'):
         return []
     query = ['nvidia-smi', '--query-gpu=name', '--format=csv,noheader']

@@ -13,7 +13,9 @@ from experiments.benchmark.race import Work
 
 
 def init(model: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
-    D, N = model['d_model'], model['num_heads']
+    """Draws the parameters of a decoder. `model` has the fields of `ModelConfig`."""
+    D = model['d_model']
+    N = model['num_heads']
     H = D // N
     sizes: dict[str, tuple[int, ...]] = {name: (D, N, H) for name in 'qkv'}
     sizes |= {'o': (N, H, D), 'in': (D, 4 * D), 'out': (4 * D, D)}
@@ -23,11 +25,11 @@ def init(model: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
         drawn = {name: 0.02 * jax.random.normal(keys[name], sizes[name]) for name in sizes}
         return drawn | {'attention_gain': jnp.ones(D), 'mlp_gain': jnp.ones(D)}
 
-    embedding, position, *keys = jax.random.split(key, 2 + model['num_layers'])
+    embedding_key, position_key, *layer_keys = jax.random.split(key, 2 + model['num_layers'])
     return {
-        'embedding': 0.02 * jax.random.normal(embedding, (model['vocab_size'], D)),
-        'position': 0.02 * jax.random.normal(position, (model['context'], D)),
-        'layers': [layer(key) for key in keys],
+        'embedding': 0.02 * jax.random.normal(embedding_key, (model['vocab_size'], D)),
+        'position': 0.02 * jax.random.normal(position_key, (model['context'], D)),
+        'layers': [layer(key) for key in layer_keys],
         'gain': jnp.ones(D),
     }
 
@@ -69,10 +71,14 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def train(config: Mapping[str, Any]) -> Work:
-    """Training steps of a run (JSON): forward, backward, clipping, AdamW."""
+    """Builds the training steps of a run, whose config is JSON: gradients, clipping, AdamW.
+
+    A call makes C = `steps_per_dispatch` steps.
+    """
     model = config['model']
     transform = optimizer()
-    C, B = config['train']['steps_per_dispatch'], config['train']['batch_size']
+    C = config['train']['steps_per_dispatch']
+    B = config['train']['batch_size']
     shape = (C, B, model['context'] + 1)
 
     def step(state: tuple, tokens: jax.Array) -> tuple[tuple, jax.Array]:

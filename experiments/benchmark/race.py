@@ -6,7 +6,6 @@ in the meantime hits all alike; only one of them computes at a time.
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import logging
 import math
@@ -32,9 +31,9 @@ ENVIRONMENT = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'JAX_ENABLE_COMPILATION
 class Work(NamedTuple):
     """Something to time, compiled."""
 
-    run: Callable[[int], object]  # works so many times, and returns once all results are there
-    steps: float = 1  # (or tokens, ...) of one call; times are given per step
-    extra: Mapping[str, Any] = {}  # facts for the row: 'tokens' and 'flops' of a step, ...
+    run: Callable[[int], object]  # does N calls, and returns once all results are there
+    steps: float = 1  # steps, or tokens, of one call; times are given per step
+    extra: Mapping[str, Any] = {}  # numbers for the row: 'tokens' and 'flops' of a step, ...
     clock: Callable[[], float] = time.perf_counter  # what time is measured in, seconds
 
 
@@ -66,49 +65,66 @@ class Row:
         return statistics.median(seconds / other for seconds, other in pairs)
 
 
+class _Built(NamedTuple):
+    """A work that a process of the race has built, as this process knows it."""
+
+    number: int  # in the process
+    work: Work  # without `run`, which only the process has
+    seconds_of_call: float
+
+
 def race(rows: Sequence[Row], *, rounds: int, seconds: float) -> list[Row]:
-    """The rows with what is measured: all are built, then timed interleaved.
+    """Times rows in turns; returns them with the seconds per step of each round.
 
-    Rows of one work share a process. In each round a row is timed for at least so many seconds, and
-    one call. A row that fails, out of memory for example, is left out, with a warning that says
-    why.
+    First, the work of every row is built. Then each round times one row after the other, each for
+    at least `seconds` and at least one call. Rows of the same work share a process. A row that
+    fails, for example for lack of memory, is left out, with a warning that says why.
     """
-    built: dict[str, tuple[int, Work, float]] = {}
-    measured: dict[str, list[float]] = {}
+    built: dict[str, _Built] = {}  # by row, without those that have failed
+    times: dict[str, list[float]] = {row.name: [] for row in rows}
     with contextlib.ExitStack() as stack:
-        process_of = functools.cache(lambda work: stack.enter_context(_process()))
+        processes: dict[str, ProcessPoolExecutor] = {}
 
-        def ask(row: Row, function: Callable, *arguments: Any) -> Any:
-            """The result in the process of a row; None where it fails, which ends the row."""
+        def call(row: Row, function: Callable, *arguments: Any) -> Any:
+            """Calls a function in the process of a row; if it fails, warns and returns None."""
             try:
-                return process_of(row.work).submit(function, *arguments).result()
-            except Exception as error:  # whatever a library raises
-                why = f'{type(error).__name__}: {error}'.splitlines()[0]
-                log.warning('%s is left out: %s', row.name, why)
-                measured.pop(row.name, None)
+                if row.work not in processes:
+                    processes[row.work] = stack.enter_context(_process())
+                return processes[row.work].submit(function, *arguments).result()
+            except Exception as error:  # libraries raise exceptions of any kind
+                reason = f'{type(error).__name__}: {error}'.splitlines()[0]
+                log.warning('%s is left out: %s', row.name, reason)
+                return None
 
         for row in rows:
             with waiting('benchmark', f'building {row.name}'):
-                if (answer := ask(row, _build, row.work, row.settings)) is not None:
-                    built[row.name] = answer
-                    measured[row.name] = []
+                result = call(row, _build, row.work, row.settings)
+            if result is not None:
+                built[row.name] = result
+
         for number in range(rounds):
             with waiting('benchmark', f'round {number + 1} of {rounds}'):
-                for row in (row for row in rows if row.name in measured):
-                    place, work, once = built[row.name]
-                    calls = max(1, math.ceil(seconds / once))
-                    if (took := ask(row, _time, place, calls)) is not None:
-                        measured[row.name].append(took / (calls * work.steps))
-    return [
-        dataclasses.replace(
-            row, rounds=measured[row.name], extra={**row.extra, **built[row.name][1].extra}
-        )
-        for row in rows
-        if row.name in measured
-    ]
+                for row in rows:
+                    if row.name not in built:
+                        continue
+                    entry = built[row.name]
+                    calls = max(1, math.ceil(seconds / entry.seconds_of_call))
+                    seconds_of_calls = call(row, _time, entry.number, calls)
+                    if seconds_of_calls is None:
+                        del built[row.name]
+                    else:
+                        times[row.name].append(seconds_of_calls / (calls * entry.work.steps))
+
+    measured_rows = []
+    for row in rows:
+        if row.name in built:
+            extra = {**row.extra, **built[row.name].work.extra}
+            measured_rows.append(dataclasses.replace(row, rounds=times[row.name], extra=extra))
+    return measured_rows
 
 
 def _process() -> ProcessPoolExecutor:
+    """Returns a pool of one process, in which a work is built and timed."""
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(len(usable_cores())))
     context = multiprocessing.get_context('spawn')
     return ProcessPoolExecutor(1, context, initializer=_begin)
@@ -120,9 +136,11 @@ _works: list[Work] = []
 
 
 def _begin() -> None:
+    """Prepares a process of the race."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.dup2(2, 1)  # what libraries print
+    # What libraries print goes to standard error. Standard output is for the results.
+    os.dup2(2, 1)
 
 
 def _end_with_parent() -> None:
@@ -131,18 +149,22 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _build(path: str, settings: Mapping[str, Any]) -> tuple[int, Work, float]:
-    """The number of a work in this process, its facts without `run`, seconds of its second call."""
+def _build(path: str, settings: Mapping[str, Any]) -> _Built:
+    """Builds a work with the function 'package.module:function', and calls it twice.
+
+    The first call compiles, and the second one is timed.
+    """
     module, function = path.split(':')
     work = getattr(importlib.import_module(module), function)(**settings)
     work.run(1)
     _works.append(work)
     number = len(_works) - 1
-    return number, work._replace(run=_time), _time(number, 1)
+    # `run` may not be sent to another process, so another function stands in its place.
+    return _Built(number, work._replace(run=_time), _time(number, 1))
 
 
 def _time(number: int, calls: int) -> float:
-    """Seconds of so many calls of a work."""
+    """Returns the seconds that a number of calls of a work take, all together."""
     work = _works[number]
     start = work.clock()
     work.run(calls)

@@ -24,7 +24,9 @@ STEPS_PER_READ = 10
 def batches(
     directory: str, shards: int, ids: int, context: int, sparse: bool = False, cold: bool = False
 ) -> Work:
-    """Training batches of BATCH_TOKENS tokens, in rows that are drawn from all shards.
+    """Builds the reading of training batches, in rows that are drawn from all shards.
+
+    A batch has BATCH_TOKENS tokens, and counts as a step.
 
     Args:
       directory: where the shards are; they are written if it does not exist.
@@ -36,10 +38,10 @@ def batches(
         seconds; otherwise they are CPU seconds of the process, which other programs on the machine
         hardly change.
     """
-    paths = _written(Path(directory), shards, ids, sparse)
+    paths = _write_shards(Path(directory), shards, ids, sparse)
     if cold:
         for path in paths:
-            _forget(path)
+            _remove_from_memory(path)
     rows = LanguageRows(_dataset(paths), context)
     batch_size = BATCH_TOKENS // context
     next_step = 0
@@ -65,14 +67,14 @@ def batches(
     return Work(run, STEPS_PER_READ, {'tokens': BATCH_TOKENS}, clock)
 
 
-def _written(directory: Path, shards: int, ids: int, sparse: bool) -> list[Path]:
-    """The paths of the shards in a directory, which are written if it does not exist."""
+def _write_shards(directory: Path, shards: int, ids: int, sparse: bool) -> list[Path]:
+    """Writes shards into a directory, unless it exists; returns their paths."""
     paths = [directory / f'shard_train_{number:06}.bin' for number in range(shards)]
     if directory.exists():
         return paths
     directory.mkdir(parents=True)
     header = np.zeros(HEADER_BYTES // 4, '<i4')
-    header[:3] = 20240520, 1, ids
+    header[:3] = 20240520, 1, ids  # the magic number of llm.c, its version, the number of ids
     random = np.random.default_rng(0)
     for path in paths:
         with path.open('wb') as file:
@@ -87,14 +89,14 @@ def _written(directory: Path, shards: int, ids: int, sparse: bool) -> list[Path]
     return paths
 
 
-def _forget(path: Path) -> None:
+def _remove_from_memory(path: Path) -> None:
     """Removes the pages of a file from memory, on Linux; no process may have them mapped."""
     with path.open('rb') as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _dataset(paths: list[Path]) -> TokenDataset:
-    """The shards as a train split, without the counts for which opening reads all ids once."""
+    """Returns the shards as a train split. Counts that would need to read all ids are made up."""
     ids = Shards([LlmC.open(path, None) for path in paths])
     info = SplitInfo(
         num_documents=1,

@@ -42,16 +42,20 @@ def write(directory: Path, facts: Mapping[str, Any], groups: Sequence[Group]) ->
 
 
 def read(directory: Path) -> list[Group]:
-    """What a benchmark has measured; ReportError if absent, damaged or of another schema."""
+    """Reads the groups of a benchmark's directory.
+
+    Raises ReportError if its file is missing, damaged or of another schema.
+    """
     path = directory / FILE
     try:
         document = parse_json(read_whole(path))
         if document['schema'] != SCHEMA:
             raise ValueError(f'its schema is {document["schema"]}; this version reads {SCHEMA}')
-        return [
-            Group(g['suite'], g['title'], [Row(**r) for r in g['rows']], g['reference'])
-            for g in document['groups']
-        ]
+        groups = []
+        for group in document['groups']:
+            rows = [Row(**row) for row in group['rows']]
+            groups.append(Group(group['suite'], group['title'], rows, group['reference']))
+        return groups
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ReportError(f'{path} is not a benchmark: {error!r}; measure it again') from error
 
@@ -60,27 +64,40 @@ HEADINGS = ('ms', 'from', 'to', 'ratio', 'tokens/s', 'ratio / by FLOPs', 'cache 
 
 
 def cells(row: Row, group: Group) -> dict[str, str]:
-    """The printed numbers of a row by heading, as far as it has them."""
+    """Returns the printed numbers of a row by heading, without those that it does not have.
+
+    'ms' is the median over rounds, from the first quartile to the third. 'ratio' is the time
+    relative to the group's reference. 'ratio / by FLOPs' divides it by the ratio of FLOPs: at 1,
+    the row is as fast as its FLOPs predict.
+    """
     if not row.rounds:
         return {}
-    reference = group.row(group.reference)
-    numbers = row.extra
-    times = zip(('ms', 'from', 'to'), (row.median, *row.quartiles), strict=True)
+    first_quartile, third_quartile = row.quartiles
     printed = {
-        name: f'{1e3 * seconds:,.3g}' if seconds < 1 else f'{1e3 * seconds:,.0f}'
-        for name, seconds in times
+        'ms': _milliseconds(row.median),
+        'from': _milliseconds(first_quartile),
+        'to': _milliseconds(third_quartile),
     }
-    if reference and row is not reference:
-        printed['ratio'] = f'{row.ratio(reference):.3f}'
-        differ = len({other.extra.get('flops') for other in group.rows}) > 1
-        if differ and numbers.get('flops'):
-            predicted = numbers['flops'] / reference.extra['flops']
-            printed['ratio / by FLOPs'] = f'{row.ratio(reference) / predicted:.3f}'
-    if numbers.get('tokens'):
-        printed['tokens/s'] = f'{numbers["tokens"] / row.median:,.0f}'
-    if 'cache_bytes' in numbers:
-        printed['cache MiB'] = f'{numbers["cache_bytes"] / 2**20:,.2f}'
+    reference = group.row(group.reference)
+    if reference is not None and row is not reference:
+        ratio = row.ratio(reference)
+        printed['ratio'] = f'{ratio:.3f}'
+        different_flops = {other.extra.get('flops') for other in group.rows}
+        if len(different_flops) > 1 and row.extra.get('flops'):
+            ratio_of_flops = row.extra['flops'] / reference.extra['flops']
+            printed['ratio / by FLOPs'] = f'{ratio / ratio_of_flops:.3f}'
+    if row.extra.get('tokens'):
+        printed['tokens/s'] = f'{row.extra["tokens"] / row.median:,.0f}'
+    if 'cache_bytes' in row.extra:
+        printed['cache MiB'] = f'{row.extra["cache_bytes"] / 2**20:,.2f}'
     return printed
+
+
+def _milliseconds(seconds: float) -> str:
+    """Formats a time in ms, with three digits below a second: 0.0123 -> '12.3', 2 -> '2,000'."""
+    if seconds < 1:
+        return f'{1e3 * seconds:,.3g}'
+    return f'{1e3 * seconds:,.0f}'
 
 
 def table(group: Group) -> str:

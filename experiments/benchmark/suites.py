@@ -56,7 +56,11 @@ def _batch_of(config: Config) -> dict[str, np.ndarray]:
 
 
 def train(config: Any) -> Work:
-    """The train program of a decoder's config (JSON); a step is one of one of its trials."""
+    """Builds qkattn's training program for a decoder, whose config is given as JSON.
+
+    A call makes `steps_per_dispatch` steps of every trial. Each of them counts as a step of the
+    work: a call with 10 steps per dispatch and 8 trials has 80.
+    """
     config = from_json(Config, config)
     built = program.build(config)
     batch = place_batch(config, built.mesh, _batch_of(config))
@@ -66,15 +70,18 @@ def train(config: Any) -> Work:
         nonlocal state
         for _ in range(calls):
             state, metrics = built.train(state, batch)
-        return jax.block_until_ready((state, metrics))[1]
+        _, metrics = jax.block_until_ready((state, metrics))
+        return metrics
 
-    return Work(run, config.train.steps_per_dispatch * len(config.trials.trials()))
+    num_trials = len(config.trials.trials())
+    return Work(run, config.train.steps_per_dispatch * num_trials)
 
 
 def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
-    """Greedy continuation of `rows` prompts by `tokens` tokens each; a step is one token a row.
+    """Builds the greedy continuation of `rows` prompts by `tokens` tokens each.
 
-    Its extra has the bytes of the real cache at full context.
+    A step is one token of every row. The extra numbers have the bytes of the real cache of keys and
+    values at full context. `prompt` is the length of a prompt in tokens.
     """
     config = from_json(ModelConfig, model)
     decoder = build(config, key=jax.random.key(0))
@@ -109,9 +116,10 @@ def decoder(
     dispatch: int = 10,
     **model: Any,
 ) -> Config:
-    """A run: pre-norm, learned positions, tied embeddings, no biases; clipping and AdamW.
+    """Returns the config of a decoder's run: AdamW with clipping of gradients.
 
-    `batch` is sequences per step, `dispatch` steps of a program call.
+    The model has pre-norm, learned positions, tied embeddings and no biases. `batch` is the number
+    of sequences per step. `dispatch` is the number of steps in one call of the compiled program.
     """
     sizes = {'num_layers': layers, 'd_model': width, 'num_heads': heads, 'context': context}
     every = 10 * dispatch
@@ -131,10 +139,10 @@ def decoder(
     )
 
 
-def varied(run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any) -> Config:
-    """The run with a variant, so many trials, and settings of its training.
+def with_changes(run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any) -> Config:
+    """Returns a run with another variant, number of trials, and fields of its `TrainConfig`.
 
-    ConfigError for a variant that is malformed.
+    Raises ConfigError for a variant that is malformed.
     """
     return dataclasses.replace(
         run,
@@ -145,7 +153,10 @@ def varied(run: Config, variant: str = 'qk/vo', *, trials: int = 1, **train: Any
 
 
 def training_row(name: str, run: Config, work: str = TRAIN) -> Row:
-    """A row that trains a run, with tokens and FLOPs of a step; ConfigError if it is not valid."""
+    """Returns a row that trains a run, with the tokens and FLOPs of a step.
+
+    Raises ConfigError if the run is not valid.
+    """
     validate(run)
     tokens = run.train.batch_size * run.model.context
     flops = tokens * cost.training_flops_per_token(run.model)
@@ -170,8 +181,19 @@ MEDIUM = decoder(6, 384, 6, 256, 67, 4, dispatch=2)
 LOW: dict[str, Any] = {'compute_dtype': 'bfloat16', 'activation': 'gelu_tanh'}
 GPT2 = decoder(12, 768, 12, 1024, 50304, 8, **LOW)
 TINY = decoder(1, 16, 2, 8, 11, 2)
-DECODED = 'qk/vo merged/vo shared_qk/vo query_free/vo key_free/vo qk/no_v qk/no_o qk/merged_vo'
-DECODED += ' qk/k_is_v latent/latent'
+# The variants that the suite `decoding` compares.
+DECODED = (
+    'qk/vo',
+    'merged/vo',
+    'shared_qk/vo',
+    'query_free/vo',
+    'key_free/vo',
+    'qk/no_v',
+    'qk/no_o',
+    'qk/merged_vo',
+    'qk/k_is_v',
+    'latent/latent',
+)
 
 
 class Scale(NamedTuple):
@@ -221,21 +243,25 @@ SCALES = {
 
 
 def steps(scale: Scale) -> Iterator[Group]:
-    """Training steps: beside the peers, and of every variant."""
+    """Times training steps: of qkattn beside its peers, and of every variant beside qk/vo."""
     for run in scale.shapes:
         yield _timed('steps', title_of(run), _peers(run), scale, 'qkattn')
+
+    names = scale.names
+    if not names:
+        names = tuple(f'{score}/{value}' for score, value in documented_variants())
     rows = []
-    for name in scale.names or map('/'.join, documented_variants()):
+    for name in names:
         try:
-            rows.append(training_row(name, varied(scale.variants, name)))
+            rows.append(training_row(name, with_changes(scale.variants, name)))
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
     yield _timed('steps', f'variants, {title_of(scale.variants)}', rows, scale, 'qk/vo')
 
 
 def _peers(run: Config) -> list[Row]:
-    """A step of qkattn and of the same model elsewhere."""
-    single = varied(run, steps_per_dispatch=1)
+    """Returns rows of the same training step: by qkattn, in plain JAX, and in PyTorch."""
+    single = with_changes(run, steps_per_dispatch=1)
     return [
         training_row('qkattn', run),
         training_row('qkattn, 1 step a dispatch', single),
@@ -245,88 +271,105 @@ def _peers(run: Config) -> list[Row]:
 
 
 def stacks(scale: Scale) -> Iterator[Group]:
-    """Time per step and trial, whose ratio to one run is that of X trials to X runs in turn."""
-    rows = [training_row('one run', varied(scale.stacks, lifting='vmap'))]
+    """Times runs with several trials in one program, per step and trial.
+
+    The ratio to the row `one run` is the time of X trials together, relative to X runs in turn.
+    """
+    rows = [training_row('one run', with_changes(scale.stacks, lifting='vmap'))]
     for trials in (2, 8, 32):
         for lifting in ('vmap', 'map'):
-            run = varied(scale.stacks, trials=trials, lifting=lifting)
+            run = with_changes(scale.stacks, trials=trials, lifting=lifting)
             rows.append(training_row(f'{lifting}, {trials} trials', run))
     title = f'{title_of(scale.stacks)}, time per step and trial'
     yield _timed('stacks', title, rows, scale, 'one run')
 
 
 def decoding(scale: Scale) -> Iterator[Group]:
-    """Greedy decoding: seconds per new token of all rows, and the bytes that caches really hold."""
-    context = scale.decoding.model.context
-    sizes = {'prompt': max(1, context // 16), 'tokens': context // 2}
-    sizes |= {'rows': scale.decoding.train.batch_size}
-    rows = [
-        Row(name, {'model': to_json(varied(scale.decoding, name).model), **sizes}, work=GREEDY)
-        for name in scale.names or DECODED.split()
-    ]
-    title = f'{title_of(scale.decoding)}, {sizes["prompt"]} + {sizes["tokens"]} tokens'
+    """Times greedy decoding, per token of every row, and records the bytes of the caches."""
+    run = scale.decoding
+    prompt = max(1, run.model.context // 16)
+    tokens = run.model.context // 2
+    rows = []
+    for name in scale.names or DECODED:
+        settings = {
+            'model': to_json(with_changes(run, name).model),
+            'prompt': prompt,
+            'tokens': tokens,
+            'rows': run.train.batch_size,
+        }
+        rows.append(Row(name, settings, work=GREEDY))
+    title = f'{title_of(run)}, {prompt} + {tokens} tokens'
     yield _timed('decoding', title, rows, scale, 'qk/vo')
 
 
 def study(scale: Scale) -> Iterator[Group]:
-    """A study in one process, and by workers.
+    """Times a study in one process, and by the workers that this machine has room for.
 
-    The compilation cache is empty every time; data is prepared, and files are read into memory,
-    before any time counts.
+    Each has a compilation cache of its own, which is empty.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        _ablate(scale.study, Path(directory, 'first'), '--dry_run', '--measure')
-        rows = [
-            Row('one process', rounds=[_ablate(scale.study, Path(directory, 'one'))]),
-            Row('workers', rounds=[_ablate(scale.study, Path(directory, 'all'), '--workers=auto')]),
-        ]
+    with tempfile.TemporaryDirectory() as parent:
+        # The first call is not timed. It prepares the data, and brings files into memory.
+        _ablate(scale.study, Path(parent, 'first'), '--dry_run', '--measure')
+        seconds_of_one = _ablate(scale.study, Path(parent, 'one'))
+        seconds_of_workers = _ablate(scale.study, Path(parent, 'all'), '--workers=auto')
+    rows = [
+        Row('one process', rounds=[seconds_of_one]),
+        Row('workers', rounds=[seconds_of_workers]),
+    ]
     yield Group('study', f'{scale.study}, {cores()}', rows, 'one process')
 
 
 def _ablate(config: str, directory: Path, *flags: str) -> float:
-    """Seconds of a study."""
+    """Runs experiments.ablate in a directory; returns the seconds that it takes."""
     command = [sys.executable, '-m', 'experiments.ablate', f'--config={config}', *flags]
-    environment = {'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled'}
+    environment = {
+        **os.environ,
+        'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled',
+        'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
+    }
     start = time.perf_counter()
-    done = run_program(
+    process = run_program(
         [*command, f'--workdir={directory}/study'],
-        env={**os.environ, **environment, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))},
+        env=environment,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
-    if done.returncode:
-        last = done.stderr.strip().rpartition('\n')[2]
-        raise ProcessError(f'experiments.ablate ended with {done.returncode}: {last}')
+    if process.returncode:
+        last_line = process.stderr.strip().rpartition('\n')[2]
+        raise ProcessError(f'experiments.ablate ended with {process.returncode}: {last_line}')
     return time.perf_counter() - start
 
 
 def reading(scale: Scale) -> Iterator[Group]:
-    """Batches of rows that are drawn at random from many files of tokens."""
-    written = {'shards': scale.shards, 'ids': scale.ids}
+    """Times batches of rows that are drawn at random from many files of tokens."""
+    in_memory = {'shards': scale.shards, 'ids': scale.ids}
+    on_disk = in_memory | {'cold': True}
     sparse = {'shards': scale.shards, 'ids': scale.sparse_ids, 'sparse': True}
-    cold = written | {'cold': True}
-    kinds = {
-        f'{scale.ids:,} ids in memory, CPU time': ('written', written, (1024, 256)),
-        f'{scale.sparse_ids:,} ids, sparse, CPU time': ('sparse', sparse, (1024, 256)),
-        f'{scale.ids:,} ids on the disk, elapsed time': ('written', cold, (1024,)),
-    }
+    # The title of each group, the folder of its files, their settings, and the tokens of rows. The
+    # first and the last group read the same files.
+    cases = [
+        (f'{scale.ids:,} ids in memory, CPU time', 'written', in_memory, (1024, 256)),
+        (f'{scale.sparse_ids:,} ids, sparse, CPU time', 'sparse', sparse, (1024, 256)),
+        (f'{scale.ids:,} ids on the disk, elapsed time', 'written', on_disk, (1024,)),
+    ]
     with tempfile.TemporaryDirectory() as parent:
-        for title, (name, settings, contexts) in kinds.items():
+        for title, folder, settings, contexts in cases:
             rows = []
             for context in contexts:
-                arguments = {**settings, 'context': context, 'directory': f'{parent}/{name}'}
+                arguments = {**settings, 'context': context, 'directory': f'{parent}/{folder}'}
                 rows.append(Row(f'rows of {context:,} tokens', arguments, work=READING))
             group = _timed('reading', f'{scale.shards} files of {title}', rows, scale, '')
             # The directory does not outlive the measurement, so the record does not name it.
-            recorded = []
+            recorded_rows = []
             for row in group.rows:
-                kept = {key: row.settings[key] for key in row.settings if key != 'directory'}
-                recorded.append(dataclasses.replace(row, settings=kept))
-            yield dataclasses.replace(group, rows=recorded)
+                recorded_settings = dict(row.settings)
+                recorded_settings.pop('directory', None)
+                recorded_rows.append(dataclasses.replace(row, settings=recorded_settings))
+            yield dataclasses.replace(group, rows=recorded_rows)
 
 
 def _timed(suite: str, title: str, rows: Sequence[Row], scale: Scale, reference: str) -> Group:
-    """The group of rows that are raced."""
+    """Times rows in turns; returns them as a group, whose times are related to `reference`."""
     log.info('%s: %s', suite, title)
     return Group(suite, title, race(rows, rounds=scale.rounds, seconds=scale.seconds), reference)
 

@@ -58,7 +58,10 @@ class GPT(nn.Module):
 
 
 def train(config: Mapping[str, Any]) -> Work:
-    """Training steps of a run (JSON): forward, backward, clipping, AdamW; on a GPU if any."""
+    """Builds the training steps of a run, whose config is JSON: gradients, clipping, AdamW.
+
+    They run on a GPU if there is one. A call makes one step.
+    """
     sizes = config['model']
     batch_size = config['train']['batch_size']
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')

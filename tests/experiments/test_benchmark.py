@@ -178,7 +178,8 @@ def test_torch_computes_the_same_gradients(reference):
 
 @pytest.mark.slow
 def test_a_stack_counts_the_steps_of_every_trial():
-    stack = suites.train(to_json(suites.varied(RUN, steps_per_dispatch=2, trials=3, lifting='map')))
+    run = suites.with_changes(RUN, steps_per_dispatch=2, trials=3, lifting='map')
+    stack = suites.train(to_json(run))
     assert stack.steps == 2 * 3
     assert stack.run(1)['loss'].shape == (2, 3)
 
