@@ -38,10 +38,11 @@ class Parameter:
 
     @property
     def by_head(self) -> np.ndarray:
-        """The positions of its entries as [head, row, column]; of a vector, [head, column].
+        """The positions of its entries, as [head, row, column]; those of a vector, [head, column].
 
-        A position counts the entries of the parameter as it is stored. The axis of heads is the one
-        that its name calls N or K; without any, the parameter is that of one head.
+        For w_q_DNH with D = 2, two heads and H = 1, entry [head, row, 0] is 2 row + head: the
+        parameter is stored with the axis of heads in the middle. The axis of heads is N or K. A
+        parameter without it belongs to a single head.
         """
         positions = np.arange(self.initial.size).reshape(self.initial.shape)
         axes = self.attribute.rpartition('_')[2]  # 'DNH' of 'w_q_DNH'
@@ -98,7 +99,8 @@ class Bench:
             circuit = path[0].name
             attribute = path[1].name
             parameters.append(Parameter(circuit, attribute, np.asarray(array)))
-        # JAX sorts attributes by name; their classes define them as equations have them.
+        # JAX sorts attributes by name. Sort them as the classes define them, which is the order of
+        # the equations. 'score' comes before 'value' in the alphabet, too.
         order = [*vars(self.layer.score), *vars(self.layer.value)]
         parameters.sort(key=lambda p: (p.circuit, order.index(p.attribute)))
         return parameters
@@ -108,7 +110,7 @@ class Bench:
         return [parameter for parameter in self.parameters if parameter.circuit == circuit]
 
     def filled(self, arrays: Sequence[Any]) -> Attention:
-        """The layer with these arrays, in the order of `parameters`."""
+        """Returns the layer with other parameters, given in the order of `parameters`."""
         by_name = {}
         for parameter, array in zip(self.parameters, arrays, strict=True):
             by_name[parameter.attribute] = array
@@ -116,33 +118,40 @@ class Bench:
 
     @functools.cached_property
     def symbols(self) -> tuple[Any, list[np.ndarray]]:
-        """A ring of polynomials, and its generators as an array of each parameter's shape.
+        """The ring of polynomials, and an array of symbols for each parameter, in its shape.
 
-        q12 is row 1 and column 2 of W_Q, q[2]12 that of head 2.
+        The symbol q12 stands for row 1 and column 2 of W_Q, and q[2]12 for those of head 2. A
+        symbol is a generator of the ring.
         """
         shapes = {p.stem.replace('_', ''): p.by_head.shape for p in self.parameters}
-        ring, blocks = generators(shapes)
+        ring, symbols_by_head = generators(shapes)
         arrays = []
-        for parameter, block in zip(self.parameters, blocks, strict=True):
+        for parameter, symbols in zip(self.parameters, symbols_by_head, strict=True):
+            # Bring the symbols, which are ordered by head, into the order of the parameter.
             flat = np.empty(parameter.initial.size, object)
-            flat[parameter.by_head.ravel()] = block.ravel()
+            flat[parameter.by_head.ravel()] = symbols.ravel()
             arrays.append(flat.reshape(parameter.initial.shape))
         return ring, arrays
 
     @functools.cached_property
     def AB(self) -> tuple[np.ndarray, np.ndarray]:
-        """A_NDE and B_NDE, polynomials in `symbols`: what the layer's own `matrix` computes."""
-        ring, arrays = self.symbols
-        real = ring.domain.dtype
+        """A_NDE and B_NDE, whose entries are polynomials in `symbols`.
 
-        def rounded(entry: Any) -> Any:
-            """The entry without rounding errors of constants, so that equal ones compare equal."""
-            terms = ring(entry).terms()
-            return ring.from_dict({powers: real(round(float(c), 14)) for powers, c in terms})
+        They are computed by the `matrix` of the layer, with symbols in place of its parameters.
+        """
+        ring, arrays = self.symbols
+        real = ring.domain.dtype  # the type of a coefficient
+
+        def round_coefficients(entry: Any) -> Any:
+            """Removes rounding errors from a polynomial, so that equal entries compare equal."""
+            rounded = {}
+            for powers, coefficient in ring(entry).terms():
+                rounded[powers] = real(round(float(coefficient), 14))
+            return ring.from_dict(rounded)
 
         A_NDE, B_NDE = evaluate(lambda *leaves: self.filled(leaves).matrix(), *arrays)
-        rounded_all = np.vectorize(rounded, otypes=[object])
-        return rounded_all(A_NDE), rounded_all(B_NDE)
+        round_entries = np.vectorize(round_coefficients, otypes=[object])
+        return round_entries(A_NDE), round_entries(B_NDE)
 
     def matrix_of(self, circuit: str) -> np.ndarray:
         """A_NDE of 'score' or B_NDE of 'value', polynomials in `symbols`."""

@@ -26,33 +26,39 @@ SIZES = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
 
 
 def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
-    """The page as an HTML document that offers these pairs of d_model and number of heads."""
+    """Returns the page as an HTML document. `sizes` are pairs of d_model and number of heads."""
     tables_by_size = {f'{dims},{heads}': _table(dims, heads) for dims, heads in sizes}
     equations: dict[str, dict[str, str]] = {'score': {}, 'value': {}}
-    without = []
+    not_shown = []  # scores and values that have no matrix at any size
     for circuit, registered in (('score', SCORES), ('value', VALUES)):
         for name, cls in registered.items():
             if any(name in table[circuit] for table in tables_by_size.values()):
                 equations[circuit][name] = cls.equation
             else:
-                without.append(name)
+                not_shown.append(name)
     templates = environment(html=True).overlay(loader=jinja2.PackageLoader('experiments.explorer'))
     return templates.get_template('explorer.html.j2').render(
         # '<' inside a string of JSON would end the script element early.
         data=json.dumps(tables_by_size, separators=(',', ':')).replace('<', '\\u003c'),
         sizes=[size.split(',') for size in tables_by_size],
         equations=equations,
-        without=without,
+        without=not_shown,
         light=LIGHT,
         dark=DARK,
     )
 
 
 def _table(dims: int, heads: int) -> dict[str, Any]:
-    """The scores and values that can be shown at these sizes by name, for JSON.
+    """Returns the scores and values that can be shown at a size, for JSON.
 
-    A score has its parameters, its scale and A. A value has its parameters and B: one of them,
-    under '', or, where it shares a matrix with its score, one under the name of each score.
+    For example, with ... for parameters and matrices:
+
+        {'score': {'qk': {'parameters': ..., 'A': ..., 'scale': 0.7}, 'shared_qk': ...},
+         'value': {'vo': {'parameters': ..., 'B': {'': ...}},
+                   'k_is_v': {'parameters': ..., 'B': {'qk': ..., 'shared_qk': ...}}}}
+
+    The value k_is_v uses the matrix W_K of its score. Its matrix B therefore depends on the score,
+    and there is one for each.
     """
     scores = {}
     for name in SCORES:
@@ -65,20 +71,23 @@ def _table(dims: int, heads: int) -> dict[str, Any]:
             }
     values = {}
     for name, cls in VALUES.items():
-        partners = {score: score for score in scores} if cls.shares else {'': cls.partner}
-        polynomials = {}
-        for key, score in partners.items():
+        # The score of each matrix B, by its key in the table.
+        score_by_key = {'': cls.partner}
+        if cls.shares:
+            score_by_key = {score: score for score in scores}
+        matrices = {}
+        for key, score in score_by_key.items():
             bench = _bench(score, name, dims, heads)
             if bench is not None:
-                polynomials[key] = _polynomials(bench, 'value')
-                parameters = _parameters(bench, 'value')
-        if polynomials:
-            values[name] = {'parameters': parameters, 'B': polynomials}
+                matrices[key] = _polynomials(bench, 'value')
+                parameters = _parameters(bench, 'value')  # its own: the same with every score
+        if matrices:
+            values[name] = {'parameters': parameters, 'B': matrices}
     return {'score': scores, 'value': values}
 
 
 def _bench(score: str, value: str, dims: int, heads: int) -> Bench | None:
-    """The bench of a variant; None if it has none at these sizes."""
+    """Returns the bench of a variant; None if it cannot be shown at this size."""
     try:
         return Bench(f'{score}/{value}', 2, dims, heads)
     except ConfigError:
@@ -98,9 +107,9 @@ def _parameters(bench: Bench, circuit: str) -> list[dict[str, Any]]:
 
 
 def _initial(parameter: Parameter) -> list[float]:
-    """The numbers that a parameter begins with, in the order of reading: head, row, column.
+    """Returns the numbers with which the page shows a parameter first, by head, row and column.
 
-    Gains begin at their initial values, matrices at numbers that their name determines.
+    Gains have their initial values, and matrices random numbers that depend on their name only.
     """
     if parameter.attribute.startswith('g_'):
         return parameter.initial.ravel()[parameter.by_head].ravel().tolist()
@@ -109,27 +118,37 @@ def _initial(parameter: Parameter) -> list[float]:
 
 
 def _polynomials(bench: Bench, circuit: str) -> list[Any]:
-    """A or B as [head][row][column] polynomials, each as text and as terms."""
-    # The ring has the entries of the score first, then those of the value.
-    first_own = 0
+    """Returns A or B as [head][row][column] polynomials, each as text and as terms."""
+    # The symbols of the ring are the entries of the score, followed by those of the value.
+    num_foreign = 0
     if circuit == 'value':
-        first_own = sum(p.initial.size for p in bench.parameters_of('score'))
+        num_foreign = sum(p.initial.size for p in bench.parameters_of('score'))
 
-    def described(entry: Any) -> dict[str, Any]:
-        terms = [_term(powers, number, first_own) for powers, number in entry.terms()]
+    def to_json(entry: Any) -> dict[str, Any]:
+        terms = []
+        for powers, coefficient in entry.terms():
+            terms.append(_term(powers, coefficient, num_foreign))
         return {'text': polynomial(entry), 'terms': terms}
 
-    return np.vectorize(described, otypes=[object])(bench.matrix_of(circuit)).tolist()
+    return np.vectorize(to_json, otypes=[object])(bench.matrix_of(circuit)).tolist()
 
 
-def _term(powers: Iterable[int], number: Any, first_own: int) -> list[Any]:
-    """A term of a polynomial as [coefficient, index, index, ...], as the page reads it.
+def _term(powers: Iterable[int], coefficient: Any, num_foreign: int) -> list[Any]:
+    """Returns a term of a polynomial as [coefficient, index, index, ...], as the page reads it.
 
-    `powers` are those of all generators of the ring. The circuit's own entries begin at the
-    generator `first_own`; those before it are of the Score. A squared entry has its index twice.
+    For example, a Value has the entries v0, v1, ..., and its Score has s0, s1, s2 and s3. The term
+    5 s0 v1^2 has the powers (1, 0, 0, 0, 0, 2, ...), and becomes [5, -1, 1, 1]: the entry vi has
+    the index i, and si has the index -1 - i.
+
+    Args:
+        powers: The power of each symbol: first those of the Score that a Value may share, then
+            those of the circuit itself.
+        coefficient: The coefficient of the term.
+        num_foreign: The number of symbols that belong to the Score; 0 if the circuit is a Score.
     """
-    term: list[Any] = [int(number) if number == int(number) else float(number)]
-    for generator, power in enumerate(powers):
-        index = generator - first_own if generator >= first_own else -1 - generator
+    is_whole = coefficient == int(coefficient)
+    term: list[Any] = [int(coefficient) if is_whole else float(coefficient)]
+    for number, power in enumerate(powers):
+        index = -1 - number if number < num_foreign else number - num_foreign
         term.extend([index] * power)
     return term

@@ -25,20 +25,25 @@ def sympy() -> ModuleType:
 
 
 def generators(blocks: Mapping[str, Sequence[int]]) -> tuple[Any, list[np.ndarray]]:
-    """A ring of polynomials with real coefficients, and its generators as an array of each block.
+    """Makes a ring of polynomials with real coefficients, and arrays of its symbols (generators).
 
-    `blocks` are shapes [head, ...] by name. A generator has the name of its block and its place,
-    counted from 1: a12, or a[2]12 in head 2 of several.
+    `blocks` are shapes [head, ...] of arrays, by name. {'a': (1, 2, 2)} gives one array with the
+    symbols a11, a12, a21 and a22. With two heads, {'a': (2, 2, 2)}, they are a[1]11 to a[2]22.
+
+    Returns the ring and the arrays.
     """
     names = []
     for block, shape in blocks.items():
-        for head, *place in np.ndindex(*shape):
+        num_heads = shape[0]
+        for head, *indices in np.ndindex(*shape):
             name = block
-            if shape[0] > 1:
+            if num_heads > 1:
                 name += f'[{head + 1}]'
-            name += ''.join(str(index + 1) for index in place)
+            name += ''.join(str(index + 1) for index in indices)
             names.append(name)
     ring = sympy().polys.rings.PolyRing(names, sympy().RR)
+
+    # Divide the symbols of the ring among the blocks.
     arrays = []
     first = 0
     for shape in blocks.values():
@@ -69,13 +74,13 @@ def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
 
 
 def evaluate(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
-    """The outputs of function(*arrays), arrays of polynomials; constants where none enters.
+    """Returns the outputs of a JAX function whose inputs are arrays of polynomials.
 
-    The function is traced to a jaxpr, whose operations are evaluated one after the other:
-    arithmetic on elements of the ring; operations that only move entries (slice, gather, ...) on
-    the positions of the entries; operations on constants as they are.
+    JAX cannot compute with polynomials. The function is traced to a jaxpr, and its operations are
+    executed one after the other. Sums and products are those of polynomials. Operations that only
+    move entries, such as slice, move them. Operations on numbers are those of JAX.
 
-    ConfigError if the function uses an operation that is unknown here.
+    Raises ConfigError if the function uses an operation that is unknown here.
     """
     shapes = [jax.ShapeDtypeStruct(array.shape, jnp.float64) for array in arrays]
     with jax.enable_x64(True), jax.disable_jit():  # functions inside are traced, too
@@ -84,7 +89,7 @@ def evaluate(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarr
         values = dict(zip(variables, [*traced.consts, *arrays], strict=True))
 
         def read(atom: Any) -> Any:
-            """The value of an operand: a literal, which holds it, or a variable."""
+            """Returns the value of an operand: a literal holds it, a variable is looked up."""
             return atom.val if hasattr(atom, 'val') else values[atom]
 
         for equation in traced.jaxpr.eqns:
@@ -118,18 +123,22 @@ def _broadcast(array: np.ndarray, shape: Any, broadcast_dimensions: Any, **_: An
 
 
 def _product(left: np.ndarray, right: np.ndarray, dimension_numbers: Any, **_: Any) -> np.ndarray:
-    """dot_general: batch axes, then the free axes of the left operand, then those of the right."""
+    """dot_general: batch axes, then the free axes of the left operand, then those of the right.
+
+    For example, the product of left_BTD and right_BSD over D is the einsum 'BTD,BSD->BTS'. A number
+    stands for each letter here: left has the axes [0, 1, 2], right [0, 4, 2], the output [0, 1, 4].
+    """
     (left_summed, right_summed), (left_batch, right_batch) = dimension_numbers
-    # Axes as np.einsum takes them, by number: axes of both operands that belong together have one.
-    left_axes = list(range(left.ndim))
-    right_axes = [left.ndim + axis for axis in range(right.ndim)]
     left_shared = [*left_summed, *left_batch]
     right_shared = [*right_summed, *right_batch]
-    for axis, right_axis in zip(left_shared, right_shared, strict=True):
-        right_axes[right_axis] = axis
-    free = [axis for axis in left_axes if axis not in left_shared]
-    free += [axis for axis in right_axes if axis >= left.ndim]
-    return np.einsum(left, left_axes, right, right_axes, [*left_batch, *free])
+    left_letters = list(range(left.ndim))
+    right_letters = list(range(left.ndim, left.ndim + right.ndim))
+    # Axes that are summed or batch axes have the letter of the left operand in both.
+    for left_axis, right_axis in zip(left_shared, right_shared, strict=True):
+        right_letters[right_axis] = left_letters[left_axis]
+    free = [letter for letter in left_letters if letter not in left_shared]
+    free += [letter for letter in right_letters if letter >= left.ndim]
+    return np.einsum(left, left_letters, right, right_letters, [*left_batch, *free])
 
 
 # Primitives that compute, on arrays of symbols. Some move entries: on positions, as those of
@@ -150,15 +159,17 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
 
 
 def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
-    """The outputs of an equation of a jaxpr, whose operands have these values."""
+    """Executes one operation (equation) of a jaxpr on its inputs; returns its outputs."""
     name = equation.primitive.name
     symbolic = [array for array in inputs if _is_symbolic(array)]
     if not symbolic:
         return _bind(equation, inputs)
+
     ring = symbolic[0].flat[0].ring
     if name in _MOVES:
         return _move(equation, inputs, _MOVES[name], ring)
     if name == 'div' and not _is_symbolic(inputs[1]):
+        # A division by a number is a product. A division by a polynomial is not supported.
         name = 'mul'
         inputs = [inputs[0], 1 / np.asarray(inputs[1])]
     operands = [_elements(array, ring) for array in inputs]
@@ -171,28 +182,36 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of an equation on numbers, by the primitive itself."""
+    """Executes an operation of a jaxpr on numbers, as JAX does."""
     arrays = [jnp.asarray(array) for array in inputs]
     outputs = equation.primitive.bind(*arrays, **equation.params)
     return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
 def _move(equation: Any, inputs: list[Any], holders: slice, ring: Any) -> list[np.ndarray]:
-    """The entries of operands where the primitive itself puts their positions.
+    """Executes an operation that only moves entries, such as slice, on arrays of polynomials.
 
-    `holders` selects the operands that hold entries. Their entries are numbered, through all of
-    these operands, and the primitive moves the numbers.
+    JAX cannot move polynomials. So their entries are numbered, JAX moves the numbers, and each
+    number is replaced by its entry. For example, to reverse [p, q], JAX reverses [0, 1] to [1, 0],
+    which becomes [q, p].
+
+    `holders` selects the inputs that hold entries. The others are indices, for example.
     """
-    entries: list[Any] = []
-    operands = list(inputs)
+    entries: list[Any] = []  # of all inputs that hold entries
+    numbered_inputs = list(inputs)
     for index in range(len(inputs))[holders]:
         array = _elements(inputs[index], ring)
         first = len(entries)
         entries.extend(array.flat)
-        operands[index] = jnp.arange(first, len(entries), dtype=float).reshape(array.shape)
-    table = np.empty(len(entries), object)
-    table[:] = entries
-    return [table[np.asarray(moved).astype(int)] for moved in _bind(equation, operands)]
+        numbers_of_entries = jnp.arange(first, len(entries), dtype=float)
+        numbered_inputs[index] = numbers_of_entries.reshape(array.shape)
+
+    entry_by_number = np.empty(len(entries), object)
+    entry_by_number[:] = entries
+    outputs = []
+    for moved_numbers in _bind(equation, numbered_inputs):
+        outputs.append(entry_by_number[np.asarray(moved_numbers).astype(int)])
+    return outputs
 
 
 def _is_symbolic(array: Any) -> bool:

@@ -13,22 +13,26 @@ from qkattn.report.prose import counted
 
 
 def worked(bench: Bench, *, latex: bool = False) -> str:
-    """The equations of a bench: A with its parameters, scores, attention, B, and output.
+    """Returns the equations of a bench: A with its parameters, scores, attention, B, and output.
 
-    As plain text, or as LaTeX, which needs amsmath.
+    The scores and the output are written with symbols for the entries of A and B, such as a12. The
+    text is plain, or LaTeX that needs amsmath.
     """
     N = bench.heads
     T = bench.tokens
     D = bench.dims
+
+    # Lower-case letters are symbols, and capitals are the matrices that they stand for.
     shapes = {'a': (N, D, D), 's': (N, T, T), 'p': (N, T, T), 'x': (1, T, D), 'b': (N, D, D)}
     ring, (a_NDE, s_NTS, p_NTS, x_1TD, b_NDE) = generators(shapes)
     _, (out_1TE,) = generators({'out': (1, T, D)})
-    A_NDE = named(bench.matrix_of('score'), a_NDE, ring)
-    B_NDE = named(bench.matrix_of('value'), b_NDE, ring)
+    A_NDE = abbreviated(bench.matrix_of('score'), a_NDE, ring)
+    B_NDE = abbreviated(bench.matrix_of('value'), b_NDE, ring)
     x_TD = x_1TD[0]
     scores_NTS = np.einsum('td,nde,se->nts', x_TD, A_NDE, x_TD)
     output_TE = np.einsum('nts,sd,nde->te', p_NTS, x_TD, B_NDE)
 
+    # Each heading with the lines below it.
     head = '[n]' if N > 1 else ''
     scale = float(bench.layer.score.scale)
     scaled_s = f's{head}' if scale == 1 else f'{number(scale)} s{head}'
@@ -45,11 +49,19 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
 
 
 def _circuit(
-    bench: Bench, circuit: str, named_NDE: np.ndarray, symbols_NDE: np.ndarray
+    bench: Bench, circuit: str, short_NDE: np.ndarray, symbols_NDE: np.ndarray
 ) -> list[str]:
-    """The sizes of parameters, the entries that have a symbol, and the matrix of each head.
+    """Returns the lines of a score or value: parameters, symbols, and the matrix of each head.
 
-    `named_NDE` is the matrix of the circuit after `named`, `symbols_NDE` a symbol for each entry.
+    For example, shared_qk has a symmetric matrix, in which a12 stands for two entries:
+
+        W_Q: 2 x 2
+        a11 = q11^2 + q12^2
+        a12 = q11 q21 + q12 q22
+        a22 = q21^2 + q22^2
+        A = [a11, a12; a12, a22], rank 2
+
+    `short_NDE` is the matrix after `abbreviated`, and `symbols_NDE` has a symbol for each entry.
     """
     lines = []
     for parameter in bench.parameters_of(circuit):
@@ -58,43 +70,47 @@ def _circuit(
         if heads > 1:
             line += ', in each head'
         lines.append(line)
+
+    # Equal entries share a symbol. The others of their symbols are not used.
     M_NDE = bench.matrix_of(circuit)
-    is_defined_NDE = symbols_NDE == named_NDE
-    lines += _equations(symbols_NDE[is_defined_NDE], M_NDE[is_defined_NDE])
+    is_used_NDE = symbols_NDE == short_NDE
+    lines += _equations(symbols_NDE[is_used_NDE], M_NDE[is_used_NDE])
+
     letter = 'A' if circuit == 'score' else 'B'
-    for n, named_DE in enumerate(named_NDE):
-        rows = [', '.join(map(polynomial, row)) for row in named_DE]
-        name = f'{letter}[{n + 1}]' if len(named_NDE) > 1 else letter
-        lines.append(f'{name} = [{"; ".join(rows)}], rank {rank(M_NDE[n])}')
+    for head, short_DE in enumerate(short_NDE):
+        rows = [', '.join(map(polynomial, row)) for row in short_DE]
+        name = f'{letter}[{head + 1}]' if len(short_NDE) > 1 else letter
+        lines.append(f'{name} = [{"; ".join(rows)}], rank {rank(M_NDE[head])}')
     return lines
 
 
 def _equations(lefts: np.ndarray, rights: np.ndarray) -> list[str]:
-    """'left = right' of each pair of entries."""
+    """Returns 'left = right' for each pair of entries."""
     pairs = zip(lefts.flat, rights.flat, strict=True)
     return [f'{polynomial(left)} = {polynomial(right)}' for left, right in pairs]
 
 
-def named(M_NDE: np.ndarray, symbols_NDE: np.ndarray, ring: Any) -> np.ndarray:
-    """The matrices with a symbol of `ring` in place of each entry.
+def abbreviated(M_NDE: np.ndarray, symbols_NDE: np.ndarray, ring: Any) -> np.ndarray:
+    """Returns matrices of polynomials with a symbol of `ring` in place of each polynomial.
 
-    Equal entries share the symbol of the first of them, which negative ones have with a minus sign.
-    Numbers stay numbers.
+    For example, [[p, q], [-q, 1]] becomes [[a11, a12], [-a12, 1]] with the symbols a11 to a22.
+    Equal polynomials have the same symbol, that of the first one. Numbers stay numbers.
     """
-    symbol_of: dict[Any, Any] = {}
-    named_NDE = np.empty_like(M_NDE)
+    symbol_of: dict[Any, Any] = {}  # by polynomial
+    short_NDE = np.empty_like(M_NDE)
     for place, entry in np.ndenumerate(M_NDE):
         if -entry in symbol_of:
-            named_NDE[place] = -symbol_of[-entry]
+            short_NDE[place] = -symbol_of[-entry]
         elif entry.is_ground:
-            named_NDE[place] = ring(entry.LC)
+            # A constant polynomial. LC is its coefficient.
+            short_NDE[place] = ring(entry.LC)
         else:
-            named_NDE[place] = symbol_of.setdefault(entry, symbols_NDE[place])
-    return named_NDE
+            short_NDE[place] = symbol_of.setdefault(entry, symbols_NDE[place])
+    return short_NDE
 
 
 def polynomial(entry: Any) -> str:
-    """'-2 a11 x21^2 + x22', with the factors of each term in the order of its ring."""
+    """Formats a polynomial: '-2 a11 x21^2 + x22'. Factors are in the order of its ring."""
     text = ''
     for powers, value in entry.terms():
         factors = []
@@ -114,9 +130,9 @@ def polynomial(entry: Any) -> str:
 
 
 def number(value: float) -> str:
-    """A positive number as a fraction or the square root of one, if equal in float64.
+    """Formats a positive number as a fraction or the square root of one, if it is one.
 
-    0.5 is '1/2', 2**-0.5 'sqrt(1/2)', and 0.123456789 '0.123457'.
+    0.5 gives '1/2', 2**-0.5 gives 'sqrt(1/2)', and 0.123456789 gives '0.123457'.
     """
     for power, form in ((1, '{}'), (2, 'sqrt({})')):
         exact = Fraction(float(value) ** power).limit_denominator(10_000)
@@ -126,17 +142,21 @@ def number(value: float) -> str:
 
 
 def _text(title: str, sections: Mapping[str, list[str]]) -> str:
-    """The title, and each heading with its lines indented below it, as plain text."""
+    """Formats a title, and headings with their lines indented below them, as plain text."""
     blocks = ['\n  '.join([heading, *lines]) for heading, lines in sections.items()]
     return '\n\n'.join([title, *blocks]) + '\n'
 
 
 def _latex(title: str, sections: Mapping[str, list[str]]) -> str:
-    """The title as a comment, and each heading with its lines, aligned at their first = or :."""
+    """Formats a title, which is a comment, and headings with their lines below them.
+
+    The lines of a section are aligned at the first '=' or ':' of each.
+    """
     blocks = [f'% {title}']
     for heading, lines in sections.items():
         block = rf'\[ {in_latex(heading)} \]'
         if lines:
+            # LaTeX aligns lines at '&', and '\\' ends a line.
             aligned = [re.sub('([=:])', r'&\1', in_latex(line), count=1) for line in lines]
             rows = ' \\\\\n  '.join(aligned)
             block += f'\n\\begin{{align*}}\n  {rows}\n\\end{{align*}}'
