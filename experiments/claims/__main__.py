@@ -84,9 +84,10 @@ def main() -> None:
 
 
 def _workdir() -> Path:
-    """The directory of --workdir.
+    """Returns the directory of --workdir.
 
-    ConfigError if it is not given, in a bucket, or with --notrain not there.
+    Raises ConfigError if the flag is missing, if the directory is in a bucket, or if --notrain is
+    given and the directory does not exist.
     """
     workdir = cli.required(WORKDIR)
     if is_url(workdir):
@@ -109,7 +110,7 @@ def _check_studies_exist(claims: Iterable[Claim], configs: Container[str], direc
 
 
 def _text(claim: ClaimResult) -> str:
-    """A claim with its verdict, and below it what stands behind the verdict, line by line."""
+    """Formats a claim with its verdict, and below it the reasons for the verdict, line by line."""
     lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}']
     number = pages.decisive(claim)
     if number:

@@ -104,7 +104,7 @@ class Row:
         Speaks(self.speaks)
 
 
-def exact(
+def exact_row(
     quantity: str, value: float, expected: float, tolerance: float = 0.0, **context: Any
 ) -> Row:
     """Returns the row of an exact check.

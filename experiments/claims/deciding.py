@@ -35,7 +35,7 @@ from experiments.claims.claim import (
 from experiments.claims.needs import needed
 from experiments.claims.protocol import pick
 from experiments.claims.studies import Results, context_of
-from experiments.claims.verdicts import condition_of, finding, verdict_on
+from experiments.claims.verdicts import condition_of, decide_relation, verdict_on
 from qkattn.config.calls import call_with_config_errors
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length_words
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     """An arm that an expectation is about, and the arm that it is compared with."""
 
     expected: Expectation
-    loaded: Findings  # the study of both arms
+    findings: Findings  # the study of both arms
     key: ArmKey
     arm: TrainedArm | None  # with its comparison with `other`; None without results
     other: TrainedArm | None  # None without results
@@ -65,12 +65,12 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the study."""
-        return self.loaded.study.directory.name
+        return self.findings.study.directory.name
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The rows and the verdict of a claim, with each arm tested in a family of a certain size."""
+    """The rows and the verdict of a claim, after all arms were tested at the same error rate."""
 
     rows: list[Row]  # all rows of the claim
     arms: list[tuple[Row, TrainedArm]]  # the rows about arms, each with its arm and verdict
@@ -92,10 +92,10 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         'claim', claim.name, lambda: _rows_of_measures(claim, scale, results)
     )
 
-    trained = _trained(claim, scale, results)
+    trained = _expectations_with_results(claim, scale, results)
     every_case: list[Case] = []
-    for expected, loaded in trained:
-        every_case.extend(cases(expected, loaded, results))
+    for expected, findings in trained:
+        every_case.extend(cases(expected, findings, results))
     studies = _studies(claim, every_case, results)
     problems: dict[str, str] = {}  # what studies lack, by their names
     for name in dict.fromkeys([*claim.studies, *studies]):
@@ -104,7 +104,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
             problems[name] = problem
     missing = _missing(problems, every_case, trained, scale)
 
-    outcome = _tested(
+    outcome = _outcome(
         every_case,
         num_untrained=len(claim.expected_at(scale)) - len(trained),
         checked=checked,
@@ -121,7 +121,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
 
     statement = {field.name: getattr(claim, field.name) for field in fields(Statement)}
     commit, hardware, seconds = _provenance(studies.values())
-    models = [text for name, loaded in studies.items() for text in _models(name, loaded)]
+    models = [text for name, findings in studies.items() for text in _models(name, findings)]
     return ClaimResult(
         **statement,
         scale=scale,
@@ -158,13 +158,15 @@ def _rows_of_measures(claim: Claim, scale: str, results: Results) -> list[Row]:
     return rows
 
 
-def _trained(claim: Claim, scale: str, results: Results) -> list[tuple[Expectation, Findings]]:
+def _expectations_with_results(
+    claim: Claim, scale: str, results: Results
+) -> list[tuple[Expectation, Findings]]:
     """Returns the expectations of a claim whose study has results, each with the study."""
     trained = []
     for expected in claim.expected_at(scale):
-        loaded = results.study(expected.study)
-        if loaded is not None:
-            trained.append((expected, loaded))
+        findings = results.study(expected.study)
+        if findings is not None:
+            trained.append((expected, findings))
     return trained
 
 
@@ -175,11 +177,11 @@ def _studies(claim: Claim, every_case: Iterable[Case], results: Results) -> dict
     """
     studies: dict[str, Findings] = {}
     for name in claim.studies:
-        loaded = results.study(name)
-        if loaded is not None:
-            studies[name] = loaded
+        findings = results.study(name)
+        if findings is not None:
+            studies[name] = findings
     for case in every_case:
-        studies[case.name] = case.loaded
+        studies[case.name] = case.findings
     return studies
 
 
@@ -200,9 +202,9 @@ def _missing(
                 f'study {case.name}: {case.key.variant} at {case.key.size} on {case.key.corpus} '
                 f'has no difference from {case.expected.versus or "the baseline"} yet'
             )
-    for expected, loaded in trained:
+    for expected, findings in trained:
         # No study is tuned at scale smoke.
-        if scale != 'smoke' and expected.at == Kind.SAME_SHAPE and not loaded.study.tuned:
+        if scale != 'smoke' and expected.at == Kind.SAME_SHAPE and not findings.study.tuned:
             missing.append(
                 f'study {expected.study}: {expected.variant} has no control at the same shape, as '
                 'it is not tuned'
@@ -210,7 +212,7 @@ def _missing(
     return list(dict.fromkeys(missing))
 
 
-def _tested(
+def _outcome(
     every_case: Sequence[Case],
     *,
     num_untrained: int,
@@ -220,8 +222,9 @@ def _tested(
 ) -> _Outcome:
     """Tests the arms of a claim; returns its rows and its verdict.
 
-    The level of the tests depends on the verdict (see the module), so they are repeated at another
-    level if the verdict asks for one.
+    How strict the tests have to be depends on the verdict (see the docstring of this module), and
+    the verdict depends on the tests. So the arms are tested without a correction first, and again
+    if the verdict asks for stricter tests.
 
     Args:
       every_case: the arms, with a row each.
@@ -231,23 +234,23 @@ def _tested(
       complete: whether no results are missing.
     """
 
-    def outcome_in(family: int) -> _Outcome:
-        """Tests each arm at the error rate divided by `family`."""
-        arms = list(evidence(every_case, family))
+    def test_arms(num_sharing: int) -> _Outcome:
+        """Tests each arm at the error rate ALPHA / num_sharing."""
+        arms = list(judge_cases(every_case, num_sharing))
         rows_of_arms = [row for row, _ in arms]
         rows = [*checked, *rows_of_arms, *others]
         return _Outcome(rows, arms, verdict_on(rows, complete))
 
     # "True in every context" needs no correction.
-    outcome = outcome_in(1)
+    outcome = test_arms(num_sharing=1)
     if outcome.arms and outcome.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
-        # Any row of a context can make it false, so the rows of a context share the error rate.
+        # The claim is false in a context if any row of it is false, so these rows share the rate.
         num_rows = Counter(tuple(row.context.items()) for row, _ in outcome.arms)
-        outcome = outcome_in(max(num_rows.values()))
+        outcome = test_arms(num_sharing=max(num_rows.values()))
     if outcome.verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-        # The verdict tells single rows apart, so all rows share the error rate. An expectation
-        # without results counts as one row.
-        outcome = outcome_in(max(1, len(every_case) + num_untrained))
+        # The verdict is about single rows, so all rows share the rate. An expectation without
+        # results counts as one row.
+        outcome = test_arms(num_sharing=max(1, len(every_case) + num_untrained))
     return outcome
 
 
@@ -258,28 +261,30 @@ def _needs(
 
     `problems` are the names of studies that lack results.
     """
-    lacking = ', '.join(problems)
-    if lacking:
-        return f'the results of {lacking} at scale {scale}'
+    names = ', '.join(problems)
+    if names:
+        return f'the results of {names} at scale {scale}'
     needs_of_arms = [needed(row, arm) for row, arm in arms if row.speaks == Speaks.OPEN]
     if needs_of_arms:
+        # Needs are compared by their number of seeds.
         return max(needs_of_arms).text
     larger_scale = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
     return f'--scale={larger_scale}: {", ".join(claim.studies)}'
 
 
-def cases(expected: Expectation, loaded: Findings, results: Results) -> Iterator[Case]:
+def cases(expected: Expectation, findings: Findings, results: Results) -> Iterator[Case]:
     """Yields the cases that decide an expectation: one for each size and corpus of its study.
 
-    `loaded` is the study that the expectation names. If studies in `results` repeat the question of
-    an arm, the case comes from the last of them. Raises ConfigError if the study does not declare
-    the arm.
+    `findings` is the study that the expectation names. If later studies in `results` train an arm
+    again with other seeds, the last of them gives its case. Raises ConfigError if the study does
+    not declare the arm.
     """
-    study = loaded.study
+    study = findings.study
     if expected.at == Kind.SAME_SHAPE and not study.tuned:
-        # A study without tuning has no controls.
+        # A study without tuning trains no arm at the baseline's shape.
         return
-    # Without a match, the primary arms themselves are at the baseline's shape.
+    # An arm at the baseline's shape is a control of an arm that is matched in size. If a study
+    # matches no sizes, all its arms are at this shape, and it needs no controls.
     is_control = expected.at == Kind.SAME_SHAPE and study.match is not None
     control = SAME_SHAPE if is_control else None
     keys = [key for key in study.arms if key.control == control]
@@ -294,132 +299,153 @@ def cases(expected: Expectation, loaded: Findings, results: Results) -> Iterator
     keys = [key for key in keys if study.is_variant(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     for key in keys:
-        deciding, key_there = _last_repeat(key, loaded, expected, results)
+        deciding, key_there = _last_repeat(key, findings, expected, results)
         yield _case(expected, deciding, key_there)
 
 
 def _last_repeat(
-    key: ArmKey, loaded: Findings, expected: Expectation, results: Results
+    key: ArmKey, findings: Findings, expected: Expectation, results: Results
 ) -> tuple[Findings, ArmKey]:
-    """Finds the last repeat of a study that has a certain arm, and the key of the arm there.
+    """Finds the newest study that trains an arm again with other seeds; returns it and the arm.
 
-    The repeat also needs the variant that the arm is compared with. If there is no such repeat,
-    returns the study itself and the key in it.
+    Such a study repeats the question of the arm. It also needs the variant `expected.versus` that
+    the arm is compared with, if any. Returns the study itself, and its own arm, if no study repeats
+    it. Arms are given by their keys.
     """
-    question = loaded.study.question_of(key)
+    question = findings.study.question_of(key)
     for name in results.newest_first(expected.study):
         repeat = results.study(name)
         if name == expected.study or repeat is None:
             continue
-        keys_by_question = {repeat.study.question_of(other): other for other in repeat.study.arms}
+        arms = repeat.study.arms
+        key_by_question = {repeat.study.question_of(other): other for other in arms}
         has_reference = True
         if expected.versus is not None:
             has_reference = any(
-                repeat.study.is_variant(other.variant, expected.versus)
-                for other in repeat.study.arms
+                repeat.study.is_variant(other.variant, expected.versus) for other in arms
             )
-        if question in keys_by_question and has_reference:
-            return repeat, keys_by_question[question]
-    return loaded, key
+        if question in key_by_question and has_reference:
+            return repeat, key_by_question[question]
+    return findings, key
 
 
-def _case(expected: Expectation, loaded: Findings, key: ArmKey) -> Case:
-    """Builds the case of an arm in a study. The arm is compared with its baseline or `versus`.
+def _case(expected: Expectation, findings: Findings, key: ArmKey) -> Case:
+    """Builds the case of an arm in a study.
 
-    If two variants are compared, remarks that block the baseline of both block the case, too.
+    The arm is compared with its baseline, or with the variant `expected.versus` at the same size
+    and on the same corpus. The blocks of a case are remarks that withhold its verdict: those on the
+    study, and those on the baseline of two variants that are compared.
     """
-    study = loaded.study
-    arms = {arm.key: arm for arm in loaded.every_arm}
+    study = findings.study
+    arms = {arm.key: arm for arm in findings.every_arm}
     arm = arms.get(key)
     if arm is None:
-        return Case(expected, loaded, key, None, None, loaded.blocks)
+        return Case(expected, findings, key, None, None, findings.blocks)
     baseline = arms.get(arm.baseline_key)
     if expected.versus is None:
-        return Case(expected, loaded, key, arm, baseline, loaded.blocks)
+        return Case(expected, findings, key, arm, baseline, findings.blocks)
     reference = None
     for other in arms.values():
         # The other variant at the same size, on the same corpus and as the same control.
         is_alike = other.key._replace(variant=key.variant) == key
-        if is_alike and loaded.study.is_variant(other.variant, expected.versus):
+        if is_alike and findings.study.is_variant(other.variant, expected.versus):
             reference = other
             break
     comparison = compare(arm, reference, study.margin) if reference else None
-    blocks = loaded.blocks + (baseline.blocks if baseline else ())
-    return Case(expected, loaded, key, replace(arm, comparison=comparison), reference, blocks)
+    blocks = findings.blocks + (baseline.blocks if baseline else ())
+    return Case(expected, findings, key, replace(arm, comparison=comparison), reference, blocks)
 
 
-def evidence(every_case: Iterable[Case], family: int = 1) -> Iterator[tuple[Row, TrainedArm]]:
-    """Yields a row for each case with results, and the arm with its verdict.
+def judge_cases(
+    every_case: Iterable[Case], num_sharing: int = 1
+) -> Iterator[tuple[Row, TrainedArm]]:
+    """Judges each case that has results; yields its row, and the arm with its verdict.
 
-    `family` is the number of comparisons that share the error rate.
+    `num_sharing` is the number of comparisons that share the error rate ALPHA.
     """
     for case in every_case:
         arm = case.arm
         if arm is None or arm.comparison is None:
             continue
         expected = case.expected
-        study = case.loaded.study
-        verdict = judging.verdict_on_pair(study, arm, case.other, case.blocks, family)
-        # Without matching, an arm is neither removed nor at equal parameter count.
+        study = case.findings.study
+        verdict = judging.verdict_on_pair(study, arm, case.other, case.blocks, num_sharing)
+        # In a study that matches no sizes, the arms do not have equal parameter counts. Their rows
+        # may not say so.
         is_unmatched = study.match is None and expected.at != Kind.SAME_SHAPE
         kind = Kind.MEASURED if is_unmatched else Kind(expected.at)
-        row = _row(arm, arm.comparison, kind, expected, case.loaded)
-        decision, speaks = finding(row, expected.relation, verdict, arm.comparison)
+        row = _row_of_difference(arm, arm.comparison, kind, expected, case.findings)
+        decision, speaks = decide_relation(row, expected.relation, verdict, arm.comparison)
         row = replace(row, relation=expected.relation, decision=decision, speaks=speaks)
         yield row, replace(arm, verdict=verdict)
 
 
 def _rows_beside(every_case: Iterable[Case]) -> list[Row]:
-    """Returns the rows that decide nothing: the other parts of each difference, each row once.
+    """Returns rows that are shown beside those of the cases, but decide nothing; each row once.
 
-    All parts of a difference come from the study of its case.
+    They are the other parts of the differences that the cases are about.
     """
     rows: list[Row] = []
-    sources: set[tuple[int, str]] = set()
+    # The cases of an expectation have the same rows beside them, if they are from the same study.
+    done: set[tuple[int, str]] = set()
     for case in every_case:
-        source = (id(case.expected), case.name)
-        if source in sources:
+        expectation_and_study = (id(case.expected), case.name)
+        if expectation_and_study in done:
             continue
-        sources.add(source)
-        for row in _other_parts(case.expected, case.loaded):
+        done.add(expectation_and_study)
+        for row in _other_parts(case.expected, case.findings):
             if row not in rows:
                 rows.append(row)
     return rows
 
 
-def _other_parts(expected: Expectation, loaded: Findings) -> Iterator[Row]:
-    """Yields the parts of an arm's difference from the baseline that the expectation is not about.
+def _other_parts(expected: Expectation, findings: Findings) -> Iterator[Row]:
+    """Yields the parts of an arm's difference from the baseline that an expectation is not about.
 
-    The parts are: removed (at the same shape), reinvested, and matched (their sum). If the
-    expectation compares two variants, yields all parts of both.
+    The difference at equal parameter count (MATCHED) is the sum of two parts: first, parameters are
+    removed (SAME_SHAPE), and then they are spent elsewhere (REINVESTED). If the expectation is
+    about MATCHED, this yields the rows of the other two. If it compares two variants with each
+    other, it is about none of these, and all three rows of both variants are yielded.
     """
-    study = loaded.study
-    for arm in loaded.arms:
+    study = findings.study
+    for arm in findings.arms:
         if not any(study.is_variant(arm.variant, variant) for variant in expected.variants):
             continue
-        shown = expected
+        expectation_of_arm = expected
         if expected.versus:
-            shown = Expectation(expected.study, study.bare(arm.variant), expected.relation)
-        comparisons = {
+            # The rows compare each variant with the baseline.
+            variant = study.bare(arm.variant)
+            expectation_of_arm = Expectation(expected.study, variant, expected.relation)
+        comparison_by_kind = {
             Kind.SAME_SHAPE: arm.parts.same_shape,
             Kind.REINVESTED: arm.parts.reinvesting,
             Kind.MATCHED: arm.comparison if study.match is not None else None,
         }
-        for kind, comparison in comparisons.items():
-            if comparison and (expected.versus or kind != expected.at):
-                yield _row(arm, comparison, kind, shown, loaded)
+        for kind, comparison in comparison_by_kind.items():
+            is_expected = kind == expected.at and not expected.versus
+            if comparison and not is_expected:
+                yield _row_of_difference(arm, comparison, kind, expectation_of_arm, findings)
 
 
-def _row(
-    arm: TrainedArm, comparison: Comparison, kind: Kind, expected: Expectation, loaded: Findings
+def _row_of_difference(
+    arm: TrainedArm, comparison: Comparison, kind: Kind, expected: Expectation, findings: Findings
 ) -> Row:
-    """Builds the row of an arm's difference (`arm.comparison`) or of a part of the difference."""
+    """Builds the row of an arm's difference from the baseline, or of a part of it.
+
+    Args:
+        arm: The arm.
+        comparison: The whole difference, which is `arm.comparison`, or a part of it.
+        kind: Which of these it is.
+        expected: The expectation that the row is shown for.
+        findings: The study of the arm.
+    """
     fields_of_row: dict[str, Any] = {
-        'study': loaded.study.directory.name,
+        'study': findings.study.directory.name,
         'tokens': arm.example.num_tokens,
         'length': Length.ONE_LENGTH.value,
     }
     if expected.reported:
+        # A row holds the range that a source reports as its middle, and half its width.
         low, high = expected.reported
         fields_of_row['expected'] = (low + high) / 2
         fields_of_row['tolerance'] = (high - low) / 2
@@ -427,21 +453,26 @@ def _row(
         # Only the whole difference says how well the models are trained and whether it is settled.
         fields_of_row['loss'] = arm.loss.mean if arm.loss else None
         fields_of_row['is_short'] = bool(arm.shortfalls)
-        fields_of_row['yardstick'] = yardstick_text(loaded, arm)
+        fields_of_row['yardstick'] = yardstick_text(findings, arm)
+        # The settling is about the difference from the baseline, and the row perhaps about another.
         if arm.settling and arm.settling.short == comparison.difference.mean:
             fields_of_row['length'] = length_words(arm.settling)
     return difference_row(
         expected.label or ' - '.join(expected.variants),
         kind,
-        context_of(loaded, arm) | dict(expected.context),
+        context_of(findings, arm) | dict(expected.context),
         comparison.difference,
         **fields_of_row,
     )
 
 
-def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
-    """Returns what an arm's baseline has to beat: '5-gram 1.457' or 'IBM model 1: BLEU 16.5'."""
-    yardstick = (loaded.study.yardsticks or {}).get(arm.baseline_key)
+def yardstick_text(findings: Findings, arm: TrainedArm) -> str | None:
+    """Returns what an arm's baseline has to beat: '5-gram 1.457' or 'IBM model 1: BLEU 16.5'.
+
+    Such a yardstick is the loss of the best n-gram model, in nats/token, or the BLEU of a
+    translation word by word. Returns None if it was not recorded.
+    """
+    yardstick = (findings.study.yardsticks or {}).get(arm.baseline_key)
     if yardstick is None:
         return None
     bleu = yardstick.bleu.get(arm.split)
@@ -454,14 +485,14 @@ def yardstick_text(loaded: Findings, arm: TrainedArm) -> str | None:
     return f'{name} {loss:.3f}'
 
 
-def _models(study_name: str, loaded: Findings) -> Iterator[str]:
+def _models(study_name: str, findings: Findings) -> Iterator[str]:
     """Yields a text for each baseline: its size, training and loss, and what it has to beat.
 
     'lm, d_model=96 on stdlib: 297,632 parameters, 2,000 steps, 4,096,000 tokens, test loss 1.272
     (5-gram 1.457)'
     """
-    study = loaded.study
-    for arm in baselines(study, loaded.every_arm):
+    study = findings.study
+    for arm in baselines(study, findings.every_arm):
         trial = arm.example
         text = (
             f'{study_name}, {arm.size} on {arm.corpus}: {trial.parameters["total"]:,} parameters, '
@@ -469,7 +500,7 @@ def _models(study_name: str, loaded: Findings) -> Iterator[str]:
         )
         if arm.loss:
             text += f', {SPLITS[arm.split]} loss {arm.loss.mean:.3f}'
-        yardstick = yardstick_text(loaded, arm)
+        yardstick = yardstick_text(findings, arm)
         if yardstick:
             text += f' ({yardstick})'
         if arm.bleu is not None:
@@ -484,8 +515,8 @@ def _provenance(studies: Iterable[Findings]) -> tuple[str, str, float]:
     """
     # All trials of a run share its start and its seconds, so the first one stands for the run.
     first_trials: list[Trial] = []
-    for loaded in studies:
-        first_trials += [run.trials[0] for run in loaded.study.runs if run.trials]
+    for findings in studies:
+        first_trials += [run.trials[0] for run in findings.study.runs if run.trials]
     starts = [trial.provenance for trial in first_trials]
     if not starts:
         starts = [describe_start()]

@@ -103,34 +103,46 @@ class _Difference(NamedTuple):
 def answers(results: Results) -> tuple[Answer, ...]:
     """Returns one answer for each change of attention that a study of the directory has trained.
 
-    An answer has a row for each model and kind. It is the first row with a verdict, in the order of
-    the model's studies and their sizes, or the first row if none has a verdict.
+    For example, the answer 'drop W_V' has a row for the difference of qk/no_v in a decoder at equal
+    parameter count, another one at the same shape, and so on for each kind of model.
     """
-    changes = []
-    for change, variant in CHANGES.items():
-        chosen: dict[tuple[str, str], _Difference] = {}  # by model and kind
-        for model_name, model in MODELS.items():
-            differences: list[_Difference] = []
-            for study in model.studies:
-                for repeat in results.newest_first(study):
-                    arm_variant = model.template.format(variant)
-                    differences.extend(_differences_in(results, repeat, model_name, arm_variant))
-            # The sort is stable: rows with a verdict come first, and each group keeps its order.
-            differences.sort(key=lambda difference: difference.row.decision == WITHHELD)
-            for difference in differences:
-                chosen.setdefault((model_name, difference.row.kind), difference)
-        if not chosen:
+    all_answers = []
+    for name, variant in CHANGES.items():
+        differences: list[_Difference] = []
+        for model_name in MODELS:
+            differences += _differences_of_variant(results, model_name, variant)
+        if not differences:
             continue
 
         # Attention's parameters are counted in the decoder, if it has results.
         share = None
-        for (model_name, _), difference in chosen.items():
-            if model_name == 'decoder':
+        for difference in differences:
+            if difference.row.context['model'] == 'decoder':
                 share = _added_to_attention(difference.baseline, variant)
                 break
-        rows = tuple(difference.row for difference in chosen.values())
-        changes.append(Answer(change, variant, share, rows))
-    return tuple(changes)
+        rows = tuple(difference.row for difference in differences)
+        all_answers.append(Answer(name, variant, share, rows))
+    return tuple(all_answers)
+
+
+def _differences_of_variant(results: Results, model_name: str, variant: str) -> list[_Difference]:
+    """Returns the differences of a variant in one kind of model: one for each kind of row.
+
+    Several studies may have a difference of a kind. The first one with a verdict is chosen, in the
+    order of the model's studies and of their sizes. If none has a verdict, it is the first one.
+    """
+    model = MODELS[model_name]
+    differences: list[_Difference] = []
+    for study in model.studies:
+        for repeat in results.newest_first(study):
+            arm_variant = model.template.format(variant)
+            differences.extend(_differences_in(results, repeat, model_name, arm_variant))
+    # The sort is stable: rows with a verdict come first, and each group keeps its order.
+    differences.sort(key=lambda difference: difference.row.decision == WITHHELD)
+    chosen: dict[str, _Difference] = {}  # by kind
+    for difference in differences:
+        chosen.setdefault(difference.row.kind, difference)
+    return list(chosen.values())
 
 
 def _differences_in(results: Results, name: str, model: str, variant: str) -> Iterator[_Difference]:
@@ -139,11 +151,11 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
     Each size and corpus has the difference at the baseline's shape, if that is trained, and then
     the difference at equal parameter count.
     """
-    loaded = results.study(name)
-    if loaded is None:
+    findings = results.study(name)
+    if findings is None:
         return
-    study = loaded.study
-    for arm, baseline in reversed(with_baselines(loaded.arms)):
+    study = findings.study
+    for arm, baseline in reversed(with_baselines(findings.arms)):
         if arm.variant != variant or arm.is_baseline or baseline is None or not arm.chosen:
             continue
         context = {
@@ -159,7 +171,7 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
             # A part of a difference has no verdict. It is withheld if the arm's verdict is.
             control_key = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
             is_short = any(
-                control.shortfalls for control in loaded.controls if control.key == control_key
+                control.shortfalls for control in findings.controls if control.key == control_key
             )
             row = difference_row(
                 variant,
@@ -262,11 +274,11 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
     decided = list(decided)
     destination = as_path(destination)
     for name in dict.fromkeys([*results.with_repeats(decided), SCALING]):
-        loaded = results.study(name)
-        if loaded is None:
+        findings = results.study(name)
+        if findings is None:
             continue
         # A study cannot be read without the studies that it repeats.
-        for earlier in loaded.study.earlier:
+        for earlier in findings.study.earlier:
             if earlier.path is not None:
                 export_study(earlier.path, join_without_links(destination, earlier.name))
         export_study(results.directory / name, join_without_links(destination, name))
@@ -310,9 +322,11 @@ def _check_equal(file: Path, stored: Sequence[Record], again: Sequence[Record]) 
 def mismatch(stored: Record, again: Record) -> str | None:
     """Describes the first difference between a stored record and the recomputed one, if any.
 
-    Numbers of rows may differ as far as `report.verify` allows, and those of exact checks by their
-    tolerance. The counts in what a claim needs may differ by one.
+    Numbers of rows may differ by rounding, as `report.verify` allows, and those of exact checks by
+    their tolerance. The field `needed` is a text, such as '40 seeds in place of 16, ...'. Its
+    counts may differ by one.
     """
+    # Values by names such as 'verdict' and 'rows.0.value'.
     old = _values(stored)
     new = _values(again)
     for name in old | new:
@@ -320,13 +334,13 @@ def mismatch(stored: Record, again: Record) -> str | None:
             continue
         old_value = old.get(name)
         new_value = new.get(name)
-        row = name.rpartition('.')[0]  # 'rows.0' of 'rows.0.value'
+        row_name, _, _ = name.rpartition('.')  # 'rows.0', or '' for a value outside of rows
         if name == 'needed' and old_value is not None and new_value is not None:
             agrees = text_difference(old_value, new_value, _counts_agree) is None
-        elif row and isinstance(old_value, float) and isinstance(new_value, float):
+        elif row_name and isinstance(old_value, float) and isinstance(new_value, float):
             agrees = near(old_value, new_value)
-            if old[f'{row}.kind'] == Kind.EXACT:
-                agrees = agrees or abs(old_value - new_value) <= old[f'{row}.tolerance']
+            if old[f'{row_name}.kind'] == Kind.EXACT:
+                agrees = agrees or abs(old_value - new_value) <= old[f'{row_name}.tolerance']
         else:
             agrees = old_value == new_value
         if not agrees:

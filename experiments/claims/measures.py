@@ -16,7 +16,7 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 
 
-def early(loaded: Findings) -> list[Row]:
+def early(findings: Findings) -> list[Row]:
     """Counts the differences that change between an early evaluation and the end of training.
 
     Returns a row for each fraction of training. The differences are those of primary arms on the
@@ -27,16 +27,16 @@ def early(loaded: Findings) -> list[Row]:
     tuning. All fractions share the error rate. If a trial diverged, or a rule withholds the verdict
     of an arm, the arm's change stays undecided.
     """
-    margin = loaded.study.margin
+    margin = findings.study.margin
     curves: dict[ArmKey, list[dict[int, float]]] = {}
     looks: dict[ArmKey, int] = {}
     # `decision.judge` leaves an arm undecided if trials of both it and its baseline diverged. So a
     # change that must stay undecided is passed with one diverged trial of each.
     diverged: dict[ArmKey, tuple[int, int]] = {}
-    for arm, baseline in _compared(loaded):
+    for arm, baseline in _arms_with_baselines(findings):
         if arm.key.control is None:
             curves[arm.key] = _differences_by_step(arm, baseline)
-            looks[arm.key] = loaded.study.look(arm.key, baseline.key)
+            looks[arm.key] = findings.study.look(arm.key, baseline.key)
             diverged[arm.key] = (1, 1) if _is_withheld(arm, baseline) else (0, 0)
 
     steps: set[int] = set()
@@ -53,7 +53,7 @@ def early(loaded: Findings) -> list[Row]:
         judged = decision.judge(
             changes,
             diverged=diverged,
-            planned=loaded.num_comparisons * len(early_steps),
+            planned=findings.num_comparisons * len(early_steps),
             looks=looks,
         )
         decisions = [judgement.decision for judgement in judged.values()]
@@ -71,16 +71,16 @@ def early(loaded: Findings) -> list[Row]:
     return rows
 
 
-def growth(loaded: Findings, variant: str) -> list[Row]:
+def growth(findings: Findings, variant: str) -> list[Row]:
     """Measures how far the losses of a same-shape control and its baseline drift apart in training.
 
     Returns a row for each size and corpus: the difference at the last step minus the difference at
     the first evaluation, paired by seed, on the validation split. The claim is that the difference
     does not grow. An interval below the margin supports it; an interval above zero refutes it.
     """
-    margin = loaded.study.margin
+    margin = findings.study.margin
     rows = []
-    for arm, baseline in _compared(loaded):
+    for arm, baseline in _arms_with_baselines(findings):
         if arm.variant != variant or arm.key.control != SAME_SHAPE:
             continue
         curves = _differences_by_step(arm, baseline)
@@ -91,28 +91,28 @@ def growth(loaded: Findings, variant: str) -> list[Row]:
         growth_by_seed = [curve[last] - curve[first] for curve in curves]
         grown = inference.paired_test(growth_by_seed, margin)
         quantity = f'growth of the difference from {first / last:.0%} of the steps on'
-        speaks = _speaks(arm, baseline, grown, below=margin, above=0.0)
-        context = context_of(loaded, arm)
+        speaks = _speaks_of_interval(arm, baseline, grown, below=margin, above=0.0)
+        context = context_of(findings, arm)
         rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
     return rows
 
 
-def at_one_rate(loaded: Findings, variant: str) -> list[Row]:
+def at_one_rate(findings: Findings, variant: str) -> list[Row]:
     """Reads the difference of a variant in an untuned study, whose arms share a learning rate.
 
     Returns a row for each size and corpus. The claim is that the variant is better by more than the
     margin. An interval below minus the margin supports it; an interval above minus the margin
     refutes it.
     """
-    bound = -loaded.study.margin
+    bound = -findings.study.margin
     rows = []
-    for arm, baseline in _compared(loaded):
-        if loaded.study.bare(arm.variant) != variant or arm.difference is None:
+    for arm, baseline in _arms_with_baselines(findings):
+        if findings.study.bare(arm.variant) != variant or arm.difference is None:
             continue
         quantity = f'{variant} at one learning rate for both'
-        context = context_of(loaded, arm)
+        context = context_of(findings, arm)
         context |= {'baseline': 'untuned', 'learning rate': f'{arm.learning_rate:g}'}
-        speaks = _speaks(arm, baseline, arm.difference, below=bound, above=bound)
+        speaks = _speaks_of_interval(arm, baseline, arm.difference, below=bound, above=bound)
         rows.append(difference_row(quantity, Kind.MEASURED, context, arm.difference, speaks=speaks))
     return rows
 
@@ -123,12 +123,13 @@ def _is_withheld(arm: TrainedArm, baseline: TrainedArm) -> bool:
     return has_diverged or bool(arm.blocks) or bool(baseline.blocks)
 
 
-def _speaks(
+def _speaks_of_interval(
     arm: TrainedArm, baseline: TrainedArm, difference: Difference, below: float, above: float
 ) -> Speaks:
-    """Returns FOR if the whole interval lies below `below`, and AGAINST if it lies above `above`.
+    """Returns whether the 95 % interval of a difference supports a claim.
 
-    Otherwise, and if the difference must not decide, returns OPEN.
+    Returns FOR if the whole interval lies below `below`, AGAINST if it lies above `above`, and
+    otherwise OPEN. A difference that must not decide (`_is_withheld`) is also OPEN.
     """
     if _is_withheld(arm, baseline) or difference.low is None or difference.high is None:
         return Speaks.OPEN
@@ -139,9 +140,9 @@ def _speaks(
     return Speaks.OPEN
 
 
-def _compared(loaded: Findings) -> Iterator[tuple[TrainedArm, TrainedArm]]:
+def _arms_with_baselines(findings: Findings) -> Iterator[tuple[TrainedArm, TrainedArm]]:
     """Yields each arm or control with its baseline, if the baseline has results."""
-    for arm, baseline in with_baselines((*loaded.arms, *loaded.controls)):
+    for arm, baseline in with_baselines((*findings.arms, *findings.controls)):
         if baseline is not None and not arm.is_baseline:
             yield arm, baseline
 

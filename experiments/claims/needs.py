@@ -77,15 +77,17 @@ def needed(row: Row, arm: TrainedArm) -> Need:
 
 
 def _bound(row: Row, difference: Difference) -> float:
-    """Returns the bound of a row's relation: the relation is true on one side of it only.
+    """Returns the difference in loss, in nats/token, up to which a row's relation is true or false.
 
-    The bound is a difference in loss, in nats/token: the margin or minus the margin. If the
-    relation depends on both, it is the one nearer to the measured difference. For AS_REPORTED, it
-    is the nearer end of the reported range.
+    With a margin of 0.01, 'better' is true below -0.01 and false above, so its bound is -0.01. The
+    bound of 'worse' is +0.01. The relations 'equivalent' and 'different' have both bounds. Of
+    these, the result is the one nearer to the measured difference. AS_REPORTED has the ends of the
+    reported range as bounds, of which the result is also the nearer one.
     """
     if row.relation == AS_REPORTED:
         ends = (row.expected - row.tolerance, row.expected + row.tolerance)
         return min(ends, key=lambda end: abs(end - difference.mean))
-    nearer_side = math.copysign(1, difference.mean)
-    side = _SIDES.get(row.relation or '', nearer_side)
+    side = _SIDES.get(row.relation or '')
+    if side is None:
+        side = math.copysign(1, difference.mean)  # the nearer one
     return side * difference.margin

@@ -5,7 +5,7 @@ import datetime
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -90,17 +90,17 @@ _SHAPES_OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}
 DECIDED_IN = ('decoder', Kind.MATCHED)
 # The most characters of a name in figures.
 _LONGEST = 52
-# The most characters in it that say what is compared.
-_QUANTITY = 22
+# The most characters of a quantity in such a name.
+_LONGEST_QUANTITY = 22
 
 
-def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
+def group_parts(rows: Iterable[Row]) -> list[dict[str, Row]]:
     """Groups the rows that are parts of one difference.
 
-    Returns a dict for each difference, in the order of their first rows. Its keys are kinds:
-    removed, reinvested, matched. Rows belong together if their `quantity` and their context agree;
-    the factor 'shape' is dropped from the context, because the kind says the same. Of two rows of
-    one kind, the one that decides is kept.
+    Returns a dict of rows for each difference: {'removed': ..., 'reinvested': ..., 'matched': ...}.
+    The keys are kinds of rows, some of which may be missing. Rows belong together if they have the
+    same `quantity` and context. The factor 'shape' of the context does not count and is dropped,
+    because the kind says the same. Of two rows of one kind, the one that decides is kept.
     """
     differences: dict[tuple, dict[str, Row]] = {}
     for row in rows:
@@ -113,7 +113,7 @@ def compared(rows: Iterable[Row]) -> list[dict[str, Row]]:
     return list(differences.values())
 
 
-def varying(rows: Sequence[Row]) -> list[str]:
+def differing_factors(rows: Sequence[Row]) -> list[str]:
     """Returns the factors whose values differ between rows and do not just repeat `quantity`."""
     factors = []
     for factor in dict.fromkeys(factor for row in rows for factor in row.context):
@@ -124,10 +124,12 @@ def varying(rows: Sequence[Row]) -> list[str]:
     return factors
 
 
-def located(row: Row, factors: Iterable[str]) -> list[str]:
-    """Returns factors of a row's context as texts: 'd_model=64', 'steps 500', 'part: symmetry'.
+def context_texts(row: Row, factors: Iterable[str]) -> list[str]:
+    """Returns some factors of a row's context as texts.
 
-    The text names the factor if the value is a number or the row is an exact check.
+    For example, the context {'size': 'd_model=64', 'steps': '500'} gives ['d_model=64', 'steps
+    500']. A value that begins with a digit says nothing without the name of its factor. An exact
+    check always has the name, as in 'part: symmetry'.
     """
     texts = []
     for factor in factors:
@@ -216,10 +218,14 @@ def laws_markdown(directory: Path, base: str) -> str:
 def answers_markdown(directory: Path, base: str) -> str:
     """Returns the table of what each matrix is worth, with its sources and figure.
 
-    It shows differences with a verdict, and their parts. A model without any has no columns.
+    A column is the difference in one kind of model, at the same shape or at equal parameter count.
+    Differences whose verdict is withheld are left out, and so are columns without a difference.
     """
-    answers = [_judged(answer) for answer in export.read_answers(directory)]
-    answers = [answer for answer in answers if answer.rows]
+    answers = []
+    for answer in export.read_answers(directory):
+        judged_answer = _without_withheld_rows(answer)
+        if judged_answer.rows:
+            answers.append(judged_answer)
     columns: list[tuple[str, Kind]] = []
     for model in export.MODELS:
         for kind in SHAPES:
@@ -252,15 +258,17 @@ SHORT_TABLE = (
 
 
 def short_answers_markdown(directory: Path, _: str = '') -> str:
-    """The answers on single matrices: the size of attention, the difference and its verdict.
+    """Returns the table of answers on single matrices, for a decoder at equal parameter count.
 
-    The difference is that of DECIDED_IN.
+    Each line has the change of attention, such as 'drop W_V', what it does to the size of
+    attention, the difference in loss, and the verdict.
     """
     model, kind = DECIDED_IN
     rows = []
-    for answer in map(_judged, export.read_answers(directory)):
-        if answer.name in SHORT_TABLE and answer.row(model, kind):
-            name, size, difference, verdict = _cells_of_answer(answer, [DECIDED_IN])
+    for answer in export.read_answers(directory):
+        judged_answer = _without_withheld_rows(answer)
+        if answer.name in SHORT_TABLE and judged_answer.row(model, kind):
+            name, size, difference, verdict = _cells_of_answer(judged_answer, [DECIDED_IN])
             rows.append([name, size, difference.replace('<br>', ' '), verdict])
     titles: list[Heading] = [
         ('', True),
@@ -271,8 +279,8 @@ def short_answers_markdown(directory: Path, _: str = '') -> str:
     return markdown_table(titles, rows) + '\n'
 
 
-def _judged(answer: export.Answer) -> export.Answer:
-    """Drops the rows of an answer whose verdict is withheld."""
+def _without_withheld_rows(answer: export.Answer) -> export.Answer:
+    """Drops the rows of an answer whose verdict is withheld, because a rule is broken."""
     rows = tuple(row for row in answer.rows if row.decision != Decision.NO_VERDICT.value)
     return dataclasses.replace(answer, rows=rows)
 
@@ -296,17 +304,20 @@ def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]])
     return cells
 
 
-def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, dict[str | None, None]]]:
-    """Returns the studies behind answers, by model and by setting (size, corpus, tokens of a run).
+def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, list[str | None]]]:
+    """Returns the studies behind answers, each once, by model and by setting.
 
-    The keys of the innermost dict are the studies, each once, in the order of the rows.
+    For example, {'decoder': {('d_model=96', 'stdlib', '4,096,000'): ['lm_dropped']}}. A setting is
+    a size, a corpus and the number of tokens of a run.
     """
-    sources: dict[str, dict[tuple, dict[str | None, None]]] = {}
+    sources: dict[str, dict[tuple, list[str | None]]] = {}
     for answer in answers:
         for row in answer.rows:
             setting = (row.context['size'], row.context['corpus'], row.context['tokens'])
             studies_by_setting = sources.setdefault(row.context['model'], {})
-            studies_by_setting.setdefault(setting, {})[row.study] = None
+            studies = studies_by_setting.setdefault(setting, [])
+            if row.study not in studies:
+                studies.append(row.study)
     return sources
 
 
@@ -388,7 +399,7 @@ def decisive(claim: ClaimResult) -> str:
     row = claim.decisive
     if row is None:
         return ''
-    where = dict.fromkeys([row.quantity, *located(row, row.context)])
+    where = dict.fromkeys([row.quantity, *context_texts(row, row.context)])
     return f'{amount(row)} ({", ".join(where)})'
 
 
@@ -439,39 +450,59 @@ def _tables(claim: ClaimResult) -> list[str]:
     the models are trained, and whether the line supports the claim.
     """
     tables = []
-    differences = compared(claim.rows)
+    differences = group_parts(claim.rows)
     if differences:
-        titles: list[Heading] = [(title, False) for title in PARTS.values()]
-        titles += [('verdict', True), *_TRAINING]
-        first_rows = []
-        lines = []
-        for parts in differences:
-            shown = [parts[kind] for kind in PARTS if kind in parts]
-            numbers = []
-            for kind in PARTS:
-                number = amount(parts[kind], with_unit=False) if kind in parts else NONE
-                numbers.append(number)
-            decisions = dict.fromkeys(row.decision for row in shown if row.decision)
-            verdict = ' / '.join(decisions) or NONE
-            first_rows.append(shown[0])
-            lines.append([*numbers, verdict, *_training(shown), _spoken(parts.values())])
-        tables.append(_table('arm', titles, first_rows, lines))
-
+        tables.append(_table_of_differences(differences))
     others = [row for row in claim.rows if row.kind not in PARTS]
     if others:
-        titles = [('value', False), ('expected', False), ('verdict', True), *_TRAINING]
-        lines = []
-        for row in others:
-            numbers = [amount(row), _expected(row)]
-            verdict = row.decision or NONE
-            lines.append([*numbers, verdict, *_training([row]), _spoken([row])])
-        first = 'arm' if any(row.decision for row in others) else 'quantity'
-        tables.append(_table(first, titles, others, lines))
+        tables.append(_table_of_values(others))
     return tables
 
 
+def _table_of_differences(differences: Sequence[Mapping[str, Row]]) -> str:
+    """Returns a table with a line for each difference, and a column for each of its parts.
+
+    A difference is a dict of rows by kind, as `group_parts` returns it.
+    """
+    titles: list[Heading] = [(title, False) for title in PARTS.values()]
+    titles += [('verdict', True), *_TRAINING]
+    first_rows = []
+    lines = []
+    for row_by_kind in differences:
+        numbers = []
+        rows = []
+        for kind in PARTS:
+            row = row_by_kind.get(kind)
+            if row is None:
+                numbers.append(NONE)
+            else:
+                numbers.append(amount(row, with_unit=False))
+                rows.append(row)
+        decisions = dict.fromkeys(row.decision for row in rows if row.decision)
+        verdict = ' / '.join(decisions) or NONE
+        first_rows.append(rows[0])
+        lines.append([*numbers, verdict, *_training(rows), _for_or_against(row_by_kind.values())])
+    return _table('arm', titles, first_rows, lines)
+
+
+def _table_of_values(rows: Sequence[Row]) -> str:
+    """Returns a table with a line for each row: its value, and the expected value."""
+    titles: list[Heading] = [('value', False), ('expected', False), ('verdict', True), *_TRAINING]
+    lines = []
+    for row in rows:
+        numbers = [amount(row), _expected(row)]
+        verdict = row.decision or NONE
+        lines.append([*numbers, verdict, *_training([row]), _for_or_against([row])])
+    has_arms = any(row.decision for row in rows)
+    return _table('arm' if has_arms else 'quantity', titles, rows, lines)
+
+
 def _training(rows: Sequence[Row]) -> list[str]:
-    """Returns the cells under _TRAINING: length, tokens, loss and yardstick of the deciding arm."""
+    """Returns the cells of the columns _TRAINING, for the rows of one line of a table.
+
+    They describe one of the rows: one that decides and has a loss, if there is one. The cells are
+    the length of training, its tokens, the loss and the yardstick.
+    """
     deciding = [row for row in rows if row.speaks != Speaks.BESIDE] or list(rows)
     with_loss = [row for row in deciding if row.loss is not None]
     row = with_loss[0] if with_loss else deciding[-1]
@@ -492,13 +523,14 @@ def _table(
     are the titles of the cells of a row, except the last cell. That cell says whether the row
     supports the claim.
     """
-    factors = varying(rows)
+    factors = differing_factors(rows)
     lines = []
     for row, cells_of_row in zip(rows, cells, strict=True):
         context = [row.context.get(factor, NONE) for factor in factors]
         lines.append([row.quantity, *context, *cells_of_row])
-    of_factors = [(words(factor), True) for factor in factors]
-    titles = [(first, True), *of_factors, *titles, ('for or against|the claim', True)]
+    titles_of_factors = [(words(factor), True) for factor in factors]
+    last_title = ('for or against|the claim', True)
+    titles = [(first, True), *titles_of_factors, *titles, last_title]
 
     columns = zip(*lines, strict=True)
     is_filled = [any(cell != NONE for cell in column) for column in columns]
@@ -507,8 +539,11 @@ def _table(
     return markdown_table(filled_titles, filled_lines)
 
 
-def _spoken(rows: Iterable[Row]) -> str:
-    """Returns how the deciding rows speak: 'for' or 'for "worse", open "not better"'."""
+def _for_or_against(rows: Iterable[Row]) -> str:
+    """Returns what rows say of the claim: 'for', or 'for "worse", open "not better"'.
+
+    Rows that are only shown (BESIDE) say nothing of it.
+    """
     texts: dict[str, None] = {}
     for row in rows:
         if row.speaks == Speaks.BESIDE:
@@ -524,32 +559,37 @@ def has_figure(claim: ClaimResult) -> bool:
 
 
 def claim_figure(claim: ClaimResult) -> Drawing:
-    """Draws a claim's differences, in one panel at the same shape and one at equal count."""
-    differences = compared(claim.rows)
-    firsts = [list(parts.values())[0] for parts in differences]
-    quantities = {row.quantity for row in firsts}
-    # If the quantities do not distinguish the lines, their contexts do.
-    factors = [] if len(quantities) == len(differences) else varying(firsts)
-    panels: dict[str, list[Line]] = {}
+    """Draws a claim's differences, in one panel at the same shape and one at equal count.
+
+    A line is named by its quantity, such as 'qk/no_v', and by the factors of its context that tell
+    it from other lines, such as 'd_model=96'.
+    """
+    differences = group_parts(claim.rows)
+    first_rows = [next(iter(row_by_kind.values())) for row_by_kind in differences]
+    quantities = {row.quantity for row in first_rows}
+    factors = []
+    if len(quantities) < len(differences):
+        # Several lines have the same quantity.
+        factors = differing_factors(first_rows)
+
+    lines_by_panel: dict[str, list[Line]] = {}
     for kind, shape in SHAPES.items():
-        lines = []
-        rows = [parts[kind] for parts in differences if kind in parts]
-        for row in rows:
-            names = located(row, factors)
+        for row_by_kind in differences:
+            row = row_by_kind.get(kind)
+            if row is None:
+                continue
+            names = context_texts(row, factors)
             if len(quantities) > 1 or not names:
-                names.insert(0, short(row.quantity, _QUANTITY))
-            lines.append(
-                _line(
-                    row,
-                    style_of=row.quantity,
-                    is_decided=row.speaks in (Speaks.FOR, Speaks.AGAINST),
-                    name=', '.join(names),
-                    right=row.decision or '',
-                )
+                names.insert(0, short(row.quantity, _LONGEST_QUANTITY))
+            line = _line(
+                row,
+                style_of=row.quantity,
+                is_decided=row.speaks in (Speaks.FOR, Speaks.AGAINST),
+                name=', '.join(names),
+                right=row.decision or '',
             )
-        if lines:
-            panels[shape.panel] = lines
-    return _drawing(f'{claim.name.lower()}_differences', panels)
+            lines_by_panel.setdefault(shape.panel, []).append(line)
+    return _drawing(f'{claim.name.lower()}_differences', lines_by_panel)
 
 
 # Inches of the figure of all answers, beside whose lines their names have room.
@@ -557,11 +597,14 @@ ANSWERS_WIDTH = 9.0
 
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
-    """Draws the differences of all changes in a decoder at equal count; None without any."""
+    """Draws the differences of all changes in a decoder at equal parameter count.
+
+    Returns None if no change has a verdict.
+    """
     decided = [decision.value for decision in DECIDED]
     lines = []
     for answer in answers:
-        row = _judged(answer).row(*DECIDED_IN)
+        row = _without_withheld_rows(answer).row(*DECIDED_IN)
         if row is None:
             continue
         verdict = row.decision or ''
@@ -571,7 +614,7 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
             is_decided=verdict in decided,
             name=f'{answer.name}: {verdict}',
         )
-        # A marker is that of a verdict, which the legend says.
+        # Lines with the same verdict have the same marker, and the legend has the verdicts.
         lines.append(line._replace(meaning=verdict))
     if not lines:
         return None

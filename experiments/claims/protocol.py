@@ -17,7 +17,7 @@ SCREENING = 100  # the first seed of the screening; those of the verdicts are be
 
 
 def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
-    """The value at a scale; ConfigError if it is unknown."""
+    """Returns the value for a scale. Raises ConfigError if the scale is unknown."""
     values = {'smoke': smoke, 'cpu': cpu, 'gpu': gpu}
     if scale not in values:
         raise ConfigError(f'scale={scale!r} must be one of {", ".join(SCALES)}')
@@ -83,9 +83,10 @@ def translator(
     seeds: int = 8,
     first_seed: int = 0,
 ) -> config.Config:
-    """An encoder-decoder, English to German, that uses its sources; Multi30k, cldr in smoke.
+    """Returns the config of an encoder-decoder that translates English to German.
 
-    Scales smoke and cpu share one shape. Arguments as of `language_model`.
+    It is trained on Multi30k, or at scale smoke on cldr. At scale gpu, the model is larger. The
+    arguments are those of `language_model`.
     """
     is_large = scale == 'gpu'
     pieces = pick(scale, smoke=500, cpu=1000, gpu=8192)
@@ -126,14 +127,20 @@ def protocol(
     screening: int = 2,
     max_screening: int | None = None,
 ) -> dict[str, Any]:
-    """The fields `tuning`, `tolerance` and `controls` of a study.
+    """Returns the fields `tuning`, `tolerance` and `controls` of a study.
 
-    `equal_shape` trains each arm at the baseline's shape, too; `max_excess` bounds, at scale cpu,
-    what the tuning may miss. An arm is screened with `screening` seeds, and while its optimum is
-    unclear with more of them, up to `max_screening` (by default 4, or 8 with `max_excess`).
+    Args:
+        scale: One of SCALES.
+        equal_shape: Whether each arm is also trained at the baseline's shape.
+        max_excess: How much higher than at the optimum the loss of a tuned arm may be at scale cpu,
+            nats/token; None for no limit.
+        screening: The number of seeds that tune an arm at scale cpu. More are added while its
+            optimum is not clear.
+        max_screening: The most seeds that tune an arm; by default 4, or 8 with `max_excess`.
     """
     if max_screening is None:
-        max_screening = max(screening, 4 if max_excess is None else 8)
+        most_seeds = 4 if max_excess is None else 8
+        max_screening = max(screening, most_seeds)
     return {
         'tuning': pick(
             scale,
@@ -157,9 +164,10 @@ def _optimizer(scale: str) -> config.OptimizerConfig:
 
 
 def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) -> config.TrainConfig:
-    """The training of the runs of a study, evaluated `evaluations` times, evenly spaced.
+    """Returns how the runs of a study are trained: steps, batch, and evenly spaced evaluations.
 
-    They are lifted without a measurement of which way is faster.
+    `lifting` says how the trials of a run are computed together. It is set here, so that no time is
+    spent on measuring which way is faster.
     """
     interval = num_steps // evaluations
     dispatch = 5 if interval < 25 else 25

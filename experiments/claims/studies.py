@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
-    """Returns the context of an arm by factor: model, size, corpus, steps and perhaps destination.
+    """Returns what an arm was trained with, by factor, for the context of a row of evidence.
 
-    The destination of saved parameters is included if the labels of the study's arms contain it.
+    For example, {'model': 'decoder', 'size': 'd_model=96', 'corpus': 'stdlib', 'steps': '2000'}. An
+    arm named 'qk/no_v [d_ff]' also has the destination of its saved parameters, 'd_ff'.
     """
     study = findings.study
     context = {
@@ -41,7 +42,7 @@ def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
         'corpus': arm.corpus,
         'steps': str(arm.example.run.num_steps),
     }
-    # 'qk/no_v [d_ff]' -> 'd_ff'
+    # What `bare` removes from the name: ' [d_ff]'.
     destination = arm.variant.removeprefix(study.bare(arm.variant)).strip(' []')
     if destination:
         context['destination'] = destination
@@ -62,8 +63,8 @@ class Results:
                 self._read[name] = load_findings(self.directory / name)
             except ReportError as error:
                 self._read[name] = error
-        loaded = self._read[name]
-        return None if isinstance(loaded, ReportError) else loaded
+        findings = self._read[name]
+        return None if isinstance(findings, ReportError) else findings
 
     def newest_first(self, name: str) -> list[str]:
         """Returns the names of a study and of all studies that repeat it, the newest first.
@@ -71,8 +72,8 @@ class Results:
         Repeats of repeats are included.
         """
         names = [name]
-        # The list grows during the loop by the repeats of each study in it.
         for earlier in names:
+            # The list grows while the loop goes through it, so repeats of repeats are found, too.
             for repeat in self._repeats.get(earlier, ()):
                 if repeat not in names:
                     names.append(repeat)
@@ -92,82 +93,92 @@ class Results:
 
     @functools.cached_property
     def _repeats(self) -> dict[str, list[str]]:
-        """The names of the studies that repeat a study, by its name, the first to begin first."""
-        # For each study of the directory: its start, its name, and the studies that it repeats.
+        """For each study, the names of the studies that repeat it, in the order of their start.
+
+        A repeat asks the question of an earlier study again, with other seeds. Its ledger names
+        that study.
+        """
+        # (start, name, names of the studies that it repeats) of each study in the directory.
         studies: list[tuple[str, str, list[str]]] = []
         for path in self.directory.glob(f'*/{ledger.NAME}'):
             try:
-                kept = ledger.read(path)
+                ledger_of_study = ledger.read(path)
             except ReportError:
                 # `problem` returns the reason.
                 continue
-            repeated = [repeat.study for repeat in kept.repeats if not repeat.is_lost]
-            studies.append((kept.entries[0]['time'], path.parent.name, repeated))
+            start = ledger_of_study.entries[0]['time']
+            # A study that was repeated may be lost: there is only a record of it.
+            earlier = [repeat.study for repeat in ledger_of_study.repeats if not repeat.is_lost]
+            studies.append((start, path.parent.name, earlier))
+
         repeats: dict[str, list[str]] = {}
-        for _, name, repeated in sorted(studies):
-            for earlier in repeated:
-                repeats.setdefault(earlier, []).append(name)
+        for _, name, earlier in sorted(studies):
+            for earlier_name in earlier:
+                repeats.setdefault(earlier_name, []).append(name)
         return repeats
 
     def problem(self, name: str) -> str | None:
         """Returns what is wrong with a study, such as 'has no results'; None if it is complete."""
-        loaded = self.study(name)
-        if loaded is None:
+        findings = self.study(name)
+        if findings is None:
             if (self.directory / name / 'study.json').exists():
-                return f'cannot be used: {self._read[name]}'
+                error = self._read[name]
+                return f'cannot be used: {error}'
             return 'has no results'
-        if loaded.study.missing:
-            return f'lacks the results of {counted(loaded.study.missing, "arm")}'
-        if loaded.study.problems:
-            return f'is damaged: {loaded.study.problems[0]}'
+        if findings.study.missing:
+            return f'lacks the results of {counted(findings.study.missing, "arm")}'
+        if findings.study.problems:
+            return f'is damaged: {findings.study.problems[0]}'
         return None
 
     def rows(self, measure: Measure, decisive: bool) -> Iterator[Row]:
-        """Yields the rows of a measure; none if its study has no results.
+        """Yields the rows that a measure reads from its study; none without results.
 
-        The rows leave the claim open in three cases: if `decisive` is False, if a rule withholds
-        every verdict of the study, or if a baseline has not learned enough or breaks a rule.
+        A row decides nothing (OPEN) in three cases: if `decisive` is False, if remarks withhold
+        every verdict of the study (`blocks`), or if a baseline has not learned enough or breaks a
+        rule. Rows that are only shown (BESIDE) stay so.
         """
-        loaded = self.study(measure.study)
-        if loaded is None:
+        findings = self.study(measure.study)
+        if findings is None:
             return
-        baselines = rules.baselines(loaded.study, loaded.arms)
-        is_withheld = not baselines or bool(loaded.blocks)
+        baselines = rules.baselines(findings.study, findings.arms)
+        may_decide = decisive and bool(baselines) and not findings.blocks
         for baseline in baselines:
             if baseline.blocks or list(rules.why_untrained(baseline)):
-                is_withheld = True
-        for row in measure.read(loaded):
+                may_decide = False
+        for row in measure.read(findings):
             speaks = row.speaks
-            if speaks != Speaks.BESIDE and (is_withheld or not decisive):
+            if speaks != Speaks.BESIDE and not may_decide:
                 speaks = Speaks.OPEN
             yield dataclasses.replace(row, study=measure.study, speaks=speaks)
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
-    """Returns the studies of claims, by name, from configs/claims/NAME.py.
+    """Returns the configs of claims' studies, from configs/claims/NAME.py, by name.
 
-    Studies that repeat them are included. Each comes after the study that it repeats.
+    A study that repeats one of them, or repeats a repeat, is included. It comes after the study
+    that it repeats.
     """
     configs: dict[str, Study] = {}
     for name, file in cli.shipped(CONFIGS).items():
         get_config = runpy.run_path(str(file))['get_config']
         configs[name] = get_config(scale)
+
     names = [name for claim in claims for name in claim.studies]
-    # The list grows during the loop by the repeats of each study in it.
     for name in names:
+        # The list grows while the loop goes through it, so repeats of repeats are found, too.
         names += [other for other, study in configs.items() if study.repeats == name]
+
     ordered: dict[str, Study] = {}
-
-    def add(name: str) -> None:
-        """Adds a study after the study that it repeats."""
-        if name not in configs or name in ordered:
-            return
-        if configs[name].repeats is not None:
-            add(configs[name].repeats)
-        ordered[name] = configs[name]
-
     for name in names:
-        add(name)
+        # Go back from the study to the first one that it repeats, and add them in reverse.
+        chain = []
+        member: str | None = name
+        while member in configs and member not in ordered:
+            chain.append(member)
+            member = configs[member].repeats
+        for earliest_first in reversed(chain):
+            ordered[earliest_first] = configs[earliest_first]
     return ordered
 
 
@@ -209,7 +220,10 @@ def train(studies: Mapping[str, Study], scale: str, directory: Path, workers: in
 
 
 def report(claims: Iterable[Claim], directory: Path) -> None:
-    """Writes the report of each study with newer results; each report counts as a look."""
+    """Writes the reports of the claims' studies, unless there are no results newer than a report.
+
+    Each report counts as a look at results, which the study's ledger records.
+    """
     for name in Results(directory).with_repeats(claims):
         trained = directory / name / 'results.jsonl'
         page = directory / name / 'report.html'

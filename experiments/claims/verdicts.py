@@ -29,13 +29,15 @@ CHECKS: Context = (('part', 'checks'),)
 SETTING = ('size', 'corpus', 'steps')
 
 
-def finding(
+def decide_relation(
     row: Row, relation: str, verdict: Verdict, comparison: Comparison
 ) -> tuple[str, Speaks]:
-    """Returns the decision or one-sided finding on an arm, and whether it supports the claim.
+    """Decides whether an arm is as the claim expects; returns the reason, and FOR, AGAINST or OPEN.
 
-    If the arm is undecided, a one-sided finding may still decide the relation, unless trials
-    diverged.
+    The reason is the decision of the verdict: an arm that is 'worse' speaks FOR the relation
+    'worse' and AGAINST 'better'. An arm whose verdict is 'undecided' may still be, for example,
+    'not worse by the margin', which speaks AGAINST 'worse'. Such a one-sided finding does not count
+    if trials diverged.
 
     Args:
         row: The row of the arm.
@@ -57,27 +59,28 @@ def finding(
     return decision.value, _truth(relation, decision)
 
 
-def _truth(relation: str, found: Decision | str) -> Speaks:
-    """Returns FOR if a finding makes a relation true, AGAINST if it makes it false, else OPEN."""
-    if found in RELATIONS[relation].true:
+def _truth(relation: str, result: Decision | str) -> Speaks:
+    """Returns FOR if a decision or finding makes a relation true, AGAINST if false, else OPEN."""
+    if result in RELATIONS[relation].true:
         return Speaks.FOR
-    if found in RELATIONS[relation].false:
+    if result in RELATIONS[relation].false:
         return Speaks.AGAINST
     return Speaks.OPEN
 
 
 def _one_sided_findings(verdict: Verdict, comparison: Comparison) -> list[str]:
-    """Returns which of NOT_BETTER and NOT_WORSE a single test of equivalence shows.
+    """Returns which of NOT_BETTER and NOT_WORSE are shown for an arm, if any.
 
-    Equivalence takes two one-sided tests; each of them is used alone here. Its level is that of the
-    arm's look divided by the number of comparisons (Bonferroni). The mean on the validation split
-    has to lie on the same side of the margin.
+    With a margin of 0.01, NOT_WORSE says that the difference is below +0.01, and NOT_BETTER that it
+    is above -0.01. An arm is equivalent if both hold. Each of the two tests is used alone here, and
+    the mean on the validation split has to lie on the same side of the margin.
 
-    A finding is false only if the true difference lies beyond the margin, and then 'equivalent'
-    would be false as well. So the error rate of the verdicts holds for findings, too.
+    If a finding is false, then 'equivalent' would be false as well, because the true difference
+    lies beyond the margin. So the error rate of the verdicts holds for findings, too.
     """
     difference = comparison.difference
     margin = difference.margin
+    # The error rate is shared by all comparisons (Bonferroni).
     alpha = level(verdict.look) / max(1, verdict.num_comparisons)
     findings = []
     p_not_better = difference.p_not_better
@@ -109,11 +112,11 @@ def _as_reported(row: Row, comparison: Comparison) -> Speaks:
     return Speaks.OPEN
 
 
-def truths(rows: Iterable[Row]) -> dict[Context, Speaks]:
-    """Returns whether a claim is true in each context.
+def truths_by_context(rows: Iterable[Row]) -> dict[Context, Speaks]:
+    """Returns whether a claim is true in each context, such as one size and corpus.
 
-    AGAINST means that a row of the context is against the claim. OPEN means that no row is against
-    it, but a row is open. FOR means that all rows support it. Rows that are BESIDE do not count.
+    In a context whose rows all support the claim, the result is FOR. It is AGAINST if any row is
+    against the claim, and otherwise OPEN. Rows that are only shown (BESIDE) do not count.
     """
     speaks_by_context: dict[Context, set[str]] = {}
     for row in rows:
@@ -143,7 +146,7 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     training). With one setting, the verdict is 'holds in this setting' or 'fails in this setting'.
     """
     deciding = [row for row in rows if row.speaks != Speaks.BESIDE]
-    truth_values = set(truths(deciding).values())
+    truth_values = set(truths_by_context(deciding).values())
     if {Speaks.FOR, Speaks.AGAINST} <= truth_values:
         return ClaimVerdict.HOLDS_ONLY_IF
     is_decided = truth_values == {Speaks.FOR} or truth_values == {Speaks.AGAINST}
@@ -162,11 +165,11 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
 def condition_of(rows: Iterable[Row]) -> str:
     """Describes the contexts in which a claim is true, for a claim that is true in some of them.
 
-    If the values of one factor tell these contexts from the others, it is named alone:
-    'size: d_model=64; d_model=128'. Otherwise the contexts are listed, without the factors that all
-    contexts share: 'size: 8, corpus: a; size: 1, corpus: b'.
+    If one factor alone tells these contexts from the others, only its values are named: 'size:
+    d_model=64; d_model=128'. Otherwise the contexts are listed: 'size: 8, corpus: a; size: 1,
+    corpus: b'. Factors that have the same value in all contexts are left out.
     """
-    truth_by_context = truths(rows)
+    truth_by_context = truths_by_context(rows)
     true_contexts: list[dict[str, str]] = []
     other_contexts: list[dict[str, str]] = []
     for context, truth in truth_by_context.items():

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from experiments.claims import export, pages
-from experiments.claims.claim import Claim, ClaimVerdict, Expectation, exact
+from experiments.claims.claim import Claim, ClaimVerdict, Expectation, exact_row
 from experiments.claims.export import ANSWERS, CLAIMS, Answer, read_claims, write
 from qkattn.errors import ReportError
 from tests.studies import RESULTS, beat_yardsticks
@@ -18,7 +18,7 @@ LACKS = Expectation('masked_lm', 'shared_qk/vo', 'worse')
 
 
 def true_on_the_left_alone():
-    return [exact('one', 1, 1, side='left'), exact('one', 2, 1, side='right')]
+    return [exact_row('one', 1, 1, side='left'), exact_row('one', 2, 1, side='right')]
 
 
 CLAIMS_HERE = {

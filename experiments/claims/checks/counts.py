@@ -22,26 +22,28 @@ from scipy import stats
 
 from experiments.claims.checks.small_layers import (
     Options,
-    count,
-    freedom,
-    layer,
+    count_parameters,
+    equality_row,
+    layer_of_shapes,
+    num_free_directions,
+    random_layer,
+    random_stream,
     rank,
-    same,
-    shapes,
     softmax_input,
-    stream,
 )
-from experiments.claims.claim import Row, Speaks, exact
+from experiments.claims.claim import Row, Speaks, exact_row
 from qkattn.attention import Attention, AttentionSpec, Score, oracle
 from qkattn.stats import inference
 
 SCORES = ('shared_qk', 'qk')  # W W^T and W_Q W_K^T
 
 
-def added_parameters(D: int, H: int, N: int = 1) -> int:
+def num_added_parameters(D: int, H: int, N: int = 1) -> int:
     """How many more parameters N heads have with one matrix each than with W_Q and W_K."""
     sizes: Options = {'d_model': D, 'num_heads': N, 'head_size': H}
-    return count('merged/vo', 'score', **sizes) - count('qk/vo', 'score', **sizes)
+    merged = count_parameters('merged/vo', 'score', **sizes)
+    factored = count_parameters('qk/vo', 'score', **sizes)
+    return merged - factored
 
 
 def merged_against_factored() -> Iterator[Row]:
@@ -49,35 +51,43 @@ def merged_against_factored() -> Iterator[Row]:
 
     The change is N (D^2 - 2 D H) for N heads; its sign depends on whether H is above D / 2.
     """
+    # Three head sizes, below, at and above D / 2.
     for H in (8, 32, 64):
-        added = added_parameters(64, H)
-        yield exact('parameters added by merging, D = 64', added, 64**2 - 128 * H, head_size=H)
+        added = num_added_parameters(64, H)
+        yield exact_row('parameters added by merging, D = 64', added, 64**2 - 128 * H, head_size=H)
+    # The formula at many other sizes.
     deviations = []
     for D in (8, 12, 32, 64):
         for H in range(1, D + 2, max(1, D // 8)):
             for N in (1, 3):
                 formula = N * (D * D - 2 * D * H)
-                deviations.append(abs(added_parameters(D, H, N) - formula))
+                deviations.append(abs(num_added_parameters(D, H, N) - formula))
     quantity = f'largest deviation from N (D^2 - 2 D H), {len(deviations)} shapes'
-    yield exact(quantity, max(deviations), 0)
+    yield exact_row(quantity, max(deviations), 0)
 
 
 def heads_of_a_fixed_width() -> Iterator[Row]:
-    """Checks that heads of H = D / N have 2 D^2 parameters in all, for every N, and N patterns."""
+    """Checks that more heads of size H = D / N give more patterns with as many parameters.
+
+    W_Q and W_K of all N heads have 2 D^2 parameters together, for every N. The N attention patterns
+    are linearly independent.
+    """
     D = 64
     T = 12
     for N in (1, 8):
-        counted = count('qk/vo', 'score', d_model=D, num_heads=N)
-        s_BNTS = softmax_input(layer(d_model=D, num_heads=N), stream(T, d_model=D))
+        parameters = count_parameters('qk/vo', 'score', d_model=D, num_heads=N)
+        s_BNTS = softmax_input(random_layer(d_model=D, num_heads=N), random_stream(T, d_model=D))
         p_BNTS = oracle.probabilities(s_BNTS, np.ones((1, T, T), bool))
-        # The patterns of each head in one row, so that the rank is the number of independent ones.
-        patterns = rank(np.moveaxis(p_BNTS, 1, 0).reshape(N, -1))
-        yield exact('parameters of W_Q and W_K per head', counted / N, 2 * D**2 / N, num_heads=N)
-        yield exact('parameters of W_Q and W_K of all heads', counted, 2 * D**2, num_heads=N)
-        yield exact('linearly independent patterns', patterns, N, num_heads=N)
+        # With the patterns of each head in one row, the rank counts the independent heads.
+        patterns_NX = np.moveaxis(p_BNTS, 1, 0).reshape(N, -1)
+        num_independent = rank(patterns_NX)
+        per_head = parameters / N
+        yield exact_row('parameters of W_Q and W_K per head', per_head, 2 * D**2 / N, num_heads=N)
+        yield exact_row('parameters of W_Q and W_K of all heads', parameters, 2 * D**2, num_heads=N)
+        yield exact_row('linearly independent patterns', num_independent, N, num_heads=N)
 
 
-def compiled(score: str, T: int, D: int, H: int) -> int:
+def compiled_multiply_adds(score: str, T: int, D: int, H: int) -> int:
     """Counts the multiply-adds in the compiled program of q k^T for one head, as XLA reports them.
 
     `score` is the name of a Score, T the number of tokens, D is d_model and H the head size.
@@ -88,7 +98,7 @@ def compiled(score: str, T: int, D: int, H: int) -> int:
         k_BSNH = layer.score.keys(layer.score.cached(x_BTD))
         return jnp.einsum('BTH,BSH->BTS', q_BTNH[:, :, 0], k_BSNH[:, :, 0])
 
-    layer = shapes(f'{score}/vo', d_model=D, num_heads=1, head_size=H)
+    layer = layer_of_shapes(f'{score}/vo', d_model=D, num_heads=1, head_size=H)
     x_BTD = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
     program = jax.jit(scores).lower(layer, x_BTD).compile()
     flops = int(program.cost_analysis()['flops'])
@@ -102,36 +112,38 @@ def multiply_adds() -> Iterator[Row]:
         formulas = {'qk': 2 * T * D * H + T * T * H, 'merged': T * D * D + T * T * D}
         for score, formula in formulas.items():
             quantity = f'multiply-adds of {score} compiled, T = {T}, D = {D}, H = {H}'
-            yield exact(quantity, compiled(score, T, D, H), formula)
+            yield exact_row(quantity, compiled_multiply_adds(score, T, D, H), formula)
 
 
 def where_they_cross() -> Iterator[Row]:
-    """Checks from which number of tokens T on one matrix costs more than two.
+    """Checks from which number of tokens T on one matrix W_QK costs more than W_Q and W_K.
 
-    The head sizes lie on both sides of D = 2 H, and T is at most 2048.
+    By the formula at the top of this module, merging adds T D (D - 2 H) + T^2 (D - H) multiply-adds
+    for T tokens. With D = 64 and H = 48, this is above 0 from T = 129 on. With H = 16, it is above
+    0 for every T, and with H = D for none.
     """
     D = 64
 
     def added(H: int, T: int) -> int:
         """Returns how many more multiply-adds one matrix takes than two."""
-        return compiled('merged', T, D, H) - compiled('qk', T, D, H)
+        return compiled_multiply_adds('merged', T, D, H) - compiled_multiply_adds('qk', T, D, H)
 
     # For each head size, the last T at which one matrix does not cost more.
-    crossovers = {48: D * (2 * 48 - D) // (D - 48), 16: 0}
-    for H, crossover in crossovers.items():
+    last_cheaper_T = {48: D * (2 * 48 - D) // (D - 48), 16: 0}
+    for H, expected_T in last_cheaper_T.items():
         # `added` grows with T, so bisection counts the T at which it is at most 0.
         num_cheaper = bisect.bisect(range(1, 2048), 0, key=functools.partial(added, H))
         quantity = 'first T at which one matrix costs more, D = 64'
-        yield exact(quantity, 1 + num_cheaper, 1 + crossover, head_size=H)
+        yield exact_row(quantity, 1 + num_cheaper, 1 + expected_T, head_size=H)
     quantity = 'multiply-adds added by merging at T = 4096, H = D'
-    yield exact(quantity, added(D, 4096), -4096 * D * D)
+    yield exact_row(quantity, added(D, 4096), -4096 * D * D)
 
 
 def symmetry() -> Iterator[Row]:
     """Checks that A[n] = W W^T equals its transpose."""
-    A_NDE = np.asarray(layer('shared_qk/vo').score.matrix())
+    A_NDE = np.asarray(random_layer('shared_qk/vo').score.matrix())
     A_NED = np.swapaxes(A_NDE, -1, -2)
-    yield same('asymmetry of A[n]', A_NED, A_NDE, tolerance=1e-14, part='symmetry')
+    yield equality_row('asymmetry of A[n]', A_NED, A_NDE, tolerance=1e-14, part='symmetry')
 
 
 def half_the_numbers() -> Iterator[Row]:
@@ -139,11 +151,11 @@ def half_the_numbers() -> Iterator[Row]:
     for H in (4, 16):
         sizes: Options = {'d_model': 16, 'num_heads': 1, 'head_size': H}
         context: Options = {'part': 'half of A', 'head_size': H}
-        counts = [count(f'{name}/vo', 'score', **sizes) for name in SCORES]
-        yield exact('share of the parameters', counts[0] / counts[1], 1 / 2, **context)
-        scores = [layer(f'{name}/vo', **sizes).score for name in SCORES]
-        tied, free = [freedom(lambda score: score.matrix(), score) for score in scores]
-        yield exact('share of the free parameters', tied / free, 1 / 2, 0.1, **context)
+        counts = [count_parameters(f'{name}/vo', 'score', **sizes) for name in SCORES]
+        yield exact_row('share of the parameters', counts[0] / counts[1], 1 / 2, **context)
+        scores = [random_layer(f'{name}/vo', **sizes).score for name in SCORES]
+        tied, free = [num_free_directions(lambda score: score.matrix(), score) for score in scores]
+        yield exact_row('share of the free parameters', tied / free, 1 / 2, 0.1, **context)
 
 
 def half_the_pattern() -> Iterator[Row]:
@@ -156,58 +168,66 @@ def half_the_pattern() -> Iterator[Row]:
             part = f'half of the pattern, T {side} D'
             if causal:
                 part += ', causal mask'
-            tied, free = [pattern_freedom(name, T, causal=causal) for name in SCORES]
+            tied, free = [num_free_directions_of_pattern(name, T, causal=causal) for name in SCORES]
             quantity = 'share of the free parameters of a pattern'
-            yield exact(quantity, tied / free, 1 / 2, 0.1, part=part, tokens=T)
+            yield exact_row(quantity, tied / free, 1 / 2, 0.1, part=part, tokens=T)
 
 
-def pattern_freedom(name: str, T: int, *, causal: bool) -> int:
-    """Counts the independent directions in which the pattern softmax(x A x^T) can move.
+def num_free_directions_of_pattern(name: str, T: int, *, causal: bool) -> int:
+    """Counts the independent directions in which a Score can change the pattern softmax(x A x^T).
 
-    The pattern is that of T tokens, and the parameters of a Score move it. D = H = 8, and `name` is
-    the name of the Score.
+    The pattern has T tokens, and A is the matrix of the Score `name`, with D = H = 8.
     """
-    attention = layer(f'{name}/vo', d_model=8, num_heads=1)
-    x_BTD = stream(T, d_model=8)[:1]
+    attention = random_layer(f'{name}/vo', d_model=8, num_heads=1)
+    x_BTD = random_stream(T, d_model=8)[:1]
     seen_TS = jnp.tri(T, dtype=bool) if causal else jnp.ones((T, T), bool)
 
     def pattern(score: Score) -> jax.Array:
         s_BNTS = jnp.einsum('BTD,NDE,BSE->BNTS', x_BTD, score.matrix(), x_BTD)
         return jax.nn.softmax(jnp.where(seen_TS, score.scale * s_BNTS, -jnp.inf))
 
-    return freedom(pattern, attention.score)
+    return num_free_directions(pattern, attention.score)
 
 
 def dominant_diagonal() -> Iterator[Row]:
-    """Checks how often a token scores itself highest at initialization, with T = 64 and D = 256.
+    """Checks how often a token scores itself highest at initialization with W_Q = W_K.
 
-    For D >> H, a query q scores its own token with |q|^2 and the other tokens with normal values of
-    variance |q|^2, and |q|^2 is chi-squared with H degrees of freedom. So the expected share is
-    E[Phi(|q|)^(T - 1)].
+    T = 64 and D = 256. A query q scores its own token with |q|^2, which is chi-squared with H
+    degrees of freedom. If D is much larger than H, its scores of the other tokens are normal with
+    variance |q|^2. So its own score is the highest with probability E[Phi(|q|)^(T - 1)].
     """
     T = 64
     D = 256
+    scores_by_head_size = {H: _initial_scores(T, D, H) for H in (4, 64)}
     for H, side in ((4, '< ln T'), (64, '> 2 ln T')):
-        spec = AttentionSpec(score='shared_qk', d_model=D, num_heads=1, head_size=H)
-        inputs = []
-        for seed in range(8):
-            attention = Attention(spec, key=jax.random.key(seed))
-            inputs.append(softmax_input(attention, stream(T, d_model=D, seed=seed)))
-        s_XBNTS = np.stack(inputs)
+        s_XBNTS = scores_by_head_size[H]
         diagonal_XBNT = np.diagonal(s_XBNTS, axis1=-2, axis2=-1)
         shares_X = (diagonal_XBNT == s_XBNTS.max(-1)).mean((1, 2, 3))
-        mean = inference.estimate(shares_X.tolist())
+        share = inference.estimate(shares_X.tolist())
         expected = stats.chi.expect(lambda q: stats.norm.cdf(q) ** (T - 1), args=(H,))
         part = f'diagonal the largest of its row, H {side}'
         quantity = 'share of rows, above 0.5 for the claim'
-        row = exact(quantity, mean.mean, expected, 0.05, part=part, head_size=H)
-        speaks = Speaks.FOR if mean.low > 1 / 2 else Speaks.AGAINST
-        yield dataclasses.replace(row, low=mean.low, high=mean.high, speaks=speaks)
-    # The remaining rows are for the last head size, H = 64.
+        row = exact_row(quantity, share.mean, expected, 0.05, part=part, head_size=H)
+        # The claim is about one half, and not about the formula.
+        speaks = Speaks.FOR if share.low > 1 / 2 else Speaks.AGAINST
+        yield dataclasses.replace(row, low=share.low, high=share.high, speaks=speaks)
+
+    s_XBNTS = scores_by_head_size[64]
+    diagonal_XBNT = np.diagonal(s_XBNTS, axis1=-2, axis2=-1)
     is_largest_XBN = diagonal_XBNT.max(-1) == s_XBNTS.max((-1, -2))
     part = 'diagonal has the largest score of all'
-    yield exact('share of sequences', is_largest_XBN.mean(), 1, part=part)
+    yield exact_row('share of sequences', is_largest_XBN.mean(), 1, part=part)
     others_XBNT = np.abs(s_XBNTS).sum(-1) - np.abs(diagonal_XBNT)
     is_above_XBNT = diagonal_XBNT >= others_XBNT
     part = 'diagonal above the sum of its row'
-    yield exact('share of rows, H = 64', is_above_XBNT.mean(), 1, part=part)
+    yield exact_row('share of rows, H = 64', is_above_XBNT.mean(), 1, part=part)
+
+
+def _initial_scores(T: int, D: int, H: int) -> np.ndarray:
+    """Returns the scores s_XBNTS of shared_qk at initialization, with X = 8 seeds and one head."""
+    spec = AttentionSpec(score='shared_qk', d_model=D, num_heads=1, head_size=H)
+    scores = []
+    for seed in range(8):
+        attention = Attention(spec, key=jax.random.key(seed))
+        scores.append(softmax_input(attention, random_stream(T, d_model=D, seed=seed)))
+    return np.stack(scores)

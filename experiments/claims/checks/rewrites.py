@@ -21,21 +21,21 @@ from experiments.claims.checks.small_layers import (
     N,
     Options,
     T,
-    count,
-    descended,
+    count_parameters,
+    equality_row,
     fit_error,
-    freedom,
-    layer,
+    minimize,
+    num_free_directions,
     output,
+    random_layer,
+    random_stream,
     rank,
-    same,
-    same_output,
+    same_output_row,
     softmax_input,
-    stream,
     with_matrices,
 )
-from experiments.claims.claim import Row, exact
-from qkattn.attention import Attention, oracle
+from experiments.claims.claim import Row, exact_row
+from qkattn.attention import Attention, Score, oracle
 from qkattn.attention.parameters import slices_DNH
 from qkattn.attention.rope import rotate
 from qkattn.config import ModelConfig
@@ -73,15 +73,15 @@ Square = dict[str, np.ndarray]
 
 def one_matrix() -> Iterator[Row]:
     """Checks that one matrix W_Q[n] W_K[n]^T of rank H replaces W_Q[n] and W_K[n]."""
-    attention = layer()
+    attention = random_layer()
     merged = merge(attention)
-    x_BTD = stream()
+    x_BTD = random_stream()
     inputs = [softmax_input(merged, x_BTD), softmax_input(attention, x_BTD)]
-    yield same('change of the softmax input', *inputs, **NOTHING)
-    yield same_output(', as defined', merged, attention, **NOTHING)
+    yield equality_row('change of the softmax input', *inputs, **NOTHING)
+    yield same_output_row(', as defined', merged, attention, **NOTHING)
     for H in (8, 32):
-        A_NDE = layer(num_heads=1, head_size=H).score.matrix()
-        yield exact('rank of W_Q W_K^T', rank(A_NDE), H, **NOTHING, head_size=H)
+        A_NDE = random_layer(num_heads=1, head_size=H).score.matrix()
+        yield exact_row('rank of W_Q W_K^T', rank(A_NDE), H, **NOTHING, head_size=H)
 
 
 def what_stands_between() -> Iterator[Row]:
@@ -90,14 +90,14 @@ def what_stands_between() -> Iterator[Row]:
     The error is the minimum over A of |x A x^T - s| / |s|, by least squares over all pairs of 24
     tokens, with a single head. s is the input of the softmax.
     """
-    x_BTD = stream(24, d_model=8)
+    x_BTD = random_stream(24, d_model=8)
     pairs = np.einsum('BTD,BSE->BTSDE', x_BTD, x_BTD)
     layers: dict[str, Options] = {'nothing': {}, 'RoPE': ROPE, 'QK-norm': {'qk_norm': True}}
     for name, options in layers.items():
-        s_BNTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)
+        s_BNTS = softmax_input(random_layer(d_model=8, num_heads=1, **options), x_BTD)
         quantity = 'error of the best W_QK, relative to the softmax input'
         context = {BETWEEN: name}
-        yield exact(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context)
+        yield exact_row(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context)
 
 
 def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
@@ -131,20 +131,27 @@ def gpt2() -> dict[str, np.ndarray]:
 
 
 def side_by_side() -> Iterator[Row]:
-    """Checks that GPT-2's square matrices are the same function and count as N rectangular ones."""
+    """Checks that GPT-2's D x D matrices are the same as N matrices of D x H side by side.
+
+    Both compute the same output, and have the same number of parameters.
+    """
+    # Attention with the four D x D matrices of GPT-2.
     tensors = gpt2()
-    x_BTD = np.asarray(stream())
-    matrices = [*np.split(tensors[C_ATTN], 3, axis=1), tensors[C_PROJ]]
-    square = dict(zip(MATRICES, matrices, strict=True))
-    squared_BTD = square_attention(x_BTD, square, N)
-    attention = with_matrices(layer(), square)
+    x_BTD = np.asarray(random_stream())
+    w_q_DD, w_k_DD, w_v_DD = np.split(tensors[C_ATTN], 3, axis=1)
+    w_o_DD = tensors[C_PROJ]
+    square = dict(zip(MATRICES, [w_q_DD, w_k_DD, w_v_DD, w_o_DD], strict=True))
+    square_output_BTD = square_attention(x_BTD, square, N)
+
+    # The same by A[n] and B[n] of N heads, whose matrices are slices of these.
+    attention = with_matrices(random_layer(), square)
     A_NDE, B_NDE = [np.asarray(matrix) for matrix in attention.matrix()]
     mask_BTS = np.tri(T, dtype=bool)[None]
     scale = attention.score.scale
-    oracle_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=scale)
+    output_of_heads_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=scale)
     quantity = 'change of the output, D x D against N of D x H, by A[n] and B[n]'
-    yield same(quantity, oracle_BTD, squared_BTD)
-    yield exact('parameters of the rectangular matrices', count('qk/vo'), 4 * D * D)
+    yield equality_row(quantity, output_of_heads_BTD, square_output_BTD)
+    yield exact_row('parameters of the rectangular matrices', count_parameters('qk/vo'), 4 * D * D)
 
 
 def without_w_q(attention: Attention) -> Attention:
@@ -153,35 +160,40 @@ def without_w_q(attention: Attention) -> Attention:
     Its queries are X and its keys X W_K'[n] with W_K'[n] = W_K[n] W_Q[n]^T, a D x D matrix. It
     shares the Value of `attention`.
     """
-    free = layer('query_free_full/vo', num_heads=attention.spec.num_heads)
+    rewritten = random_layer('query_free_full/vo', num_heads=attention.spec.num_heads)
     score = attention.score
     w_k_DNE = np.einsum('DNH,ENH->DNE', score.w_k_DKH[...], score.w_q_DNH[...])
-    free.score.w_k_DNE[...] = score.scale / free.score.scale * w_k_DNE
-    free.value = attention.value
-    return free
+    # The scores of the two layers are scaled by different numbers.
+    rewritten.score.w_k_DNE[...] = score.scale / rewritten.score.scale * w_k_DNE
+    rewritten.value = attention.value
+    return rewritten
 
 
 def share_left(variant: str, num_heads: int) -> float:
     """Returns the attention parameters of a variant, as a fraction of those of qk/vo."""
-    return count(variant, num_heads=num_heads) / count('qk/vo', num_heads=num_heads)
+    parameters = count_parameters(variant, num_heads=num_heads)
+    return parameters / count_parameters('qk/vo', num_heads=num_heads)
 
 
 def queries_of_one_head() -> Iterator[Row]:
     """Checks that a single head can do without W_Q, unless it has biases or rotary positions.
 
-    With biases or rotation, the error is that of the best W_K', fitted by least squares to the
-    softmax input of 24 tokens. Both sides are centred over keys, because the softmax ignores a
-    constant that is added to all scores of a query.
+    Then no W_K' gives the same scores. The error is that of the best W_K', fitted by least squares
+    to the softmax input of 24 tokens. Both sides are centred over keys, because the softmax ignores
+    a constant that is added to all scores of a query.
     """
-    attention = layer(num_heads=1)
+    # A head without biases and rotation: W_K' = W_K W_Q^T is exact.
+    attention = random_layer(num_heads=1)
     without = without_w_q(attention)
-    x_BTD = stream()
+    x_BTD = random_stream()
     inputs = [softmax_input(without, x_BTD), softmax_input(attention, x_BTD)]
-    yield same('change of the softmax input, W_Q removed', *inputs, **SINGLE)
-    yield same_output(', W_Q removed', without, attention, **SINGLE)
-    yield exact(LEFT, share_left('query_free/vo', 1), 3 / 4, **SINGLE)
-    x_BTD = stream(24, d_model=8)
-    # The score of tokens t and s is x_t W_K'^T y_s; with rotation, x_t R(t - s) W_K'^T y_s.
+    yield equality_row('change of the softmax input, W_Q removed', *inputs, **SINGLE)
+    yield same_output_row(', W_Q removed', without, attention, **SINGLE)
+    yield exact_row(LEFT, share_left('query_free/vo', 1), 3 / 4, **SINGLE)
+
+    # With biases, the score of tokens t and s is x_t W_K'^T y_s. With rotation, it is
+    # x_t R(t - s) W_K'^T y_s: the query x_t R(t - s) depends on s, too.
+    x_BTD = random_stream(24, d_model=8)
     plain_BTSD = jnp.stack([x_BTD] * 24, axis=2)
     positions_T = jnp.arange(24)
     rotated = [rotate(x_BTD[:, :, None], positions_T - s)[:, :, 0] for s in range(24)]
@@ -190,37 +202,40 @@ def queries_of_one_head() -> Iterator[Row]:
         ('biases', {'biases': True}, plain_BTSD),
         ('RoPE', ROPE, rotated_BTSD),
     ):
-        s_BTS = softmax_input(layer(d_model=8, num_heads=1, **options), x_BTD)[:, 0]
+        s_BTS = softmax_input(random_layer(d_model=8, num_heads=1, **options), x_BTD)[:, 0]
         pairs_BTSDE = jnp.einsum('BTSD,BSE->BTSDE', queries_BTSD, x_BTD)
         centred_pairs_BTSDE = pairs_BTSDE - pairs_BTSDE.mean(2, keepdims=True)
-        error = fit_error(centred_pairs_BTSDE, s_BTS - s_BTS.mean(2, keepdims=True))
+        centred_s_BTS = s_BTS - s_BTS.mean(2, keepdims=True)
+        error = fit_error(centred_pairs_BTSDE, centred_s_BTS)
         quantity = "error of the best W_K', relative to the softmax input"
-        yield exact(quantity, error, 0, SAME, layer=f'single head, {name}')
+        yield exact_row(quantity, error, 0, SAME, layer=f'single head, {name}')
 
 
 def queries_of_many_heads() -> Iterator[Row]:
     """Checks what N heads need without W_Q.
 
-    If every head reads all of X, each needs a D x D matrix. If head n reads only slice P[n] of X,
-    A[n] is limited to the form P[n] W_K'[n]^T. The best one is P[n] P[n]^T A[n], which misses most
-    of A[n].
+    There are two ways. If the queries of every head are all of X, the function stays the same, but
+    each head needs a D x D matrix W_K'[n], which is more than W_Q[n] and W_K[n] have. If the
+    queries of head n are only a slice X P[n] of H columns, the parameters are saved, but A[n] has
+    the form P[n] W_K'[n]^T. The best one is P[n] P[n]^T A[n], which misses most of A[n].
     """
-    attention = layer()
-    whole: Options = {LAYER: 'many heads, all read X'}
-    yield same_output(', W_Q removed', without_w_q(attention), attention, **whole)
-    yield exact(f'{LEFT}, N = {N}', share_left('query_free_full/vo', N), 3 / 4, **whole)
+    attention = random_layer()
+    all_of_X: Options = {LAYER: 'many heads, all read X'}
+    yield same_output_row(', W_Q removed', without_w_q(attention), attention, **all_of_X)
+    yield exact_row(f'{LEFT}, N = {N}', share_left('query_free_full/vo', N), 3 / 4, **all_of_X)
+
+    slice_of_X: Options = {LAYER: 'many heads, head n reads slice n of X'}
     A_NDE = np.asarray(attention.score.matrix())
     P_DNH = np.asarray(slices_DNH(attention.spec))
-    reached_NDE = np.einsum('DNH,ENH,NEF->NDF', P_DNH, P_DNH, A_NDE)
-    slices: Options = {LAYER: 'many heads, head n reads slice n of X'}
-    error = relative_error(reached_NDE, A_NDE)
-    yield exact("error of A[n] with the best W_K'", error, 0, SAME, **slices)
-    yield exact(LEFT, share_left('query_free/vo', N), 3 / 4, **slices)
+    best_A_NDE = np.einsum('DNH,ENH,NEF->NDF', P_DNH, P_DNH, A_NDE)
+    error = relative_error(best_A_NDE, A_NDE)
+    yield exact_row("error of A[n] with the best W_K'", error, 0, SAME, **slice_of_X)
+    yield exact_row(LEFT, share_left('query_free/vo', N), 3 / 4, **slice_of_X)
 
 
-def small(variant: str = 'qk/vo', **options: Any) -> Attention:
+def small_layer(variant: str = 'qk/vo', **options: Any) -> Attention:
     """Returns a layer with 2 x 2 matrices."""
-    return layer(variant, **{'d_model': 2, 'num_heads': 1} | options)
+    return random_layer(variant, **{'d_model': 2, 'num_heads': 1} | options)
 
 
 def worked_by_hand() -> Iterator[Row]:
@@ -231,11 +246,11 @@ def worked_by_hand() -> Iterator[Row]:
         'w_v': np.array([[2, 0], [1, 1]]),
         'w_o': np.array([[1, 1], [0, 2]]),
     }
-    A_1DE, B_1DE = with_matrices(small(), matrices).matrix()
+    A_1DE, B_1DE = with_matrices(small_layer(), matrices).matrix()
     num_in_A = (np.asarray(A_1DE[0]) != [[1, 3], [0, 1]]).sum()
     num_in_B = (np.asarray(B_1DE[0]) != [[2, 2], [1, 3]]).sum()
-    yield exact('entries of A, W_Q W_K^T that differ', num_in_A, 0)
-    yield exact('entries of B, W_V W_O that differ', num_in_B, 0)
+    yield exact_row('entries of A, W_Q W_K^T that differ', num_in_A, 0)
+    yield exact_row('entries of B, W_V W_O that differ', num_in_B, 0)
 
 
 def where_and_what() -> Iterator[Row]:
@@ -245,19 +260,19 @@ def where_and_what() -> Iterator[Row]:
     """
     for size in (2, 4):
         context: Options = {'tokens and dimensions': size}
-        attention = small(d_model=size)
-        x_TD = stream(size, d_model=size)[0]
-        other_value = small(d_model=size, seed=1)
+        attention = small_layer(d_model=size)
+        x_TD = random_stream(size, d_model=size)[0]
+        other_value = small_layer(d_model=size, seed=1)
         other_value.score = attention.score
         patterns = [pattern(other_value, x_TD), pattern(attention, x_TD)]
         quantity = 'change of the pattern by another W_V and W_O'
-        yield same(quantity, *patterns, tolerance=1e-10, **context)
-        tied = small('shared_qk/vo', d_model=size)
+        yield equality_row(quantity, *patterns, tolerance=1e-10, **context)
+        tied = small_layer('shared_qk/vo', d_model=size)
         s_TS = softmax_input(tied, x_TD[None])[0, 0]
         is_equal_TS = np.isclose(s_TS, s_TS.T, rtol=1e-12)
         num_tied = is_equal_TS[np.triu_indices(size, 1)].sum()
         num_pairs = size * (size - 1) / 2
-        yield exact('tied pairs of scores, W_Q W_Q^T', num_tied, num_pairs, **context)
+        yield exact_row('tied pairs of scores, W_Q W_Q^T', num_tied, num_pairs, **context)
 
 
 def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
@@ -274,7 +289,7 @@ def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
 
 def gauge() -> Iterator[Row]:
     """Checks that W_Q M and W_K M^-T, or W_V M and M^-1 W_O, give the same function."""
-    attention = small()
+    attention = small_layer()
     matrices = {}
     for circuit in (attention.score, attention.value):
         for name, parameter in vars(circuit).items():
@@ -284,43 +299,50 @@ def gauge() -> Iterator[Row]:
     inverse_HH = np.linalg.inv(M_HH)
     of_score = {'w_q': matrices['w_q'] @ M_HH, 'w_k': matrices['w_k'] @ inverse_HH.T}
     of_value = {'w_v': matrices['w_v'] @ M_HH, 'w_o': inverse_HH @ matrices['w_o']}
-    changed = with_matrices(small(), of_score)
-    yield same_output(', W_Q M and W_K M^-T', changed, attention)
-    changed = with_matrices(small(), of_value)
-    yield same_output(', W_V M and M^-1 W_O', changed, attention)
+    changed = with_matrices(small_layer(), of_score)
+    yield same_output_row(', W_Q M and W_K M^-T', changed, attention)
+    changed = with_matrices(small_layer(), of_value)
+    yield same_output_row(', W_V M and M^-1 W_O', changed, attention)
 
 
 def two_in_a_row() -> Iterator[Row]:
     """Compares a shared projection O_Q followed by W_Q[n] with one matrix O_Q W_Q[n] per head.
 
-    Checks that `fold_double` keeps the function, that any single matrix is such a product (with
-    O_Q = I), and how many free parameters the matrices O_Q W_Q[n] have together, for a shared
-    projection of width R.
+    There are three checks: that the two matrices can be multiplied without a change of the output,
+    that any single matrix is such a product (with O_Q = I), and how many free parameters the
+    products O_Q W_Q[n] of all heads have, if O_Q has R columns.
     """
-    double = layer('double/double')
-    yield same_output(' by folding, as defined', fold_double(double), double, **WIDE)
-    attention = layer()
-    unfolded = layer('double/vo')
+    double = random_layer('double/double')
+    yield same_output_row(' by folding, as defined', fold_double(double), double, **WIDE)
+
+    # The other way: a layer with O_Q = O_K = I.
+    attention = random_layer()
+    unfolded = random_layer('double/vo')
     unfolded.value = attention.value
     unfolded.score.w_q_outer_DR[...] = np.eye(D)
     unfolded.score.w_q_RNH[...] = attention.score.w_q_DNH[...]
     unfolded.score.w_k_outer_DR[...] = np.eye(D)
     unfolded.score.w_k_RKH[...] = attention.score.w_k_DKH[...]
-    yield same_output(', shared W_Q = I', unfolded, attention, **WIDE)
-    # O_Q W_Q[n] are the queries of the unit vectors.
+    yield same_output_row(', shared W_Q = I', unfolded, attention, **WIDE)
+
+    def products(score: Score) -> jax.Array:
+        """Returns O_Q W_Q[n] of all heads: the queries of the unit vectors."""
+        return score.queries(jnp.eye(8)[None])
+
+    # With R = D = 8, the products are free in all of their 8 x 8 entries. With R = 5 they are not.
     for R, context in ((8, WIDE), (5, {WIDTH: 'R < D'})):
-        score = layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
-        free = freedom(lambda score: score.queries(jnp.eye(8)[None]), score)
-        yield exact(f'free parameters of W_Q, D = 8, R = {R}', free, 8 * 8, **context)
+        score = random_layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
+        num_free = num_free_directions(products, score)
+        yield exact_row(f'free parameters of W_Q, D = 8, R = {R}', num_free, 8 * 8, **context)
 
 
 def one_matrix_per_head() -> Iterator[Row]:
-    """Checks that published layouts have no projection that heads share.
+    """Checks that two published implementations have no projection that heads share.
 
     In GPT-2, each entry of c_attn belongs to exactly one head. The attention layer of flax.nnx
-    computes the same as separate heads that have its columns.
+    computes the same as separate heads with the columns of its matrices.
     """
-    # All entries of c_attn are different, so the heads show which entries they have.
+    # GPT-2: load c_attn with the entries 0, 1, 2, ..., and collect the entries of all heads.
     numbers = np.arange(3 * D * D, dtype=np.float32)
     tensors = gpt2() | {C_ATTN: numbers.reshape(D, -1)}
     _, params = published.load_gpt2(tensors, num_heads=N)
@@ -329,35 +351,44 @@ def one_matrix_per_head() -> Iterator[Row]:
     entries = np.concatenate([np.ravel(w) for w in projections])
     num_unequal = int((np.sort(entries) != numbers).sum())
     quantity = 'entries of c_attn that are not in exactly one head, GPT-2'
-    yield exact(quantity, num_unequal, 0, **ENTRIES)
+    yield exact_row(quantity, num_unequal, 0, **ENTRIES)
 
+    # flax.nnx: copy its matrices, in float64, into N separate heads.
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     projections_of_flax = (flax.query, flax.key, flax.value, flax.out)
     square = {}
     for name, projection in zip(MATRICES, projections_of_flax, strict=True):
         square[name] = np.asarray(projection.kernel[...], np.float64).reshape(D, D)
     flax = jax.tree.map(lambda leaf: leaf.astype(np.float64) if leaf.ndim > 1 else leaf, flax)
-    x_BTD = stream()
-    expected_BTD = output(with_matrices(layer(), square), x_BTD)
+    x_BTD = random_stream()
+    expected_BTD = output(with_matrices(random_layer(), square), x_BTD)
     actual_BTD = flax(x_BTD, mask=np.tri(T, dtype=bool))
     quantity = 'change of the output, heads of flax.nnx'
-    yield same(quantity, actual_BTD, expected_BTD, tolerance=1e-6, **ENTRIES)
+    yield equality_row(quantity, actual_BTD, expected_BTD, tolerance=1e-6, **ENTRIES)
 
 
 def steps_of_training() -> Iterator[Row]:
     """Checks whether training W_Q as one D x D matrix equals training N matrices of D x H.
 
-    Each is trained for three steps, with Adam and with Muon.
+    Each is trained for three steps with the same random gradients. Adam updates every entry by
+    itself, so the result is the same. Muon updates a matrix as a whole.
     """
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
     for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), WHOLE)):
-        heads = [after_steps(optimizer, w_SDH) for w_SDH in np.split(w_SDD, N, axis=2)]
-        joined = np.concatenate(heads, axis=1)
-        square = after_steps(optimizer, w_SDD)
-        yield same('change of W_Q by training heads in one matrix', joined, square, **context)
+        trained_heads = []
+        for w_SDH in np.split(w_SDD, N, axis=2):
+            trained_heads.append(train_first(optimizer, w_SDH))
+        trained_apart_DD = np.concatenate(trained_heads, axis=1)
+        trained_together_DD = train_first(optimizer, w_SDD)
+        yield equality_row(
+            'change of W_Q by training heads in one matrix',
+            trained_apart_DD,
+            trained_together_DD,
+            **context,
+        )
 
 
-def after_steps(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> np.ndarray:
+def train_first(optimizer: optax.GradientTransformation, w_SDE: np.ndarray) -> np.ndarray:
     """Trains the first matrix of a stack; the other matrices are the gradients of the steps."""
     w_DE = w_SDE[0]
     state = optimizer.init(w_DE)
@@ -377,15 +408,15 @@ def trained_apart() -> Iterator[Row]:
     question is whether the two differ by more if each is trained by itself.
     """
     x_BTD = jnp.asarray(np.random.default_rng(7).standard_normal((32, T, D)))
-    target_BTD = output(layer(num_heads=1, seed=1), x_BTD)
+    target_BTD = output(random_layer(num_heads=1, seed=1), x_BTD)
 
     def loss(head: Attention) -> jax.Array:
         return ((output(head, x_BTD) - target_BTD) ** 2).mean()
 
     for name, optimizer in (('SGD', optax.sgd(1.0)), ('Adam', optax.adam(0.01))):
-        train = jax.jit(partial(descended, loss, optimizer=optimizer, steps=200))
-        head = layer(num_heads=1)
-        head_without = without_w_q(layer(num_heads=1))
+        train = jax.jit(partial(minimize, loss, optimizer=optimizer, steps=200))
+        head = random_layer(num_heads=1)
+        head_without = without_w_q(random_layer(num_heads=1))
         trained = train(head)
         trained_without = train(head_without)
         for when, without, with_w_q in (
@@ -394,7 +425,7 @@ def trained_apart() -> Iterator[Row]:
             ('trained apart', trained_without, trained),
         ):
             inputs = [softmax_input(without, x_BTD), softmax_input(with_w_q, x_BTD)]
-            yield same(f'difference of the softmax input, {when}', *inputs, optimizer=name)
+            yield equality_row(f'difference of the softmax input, {when}', *inputs, optimizer=name)
 
 
 def penalty(matrices: Any) -> Any:
@@ -403,16 +434,17 @@ def penalty(matrices: Any) -> Any:
 
 
 def least_penalty() -> Iterator[Row]:
-    """Checks that balanced factors W_Q W_K^T = A have the penalty |A|_*, the least of all factors.
+    """Checks the least penalty (|W_Q|^2 + |W_K|^2) / 2 that factors W_Q W_K^T = A can have.
 
-    |A|_* is the sum of the singular values of A (Srebro et al. 2005, lemma 1).
+    It is |A|_*, the sum of the singular values of A (Srebro et al. 2005, lemma 1), and balanced
+    factors reach it.
     """
     q_DR, k_DR = np.random.default_rng(0).normal(size=(2, 8, 3))
     A_DE = q_DR @ k_DR.T
-    nuclear = np.linalg.svd(A_DE, compute_uv=False).sum()
-    factors = balanced_factors(A_DE[None], 3)[:2]
-    balanced = penalty(factors)
-    yield exact('penalty of balanced factors over |A|_*', balanced / nuclear, 1, SAME, **L2)
+    sum_of_singular_values = np.linalg.svd(A_DE, compute_uv=False).sum()
+    left_factors, right_factors, *_ = balanced_factors(A_DE[None], 3)
+    ratio = penalty([left_factors, right_factors]) / sum_of_singular_values
+    yield exact_row('penalty of balanced factors over |A|_*', ratio, 1, SAME, **L2)
 
 
 def shrunk_spectra() -> Iterator[Row]:
@@ -422,21 +454,21 @@ def shrunk_spectra() -> Iterator[Row]:
     which lowers the rank. A single matrix shrinks it to d / (1 + lambda). See Kobayashi et al.,
     arXiv 2410.23819.
     """
-    strength = 0.4  # lambda
+    strength = 0.4  # of weight decay, lambda
     for adam, decay in ((False, L2), (True, DECOUPLED)):
         context = decay | {'lambda': strength}
         for form, factored, expected in (
             ('W_Q W_K^T from max(0, d - lambda)', True, np.maximum(0, SPECTRUM - strength)),
             ('W_QK from d / (1 + lambda)', False, SPECTRUM / (1 + strength)),
         ):
-            A_DD = fitted(strength, factored=factored, adam=adam)
+            A_DD = fit_with_decay(strength, factored=factored, adam=adam)
             spectrum = np.linalg.svd(A_DD, compute_uv=False)
             largest_error = np.abs(spectrum - expected).max()
-            yield exact(f'singular values of {form}', largest_error, 0, 2e-3, **context)
+            yield exact_row(f'singular values of {form}', largest_error, 0, 2e-3, **context)
 
 
 @partial(jax.jit, static_argnames=('factored', 'adam'))
-def fitted(strength: float, *, factored: bool, adam: bool) -> jax.Array:
+def fit_with_decay(strength: float, *, factored: bool, adam: bool) -> jax.Array:
     """Returns A after 5,000 steps of descent on |A - target|^2 / 2 with weight decay.
 
     Args:
@@ -461,4 +493,4 @@ def fitted(strength: float, *, factored: bool, adam: bool) -> jax.Array:
 
     num_matrices = 2 if factored else 1
     start = tuple(jnp.asarray(w) for w in rng.normal(size=(num_matrices, 5, 5)))
-    return product(descended(loss, start, optimizer, 5000))
+    return product(minimize(loss, start, optimizer, 5000))

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from experiments.claims.claim import Row, exact
+from experiments.claims.claim import Row, exact_row
 from qkattn.analysis.patterns import pattern_of
 from qkattn.attention import Attention, AttentionSpec, Mask, Score
 from qkattn.attention.parameters import shapes_only
@@ -27,7 +27,7 @@ T = 12
 SAME = 1e-12
 
 
-def shapes(variant: str, **sizes: Any) -> Attention:
+def layer_of_shapes(variant: str, **sizes: Any) -> Attention:
     """Returns a layer with shapes instead of parameters; `sizes` are fields of `AttentionSpec`."""
     score, value = Variant.parse(variant)
     spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | sizes)
@@ -35,16 +35,19 @@ def shapes(variant: str, **sizes: Any) -> Attention:
         return jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
 
 
-def count(variant: str, *circuits: str, **sizes: Any) -> int:
+def count_parameters(variant: str, *circuits: str, **sizes: Any) -> int:
     """Counts the parameters in the circuits 'score' and 'value' of a layer; by default in both."""
-    layer = shapes(variant, **sizes)
+    layer = layer_of_shapes(variant, **sizes)
     parts = [getattr(layer, circuit) for circuit in circuits or ('score', 'value')]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
 
 
-def layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
-    """Returns a layer in float64 with random normal parameters of variance 1/D; see `shapes`."""
-    empty = shapes(variant, **sizes)
+def random_layer(variant: str = 'qk/vo', *, seed: int = 0, **sizes: Any) -> Attention:
+    """Returns a layer in float64 with random normal parameters of variance 1/D.
+
+    The arguments are those of `layer_of_shapes`, and a seed.
+    """
+    empty = layer_of_shapes(variant, **sizes)
     rng = np.random.default_rng(seed)
     std = empty.spec.d_model**-0.5
 
@@ -60,7 +63,7 @@ def output(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array | None = None
     return layer(x_BTD, mask_BTS)
 
 
-def descended(
+def minimize(
     loss: Callable[[Any], Any], params: Any, optimizer: optax.GradientTransformation, steps: int
 ) -> Any:
     """Minimizes `loss(params)` for `steps` steps of an optimizer; returns the parameters."""
@@ -75,7 +78,7 @@ def descended(
     return trained
 
 
-def stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:
+def random_stream(length: int = T, *, d_model: int = D, seed: int = 5) -> jax.Array:
     """Returns x_BTD: two sequences of unit-normal vectors."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal((2, length, d_model)))
@@ -100,7 +103,7 @@ def softmax_input(layer: Attention, x_BTD: jax.Array) -> np.ndarray:
     return np.asarray(pattern_of(layer, x_BTD, Mask()).logits_BNTS)
 
 
-def same(
+def equality_row(
     quantity: str, actual: Any, expected: Any, *, tolerance: float = SAME, **context: Any
 ) -> Row:
     """Checks that two arrays are equal, up to `tolerance` times the largest |expected|.
@@ -110,17 +113,17 @@ def same(
     actual = np.asarray(actual, np.float64)
     expected = np.asarray(expected, np.float64)
     difference = np.abs(actual - expected).max() / np.abs(expected).max()
-    return exact(quantity, float(difference), 0, tolerance, **context)
+    return exact_row(quantity, float(difference), 0, tolerance, **context)
 
 
-def same_output(change: str, changed: Attention, original: Attention, **context: Any) -> Row:
+def same_output_row(change: str, changed: Attention, original: Attention, **context: Any) -> Row:
     """Checks that two layers compute the same output on the same input.
 
     Returns the row of the check. `change` says in its quantity how the layers differ.
     """
-    x_BTD = stream(d_model=changed.spec.d_model)
+    x_BTD = random_stream(d_model=changed.spec.d_model)
     outputs = [output(changed, x_BTD), output(original, x_BTD)]
-    return same(f'change of the output{change}', *outputs, **context)
+    return equality_row(f'change of the output{change}', *outputs, **context)
 
 
 def rank(matrix: Any) -> int:
@@ -143,10 +146,11 @@ def fit_error(features: Any, target: Any) -> float:
     return relative_error(features_SR @ w_R, target_S)
 
 
-def freedom(function: Callable[[Score], jax.Array], score: Score) -> int:
+def num_free_directions(function: Callable[[Score], jax.Array], score: Score) -> int:
     """Counts the independent directions in which the parameters of a Score move a function of it.
 
-    This is the rank of the function's Jacobian with respect to all parameters of the Score.
+    This is the rank of the function's Jacobian with respect to all parameters of the Score. For
+    example, W_Q W_K^T of a head with D = H = 2 has 8 parameters, but only 4 free directions.
     """
     flat_P, unflatten = ravel_pytree(score)
 

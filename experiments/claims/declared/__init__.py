@@ -12,7 +12,10 @@ from qkattn.errors import ConfigError
 
 @functools.cache
 def claims() -> dict[str, Claim]:
-    """The claims by name, in the order of their names; ConfigError if one is declared twice."""
+    """Returns the declared claims by name, in the order of their names.
+
+    Raises ConfigError if two claims have the same name.
+    """
     by_name: dict[str, Claim] = {}
     for module in pkgutil.iter_modules(__path__, f'{__name__}.'):
         for value in vars(importlib.import_module(module.name)).values():
@@ -25,11 +28,12 @@ def claims() -> dict[str, Claim]:
 
 
 def chosen(names: Iterable[str]) -> list[Claim]:
-    """The claims of these names or import paths, in their order, each once; all for no names.
+    """Returns the claims with some names or import paths, each once; all claims for no names.
 
     ['b2', 'my_claims:CLAIM'] are claim B2 and the one that the module my_claims holds as CLAIM.
-    ConfigError for an unknown name, with the one most like it, an import path of something else, or
-    of a claim with the name of a declared one.
+
+    Raises ConfigError for an unknown name, for an import path of something that is not a claim, and
+    for an imported claim that has the name of a declared one.
     """
     declared = claims()
     texts = dict.fromkeys(name if ':' in name else name.upper() for name in names)

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.claims import declared, measures
 from experiments.claims.checks import counts, rewrites
-from experiments.claims.claim import Kind, Speaks, exact
+from experiments.claims.claim import Kind, Speaks, exact_row
 from experiments.claims.export import read_claims
 from experiments.claims.studies import Results
 from qkattn.attention.registry import SCORES
@@ -22,8 +22,8 @@ from tests.lanes import slow_except
 
 
 def test_an_exact_row_speaks_by_its_tolerance():
-    assert exact('rank', 3, 3, D=4, head_size=2).context == {'D': '4', 'head_size': '2'}
-    spoken = [exact('error', value, 0, 1e-3).speaks for value in (1e-3, 2e-3, -2e-3)]
+    assert exact_row('rank', 3, 3, D=4, head_size=2).context == {'D': '4', 'head_size': '2'}
+    spoken = [exact_row('error', value, 0, 1e-3).speaks for value in (1e-3, 2e-3, -2e-3)]
     assert spoken == [Speaks.FOR, Speaks.AGAINST, Speaks.AGAINST]
 
 
@@ -94,6 +94,6 @@ def test_an_untuned_difference_speaks_by_the_ends_of_its_interval(committed, mon
         comparison = dataclasses.replace(sound.comparison, difference=difference)
         arm = dataclasses.replace(sound, comparison=comparison)
         pairs = [(arm, baseline) for baseline in (sound, withheld, diverged)]
-        monkeypatch.setattr(measures, '_compared', lambda _, pairs=pairs: pairs)
+        monkeypatch.setattr(measures, '_arms_with_baselines', lambda _, pairs=pairs: pairs)
         spoken = [row.speaks for row in measures.at_one_rate(loaded, 'merged/vo')]
         assert spoken == [speaks, Speaks.OPEN, Speaks.OPEN]

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.claims import measures, studies
 from experiments.claims.claim import Claim, ClaimVerdict, Expectation, Kind, Measure, Row, Speaks
-from experiments.claims.deciding import cases, decide, evidence
+from experiments.claims.deciding import cases, decide, judge_cases
 from experiments.claims.needs import needed
 from experiments.claims.studies import Results
 from qkattn.errors import ConfigError
@@ -100,8 +100,8 @@ def test_the_rows_of_a_claim_are_tested_together_and_then_each_at_its_share(adde
     every_case = []
     for expected in worse:
         every_case.extend(cases(expected, added.study('lm_added'), added))
-    together = list(evidence(every_case, 1))
-    apart = list(evidence(every_case, 3))
+    together = list(judge_cases(every_case, 1))
+    apart = list(judge_cases(every_case, 3))
     assert [arm.verdict.num_comparisons for _, arm in together] == [1, 1, 1]
     assert [arm.verdict.num_comparisons for _, arm in apart] == [3, 3, 3]
     assert together[0][1].verdict.p_holm < apart[0][1].verdict.p_holm
@@ -123,9 +123,9 @@ def test_rows_of_one_context_that_could_each_refute_a_claim_share_the_error_rate
 
     def recorded(every_case, family):
         families.append(family)
-        return evidence(every_case, family)
+        return judge_cases(every_case, family)
 
-    monkeypatch.setattr('experiments.claims.deciding.evidence', recorded)
+    monkeypatch.setattr('experiments.claims.deciding.judge_cases', recorded)
     false = [expect('double/double', relation, study='lm_added') for relation in relations]
     assert decide(claim(*false), 'cpu', added).verdict is FAILS_HERE
     assert families == expected
@@ -153,7 +153,7 @@ def test_fractions_of_training_share_the_error_rate(monkeypatch):
 def no_o(results):
     """The row and the arm of an expectation that qk/no_o is better, which its study leaves open."""
     of_study = results.study('fair_small')
-    ((row, arm),) = evidence(cases(expect('qk/no_o', 'better'), of_study, results))
+    ((row, arm),) = judge_cases(cases(expect('qk/no_o', 'better'), of_study, results))
     return row, arm
 
 
@@ -383,7 +383,7 @@ def test_the_last_repeat_that_trained_an_arm_decides_a_claim_on_the_first_study(
         expected = expect(variant, 'not_worse', study=name, at=at)
         (case,) = cases(expected, committed.study(name), committed)
         assert case.name == decides
-        ((row, arm),) = evidence([case])
+        ((row, arm),) = judge_cases([case])
         assert (row.study, row.kind) == (decides, at)
         if arm.verdict.decision is not decision.Decision.NO_VERDICT:
             assert arm.verdict.look == (1 if decides == name != 'lm_rank_12' else 2)

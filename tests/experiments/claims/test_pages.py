@@ -9,7 +9,7 @@ import pytest
 from experiments.claims import export, pages
 from experiments.claims.claim import ClaimVerdict, Kind, Row, Speaks
 from experiments.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
-from experiments.claims.pages import claim_figure, compared, has_figure
+from experiments.claims.pages import claim_figure, group_parts, has_figure
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
 from tests.experiments.claims import conftest
@@ -213,8 +213,8 @@ def test_figures_show_the_numbers_of_the_rows():
     figure = claim_figure(STORED['E4']).figure()
     marks = [points for ax in figure.axes for points in ax.collections]
     means = [points.get_offsets()[0][0] for points in marks if points.get_label() == 'mean']
-    # `compared` has a row of each kind for every context.
-    differences = compared(STORED['E4'].rows)
+    # `group_parts` has a row of each kind for every context.
+    differences = group_parts(STORED['E4'].rows)
     drawn = []
     for kind in (Kind.SAME_SHAPE, Kind.MATCHED):
         drawn += [parts[kind].value for parts in differences if kind in parts]
@@ -251,7 +251,7 @@ def test_of_two_rows_of_one_kind_the_one_that_decides_is_shown(tmp_path):
         no_o(Kind.SAME_SHAPE, Speaks.BESIDE, 0.3, shape='matched'),
         no_o(Kind.MATCHED, Speaks.OPEN, 0.4, 'undecided', shape='matched'),
     ]
-    (parts,) = compared(rows)
+    (parts,) = group_parts(rows)
     assert [parts[kind].value for kind in (Kind.SAME_SHAPE, Kind.MATCHED)] == [0.1, 0.4]
     assert parts[Kind.MATCHED].context == {}
     write(tmp_path, CLAIMS, [dataclasses.replace(STORED['B4'], rows=tuple(rows))])

@@ -1,4 +1,4 @@
-"""From verdicts of arms to truths, from truths to verdicts, and how often these err."""
+"""From verdicts of arms to truths_by_context, from truths to verdicts, and how often these err."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.claims.claim import RELATIONS, ClaimVerdict, Kind, Row, Speaks
-from experiments.claims.verdicts import condition_of, finding, truths, verdict_on
+from experiments.claims.verdicts import condition_of, decide_relation, truths_by_context, verdict_on
 from qkattn.stats import decision, inference
 from qkattn.verdict import Decision
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Verdict
@@ -47,7 +47,10 @@ def arm(mean, validation=None, *, sd=0.002, decision=Decision.UNDECIDED, **field
 @pytest.mark.parametrize('relation', RELATIONS)
 def test_a_decision_speaks_for_or_against_every_relation(relation):
     decided = [decision for decision in Decision if decision is not Decision.UNDECIDED]
-    spoken = [finding(row(OPEN), relation, *arm(9, decision=decision))[1] for decision in decided]
+    spoken = []
+    for verdict in decided:
+        _, speaks = decide_relation(row(OPEN), relation, *arm(9, decision=verdict))
+        spoken.append(speaks)
     assert spoken == [*TRUTH_BY_DECISION[relation], OPEN]
 
 
@@ -63,7 +66,7 @@ def test_one_side_of_the_margin_decides_a_one_sided_relation():
         (0.004, 'not_worse', ('undecided', OPEN)),
         *((-0.004, name, ('undecided', OPEN)) for name in ('better', 'different', 'equivalent')),
     ):
-        assert finding(row(OPEN), relation, *arm(mean)) == expected
+        assert decide_relation(row(OPEN), relation, *arm(mean)) == expected
     # Each of these leaves the row open that the same mean decides above.
     for fields in (
         {'validation': 0.006},
@@ -72,8 +75,8 @@ def test_one_side_of_the_margin_decides_a_one_sided_relation():
         {'decision': Decision.NO_VERDICT},
         {'reasons': DIVERGED},
     ):
-        assert finding(row(OPEN), 'not_worse', *arm(-0.004, **fields))[1] == OPEN
-    assert finding(row(OPEN), 'not_better', *arm(0.004, validation=-0.006))[1] == OPEN
+        assert decide_relation(row(OPEN), 'not_worse', *arm(-0.004, **fields))[1] == OPEN
+    assert decide_relation(row(OPEN), 'not_better', *arm(0.004, validation=-0.006))[1] == OPEN
 
 
 def test_a_reported_number_needs_the_validation_split():
@@ -93,7 +96,7 @@ def test_a_reported_number_needs_the_validation_split():
     ):
         reported = {'low': low, 'high': high, 'expected': 0.0125, 'tolerance': 0.0025}
         reported_row = dataclasses.replace(row(OPEN), **reported)
-        _, speaks = finding(reported_row, 'as_reported', *arm(0.0125, validation, **fields))
+        _, speaks = decide_relation(reported_row, 'as_reported', *arm(0.0125, validation, **fields))
         assert speaks == expected
 
 
@@ -126,7 +129,7 @@ def test_a_second_variant_is_no_second_setting_and_an_exact_row_needs_none():
 
 def test_a_row_that_speaks_against_decides_its_context():
     for_row, open_row, against_row = (row(speaks, size='a') for speaks in (FOR, OPEN, AGAINST))
-    assert truths([for_row, open_row, against_row]) == {(('size', 'a'),): AGAINST}
+    assert truths_by_context([for_row, open_row, against_row]) == {(('size', 'a'),): AGAINST}
     assert verdict_on([for_row, open_row]) is ClaimVerdict.UNDECIDED
 
 
@@ -158,7 +161,7 @@ def simulated(losses, size, relation, family):
     comparison = compared(losses, MARGIN)
     judged = decision.judge({0: comparison.difference}, planned=family)[0]
     verdict = Verdict(judged.decision, num_comparisons=family)
-    return row(finding(row(OPEN), relation, verdict, comparison)[1], size=str(size))
+    return row(decide_relation(row(OPEN), relation, verdict, comparison)[1], size=str(size))
 
 
 # Differences by context, the claimed relation, the least and the largest shares of its verdicts.
