@@ -60,7 +60,7 @@ def recipe(scale):
     gpt2 = runpy.run_path(str(pathlib.Path(__file__).with_name('gpt2_124m.py')))
     config = gpt2['get_config'](scale)
     data = dataclasses.replace(config.data, carve_test=True)
-    # Trials take turns, so that a stack takes the activations of one.
+    # The trials of a run take turns, so that the memory holds the activations of only one.
     train = dataclasses.replace(config.train, lifting='map')
     trials = dataclasses.replace(config.trials, seeds=(0, 1, 2, 3, 4))
     optimizer = config.optimizer

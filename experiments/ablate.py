@@ -59,7 +59,9 @@ def main() -> None:
     if DRY_RUN.value is not None:
         _dry_run(config)
         return
-    path = local_workers.run(config, cli.required(WORKDIR), _matched(config), workers)
+    workdir = cli.required(WORKDIR)
+    arms = _build_and_print_arms(config)
+    path = local_workers.run(config, workdir, arms, workers)
     if not agreement.is_process_0():
         return
     if config.tuning.seeds:
@@ -71,16 +73,20 @@ def main() -> None:
 
 
 def _dry_run(config: Study) -> None:
-    """Prints arms and cost, or what they take of a pod, after the checks that a start makes."""
-    if DRY_RUN.value != cli.COUNT:
+    """Checks a study as its start would, and prints its arms and its cost.
+
+    With --dry_run=POD, prints the memory and time of each arm on a pod in place of the cost.
+    """
+    is_for_pod = DRY_RUN.value != cli.COUNT
+    if is_for_pod:
         Pod(DRY_RUN.value)  # raises ConfigError for a name of no pod
-    arms = _matched(config)
+    arms = _build_and_print_arms(config)
     path = None
     if WORKDIR.value is not None:
         path = check_directory(cli.required(WORKDIR))
     unchecked = worker.check_start(config, arms, path)
-    if DRY_RUN.value != cli.COUNT:
-        # What is not checked is among its notes.
+    if is_for_pod:
+        # Its notes include what is not checked.
         print(f'\n{described_arms(config, arms, DRY_RUN.value)}')
         return
     print(f'\n{plan.estimate(config, arms, measure=MEASURE.value)}')
@@ -88,7 +94,7 @@ def _dry_run(config: Study) -> None:
         print(f'WARNING {reason}')
 
 
-def _matched(config: Study) -> list[PlannedArm]:
+def _build_and_print_arms(config: Study) -> list[PlannedArm]:
     """Builds the arms and prints them."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)

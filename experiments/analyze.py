@@ -12,7 +12,6 @@ analysis.csv, analysis.json and figures; for a text or tokens, also the attentio
 """
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -181,34 +180,42 @@ def tokens_of_flag(source: loading.Loaded, model: Transformer) -> tuple[list[int
 
 
 def table(analysis: Analysis) -> str:
-    """A line for every attention layer; means over heads, of induction the best head."""
+    """Returns a table with a line for every attention layer, and a column for each quantity.
+
+    A number is the mean over heads, or the largest one for induction.
+    """
     rows = pd.DataFrame(analysis.rows)
-    by_quantity = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
-    titles = [('layer', True)]
-    lines: dict[tuple[str, int], list[str]] = {
-        (row.site, row.layer): [] for row in rows.itertuples()
-    }
-    means = by_quantity.mean(skipna=False)
-    best = by_quantity.max(skipna=False)
+    values_of_heads = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
+    means = values_of_heads.mean(skipna=False)
+    largest = values_of_heads.max(skipna=False)
+
+    titles = [('layer', True)]  # a title, and whether its column is aligned to the left
+    cells_by_layer: dict[tuple[str, int], list[str]] = {}  # the layer is (site, number)
+    for row in analysis.rows:
+        cells_by_layer[row.site, row.layer] = [f'{row.site} {row.layer}']
     for heading, quantity, subject in COLUMNS:
-        values = best if quantity == 'induction_score' else means
-        if (quantity, subject) in values.index:
-            titles.append((heading, False))
-            for layer, line in lines.items():
-                value = values[quantity, subject].get(layer)
-                line.append('-' if value is None else f'{value:.3g}')
-    return text_table(titles, [[f'{site} {layer}', *line] for (site, layer), line in lines.items()])
+        values = largest if quantity == 'induction_score' else means
+        if (quantity, subject) not in values.index:
+            continue
+        titles.append((heading, False))
+        for layer, cells in cells_by_layer.items():
+            value = values[quantity, subject].get(layer)
+            cells.append('-' if value is None else f'{value:.3g}')
+    return text_table(titles, list(cells_by_layer.values()))
 
 
 def write_numbers(
     out: Path, analysis: Analysis, measured: Subject, reference: Subject | None
 ) -> None:
-    """analysis.csv, a line a number; analysis.json, with all singular values."""
+    """Writes analysis.csv, with a line for each number, and analysis.json.
+
+    analysis.json also has all singular values, and says where the models are from.
+    """
     write_atomic(out / 'analysis.csv', csv_text(map(dataclasses.asdict, analysis.rows)))
-    spectra = [
-        {'site': site, 'layer': layer, 'circuit': circuit, 'singular_values': s_ND}
-        for (site, layer, circuit), s_ND in analysis.spectra.items()
-    ]
+    spectra = []
+    for (site, layer, circuit), s_ND in analysis.spectra.items():
+        spectrum = {'site': site, 'layer': layer, 'circuit': circuit, 'singular_values': s_ND}
+        spectra.append(spectrum)
     content = {
         **measured.record(),
         'reference': None if reference is None else reference.record(),
@@ -219,24 +226,29 @@ def write_numbers(
 
 
 def draw(out: Path, analysis: Analysis) -> None:
-    """Singular values, and heat maps of all quantities of the heads, of every site, as PNG."""
-    spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    """Writes figures of every site, such as 'cross_attention', as PNG.
+
+    A figure shows the singular values of A or B, or heat maps of all quantities of a subject.
+    """
+    spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}  # of each layer, by site and matrix
     for (site, layer, circuit), s_ND in analysis.spectra.items():
         spectra.setdefault((site, circuit), {})[layer] = s_ND
-    for (site, circuit), layers in spectra.items():
+    for (site, circuit), spectrum_by_layer in spectra.items():
         stem = f'singular_values_{circuit}{suffix(site)}'
-        save(out, stem, singular_values, layers, f'{circuit}[n]')
-    heads = {(row.site, row.subject, row.quantity) for row in analysis.rows}
-    for (site, subject), group in itertools.groupby(sorted(heads), key=lambda head: head[:2]):
-        quantities = {
-            quantity.replace('_', ' '): analysis.values(quantity, subject, site)
-            for *_, quantity in group
-        }
-        save(out, f'heads_{subject}{suffix(site)}', heat_maps, quantities)
+        save(out, stem, singular_values, spectrum_by_layer, f'{circuit}[n]')
+
+    measured = sorted({(row.site, row.subject, row.quantity) for row in analysis.rows})
+    values_by_figure: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    for site, subject, quantity in measured:
+        values = analysis.values(quantity, subject, site)
+        values_of_figure = values_by_figure.setdefault((site, subject), {})
+        values_of_figure[quantity.replace('_', ' ')] = values
+    for (site, subject), values_by_quantity in values_by_figure.items():
+        save(out, f'heads_{subject}{suffix(site)}', heat_maps, values_by_quantity)
 
 
 def draw_maps(out: Path, model: Transformer, ids: list[int], tokens: list[str]) -> None:
-    """The probabilities p_NTS of each layer as maps.png, blank where a query may not look."""
+    """Writes maps.png: the probabilities of each layer, blank where a query may not attend."""
     inputs = {'tokens_BT': np.array([ids], np.int32)}
     layers = {
         layer: np.where(pattern.mask_BTS[0], pattern.probabilities_BNTS[0], np.nan)

@@ -70,7 +70,7 @@ def main() -> None:
     if source.config is not None:
         log.info('%s', source.state(trial))
     results = evaluated(for_harness(model, tokenizer, batch_size=BATCH_SIZE.value))
-    about = {
+    model_and_source = {
         'source': str(source.path),
         'trial': trial,
         'step': source.step,
@@ -82,7 +82,8 @@ def main() -> None:
     if results.get('groups'):
         print(utils.make_table(results, 'groups'))
     if out is not None:
-        text = json.dumps({'qkattn': about, **results}, default=utils.handle_non_serializable)
+        content = {'qkattn': model_and_source, **results}
+        text = json.dumps(content, default=utils.handle_non_serializable)
         write_atomic(out, text + '\n')
         print(f'wrote {out}')
 
@@ -117,10 +118,10 @@ def evaluated(model: Any) -> dict[str, Any]:
 
 
 def loaded_tasks() -> tuple[Any, list[Any]]:
-    """The manager of the harness, and the tasks and groups that --tasks names, with their data.
+    """Returns the task manager of the harness, and the tasks and groups that --tasks names.
 
-    ConfigError for an unknown name, for data that cannot be read, and for a task that runs code
-    written by the model.
+    Raises ConfigError for an unknown name, for data that cannot be read, and for a task that runs
+    code written by the model.
     """
     manager = manager_of_tasks()
     for name in TASKS.value:
@@ -137,9 +138,10 @@ def loaded_tasks() -> tuple[Any, list[Any]]:
     for name, task in loaded['tasks'].items():
         if getattr(task, 'UNSAFE_CODE', False):
             raise ConfigError(f'--tasks={name} runs code written by the model, which is refused')
+    # A group is evaluated as a whole. Its tasks are loaded as well, and are left out here.
     members = {child for children in loaded['group_map'].values() for child in children}
-    named = loaded['groups'] | loaded['tasks']
-    return manager, [task for name, task in named.items() if name not in members]
+    groups_and_tasks = loaded['groups'] | loaded['tasks']
+    return manager, [task for name, task in groups_and_tasks.items() if name not in members]
 
 
 def manager_of_tasks() -> Any:

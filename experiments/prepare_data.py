@@ -54,24 +54,22 @@ def main() -> None:
 
 
 def on_tokens(config: Config, out: str, dataset: TokenDataset) -> Config:
-    """The settings of a run that reads the tokens in `out`.
+    """Returns the config of a run that reads the tokens in `out` in place of the text.
 
-    Settings of the text, which have no effect on tokens, are unset, but for the import path of a
-    tokenizer, which is imported only where a config names it.
+    Settings of the text, such as `lowercase`, get their defaults: they have no effect on tokens.
+    The tokenizer stays if it is an import path, because only paths in a config are imported.
     """
-    outside = is_import_path(config.data.tokenizer)
-    text_settings = dict.fromkeys((*SETTINGS, 'lowercase', 'tokenizer', 'tokenizer_size'))
-    unset = {name: getattr(DataConfig, name) for name in text_settings}
-    data = dataclasses.replace(config.data, **unset)
-    data = dataclasses.replace(
-        data,
-        name='tokens',
-        path=out,
-        tokenizer=config.data.tokenizer if outside else data.tokenizer,
-    )
-    # An encoder has one more id, that of a hidden token.
-    needed = dataset.vocab_size + (config.model.kind == MaskedRows.kind)
-    vocab_size = max(config.model.vocab_size, needed)
+    defaults = {}
+    for name in (*SETTINGS, 'lowercase', 'tokenizer', 'tokenizer_size'):
+        defaults[name] = getattr(DataConfig, name)
+    if is_import_path(config.data.tokenizer):
+        defaults['tokenizer'] = config.data.tokenizer
+    data = dataclasses.replace(config.data, **defaults | {'name': 'tokens', 'path': out})
+
+    num_ids = dataset.vocab_size
+    if config.model.kind == MaskedRows.kind:
+        num_ids += 1  # the id of a masked token
+    vocab_size = max(config.model.vocab_size, num_ids)
     model = dataclasses.replace(config.model, vocab_size=vocab_size)
     return dataclasses.replace(config, data=data, model=model)
 

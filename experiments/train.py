@@ -39,7 +39,7 @@ def main() -> None:
         return
     workdir = cli.required(WORKDIR)
     for result in train(config, workdir, profile=PROFILE.value):
-        print(described(result))
+        print(text_of_result(result))
     path = as_path(workdir)
     print(f'results     {path / "result.json"}')
     print(f'metrics     {path / "metrics.jsonl"}')
@@ -49,7 +49,11 @@ def main() -> None:
 
 
 def _dry_run(config: Config) -> None:
-    """Prints what a run costs, or compiles a step for a pod and prints, and logs, what it takes."""
+    """Prints parameters, tokens and FLOPs of a run, or what a step of it takes on a pod.
+
+    In the second case, a step is compiled for the pod that --dry_run names. --dry_run_log also gets
+    a row with its memory.
+    """
     if DRY_RUN.value == cli.COUNT:
         print(dry_run.counts(config))
         return
@@ -62,34 +66,40 @@ def _dry_run(config: Config) -> None:
             dry_run.append_to_log(step, LOG.value)
 
 
-def described(result: dict[str, Any]) -> str:
-    """What is printed of a trial: its settings, how it ended, and its metrics if it finished."""
+def text_of_result(result: dict[str, Any]) -> str:
+    """Formats the result of a trial: its settings, how it ended, and its metrics if it finished."""
     trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
     lines = [f'{trial}: {result["status"]}']
     if result.get('diverged_at') is not None:
         lines[0] += f' at step {result["diverged_at"]:,}'
     if result['status'] == FINISHED:
-        for split, texts in summary(result).items():
-            text = f'{split} {", ".join(texts)}'
+        for split, metrics in metrics_by_split(result).items():
+            text = f'{split} {", ".join(metrics)}'
             lines.append(textwrap.fill(text, 100, initial_indent='  ', subsequent_indent='    '))
     return '\n'.join(lines)
 
 
-def summary(result: dict[str, Any]) -> dict[str, list[str]]:
-    """The printed metrics of a finished trial by split, as in reports: of text, bits per byte.
+def metrics_by_split(result: dict[str, Any]) -> dict[str, list[str]]:
+    """Formats the metrics of a finished trial that reports show, by split.
 
-    Entries of data.evaluate follow the splits.
+    For example, {'validation': ['loss 1.4513', ...], 'test': [...]}. The corpora of data.evaluate
+    follow the splits. A split without a value is left out.
     """
     metrics = [metric for metric in shown(metrics_of(result), [result]) if metric.role != 'error']
-    fields = dict[str, list[str]]()
+    # The fields of the result, in the order of `metrics`.
+    fields_by_split = dict[str, list[str]]()
     for split, prefix in PREFIXES.items():
-        fields[split] = [f'{prefix}_{metric.name}' for metric in metrics]
+        fields_by_split[split] = [f'{prefix}_{metric.name}' for metric in metrics]
     for corpus in corpora_of(result):
-        fields[corpus] = [metric.corpus_field(corpus) for metric in metrics]
+        fields_by_split[corpus] = [metric.corpus_field(corpus) for metric in metrics]
+
     texts_by_split = dict[str, list[str]]()
-    for split, names in fields.items():
-        values = [(metric, result.get(name)) for metric, name in zip(metrics, names, strict=True)]
-        texts = [metric.text(value) for metric, value in values if value is not None]
+    for split, fields in fields_by_split.items():
+        texts = []
+        for metric, field in zip(metrics, fields, strict=True):
+            value = result.get(field)
+            if value is not None:
+                texts.append(metric.text(value))
         if texts:
             texts_by_split[split] = texts
     return texts_by_split

@@ -73,16 +73,19 @@ def main() -> None:
     translations = iter(translate(model, tokenizer, sentences, decode))
     for line in lines:
         translation = next(translations) if line.strip() else ''
-        # A model may write an end of line; line i of the output belongs to line i of the input.
+        # A model may write a line break. Line i of the output has to belong to line i of the input.
         print(translation.replace('\n', ' '))
 
 
-def beam_search(of_run: DecodeConfig) -> DecodeConfig:
-    """The run's settings of the beam search, of all sources, with those of the flags in place."""
+def beam_search(decode: DecodeConfig) -> DecodeConfig:
+    """Returns the run's settings of the beam search, with those of the flags in their place.
+
+    All sentences of a split are translated, also if the run scores only some of them.
+    """
     overrides: dict[str, Any] = {
         flag.name: flag.value for flag in (BEAM, LENGTH_PENALTY) if flag.value is not None
     }
-    decode = dataclasses.replace(of_run, max_sources=None, **overrides)
+    decode = dataclasses.replace(decode, max_sources=None, **overrides)
     check_section('decode.', decode)
     return decode
 
@@ -90,7 +93,7 @@ def beam_search(of_run: DecodeConfig) -> DecodeConfig:
 def scores_of(
     source: loading.Loaded, model: Transformer, split: str, decode: DecodeConfig
 ) -> dict[str, Any]:
-    """BLEU and the other scores of a split of the run's own data."""
+    """Translates a split of the data that the run was trained on; returns BLEU and other scores."""
     data = source.config.data
     with use_recorded_tokenizers(*recorded_tokenizers(absolute(source.path), data)):
         pairs = load(data)

@@ -49,9 +49,9 @@ def _costs(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_costs(directory: Path) -> int:
-    """Counts parameters, FLOPs and cache of every trained config again; returns how many agree.
+    """Counts parameters, FLOPs and cache of every trained config again; returns their number.
 
-    ReportError for a result with other counts.
+    Raises ReportError for a result with other counts.
     """
     runs = [run for run in load_findings(directory).study.runs if run.trials]
     for run in runs:
@@ -82,7 +82,8 @@ def main() -> None:
     declarations = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
     if not declarations:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')
-    for study in (declaration.parent for declaration in declarations):
+    for declaration in declarations:
+        study = declaration.parent
         runs = check_costs(study)
         count = verify.check_study(study)
         print(
@@ -101,17 +102,18 @@ def main() -> None:
 
 
 def _check_pages(pages: list[str]) -> None:
+    """Checks the blocks of pages, and the numbers in their sentences; prints how many there are."""
     counts = {page: verify.check_page(page, OF_PAGES) for page in pages}
     if not any(counts.values()):
         raise ReportError(f'--pages={",".join(counts)} contain no block of results')
     for page, count in counts.items():
         if count:
             print(f'{Path(page).name}: {counted(count, "block")} checked against the results')
-    entries = printed_numbers.check_numbers(ROOT / 'docs/numbers.toml')
-    checked = entries['logged'] + entries['decided']
+    num_entries = printed_numbers.check_numbers(ROOT / 'docs/numbers.toml')  # by kind
+    checked = num_entries['logged'] + num_entries['decided']
     print(
         f'numbers.toml: {counted(checked, "sentence")} checked against logs and code, '
-        f'{entries["external"]} with a source elsewhere, {entries["stated"]} with a reason'
+        f'{num_entries["external"]} with a source elsewhere, {num_entries["stated"]} with a reason'
     )
 
 

@@ -27,7 +27,7 @@ def get_config(scale='cpu'):
         variants=('qk/vo', 'double/vo', 'qk/double', 'double/double'),
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
         match=None,
-        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        # For comparison: 8 % fewer parameters cost this decoder about 0.021 nats/token.
         margin=0.01,
         **protocol(scale, equal_shape=False, max_excess=0.004),
     )

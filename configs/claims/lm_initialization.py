@@ -15,21 +15,22 @@ import dataclasses
 from experiments.claims.protocol import language_model, pick, protocol
 from qkattn.config import Study
 
+# The factors of the initial matrices that are tried, for each of the two circuits.
 FACTORS = (0.5, 1.0, 2.0)
 
 
 def get_config(scale='cpu'):
     fields = protocol(scale, equal_shape=False, max_excess=0.004)
-    if scale != 'smoke':  # which tunes nothing
-        grids = dataclasses.replace(fields['tuning'], init_qks=FACTORS, init_vos=FACTORS)
-        fields |= {'tuning': grids}
+    # At scale smoke, nothing is tuned.
+    if scale != 'smoke':
+        fields['tuning'] = dataclasses.replace(fields['tuning'], init_qks=FACTORS, init_vos=FACTORS)
     return Study(
         name='lm_initialization',
         question='Is what a dropped matrix costs a matter of how the others are initialized?',
         base=language_model(scale, first_seed=64),
         variants=('qk/vo', 'query_free/vo', 'qk/no_v', 'qk/no_o'),
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        # For comparison: 8 % fewer parameters cost this decoder about 0.021 nats/token.
         margin=0.01,
         **fields,
     )

@@ -14,6 +14,7 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
+    # The layers of decoders with one head per layer.
     depths = pick(scale, smoke=(4, 8), cpu=(4, 8), gpu=(24, 48))
     rates = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2)
     return Study(
@@ -29,7 +30,7 @@ def get_config(scale='cpu'):
             *(f'qk/vo?num_heads=1&num_layers={layers}' for layers in depths),
         ),
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-        # Parameters worth 8 % of the model cost this decoder about 0.021 nats.
+        # For comparison: 8 % fewer parameters cost this decoder about 0.021 nats/token.
         margin=0.01,
         **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
     )
