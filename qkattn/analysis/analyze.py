@@ -102,7 +102,7 @@ def analyze(
     # 1. The drift of the matrices.
     if reference is not None:
         for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
-            rows += _by_head(circuit, {'drift': drift_N})
+            rows += _rows_by_head(circuit, {'drift': drift_N})
 
     # 2. The other quantities of the matrices. The P matrices are stacked into one array;
     # qkattn/analysis/matrices.py says why.
@@ -112,19 +112,19 @@ def analyze(
     spectra: dict[Circuit, np.ndarray] = {}
     if present:
         a_PNDD = jnp.stack(list(present.values()))
-        values_PN_by_name = jax.device_get(of_matrices(a_PNDD))
+        values_PN_by_name = jax.device_get(quantities_of_matrices(a_PNDD))
         spectra_PND = values_PN_by_name.pop('singular_values')
         for index, circuit in enumerate(present):
             spectra[circuit] = spectra_PND[index]
             quantities = {name: values_PN[index] for name, values_PN in values_PN_by_name.items()}
-            rows += _by_head(circuit, quantities)
+            rows += _rows_by_head(circuit, quantities)
 
     # 3. The quantities of the patterns on the batch.
     inputs = inputs_of(batch or {})
     if inputs:
-        quantities_by_layer = jax.device_get(_of_patterns(model, inputs))
+        quantities_by_layer = jax.device_get(_quantities_of_patterns(model, inputs))
         for (site, layer), quantities in quantities_by_layer.items():
-            rows += _by_head((site, layer, 'pattern'), quantities)
+            rows += _rows_by_head((site, layer, 'pattern'), quantities)
 
     # 4. The induction scores on tokens that occur twice.
     repeated = repeated_tokens(model) if induction else None
@@ -132,7 +132,7 @@ def analyze(
         period = repeated['tokens_BT'].shape[1] // 2
         scores = jax.device_get(_induction_scores(model, repeated, period))
         for (site, layer), score_N in scores.items():
-            rows += _by_head((site, layer, 'pattern'), {'induction_score': score_N})
+            rows += _rows_by_head((site, layer, 'pattern'), {'induction_score': score_N})
     return Analysis(rows, spectra, missing)
 
 
@@ -221,15 +221,18 @@ def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
 
 
 @jax.jit
-def of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
-    """Returns each quantity [P, N] of P circuits by name, and 'singular_values' [P, N, D]."""
+def quantities_of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
+    """Returns the quantities of P matrices per head: [P, N] for each name in MATRIX_QUANTITIES.
+
+    The dict also has 'singular_values' [P, N, D].
+    """
     results = {name: quantity(a_PNDD) for name, quantity in MATRIX_QUANTITIES.items()}
     results['singular_values'] = singular_values(a_PNDD)
     return results
 
 
 @jax.jit
-def _of_patterns(
+def _quantities_of_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], dict[str, jax.Array]]:
     """Returns {(site, layer): {quantity: its value per head, [N]}} of all attention patterns."""
@@ -251,7 +254,7 @@ def _induction_scores(
     return scores
 
 
-def _by_head(source: tuple[str, int, str], quantities: Mapping[str, np.ndarray]) -> list[Row]:
+def _rows_by_head(source: tuple[str, int, str], quantities: Mapping[str, np.ndarray]) -> list[Row]:
     """Returns one `Row` for each quantity and head.
 
     Args:

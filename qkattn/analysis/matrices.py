@@ -49,19 +49,20 @@ def symmetric_share(a_NDD: jax.Array) -> jax.Array:
 
 
 def directionality(a_NDD: jax.Array) -> jax.Array:
-    """Whether the largest norms are norms of rows (-1) or of columns (1): (c - r) / (c + r).
+    """Whether some rows of A are far longer than the others (-1), or some columns (1).
 
-    r is what the large rows have above a bound: sum_i max(0, |row i| - bound). The bound is the
-    mean norm of the rows plus two standard deviations. c is the same sum over columns. If no norm
-    exceeds its bound, the result is 0. If A is zero, it is NaN.
+    The result is (c - r) / (c + r). r is by how much long rows exceed a bound, summed over rows:
+    sum_i max(0, |row i| - bound). The bound is the mean length of the rows plus two standard
+    deviations. c is the same sum for columns. Without any such row or column, the result is 0. If A
+    is zero, it is NaN.
 
-    Rows of A act on queries, columns on keys. A large column is a direction of the keys that all
+    Rows of A act on queries, columns on keys. A long column is a direction of the keys that all
     queries look for. Saponati et al. 2025, arXiv 2502.10927, find values above 0 in autoregressive
     models.
     """
 
     def excess(norms_ND: jax.Array) -> jax.Array:
-        """Returns r from the norms of the rows, or c from the norms of the columns."""
+        """Returns r from the lengths of the rows, or c from the lengths of the columns."""
         bound_N = norms_ND.mean(-1) + 2 * norms_ND.std(-1, ddof=1)
         return jnp.maximum(norms_ND - bound_N[..., None], 0).sum(-1)
 

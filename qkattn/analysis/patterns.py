@@ -120,16 +120,17 @@ def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
 
 
 def sites(model: Transformer) -> dict[str, list[Attention]]:
-    """Returns the attention layers of a model by site, those of a site from first to last.
+    """Returns the attention layers of a model, from the first to the last, by site.
 
-    The sites are 'attention', and in an encoder-decoder also 'cross_attention' and
-    'encoder/attention'.
+    A site is a place of attention in a block. It is 'attention', and in an encoder-decoder also
+    'cross_attention' or 'encoder/attention'.
     """
     layers_by_site = {}
     for prefix, stream in streams(model).items():
-        first_block = layer_of(stream.blocks, 0)  # All blocks of a stream have the same attributes.
-        for name, part in vars(first_block).items():
-            if isinstance(part, Attention):
+        # The blocks of a stream have the same attributes, such as `attention` and `mlp`.
+        first_block = layer_of(stream.blocks, 0)
+        for name, attribute in vars(first_block).items():
+            if isinstance(attribute, Attention):
                 site = f'{prefix}{name}'
                 layers_by_site[site] = stream.layers(name)
     return layers_by_site
@@ -164,7 +165,8 @@ def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Arr
     # loop over the layers replaces the scan.
     copy = jax.tree.map(lambda leaf: leaf, model)
     for prefix, stream in streams(copy).items():
-        stream.run = functools.partial(_run, stream, prefix, visit)  # type: ignore[method-assign]
+        run = functools.partial(_run_with_visits, stream, prefix, visit)
+        stream.run = run  # type: ignore[method-assign]
     return copy.stream(**inputs)
 
 
@@ -173,9 +175,9 @@ def pattern_of(
 ) -> Pattern:
     """Returns the logits and probabilities of one layer for x, in cross-attention for x and y.
 
-    An attention layer returns out[t] = sum_s p[t, s] v[s], but neither p nor the logits. A copy of
-    the layer gives the logits: its normalizer does nothing, so p[t, s] is the logit of t and s. Its
-    value v[s] is the s-th unit vector, so out[t] is the vector of all p[t, s].
+    A layer returns only its output, out[t] = sum_s p[t, s] v[s]. So the logits are computed as the
+    output of a changed copy of the layer. Its normalizer does nothing, so that p[t, s] is the logit
+    of t and s. Its value v[s] is the s-th unit vector, so that out[t] is the vector of all p[t, s].
     """
     copy = jax.tree.map(lambda leaf: leaf, attention)
     T = x_BTD.shape[1]
@@ -234,7 +236,7 @@ def streams(model: Transformer) -> dict[str, Stream]:
     return {'': model}
 
 
-def _run(
+def _run_with_visits(
     stream: Stream,
     prefix: str,
     visit: Visit,
@@ -245,21 +247,25 @@ def _run(
 ) -> jax.Array:
     """Computes what `Stream.run` computes, in a loop that calls `visit` at every attention layer.
 
-    `Stream.run` takes the arguments from x_BTD on: x passes through all blocks and the final norm.
-    `dropout_key` is None, since nothing is dropped. `prefix` is '' or 'encoder/', with which the
-    names of the stream's sites begin.
+    x passes through all blocks and the final norm. The arguments from x_BTD on are those of
+    `Stream.run`; `shared` are further inputs of every block, such as the encoder's output.
+    `dropout_key` is None, since nothing is dropped. The names of the stream's sites begin with
+    `prefix`, which is '' or 'encoder/'.
     """
     for layer in range(stream.config.num_layers):
-        block = layer_of(stream.blocks, layer)  # a copy, whose attributes may change
-        for name, part in list(vars(block).items()):
-            if isinstance(part, Attention):
+        # A copy, in which other functions may stand for the attention layers.
+        block = layer_of(stream.blocks, layer)
+        for name, attribute in list(vars(block).items()):
+            if isinstance(attribute, Attention):
                 site = f'{prefix}{name}'
-                setattr(block, name, _visited(part, site, layer, visit))
+                setattr(block, name, _with_visit(attribute, site, layer, visit))
         x_BTD = block(x_BTD, mask, **shared)
     return stream.normed(x_BTD)
 
 
-def _visited(attention: Attention, site: str, layer: int, visit: Visit) -> Callable[..., jax.Array]:
+def _with_visit(
+    attention: Attention, site: str, layer: int, visit: Visit
+) -> Callable[..., jax.Array]:
     """Returns a function that stands for an attention layer: it calls `visit`, then the layer."""
 
     def attend(
