@@ -82,10 +82,12 @@ def main() -> None:
     measured = Subject.load(SOURCE)
     reference = None
     if REFERENCE.value is not None:
-        # Of a run, what --source was converted from, or else the same trial.
+        # If the reference is a run, it is the trial that --source was converted from, or else the
+        # trial with the same number.
         trial = exported.origin(measured.source.path).get('trial', measured.trial)
         reference = Subject.load(REFERENCE, trial)
 
+    # What the model reads: a text or tokens, or else validation rows of its run.
     batch = None
     ids: list[int] = []
     tokens: list[str] = []
@@ -101,10 +103,10 @@ def main() -> None:
     if reference is not None:
         print(f'drift from {reference}')
     print(table(analysis))
-    for circuit, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
-        layers = [f'{site} {layer}' for site, layer, name in analysis.missing if name == circuit]
+    for matrix, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
+        layers = [f'{site} {layer}' for site, layer, name in analysis.missing if name == matrix]
         if layers:
-            print(f'{", ".join(layers)}: {why}, so there is no matrix {circuit}[n]')
+            print(f'{", ".join(layers)}: {why}, so there is no matrix {matrix}[n]')
     if out is not None:
         make_directory(out)
         write_numbers(out, analysis, measured, reference)

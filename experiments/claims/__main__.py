@@ -49,6 +49,8 @@ EXPORT = cli.define_path(
 @signals.exit_on_signal(cli.is_dry_run)
 def main() -> None:
     keep_programs()
+
+    # Check the flags before anything is trained.
     if CLAIMS.value == []:
         raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
     if CLAIMS.value and EXPORT.value:
@@ -61,6 +63,7 @@ def main() -> None:
         for claim in claims:
             print(f'{claim.name:<3} {claim.statement}')
         return
+
     configs = studies.studies_of(claims, SCALE.value)
     if DRY_RUN.value:
         print(studies.costs(configs))
@@ -71,6 +74,7 @@ def main() -> None:
         _check_studies_exist(claims, configs, directory)
         studies.train(configs, SCALE.value, directory, workers)
     studies.report(claims, directory)
+
     results = Results(directory)
     decided: list[ClaimResult] = []
     for claim in claims:

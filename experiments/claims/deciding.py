@@ -257,9 +257,10 @@ def _outcome(
 def _needs(
     claim: Claim, scale: str, problems: Iterable[str], arms: Iterable[tuple[Row, TrainedArm]]
 ) -> str:
-    """Returns what an undecided claim needs: missing results, or the largest need of its open arms.
+    """Returns what an undecided claim needs, in words.
 
-    `problems` are the names of studies that lack results.
+    If studies lack results (`problems`), it is these. Otherwise it is the largest need of an arm
+    that leaves the claim open, such as '40 seeds in place of 16, to tell ...'.
     """
     names = ', '.join(problems)
     if names:

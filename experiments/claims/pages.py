@@ -154,15 +154,23 @@ def write_page(directory: str | Path) -> Path:
     claims.json was edited.
     """
     directory = Path(directory)
-    drawn = [claim_figure(claim) for claim in export.read_claims(directory) if has_figure(claim)]
-    of_answers = answers_figure(export.read_answers(directory))
-    if of_answers:
-        drawn.append(of_answers)
+
+    # The figures of claims, of answers and of scaling laws.
+    drawings = []
+    for claim in export.read_claims(directory):
+        if has_figure(claim):
+            drawings.append(claim_figure(claim))
+    figure_of_answers = answers_figure(export.read_answers(directory))
+    if figure_of_answers:
+        drawings.append(figure_of_answers)
     scaling = _scaling(directory)
     if scaling:
-        _, laws = scaling
-        drawn += [dataclasses.replace(law, stem=f'scaling_{law.stem}') for law in laws]
-    write_plots(directory / 'plots', drawn, formats=['png'])
+        _, figures_of_laws = scaling
+        for figure in figures_of_laws:
+            drawings.append(dataclasses.replace(figure, stem=f'scaling_{figure.stem}'))
+    write_plots(directory / 'plots', drawings, formats=['png'])
+
+    # The page: a table of all verdicts, a section for each group of claims, and the laws.
     blocks = [verdicts_markdown(directory, '.', page='')]
     blocks += [group_markdown(directory, '.', letter) for letter in GROUPS]
     blocks.append(laws_markdown(directory, '.'))
@@ -353,7 +361,7 @@ def _scaling(directory: Path) -> tuple[Findings, list[Drawing]] | None:
 
 @functools.cache
 def _template(name: str) -> jinja2.Template:
-    """A template of claims, with the functions of this module as globals."""
+    """Returns a template of the folder templates, which may call functions of this module."""
     templates = environment(html=False).overlay(
         loader=jinja2.PackageLoader('experiments.claims'), keep_trailing_newline=True
     )
@@ -386,8 +394,9 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
         if claim.condition:
             verdict += f' {claim.condition}'
         elif claim.needed:
-            in_short = claim.needed.partition(', ')[0]
-            verdict += f', needs {in_short}'
+            # For example, '40 seeds in place of 16'. What follows the comma is long.
+            short_need, _, _ = claim.needed.partition(', ')
+            verdict += f', needs {short_need}'
         row = claim.decisive
         number = f'{amount(row)}, {row.quantity}' if row else NONE
         rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])

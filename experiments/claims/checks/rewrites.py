@@ -419,11 +419,13 @@ def trained_apart() -> Iterator[Row]:
         head_without = without_w_q(random_layer(num_heads=1))
         trained = train(head)
         trained_without = train(head_without)
-        for when, without, with_w_q in (
-            ('before training', head_without, head),
-            ('trained, one product in place of two', without_w_q(trained), trained),
-            ('trained apart', trained_without, trained),
-        ):
+        # Pairs of a head without W_Q and a head with W_Q.
+        pairs = {
+            'before training': (head_without, head),
+            'trained, one product in place of two': (without_w_q(trained), trained),
+            'trained apart': (trained_without, trained),
+        }
+        for when, (without, with_w_q) in pairs.items():
             inputs = [softmax_input(without, x_BTD), softmax_input(with_w_q, x_BTD)]
             yield equality_row(f'difference of the softmax input, {when}', *inputs, optimizer=name)
 
