@@ -1,4 +1,4 @@
-"""From verdicts of arms to truths_by_context, from truths to verdicts, and how often these err."""
+"""From verdicts of arms to truths, from truths to verdicts, and how often these err."""
 
 import dataclasses
 
