@@ -86,6 +86,7 @@ def one_line(text: str) -> str:
     return ' '.join(text.split())
 
 
+@pytest.mark.slow
 def test_a_plan_prints_what_the_page_shows(clone):
     copied, refused, planned = (run(clone, command) for command in COMMANDS[1:4])
     assert copied.returncode == 0

@@ -33,6 +33,7 @@ def shards(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_from_shards(printed, tmp_path, shards):
     flags = (f'--config.data.path={shards}', f'--config.data.data_dir={tmp_path}/cache')
     printed('train', '--config=gpt2_124m:smoke', *flags, '--workdir=run')

@@ -57,6 +57,7 @@ def assert_close(path, other, bound):
         assert loss == pytest.approx(expected, abs=bound)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_a_run_in_bfloat16_has_the_losses_of_one_device(sharded, tmp_path):
     model = SMALL | {'compute_dtype': 'bfloat16'}
     steps = {'num_steps': 4}
