@@ -185,6 +185,7 @@ class NonlinearQuery(TwoMaps):
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns q_BTNH: the stream (x + f(x)) / 2, or f(x), cut into one slice for each head."""
         # f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2). First all but the LayerNorm:
         normed_BTD = rms_norm(x_BTD, epsilon=EPSILON) * self.g_in_D[...]
         hidden_BTR = project(normed_BTD, self.w_in_DR, self.b_in_R)
@@ -204,6 +205,8 @@ class NonlinearQuery(TwoMaps):
         raise NotImplementedError('nonlinear_query is not bilinear and has no matrix')
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
+        """Computes s_BNTS / scale in float64, without `queries` and `keys`."""
+
         def array(parameter: nnx.Param | None) -> np.ndarray:
             """A parameter in float64; a bias that the spec leaves out is 0."""
             return np.zeros(()) if parameter is None else np.asarray(parameter[...], np.float64)

@@ -53,8 +53,9 @@ class Latent(Score):
 
     @classmethod
     def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **sizes: Any) -> None:
-        # The keys of heads, which rope would rotate, do not exist in the absorbed form. So rope
-        # needs extra channels, and they need rope.
+        """Raises SpecError unless positions=rope and `rope_size` come together."""
+        # rope would rotate the keys of heads, which do not exist in the absorbed form. So it needs
+        # extra channels, which are there only for it.
         if spec.positions == 'rope' and rope_size is None:
             example = max(2, spec.head_size // 4 * 2)  # about H / 2, and even
             raise SpecError(

@@ -53,7 +53,7 @@ class SharedQK(Tied):
     def check(
         cls, spec: AttentionSpec, *, key_norm: Any = False, temperature: Any = None, **_: Any
     ) -> None:
-        # The temperature.
+        """Raises SpecError for an invalid temperature, and for options that QK-norm undoes."""
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if is_number:
             valid = 0 < temperature < 1e38
@@ -133,6 +133,7 @@ class SharedQK(Tied):
         return A_NDE * self.g_temperature_N[:, None, None]
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
+        """Computes s_BNTS / scale in float64, without `queries` and `keys`."""
         # Queries and keys have one matrix. With biases, it has one more row for them, and acts on
         # x with a 1 appended, which `with_ones` does.
         w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)

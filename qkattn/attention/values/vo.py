@@ -99,6 +99,7 @@ class MergedVO(Factored):
         D = spec.d_model
         N = spec.num_heads
         if init == 'product':
+            # Starts as the product W_V W_O of `vo` with the same key.
             vo = VO(spec, score, key=key)
             w_v_DNH = grouped(vo.w_v_DKH[...], N)  # a value head for each query head
             w_ov_NDE = jnp.einsum('DNH,NHE->NDE', w_v_DNH, vo.w_o_NHD[...])
