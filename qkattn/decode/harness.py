@@ -405,8 +405,8 @@ def windows(tokens: Sequence[int], separator: int, context: int) -> Iterator[Sco
     """Yields rows that together score each token of a text once.
 
     A row has up to `context` + 1 tokens, because the model reads all but the last. The text follows
-    the separator S, as documents do in training. With a context of 4, the text 0 1 2 3 4 5 has the
-    rows
+    the separator S, as documents do in training. For example, with a context of 4 the text
+    0 1 2 3 4 5 has two rows:
 
         S 0 1 2 3    0 1 2 3 are scored
         1 2 3 4 5    4 5 are scored, given as many tokens as fit

@@ -91,6 +91,10 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
     with _as_config_error(setting):
         spec = make_spec()
 
+    # A name with a colon is the import path of a class from outside the package.
+    outside_names = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
+    joined_names = ', '.join(outside_names)
+
     def check_spec() -> None:
         with _as_config_error(setting):
             registry.check(spec)
@@ -106,15 +110,12 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
                 f'stream of shape {x_BTD.shape}; both must have the same shape'
             )
 
-    # A name with a colon is the import path of a class from outside the package.
-    outside_names = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
     if not outside_names:
         check_spec()
         return
 
     # Code from outside may raise anything, and every exception becomes a ConfigError. A trace finds
     # out whether its arrays fit together.
-    joined_names = ', '.join(outside_names)
     call_with_config_errors(setting, joined_names, check_spec)
     call_with_config_errors(setting, joined_names, trace_layer)
 
