@@ -87,7 +87,7 @@ def _bound(row: Row, difference: Difference) -> float:
     if row.relation == AS_REPORTED:
         ends = (row.expected - row.tolerance, row.expected + row.tolerance)
         return min(ends, key=lambda end: abs(end - difference.mean))
-    side = _SIDES.get(row.relation or '')
+    side: float | None = _SIDES.get(row.relation or '')
     if side is None:
         side = math.copysign(1, difference.mean)  # the nearer one
     return side * difference.margin
