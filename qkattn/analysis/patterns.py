@@ -176,22 +176,30 @@ def pattern_of(
     """Returns the logits and probabilities of one layer for x, in cross-attention for x and y.
 
     A layer returns only its output, out[t] = sum_s p[t, s] v[s]. So the logits are computed as the
-    output of a changed copy of the layer. Its normalizer does nothing, so that p[t, s] is the logit
-    of t and s. Its value v[s] is the s-th unit vector, so that out[t] is the vector of all p[t, s].
+    output of a changed copy of the layer:
+
+    - its normalizer does nothing, so p[t, s] is the logit of query t and key s;
+    - the value v[s] of key s is the s-th unit vector, so out[t] is the vector of all p[t, s]. With
+      three keys, it is p[t, 0] (1, 0, 0) + p[t, 1] (0, 1, 0) + p[t, 2] (0, 0, 1).
     """
-    copy = jax.tree.map(lambda leaf: leaf, attention)
     T = x_BTD.shape[1]
     S = T if y_BSD is None else y_BSD.shape[1]
-    copy.value = _UnitValues(S)
+
+    copy = jax.tree.map(lambda leaf: leaf, attention)  # the arrays are shared with the layer
+    copy.value = _UnitValues(S)  # the unit vectors
     import_path = f'{__name__}:{Logits.__name__}'  # A spec names a normalizer by its import path.
     copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=import_path)
-    is_self_attention = y_BSD is None
-    if is_self_attention and attention.score.hides_self:
-        mask = dataclasses.replace(mask, hides_self=True)
     s_BTNS = copy(x_BTD, mask, y_BSD=y_BSD)
     s_BNTS = jnp.swapaxes(s_BTNS, 1, 2)
 
-    # The layer's own normalizer turns the logits into probabilities, as in the kernel `einsum`.
+    # With some scores, a query attends to itself only if it may attend to nothing else. The call
+    # above has added this to the mask of the copy. Here it is added for the probabilities.
+    is_self_attention = y_BSD is None
+    if is_self_attention and attention.score.hides_self:
+        mask = dataclasses.replace(mask, hides_self=True)
+
+    # The layer's own normalizer turns the logits into probabilities, as in the kernel `einsum`:
+    # masked logits get half of the lowest number, and masked probabilities are set to 0.
     mask_BTS = mask.dense(T, S)
     mask_B1TS = mask_BTS[:, None]
     masked_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(s_BNTS.dtype).min / 2)

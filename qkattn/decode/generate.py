@@ -165,17 +165,20 @@ def _prefill_prompts(
     vocab_size: int | None,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
-    """Checks the arguments, runs the prompts through the model, and fills a cache with them.
+    """Runs the model over the prompts, so that new tokens can be appended to them one at a time.
 
     Raises ConfigError for arguments that do not fit the model.
 
     Returns:
-      The logits of the first new token, the cache before it, and the `Step` that continues.
+      Three things: the logits of the first new token, [B, V]; the key-value cache, which holds the
+      prompts; and `step`, a function that appends one token to each row of a cache.
     """
     V = model.config.vocab_size if vocab_size is None else vocab_size
     _check_arguments(model.config, prompts_BT, num_tokens, V, source)
     B, T = prompts_BT.shape
-    S = T + num_tokens - 1  # slots of the cache; the model does not read the last token
+    # The cache has a slot for each token that the model reads. With a prompt of 5 tokens and 3 new
+    # ones, these are 7: the third new token is chosen, but never read.
+    S = T + num_tokens - 1
     if source is None:
         cache = init_cache(model, B, S)
     else:
@@ -186,9 +189,13 @@ def _prefill_prompts(
     def step(
         tokens_M: jax.Array, rows_M: jax.Array | None, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Appends one token to each row, and returns the logits of the next one."""
+        """Appends one token to each of M rows, and returns the logits of the next token.
+
+        Row m continues row rows_M[m] of `cache`, as a beam search needs it: [0, 0] continues row 0
+        twice, and drops row 1. With None, every row continues itself.
+        """
         if rows_M is not None:
-            cache = take_rows(cache, rows_M)
+            cache = take_rows(cache, rows_M)  # row m of this cache is row rows_M[m] of the other
         logits_MV, cache = prefill(model, tokens_M[:, None], cache)
         return logits_MV[:, :V], cache
 

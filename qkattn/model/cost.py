@@ -92,12 +92,19 @@ def _flops_per_token(config: ModelConfig, program: Callable) -> float:
 def _matmul_flops(jaxpr: Jaxpr) -> int:
     """Returns the FLOPs of all matrix products (dot_general) in a program.
 
-    Two equations that compute the same value count once, because the compiler merges them. They do
-    if they apply the same primitive with the same parameters to inputs of the same values.
+    The compiler merges equations that compute the same value, so they count once. For example,
+
+        a = dot_general x w
+        b = dot_general x w
+        c = dot_general a b
+
+    counts as two products: b is equal to a, because the same primitive with the same parameters is
+    applied to the same inputs.
     """
     flops = 0
-    # Every variable gets an id, so that variables with the same id hold the same value.
+    # The id of the value that a variable holds. In the example, a and b have the same id.
     id_of_variable: dict[Any, Any] = {}
+    # The hashes of the computations so far: in the example, of x w and of a b.
     computed: set[int] = set()
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
@@ -105,14 +112,18 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
         for variable in equation.invars:
             if isinstance(variable, Literal):
                 input_ids.append(repr(variable))  # literals of the same value are equal
+            elif variable in id_of_variable:
+                input_ids.append(id_of_variable[variable])
             else:
-                # An argument of the program, which no equation computes, has an id of its own.
-                input_ids.append(id_of_variable.get(variable, id(variable)))
+                # An argument of the program, such as x: it is equal to no other variable.
+                input_ids.append(id(variable))
+
+        # Equations with the same hash compute the same value, so their outputs get the same ids.
         computation = hash((primitive, str(equation.params), tuple(input_ids)))
         for index, variable in enumerate(equation.outvars):
             id_of_variable[variable] = (computation, index)
         if computation in computed:
-            continue
+            continue  # an earlier equation has counted it, together with its inner programs
         computed.add(computation)
 
         if primitive == 'dot_general':

@@ -261,19 +261,25 @@ def _finer_range(
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """Returns g(u) = u^2 / 2 (1 + skew u), the shape of a loss around its optimum at u = 0.
+    """Returns g(u), the shape of a loss around its optimum at u = 0.
 
-    Where this is not convex, g is a straight line. The second derivative, 1 + 3 skew u, is 0 at the
-    inflection u0 = -1 / (3 skew). Beyond this point, g continues along its tangent,
-    g(u0) + u0 / 2 (u - u0).
+    It is the cubic u^2 / 2 (1 + skew u), whose second derivative is 1 + 3 skew u. Where that is
+    negative, g is a straight line instead, so that g is convex everywhere. The line is the tangent
+    at the inflection u0 = -1 / (3 skew). The slope there is u0 + 3/2 skew u0^2 = u0 / 2.
+
+    For example, with skew = 1/3 the inflection is u0 = -1, where g is 1/3 and its slope is -1/2.
+    So g(-3) is 1/3 + 1 = 4/3.
     """
+    cubic = u**2 / 2 * (1 + skew * u)
+
+    # Without skew, the cubic is a parabola, which is convex everywhere. Any number will do as its
+    # inflection; dividing by infinity gives 0.
+    inflection = -1 / np.where(skew, 3 * skew, np.inf)
+    at_inflection = inflection**2 / 2 * (1 + skew * inflection)
+    tangent = at_inflection + inflection / 2 * (u - inflection)
+
     is_convex = 1 + 3 * skew * u >= 0
-    inflection = -1 / np.where(skew, 3 * skew, np.inf)  # without skew, it is not used
-    # Where the curve is convex, the line starts at u itself, and adds 0.
-    start_of_line = np.where(is_convex, u, inflection)
-    curve = start_of_line**2 / 2 * (1 + skew * start_of_line)
-    line = start_of_line / 2 * (u - start_of_line)
-    return curve + line
+    return np.where(is_convex, cubic, tangent)
 
 
 def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'vertex') -> Sweep:

@@ -209,19 +209,22 @@ def document_results(
             'nats': [[402.1, 950.7, 644.9], None],  # the second trial diverged
         }}
 
-    'nats' are losses summed over the targets of a document: the loss of a trial on the split is
-    sum(nats) / sum(tokens). Documents without targets are left out. The R rows of a task without
-    documents are grouped in another way, which `pipeline.clusters` describes.
+    'nats' are losses summed over the targets of a document. So the loss of the first trial on the
+    split, in nats per target, is (402.1 + 950.7 + 644.9) / (120 + 310 + 205). Documents without
+    targets are left out.
+
+    If the task has no documents, groups of rows named '0', '1' and so on take their place.
     """
     splits = {}
     for split, evaluation in evaluations.items():
-        # The names of the documents, and the number of the document of each of the R rows.
+        # The names of the C documents, or groups. Row r of the R evaluated rows belongs to the
+        # document names[document_R[r]].
         max_rows = stack.config.data.eval_sequences
         names, document_R = pipeline.clusters(stack.rows, split, max_rows)
         targets_C = _sums_by_document(evaluation.targets_R, document_R, len(names))
         has_targets_C = targets_C > 0
 
-        # The losses of each trial; None if it diverged.
+        # The losses of each trial; None if it diverged. Column x of nats_RX belongs to results[x].
         nats: list[list[float] | None] = []
         for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
             if result['status'] == FINISHED:

@@ -156,57 +156,71 @@ def _first_that_divides(
     options: Mapping[str, tuple[str, ...]],
     mesh: Mesh,
 ) -> str | None:
-    """Returns the first letter of `options` whose axis can be split evenly; None if there is none.
+    """Chooses the axis of a leaf (array) to split: the first of `options` that divides evenly.
 
-    Logs a message if that is not the first letter.
+    Returns its letter; None if no axis divides evenly, so that the leaf is replicated. Logs a
+    message unless it is the first letter of `options`, the preferred one.
+
+    For example, w_q_DNH has N = 6 and H = 16, on a mesh with tensor=4. The options are
+    {'N': ('tensor',), 'H': ('tensor',)}. 6 is not a multiple of 4, so this returns 'H', and logs
+    'w_q_DNH: N=6 does not divide over tensor=4; split over H'.
 
     Args:
       path: the path of the leaf.
       letters: the letter of each axis of the leaf.
       shape: the shape of the leaf.
-      options: the mesh axes that would split each letter, in the order of preference.
+      options: the letters that may be split, the preferred one first; for each of them, the mesh
+        axes that would split it.
       mesh: the mesh of the run.
     """
     if not options:
         return None
+    size_of_letter = {letter: shape[letters.index(letter)] for letter in options}
     chosen = None
     for letter, mesh_axes in options.items():
-        size = shape[letters.index(letter)]
-        if size % _num_devices(mesh, mesh_axes) == 0:
+        if size_of_letter[letter] % _num_devices(mesh, mesh_axes) == 0:
             chosen = letter
             break
 
     preferred = next(iter(options))
     if chosen != preferred:
-        size = shape[letters.index(preferred)]
-        mesh_axes = options[preferred]
-        over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in mesh_axes)
-        instead = f'replicated over {mesh_axes[0]}'
-        if chosen is not None:
+        # The first mesh axis is the one that is to split the leaf; a second one splits it already.
+        preferred_axes = options[preferred]
+        over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in preferred_axes)
+        if chosen is None:
+            instead = f'replicated over {preferred_axes[0]}'
+        else:
             instead = f'split over {chosen}'
+        size = size_of_letter[preferred]
         say_once(f'{path}: {preferred}={size} does not divide over {over}; {instead}')
     return chosen
 
 
 def _letters_of(path: str, num_axes: int) -> str:
-    """Returns the letter of each axis of a leaf of the train state; '.' for an unknown axis.
+    """Returns the letter of each axis of a leaf of the train state.
 
-    For example, 'params/blocks/attention/w_q_DNH' with five axes gives 'XLDNH'. A leaf with two
-    axes whose name has no letters gives 'X.': the first axis is that of trials in every leaf.
+    The letters are those at the end of the leaf's name, after X for the trials and L for the
+    layers. An axis without a letter gets '.', and is not split. For example:
+
+        'params/blocks/attention/w_q_DNH', 5 axes -> 'XLDNH'
+        'params/w_embedding_VD', 3 axes -> 'XVD'
+        'opt_state/count', 2 axes -> 'X.'
     """
     modules = path.split('/')[:-1]
-    letters = 'X'
+    letters = 'X'  # the first axis of every leaf is that of trials
     parameter = _PARAMETER.search(path)
     if parameter is not None:
         if 'blocks' in modules:
             letters += 'L'  # blocks are stacked over layers
         letters += parameter[1]
     elif 'params' in modules:
+        # A parameter should have letters; other leaves, such as counters, need none.
         say_once(
             f'{path}: the name does not end in the letters of its axes, as w_q_DNH; replicated'
         )
-    # Fill up with dots, or cut: the state of an optimizer may have fewer axes than its parameter.
-    return letters.ljust(num_axes, '.')[:num_axes]
+    # An optimizer may keep a state with fewer axes than its parameter, so 'XLDNH' may be too long.
+    letters = letters.ljust(num_axes, '.')
+    return letters[:num_axes]
 
 
 def _num_devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -249,12 +263,15 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
 
     def place(array: jax.Array, letters: str) -> jax.Array:
         """Constrains the sharding of an array; `letters` name its axes, as in BTD or VD."""
-        # fsdp splits the stored embedding by V, if V is a multiple of it, and otherwise by D. Split
-        # by V, it stays as it is. Split by D, it would split the D of activations too, so it gets
-        # the sharding below, which gathers it.
+        # The embedding VD is stored with its V split over fsdp if V is a multiple of fsdp, and with
+        # its D split otherwise. With V split, it is used as it is stored. With D split, XLA would
+        # split the D of activations, too. So it gets the sharding below, in which D is whole.
         is_embedding = letters == 'VD'
-        if is_embedding and array.shape[0] % mesh.shape['fsdp'] == 0:
-            return array
+        if is_embedding:
+            V, _ = array.shape
+            is_split_by_V = V % mesh.shape['fsdp'] == 0
+            if is_split_by_V:
+                return array
 
         # Split each axis that divides evenly over the mesh axes of its letter.
         partition = []
