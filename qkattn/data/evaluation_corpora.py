@@ -170,24 +170,35 @@ def _open_split(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenData
 
 
 def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) -> None:
-    """Raises ConfigError unless the model of the run can read the ids of a dataset.
+    """Raises ConfigError unless the model of the run can read the token ids of a dataset.
 
-    It can if the dataset has the tokenizer of the run. If both are ids without a vocabulary, it is
-    enough that the model has all ids of the dataset.
+    The ids mean the same to both if the dataset has the tokenizer of the run. Datasets may also
+    consist of ids whose tokenizer is unknown (IdTokenizer). If both do, their ids are taken to mean
+    the same, and the model has to have the largest id of the dataset. For example, ids up to 999
+    need a model with a vocabulary of at least 1000 ids.
+
+    Args:
+      dataset: the dataset on which the run is evaluated.
+      rows: the data on which the run is trained.
+      config: the configuration of the run.
     """
     tokenizer = dataset.tokenizer
     run_tokenizer = rows.dataset.tokenizer
     if tokenizer.name == run_tokenizer.name:
         return
-    are_ids_alone = isinstance(tokenizer, IdTokenizer) and isinstance(run_tokenizer, IdTokenizer)
-    if not are_ids_alone:
+
+    # The names differ. Those of unknown tokenizers do if they have different numbers of ids.
+    are_both_unknown = isinstance(tokenizer, IdTokenizer) and isinstance(run_tokenizer, IdTokenizer)
+    if not are_both_unknown:
         raise ConfigError(
             f'it has the tokenizer {tokenizer.name}, but the run has {run_tokenizer.name}; '
             'give tokens of the same tokenizer, or the text'
         )
+
     num_ids = config.model.vocab_size
     if config.model.kind == 'encoder':
-        # The next id after those of the run's data stands for hidden tokens.
+        # An encoder takes the id after those of the run's data as its mask token, so it cannot be
+        # the id of a token of the dataset.
         num_ids = rows.dataset.vocab_size
     if dataset.vocab_size > num_ids:
         raise ConfigError(

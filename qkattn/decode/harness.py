@@ -329,25 +329,33 @@ class TextModel:
     def continuations_of_batch(
         self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Does what `continuations` does, for at most `batch_size` prompts."""
+        """Continues at most `batch_size` prompts of token ids by the most likely tokens.
+
+        Prompt b gets num_tokens[b] tokens, or fewer: a continuation ends before a separator.
+        """
         lengths_B = np.array([len(prompt) for prompt in prompts])
         ends_B = lengths_B + np.array(num_tokens)
 
-        # Each row is a prompt and free places, up to the end of the longest continuation.
+        # Each row is a prompt and free places, up to the end of the longest continuation. With the
+        # prompts [5, 6] and [7], and 2 new tokens for each, the rows are [5, 6, 0, 0] and
+        # [7, 0, 0, 0].
         width = int(ends_B.max())
         rows = []
         for prompt in prompts:
             free_places = [0] * (width - len(prompt))
             rows.append([*prompt, *free_places])
 
-        # The model reads the first tokens of all prompts in one pass, as many as the shortest one
-        # has. Each number of them compiles a program, so it is rounded down to a multiple of
-        # WIDTH_STEP.
+        # The model reads the first `prefix` tokens of all prompts in one pass, and later tokens one
+        # by one. `prefix` could be the length of the shortest prompt. But every value compiles
+        # another program, so the length is rounded down to a multiple of WIDTH_STEP. One token has
+        # to be read at least.
         shortest = int(lengths_B.min())
         num_steps = shortest // WIDTH_STEP
         prefix = max(1, num_steps * WIDTH_STEP)
 
-        # `padded` repeats rows to fill the batch. np.resize repeats their lengths and ends.
+        # The model reads batches of `batch_size` rows. If there are fewer prompts, `padded` repeats
+        # the rows, and np.resize repeats their lengths and ends in the same order. `padded` also
+        # widens the rows, to at most `context` + 1 tokens: the last token is not read.
         separator = self.tokenizer.separator
         tokens_BT = continued(
             self.model,
@@ -360,7 +368,7 @@ class TextModel:
         )
 
         continuations = []
-        continued_rows = np.asarray(tokens_BT)
+        continued_rows = np.asarray(tokens_BT)  # the rows with their free places filled
         for b in range(len(prompts)):
             tokens = continued_rows[b, lengths_B[b] : ends_B[b]].tolist()
             if separator in tokens:

@@ -246,11 +246,17 @@ class JobPeers:
         self._take_agreed_step(meeting, published)
 
     def _take_agreed_step(self, meeting: int, published: dict[str, str]) -> None:
-        """Publishes the step after which all stop, in process 0, and stores it, in every process.
+        """Takes part in the agreement on the step after which all processes of the job stop.
 
         For example, processes 0 and 1 have done 7 and 9 steps. They have published
         {'at/1/0': '7', 'at/1/1': '9'}. Process 0 then publishes the larger step, {'after/1': '9'}.
+        Once a process reads this key, it tells its training thread to stop after step 9.
+
+        Args:
+          meeting: the number of the last call of `meet`, 1 in the example.
+          published: the keys that all processes have published, without _ROOT in front.
         """
+        # Process 0 chooses the step once all processes have published how far they are.
         last_steps = []
         for rank in range(self._job.num_processes):
             step = published.get(f'at/{meeting}/{rank}')
@@ -260,6 +266,7 @@ class JobPeers:
         if have_all_published and agreement.is_process_0():
             _set(f'{_ROOT}after/{meeting}', str(max(last_steps)))
 
+        # Every process, 0 too, takes the choice from the published keys once it is among them.
         stop_after = published.get(f'after/{meeting}')
         if stop_after is not None:
             with self._agreement:

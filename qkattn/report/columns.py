@@ -380,16 +380,20 @@ def corpora(findings: Findings) -> list[str]:
 
 
 def _corpus_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the mean loss on each corpus of data.evaluate. No verdict depends on it."""
+    """Yields a column for each further corpus on which models are evaluated (data.evaluate).
+
+    Its value for an arm is the loss on the corpus, as mean and standard deviation over seeds. These
+    columns are for information: verdicts come from the losses on the study's own data.
+    """
     loss = METRICS['loss']
     for corpus in corpora(findings):
         field = loss.corpus_field(corpus)
-        mean_loss = methodcaller('over_seeds', field)  # gives arm.over_seeds(field)
+        mean_loss = methodcaller('over_seeds', field)  # the function arm -> arm.over_seeds(field)
         yield Column(
             field,
             mean_loss,
-            f'loss on {corpus}, {loss.unit}|mean ± sd',
-            text=VAL_LOSS.printed,
+            f'loss on {corpus}, {loss.unit}|mean ± sd',  # a heading of two lines
+            text=VAL_LOSS.printed,  # with as many digits as the validation loss
             parts=ESTIMATE,
         )
 

@@ -152,21 +152,31 @@ def _require_different_models(arms: Sequence[PlannedArm]) -> None:
 def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
     """Checks that each positive control of the study names an arm that is compared.
 
-    A positive control states a known effect, as in 'qk/vo?num_heads=1 is worse'. If it says 'at
-    equal shape', the arm has to be a control at the baseline's shape. Raises ConfigError if there
-    is no such arm.
+    A positive control is a known effect that the study has to find. An arm is a variant of the
+    model. If the study matches costs, a variant can have arms of two sizes:
+
+    - 'qk/vo?num_heads=1 is worse' names the arm that is resized to the cost of the baseline;
+    - 'qk/vo?num_heads=1 is worse at equal shape' names the arm that keeps the shape of the baseline
+      (SAME_SHAPE), whatever it costs.
+
+    Raises ConfigError if the study has no arm of this variant and size.
     """
     for text in study.expected:
         expected = parse_expected(text)
+
+        # The variants that are compared with the baseline in the size that the control names.
         compared: list[str] = []
         for arm in arms:
+            is_baseline = arm.variant == study.baseline
             has_same_shape = arm.key.control == SAME_SHAPE
-            if arm.variant != study.baseline and has_same_shape == expected.same_shape:
+            has_expected_size = has_same_shape == expected.same_shape
+            if has_expected_size and not is_baseline:
                 compared.append(arm.key.variant)
         if expected.variant in compared:
             continue
 
-        # The error says which arms could be named, and on what condition the study has them.
+        # The error lists the variants that can be named. Arms at the baseline's shape exist only
+        # under a condition, which it says too.
         restriction = ''
         if expected.same_shape:
             restriction = ' at the same shape (cheaper ones, with controls.equal_shape and a match)'

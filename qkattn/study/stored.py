@@ -126,14 +126,18 @@ def _bytes_or_none(file: Path) -> bytes | None:
 def pack(study: Files, destination: Path) -> None:
     """Writes a study in its stored form to the directory `destination`.
 
-    `study` has the files as `study / name`. Checkpoints, training records and provenance.json,
-    which names machines and users, are left out. If the result could not be read again, raises
-    ReportError and writes nothing.
+    The stored form is an archive of the logs, and the files WHOLE_FILES, such as study.json, as
+    they are. Checkpoints, training records and provenance.json, which names machines and users, are
+    left out. If the result could not be read again, raises ReportError and writes nothing.
+
+    `study` is the directory of the study, or the files of a study that is stored already. Of both,
+    `study / 'study.json'` is a file.
     """
     logs = zip_bytes(dict(_stored_logs(study)))
-    StoredFiles(destination, logs)  # raises ReportError if the logs cannot be read
-    # The logs are written last. If an export is interrupted before, the next one recognizes the
-    # study by its other files.
+    # Opens the archive as a reader will, which raises ReportError if that fails.
+    StoredFiles(destination, logs)
+    # The logs are written last, and study.json first. If the export is interrupted, it can be
+    # repeated: study.json shows that `destination` holds the same study.
     for name in WHOLE_FILES:
         if (study / name).is_file():
             write_atomic(destination / name, (study / name).read_bytes())

@@ -250,11 +250,13 @@ def _require_fit(config: Config, pod: Pod) -> None:
 def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
     """Returns the devices of a pod, and the name of the compiler for them.
 
-    These are the devices of a TPU slice if libtpu is installed, and otherwise fake devices of the
-    CPU. Raises ConfigError if libtpu refuses the slice, or this process has too few fake devices.
+    These are the devices of a TPU slice if the pod has TPUs and libtpu, their compiler, is
+    installed. Otherwise they are fake devices, into which JAX divides the CPU. Raises ConfigError
+    if libtpu refuses the slice, or if this process has fewer fake devices than the pod.
     """
-    # Ask JAX for as many fake devices as the pod has. It raises RuntimeError if it has started
-    # already. The number of its devices is then fixed, and compared below.
+    # Run JAX on the CPU, even if libtpu compiles for TPUs below. Ask it for as many fake devices as
+    # the pod has. If JAX has started already, it raises RuntimeError and keeps the devices that it
+    # has. Whether these are enough is checked at the end.
     with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')

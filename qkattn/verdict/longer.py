@@ -50,18 +50,22 @@ _SCHEMA = {
 
 
 def studies_beside(study: TrainedStudy) -> list[Path]:
-    """Finds the directories beside a study whose studies train the same models longer.
+    """Finds the studies that train the same models longer; returns their directories.
 
-    For example, runs/long is found beside runs/short if it repeats the study with four times the
-    steps. Another study has to meet three conditions:
+    Only directories beside that of the study are searched. For example, runs/long is found beside
+    runs/short if it repeats the study with four times the steps. Another study has to meet three
+    conditions:
 
-    - it trains for at least TIMES times as many steps;
-    - it compares its arms with the same baseline, and matches their cost in the same way;
-    - its base config has the same settings, except for those of _FREE, such as the steps.
+    - it trains for at least four times (TIMES) as many steps;
+    - it compares its arms, the variants of the model, with the same baseline, and matches their
+      cost in the same way;
+    - its base config has the same settings, except for those that the length of training changes
+      (_FREE), such as train.num_steps and train.eval_every.
     """
     settings_of_study = _settings_to_compare(study.base)
     directories = []
-    for study_json in sorted(study.directory.resolve().parent.glob('*/study.json')):
+    directory_of_studies = study.directory.resolve().parent
+    for study_json in sorted(directory_of_studies.glob('*/study.json')):
         try:
             record = parse_file(study_json, _SCHEMA)
             base = read_base(record)
@@ -71,7 +75,9 @@ def studies_beside(study: TrainedStudy) -> list[Path]:
         is_longer = base.train.num_steps >= TIMES * study.base.train.num_steps
         has_same_settings = _settings_to_compare(base) == settings_of_study
         has_same_baseline = record['baseline'] == study.baseline
-        # Which cost is matched, what absorbs the rounding, and where saved parameters go.
+        # Arms are resized until they have the cost of the baseline. Three settings say how: `match`
+        # says which cost, `fill` what makes up for rounding, and `destinations` which part of the
+        # model gets the parameters that an arm saves.
         is_matched_alike = (
             record['matched'] == study.match
             and record['fill'] == study.fill

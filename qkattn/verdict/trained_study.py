@@ -158,7 +158,7 @@ class TrainedStudy(config.Study):
 
 
 def load_study(directory: str | Path) -> TrainedStudy:
-    """Reads the study in `directory`.
+    """Reads the study in `directory`: what it declares, and the results of its runs.
 
     A bad file of a run is left out, and `problems` of the study names it. Raises ReportError if the
     directory, `study.json` or the ledger is missing, if a file of the study is bad, or if no trial
@@ -166,14 +166,14 @@ def load_study(directory: str | Path) -> TrainedStudy:
     """
     directory = as_path(directory)
     study_json = directory / 'study.json'
-    files = stored.open_files(directory)
+    files = stored.open_files(directory)  # the directory itself, or the archive of a stored study
     if not directory.is_dir():
         problem = 'is a file' if directory.exists() else 'does not exist'
         raise ReportError(f'study directory {str(directory)!r} {problem}.')
     if not study_json.exists():
         raise ReportError(f'{str(study_json)!r} does not exist, so this is not a study directory.')
 
-    # What the study declares.
+    # What the study declares: `study` has no runs yet.
     study_ledger = ledger.read(directory / ledger.NAME)
     try:
         declared = parse_file(study_json, {})
@@ -181,7 +181,8 @@ def load_study(directory: str | Path) -> TrainedStudy:
     except ValueError as error:
         raise ReportError(f'{str(study_json)!r} cannot be read: {error}.') from error
 
-    # Its runs, with their trials and logs.
+    # Its runs with their trials, and then the log of each run. `with_run_files` adds a sentence to
+    # `problems` for each bad file.
     problems = [*study.problems]
     try:
         planned = _read_runs(study)
@@ -192,12 +193,14 @@ def load_study(directory: str | Path) -> TrainedStudy:
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
 
+    # The runs whose files have changed since results were first looked at, by their digests.
+    altered = study_ledger.altered(ledger.run_digests(files))
     return dataclasses.replace(
         study,
         runs=tuple(runs),
         problems=tuple(problems),
         yardsticks=yardsticks,
-        altered=study_ledger.altered(ledger.run_digests(files)),
+        altered=altered,
         earlier=tuple(chain.earlier_studies(directory, study_ledger, declared)),
     )
 

@@ -60,24 +60,32 @@ def rows_of(config: Config) -> Rows:
     Raises ConfigError if they cannot be opened or do not fit the model.
     """
     task, options = _task_and_options(config)
-
-    def open_rows() -> Rows:
-        rows = task.open(config, **options)
-        if rows.vocab_size > config.model.vocab_size:
-            raise ConfigError(
-                f'model.vocab_size={config.model.vocab_size} must be at least {rows.vocab_size} '
-                f'for data.name={config.data.name!r}.'
-            )
-        for split in rows.splits:
-            rows.count(split)  # raises ConfigError for a split that is too short
-        return rows
-
     name = config.data.task
+    # The task can be a user's class, given by its import path as in 'my_tasks:Sorting'.
     is_from_outside = name is not None and ':' in name
     if not is_from_outside:
-        return open_rows()
+        return _open_rows(config, task, options)
+
+    # Any exception in a user's code becomes a ConfigError that names the setting data.task.
+    open_rows = functools.partial(_open_rows, config, task, options)
     rows = call_with_config_errors('data.task', name, open_rows)
     _check_arrays(config, rows)
+    return rows
+
+
+def _open_rows(config: Config, task: type[Rows], options: Mapping[str, Any]) -> Rows:
+    """Opens the rows of a task.
+
+    Raises ConfigError if the model has fewer ids than the rows, or if a split is too short.
+    """
+    rows = task.open(config, **options)
+    if rows.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f'model.vocab_size={config.model.vocab_size} must be at least {rows.vocab_size} '
+            f'for data.name={config.data.name!r}.'
+        )
+    for split in rows.splits:
+        rows.count(split)  # raises ConfigError for a split that is too short
     return rows
 
 

@@ -72,9 +72,15 @@ class TranslationRows(Rows):
     def __init__(
         self, pairs: PairDataset, source_length: int, length: int, *, drop_long: bool = False
     ):
-        """Packs the pairs of all splits into rows of S = source_length and T = length tokens.
+        """Packs the sentence pairs of all splits into rows, several pairs to a row.
 
         Raises ConfigError if a pair is too long for a row, unless `drop_long` leaves it out.
+
+        Args:
+          pairs: the tokens of the source and target sentences, by split.
+          source_length: the number of source tokens of a row.
+          length: the number of target tokens of a row.
+          drop_long: whether pairs that are too long for a row are left out.
         """
         self.pairs = pairs
         self.source_length = source_length
@@ -83,18 +89,21 @@ class TranslationRows(Rows):
         self.vocab_size = pairs.vocab_size
         # By split: how many of its pairs are too long for a row.
         self.num_dropped: dict[str, int] = {}
-        # By split: for each row, the numbers of the pairs in it.
+        # By split: for each row, the numbers of the pairs in it. [[4, 0], [2]] are two rows.
         self._packed: dict[str, list[np.ndarray]] = {}
-        # By split: for each pair, the number of the pair whose source it gets. Empty as long as all
-        # pairs have their own sources; `with_shuffled_sources` fills it.
+        # By split: for each pair, the number of the pair from which it takes its source sentence.
+        # With [1, 0, 2], the pairs 0 and 1 exchange their sources. `with_shuffled_sources` sets it;
+        # without it, all pairs have their own sources.
         self._sources: dict[str, np.ndarray] = {}
 
-        capacity_2 = (source_length, length)
         for split in self.splits:
-            sizes_2I = self._sizes(split)  # the tokens of source and target of each of I pairs
-            fits_I = (sizes_2I[0] <= source_length) & (sizes_2I[1] <= length)
-            self.num_dropped[split] = int(np.sum(~fits_I))
-            self._packed[split] = pack(sizes_2I, np.flatnonzero(fits_I), capacity_2)
+            # The numbers of tokens of the sources, sizes_2I[0], and of the targets, sizes_2I[1].
+            sizes_2I = self._sizes(split)
+            source_sizes_I, target_sizes_I = sizes_2I
+            fits_I = (source_sizes_I <= source_length) & (target_sizes_I <= length)
+            kept = np.flatnonzero(fits_I)
+            self.num_dropped[split] = len(fits_I) - len(kept)
+            self._packed[split] = pack(sizes_2I, kept, capacity_2=(source_length, length))
         if not drop_long:
             self._refuse_dropped()
 
