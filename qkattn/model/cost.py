@@ -108,7 +108,7 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
     computed: set[int] = set()
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
-        input_ids = []
+        input_ids: list[Any] = []
         for variable in equation.invars:
             if isinstance(variable, Literal):
                 input_ids.append(repr(variable))  # literals of the same value are equal
