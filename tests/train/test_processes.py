@@ -21,7 +21,8 @@ from tests.runs import SMALL, assert_close, results_of
 from tests.study.test_plan import STUDY
 
 # Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
-# The results go to a file, since Gloo prints. Process 0 loses a run after LOST_AFTER dispatches.
+# The results go to a file, since Gloo prints. Process 0 loses a run when it asks for the time
+# LOST_AFTER.
 TRAIN_LINES = """
     import itertools, json, os, sys
     from pathlib import Path
@@ -33,12 +34,12 @@ TRAIN_LINES = """
 
     loop.SEEN_WITHIN = 1.0
     lost_after = int(os.environ['LOST_AFTER'])
-    dispatches = itertools.count(1)
+    questions = itertools.count(1)
 
     def call(kind, settings, path):
         if kind == 'Study':
             return str(worker.run(from_json(Study, settings), path))
-        lost = lambda: next(dispatches) >= lost_after
+        lost = lambda: next(questions) >= lost_after
         return loop.train(from_json(Config, settings), path, lost=lost)
 
     @signals.exit_on_signal()
@@ -159,9 +160,9 @@ def copy_at_step_4(path, to):
 def test_checkpoints_are_restored_by_other_jobs_on_other_meshes(small, tmp_path):
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
     runs = [(small(mesh), tmp_path / name) for name in ('two', 'lost')]
-    job = start_training_job(
-        tmp_path / 'job', runs, lost_after=15
-    )  # process 0 of the second, in its step 7
+    # The first run asks 12 times: after each of 8 steps, before each of 2 checkpoints, after the
+    # last step and before the results. The second asks the 8th time, the 20th in all, in step 7.
+    job = start_training_job(tmp_path / 'job', runs, lost_after=20)
     train(small(mesh), tmp_path / 'one')
     _, lost = results_of_job(tmp_path / 'job', job)
     assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', lost)  # once both know
