@@ -27,7 +27,7 @@ exit_hooks: list[Callable[[], None]] = []
 
 # Seconds for which `end` waits for a write in progress.
 _LONGEST_WRITE = 10.0
-# Seconds for which `_Watcher.catch_up` waits; the watcher is late only if the machine is.
+# Seconds for which `_Watcher.catch_up` waits at most. Only an overloaded machine needs them.
 _LONGEST_CATCH_UP = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The flag --dry_run, or -dry_run=POD, among the arguments of a script.
@@ -57,7 +57,7 @@ class StopRequest:
     deferring: ClassVar[list['StopRequest']] = []  # the blocks with something to save
     _depth: ClassVar[int] = 0  # number of nested blocks
     _interrupts: ClassVar[int] = 0  # how often Ctrl-C came while there was something to save
-    _watcher: ClassVar['_Watcher | None'] = None  # that of `exit_on_signal`
+    _watcher: ClassVar['_Watcher | None'] = None  # within `exit_on_signal`
 
     def __enter__(self) -> 'StopRequest':
         StopRequest._depth += 1
