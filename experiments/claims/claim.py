@@ -234,13 +234,17 @@ class Claim(Statement):
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for evidence that is no tuple."""
+        """Raises ConfigError for evidence that is no tuple, and for a claim without any."""
         for field in ('checks', 'expectations', 'measures'):
             evidence = getattr(self, field)
             if not isinstance(evidence, tuple):
                 raise ConfigError(
                     f'{field} of claim {self.name} must be a tuple, not {evidence!r:.80}'
                 )
+        if not (self.checks or self.expectations or self.measures):
+            raise ConfigError(
+                f'claim {self.name} has no evidence; give it checks, expectations or measures'
+            )
 
     @property
     def studies(self) -> tuple[str, ...]:

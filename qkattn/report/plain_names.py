@@ -92,4 +92,4 @@ def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
         words = option.replace('_', ' ')
         option_texts.append(words if value is True else f'{words} {value}')
     # A standard circuit has no plain name to put before its options.
-    return f'{plain or circuit} ({", ".join(option_texts)})'
+    return f'{plain or name} ({", ".join(option_texts)})'

@@ -41,7 +41,8 @@ def files(findings: Findings) -> dict[str, str]:
 def csv_table(findings: Findings) -> str:
     """Returns table.csv: a row per arm, controls last.
 
-    Numbers are rounded to a few significant digits. A cell without a value is empty.
+    Numbers are rounded to a few significant digits. A cell without a value is empty. Raises
+    ValueError if two columns have the same name.
     """
     all_columns = list(columns.columns(findings))
     rows = []
@@ -49,7 +50,11 @@ def csv_table(findings: Findings) -> str:
         row = dict[str, Any]()
         for column in all_columns:
             # Most columns have one cell. A loss has several, such as its mean and its sd.
-            row |= column.cells(arm)
+            cells = column.cells(arm)
+            for name in cells:
+                if name in row:
+                    raise ValueError(f'two columns of table.csv are named {name!r}')
+            row |= cells
         rows.append({name: rounded(value) for name, value in row.items()})
     return csv_text(rows)
 

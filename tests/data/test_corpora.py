@@ -248,12 +248,12 @@ def test_missing_empty_or_unequal_files_are_named(tmp_path):
     parallel = {'name': 'parallel', 'languages': 'en-de'}
     # Settings, files that are written, a part of the refusal.
     cases = (
-        ({'path': f'{tmp_path}/x'}, {}, "x' cannot be read .*FileNotFound"),
+        ({'path': f'{tmp_path}/x'}, {}, "x' does not exist; give a file"),
         ({}, {'validation.txt': 'x'}, r'holds neither train.txt nor train/\*.txt'),
         ({}, {'train.txt': ''}, "data.path: .*train.txt' is empty"),
         ({}, {'train.txt': b'a\nb\n' * 20 + b'\xc3'}, 'cannot be read .*0xc3 in position 80'),
         (parallel, PAIRS | {'validation.de': 'd\nv\nf'}, 'equal numbers of lines, not 1 and 3'),
-        (parallel, PAIRS | {'test.en': 'x'}, "test.de' cannot be read .*FileNotFound"),
+        (parallel, PAIRS | {'test.en': 'x'}, "test.de' does not exist; "),
         (parallel | {'languages': '../x-de'}, {}, "data.languages='../x-de' must be two lang"),
         (parallel | {'languages': 'en-en'}, {}, "data.languages='en-en' must be two languages"),
     )
@@ -322,7 +322,7 @@ def test_a_download_has_the_declared_digest_or_is_refused(tmp_path, monkeypatch,
     # The file in manual_dir, the answer of the server, settings, a part of the refusal.
     for manual_content, answer, settings, message in (
         (None, None, {}, f'^{URL} cannot be read .*; put {URL}, .* name it in data.manual_dir'),
-        (None, None, by_hand, f'^{manual} cannot be read'),
+        (None, None, by_hand, f'^{manual} does not exist; put {URL}'),
         (b'ten\n', None, by_hand, 'has sha256 .*, not'),
         (None, (200, b'ten\n'), {}, 'has sha256 .*, not'),
         (None, (404, TEXT), {}, '404'),

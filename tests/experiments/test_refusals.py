@@ -143,7 +143,7 @@ def test_bad_input_is_one_sentence(case, refusal, request, tmp_path, capsys):
     [
         (POD, ('config.model.vocab_size=100',), 'model.vocab_size=100 must be at least 256 for'),
         (POD, ('config.data.mask_rate=0.3',), 'data.mask_rate=0.3 has no effect on a decoder'),
-        (POD, ('config.data.name=text', 'config.data.path=x.txt'), "x.txt' cannot be read"),
+        (POD, ('config.data.name=text', 'config.data.path=x.txt'), "x.txt' does not exist"),
         (POD, ("config.train.sinks=('x',)",), "unknown train.sinks 'x'"),
         (POD, ("config.data.evaluate=('text:x.txt',)",), "data.evaluate='text:x.txt': data.path: "),
         (PLAN, ("config.base.data.evaluate=('stdlibs',)",), "unknown data.name 'stdlibs'"),

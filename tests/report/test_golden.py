@@ -17,7 +17,8 @@ import pytest
 
 from qkattn.errors import ConfigError
 from qkattn.jobs.output import text_table
-from qkattn.report import documents, headline, prose, show_report, tables
+from qkattn.report import columns, documents, headline, prose, show_report, tables
+from qkattn.report.columns import Column
 from qkattn.report.figures import figures
 from qkattn.report.figures.drawing import picture
 from qkattn.report.verify import difference
@@ -498,3 +499,12 @@ if __name__ == '__main__':
             ).items():
                 (GOLDEN / name / file).write_text(text)
     (GOLDEN / 'clauses.txt').write_text(clauses())
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch):
+    write_study(tmp_path, records_of_every_decision())
+    findings = findings_of(tmp_path)
+    both = [Column('mine', 'key.variant'), Column('mine', 'key.size')]
+    monkeypatch.setattr(columns, 'columns', lambda findings: both)
+    with pytest.raises(ValueError, match="two columns of table.csv are named 'mine'"):
+        tables.csv_table(findings)

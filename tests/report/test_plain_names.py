@@ -24,6 +24,7 @@ def test_plain_names_differ(names):
         ('shared_qk(key_norm=True)/no_v', 'W_Q = W_K (key norm), no W_V'),
         ('low_rank(rank=8)/vo', 'W_Q W_K^T of low rank (rank 8)'),
         ('qk/vo?num_kv_heads=1&qk_norm=True', 'key/value heads: 1, qk norm: True'),
+        ('qk(bilinear=True)/vo', 'qk (bilinear)'),
         ('my_module:Score/vo', None),
         ('bad/vo', None),
         ('bad', None),

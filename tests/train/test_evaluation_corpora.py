@@ -187,7 +187,7 @@ def test_a_corpus_that_cannot_be_read_is_refused_before_anything_is_written(
     config_with_corpora, tmp_path
 ):
     config = config_with_corpora(data={'evaluate': ('text:/absent',)})
-    with refused("data.evaluate='text:/absent': data.path: '/absent' cannot be read"):
+    with refused("data.evaluate='text:/absent': data.path: '/absent' does not exist"):
         train(config, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 

@@ -50,13 +50,16 @@ class Corpus:
 def explain_read_errors(name: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
     """Turns an OSError, or one of `errors`, inside of a block into a ConfigError.
 
-    The message is `<name> cannot be read (<reason>); <advice>.`
+    The message is `<name> cannot be read (<reason>); <advice>.` If `name` is that of a file that
+    does not exist, it is `<name> does not exist; <advice>.`
     """
     try:
         yield
     except ConfigError:
         raise
     except (OSError, *errors) as error:  # type: ignore[misc]
+        if isinstance(error, FileNotFoundError) and name.strip("'").endswith(str(error.filename)):
+            raise ConfigError(f'{name} does not exist; {advice}.') from error
         reason = ' '.join(str(error).split()).rstrip('.')
         reason = f'{type(error).__name__}: {reason}'
         raise ConfigError(f'{name} cannot be read ({reason}); {advice}.') from error

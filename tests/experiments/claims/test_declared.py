@@ -7,7 +7,7 @@ import runpy
 import pytest
 
 from experiments.claims import declared, studies
-from experiments.claims.claim import Expectation
+from experiments.claims.claim import Claim, Expectation
 from experiments.claims.declared import d_two_in_a_row
 from experiments.claims.protocol import SCALES
 from qkattn.errors import ConfigError, ReportError
@@ -39,7 +39,7 @@ def test_claims_are_well_formed():
 MY_CLAIMS = """
 from experiments.claims.claim import Claim
 
-TEXTS = {'title': 'one', 'statement': 'One.', 'source': 's', 'rule': 'r.'}
+TEXTS = {'title': 'one', 'statement': 'One.', 'source': 's', 'rule': 'r.', 'checks': (list,)}
 OF_ANOTHER_NAME = Claim(name='Z3', **TEXTS)
 OF_A_DECLARED_NAME = Claim(name='C1', **TEXTS)
 """
@@ -73,6 +73,11 @@ def test_a_claim_that_is_declared_twice_is_refused(monkeypatch):
     monkeypatch.setattr(d_two_in_a_row, 'AGAIN', again, raising=False)
     with pytest.raises(ConfigError, match="'C1' is declared twice, also in .*d_two_in_a_row"):
         declared.claims.__wrapped__()
+
+
+def test_a_claim_without_evidence_is_refused():
+    with pytest.raises(ConfigError, match='claim Z9 has no evidence; give it checks, expectations'):
+        Claim(name='Z9', title='none', statement='None.', source='s', rule='r.')
 
 
 def test_an_expectation_of_another_relation_or_shape_is_refused():
