@@ -63,6 +63,7 @@ class Kind(enum.StrEnum):
     SAME_SHAPE = 'removed'  # the arm at the same shape minus the baseline
     REINVESTED = 'reinvested'  # the arm at equal parameter count minus the arm at that shape
     MATCHED = 'matched'  # the arm at equal parameter count minus the baseline: the sum of both
+    LONGER = 'longer'  # the same difference in a study that trains both longer
     MEASURED = 'measured'  # anything else
 
 

@@ -61,10 +61,16 @@ class _Model:
     template: str
     # The studies that compare the variants, the best one first. Their repeats are used, too.
     studies: tuple[str, ...]
+    # Studies that train the same arms for four times the steps.
+    longer_studies: tuple[str, ...] = ()
 
 
 MODELS = {
-    'decoder': _Model('{}', ('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled')),
+    'decoder': _Model(
+        '{}',
+        studies=('lm_dropped', 'lm_sharing', 'lm_added', 'lm_doubled'),
+        longer_studies=('lm_long',),
+    ),
     'masked LM': _Model('{}', ('masked_lm',)),
     'translation': _Model('qk/vo?encoder_variant={}', ('translation',)),
 }
@@ -78,8 +84,8 @@ class Answer:
     variant: str
     # The change in attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
     attention: float | None
-    # At most one row for each model and kind. The kind is SAME_SHAPE or MATCHED (equal parameter
-    # count). The decision of a row without a verdict is 'no verdict'.
+    # At most one row for each model and kind. The kind is SAME_SHAPE, MATCHED (equal parameter
+    # count) or LONGER. The decision of a row without a verdict is 'no verdict'.
     rows: tuple[Row, ...] = ()
 
     def row(self, model: str, kind: Kind) -> Row | None:
@@ -132,11 +138,17 @@ def _differences_of_variant(results: Results, model_name: str, variant: str) -> 
     order of the model's studies and of their sizes. If none has a verdict, it is the first one.
     """
     model = MODELS[model_name]
+    arm_variant = model.template.format(variant)
     differences: list[_Difference] = []
     for study in model.studies:
         for repeat in results.newest_first(study):
-            arm_variant = model.template.format(variant)
             differences.extend(_differences_in(results, repeat, model_name, arm_variant))
+    for study in model.longer_studies:
+        for difference in _differences_in(results, study, model_name, arm_variant):
+            if difference.row.kind == Kind.MATCHED:
+                # Whether a difference is settled is said of the shorter training.
+                row = dataclasses.replace(difference.row, kind=Kind.LONGER, length=None)
+                differences.append(_Difference(row, difference.baseline))
     # The sort is stable: rows with a verdict come first, and each group keeps its order.
     differences.sort(key=lambda difference: difference.row.decision == WITHHELD)
     chosen: dict[str, _Difference] = {}  # by kind

@@ -75,6 +75,7 @@ class Shape(NamedTuple):
 SHAPES: dict[Kind, Shape] = {
     Kind.SAME_SHAPE: Shape('same shape, fewer parameters', 'same shape'),
     Kind.MATCHED: Shape('equal parameter count', 'equal count'),
+    Kind.LONGER: Shape('equal count, 4 times the steps', '4 times the steps'),
 }
 # The columns that say how well the models behind a row are trained, and whether its difference is
 # settled. A heading is a title, and whether its column is aligned to the left.
@@ -248,6 +249,7 @@ def answers_markdown(directory: Path, base: str) -> str:
         table=markdown_table(titles, [_cells_of_answer(answer, columns) for answer in answers]),
         sources=_sources(answers),
         has_short=any(row.is_short for answer in answers for row in answer.rows),
+        has_longer=any(row.kind == Kind.LONGER for answer in answers for row in answer.rows),
         figure=f'{base}/plots/answers.png' if answers_figure(answers) else None,
     )
 
@@ -269,21 +271,30 @@ def short_answers_markdown(directory: Path, _: str = '') -> str:
     """Returns the table of answers on single matrices, for a decoder at equal parameter count.
 
     Each line has the change of attention, such as 'drop W_V', what it does to the size of
-    attention, the difference in loss, and the verdict.
+    attention, the difference in loss, and the verdict. If a study trains the models longer, its
+    differences are a column of their own.
     """
     model, kind = DECIDED_IN
-    rows = []
+    answers = []
     for answer in export.read_answers(directory):
         judged_answer = _without_withheld_rows(answer)
         if answer.name in SHORT_TABLE and judged_answer.row(model, kind):
-            name, size, difference, verdict = _cells_of_answer(judged_answer, [DECIDED_IN])
-            rows.append([name, size, difference.replace('<br>', ' '), verdict])
+            answers.append(judged_answer)
+
+    columns = [DECIDED_IN]
     titles: list[Heading] = [
         ('', True),
         ('size of attention', False),
         ('difference in loss [95 % interval]', False),
         ('verdict', True),
     ]
+    if any(answer.row(model, Kind.LONGER) for answer in answers):
+        columns.append((model, Kind.LONGER))
+        titles.append((SHAPES[Kind.LONGER].column, False))
+
+    rows = []
+    for answer in answers:
+        rows.append([cell.replace('<br>', ' ') for cell in _cells_of_answer(answer, columns)])
     return markdown_table(titles, rows) + '\n'
 
 
@@ -608,26 +619,27 @@ ANSWERS_WIDTH = 9.0
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """Draws the differences of all changes in a decoder at equal parameter count.
 
-    Returns None if no change has a verdict.
+    A second panel has those after longer training. Returns None if no change has a verdict.
     """
     decided = [decision.value for decision in DECIDED]
-    lines = []
-    for answer in answers:
-        row = _without_withheld_rows(answer).row(*DECIDED_IN)
-        if row is None:
-            continue
-        verdict = row.decision or ''
-        line = _line(
-            row,
-            style_of=verdict,
-            is_decided=verdict in decided,
-            name=f'{answer.name}: {verdict}',
-        )
-        # Lines with the same verdict have the same marker, and the legend has the verdicts.
-        lines.append(line._replace(meaning=verdict))
-    if not lines:
+    model, _ = DECIDED_IN
+    panels: dict[str, list[Line]] = {}
+    for kind in (Kind.MATCHED, Kind.LONGER):
+        for answer in answers:
+            row = _without_withheld_rows(answer).row(model, kind)
+            if row is None:
+                continue
+            verdict = row.decision or ''
+            line = _line(
+                row,
+                style_of=verdict,
+                is_decided=verdict in decided,
+                name=f'{answer.name}: {verdict}',
+            )
+            # Lines with the same verdict have the same marker, and the legend has the verdicts.
+            panels.setdefault(SHAPES[kind].panel, []).append(line._replace(meaning=verdict))
+    if not panels:
         return None
-    panels = {SHAPES[Kind.MATCHED].panel: lines}
     drawing = _drawing('answers', panels, Decision.NO_VERDICT.value, far=math.inf)
     # It stands above the text of the README, which is as wide as a page.
     return dataclasses.replace(drawing, file_width=ANSWERS_WIDTH)

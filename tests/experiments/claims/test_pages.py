@@ -10,6 +10,7 @@ from experiments.claims import export, pages
 from experiments.claims.claim import ClaimVerdict, Kind, Row, Speaks
 from experiments.claims.export import ANSWERS, CLAIMS, Answer, read_answers, read_claims, write
 from experiments.claims.pages import claim_figure, group_parts, has_figure
+from experiments.claims.studies import Results
 from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
 from tests.experiments.claims import conftest
@@ -201,6 +202,74 @@ def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
     assert not lines[4]
     assert '†: a loss above' in lines[5]
     assert 'Masked' not in lines[5]
+
+
+@pytest.mark.stored
+def test_answers_have_a_row_of_longer_training(committed, monkeypatch):
+    """Here the same study stands for both lengths."""
+    studies = {'studies': ('lm_added',), 'longer_studies': ('lm_added',)}
+    model = dataclasses.replace(export.MODELS['decoder'], **studies)
+    monkeypatch.setattr(export, 'MODELS', {'decoder': model})
+    monkeypatch.setattr(export, 'CHANGES', {'products': 'double/double'})
+    (answer,) = export.answers(Results(committed / 'claims/cpu'))
+    short = answer.row('decoder', Kind.MATCHED)
+    longer = answer.row('decoder', Kind.LONGER)
+    assert longer.value == short.value
+    assert (short.length, longer.length) == ('at this length', None)
+
+
+@pytest.fixture
+def longer_answers(tmp_path):
+    """A directory with one answer that was trained for two lengths, and one for the first alone."""
+
+    def row(kind, value, length=None):
+        context = {'model': 'decoder', 'size': 'd_model=96', 'corpus': 'stdlib', 'tokens': '1'}
+        return Row(
+            'a/b',
+            kind=kind,
+            context=context,
+            unit='nats/token',
+            speaks='beside',
+            value=value,
+            low=value - 0.01,
+            high=value + 0.01,
+            decision='worse',
+            study='lm',
+            length=length,
+        )
+
+    rows = (row('matched', 0.5, 'at this length: shrinks'), row('longer', 0.25))
+    answers = [
+        Answer('drop W_Q', 'a/b', -0.25, rows),
+        Answer('Q = K', 'a/b', -0.25, (row('matched', 0.75, 'at this length'),)),
+    ]
+    write(tmp_path, ANSWERS, answers)
+    return tmp_path
+
+
+def test_answers_have_a_column_for_four_times_the_steps(longer_answers):
+    text = pages.answers_markdown(longer_answers, '.')
+    assert text.startswith(
+        '|  | size of attention | decoder, equal count | verdict | decoder, 4 times the steps |'
+    )
+    assert 'worse at this length: shrinks | +0.250<br>[+0.240, +0.260] |' in text
+    assert '4 times the steps: the same difference in a study of its own' in text
+
+
+def test_the_short_table_of_answers_has_a_column_for_four_times_the_steps(longer_answers):
+    lines = pages.short_answers_markdown(longer_answers).splitlines()
+    assert lines[0].endswith('| verdict | 4 times the steps |')
+    assert lines[2].endswith('| worse at this length: shrinks | +0.250 [+0.240, +0.260] |')
+    assert lines[3].endswith('| worse at this length | - |')
+
+
+def test_the_figure_of_answers_has_a_panel_for_four_times_the_steps(longer_answers):
+    drawing = pages.answers_figure(read_answers(longer_answers))
+    first, longer = drawing.figure().axes
+    assert first.get_title(loc='left') == 'equal parameter count'
+    assert longer.get_title(loc='left') == 'equal count, 4 times the steps'
+    assert row_names(first) == ['drop W_Q: worse', 'Q = K: worse']
+    assert row_names(longer) == ['drop W_Q: worse']
 
 
 def test_claims_with_differences_have_figures(written):
