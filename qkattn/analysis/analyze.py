@@ -137,11 +137,14 @@ def analyze(
 
 
 def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
-    """Returns the matrices A[n] and B[n] of all heads, [N, D, D], for every attention layer.
+    """Returns A[n] and B[n] of all heads, [N, D, D], for every attention layer.
 
-    The logits are x A[n] y^T, and a head adds y B[n] to the stream. A includes the scale. Both
-    matrices are float32 or wider. A is None if the Score is not bilinear, and B is None if the
-    Value is not linear.
+    The logit of a query x and a key y is x A[n] y^T, scale included. Head n outputs the
+    attention-weighted mean of y B[n] over the keys. Biases are left out.
+
+    Returns:
+      The matrices by circuit, float32 or wider. A is None if the Score is not bilinear. B is None
+      if the Value is not linear.
     """
     D = model.config.d_model
     matrices: dict[Circuit, jax.Array | None] = {}
@@ -151,18 +154,19 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
             score = attention.score
             value = attention.value
 
-            # With biases, A is [D + 1, D + 1] and B is [D + 1, D]. The last row, and the last
-            # column of A, belong to the biases. [:D, :D] drops them.
-            matrices[site, layer, 'A'] = None
+            # E is D, or D + 1 in a layer with biases. Slicing to D removes the biases.
+            a_NDD = None
             if score.bilinear:
                 scale = score.scale * attention.spec.score_scale
                 a_NEE = scale * score.matrix()
-                matrices[site, layer, 'A'] = a_NEE[:, :D, :D]
+                a_NDD = a_NEE[:, :D, :D]
+            matrices[site, layer, 'A'] = a_NDD
 
-            matrices[site, layer, 'B'] = None
+            b_NDD = None
             if value.linear:
                 b_NED = value.matrix(score)
-                matrices[site, layer, 'B'] = b_NED[:, :D, :D]
+                b_NDD = b_NED[:, :D, :]
+            matrices[site, layer, 'B'] = b_NDD
     return matrices
 
 

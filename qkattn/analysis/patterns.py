@@ -61,18 +61,19 @@ def previous_token_mass(pattern: Pattern) -> jax.Array:
 def logit_deviation(pattern: Pattern) -> jax.Array:
     """Standard deviation of a query's logits over its visible keys, in nats.
 
-    The variance is computed for each query, and averaged over all queries; the result is its root.
-    Each query's own mean is subtracted, because softmax ignores it.
+    Each query has its own mean and variance. The result per head is the square root of the mean
+    variance.
     """
     mask_B1TS = pattern.mask_BTS[:, None]
-    num_visible_B1T1 = mask_B1TS.sum(-1, keepdims=True)
-    num_visible_B1T1 = jnp.maximum(num_visible_B1T1, 1)  # against a division by 0
+    num_visible_B1T = jnp.maximum(mask_B1TS.sum(-1), 1)  # at least 1, to avoid 0 / 0
     s_BNTS = jnp.where(mask_B1TS, pattern.logits_BNTS, 0)
-    mean_BNT1 = s_BNTS.sum(-1, keepdims=True) / num_visible_B1T1
-    deviation_BNTS = jnp.where(mask_B1TS, s_BNTS - mean_BNT1, 0)
-    variance_BNT = (deviation_BNTS**2).sum(-1) / num_visible_B1T1[..., 0]
-    sees_any_BT = pattern.mask_BTS.any(-1)  # queries with at least one visible key
-    return jnp.sqrt(_mean(variance_BNT, sees_any_BT))
+    mean_BNT = s_BNTS.sum(-1) / num_visible_B1T
+    deviation_BNTS = jnp.where(mask_B1TS, s_BNTS - mean_BNT[..., None], 0)
+    variance_BNT = (deviation_BNTS**2).sum(-1) / num_visible_B1T
+
+    has_visible_key_BT = pattern.mask_BTS.any(-1)
+    mean_variance_N = _mean(variance_BNT, has_visible_key_BT)
+    return jnp.sqrt(mean_variance_N)
 
 
 def largest_logit(pattern: Pattern) -> jax.Array:

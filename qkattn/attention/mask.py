@@ -88,41 +88,51 @@ class Mask:
         key_begin: int | jax.Array,
         num_keys: int,
     ) -> jax.Array:
-        """Returns a block of mask_BTS: `num_queries` queries and `num_keys` keys.
+        """Returns a block of the dense mask.
 
-        The block begins with query number `query_begin` and key number `key_begin`. It ignores
-        hides_self, because whether a query sees another key than itself depends on all keys.
+        The field `hides_self` is not applied, because its effect depends on all keys.
+
+        Args:
+          query_begin: index of the first query in the block.
+          num_queries: number of queries, T.
+          key_begin: index of the first key in the block.
+          num_keys: number of keys, S.
+
+        Returns:
+          mask_BTS, True where a query may attend to a key; B is 1 if no field has rows.
         """
 
-        def block_queries(array: jax.Array) -> jax.Array:
-            """Returns the queries of the block; they are axis 1 of segments_BT and mask_BTS."""
-            return jax.lax.dynamic_slice_in_dim(array, query_begin, num_queries, 1)
+        def slice_queries(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, query_begin, num_queries, axis=1)
 
-        def block_keys(array: jax.Array) -> jax.Array:
-            """Returns the keys of the block; they are the last axis of each array with an S."""
-            return jax.lax.dynamic_slice_in_dim(array, key_begin, num_keys, array.ndim - 1)
+        def slice_keys(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, key_begin, num_keys, axis=-1)
 
-        # t and s are the positions of the queries and keys. In decoding, the queries come after the
-        # cached keys, which `queries` takes into account.
-        t_T1 = query_begin + self.queries(num_queries)[:, None]
-        s_1S = key_begin + jnp.arange(num_keys)[None, :]
         mask_BTS = jnp.ones((1, num_queries, num_keys), bool)
+
+        # In decoding, `start` is the number of cached tokens, and otherwise 0.
+        first_position = self.start + query_begin
+        query_position_T1 = first_position + jnp.arange(num_queries)[:, None]
+        key_position_1S = key_begin + jnp.arange(num_keys)[None, :]
         if self.causal:
-            mask_BTS = (s_1S <= t_T1)[None]
+            is_not_later_TS = key_position_1S <= query_position_T1
+            mask_BTS = mask_BTS & is_not_later_TS
         if self.window is not None:
-            is_near_TS = jnp.abs(t_T1 - s_1S) < self.window
-            mask_BTS = mask_BTS & is_near_TS[None]
+            distance_TS = jnp.abs(query_position_T1 - key_position_1S)
+            mask_BTS = mask_BTS & (distance_TS < self.window)
+
         if self.valid_BS is not None:
-            valid_B1S = block_keys(self.valid_BS)[:, None, :]
+            valid_B1S = slice_keys(self.valid_BS)[:, None, :]
             mask_BTS = mask_BTS & valid_B1S
         if self.segments_BS is not None:
-            segments_BT1 = block_queries(self.segments_BT)[:, :, None]
-            segments_B1S = block_keys(self.segments_BS)[:, None, :]
+            segments_BT1 = slice_queries(self.segments_BT)[:, :, None]
+            segments_B1S = slice_keys(self.segments_BS)[:, None, :]
             is_same_BTS = segments_BT1 == segments_B1S
             is_token_B1S = segments_B1S > 0  # 0 is padding
             mask_BTS = mask_BTS & is_same_BTS & is_token_B1S
         if self.mask_BTS is not None:
-            mask_BTS = mask_BTS & block_keys(block_queries(self.mask_BTS))
+            mask_of_queries_BTS = slice_queries(self.mask_BTS)
+            mask_BTS = mask_BTS & slice_keys(mask_of_queries_BTS)
         return mask_BTS
 
     def padded(self, num_keys: int, *, more_queries: int, more_keys: int) -> 'Mask':

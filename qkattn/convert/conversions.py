@@ -193,29 +193,30 @@ def _require_one_stack(config: ModelConfig) -> None:
 def _convert_layers(
     conversion: Conversion, options: dict[str, Any], model: Transformer
 ) -> list[tuple[Attention, float]]:
-    """Returns each converted layer with its error, 0 for a conversion that is not lossy.
+    """Converts all attention layers and returns (converted layer, error) for each.
 
-    Raises ConversionError if a layer cannot be converted; the error names the layer.
+    The error is 0 unless the conversion is lossy. Raises ConversionError if a layer cannot be
+    converted.
     """
     layers = model.layers()
-    # Some conversions have a function of all layers together, whose errors name the layer.
     if conversion.of_stack:
+        # One call converts all layers.
         try:
             converted_layers = conversion.function(layers, **options)
         except SpecError as refusal:
             raise ConversionError(f'{refusal}') from refusal
         return [(layer, 0.0) for layer in converted_layers]
 
-    # The others have a function of one layer. Some of them also take the norm before the layer.
     results: list[tuple[Attention, float]] = []
     for index, layer in enumerate(layers):
-        gain_and_bias: tuple[np.ndarray, ...] = ()
+        norm_gain_and_bias: tuple[np.ndarray, ...] = ()
         if conversion.takes_norm:
-            gain_and_bias = _norm_of_layer(model, index)
+            norm_gain_and_bias = _norm_of_layer(model, index)
         try:
-            results.append(conversion(layer, *gain_and_bias, **options))
+            converted_layer, error = conversion(layer, *norm_gain_and_bias, **options)
         except (ConversionError, SpecError) as refusal:
             raise ConversionError(f'layer {index}: {refusal}') from refusal
+        results.append((converted_layer, error))
     return results
 
 

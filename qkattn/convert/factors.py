@@ -289,39 +289,38 @@ def fill(
 ) -> Attention:
     """Sets every parameter of an empty layer and returns the layer.
 
-    The Score of a layer computes the logits of attention, and the Value its outputs.
-
     Args:
       layer: the return value of `empty_layer`.
       source: the layer that is converted. Its dtype is the dtype of the parameters.
-      score: the parameters of the Score by name; None copies the Score of `source`.
-      value: the parameters of the Value by name; None copies the Value of `source`.
+      score: parameters of layer.score by name; None copies source.score.
+      value: parameters of layer.value by name; None copies source.value.
 
     Raises:
-      ConversionError: a bias in `score` or `value` is not zero, but the layer has no biases.
+      ConversionError: `score` or `value` has a nonzero bias, but the layer has no biases.
     """
-    for circuit_name, arrays in (('score', score), ('value', value)):
-        circuit = getattr(layer, circuit_name)
+    dtype = dtype_of(source)
+    for module_name, arrays in (('score', score), ('value', value)):
+        module = getattr(layer, module_name)
         if arrays is None:
-            # Copy all parameters of the source's Score or Value.
-            source_state = nnx.state(getattr(source, circuit_name))
-            nnx.update(circuit, jax.tree.map(jnp.array, source_state))
+            source_state = nnx.state(getattr(source, module_name))
+            nnx.update(module, jax.tree.map(jnp.array, source_state))
             continue
 
-        # Set each parameter to the array of the same name.
         parameters = {}
-        for name, attribute in vars(circuit).items():
+        for name, attribute in vars(module).items():
             if isinstance(attribute, nnx.Param):
                 parameters[name] = attribute
         for name, parameter in parameters.items():
-            assert parameter.shape == arrays[name].shape, (name, arrays[name].shape)
-            setattr(circuit, name, nnx.Param(jnp.array(arrays[name], dtype_of(source))))
+            array = arrays[name]
+            assert parameter.shape == array.shape, (name, array.shape)
+            setattr(module, name, nnx.Param(jnp.array(array, dtype)))
 
-        # The arrays may contain a bias that the circuit does not have. It must be zero.
-        for name in arrays.keys() - parameters.keys():
-            assert name.startswith('b_'), f'{type(circuit).__name__} has no parameter {name}'
-            reason = f'{type(circuit).__name__} without biases has no parameter for {name}'
-            require(not arrays[name].any(), reason)
+        # Biases that the module lacks must be zero.
+        extra_names = arrays.keys() - parameters.keys()
+        for name in extra_names:
+            assert name.startswith('b_'), f'{type(module).__name__} has no parameter {name}'
+            is_zero = not arrays[name].any()
+            require(is_zero, f'{type(module).__name__} without biases has no parameter for {name}')
     return layer
 
 

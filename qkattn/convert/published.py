@@ -370,17 +370,18 @@ def _check_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> None:
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Reads all tensors of a file, of a model directory, or of the files in a .index.json.
+    """Reads the tensors of a model by name.
 
-    A large model has several files, and an index that names them.
+    `path` is a .safetensors file, the .index.json of a large model, or a directory with either.
     """
     if path.is_dir():
-        single = path / 'model.safetensors'
+        single_file = path / 'model.safetensors'
         index = path / 'model.safetensors.index.json'
-        has_several_files = index.exists() and not single.exists()
-        path = index if has_several_files else single
+        has_only_index = index.exists() and not single_file.exists()
+        path = index if has_only_index else single_file
 
     if path.suffix == '.json':
+        # A large model has several files, which the index lists.
         tensors: dict[str, np.ndarray] = {}
         for file_name in _files_of_index(path):
             tensors |= _read_safetensors(path.parent / file_name)

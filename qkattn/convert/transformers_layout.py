@@ -313,32 +313,34 @@ LLAMA = Layout('Llama', llama_tensors, llama_config)
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
-    """Returns a tokenizer.json that gives the same ids as the tokenizer.
+    """Returns the content of a Hugging Face tokenizer.json that gives the same ids.
 
-    Returns None for an encoding of tiktoken and for a class from outside the package.
+    Returns None for tiktoken encodings and for classes from outside the package.
     """
-    # The types are compared exactly, because a subclass may encode differently.
+    # A subclass may encode differently, so types are compared exactly.
     if type(tokenizer) in (BPETokenizer, FileTokenizer):
-        return cast(Subwords, tokenizer).model()
+        return cast(Subwords, tokenizer).model()  # already a tokenizer.json
 
     if type(tokenizer) is ByteTokenizer:
-        # Byte-level BPE without merges: every byte is a token.
-        library = LibraryTokenizer(models.BPE(vocab=ids_of_bytes(), merges=[]))
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        library.decoder = decoders.ByteLevel()
+        # In BPE without merges, every byte is a token.
+        hf_tokenizer = LibraryTokenizer(models.BPE(vocab=ids_of_bytes(), merges=[]))
+        hf_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        hf_tokenizer.decoder = decoders.ByteLevel()
     elif type(tokenizer) is CharacterTokenizer:
-        characters = json.loads(tokenizer.model())['characters']
-        ids = {character: number for number, character in enumerate(characters)}
-        # These names cannot be taken, because all others are single characters.
-        ids |= {'[UNKNOWN]': tokenizer.unknown, '[SEPARATOR]': tokenizer.separator}
-        library = LibraryTokenizer(models.WordLevel(ids, unk_token='[UNKNOWN]'))
-        # Text is split after each character (newlines too), and joined without spaces.
-        any_character = Regex(r'[\s\S]')
-        library.pre_tokenizer = pre_tokenizers.Split(any_character, 'isolated')
-        library.decoder = decoders.Fuse()
+        vocabulary = json.loads(tokenizer.model())
+        characters = vocabulary['characters']  # in the order of their ids
+        id_of_token = {character: token_id for token_id, character in enumerate(characters)}
+        id_of_token['[UNKNOWN]'] = tokenizer.unknown
+        id_of_token['[SEPARATOR]'] = tokenizer.separator
+        hf_tokenizer = LibraryTokenizer(models.WordLevel(id_of_token, unk_token='[UNKNOWN]'))
+        any_character = Regex(r'[\s\S]')  # `.` would not match newlines
+        hf_tokenizer.pre_tokenizer = pre_tokenizers.Split(any_character, 'isolated')
+        hf_tokenizer.decoder = decoders.Fuse()  # joins characters without spaces
     else:
         return None
-    return library.to_str().encode()
+    return hf_tokenizer.to_str().encode()
 
 
 def ids_of_bytes() -> dict[str, int]:

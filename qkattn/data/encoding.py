@@ -39,12 +39,12 @@ Encode = Callable[[Iterable[bytes]], Iterator[Result]]
 
 @contextlib.contextmanager
 def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
-    """Yields a function that encodes documents, for use in a `with` block.
+    """Context manager that yields a function to encode documents.
 
     Args:
       kind: the value of data.tokenizer.
-      tokenizer: the tokenizer of this kind. Of several workers, each makes one like it.
-      workers: the number of processes; 1 is this process alone. The results do not depend on it.
+      tokenizer: the tokenizer of this kind. Each worker process makes its own copy.
+      workers: the number of worker processes; 1 encodes in this process. Results are the same.
     """
     if workers == 1:
 
@@ -55,21 +55,20 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
         yield encode_here
         return
 
-    # Workers restore a learned tokenizer from what its method `model` returns. They make others
-    # from `kind` alone.
-    model = tokenizer.model() if hasattr(tokenizer, 'model') else None
+    # Tokenizers that `kind` describes completely have no `model`.
+    vocabulary = tokenizer.model() if hasattr(tokenizer, 'model') else None
+    parent_pid = os.getpid()  # workers exit when this process ends
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers,
-        # Workers are not forked, because threads of libraries may hold locks.
+        max_workers=workers,
+        # A fork could copy locks that threads of libraries hold.
         mp_context=multiprocessing.get_context('spawn'),
         initializer=_begin_worker,
-        initargs=(os.getpid(), kind, model, tokenizer.name),
+        initargs=(parent_pid, kind, vocabulary, tokenizer.name),
     )
 
     def encode_by_workers(texts: Iterable[bytes]) -> Iterator[Result]:
-        return _encode_in_pool(pool, BATCHES_AHEAD * workers, texts)
+        return _encode_in_pool(pool, num_ahead=BATCHES_AHEAD * workers, texts=texts)
 
-    # At the end of the block, the pool waits for the batches that were begun.
     with pool:
         yield encode_by_workers
 

@@ -198,21 +198,23 @@ def rows_of_part(batch_size: int, part: Part) -> np.ndarray:
 def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[str], np.ndarray]:
     """Assigns each row that `eval_batches` reads to a cluster, for confidence intervals.
 
-    Rows of one document depend on each other, so each document is a cluster. If a task has no
-    documents, its rows are dealt out in turn to at most MAX_CLUSTERS clusters '0', '1' and so on.
+    Rows of one document are correlated, so each document is a cluster. Rows of a task without
+    documents are assigned in turn to at most MAX_CLUSTERS clusters.
 
     Returns:
-      The names of the clusters, and for each row the index of its cluster, [R].
+      names: the name of each cluster. A cluster may have no rows.
+      cluster_R: the index of each row's cluster in `names`.
     """
-    evaluated_R = eval_rows(rows, split, max_rows)
+    row_R = eval_rows(rows, split, max_rows)
     documents = rows.documents(split)
     if documents is not None:
-        # The names of all documents, and the index of the document of each row of the split.
-        names, document_of_row = documents
-        return names, document_of_row[evaluated_R]
-    num_clusters = min(MAX_CLUSTERS, len(evaluated_R))
-    names = [str(number) for number in range(num_clusters)]
-    return names, np.arange(len(evaluated_R)) % num_clusters
+        document_names, document_of_row = documents  # for all rows of the split
+        return document_names, document_of_row[row_R]
+
+    num_clusters = min(MAX_CLUSTERS, len(row_R))
+    names = [str(cluster) for cluster in range(num_clusters)]
+    cluster_R = np.arange(len(row_R)) % num_clusters
+    return names, cluster_R
 
 
 def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) -> None:

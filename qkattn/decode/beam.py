@@ -1,5 +1,6 @@
 """Decoding token by token, and beam search, with any model that has a state and a step."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -134,43 +135,10 @@ def beam_search(
     """
     K = beam
     T = num_tokens
-    V = logits_MV.shape[1]
     B = len(logits_MV) // K
     dtype = jnp.promote_types(logits_MV.dtype, jnp.float32)
     # What the log-probability of a hypothesis of t + 1 tokens is divided by.
     divisors_T = jnp.asarray(np.arange(1, T + 1) ** float(length_penalty), dtype)
-
-    def extend(t: jax.Array, logits_MV: jax.Array, state: _State) -> Choice:
-        """Extends the K unfinished hypotheses of each row by token number t.
-
-        An extension by the separator, the token that ends a text, finishes a hypothesis. The best
-        extensions by other tokens are the unfinished hypotheses of the next step.
-        """
-        # The C best extensions: their log-probabilities, tokens, and which hypotheses they extend.
-        logits_BKV = logits_MV.astype(dtype).reshape(B, K, V)
-        nats_BC, tokens_BC, parents_BC = _extensions(logits_BKV, state.nats_BK)
-        is_separator_BC = tokens_BC == separator
-
-        # Finished hypotheses: those of the K best extensions that are by the separator, unless the
-        # row is done. The others get the score -inf. All places of tokens_BKT hold the separator at
-        # first, so token t need not be set.
-        is_finished_BK = is_separator_BC[:, :K] & _not_done(state)[:, None]
-        newly_finished = Hypotheses(
-            tokens_BKT=_take(state.tokens_BKT, parents_BC[:, :K]),
-            lengths_BK=jnp.full((B, K), t + 1, jnp.int32),
-            scores_BK=jnp.where(is_finished_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf),
-        )
-
-        # Unfinished hypotheses: the K best of the C extensions that are by other tokens.
-        nats_BK, chosen_BK = jax.lax.top_k(jnp.where(is_separator_BC, -jnp.inf, nats_BC), K)
-        parents_BK = _take(parents_BC, chosen_BK)
-        tokens_BK = _take(tokens_BC, chosen_BK)
-        tokens_BKT = _take(state.tokens_BKT, parents_BK).at[:, :, t].set(tokens_BK)
-        state = _State(tokens_BKT, nats_BK, _best(state.finished, newly_finished))
-
-        # Hypothesis k of row b is row b * K + k of the cache.
-        cache_rows_BK = jnp.arange(B)[:, None] * K + parents_BK
-        return Choice(state, tokens_BK.reshape(-1), cache_rows_BK.reshape(-1))
 
     def not_done(state: _State) -> jax.Array:
         return _not_done(state).any()
@@ -182,12 +150,56 @@ def beam_search(
     nats_BK = impossible_BK.at[:, 0].set(0)
     none_finished = Hypotheses(no_tokens_BKT, zeros_BK, impossible_BK)
     state = _State(no_tokens_BKT, nats_BK, none_finished)
+    extend = functools.partial(_extend, separator=separator, divisors_T=divisors_T)
     state = decode(logits_MV, cache, step, extend, state, T, not_done)
 
     # In rows that are not done, the unfinished hypotheses count too. They have T tokens.
     scores_BK = jnp.where(_not_done(state)[:, None], state.nats_BK / divisors_T[-1], -jnp.inf)
     unfinished = Hypotheses(state.tokens_BKT, zeros_BK + T, scores_BK)
     return _best(state.finished, unfinished)
+
+
+def _extend(
+    t: jax.Array, logits_MV: jax.Array, state: _State, *, separator: int, divisors_T: jax.Array
+) -> Choice:
+    """Extends the K unfinished hypotheses of each row by one token.
+
+    Args:
+      t: the position of the new token, counted from 0.
+      logits_MV: the logits of the new token, for the M = B * K hypotheses of B rows.
+      state: the hypotheses so far.
+      separator: the token that finishes a hypothesis.
+      divisors_T: divisors_T[t] divides the log-probability of t + 1 tokens to give its score.
+    """
+    B, K = state.nats_BK.shape
+    V = logits_MV.shape[1]
+    logits_BKV = logits_MV.astype(state.nats_BK.dtype).reshape(B, K, V)
+    # The C best extensions (C >= K): their log-probabilities, tokens and extended hypotheses.
+    nats_BC, tokens_BC, parents_BC = _extensions(logits_BKV, state.nats_BK)
+    is_separator_BC = tokens_BC == separator
+
+    # A separator among the K best extensions finishes a hypothesis, except in rows that are done.
+    is_finished_BK = is_separator_BC[:, :K] & _not_done(state)[:, None]
+    finished_scores_BK = jnp.where(is_finished_BK, nats_BC[:, :K] / divisors_T[t], -jnp.inf)
+    newly_finished = Hypotheses(
+        # Unused positions hold the separator, so position t needs no update.
+        tokens_BKT=_take(state.tokens_BKT, parents_BC[:, :K]),
+        lengths_BK=jnp.full((B, K), t + 1, jnp.int32),
+        scores_BK=finished_scores_BK,
+    )
+    finished = _best(state.finished, newly_finished)
+
+    # The K best extensions without a separator stay unfinished.
+    unfinished_nats_BC = jnp.where(is_separator_BC, -jnp.inf, nats_BC)
+    nats_BK, chosen_BK = jax.lax.top_k(unfinished_nats_BC, K)
+    parents_BK = _take(parents_BC, chosen_BK)
+    tokens_BK = _take(tokens_BC, chosen_BK)
+    tokens_BKT = _take(state.tokens_BKT, parents_BK).at[:, :, t].set(tokens_BK)
+    next_state = _State(tokens_BKT, nats_BK, finished)
+
+    # Hypothesis k of row b is row b * K + k of the cache.
+    cache_rows_BK = jnp.arange(B)[:, None] * K + parents_BK
+    return Choice(next_state, tokens_M=tokens_BK.reshape(-1), rows_M=cache_rows_BK.reshape(-1))
 
 
 def _extensions(

@@ -76,32 +76,32 @@ def translate_ids(
 def _translations_of_batch(
     model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[np.ndarray], config: DecodeConfig
 ) -> list[str]:
-    """Does what `translate_ids` does, in one process and for at most BATCH_SIZE sources."""
+    """Translates at most BATCH_SIZE sources, given as token ids without separators."""
     separator = tokenizer.separator
-    most_tokens = max(len(source) for source in sources) + 1  # with the separator
-    width = math.ceil(most_tokens / WIDTH_STEP) * WIDTH_STEP
-    width = min(width, model.config.encoder.context)
+    longest = max(len(source) for source in sources) + 1  # with the separator
+    # Rounding gives few widths, so few programs are compiled.
+    rounded_width = math.ceil(longest / WIDTH_STEP) * WIDTH_STEP
+    width = min(rounded_width, model.config.encoder.context)
     source_BS = np.zeros((BATCH_SIZE, width), np.int32)
     valid_BS = np.zeros((BATCH_SIZE, width), bool)
-    # A smaller batch repeats its sources to be full. Beams of empty rows would rarely end, and the
-    # search would go on to the last token.
+    # Fill spare rows with repeated sources. Empty rows would rarely finish, and delay the search.
     for row in range(BATCH_SIZE):
-        ids = np.append(sources[row % len(sources)], separator)
-        source_BS[row, : len(ids)] = ids
-        valid_BS[row, : len(ids)] = True
+        source_ids = np.append(sources[row % len(sources)], separator)
+        source_BS[row, : len(source_ids)] = source_ids
+        valid_BS[row, : len(source_ids)] = True
 
-    best = search(
+    hypotheses = search(
         model,
-        np.full((BATCH_SIZE, 1), separator, np.int32),
-        model.config.context,
-        (source_BS, valid_BS),
+        prompts_BT=np.full((BATCH_SIZE, 1), separator, np.int32),
+        num_tokens=model.config.context,
+        source=(source_BS, valid_BS),
         separator=separator,
         beam=config.beam,
         length_penalty=config.length_penalty,
         vocab_size=tokenizer.vocab_size,
     )
-    best_BT = np.asarray(best.tokens_BKT[:, 0])  # Hypothesis 0 is the best one of each row.
+    best_BT = np.asarray(hypotheses.tokens_BKT[:, 0])  # hypotheses are sorted, best first
     translations = []
-    for ids in best_BT[: len(sources)]:
-        translations.append(tokenizer.decode(ids[ids != separator]))
+    for tokens_T in best_BT[: len(sources)]:
+        translations.append(tokenizer.decode(tokens_T[tokens_T != separator]))
     return translations

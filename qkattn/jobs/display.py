@@ -403,29 +403,33 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._next_time = now + quiet_seconds
 
     def _fields(self, now: float) -> list[str]:
-        """Returns the parts of the last report, the most important ones first.
+        """Returns the last report as display fields, the most important first.
 
         For example, ['step 1,200/4,000', 'validation loss 3.1000', '02:10 left', '30%'].
         """
-        step = self._step or 0
+        step = 0 if self._step is None else self._step
         fields = [f'step {step:,}/{self._total:,}']
         if self._validation_loss is not None:
             fields.append(f'validation loss {loss_text(self._validation_loss, self._unit)}')
-        if self._tokens_per_step and self._pace.step_seconds:
-            tokens_per_second = self._tokens_per_step / self._pace.step_seconds
+        step_seconds = self._pace.step_seconds
+        if self._tokens_per_step and step_seconds:
+            tokens_per_second = self._tokens_per_step / step_seconds
             fields.append(f'{tokens_per_second:,.0f} tokens/s')
         if 'mfu' in self._speeds:
             fields.append(f'{self._speeds["mfu"]:.1%} MFU')
-        seconds_left = self._pace.seconds_left(self._total, now)
-        if seconds_left is not None and step < self._total:
-            fields.append(f'{format_duration(seconds_left)} left')
-        fields.append(f'{step / max(1, self._total):.0%}')
+        run_seconds_left = self._pace.seconds_left(self._total, now)
+        if run_seconds_left is not None and step < self._total:
+            fields.append(f'{format_duration(run_seconds_left)} left')
+        fraction_done = step / max(1, self._total)
+        fields.append(f'{fraction_done:.0%}')
         if self._loss is not None:
             fields.append(f'loss {loss_text(self._loss, self._unit)}')
         if 'input_wait_fraction' in self._speeds:
             fields.append(f'{self._speeds["input_wait_fraction"]:.0%} waiting for input')
-        if self._study_left is not None and self._study_left.runs:
-            fields += self._study_fields(self._study_left, seconds_left)
+        study_left = self._study_left
+        if study_left is not None and study_left.runs > 0:
+            # The time left for the study includes the time left for this run.
+            fields += self._study_fields(study_left, left=run_seconds_left)
         return fields
 
     def _study_fields(self, study: StudyLeft, left: float | None) -> Iterator[str]:

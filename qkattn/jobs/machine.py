@@ -29,18 +29,19 @@ _LARGEST_MMAP_THRESHOLDS = (2**30, 2**25)
 
 
 def usable_cores() -> list[int]:
-    """Returns the numbers of the cores that this process should use.
+    """Returns the ids of the CPU cores to use, limited by affinity and cgroup CPU quota.
 
-    The affinity of the process allows certain cores. If the control groups grant the time of fewer
-    cores, only that many are returned, evenly spaced: [0, 2] for 4 cores and the time of 2.
+    For example, 4 allowed cores and a quota of 2 give [0, 2].
     """
     if hasattr(os, 'sched_getaffinity'):
-        cores = sorted(os.sched_getaffinity(0))
+        allowed_cores = sorted(os.sched_getaffinity(0))
     else:
-        cores = list(range(os.cpu_count() or 1))
-    num_usable = max(1, math.floor(min(len(cores), granted_cores())))
-    # Numbers at equal distances: 0 and 2 of 4 cores if 2 are usable.
-    return [cores[index * len(cores) // num_usable] for index in range(num_usable)]
+        allowed_cores = list(range(os.cpu_count() or 1))
+    num_allowed = len(allowed_cores)
+    quota = granted_cores()  # CPU time in cores, such as 1.5; may be infinite
+    num_used = max(1, math.floor(min(num_allowed, quota)))
+    evenly_spaced = [index * num_allowed // num_used for index in range(num_used)]
+    return [allowed_cores[position] for position in evenly_spaced]
 
 
 def split_evenly(items: Sequence, number: int) -> list[list]:

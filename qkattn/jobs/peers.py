@@ -51,30 +51,34 @@ class JobPeers:
     """
 
     def __init__(self, job: Job, seconds: int):
-        """Installs the handler of aborts.
+        """Installs the SIGABRT handler.
 
-        `seconds` is the time that the processes have to connect, for the message of the handler.
+        Args:
+          job: the processes of the job and their coordinator.
+          seconds: the connection timeout, for the handler's error message.
         """
         self._job = job
         self._seconds = seconds
         self._python_exits = threading.Event()
-        self._is_aborted = False  # by jax
-        self._exit_code: int | None = None  # set as soon as this process is about to end
+        self._is_aborted = False  # whether jax has aborted this process
+        self._exit_code: int | None = None  # set as soon as this process begins to end
 
-        # The training thread and the thread that reads the keys share the fields below. The
-        # condition guards them.
+        # Guards the fields below. The training thread and the watching thread share them.
         self._agreement = threading.Condition()
         self._num_meetings = 0  # how often this process has called `meet`
-        self._all_have_met = False  # whether all went on after the last meeting, without a signal
-        # All that follows is about the time since the last meeting.
+        # Whether the last `meet` has returned, and no process of the job had a stop request.
+        self._all_have_met = False
+        # `meet` resets the fields below.
         self._last_step = -1  # the last step that this process has done
-        self._has_own_reason = False  # whether this process has a reason to stop besides signals
-        self._is_agreeing = False  # whether `should_stop` waits until all agree
-        self._stop_after: int | None = None  # the agreed step, after which all stop
+        self._has_own_reason = False  # whether this process has to stop, but not due to a signal
+        self._is_agreeing = False  # whether `should_stop` waits until all processes agree
+        self._stop_after: int | None = None  # the agreed last step
 
-        # If the job is broken, a thread of jax calls abort() in this process.
-        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._end_on_abort)
-        ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
+        # jax calls abort() if the job fails. A Python signal handler would run too late.
+        handler_type = ctypes.CFUNCTYPE(None, ctypes.c_int)
+        self._on_abort = handler_type(self._end_on_abort)  # stored, because C keeps no reference
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGABRT, self._on_abort)
 
     def watch(self) -> None:
         """Starts the thread that reads the keys; call it once all processes are connected."""
@@ -218,32 +222,36 @@ class JobPeers:
         self._agree_on_last_step(published)
 
     def _agree_on_last_step(self, published: dict[str, str]) -> None:
-        """Agrees with the other processes on the step after which all stop, if any has to stop.
+        """Advances the agreement on the step after which all processes stop.
 
-        The key 'request' says that a process got a signal. The key 'also/1', after meeting 1, says
-        that a process has another reason to stop. With either key, every process publishes how many
-        steps it has done, as in {'at/1/0': '7'} for process 0. Without both, this process publishes
-        the key 'also/1' if it has a reason.
+        A thread calls this at intervals with the keys of all processes, without the prefix _ROOT.
+        The keys contain the number of `meet` calls, here 1:
+
+        - 'request' or 'also/1': some process has to stop.
+        - 'at/1/0': the last step that process 0 has done.
+        - 'after/1': the agreed step, which is the largest of the last steps.
         """
+        rank = self._job.process_id
         with self._agreement:
             meeting = self._num_meetings
-            if meeting == 0:  # nothing is trained yet
+            if meeting == 0:  # training has not begun
                 return
             has_own_reason = self._has_own_reason
             last_step = self._last_step
-            was_agreeing = self._is_agreeing
-            has_to_stop = 'request' in published or f'also/{meeting}' in published
-            if has_to_stop:
-                self._is_agreeing = True  # `should_stop` now waits, so `_last_step` stays as it is
+            some_process_must_stop = 'request' in published or f'also/{meeting}' in published
+            must_publish_step = some_process_must_stop and not self._is_agreeing
+            if must_publish_step:
+                # The training thread pauses in `should_stop`, so `last_step` stays up to date.
+                self._is_agreeing = True
 
-        if not has_to_stop:
-            if has_own_reason:
-                _set(f'{_ROOT}also/{meeting}', str(self._job.process_id))
-            return
-
-        if not was_agreeing:
-            _set(f'{_ROOT}at/{meeting}/{self._job.process_id}', str(last_step))
-        self._take_agreed_step(meeting, published)
+        # Publish without the lock, so that training does not wait for the network.
+        if must_publish_step:
+            _set(f'{_ROOT}at/{meeting}/{rank}', str(last_step))
+        if some_process_must_stop:
+            # Takes effect in a later call, once all processes have published their last steps.
+            self._take_agreed_step(meeting, published)
+        elif has_own_reason:
+            _set(f'{_ROOT}also/{meeting}', str(rank))
 
     def _take_agreed_step(self, meeting: int, published: dict[str, str]) -> None:
         """Takes part in the agreement on the step after which all processes of the job stop.

@@ -147,29 +147,26 @@ class StopRequest:
         self.deferring[:] = [block for block in self.deferring if block is not self]
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Handles SIGTERM and Ctrl-C: sets `requested`, and says what another Ctrl-C will do.
-
-        Python passes the number of the signal and the interrupted stack frame.
-        """
+        """Requests a stop; the signal handler for SIGTERM and Ctrl-C."""
         StopRequest.requested = True
         if number == signal.SIGTERM:
             return
 
-        # Without `exit_on_signal` there is no watcher. The next Ctrl-C raises KeyboardInterrupt.
-        if self._watcher is None:
+        is_watched = StopRequest._watcher is not None  # within `exit_on_signal`
+        if not is_watched:
             _say('\nstopping after this step; press Ctrl-C again to stop at once\n')
+            # The default handler raises KeyboardInterrupt.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return
 
-        # With `exit_on_signal`, the thread of the watcher ends the process at once, unless there is
-        # something to save. Then only the third Ctrl-C ends it, here.
-        has_something_to_save = bool(self.deferring)
+        # `deferring` lists the `with` blocks that have something to save.
+        has_something_to_save = bool(StopRequest.deferring)
         if not has_something_to_save:
-            return
+            return  # the watcher thread ends the process
         StopRequest._interrupts += 1
-        if self._interrupts == 1:
+        if StopRequest._interrupts == 1:
             _say('\nstopping after this step, and saving\n')
-        elif self._interrupts == 2:
+        elif StopRequest._interrupts == 2:
             _say('\nwaiting until the state is saved; press Ctrl-C again to stop without it\n')
         else:
             end(EXIT_INTERRUPTED, INTERRUPTED)

@@ -134,16 +134,25 @@ def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, A
 
 
 def _mean(name: str, sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
-    """Returns the mean of a metric over targets [X].
+    """Returns the weighted mean of a metric over all targets, [X] for X trials.
 
-    Raises ConfigError if the metric has several numbers for each target.
+    Args:
+      name: the name of the metric.
+      sums: the results of `row_sums`, [R, X] for R rows.
+      bytes_per_target: unused; every `Metric.value` function takes this argument.
+
+    Raises:
+      ConfigError: the metric has several numbers per target, so its sums are [R, X, ...].
     """
-    if sums[name].ndim > 2:
+    has_several_numbers = sums[name].ndim > 2
+    if has_several_numbers:
         raise ConfigError(
             f'per_target of metric {name!r} gives several numbers for each target, so it needs '
             'value, which makes one number of their sums'
         )
-    return sums[name].sum(0) / sums['weight'].sum(0)
+    total_X = sums[name].sum(0)
+    total_weight_X = sums['weight'].sum(0)
+    return total_X / total_weight_X
 
 
 mean_loss = functools.partial(_mean, 'loss')  # cross-entropy per target [X]

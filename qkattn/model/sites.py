@@ -24,26 +24,27 @@ SPEC = '_attention_spec'
 
 
 def attention_spec(config: ModelConfig) -> AttentionSpec:
-    """Returns the specification of a config's self-attention layers.
+    """Returns the self-attention specification of a model config.
 
-    The same config always gives the same object, so that its check runs only once. Raises SpecError
-    if the sizes do not fit together.
+    The same config always gives the same object.
+
+    Raises:
+      SpecError: the sizes do not fit together.
     """
-    # The specification is kept as an attribute of the config. A ModelConfig is frozen, but vars()
-    # returns its attributes as a dict that can be changed.
+    # The config caches the result. `vars` gives write access to a frozen dataclass.
     attributes = vars(config)
     if SPEC in attributes:
         return attributes[SPEC]
 
-    # The fields of a specification have the same names in the config, except for the residual gain.
-    names = [field.name for field in dataclasses.fields(AttentionSpec)]
-    names.remove('residual_gain')
-    fields = {name: getattr(config, name) for name in names}
+    field_names = [field.name for field in dataclasses.fields(AttentionSpec)]
+    field_names.remove('residual_gain')  # the only field that the config lacks
+    fields = {name: getattr(config, name) for name in field_names}
     if config.positions not in ('rope', 'alibi'):
         # Learned and sinusoidal positions are added to the stream, outside of attention.
         fields['positions'] = 'none'
-    # With this gain, the sum of all residual branches has the variance of a single one.
-    spec = AttentionSpec(**fields, residual_gain=config.num_branches**-0.5)
+    # The sum of n residual branches has n times the variance of one. The gain cancels the factor n.
+    residual_gain = config.num_branches**-0.5
+    spec = AttentionSpec(**fields, residual_gain=residual_gain)
     attributes[SPEC] = spec
     return spec
 

@@ -116,17 +116,20 @@ class Stream(nnx.Module):
         return self.final_norm(x_BTD)
 
     def layers(self, site: str = 'attention') -> list[Attention]:
-        """Returns copies of the attention layers of all blocks, first to last.
+        """Returns copies of the attention layers, first block to last.
 
-        `site` is the attribute of a block that holds the attention: 'attention', or in an
-        encoder-decoder also 'cross_attention'. The layers of the encoder are `encoder.layers()`.
-        To call a layer of a pre-norm model by itself, pass it the stream after the block's norm.
+        In a pre-norm model, the input of a layer is the normalized stream. An encoder-decoder
+        returns its decoder layers; `encoder.layers()` returns its encoder layers.
 
-        Raises ValueError if the blocks have no such attribute.
+        Args:
+          site: the attribute of a block, 'attention' or 'cross_attention'.
+
+        Raises:
+          ValueError: the blocks have no attention layer at `site`.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
-        attributes = vars(blocks[0]).items()
-        sites = [name for name, module in attributes if isinstance(module, Attention)]
+        attributes = vars(blocks[0])
+        sites = [name for name, module in attributes.items() if isinstance(module, Attention)]
         if site not in sites:
             raise ValueError(f'{site!r} names no layers; known: {", ".join(sites)}')
         return [getattr(block, site) for block in blocks]

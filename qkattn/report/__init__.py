@@ -75,21 +75,19 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
 
 
 def _with_look(study: TrainedStudy) -> TrainedStudy:
-    """Records in the study's ledger that somebody looks at its results; returns the study with it.
+    """Records a look (interim analysis) in the study's ledger; returns the updated study.
 
-    A report on the tuning alone (screening) is no look. A second report on the same results is not
-    recorded again.
+    Results of screening alone do not count as a look. A look at the same results is recorded once.
     """
     is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
     if not is_beyond_screening:
         return study
-    is_recorded = ledger.record_look(study.directory, study.files)
-    if not is_recorded:
+    is_new_look = ledger.record_look(study.directory, study.files)
+    if not is_new_look:
         return study
 
-    # The look changes only the ledger, so no other file is read again. A look is not recorded if a
-    # run was altered since an earlier look. So no run is altered here.
     new_ledger = ledger.read(study.directory / ledger.NAME)
+    # `record_look` returns False if a run was altered, so here no run is altered.
     return dataclasses.replace(study, ledger=new_ledger, altered={})
 
 

@@ -116,25 +116,32 @@ def _obstacle(results: Path) -> str | None:
 
 
 def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
-    """Reads the rewrites that rewritten_ledgers.toml gives a reason for; none without the file.
+    """Returns the ledger rewrites that rewritten_ledgers.toml accepts.
 
-    A rewrite is a pair such as ('cpu/NAME/ledger.jsonl', '3f2a...'): the path of a ledger, and the
-    last hash of the version that was replaced. Raises ReportError if the file is malformed.
+    Without a rewrite, a ledger only grows.
+
+    Returns:
+      Pairs such as ('cpu/NAME/ledger.jsonl', '3f2a...'): the path of a ledger, and the last hash of
+      the replaced version. Empty if the file does not exist.
+
+    Raises:
+      ReportError: the file is malformed.
     """
     if not path.is_file():
         return set()
     try:
-        entries = tomllib.loads(path.read_text(encoding='utf-8')).get('rewritten', [])
+        document = tomllib.loads(path.read_text(encoding='utf-8'))
     except (OSError, ValueError) as error:
         raise ReportError(f'{path} cannot be read: {error}') from error
 
     rewrites = set()
-    for number, entry in enumerate(entries, start=1):
-        has_keys = sorted(entry) == sorted(_ENTRY_KEYS)
-        has_values = has_keys and all(str(value).strip() for value in entry.values())
-        if not has_values:
+    entries = document.get('rewritten', [])
+    for entry_number, entry in enumerate(entries, start=1):
+        has_all_keys = sorted(entry) == sorted(_ENTRY_KEYS)
+        is_complete = has_all_keys and all(str(value).strip() for value in entry.values())
+        if not is_complete:
             keys = ', '.join(_ENTRY_KEYS)
-            raise ReportError(f'{path}, entry {number} must have {keys}, none empty')
+            raise ReportError(f'{path}, entry {entry_number} must have {keys}, none empty')
         rewrites.add((entry['ledger'], entry['replaced']))
     return rewrites
 

@@ -53,25 +53,28 @@ FIELDS = {
 def plain_name(variant: str) -> str | None:
     """Describes in plain words how a variant differs from standard attention.
 
-    For example, 'shared_qk(key_norm=True)/no_v' gives 'W_Q = W_K (key norm), no W_V'. The settings
-    of the variant follow: 'qk/vo?num_kv_heads=1' gives 'key/value heads: 1'.
+    For example, 'shared_qk(key_norm=True)/no_v?num_heads=4' gives 'W_Q = W_K (key norm), no W_V,
+    heads: 4'.
 
-    Returns STANDARD for standard attention. Returns None for a score or a value from outside the
-    package, which has no plain name.
+    Returns STANDARD for standard attention, and None if the score or the value has no plain name.
     """
-    circuits, _, settings = variant.partition('?')
+    score_and_value, _, settings = variant.partition('?')
     try:
-        score, value = Variant.parse(circuits)
+        score, value = Variant.parse(score_and_value)
         parts = [_plain_circuit(score, SCORES), _plain_circuit(value, VALUES)]
     except (SpecError, KeyError):
         return None
     if settings:
         for setting in settings.split('&'):
-            name, _, setting_value = setting.partition('=')
-            words = FIELDS.get(name, name.replace('_', ' '))
-            parts.append(f'{words}: {setting_value}')
+            field, _, field_value = setting.partition('=')
+            words = FIELDS.get(field, field.replace('_', ' '))
+            parts.append(f'{words}: {field_value}')
+
+    # A standard score or value is described by ''.
     differences = [part for part in parts if part]
-    return ', '.join(differences) or STANDARD
+    if not differences:
+        return STANDARD
+    return ', '.join(differences)
 
 
 def _plain_circuit(circuit: str, names: dict[str, str]) -> str:

@@ -335,32 +335,35 @@ def by_size_and_corpus(
 
 
 def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yields three texts for each variant of a model: its form, and the equations of A[n] and B[n].
+    """Yields (form, score equation, value equation) for each variant of a model.
 
-    For example, ('low_rank(rank=8)/vo', 'W_Q[n] W_K[n]^T, rank R', 'W_V[n] W_O[n]'). The form is
-    the variant with all its options. A[n] is the matrix of the scores of head n, and B[n] that of
-    its values. The equation is '-' for a class from outside the package, which has none.
+    The form is the variant with all its options, defaults included. The equations are those of
+    head n. For example:
 
-    An encoder-decoder may have further variants in its encoder and in cross-attention. A model with
-    the setting `pattern` has several, as in 'qk/vo, qk/no_v', which its layers use in turn. The
-    forms of these begin with the name of the setting: 'encoder variant: qk/no_v'.
+        ('low_rank(rank=8)/vo', 'W_Q[n] W_K[n]^T, rank R', 'W_V[n] W_O[n]')
 
-    `model` has the settings of the model, as in a result.
+    Variants of an encoder, cross-attention or a pattern have a prefix, as in 'pattern: qk/vo'. A
+    score or value from outside the package has the equation '-'.
+
+    Args:
+        model: The model settings in a run's config.
     """
     main_variant = f'{model["score"]}/{model["value"]}'
-    prefixed_variants = [('', main_variant)]  # (prefix of the form, variant)
+    prefixes_and_variants = [('', main_variant)]
     for setting in ('encoder_variant', 'cross_variant', 'pattern'):
-        setting_text = model.get(setting)
-        if setting_text:
-            # A pattern may name a variant several times. `fromkeys` keeps each one once.
-            different_variants = dict.fromkeys(split_pattern(setting_text))
-            for variant in different_variants:
-                prefixed_variants.append((f'{words(setting)}: ', variant))
+        variants_text = model.get(setting)
+        if not variants_text:
+            continue
+        prefix = f'{words(setting)}: '
+        # A pattern such as 'qk/vo, qk/no_v, qk/vo' repeats variants.
+        unique_variants = dict.fromkeys(split_pattern(variants_text))
+        for variant in unique_variants:
+            prefixes_and_variants.append((prefix, variant))
 
-    for prefix, variant in prefixed_variants:
+    for prefix, variant in prefixes_and_variants:
         score, value = Variant.parse(variant)
-        score_form, score_equation = _form(score, 'Score')
-        value_form, value_equation = _form(value, 'Value')
+        score_form, score_equation = _form(score, kind='Score')
+        value_form, value_equation = _form(value, kind='Value')
         yield f'{prefix}{score_form}/{value_form}', score_equation, value_equation
 
 

@@ -441,11 +441,13 @@ def _bullets(items: Iterable[str]) -> str:
 
 
 def terminal_text(findings: Findings, page: Path) -> str:
-    """Formats a report for a terminal.
+    """Formats a report for a terminal: a summary, two tables and the report's paths.
 
-    It has the result in sentences, a table of the results and one of the yardsticks, and the paths
-    of the full report. Columns of the tables that do not fit into WIDTH are left out. `page` is the
-    path of report.html.
+    Table columns that do not fit into WIDTH are left out.
+
+    Args:
+        findings: The findings to report.
+        page: The path of report.html.
     """
     study = findings.study
     lines = [f'study {study.name}']
@@ -454,19 +456,23 @@ def terminal_text(findings: Findings, page: Path) -> str:
     lines.append('')
     lines += summary(findings)
     lines += [f'! {problem}' for problem in study.problems]
+
     wrapper = textwrap.TextWrapper(WIDTH, break_long_words=False, break_on_hyphens=False)
-    result_text = '\n'.join(
-        wrapper.fill(escape_control_characters(one_line(line))) for line in lines
-    )
-    parts = [result_text]
+    wrapped_lines = []
+    for line in lines:
+        printable_line = escape_control_characters(one_line(line))
+        wrapped_lines.append(wrapper.fill(printable_line))
+    sections = ['\n'.join(wrapped_lines)]
 
     results_table = columns.printed(columns.HEADLINE, findings, findings.arms)
     yardsticks_table = _table(_yardsticks(findings))
     for headings, rows in (results_table, yardsticks_table):
         if rows:
-            parts.append(_fitted(headings, rows))
-    parts.append(f'all columns, notes and settings: {page.with_name("table.md")}\nreport: {page}')
-    return '\n\n'.join(parts)
+            sections.append(_fitted(headings, rows))
+
+    full_table = page.with_name('table.md')
+    sections.append(f'all columns, notes and settings: {full_table}\nreport: {page}')
+    return '\n\n'.join(sections)
 
 
 def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:

@@ -272,15 +272,15 @@ def typical(values: Sequence[float]) -> tuple[float, ...]:
     """Returns the values that are not outliers.
 
     An outlier lies more than APART standard deviations from the median. The standard deviation is
-    estimated as 1.4826 times the median absolute deviation, which a few outliers hardly change.
-    With fewer than MIN_TO_LEAVE_OUT values, or if half of them are equal, no value is an outlier.
+    estimated as 1.4826 times the median absolute deviation (MAD). No value is an outlier if there
+    are fewer than MIN_TO_LEAVE_OUT values or the MAD is 0.
 
-    A sample of 8 normal values has an outlier with probability 5 %; one of 16 values with 2 %.
+    A normal sample has an outlier with probability 5 % at 8 values and 2 % at 16.
     """
-    # A stratum has the values of one study, with a median of their own. Here, all are of one study.
-    one_stratum = [0] * len(values)
-    is_typical = _is_typical(values, one_stratum)
-    return tuple(values[index] for index in range(len(values)) if is_typical[index])
+    # With a single stratum, all values are compared with one median.
+    single_stratum = [0] * len(values)
+    is_typical = _is_typical(values, strata=single_stratum)
+    return tuple(value for value, is_kept in zip(values, is_typical, strict=True) if is_kept)
 
 
 def _is_typical(values: Sequence[float], strata: Sequence[int]) -> list[bool]:

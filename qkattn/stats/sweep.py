@@ -261,24 +261,23 @@ def _finer_range(
 
 
 def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
-    """Returns g(u), the shape of a loss around its optimum at u = 0.
+    """Returns g(u), a convex loss curve with its optimum at u = 0.
 
-    It is the cubic u^2 / 2 (1 + skew u), whose second derivative is 1 + 3 skew u. Where that is
-    negative, g is a straight line instead, so that g is convex everywhere. The line is the tangent
-    at the inflection u0 = -1 / (3 skew). The slope there is u0 + 3/2 skew u0^2 = u0 / 2.
+        g(u) = u^2 / 2 (1 + skew u)         where g''(u) = 1 + 3 skew u >= 0,
+        g(u) = g(u0) + g'(u0) (u - u0)      elsewhere.
 
-    For example, with skew = 1/3 the inflection is u0 = -1, where g is 1/3 and its slope is -1/2.
-    So g(-3) is 1/3 + 1 = 4/3.
+    The second line is the tangent at the inflection u0 = -1 / (3 skew). `u` and `skew` broadcast.
     """
     cubic = u**2 / 2 * (1 + skew * u)
-
-    # Without skew, the cubic is a parabola, which is convex everywhere. Any number will do as its
-    # inflection; dividing by infinity gives 0.
-    inflection = -1 / np.where(skew, 3 * skew, np.inf)
-    at_inflection = inflection**2 / 2 * (1 + skew * inflection)
-    tangent = at_inflection + inflection / 2 * (u - inflection)
-
     is_convex = 1 + 3 * skew * u >= 0
+
+    # Without skew, g is a parabola and the tangent is not used. A skew of 1 avoids a division by 0.
+    nonzero_skew = np.where(skew == 0, 1.0, skew)
+    inflection = -1 / (3 * nonzero_skew)
+    height = inflection**2 / 2 * (1 + skew * inflection)
+    # The slope is g'(u0) = u0 + 3/2 skew u0^2. Insert skew u0 = -1/3.
+    slope = inflection / 2
+    tangent = height + slope * (u - inflection)
     return np.where(is_convex, cubic, tangent)
 
 

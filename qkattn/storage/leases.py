@@ -354,11 +354,13 @@ def _is_of_this_machine(process: str) -> bool:
 
 
 def _identify_process(pid: int) -> str | None:
-    """Returns a text 'BOOT NAMESPACE PID START' that identifies a live process of this machine.
+    """Returns a unique text 'BOOT NAMESPACE PID START' for a live process of this machine.
 
-    BOOT identifies the machine since it was booted, and NAMESPACE its container, if any. START is
-    the time when the process started: systems give the id of an ended process to another one.
-    Returns None if the process has ended, or on a system without /proc.
+        BOOT         boot ID of the machine
+        NAMESPACE    PID namespace, which differs between containers
+        START        start time, which differs between processes that reuse a PID
+
+    Returns None if the process has ended or the system has no /proc.
     """
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
@@ -367,12 +369,13 @@ def _identify_process(pid: int) -> str | None:
     except OSError:
         return None
 
-    # The file reads '12 (name) S 1 12 ...'; the name may contain spaces and parentheses.
-    text_behind_name = status.rpartition(')')[2]
-    state, *fields = text_behind_name.split()
-    if state in 'ZX':  # the process has ended, and its parent has not waited for it
+    # The file reads '12 (name) S 1 12 ...'. The name may contain spaces and parentheses.
+    text_after_name = status.rpartition(')')[2]
+    state, *fields_after_state = text_after_name.split()
+    is_zombie_or_dead = state in ('Z', 'X')
+    if is_zombie_or_dead:
         return None
-    start = fields[_START_FIELD]
+    start = fields_after_state[_START_FIELD]
     return f'{boot} {namespace} {pid} {start}'
 
 

@@ -253,15 +253,21 @@ class MetricsFile:
     def flush(self) -> dict[str, Any]:
         """Syncs all lines to the disk or bucket; call it before a checkpoint is committed.
 
-        Returns the number of lines and their checksum. The checkpoint keeps them for `rewind`.
-        Raises DiskError if the disk fails.
+        Returns:
+          {'lines': number of lines, 'crc32': their checksum}, which `rewind` takes as `written`.
+
+        Raises:
+          DiskError: the disk fails.
         """
         if buckets.is_url(self.path):
-            write_atomic(self.path, self._file.getvalue())
+            # A log in a bucket is buffered in memory (io.BytesIO).
+            content = self._file.getvalue()
+            write_atomic(self.path, content)
         else:
             with disk_errors(self.path):
                 os.fsync(self._file.fileno())
-        return {'lines': self._kept.num_lines, 'crc32': self._kept.crc32}
+        kept_lines = self._kept
+        return {'lines': kept_lines.num_lines, 'crc32': kept_lines.crc32}
 
     def check(self) -> None:
         """Raises RunDirectoryError unless the file holds the lines that were written."""

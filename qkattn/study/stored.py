@@ -54,25 +54,29 @@ class StoredFiles:
     """The files of a stored study. `files / name` is a file, as with a study's directory."""
 
     def __init__(self, directory: Path, logs: bytes):
-        """Opens logs.zip, whose content is `logs`, and checks the names of the files in it.
+        """Opens a stored study and checks which files its archive has.
 
-        Raises ReportError if the archive is damaged, or has a file that belongs to no run of its
-        plan.
+        Args:
+            directory: The directory of the stored study.
+            logs: The content of its logs.zip.
+
+        Raises:
+            ReportError: The archive is damaged, lacks a required file, or has an unexpected one.
         """
         self.directory = directory
         self.archive = Archive(directory / LOGS, logs)
-        required = (PLAN, RESULTS)
-        for name in required:
+        required_names = (PLAN, RESULTS)
+        for name in required_names:
             if name not in self.archive:
                 raise ReportError(f'{self.archive.path} has no {name}; {_ADVICE}')
 
-        # A run has some of RUN_FILES, in its directory.
-        allowed = set(required)
-        for run in planned(self / PLAN):
-            for name in RUN_FILES:
-                allowed.add(f'{run["directory"]}/{name}')
+        allowed_names = set(required_names)
+        plan = Member(self.archive, PLAN)
+        for run in planned(plan):
+            for file_name in RUN_FILES:
+                allowed_names.add(f'{run["directory"]}/{file_name}')
         for name in self.archive.names:
-            if name not in allowed:
+            if name not in allowed_names:
                 raise ReportError(
                     f'{self.archive.path}, member {name} is no file of a run in its {PLAN}; '
                     f'{_ADVICE}'

@@ -214,20 +214,17 @@ def record_finished(directory: Path) -> None:
 
 
 def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
-    """Measures what a trained model has to beat on the data that it was trained on.
-
-    For a language model, these are the losses of n-grams that are counted on its training tokens.
+    """Measures what a trained baseline has to beat, such as n-gram losses.
 
     Args:
         config: The config of a run.
-        result: The result of one of its trials, which identifies the data.
+        result: The result of one of its trials, which identifies the training data.
 
     Returns:
-        The measured fields of an entry in `groups` of yardsticks.json. `record` adds the fields
-        that name the run.
+        An entry of `groups` in yardsticks.json, without the fields that name the run.
 
     Raises:
-        ConfigError: This machine has other data than the trial read.
+        ConfigError: This machine does not have the same data.
     """
     rows = _open_same_data(config, result)
     measured = _measure_yardsticks(config, rows)

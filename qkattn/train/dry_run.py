@@ -284,31 +284,30 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
 
 
 def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str, int]:
-    """Returns the bytes that a program takes on one device, by what they hold.
+    """Returns the bytes that a program takes on one device, by content."""
 
-    The sizes of state and batch follow from their shardings; XLA reports the other sizes.
-    """
-
-    def on_device(tree: Any) -> int:
-        """Bytes of the arrays of a tree on one device."""
+    def bytes_on_device(tree: Any) -> int:
         num_bytes = 0
         for leaf in jax.tree.leaves(tree):
             shape_on_device = leaf.sharding.shard_shape(leaf.shape)
             num_bytes += math.prod(shape_on_device) * leaf.dtype.itemsize
         return num_bytes
 
+    parameters = bytes_on_device(state['trials']['params'])
+    optimizer_state = bytes_on_device(state['trials']['opt_state'])
+    batch_bytes = bytes_on_device(batch)
+
     statistics = compiled.memory_analysis()
-    arguments = {
-        'parameters': on_device(state['trials']['params']),
-        'optimizer state': on_device(state['trials']['opt_state']),
-        'batch': on_device(batch),
-    }
-    other_arguments = statistics.argument_size_in_bytes - sum(arguments.values())
+    # XLA reports only the total of all arguments, padding included.
+    all_arguments = statistics.argument_size_in_bytes
+    step_hyperparameters_padding = all_arguments - parameters - optimizer_state - batch_bytes
     # Outputs that are written in place of an argument take no memory of their own.
     outputs = statistics.output_size_in_bytes - statistics.alias_size_in_bytes
     return {
-        **arguments,
-        'step, hyperparameters, padding': other_arguments,
+        'parameters': parameters,
+        'optimizer state': optimizer_state,
+        'batch': batch_bytes,
+        'step, hyperparameters, padding': step_hyperparameters_padding,
         'gradients and temporaries': statistics.temp_size_in_bytes,
         'output': outputs,
         'program': statistics.generated_code_size_in_bytes,

@@ -124,18 +124,23 @@ def _why_nothing_to_load(path: Path) -> str:
 
 
 def _read_parameters(path: Path, about: dict[str, Any]) -> dict:
-    """Reads the parameters in a safetensors file, by nested names.
+    """Reads the parameters of an export as a nested dict.
 
-    Raises ConfigError if the file cannot be read, or differs from the checksums in `about`, the
-    content of qkattn.json. Earlier versions wrote no checksums; their files are not compared.
+    Args:
+      path: the safetensors file.
+      about: the content of qkattn.json.
+
+    Raises:
+      ConfigError: the file cannot be read, or differs from the checksums in `about`.
     """
     try:
         with local_copy(path) as file:
             param_by_name = safetensors.numpy.load_file(file)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f'{path} cannot be read: {error}') from error
-    checksums = _crc32s(param_by_name)
-    if about.get('parameters_crc32', checksums) != checksums:
+
+    has_checksums = 'parameters_crc32' in about  # earlier versions wrote none
+    if has_checksums and _crc32s(param_by_name) != about['parameters_crc32']:
         raise ConfigError(
             f'{path} is damaged (see {ABOUT}); restore it from a copy or export the model again'
         )

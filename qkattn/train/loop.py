@@ -635,14 +635,17 @@ def _open_rows(
 
     def open_data() -> tuple[Rows, tuple[EvaluationCorpus, ...]]:
         rows = rows_of(config)
-        return rows, open_corpora(config, rows)
+        corpora = open_corpora(config, rows)
+        return rows, corpora
 
-    # A resumed run uses the same tokenizers as its first start, whose names its checkpoints hold.
+    # A tokenizer.json can be opened in two ways. Checkpoints record which way the run uses.
     tokenizer_names = agreement.call_in_process_0(lambda: recorded_tokenizers(path, config.data))
     with progress.phase('preparing data'), use_recorded_tokenizers(*tokenizer_names):
-        # Process 0 opens the data first, and prepares them on disk. The others find them there.
+        # Process 0 prepares the data on disk, where the other processes find them.
         rows, corpora = run_in_process_0_first(open_data)
-    agreement.require_same('dataset', json.dumps(identity_with(rows, corpora)))
+
+    data_identity = identity_with(rows, corpora)
+    agreement.require_same('dataset', json.dumps(data_identity))
     return rows, corpora
 
 

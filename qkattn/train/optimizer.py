@@ -112,34 +112,36 @@ def matrix_axes(params: dict) -> dict:
 
 
 def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    """Returns which axes of a parameter are the rows and the columns of a matrix for Muon.
+    """Returns the axes that are rows and columns of a matrix; None if Muon does not train it.
 
-    Muon trains the matrices of the blocks. For other parameters this returns None. The letters of a
-    name are the axes of one layer, and the leaf has an axis L of layers before them. Examples:
+        name         shape of the leaf    rows, columns
+        w_in_DF      [L, D, F]            (1,), (2,)
+        w_q_DNH      [L, D, N, H]         (1,), (3,)       a matrix for each head N
+        w_talk_NN    [L, N, N]            (1,), (2,)
 
-        w_in_DF    [L, D, F]     rows D, columns F: axes ((1,), (2,))
-        w_q_DNH    [L, D, N, H]  rows D, columns H: axes ((1,), (3,)), with one matrix for each N
-        w_talk_NN  [L, N, N]     rows N, columns N: axes ((1,), (2,))
-
-    N and K are axes of heads. If two other letters remain, each head has a matrix of its own, as in
-    w_q_DNH. Otherwise all letters together form one matrix: the last one is the columns, and all
-    others are the rows.
+    L is the axis of layers, and N and K are axes of heads. The letters in a name leave out L.
     """
     name = path[-1].key
-    letters = name.rpartition('_')[2]
+    letters = name.rpartition('_')[2]  # 'DNH' in 'w_q_DNH'
     is_in_block = any(entry.key == 'blocks' for entry in path)
     is_matrix = name.startswith('w_') and len(letters) > 1
     if not is_in_block or not is_matrix or _is_frozen(path):
         return None
 
-    axes_of_matrix = [axis for axis, letter in enumerate(letters) if letter not in 'NK']
-    if len(axes_of_matrix) != 2:
-        axes_of_matrix = list(range(len(letters)))
     num_leading = leaf.ndim - len(letters)  # the axis L
-    axes_of_leaf = [num_leading + axis for axis in axes_of_matrix]
-    rows = tuple(axes_of_leaf[:-1])
-    columns = (axes_of_leaf[-1],)
-    return optax.contrib.MuonDimensionNumbers(rows, columns)
+    axes_of_layer = range(num_leading, leaf.ndim)
+    axes_within_head = []
+    for axis, letter in zip(axes_of_layer, letters, strict=True):
+        if letter not in ('N', 'K'):
+            axes_within_head.append(axis)
+
+    has_matrix_per_head = len(axes_within_head) == 2
+    # Otherwise all axes of a layer form one matrix.
+    axes_of_matrix = axes_within_head if has_matrix_per_head else axes_of_layer
+    *row_axes, column_axis = axes_of_matrix
+    return optax.contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(row_axes), output_axis=(column_axis,)
+    )
 
 
 # (config, learning rate, weight decay) -> the optimizer, by the value of optimizer.name.

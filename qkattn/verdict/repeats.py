@@ -22,40 +22,36 @@ _OF_STUDY = (*HARMLESS, *OF_MACHINE, 'trials', *(f'model.{knob}' for knob in MOD
 def with_earlier_arms(
     study: TrainedStudy, arms: Sequence[TrainedArm], earlier: Mapping[str, Findings]
 ) -> tuple[TrainedArm, ...]:
-    """Adds to each arm of a study the same arm of earlier studies, so that seeds can be pooled.
+    """Adds to each arm the same arm of earlier studies, so that seeds can be pooled.
 
-    For example, an earlier study has trained an arm with the seeds 1 to 5, and has left open
-    whether it is better. This study trains the arm with the seeds 6 to 10. The arm is then compared
-    over all ten seeds.
-
-    An earlier arm is added if it asks the same question, is trained with the same settings, and
-    qualifies for a verdict in its own study.
+    An earlier arm is added if it has the same question and the same training settings, and
+    qualifies for a verdict in its own study. The question is the arm's key in the form that all
+    studies share (`TrainedStudy.question_of`).
 
     Args:
         study: The study.
-        arms: Its arms.
-        earlier: The findings of the earlier studies, by the name of the study.
+        arms: The arms of the study.
+        earlier: The findings of earlier studies, by study name.
     """
     if not earlier:
         return tuple(arms)
 
-    # The arms of each earlier study that may be added, by their question (`chain.question`). An arm
-    # may have another key in each study, but its question is the same in all of them.
-    arms_by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
-    for name, findings in earlier.items():
-        if not findings.blocks:  # they would withhold every verdict
-            arms_by_study[name] = _usable_arms(findings)
+    usable_by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
+    for study_name, findings in earlier.items():
+        withholds_all_verdicts = bool(findings.blocks)
+        if not withholds_all_verdicts:
+            usable_by_study[study_name] = _usable_arms(findings)
 
     completed = []
     for arm in arms:
         question = study.question_of(arm.key)
         earlier_arms: dict[str, TrainedArm] = {}
-        for name, arm_by_question in arms_by_study.items():
+        for study_name, arm_by_question in usable_by_study.items():
             earlier_arm = arm_by_question.get(question)
             if earlier_arm is None:
                 continue
             if _training_settings(earlier_arm) == _training_settings(arm):
-                earlier_arms[name] = earlier_arm
+                earlier_arms[study_name] = earlier_arm
         completed.append(dataclasses.replace(arm, earlier=earlier_arms))
     return tuple(completed)
 

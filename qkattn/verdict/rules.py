@@ -514,28 +514,28 @@ def _values_to_share(arm: TrainedArm, varied: Collection[str]) -> dict[str, Any]
 
 
 def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Marks software and devices that are not the same at all starts of all runs.
+    """Reports software and devices that differ between runs or between starts of one run.
 
-    Versions and devices seldom affect results, so they are only mentioned. The code may affect
-    them: if there are several commits, or uncommitted changes, every verdict is withheld, unless
-    the ledger accepts this and says why. A run that was resumed at another commit counts as well.
+    Different code and uncommitted changes withhold every verdict, but the ledger may accept them
+    with a reason. Other differences, such as versions, are only mentioned.
     """
-    arms_by_value_of = _arms_by_provenance(arms)
-    reasons_to_accept = study.ledger.accepted  # by what is accepted: COMMITS or UNCOMMITTED
-    for name, arms_by_value in arms_by_value_of.items():
-        is_software = name.startswith(('versions.', 'imported.')) or name in _SOFTWARE
+    arms_by_value_of_field = _arms_by_provenance(arms)
+    accepted_reasons = study.ledger.accepted  # by COMMITS or UNCOMMITTED
+    for field, arms_by_value in arms_by_value_of_field.items():
+        is_code = field == 'git.commit' or field.startswith('imported.')
+        is_version_or_device = field in _SOFTWARE or field.startswith('versions.')
         has_several_values = len(arms_by_value) > 1
-        if is_software and has_several_values:
-            values = {value: tuple(keys) for value, keys in arms_by_value.items()}
-            is_code = name == 'git.commit' or name.startswith('imported.')
-            reason = reasons_to_accept.get(COMMITS) if is_code else None
-            data = {'name': name, 'values': values, 'accepted': reason}
+        if has_several_values and (is_code or is_version_or_device):
+            reason = accepted_reasons.get(COMMITS) if is_code else None
+            values = {value: tuple(arm_keys) for value, arm_keys in arms_by_value.items()}
+            data = {'name': field, 'values': values, 'accepted': reason}
             is_unaccepted_code = is_code and reason is None
             yield Remark(RemarkCode.SOFTWARE_DIFFERS, data, blocks=is_unaccepted_code)
 
-    has_uncommitted_changes = 'True' in arms_by_value_of.get('git.dirty', {})
+    arms_by_dirty = arms_by_value_of_field.get('git.dirty', {})  # by 'True' or 'False'
+    has_uncommitted_changes = 'True' in arms_by_dirty
     if has_uncommitted_changes:
-        reason = reasons_to_accept.get(UNCOMMITTED)
+        reason = accepted_reasons.get(UNCOMMITTED)
         yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': reason}, blocks=reason is None)
 
 

@@ -255,21 +255,26 @@ def _declared_study(
 
 
 def _check_declared(study: TrainedStudy) -> None:
-    """Raises ValueError that names the field unless the values of study.json are valid."""
+    """Raises ValueError, which names the field, if a value of study.json is invalid."""
     check_section('tuning.', study.tuning)
-    # The seeds of the verdict, and for a tuned study those of the screening.
-    is_tuned_without_seeds = bool(study.grids) and not study.tuned
-    if not study.seeds or is_tuned_without_seeds:
+    has_tuning = bool(study.grids)
+    lacks_screening_seeds = has_tuning and not study.tuning.seeds
+    if not study.seeds or lacks_screening_seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
-    if not study.margin > 0:
+    if study.margin <= 0:
         raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
-    valid = {'size': study.sizes, 'corpus': study.corpora, 'control': (None, *CONTROLS)}
+
+    valid_by_field = {
+        'size': study.sizes,
+        'corpus': study.corpora,
+        'control': (None, *CONTROLS),
+    }
     for arm in study.arms:
-        for field, values in valid.items():
+        for field, valid_values in valid_by_field.items():
             value = getattr(arm, field)
-            if value not in values:
+            if value not in valid_values:
                 raise ValueError(
-                    f'an arm has {field} {value!r}, which is not one of {list(values)}'
+                    f'an arm has {field} {value!r}, which is not one of {list(valid_values)}'
                 )
 
 

@@ -183,6 +183,11 @@ def _with_block(array: jax.Array, block: jax.Array, index: jax.Array) -> jax.Arr
     return lax.dynamic_update_index_in_dim(array, block.astype(array.dtype), index, 0)
 
 
+def _add_to_block(array: jax.Array, addend: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns an array of blocks in which `addend` is added to block number `index`."""
+    return _with_block(array, _block(array, index) + addend, index)
+
+
 def _by_heads(x_BNTS: jax.Array, heads: int) -> jax.Array:
     """Reshapes [B, N, T, S] to [B, K, Q, S], where K = `heads`.
 
@@ -374,28 +379,30 @@ def _forward(
 
 
 def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
-    """Returns the gradients of all operands, with None for the mask and the key.
-
-    dx stands for the gradient of x. Of one query block and one key block:
-
-        p  = exp(s - log-sum-exp)
-        dp = do v^T
-        dv = p^T do
-        ds = p (dp - do . o)
-        dq = ds k
-        dk = ds^T q
-    """
+    """Returns the gradients of all operands, with None for the mask and the key."""
     q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key, o_IBNTH, log_sum_exp_IBNT = saved
     dtype = log_sum_exp_IBNT.dtype
     num_key_heads = k_JBKSH.shape[2]
     num_value_heads = v_JBKSH.shape[2]
-    mean_dp_IBNT = (do_IBNTH.astype(dtype) * o_IBNTH).sum(-1)  # do . o, the mean of dp under p
+    mean_dp_IBNT = (do_IBNTH.astype(dtype) * o_IBNTH).sum(-1)  # do . o
 
-    def product(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    def einsum(letters: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(letters, a, b, preferred_element_type=dtype)
 
-    def step(carry: tuple, i: jax.Array, j: jax.Array, number: jax.Array) -> tuple:
-        """Adds what query block i and key block j contribute to the gradients in the carry."""
+    def step(carry: tuple, i: jax.Array, j: jax.Array, pair_index: jax.Array) -> tuple:
+        """Adds the gradients from query block i and key block j to the sums in the carry.
+
+        dx is the gradient of x. Without dropout, logit cap and scale:
+
+            p  = exp(s - log-sum-exp)
+            dp = do v^T
+            dv = p^T do
+            ds = p (dp - mean_dp), where mean_dp = do . o is the mean of dp under p
+            dq = ds k
+            dk = ds^T q
+
+        Axis Q holds the queries of all heads that share a key or value head.
+        """
         dq_IBNTH, dk_JBKSH, dv_JBKSH, db_NR = carry
         q_BNTH = _block(q_IBNTH, i)
         k_BKSH = _block(k_JBKSH, j)
@@ -404,39 +411,39 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
         mean_dp_BNT1 = _block(mean_dp_IBNT, i)[..., None]
         log_sum_exp_BNT1 = _block(log_sum_exp_IBNT, i)[..., None]
 
-        # The probabilities, computed again, and the factors of the same dropout.
-        s_BNTS, mask_B1TS, slope_BNTS = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j)
+        # Recompute the probabilities of the forward pass.
+        s_BNTS, mask_B1TS, cap_slope_BNTS = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j)
         p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - log_sum_exp_BNT1), 0)
-        dropout_BNTS = None
-        if options.dropout:
-            dropout_BNTS = _dropout_factors(options, key, number, p_BNTS.shape)
 
-        # The gradients of the probabilities and of the values.
+        # Gradients of probabilities and values.
         do_BKQH = _by_heads(do_BNTH, num_value_heads)
-        dp_BKQS = product('BKQH,BKSH->BKQS', do_BKQH, v_BKSH)
+        dp_BKQS = einsum('BKQH,BKSH->BKQS', do_BKQH, v_BKSH)
         dp_BNTS = dp_BKQS.reshape(p_BNTS.shape)
-        dropped_p_BNTS = p_BNTS
-        if dropout_BNTS is not None:
+        p_after_dropout_BNTS = p_BNTS
+        if options.dropout:
+            dropout_BNTS = _dropout_factors(options, key, pair_index, p_BNTS.shape)
             dp_BNTS = dp_BNTS * dropout_BNTS
-            dropped_p_BNTS = p_BNTS * dropout_BNTS
-        dropped_p_BKQS = _by_heads(dropped_p_BNTS.astype(do_BNTH.dtype), num_value_heads)
-        dv_BKSH = product('BKQS,BKQH->BKSH', dropped_p_BKQS, do_BKQH)
+            p_after_dropout_BNTS = p_BNTS * dropout_BNTS
+        p_after_dropout_BNTS = p_after_dropout_BNTS.astype(do_BNTH.dtype)
+        p_after_dropout_BKQS = _by_heads(p_after_dropout_BNTS, num_value_heads)
+        dv_BKSH = einsum('BKQS,BKQH->BKSH', p_after_dropout_BKQS, do_BKQH)
 
-        # The gradients of the logits and of the biases.
+        # Gradients of logits and biases.
         ds_BNTS = p_BNTS * (dp_BNTS - mean_dp_BNT1)
         if b_NR is not None:
             db_NR = _add_bias_gradients(db_NR, ds_BNTS.sum(0), options.grid, i, j)
 
-        # The gradients of the queries and keys, through the logit cap and the scale.
-        ds_BNTS = (ds_BNTS * slope_BNTS * options.scale).astype(q_BNTH.dtype)
-        ds_BKQS = _by_heads(ds_BNTS, num_key_heads)
+        # Gradients of q k^T (before scale and cap), queries and keys.
+        dqk_BNTS = (ds_BNTS * cap_slope_BNTS * options.scale).astype(q_BNTH.dtype)
+        dqk_BKQS = _by_heads(dqk_BNTS, num_key_heads)
+        dq_BKQH = einsum('BKQS,BKSH->BKQH', dqk_BKQS, k_BKSH)
+        dq_BNTH = dq_BKQH.reshape(q_BNTH.shape)
         q_BKQH = _by_heads(q_BNTH, num_key_heads)
-        dq_BNTH = product('BKQS,BKSH->BKQH', ds_BKQS, k_BKSH).reshape(q_BNTH.shape)
-        dk_BKSH = product('BKQS,BKQH->BKSH', ds_BKQS, q_BKQH)
+        dk_BKSH = einsum('BKQS,BKQH->BKSH', dqk_BKQS, q_BKQH)
         return (
-            _with_block(dq_IBNTH, _block(dq_IBNTH, i) + dq_BNTH, i),
-            _with_block(dk_JBKSH, _block(dk_JBKSH, j) + dk_BKSH, j),
-            _with_block(dv_JBKSH, _block(dv_JBKSH, j) + dv_BKSH, j),
+            _add_to_block(dq_IBNTH, dq_BNTH, i),
+            _add_to_block(dk_JBKSH, dk_BKSH, j),
+            _add_to_block(dv_JBKSH, dv_BKSH, j),
             db_NR,
         )
 

@@ -39,24 +39,25 @@ NOT_TEXT = (
 def text(config: DataConfig) -> Corpus:
     """Opens the corpus 'text': the file or directory at `config.path`.
 
-    What a document is depends on the files:
+    The splits and documents depend on the files:
 
-    - A file of plain text is cut at ends of lines after 90 % and 95 % of its bytes. Each of the
-      three parts is one document, and one split.
-    - In a directory, a file train.txt is the document of a split, and so is each text file in a
-      folder train. The same holds for validation and test.
-    - If no file and no folder has the name of a split, each text file is a document of train.
-    - In files of records (JSON lines, Parquet), each record is a document. The field
-      `config.feature` holds its text.
+    - A plain-text file is cut at line ends into 90 % train, 5 % validation and 5 % test. Each
+      split is one document.
+    - A directory can have a file or a folder per split. The file train.txt is one document. In a
+      folder train/, each text file is one document.
+    - In any other directory, each text file is one document of the train split.
+    - In JSON lines and Parquet files, each record is one document. `config.feature` names the field
+      with the text.
 
-    Raises ConfigError if there is no text, or if it is unclear which text belongs to a split.
+    Raises:
+      ConfigError: there is no text, or the files of a split are ambiguous.
     """
     path = as_path(config.path)
     if path.is_dir():
         return _text_of_directory(config, path)
     if records.is_records(path):
         return _text_of_records(config, {'train': [path]})
-    _refuse_feature(config)
+    _refuse_feature(config)  # plain text has no fields
     return _text_of_one_file(path)
 
 

@@ -169,39 +169,36 @@ class Induction(Probe):
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`.
 
-        A row is made of N = num_units units in random order: bigrams, each of which occurs twice,
-        and single symbols. For example, with one repeated bigram `0 1` and the single symbols 2 and
-        3, a row may be 2, 0, 1, 3, 0, 1. These numbers stand for random symbols.
-
-        The units are numbered. With R = repeats, the units 0 to R - 1 are the bigrams, in which
-        unit r has the symbols 2 r and 2 r + 1. The units R to 2 R - 1 are the same bigrams again.
-        Every other unit n is the single symbol n.
+        A row joins units in random order: `repeats` bigrams, each twice, and single symbols. With
+        one bigram (0, 1) and the single symbols 2 and 3, a row may be 2, 0, 1, 3, 0, 1. Each symbol
+        is then replaced by a random token id.
         """
         R = self.repeats
-        u_symbols_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
-        id_of_number_BV = np.argsort(u_symbols_BV, axis=1)
-        units_BN = np.argsort(u_order_BN, axis=1)  # 2, 0, 3, 1 in the example
+        u_ids_BV, u_order_BN = np.split(u_BU, [self.symbols], axis=1)
 
-        # The two symbols of each unit. Only a bigram uses the second one.
-        unit_N = np.arange(self.num_units)
-        is_bigram_N = unit_N < 2 * R
-        first_N = np.where(is_bigram_N, 2 * (unit_N % R), unit_N)
-        symbols_N2 = np.stack([first_N, first_N + 1], axis=1)
-        is_used_N2 = np.stack([np.ones_like(is_bigram_N), is_bigram_N], axis=1)
+        # List the symbols of all units. In the example: [[0, 1], [0, 1], [2, -1], [3, -1]].
+        NONE = -1  # in place of the second symbol of a single
+        bigrams_R2 = np.arange(2 * R).reshape(R, 2)
+        singles_S = np.arange(2 * R, self.num_units)
+        singles_S2 = np.stack([singles_S, np.full_like(singles_S, NONE)], axis=1)
+        units_N2 = np.concatenate([bigrams_R2, bigrams_R2, singles_S2])
 
-        # Put the units in their order, and take the symbols that they use, row after row.
-        symbols_BN2 = symbols_N2[units_BN]
-        is_used_BN2 = is_used_N2[units_BN]
-        number_BT1 = symbols_BN2[is_used_BN2].reshape(len(u_BU), self.length + 1)
-        sequence_BT1 = np.take_along_axis(id_of_number_BV, number_BT1, axis=1)
+        # Shuffle the units of each row. Every row has length + 1 symbols.
+        order_BN = np.argsort(u_order_BN, axis=1)
+        units_BN2 = units_N2[order_BN]
+        symbols_in_all_rows = units_BN2[units_BN2 != NONE]
+        symbols_BT1 = symbols_in_all_rows.reshape(len(u_BU), self.length + 1)
 
-        # The next symbol is predicted where a symbol has occurred before, and is the first one of
-        # its bigram, which has an even number.
-        number_BT = number_BT1[:, :-1]
-        is_same_BTT = number_BT[:, :, None] == number_BT[:, None, :]
-        occurred_before_BT = np.tril(is_same_BTT, -1).any(axis=-1)
-        is_first_BT = number_BT % 2 == 0
-        return _next_token_rows(sequence_BT1, occurred_before_BT & is_first_BT)
+        # Replace symbols by token ids.
+        id_of_symbol_BV = np.argsort(u_ids_BV, axis=1)
+        sequence_BT1 = np.take_along_axis(id_of_symbol_BV, symbols_BT1, axis=1)
+
+        # The target is the second symbol of a bigram that has occurred before.
+        symbols_BT = symbols_BT1[:, :-1]
+        is_same_BTT = symbols_BT[:, :, None] == symbols_BT[:, None, :]
+        occurred_before_BT = np.tril(is_same_BTT, k=-1).any(axis=-1)
+        is_first_of_bigram_BT = np.isin(symbols_BT, bigrams_R2[:, 0])
+        return _next_token_rows(sequence_BT1, occurred_before_BT & is_first_of_bigram_BT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

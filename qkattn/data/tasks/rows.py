@@ -55,19 +55,17 @@ class Rows(Protocol):
         """
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Reads B rows by number.
+        """Reads B rows by index.
 
         Args:
           split: one of `splits`.
-          rows_B: the numbers of the rows.
-          draws_B2: two uint64 for each row, the source of all its randomness. In training they are
-            the seed, and the position of the row in the endless training sequence. In an evaluation
-            they are 0, and the number of the row.
+          rows_B: row indices in the split.
+          draws_B2: the random seed of each row, two uint64. Training passes (trial seed, position
+            in the training sequence over all epochs). Evaluation passes (0, row index).
 
         Returns:
-          The arrays that `array_shapes` describes, by name, each with a leading axis of rows:
-          tokens_BT, targets_BT, loss_weights_BT, and other inputs under the names of the model's
-          arguments. The loss weight is 0 at positions that predict nothing.
+          Arrays [B, ...] by name: tokens_BT, targets_BT, loss_weights_BT and other arguments of the
+          model. `array_shapes` describes one row. Positions without a target have loss weight 0.
         """
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:

@@ -55,18 +55,19 @@ def task_of(config: Config) -> type[Rows]:
 
 
 def rows_of(config: Config) -> Rows:
-    """Opens the rows on which the model of a configuration is trained.
+    """Opens the training and evaluation rows of a configuration.
 
-    Raises ConfigError if they cannot be opened or do not fit the model.
+    Raises:
+      ConfigError: the rows cannot be opened or do not fit the model.
     """
     task, options = _task_and_options(config)
     name = config.data.task
-    # The task can be a user's class, given by its import path as in 'my_tasks:Sorting'.
+    # A user's class is given by its import path, as in 'my_tasks:Sorting'.
     is_from_outside = name is not None and ':' in name
     if not is_from_outside:
         return _open_rows(config, task, options)
 
-    # Any exception in a user's code becomes a ConfigError that names the setting data.task.
+    # Exceptions in the user's code become ConfigErrors that name data.task.
     open_rows = functools.partial(_open_rows, config, task, options)
     rows = call_with_config_errors('data.task', name, open_rows)
     _check_arrays(config, rows)

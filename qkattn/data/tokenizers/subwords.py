@@ -36,18 +36,22 @@ class Subwords(Tokenizer):
     """
 
     def __init__(self, model: bytes):
-        """Reads the bytes of a tokenizer.json; raises ValueError for an id of MAX_SIZE or more."""
+        """Loads the bytes of a tokenizer.json.
+
+        Raises:
+          ValueError: the vocabulary has an id of MAX_SIZE or more.
+        """
         self._model = model
+        self._sha256 = hashlib.sha256(model).hexdigest()[:12]
         self._tokenizer = tokenizers.Tokenizer.from_buffer(model)
-        self._num_ids = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        if self._num_ids > MAX_SIZE:
-            raise ValueError(f'it has the id {self._num_ids - 1}; ids must be below {MAX_SIZE}')
-        # With this attribute, a text with the characters '</s>' is encoded as these characters, and
-        # not as the special token of this name.
+        largest_id = max(self._tokenizer.get_vocab().values(), default=-1)
+        if largest_id >= MAX_SIZE:
+            raise ValueError(f'it has the id {largest_id}; ids must be below {MAX_SIZE}')
+        self._num_ids = largest_id + 1
+        # Despite its name, True makes '</s>' in a text plain characters, not a special token.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._sha256 = hashlib.sha256(model).hexdigest()[:12]
 
     @classmethod
     def load(cls, model: bytes) -> Self:

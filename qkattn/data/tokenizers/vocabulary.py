@@ -105,18 +105,18 @@ def open_tokenizer(
 
 
 def _folder(kind: str, size: int) -> str:
-    """Returns the name of the folder of a learned tokenizer; other options have another folder.
+    """Returns the folder name of a learned tokenizer.
 
-    It is 'characters' for `kind` 'characters', and 'byte-bpe-4096' for 'bpe' with 4096 ids. For
-    'my_file:MyTokenizer(size=9)' it is 'my_file.MyTokenizer-0123456789ab', with a digest of the
-    options and of the source code.
+    For example, 'my_file:MyTokenizer(size=9)' gives 'my_file.MyTokenizer-0123456789ab'. The suffix
+    is a digest of the options and the source code.
     """
     if kind == 'bpe':
         return f'byte-bpe-{size}'
     if is_import_path(kind):
         import_path, _, _ = kind.partition('(')
-        return f'{import_path.replace(":", ".")}-{source_digest(kind)}'
-    return kind
+        module_and_class = import_path.replace(':', '.')
+        return f'{module_and_class}-{source_digest(kind)}'
+    return kind  # 'characters'
 
 
 def is_import_path(kind: str) -> bool:
@@ -153,18 +153,18 @@ def use_recorded_tokenizers(*names: str) -> Iterator[None]:
 
 
 def names_in(data: Any) -> list[str]:
-    """Returns the names of the tokenizers in the field `data` of a result or a checkpoint.
+    """Returns the tokenizer names recorded in the `data` field of a result or checkpoint.
 
-    The field holds what `identity` of a dataset returned: {'tokenizer': NAME, ...} for text, and
-    {'source': {'tokenizer': NAME, ...}, 'target': ...} for parallel text. The field was read from a
-    file that may be damaged. Parts of another form are skipped.
+    Text: {'tokenizer': 'A'} gives ['A'].
+    Parallel text: {'source': {'tokenizer': 'A'}, 'target': {'tokenizer': 'B'}} gives ['A', 'B'].
+    Malformed parts are skipped.
     """
     if not isinstance(data, dict):
         return []
     names = []
-    for side in (data, data.get('source'), data.get('target')):
-        if isinstance(side, dict) and isinstance(side.get('tokenizer'), str):
-            names.append(side['tokenizer'])
+    for part in (data, data.get('source'), data.get('target')):
+        if isinstance(part, dict) and isinstance(part.get('tokenizer'), str):
+            names.append(part['tokenizer'])
     return names
 
 

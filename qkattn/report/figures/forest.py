@@ -152,28 +152,27 @@ def _layout(lines: Sequence[Line], width: float) -> _Layout:
 
 
 def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, float] | None:
-    """Returns the ends of the x axis; None if all numbers are zero.
+    """Returns the limits of the x axis; None if the range is empty.
 
-    The axis shows zero, the margin, and the numbers of all lines, unless they are very far from
-    zero: one such line would flatten the others. If the largest number of a typical line is 0.02,
-    and far=6, the axis ends at ±0.12 at the latest. With a margin above 0.03, it ends at 4 margins
-    instead. The typical line is the median one.
+    The axis shows zero, the margin, and all numbers except outliers. `far` is the limit for
+    outliers, in multiples of a typical line's largest absolute number.
     """
-    # The margin is shown with some room on each side.
-    numbers_to_show = [-1.5 * margin, 1.5 * margin]
+    # Leave some room beyond the margin.
+    shown_numbers = [-1.5 * margin, 1.5 * margin]
     reaches = []
     for line in lines:
         numbers = [*line.ends(), *line.seeds]
         if line.reported is not None:
             numbers += line.reported
-        numbers_to_show += numbers
+        shown_numbers += numbers
         if numbers:
             reaches.append(max(abs(number) for number in numbers))
     median_reach = statistics.median(reaches) if reaches else 0.0
-    end = max(4 * margin, far * median_reach)
-    shown_numbers = np.clip(numbers_to_show, -end, end)
-    lowest = min(shown_numbers)
-    highest = max(shown_numbers)
+    # Outliers are clipped, because they would flatten all other lines.
+    outlier_limit = max(4 * margin, far * median_reach)
+    clipped_numbers = np.clip(shown_numbers, -outlier_limit, outlier_limit)
+    lowest = min(clipped_numbers)
+    highest = max(clipped_numbers)
     pad = 0.05 * (highest - lowest)
     if pad == 0:
         return None
