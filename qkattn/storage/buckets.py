@@ -1,10 +1,10 @@
-"""Objects in Cloud Storage.
+"""Objects in Google Cloud Storage.
 
-Every write of an object gives it another generation, a version number. A write may name the
-generation that it replaces; it fails if another process has written the object in between.
+Every write gives an object a new generation, its version number. A write with `generation` fails
+if the stored object has another generation, so concurrent writers cannot overwrite each other.
 
-Paths are `etils.epath.Path`, which is like pathlib.Path but cannot append to a file. The variable
-STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT names an emulator, which is used without credentials.
+Paths are `etils.epath.Path`. Set STORAGE_EMULATOR_HOST=http://127.0.0.1:PORT to use an emulator
+without credentials.
 """
 
 import contextlib
@@ -20,28 +20,28 @@ from etils import epath
 from qkattn.config.imports import load_extra
 from qkattn.errors import RunDirectoryError
 
-# The extra of pyproject.toml that installs the libraries of this module.
+# The extra in pyproject.toml that installs the libraries used here.
 EXTRA = 'gcs'
 SCHEME = 'gs://'
-# Seconds for which a request that fails is repeated.
+# Timeout in seconds of a request with its retries.
 PATIENCE = 20.0
-# The roles that an account needs on a bucket.
+# IAM roles that an account needs on a bucket.
 ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
-# Most characters of a library's error that are shown.
+# Maximum length of a library's error in our error messages.
 _SHOWN = 200
 
-# The libraries read these variables when they are imported. They make all access to buckets use one
-# library and one protocol.
+# etils and gcsfs read these variables at import. All access to buckets then uses one library and
+# one protocol.
 os.environ.setdefault('EPATH_USE_TF', 'false')
 os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
 
 
 class Object(NamedTuple):
-    """An object in a bucket."""
+    """A stored object."""
 
     content: bytes
     generation: int
-    updated: float  # when it was last written, in seconds on the bucket's clock
+    updated: float  # time of the last write, in seconds on the bucket's clock
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -50,9 +50,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def to_path(url: str | os.PathLike[str]) -> Path:
-    """Returns the path of a gs:// URL, after checking that its bucket can be listed.
+    """Converts a gs:// URL to a path.
 
-    Raises RunDirectoryError if the bucket cannot be listed, or for any other URL.
+    Raises:
+      RunDirectoryError: the bucket cannot be listed, or the URL has another form.
     """
     text = os.fspath(url)
     bucket, _ = _split(text)
@@ -67,29 +68,29 @@ def to_path(url: str | os.PathLike[str]) -> Path:
 
 @functools.lru_cache
 def _require_listing(bucket: str) -> None:
-    """Checks that a bucket can be listed; the cache makes this one check per bucket."""
+    """Raises RunDirectoryError if a bucket cannot be listed; each bucket is checked once."""
     with _request(bucket, 'read', opening=True):
         listing = iter(_client().list_blobs(bucket, max_results=1, **_retry_arguments()))
-        next(listing, None)  # only reading an entry sends the request
+        next(listing, None)  # the listing is lazy: `next` sends the request
 
 
 def check_writable(path: Path) -> None:
-    """Raises RunDirectoryError unless objects can be written and deleted below `path`."""
+    """Raises RunDirectoryError if objects cannot be written or deleted below `path`."""
     bucket, _ = _split(path)
     with _request(path, 'write', opening=True):
-        # Orbax asks for the bucket itself, which needs a permission of its own.
+        # Orbax reads the bucket's metadata, which needs a separate permission.
         _client().get_bucket(bucket, **_retry_arguments())
     now(path)  # writes and deletes an object
 
 
 def read(path: str | os.PathLike[str]) -> Object:
-    """Reads the object at `path`; raises FileNotFoundError if there is none."""
+    """Reads the object at `path`; raises FileNotFoundError if the object does not exist."""
     with _request(path, 'read') as blob:
         content = blob.download_as_bytes(**_retry_arguments())
         downloaded_generation = blob.generation
-        # A download does not tell the time of the write.
-        blob.reload(**_retry_arguments())
-    if blob.generation != downloaded_generation:  # another process has written the object
+        blob.reload(**_retry_arguments())  # fetches `updated`, which the download lacks
+    was_overwritten = blob.generation != downloaded_generation
+    if was_overwritten:
         return read(path)
     return Object(content, downloaded_generation, blob.updated.timestamp())
 
@@ -98,12 +99,13 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
     """Writes the object at `path`, and returns it.
 
     Args:
-      path: the URL of the object.
-      content: what to write.
-      generation: the generation of the object to replace; 0 if there must not be an object; None to
-        replace any object.
+      path: URL of the object.
+      content: new content.
+      generation: the generation that the stored object must have. 0 means that no object may exist,
+        None means that any object is replaced.
 
-    Raises FileExistsError if the object in the bucket has another generation.
+    Raises:
+      FileExistsError: the stored object has another generation.
     """
     with _request(path, 'write') as blob:
         try:
@@ -114,8 +116,8 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
                 **_retry_arguments(),
             )
         except _google_error('PreconditionFailed') as error:
-            # The library repeats a request whose answer was lost. If the first request succeeded,
-            # the repeated one fails here, because it finds what the first one has written.
+            # The library retries a request whose response was lost. If that request succeeded, the
+            # object already has the new content and the retry fails.
             if content:
                 with contextlib.suppress(FileNotFoundError):
                     stored = read(path)
@@ -126,19 +128,19 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
 
 
 def delete(path: str | os.PathLike[str], generation: int | None = None) -> None:
-    """Deletes an object, unless it is gone or has another generation than `generation`.
+    """Deletes the object at `path` if it exists.
 
-    None deletes any generation.
+    With `generation`, an object of another generation is kept.
     """
-    expected_errors = (_google_error('NotFound'), _google_error('PreconditionFailed'))
-    with _request(path, 'write') as blob, contextlib.suppress(*expected_errors):
+    ignored_errors = (_google_error('NotFound'), _google_error('PreconditionFailed'))
+    with _request(path, 'write') as blob, contextlib.suppress(*ignored_errors):
         blob.delete(if_generation_match=generation, **_retry_arguments())
 
 
 def now(path: str | os.PathLike[str]) -> float:
-    """Returns the time on the bucket's clock in seconds.
+    """Returns the time on the bucket's clock, in seconds.
 
-    To learn it, the function writes an object below `path` and deletes it again.
+    Writes a temporary object below `path` and returns the time of that write.
     """
     probe = f'{os.fspath(path)}/.clock-{uuid.uuid4().hex}'
     stored = write(probe, b'', generation=0)
@@ -147,42 +149,41 @@ def now(path: str | os.PathLike[str]) -> float:
 
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Splits a URL into its bucket and the name of the object: gs://b/a/c is ('b', 'a/c')."""
+    """Splits a URL into bucket and object name: gs://b/a/c into ('b', 'a/c')."""
     bucket, _, name = os.fspath(path).removeprefix(SCHEME).partition('/')
     return bucket, name
 
 
 def _google_error(name: str) -> Any:
-    """Returns an exception of Google's libraries by name, such as NotFound."""
+    """Returns an exception class of Google's libraries by name, such as 'NotFound'."""
     return getattr(load_extra('google.api_core.exceptions', EXTRA), name)
 
 
 def _retry_arguments() -> dict[str, Any]:
-    """Returns the arguments by which a request that fails is repeated for PATIENCE seconds."""
+    """Returns keyword arguments that make a request retry for PATIENCE seconds."""
     retry = load_extra('google.cloud.storage.retry', EXTRA).DEFAULT_RETRY
     return {'timeout': PATIENCE, 'retry': retry.with_timeout(PATIENCE)}
 
 
 @functools.lru_cache(maxsize=1)
 def _client() -> Any:
-    """Returns the client of `google.cloud.storage` that sends all requests."""
+    """Returns the `google.cloud.storage` client, which is created once."""
     return load_extra('google.cloud.storage', EXTRA).Client()
 
 
 @functools.lru_cache(maxsize=1)
 def _prepare() -> None:
-    """Sets up the other libraries that access buckets, once and before their first use.
+    """Configures tensorstore (for checkpoints) and gcsfs (for paths), once.
 
-    The libraries are tensorstore, for checkpoints, and gcsfs, for paths. Both use the emulator of
-    STORAGE_EMULATOR_HOST if the variable is set. What the user has set stays as it is.
+    Both use the emulator if STORAGE_EMULATOR_HOST is set. Settings made by the user are kept.
     """
     emulator = os.environ.get('STORAGE_EMULATOR_HOST')
     if emulator:
-        # tensorstore reads environment variables.
+        # Read by tensorstore.
         os.environ.setdefault('TENSORSTORE_GCS_HTTP_URL', emulator)
         os.environ.setdefault('GOOGLE_AUTH_TOKEN_FOR_TESTING', 'none')
 
-    # gcsfs reads the settings of fsspec.
+    # gcsfs reads the fsspec settings.
     load_extra('gcsfs', EXTRA)
     fsspec_settings = load_extra('fsspec.config', EXTRA).conf
     gcs_settings = fsspec_settings.setdefault('gcs', {})
@@ -192,26 +193,26 @@ def _prepare() -> None:
 
 @contextlib.contextmanager
 def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> Iterator[Any]:
-    """Yields the `Blob` at `path`, and turns errors of Google's libraries into those below.
+    """Yields the `Blob` at `path`, and translates errors of Google's libraries.
 
     Args:
-      path: the URL of an object, or of a bucket.
-      task: 'read' or 'write', for errors.
-      opening: whether this is the first use of a bucket that a user has named. A failure then means
-        that the user has named a wrong bucket.
+      path: URL of an object or a bucket.
+      task: 'read' or 'write'.
+      opening: whether the bucket is used for the first time, so that the user may have mistyped its
+        name.
 
     Raises:
-      RunDirectoryError: the bucket does not exist or may not be used; with `opening` also if it
-        cannot be reached.
+      RunDirectoryError: the bucket does not exist or access is denied; with `opening`, also if the
+        bucket is unreachable.
       FileNotFoundError: the object to read does not exist.
-      ConnectionError: a bucket that was opened before cannot be reached.
+      ConnectionError: the bucket is unreachable, without `opening`.
     """
     bucket, name = _split(path)
     _prepare()
     try:
         yield _client().bucket(bucket).blob(name)
     except (FileNotFoundError, FileExistsError, ConnectionError, RunDirectoryError):
-        raise  # the block has raised it for its caller
+        raise  # these errors of the block are for its caller
     except Exception as error:
         translated = _translate_error(error, path, task, opening)
         if translated is None:
@@ -222,42 +223,38 @@ def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> 
 def _translate_error(
     error: Exception, path: str | os.PathLike[str], task: str, opening: bool
 ) -> Exception | None:
-    """Returns the error that `_request` raises for an error of Google's libraries.
+    """Translates an error of Google's libraries into the error that `_request` raises.
 
-    There are three kinds: the bucket or object does not exist, this account may not use the bucket,
-    or the bucket cannot be reached. Returns None for any other error. The arguments are those of
-    `_request`.
+    Returns None for an error of any other kind. The arguments are those of `_request`.
     """
     bucket, _ = _split(path)
-    # The bucket or the object does not exist. A bucket that was opened exists, so that only the
-    # object can be missing.
     if isinstance(error, _google_error('NotFound')):
+        # Without `opening`, the bucket is known to exist, so the object is missing.
         if task == 'read' and not opening:
             return FileNotFoundError(f'{os.fspath(path)} does not exist')
         return RunDirectoryError(
             f'{SCHEME}{bucket} does not exist; create the bucket or give another'
         )
 
-    # This account may not use the bucket.
     if isinstance(error, (_google_error('Forbidden'), _google_error('Unauthorized'))):
         return RunDirectoryError(
             f'{SCHEME}{bucket} may not be used to {task}: give this account {ROLES} on the bucket'
         )
 
-    # The bucket cannot be reached. The reason is the first line of the error, or its class.
-    if _is_out_of_reach(error):
-        lines = str(error).splitlines() or [type(error).__name__]
-        reason = lines[0][:_SHOWN].rstrip('.')
-        problem = (
+    if _is_connection_problem(error):
+        lines = str(error).splitlines()
+        first_line = lines[0] if lines else type(error).__name__
+        reason = first_line[:_SHOWN].rstrip('.')
+        message = (
             f'{SCHEME}{bucket} cannot be reached ({reason}); check the network and '
             'STORAGE_EMULATOR_HOST, or run `gcloud auth application-default login` and set '
             'GOOGLE_CLOUD_PROJECT'
         )
-        return RunDirectoryError(problem) if opening else ConnectionError(problem)
+        return RunDirectoryError(message) if opening else ConnectionError(message)
     return None
 
 
-def _is_out_of_reach(error: Exception) -> bool:
-    """Whether the network, the service or the credentials have caused an error."""
+def _is_connection_problem(error: Exception) -> bool:
+    """Whether the network, the service or the credentials caused an error."""
     credentials_error = load_extra('google.auth.exceptions', EXTRA).GoogleAuthError
     return isinstance(error, (OSError, _google_error('GoogleAPIError'), credentials_error))

@@ -20,7 +20,7 @@ from qkattn.errors import DiskError, ReadError, RunDirectoryError, UnsuitableFil
 from qkattn.jobs.signals import no_interrupt
 from qkattn.storage import buckets
 
-# Why writing fails and what a user can do about it, by the system's error number.
+# Reason and advice for each errno with which writing can fail.
 _WRITE_FAILURES = {
     errno.ENOSPC: 'the disk is full; make room',
     errno.EDQUOT: 'the quota of this user is used up; make room',
@@ -31,10 +31,9 @@ _WRITE_FAILURES = {
     errno.EROFS: 'its file system is read-only; make it writable',
     errno.EACCES: 'this user may not write there; make it writable',
 }
-# Error numbers that do not mean that the system failed: nothing is at a path, or a file instead of
-# a directory, or a directory instead of a file.
+# The errno values of a path without a regular file.
 _MISSING_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# Words by which tensorstore names failures, most of them of a bucket.
+# Status codes in the error messages of tensorstore that mean a failed read.
 _TENSORSTORE_FAILURES = (
     'ABORTED',
     'CANCELLED',
@@ -45,11 +44,10 @@ _TENSORSTORE_FAILURES = (
     'UNAVAILABLE',
 )
 _RESUME = 'and run the same command again, which resumes from what is saved'
-# An absolute path and the character before it. The path starts the text, or follows '=', a comma, a
-# quote or a bracket. In 'wandb(dir="/home/ann/w")' it matches '"/home/ann/w'.
+# An absolute path and the character before it: '"/home/ann/w' in 'wandb(dir="/home/ann/w")'. That
+# character is '=', a comma, a quote or a bracket; there is none at the start of the text.
 _ABSOLUTE = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
-# The name of a temporary file of `write_atomic`, from the name of the file that it replaces and a
-# UUID.
+# The name of a temporary file of `write_atomic`: .FILE.UUID.tmp.
 _TEMPORARY = '.{}.{}.tmp'
 
 
@@ -60,7 +58,7 @@ class Files(Protocol):
 
 
 class Readable(Files, Protocol):
-    """The part of the interface of pathlib.Path that readers of a study use."""
+    """The read-only methods of pathlib.Path that every file of a study has."""
 
     def exists(self) -> bool: ...
 
@@ -70,30 +68,33 @@ class Readable(Files, Protocol):
 
 
 def as_readable(path: str | os.PathLike[str] | Readable) -> Readable:
-    """Returns a file in an archive as it is, and anything else as `as_path`."""
+    """Converts a string or path with `as_path`; returns a file in an archive unchanged."""
     return as_path(path) if isinstance(path, str | os.PathLike) else path
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the path of a URL in a bucket, or of a file or directory with ~ expanded.
+    """Converts a gs:// URL, or a local path with ~ expanded, to a path.
 
-    Raises RunDirectoryError if ~ names no home directory, or if the bucket cannot be listed.
+    Raises:
+      RunDirectoryError: the home directory is unknown, or the bucket cannot be listed.
     """
     return buckets.to_path(path) if buckets.is_url(path) else expand_home(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Returns `as_path(path)` as an absolute path, as orbax needs it."""
+    """Returns `as_path(path)` as an absolute path."""
     path = as_path(path)
     return path if buckets.is_url(path) else path.absolute()
 
 
 def require_plain_name(name: str) -> str:
-    """Returns `name` after checking that it is a plain name of a file or directory.
+    """Returns `name` after checking that it is a single component of a path.
 
-    Use it for names that were read from a file: a name with slashes or '..' could lead to any place
-    of the disk. Raises RunDirectoryError if the name is empty, '.' or '..', contains a slash or a
-    null character, or has PART_END = 256 bytes or more.
+    Call it for untrusted names: 'a/b' or '..' could lead anywhere on the disk.
+
+    Raises:
+      RunDirectoryError: the name is empty, '.' or '..', contains a slash or a null character, or
+        has PART_END (256) bytes or more.
     """
     is_special = name in ('', os.curdir, os.pardir)
     has_forbidden_character = '/' in name or '\0' in name
@@ -107,13 +108,14 @@ def require_plain_name(name: str) -> str:
 
 
 def run_path(study: Files, directory: str) -> Files:
-    """Returns the path of a run's directory inside the directory of its study.
+    """Returns the directory of a run, after checking that it is below its study.
 
     Args:
-      study: the directory of the study.
-      directory: the directory of the run as the study's plan names it, such as 'runs/NAME'.
+      study: directory of the study.
+      directory: the run's directory relative to `study`, such as 'runs/NAME'; may be untrusted.
 
-    Raises RunDirectoryError if `directory` leads out of the study. Plans may come from anybody.
+    Raises:
+      RunDirectoryError: `directory` leads out of the study.
     """
     try:
         names = [require_plain_name(name) for name in directory.split('/')]
@@ -130,9 +132,11 @@ def run_path(study: Files, directory: str) -> Files:
 def join_without_links(directory: Path, *names: str) -> Path:
     """Returns directory/names[0]/names[1]/... after checking that none of `names` is a link.
 
-    Call it before writing or deleting there: a directory from somebody else may have links to any
-    file of this user. `directory` itself may be a link, since the user names it. Buckets have no
-    links. Raises RunDirectoryError if one of `names` is a link or is not a plain name.
+    Call it before writing or deleting: in an untrusted directory, a link may lead to any file of
+    the user. `directory` itself may be a link.
+
+    Raises:
+      RunDirectoryError: one of `names` is a link or not a plain name.
     """
     link = first_link(directory, *names)
     if link is not None:
@@ -141,9 +145,12 @@ def join_without_links(directory: Path, *names: str) -> Path:
 
 
 def first_link(directory: Path, *names: str) -> Path | None:
-    """Returns the first link on the path directory/names[0]/names[1]/..., or None.
+    """Returns the first of directory/names[0], directory/names[0]/names[1], ... that is a link.
 
-    Raises RunDirectoryError if one of `names` is not a plain name. Buckets have no links.
+    Returns None if none of them is.
+
+    Raises:
+      RunDirectoryError: one of `names` is not a plain name.
     """
     path = directory
     for name in names:
@@ -154,12 +161,15 @@ def first_link(directory: Path, *names: str) -> Path | None:
 
 
 def in_place(path: str, flags: int) -> int:
-    """Opens a file that is changed in place, for use as the `opener` of the function open().
+    """Opens a regular file safely, as the `opener` of the built-in `open`.
 
-    Returns the file descriptor. Raises RunDirectoryError if the path is a link, or not a regular
-    file.
+    Returns:
+      The file descriptor.
+
+    Raises:
+      RunDirectoryError: the path is a link, or not a regular file.
     """
-    # Without O_NONBLOCK, opening a pipe would wait for a reader. A pipe is refused below.
+    # Without O_NONBLOCK, opening a named pipe would block until it has a reader.
     safe_flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, safe_flags, 0o666)
@@ -174,7 +184,7 @@ def in_place(path: str, flags: int) -> int:
 
 
 def _link_error(path: Path) -> RunDirectoryError:
-    """Returns the error for a link at a path where the program would write or delete."""
+    """Returns the error for a link where a file would be written or deleted."""
     return RunDirectoryError(
         f'{path} is a link, and nothing is written or deleted through one; put what it links to '
         'in its place, or give another directory'
@@ -184,8 +194,13 @@ def _link_error(path: Path) -> RunDirectoryError:
 def read_whole(path: Readable, most: int | None = LARGEST) -> bytes:
     """Reads a regular file, an object in a bucket, or a file in an archive.
 
-    Raises UnsuitableFileError for a pipe or a device, which may have no end, and for a file of more
-    than `most` bytes. Raises OSError if the file cannot be read.
+    Args:
+      path: the file.
+      most: maximum size in bytes of a file on a disk; None for any size.
+
+    Raises:
+      UnsuitableFileError: the file is a pipe or a device, or larger than `most`.
+      OSError: the file cannot be read.
     """
     if isinstance(path, Path) and not buckets.is_url(path):
         return read_regular(path, most)
@@ -193,15 +208,14 @@ def read_whole(path: Readable, most: int | None = LARGEST) -> bytes:
 
 
 def without_directories(text: str) -> str:
-    """Removes the directories of this machine from an argument or setting.
+    """Shortens the absolute paths in an argument or setting, to hide local directories.
 
-    An absolute path below the working directory becomes relative to it. Other absolute paths are
-    cut to their last component. In /home/ann, `--workdir=/home/ann/runs/a` becomes
-    `--workdir=runs/a`; elsewhere it becomes `--workdir=a`.
+    A path below the working directory becomes relative. Any other path keeps its last component.
+    In /home/ann, `--workdir=/home/ann/runs/a` becomes `--workdir=runs/a`. In any other directory,
+    it becomes `--workdir=a`.
     """
 
     def shorten(match: re.Match[str]) -> str:
-        """Returns the character before an absolute path, and the short path."""
         before, absolute_path = match.groups()
         path = Path(os.path.normpath(absolute_path))
         if path.is_relative_to(Path.cwd()):
@@ -216,30 +230,31 @@ def without_directories(text: str) -> str:
 def check_directory(
     path: str | os.PathLike[str], *, name: str = 'workdir', create: bool = False
 ) -> Path:
-    """Returns the absolute path of a directory, after checking that files can be written there.
+    """Returns the absolute path of a directory, after checking that it is writable.
 
     Args:
-      path: the directory that a user names.
-      name: the setting that names it, for the error.
-      create: whether to create a directory that does not exist. Otherwise the nearest parent that
-        exists is checked.
+      path: the directory.
+      name: the setting that holds `path`, used in error messages only.
+      create: whether to create a missing directory. Without `create`, the nearest existing parent
+        is checked.
 
-    Raises RunDirectoryError if files cannot be written.
+    Raises:
+      RunDirectoryError: the directory is not writable.
     """
     if buckets.is_url(path):
         directory = as_path(path)
         buckets.check_writable(directory)
         return directory
-    # abspath keeps two leading slashes, as POSIX allows, but orbax cannot write below them.
-    without_slashes = os.path.abspath(as_path(path)).lstrip('/')
-    directory = Path(f'/{without_slashes}')
+    # abspath keeps two leading slashes, as POSIX allows; orbax needs a single one.
+    without_leading_slash = os.path.abspath(as_path(path)).lstrip('/')
+    directory = Path(f'/{without_leading_slash}')
     try:
         if create:
             directory.mkdir(parents=True, exist_ok=True)
         existing = directory
         while not existing.exists():
             existing = existing.parent
-        # Permissions do not tell whether the file system is writable, so a file is written.
+        # Permission bits do not show a read-only file system, so create a file.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
@@ -251,28 +266,29 @@ def check_directory(
 
 
 def make_directory(path: str | os.PathLike[str], *, name: str = 'workdir') -> Path:
-    """Creates the directory if it does not exist; otherwise as `check_directory`."""
+    """Creates a directory if needed, and checks it with `check_directory`."""
     return check_directory(path, name=name, create=True)
 
 
 def remove_tree(path: Path) -> None:
-    """Deletes a directory if it exists, or a link itself; what cannot be deleted stays."""
-    if not buckets.is_url(path):
-        if path.is_symlink():
-            path.unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-    elif path.exists():
-        cast(epath.Path, path).rmtree(missing_ok=True)
+    """Deletes a directory tree; ignores files that cannot be deleted.
+
+    If `path` is a link, only the link is deleted.
+    """
+    if buckets.is_url(path):
+        if path.exists():
+            cast(epath.Path, path).rmtree(missing_ok=True)
+        return
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def require_room(directory: Path, size: int) -> None:
-    """Raises DiskError unless the disk of `directory` has `size` free bytes.
-
-    A bucket always has room.
-    """
+    """Raises DiskError if the disk of `directory` has less than `size` free bytes."""
     if buckets.is_url(directory):
         return
-    # The temporary file shows that the directory exists and takes files.
+    # Creating the temporary file fails if the directory is not writable.
     with disk_errors(directory), tempfile.TemporaryFile(dir=directory):
         free = shutil.disk_usage(directory).free
         if free < size:
@@ -283,17 +299,14 @@ def require_room(directory: Path, size: int) -> None:
 
 
 def require_same(path: Path, before: os.stat_result) -> None:
-    """Raises DiskError if the file or directory at `path` was replaced since `before`.
-
-    `before` is its status at that time.
-    """
+    """Raises DiskError if the file at `path` is not the one with the earlier status `before`."""
     with disk_errors(path):
         if not os.path.samestat(path.stat(), before):
             raise _gone_error(path)
 
 
 def version_of(path: Path) -> tuple[int, int]:
-    """Returns the size of a file and the time of its last change, to notice when it changes."""
+    """Returns the size and modification time of a file, which differ after a change."""
     status: Any = path.stat()
     if buckets.is_url(path):
         return status.length, status.mtime
@@ -301,11 +314,10 @@ def version_of(path: Path) -> tuple[int, int]:
 
 
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Writes a file as a whole, and returns its path.
+    """Writes a file atomically and durably, and returns its path.
 
-    Text is written as UTF-8, and the directory is created if needed. Readers see either the old
-    file or the whole new one, also after a crash. When the function returns, the new file is on the
-    disk. Several processes may write the same path.
+    Readers see either the old or the new file, even after a crash. Concurrent writers are allowed.
+    Text is encoded as UTF-8, and a missing directory is created.
     """
     data = content.encode() if isinstance(content, str) else content
     path = as_path(path)
@@ -315,17 +327,17 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
         return path
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    name = _TEMPORARY.format(path.name, uuid.uuid4().hex)
-    # tempfile would make a file that only its owner may read. The umask decides for this one.
-    with no_interrupt, _replacing(path, name) as temporary:
+    # The module tempfile is not used, because only the owner could read its file.
+    temporary_name = _TEMPORARY.format(path.name, uuid.uuid4().hex)
+    with no_interrupt, _replacing(path, temporary_name) as temporary:
         temporary.write_bytes(data)
     return path
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Deletes the temporary files that a killed process left in `write_atomic`.
+    """Deletes temporary files of `write_atomic` that killed processes left behind.
 
-    Only for a process that is the only writer of the directory.
+    No other process may be writing to `directory`.
     """
     if buckets.is_url(directory):
         return
@@ -338,9 +350,8 @@ def remove_unfinished(directory: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which replaces `path` if the block succeeds.
 
-    On a file system, the temporary file is PATH.tmp, so it also replaces the temporary file of an
-    earlier writer that was killed. Two writers of the same path need a lock. For a path in a
-    bucket, the temporary file is on a local disk.
+    The temporary file is PATH.tmp, or on a local disk if `path` is in a bucket. Concurrent writers
+    of the same path need a lock.
     """
     if buckets.is_url(path):
         with tempfile.TemporaryDirectory() as directory:
@@ -350,25 +361,24 @@ def replacing(path: Path) -> Iterator[Path]:
         return
 
     with _replacing(path, f'{path.name}.tmp') as temporary:
-        # Create an empty file. This fails if somebody has just put a link there.
         temporary.unlink(missing_ok=True)
-        temporary.touch(exist_ok=False)
-        # The caller may replace the file by one that only its owner can read, as safetensors does.
-        # The empty file has the permissions that the user's umask gives. They are restored.
+        temporary.touch(exist_ok=False)  # fails for a link, which could lead anywhere
+        # Some writers, such as safetensors, replace the file by one that only its owner can read.
+        # Restore the permissions of the user's umask.
         mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)
 
 
 @contextlib.contextmanager
-def _replacing(path: Path, name: str) -> Iterator[Path]:
-    """Yields the path of the temporary file `name`, which replaces `path` if the block succeeds.
+def _replacing(path: Path, temporary_name: str) -> Iterator[Path]:
+    """Yields the path of a temporary file, which replaces `path` if the block succeeds.
 
-    Afterwards the file and its entry in the directory are on the disk.
+    The file and its directory are synced to the disk.
     """
     if path.is_dir():
         raise RunDirectoryError(f'{path} is a directory where a file is expected; move it away')
-    temporary = path.with_name(name)
+    temporary = path.with_name(temporary_name)
     with disk_errors(path.parent):
         try:
             yield temporary
@@ -381,7 +391,7 @@ def _replacing(path: Path, name: str) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Writes what the system has buffered of a file or directory to the disk."""
+    """Flushes a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -391,12 +401,13 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def local_copy(path: Path) -> Iterator[Path]:
-    """Yields the path of a file on a local disk: `path` itself, or a copy if it is in a bucket.
+    """Yields a local path of a file: `path` itself, or a temporary copy of an object in a bucket.
 
-    The copy has the same name. Raises UnsuitableFileError for a pipe or a device.
+    Raises:
+      UnsuitableFileError: the file is a pipe or a device.
     """
     if not buckets.is_url(path):
-        require_regular(path, most=None)  # a file of any size
+        require_regular(path, most=None)  # of any size
         yield path
         return
     with tempfile.TemporaryDirectory() as directory:
@@ -407,23 +418,21 @@ def local_copy(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A block that writes at or below `path`: raises DiskError if the disk fails or `path` is gone.
+    """Turns errors of a block that writes at or below `path` into DiskError.
 
-    Other errors of the block are raised as they are.
+    DiskError means that the disk failed or that `path` is gone. Other errors are not changed.
     """
     try:
         yield
     except DiskError:
         raise
     except Exception as error:
-        # If something was not found, a directory may be gone. Name the outermost one.
         if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
             from_root = (*reversed(path.parents), path)  # '/', '/runs', '/runs/a' for /runs/a
             for directory in from_root:
                 if not os.path.lexists(directory):
                     raise _gone_error(directory) from error
 
-        # If the disk has failed, say how.
         directory = path if os.path.isdir(path) else path.parent
         for error_number, reason in _WRITE_FAILURES.items():
             if _is_system_error(error, error_number):
@@ -431,27 +440,25 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _is_system_error(error: Exception, number: int) -> bool:
-    """Whether an error is the system's error of this number, such as errno.ENOSPC.
-
-    Libraries raise errors of many classes, which only have the text of the system's error.
-    """
+def _is_system_error(error: Exception, error_number: int) -> bool:
+    """Whether the system error `error_number`, such as errno.ENOSPC, caused an error."""
     if isinstance(error, OSError) and error.errno:
-        return error.errno == number
-    return os.strerror(number) in str(error)
+        return error.errno == error_number
+    # Other errors, raised by libraries, contain only the system's message.
+    return os.strerror(error_number) in str(error)
 
 
 @contextlib.contextmanager
 def read_errors(path: Readable) -> Iterator[None]:
-    """A block that reads at or below `path`: raises ReadError if the system fails to read.
+    """Turns errors of a block that reads at or below `path` into ReadError.
 
-    The caller can then tell a failing disk or an unreachable bucket from a damaged file: errors
-    about the content of a file are raised as they are.
+    ReadError means that the system failed to read, such as an unreachable bucket. Errors about a
+    missing or damaged file are not changed.
     """
     try:
         yield
     except Exception as error:
-        for cause in _causes(error):
+        for cause in _chain_of_causes(error):
             reason = _reason_of_failure(cause)
             if reason is not None:
                 raise ReadError(
@@ -461,21 +468,18 @@ def read_errors(path: Readable) -> Iterator[None]:
         raise
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, the error that caused it, the cause of that one, and so on.
-
-    Libraries raise their own errors, and the system's error is the cause of theirs.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
+def _chain_of_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and, one after another, the errors that led to it."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
 
 
 def _reason_of_failure(error: BaseException) -> str | None:
     """Returns why the system failed to read, such as 'out of memory'.
 
-    Returns None for another error, such as that of a missing or a damaged file.
+    Returns None for other errors, such as a missing or damaged file.
     """
     if isinstance(error, MemoryError):
         return 'out of memory'
@@ -485,15 +489,15 @@ def _reason_of_failure(error: BaseException) -> str | None:
         is_missing = error.errno in _MISSING_FILE
         return None if is_missing else error.strerror or str(error)
 
-    # An error of a library may have the system's words only in its text.
+    # Other errors, raised by libraries, contain only the system's message.
     failure_numbers = [number for number in errno.errorcode if number not in _MISSING_FILE]
-    system_texts = [os.strerror(number) for number in failure_numbers]
-    for text in (*system_texts, *_TENSORSTORE_FAILURES):
-        if text in str(error):
-            return text
+    system_messages = [os.strerror(number) for number in failure_numbers]
+    for message in (*system_messages, *_TENSORSTORE_FAILURES):
+        if message in str(error):
+            return message
     return None
 
 
 def _gone_error(path: Path) -> DiskError:
-    """Returns the error for a directory that has vanished while a run wrote there."""
+    """Returns the error for a file or directory that vanished while a run wrote to it."""
     return DiskError(f'{path} is gone: it was removed, renamed or unmounted; put it back {_RESUME}')
