@@ -1,18 +1,18 @@
-"""Leases and locks: which of many processes and hosts on shared storage works on what.
+"""Leases and locks on storage that many processes and hosts share.
 
-A lease is the right to train a run. It is stored as JSON {host, process, pid, started, expiry}. A
-lease is free once nobody has renewed it for `expiry` seconds. It is also free once its holder has
-ended, which only processes on the holder's machine can tell.
+A lease is the right to train a run, stored as JSON {host, process, pid, started, expiry}. A lease
+is free if it was not renewed for `expiry` seconds. A lease is also free if its holder has ended,
+which only processes on the holder's machine can see.
 
-    leases/RUN.N   on a file system. The file with the highest N = 0, 1, ... is in force. Its holder
-                   renews it by touching it. A process takes the run by creating the file N + 1,
-                   which fails if another process has created it.
-    leases/RUN     in a bucket. Each write names the generation of the object that it replaces, and
-                   fails if another process has written in between.
+    leases/RUN.N   On a file system, the file with the highest N = 0, 1, ... counts. The holder
+                   renews the lease by touching the file. Another process takes the lease over by
+                   creating the file N + 1, which only one process can do.
+    leases/RUN     In a bucket, the holder renews the lease by writing the object. A write fails if
+                   another process has written the object in between.
 
-The storage's clock measures the age of a lease. The holder measures it by a monotonic clock, and
-gives up before others may take over. So at most one process sees its lease as not lost, unless the
-clock of a file system jumps by more than expiry / 8.
+Other processes measure the age of a lease by the storage's clock. The holder uses its monotonic
+clock, and gives up expiry / 8 seconds before another process may take the lease over. So at most
+one process holds a lease, even if the file system's clock jumps by up to expiry / 8 seconds.
 """
 
 import contextlib
@@ -36,31 +36,29 @@ from qkattn.storage import buckets
 from qkattn.storage.files import disk_errors, in_place, join_without_links
 from qkattn.storage.records import check, parse_json
 
-# Seconds after which a lease that was not renewed is free. Network file systems stall for less, and
-# most runs last longer.
+# Seconds after which a lease that was not renewed is free. Longer than network file systems stall.
 EXPIRY = 180.0
-# Heartbeats per expiry. The holder gives up one heartbeat before its lease expires.
+# Heartbeats per EXPIRY. The holder gives up one heartbeat before its lease expires.
 _BEATS = 8
-# Seconds after which a process that waits for a lock tries again.
+# Seconds between attempts to take a lock.
 _POLL = 0.5
-# Most characters that are read from a lock file.
+# Maximum number of characters read from a lock file.
 _NAME_LENGTH = 1000
-# /proc/PID/stat lists the process's name, its state, and then fields such as its start time. This
-# is the index of the start time among these fields.
+# Index of the start time among the fields of /proc/PID/stat that follow the process state.
 _START_FIELD = 18
-# CLOCK_BOOTTIME also counts the time for which the machine is suspended.
+# CLOCK_BOOTTIME includes the time for which the machine is suspended.
 _CLOCK = getattr(time, 'CLOCK_BOOTTIME', time.CLOCK_MONOTONIC)
 
 log = logging.getLogger(__name__)
 
 
 def seconds() -> float:
-    """Returns the time on a clock that nobody sets, to compare two events of this machine."""
+    """Returns the time on this machine's monotonic clock."""
     return time.clock_gettime(_CLOCK)
 
 
 class _State(NamedTuple):
-    """A lease as it is stored, with times in seconds on the clock of the storage."""
+    """A stored lease, with times in seconds on the storage's clock."""
 
     content: bytes
     heartbeat: float  # when the lease was last renewed
@@ -68,29 +66,28 @@ class _State(NamedTuple):
 
 
 class Lease:
-    """The right to train a run; a context manager that frees the run when its block ends.
+    """The right to train a run, from `acquire`; a context manager that releases the lease.
 
-    `acquire` returns a lease that this process holds. A thread renews it until `release`. The
-    subclasses say how a lease is stored.
+    A background thread renews the lease until it is released. Subclasses define the four methods
+    that access the storage.
     """
 
-    # Reads the lease in force; None if there is none.
+    # Returns the stored lease, or None if the run has no lease.
     read: Callable[[], _State | None]
-    # Stores the lease of this process. Raises FileExistsError if another process was faster.
+    # Stores the lease of this process; raises FileExistsError if another process was faster.
     take: Callable[[], None]
-    # Writes a heartbeat. Returns whether this process still holds the lease.
+    # Writes a heartbeat; returns whether this process still holds the lease.
     renew: Callable[[], bool]
-    # Frees the run for others.
+    # Marks the lease as free.
     free: Callable[[], None]
 
     def start(self) -> None:
         """Takes the lease, and starts the thread that renews it."""
-        # Take the lease: store who holds it.
         description = {
             'host': socket.gethostname(),
             'process': _identify_process(os.getpid()),
             'pid': os.getpid(),
-            'started': time.time_ns(),  # so that no two leases are equal
+            'started': time.time_ns(),  # makes every lease unique
             'expiry': EXPIRY,
         }
         self._content = json.dumps(description).encode()
@@ -98,37 +95,35 @@ class Lease:
         self._lost = False
         self.take()
 
-        # Renew it until it is released, at the latest when the process ends.
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_alive, daemon=True)
         self._thread.start()
-        exit_hooks.append(self.release)
+        exit_hooks.append(self.release)  # frees the run when the process exits
 
     @property
     def lost(self) -> bool:
         """Whether another process has taken the run over, or soon may.
 
-        A lost lease stays lost. The value does not change after `release`.
+        A lost lease stays lost. After `release`, the value is constant.
         """
         age = seconds() - self._last_heartbeat
-        longest_age = EXPIRY * (_BEATS - 1) / _BEATS
-        if not self._released.is_set() and age > longest_age:
+        max_age = EXPIRY * (_BEATS - 1) / _BEATS
+        if not self._released.is_set() and age > max_age:
             self._lost = True
         return self._lost
 
     def release(self) -> None:
-        """Stops the heartbeat, and frees the run if the storage can be written."""
+        """Stops the heartbeat, and frees the run if the storage is writable."""
         with no_interrupt:
             if self._released.is_set():
                 return
-            # From now on, the property `lost` keeps the value that it has now.
-            self._lost = self.lost
+            self._lost = self.lost  # the final value
             self._released.set()
-            exit_hooks.remove(self.release)  # `start` has added it, to free the run at an exit
+            exit_hooks.remove(self.release)
 
-            # Wait for the thread: a heartbeat after `free` would take the run again.
+            # A heartbeat after `free` would take the run again.
             self._thread.join()
-            # If the lease cannot be freed now, it expires.
+            # A lease that cannot be freed expires.
             with contextlib.suppress(OSError, ConfigError):
                 self.free()
 
@@ -139,65 +134,58 @@ class Lease:
         self.release()
 
     def _keep_alive(self) -> None:
-        """Renews the lease until it is released or lost; runs in a thread of its own."""
+        """Renews the lease until it is released or lost; runs in the background thread."""
         interval = EXPIRY / _BEATS
         while not self._released.wait(interval) and not self.lost:
-            # Renewing may take long. The lease counts as renewed when the renewal began, so that it
-            # never counts as younger than it is.
-            start = seconds()
-            # If renewing fails, the next round tries again, until the lease is too old.
+            # Renewing may take long. Its start is used, so that the age is never underestimated.
+            renewal_start = seconds()
+            # A failed renewal is retried in the next round.
             with contextlib.suppress(Exception):
                 is_still_held = self.renew()
                 if not is_still_held:
                     self._lost = True
-                elif not self.lost:  # it may have become too old in the meantime
-                    self._last_heartbeat = start
+                elif not self.lost:  # the lease may have become too old during the renewal
+                    self._last_heartbeat = renewal_start
 
 
 class _File(Lease):
     """The newest lease of a run on a file system: the file RUN.N with the highest N."""
 
     def __init__(self, directory: Path, run: str):
-        """Finds the newest lease of a run in leases/, and creates this directory if needed."""
+        """Finds the newest lease in `directory`, which is created if needed."""
         join_without_links(directory.parent, directory.name).mkdir(parents=True, exist_ok=True)
         self._prefix = directory / run
-        self._number = -1  # stays -1 if the run has no lease
+        self._number = -1  # N of the newest lease; -1 if the run has no lease
         for name in os.listdir(directory):
-            number = name.removeprefix(f'{run}.')
-            if number.isdecimal():
-                self._number = max(self._number, int(number))
+            suffix = name.removeprefix(f'{run}.')
+            if suffix.isdecimal():
+                self._number = max(self._number, int(suffix))
 
-    def path(self, after: int = 0) -> str:
-        """Returns the path of the lease, or with `after=1` of the next lease."""
-        return f'{self._prefix}.{self._number + after}'
+    def path(self) -> str:
+        return f'{self._prefix}.{self._number}'
 
     def read(self) -> _State | None:
-        """Reads the content of the lease, when it was last renewed, and what time it is now.
-
-        Both times are on the clock of the file system. Returns None if there is no lease.
-        """
-        # The modification time of a file that is created now is the time now. It is read before the
-        # lease: if the lease is renewed in between, it looks younger than it is, not older.
+        # A new file's modification time is the file system's current time. It is read before the
+        # lease, so that a renewal in between makes the lease look younger, not older.
         with tempfile.TemporaryFile(dir=self._prefix.parent) as probe:
             now = os.fstat(probe.fileno()).st_mtime
         try:
             with open_regular(self.path()) as file:
                 content = file.read()
-                # Renewing sets the modification time. fstat of the open file gives it. stat of the
-                # path may come from a cache of NFS that is a minute old.
+                # A renewal sets the modification time. `os.stat` of the path could return a
+                # modification time that NFS cached a minute ago.
                 heartbeat = os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return None
         return _State(content, heartbeat, now)
 
     def take(self) -> None:
-        """Creates the next lease; raises FileExistsError if another process has created it."""
         self._number += 1
         with open(self.path(), 'xb', buffering=0) as file:
             try:
                 file.write(self._content)
             except OSError:
-                self.free()  # so that nobody waits until the empty lease expires
+                self.free()  # otherwise other processes wait until the empty lease expires
                 raise
 
     def renew(self) -> bool:
@@ -205,11 +193,12 @@ class _File(Lease):
             os.utime(self.path(), follow_symlinks=False)
         except FileNotFoundError:
             return False
-        is_taken_over = os.path.exists(self.path(after=1))
+        next_lease = f'{self._prefix}.{self._number + 1}'
+        is_taken_over = os.path.exists(next_lease)
         return not is_taken_over
 
     def free(self) -> None:
-        # A lease whose last heartbeat was in 1970 has expired.
+        # A heartbeat in 1970 has expired.
         os.utime(self.path(), (0, 0), follow_symlinks=False)
 
 
@@ -218,11 +207,10 @@ class _Object(Lease):
 
     def __init__(self, directory: Path, run: str):
         self._path = directory / run
-        # The generation of the object that this process read or wrote last; 0 if there was none.
+        # Generation of the object when this process last accessed it; 0 if the object was missing.
         self._generation = 0
 
     def read(self) -> _State | None:
-        """Reads the lease, and remembers its generation for `take`."""
         now = buckets.now(self._path)
         self._generation = 0
         try:
@@ -248,7 +236,7 @@ class _Object(Lease):
 
 
 def _stored_lease(directory: Path, run: str) -> Lease:
-    """Returns the lease of a run as it is stored; this process does not hold it."""
+    """Returns the stored lease of a run, which this process does not hold."""
     if buckets.is_url(directory):
         return _Object(directory, run)
     return _File(directory, run)
@@ -257,8 +245,14 @@ def _stored_lease(directory: Path, run: str) -> Lease:
 def acquire(directory: Path, run: str) -> Lease | None:
     """Takes the lease of a run, and returns it; returns None if another process holds it.
 
-    The caller checks afterwards whether the run still needs training: the last holder may have
-    finished it. Raises DiskError if the lease cannot be written.
+    Afterwards, check whether the run still needs training: the last holder may have finished it.
+
+    Args:
+      directory: the directory of the study's leases.
+      run: name of the run.
+
+    Raises:
+      DiskError: the lease cannot be written.
     """
     with disk_errors(directory):
         lease = _stored_lease(directory, run)
@@ -271,26 +265,24 @@ def acquire(directory: Path, run: str) -> Lease | None:
                     lease.start()
                     return lease
             except FileExistsError:
-                # Another process was faster, or the listing of the directory was out of date. Look
-                # again at the lease that is there.
+                # Another process was faster, or the directory listing was outdated. Try again.
                 continue
 
 
 def holders(directory: Path) -> dict[str, str]:
-    """Returns the holder of each run that is not free: {run: 'process 12 on host'}.
+    """Returns the holder of each run that is not free, such as {'RUN': 'process 12 on host'}.
 
-    `directory` is the directory leases/ of a study.
+    `directory` is the directory of the study's leases.
     """
     if not directory.exists():
         return {}
 
-    # In a bucket, the lease of a run has the name of the run. On a disk, it is a file RUN.N.
     runs = set()
     for path in directory.iterdir():
         if buckets.is_url(path):
-            runs.add(path.name)
+            runs.add(path.name)  # the object RUN
         else:
-            runs.add(path.stem)
+            runs.add(path.stem)  # the file RUN.N
 
     holder_by_run = {}
     for run in sorted(runs):
@@ -305,18 +297,17 @@ class _Holder:
     """The process that holds a lease."""
 
     name: str  # 'process 12 on host'
-    # True for a live process of this machine. False for other machines, where nobody can tell.
+    # Whether the holder is a live process of this machine. False on any other machine, where a
+    # process may be alive or dead.
     is_alive_here: bool
 
 
 def _find_holder(lease: Lease) -> _Holder | None:
     """Returns the process that holds a lease, or None if the lease is free.
 
-    A lease is free in three cases: it does not exist; it was not renewed in time; or its holder was
-    a process of this machine that has ended. If the content of a lease cannot be read, an unknown
-    process holds it until it is EXPIRY seconds old.
+    A lease is free if it does not exist, if it has expired, or if its holder was a process of this
+    machine that has ended. An unreadable lease expires after EXPIRY seconds.
     """
-    # No lease, or one that was not renewed in time.
     state = lease.read()
     if state is None:
         return None
@@ -331,30 +322,29 @@ def _find_holder(lease: Lease) -> _Holder | None:
     if age > description['expiry']:
         return None
 
-    # Another machine, where nobody can tell whether the holder has ended.
     pid = description['pid']
     name = f'process {pid} on {description["host"]}'
-    process = str(description.get('process'))
-    if not _is_of_this_machine(process):
+    identity = str(description.get('process'))
+    if not _is_of_this_machine(identity):
         return _Holder(name, is_alive_here=False)
 
-    # This machine. If the holder has ended, its id belongs to no process, or to one that started
-    # later, which `_identify_process` tells apart.
-    is_alive = _identify_process(pid) == process
+    # Another process with a reused PID has another identity.
+    is_alive = _identify_process(pid) == identity
     return _Holder(name, is_alive_here=True) if is_alive else None
 
 
-def _is_of_this_machine(process: str) -> bool:
-    """Whether the text 'BOOT NAMESPACE PID START' of a process was made on this machine."""
-    this_process = _identify_process(os.getpid())
-    if this_process is None:
+def _is_of_this_machine(identity: str) -> bool:
+    """Whether a process ran on this machine; `identity` is from `_identify_process`."""
+    own_identity = _identify_process(os.getpid())
+    if own_identity is None:
         return False
-    # Processes of one machine have the same BOOT and NAMESPACE.
-    return process.split()[:2] == this_process.split()[:2]
+    boot_and_namespace = identity.split()[:2]
+    own_boot_and_namespace = own_identity.split()[:2]
+    return boot_and_namespace == own_boot_and_namespace
 
 
 def _identify_process(pid: int) -> str | None:
-    """Returns a unique text 'BOOT NAMESPACE PID START' for a live process of this machine.
+    """Returns a unique identity 'BOOT NAMESPACE PID START' of a live process of this machine.
 
         BOOT         boot ID of the machine
         NAMESPACE    PID namespace, which differs between containers
@@ -369,8 +359,8 @@ def _identify_process(pid: int) -> str | None:
     except OSError:
         return None
 
-    # The file reads '12 (name) S 1 12 ...'. The name may contain spaces and parentheses.
-    text_after_name = status.rpartition(')')[2]
+    # The file contains '12 (name) S 1 12 ...'. The name may contain spaces and parentheses.
+    _, _, text_after_name = status.rpartition(')')
     state, *fields_after_state = text_after_name.split()
     is_zombie_or_dead = state in ('Z', 'X')
     if is_zombie_or_dead:
@@ -383,18 +373,17 @@ def _identify_process(pid: int) -> str | None:
 def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
     """Holds an exclusive lock on the file `path` while the block runs.
 
-    Yields a function that returns whether the lock was lost. On a file system, this never happens.
-    In a bucket, the lock is a lease: see `Lease.lost`.
-
     Args:
       path: the lock file, which is created if needed.
       wait: whether to wait while another process holds the lock.
 
+    Yields:
+      A function that returns whether the lock was lost, which can only happen in a bucket.
+
     Raises:
-      BlockingIOError: without `wait`, a live process holds the lock; the text names the process. In
-        a bucket this may take EXPIRY seconds, because the lease of a dead process on another
-        machine has to expire first.
-      ConfigError: the directory cannot be written, or its file system has no locks.
+      BlockingIOError: `wait` is false, and the named live process holds the lock. In a bucket, it
+        may take EXPIRY seconds to find out whether a process on another machine is alive.
+      ConfigError: the directory is not writable, or its file system has no locks.
     """
     if buckets.is_url(path):
         with _lock_in_bucket(path, wait) as lease:
@@ -406,11 +395,9 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _file_lock(path: Path, wait: bool) -> Iterator[None]:
-    """Holds a lock on a file of a file system. If the process dies, the kernel frees the lock.
+    """Implements `locked` on a file system; the kernel frees the lock if the process dies.
 
-    A process that locks without `wait` writes its name into the file: 'process 12 on host'. The
-    error of another process that wants the lock contains this name. The arguments and errors are
-    those of `locked`.
+    Without `wait`, the holder writes its name 'process 12 on host' into the lock file.
     """
     with contextlib.ExitStack() as exits:
         try:
@@ -429,7 +416,7 @@ def _file_lock(path: Path, wait: bool) -> Iterator[None]:
             ) from error
 
         if not wait:
-            # On a full disk this fails. The file is locked all the same, but names nobody.
+            # On a full disk, the lock file does not name its holder.
             with contextlib.suppress(OSError):
                 file.truncate(0)
                 name = f'process {os.getpid()} on {socket.gethostname()}\n'
@@ -438,7 +425,7 @@ def _file_lock(path: Path, wait: bool) -> Iterator[None]:
 
 
 def _read_name(file: TextIO) -> str:
-    """Returns the name of the process that a lock file contains, or '' if it contains none."""
+    """Reads the holder's name from a lock file; '' if the file has no valid name."""
     file.seek(0)
     try:
         return file.read(_NAME_LENGTH).strip()
@@ -449,9 +436,9 @@ def _read_name(file: TextIO) -> str:
 def _lock_in_bucket(path: Path, wait: bool) -> Lease:
     """Takes a lock in a bucket, and returns its lease.
 
-    With `wait`, it waits until the lock is free. Without `wait`, it raises BlockingIOError once it
-    knows that the holder is alive. For a process of this machine, it knows at once. For a process
-    of another machine it waits EXPIRY seconds: if that process is dead, its lease expires by then.
+    With `wait`, waits until the lock is free. Without `wait`, raises BlockingIOError once the
+    holder is known to be alive. A holder on another machine is known to be alive if its lease has
+    not expired after EXPIRY seconds.
     """
     deadline = seconds() + EXPIRY
     has_warned = False
@@ -460,11 +447,10 @@ def _lock_in_bucket(path: Path, wait: bool) -> Lease:
         if lease is not None:
             return lease
         holder = _find_holder(_stored_lease(path.parent, path.name))
-        if holder is None:  # the holder freed the lock in between
+        if holder is None:  # the lock was freed in between
             continue
 
         if not wait:
-            # A dead holder's lease would have expired by the deadline.
             is_past_deadline = seconds() > deadline
             if holder.is_alive_here or is_past_deadline:
                 raise BlockingIOError(holder.name)
