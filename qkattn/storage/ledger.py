@@ -1,24 +1,25 @@
-"""The ledger of a study: what was declared, added, looked at and accepted, and when.
+"""The ledger of a study: a log of its declarations and of the looks at its results.
 
-ledger.jsonl has a line {event, time, ..., previous, hash} per event. `hash` is the SHA-256 of the
-line's other fields, and `previous` is the hash of the line before. So a line that was edited, moved
-or removed breaks the chain; if the last line is missing, the files that it describes show it. The
-ledger protects from mistakes, not from fraud. The events and their fields:
+ledger.jsonl has one line {event, time, ..., previous, hash} per event. `hash` is the SHA-256 of the
+line's other fields, and `previous` is the hash of the previous line. Editing, moving or removing an
+inner line breaks this hash chain. The ledger protects from mistakes, not from fraud.
 
-    declared     A study is declared, or a field that may change has changed, such as the question.
+    event        meaning, and the further fields of the line
+    declared     The study is declared, or its declaration changes.
                  declaration (SHA-256 of study.json without its command), family, arms, seeds,
-                 margin, post_hoc (false). If the study repeats another one: repeats ({study,
-                 entry}), the other study's name and the hash of the last line of its ledger.
-    repeats      A repeat is declared after results are known. study and entry as above,
-                 retrospective (true), why. If the other study is not kept: lost, its commit, seeds
-                 and arms.
-    arms_added   Arms are added. arms, family, declaration, post_hoc (whether a look came before
-                 and the study has verdicts).
-    looked       A report on more than screening is made. look (1, 2, ...), files
-                 (`file_digests`), runs (`run_digests`).
-    accepted     A reason to withhold every verdict is accepted. code (which reason), why.
+                 margin, post_hoc (false), repeats (optional: {study, entry}, the name of a repeated
+                 study and the hash of the last line of its ledger)
+    repeats      The study is found to repeat another study after results are known.
+                 study, entry, retrospective (true), why, lost (optional: the commit, seeds and
+                 arms of a repeated study that is not kept)
+    arms_added   Arms are added to the study.
+                 arms, family, declaration, post_hoc (whether the arms may be chosen by results)
+    looked       Somebody reads a report on results other than screening.
+                 look (1, 2, ...), files (`file_digests`), runs (`run_digests`)
+    accepted     A problem that withholds all verdicts is accepted.
+                 code (the problem), why
 
-An arm is {variant, size, corpus, control}. The family is the number of arms that are compared with
+An arm is {variant, size, corpus, control}. `family` is the number of arms that are compared with
 the baseline; controls do not count. Writers hold the study's lock.
 """
 
@@ -39,21 +40,20 @@ from qkattn.storage.records import ARM_KEY, OUTSIDE, check, metric_fields, parse
 
 NAME = 'ledger.jsonl'
 ADVICE = 'restore it from a copy, or run the study in a new directory'
-# The events of entries.
+# Values of the field `event`.
 DECLARED = 'declared'
 ARMS_ADDED = 'arms_added'
 LOOKED = 'looked'
 ACCEPTED = 'accepted'
 REPEATS = 'repeats'
-# Reasons to withhold every verdict of a study that a person may accept: its runs had uncommitted
-# changes, or are of different commits.
+# Problems that withhold all verdicts until a person accepts them: runs of uncommitted code, and
+# runs of different commits.
 ACCEPTABLE = ('uncommitted', 'commits')
 YARDSTICKS = 'yardsticks.json'
-# Holds the SHA-256 of a documents.json that a stored study leaves out of a run.
+# A file with the SHA-256 of a documents.json that a stored study does not keep.
 DOCUMENTS_SHA256 = 'documents.sha256'
-# The fields of a result that a look records besides its metrics. Times are left out, since they
-# differ when a run is repeated.
-_SEEN = ('trial', 'status', 'diverged_at', 'num_steps', OUTSIDE)
+# Fields of a result, besides its metrics, that enter its digest. Times differ in each repetition.
+_DIGESTED_FIELDS = ('trial', 'status', 'diverged_at', 'num_steps', OUTSIDE)
 
 Entry = Mapping[str, Any]
 ArmKeys = frozenset[tuple[str | None, ...]]
@@ -63,13 +63,12 @@ ArmKeys = frozenset[tuple[str | None, ...]]
 class Repeat:
     """A study's declaration that it repeats another study."""
 
-    study: str  # the name of the repeated study's directory
-    entry: str  # hash of the last line of the repeated study's ledger at that time
-    retrospective: bool = False  # whether results were known when the repeat was declared
-    # If the repeated study is not kept: the commit that had it, the seeds of its verdicts, and its
-    # arms.
-    commit: str | None = None
-    seeds: tuple[int, ...] = ()
+    study: str  # directory name of the repeated study
+    entry: str  # hash of the last line of the repeated study's ledger
+    retrospective: bool = False  # whether results were known at the declaration
+    # The fields below describe a repeated study that is not kept.
+    commit: str | None = None  # a commit that contains the repeated study
+    seeds: tuple[int, ...] = ()  # the seeds of its verdicts
     arms: ArmKeys = frozenset()
 
     @property
@@ -80,7 +79,7 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """The lines of a ledger that `read` has checked; the first line declares the study."""
+    """The checked lines of a ledger; the first line declares the study."""
 
     entries: tuple[Entry, ...]
 
@@ -99,10 +98,7 @@ class Ledger:
 
     @functools.cached_property
     def post_hoc(self) -> ArmKeys:
-        """The arms that were added after the first look.
-
-        Empty for a study without tuning, which has no verdicts that a look could bias.
-        """
+        """Arms added after the first look; empty for a study without verdicts."""
         keys: set[tuple[str | None, ...]] = set()
         for entry in self.entries:
             if entry.get('post_hoc'):
@@ -111,15 +107,16 @@ class Ledger:
 
     @functools.cached_property
     def repeats(self) -> tuple[Repeat, ...]:
-        """The studies that this study repeats, in the order of their entries."""
-        declared: dict[str, Repeat] = {}
+        """The studies that this study repeats; those declared in advance come first."""
+        declared_by_study: dict[str, Repeat] = {}
         for entry in self._entries_of(DECLARED):
             if 'repeats' in entry:
                 repeated = entry['repeats']
-                # A later declaration of the same study replaces an earlier one.
-                declared[repeated['study']] = Repeat(repeated['study'], repeated['entry'])
-        retrospective = [_retrospective_repeat(line) for line in self._entries_of(REPEATS)]
-        return (*declared.values(), *retrospective)
+                # The last declaration of each repeated study counts.
+                repeat = Repeat(study=repeated['study'], entry=repeated['entry'])
+                declared_by_study[repeat.study] = repeat
+        retrospective = [_retrospective_repeat(entry) for entry in self._entries_of(REPEATS)]
+        return (*declared_by_study.values(), *retrospective)
 
     def _entries_of(self, event: str) -> list[Entry]:
         return [entry for entry in self.entries if entry['event'] == event]
@@ -131,37 +128,37 @@ class Ledger:
 
     @property
     def declaration(self) -> str:
-        """Hash of the study as it was declared last."""
+        """Hash of the latest declaration."""
         declarations = [entry['declaration'] for entry in self.entries if 'declaration' in entry]
         return declarations[-1]
 
     @property
     def first_look(self) -> str | None:
-        """Time of the first look; None before it."""
+        """Time of the first look, or None."""
         looks = self._entries_of(LOOKED)
         return looks[0]['time'] if looks else None
 
     @property
     def looked_files(self) -> dict[str, str | None]:
-        """`file_digests` at the last look; empty before the first."""
+        """`file_digests` at the last look; empty if there is no look."""
         looks = self._entries_of(LOOKED)
         return looks[-1]['files'] if looks else {}
 
     def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
-        """Finds the runs that have changed, or are gone, since the first look at them.
+        """Finds runs that were changed or deleted after somebody looked at them.
 
         Args:
-          runs: the digest of every run as it is on disk, from `run_digests`.
+          runs: the present digest of every run, from `run_digests`.
 
-        Returns {run: number (1, 2, ...) of the first look at it} for these runs.
+        Returns:
+          {run: number (1, 2, ...) of the first look at it} for each altered run.
         """
-        # For each run, its digest at the first look at it, and the number of this look. The looks
-        # are read from the last to the first, so that earlier looks overwrite later ones.
+        # Iterate in reverse, so that the first look at each run wins.
         first_digests: dict[str, str] = {}
         first_looks: dict[str, int] = {}
         for entry in reversed(self._entries_of(LOOKED)):
-            for run, run_digest in entry.get('runs', {}).items():
-                first_digests[run] = run_digest
+            for run, digest in entry.get('runs', {}).items():
+                first_digests[run] = digest
                 first_looks[run] = entry['look']
 
         altered = {}
@@ -172,22 +169,18 @@ class Ledger:
 
     @property
     def accepted(self) -> dict[str, str]:
-        """{code: why it was accepted}; the codes are those of ACCEPTABLE."""
+        """The accepted problems: {code from ACCEPTABLE: why it was accepted}."""
         return {entry['code']: entry['why'] for entry in self._entries_of(ACCEPTED)}
 
 
-def _retrospective_repeat(line: Entry) -> Repeat:
-    """Reads a line of the event REPEATS: this study turned out to repeat an earlier study.
-
-    Its field `study` names the earlier study, and `entry` is the hash of the last line of that
-    study's ledger. If the earlier study is not kept, the line describes it in the field `lost`.
-    """
-    lost_study = line.get('lost')
+def _retrospective_repeat(entry: Entry) -> Repeat:
+    """Converts a ledger line with the event REPEATS to a `Repeat`."""
+    lost_study = entry.get('lost')  # describes a repeated study that is not kept
     if lost_study is None:
-        return Repeat(study=line['study'], entry=line['entry'], retrospective=True)
+        return Repeat(study=entry['study'], entry=entry['entry'], retrospective=True)
     return Repeat(
-        study=line['study'],
-        entry=line['entry'],
+        study=entry['study'],
+        entry=entry['entry'],
         retrospective=True,
         commit=lost_study['commit'],
         seeds=tuple(lost_study['seeds']),
@@ -196,9 +189,10 @@ def _retrospective_repeat(line: Entry) -> Repeat:
 
 
 def read(path: Path) -> Ledger:
-    """Reads a ledger, and checks that no line is missing, damaged, edited or out of place.
+    """Reads a ledger, and checks its hash chain.
 
-    Raises ReportError, which names the first line that fails.
+    Raises:
+      ReportError: there is no ledger, or the named line is damaged, edited or out of place.
     """
     entries: list[Entry] = []
     previous_hash = None
@@ -227,15 +221,15 @@ def read(path: Path) -> Ledger:
 
 
 def append(path: Path, event: str, **data: Any) -> None:
-    """Appends a line with the fields `data`, and creates the ledger if there is none.
+    """Appends a line with the fields `data` to a ledger, which is created if needed.
 
-    Raises ReportError as `read` does.
+    Raises:
+      ReportError: the ledger is damaged.
     """
     lines = b''
     previous_hash = None
     if path.exists():
-        ledger = read(path)  # raises if a line is damaged
-        previous_hash = ledger.last
+        previous_hash = read(path).last
         lines = read_whole(path)
     entry = {
         'event': event,
@@ -251,17 +245,16 @@ def append(path: Path, event: str, **data: Any) -> None:
 def declare(
     directory: Path, declared: Mapping[str, Any], repeats: Mapping[str, str] | None = None
 ) -> None:
-    """Enters into the ledger what a study compares; called each time that the study starts.
+    """Records the declaration of a study in its ledger, if the ledger does not have it.
 
-    The first start declares the study. A later start enters only the arms that were added since,
-    such as 'qk/no_o'. It declares the study again if no arm was added but another field has
-    changed, and enters nothing if nothing has changed. The caller holds the study's lock.
+    Records only the new arms if arms were added, and otherwise the whole declaration. The caller
+    holds the study's lock.
 
     Args:
-      directory: the study's directory.
-      declared: the content of study.json.
-      repeats: if the study asks an earlier study's question again, {'study': the name of the
-        earlier one, 'entry': the hash of the last line of its ledger}.
+      directory: directory of the study.
+      declared: content of study.json.
+      repeats: for a study that repeats an earlier study, {'study': name of the earlier study,
+        'entry': hash of the last line of its ledger}.
     """
     path = directory / NAME
     common_fields = {'declaration': declaration_digest(declared), 'family': _family(declared)}
@@ -271,14 +264,13 @@ def declare(
             return
         added_arms = [arm for arm in declared['arms'] if arm_key(arm) not in ledger.arms]
         if added_arms:
-            # Once somebody has looked at verdicts, the results may have led to these arms.
+            # After a look at verdicts, the results may have led to these arms.
             has_looked = ledger.first_look is not None
             has_verdicts = declared['tuning'] is not None
             is_post_hoc = has_looked and has_verdicts
             append(path, ARMS_ADDED, arms=added_arms, post_hoc=is_post_hoc, **common_fields)
             return
 
-    # The first start, or something else than an added arm has changed.
     fields = {name: declared[name] for name in ('arms', 'seeds', 'margin')}
     if repeats is not None:
         fields['repeats'] = repeats
@@ -286,7 +278,7 @@ def declare(
 
 
 def _family(declared: Mapping[str, Any]) -> int:
-    """Returns the number of arms in study.json that are compared with the baseline."""
+    """Counts the arms in study.json that are compared with the baseline."""
     family = 0
     for arm in declared['arms']:
         is_control = arm['control'] is not None
@@ -297,18 +289,19 @@ def _family(declared: Mapping[str, Any]) -> int:
 
 
 def record_look(directory: Path, logs: Files | None = None) -> bool:
-    """Enters a look into the ledger: that somebody reads a report on the results of a study.
+    """Records in the ledger that somebody looks at the results of a study.
 
-    Reports on screening do not count. Call this before the report is made. The entry has digests of
-    the files that the report is made from, so that later changes are noticed.
+    Call it before showing a report on more than screening. The ledger line has digests of the
+    results, which reveal later changes.
 
     Args:
-      directory: the study's directory, which has the ledger.
-      logs: the directory with the plan, results and logs; by default `directory`. A stored study
-        keeps its logs in an archive.
+      directory: directory of the study and its ledger.
+      logs: directory of the plan, results and logs, if it is not `directory`. A stored study has
+        an archive of them.
 
-    Returns False, and enters nothing, if the files are those of the last look, or if a run has
-    changed since the first look at it. Returns True otherwise.
+    Returns:
+      Whether the look was recorded. It is not if nothing has changed since the last look, or if a
+      run has changed since the first look at this run.
     """
     path = directory / NAME
     if logs is None:
@@ -316,8 +309,7 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
     files = file_digests(logs)
     runs = run_digests(logs)
 
-    # Return before locking if there is nothing to enter. Locking creates a file, and a directory
-    # with a mere copy of a study should stay as it is.
+    # Locking creates a file, so these checks come first: they leave a copied study unchanged.
     ledger = read(path)
     if files == ledger.looked_files:
         return False
@@ -325,7 +317,7 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
         return False
 
     with locked(directory / 'lock'):
-        # Another process may have entered the same look before this one got the lock.
+        # Another process may have recorded this look before the lock was taken.
         ledger = read(path)
         if files != ledger.looked_files:
             earlier_looks = [entry for entry in ledger.entries if entry['event'] == LOOKED]
@@ -334,16 +326,18 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
 
 
 def accept(directory: Path, codes: Sequence[str], why: str) -> None:
-    """Enters into the ledger that a person accepts a problem of a study's runs.
+    """Records in the ledger that problems of a study's runs are accepted.
 
-    Without that, the study gets no verdicts. Each code is entered once with the same `why`.
+    A study with such a problem has no verdicts until the problem is accepted.
 
     Args:
-      directory: the study's directory.
-      codes: the problems, such as 'uncommitted' for runs of code with uncommitted changes.
-      why: why the problems do not matter for the verdicts.
+      directory: directory of the study.
+      codes: the problems: 'uncommitted' for runs of uncommitted code, 'commits' for runs of
+        different commits.
+      why: why the problems do not affect the verdicts.
 
-    Raises ReportError, and enters nothing, if a code is not among ACCEPTABLE or if `why` is blank.
+    Raises:
+      ReportError: a code is unknown, `why` is blank, or there is no valid ledger.
     """
     for code in codes:
         if code not in ACCEPTABLE:
@@ -351,7 +345,7 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
     if not why.strip():
         raise ReportError(f'accept={",".join(codes)} needs a reason, why={why!r}')
     path = directory / NAME
-    read(path)  # raises if there is no ledger, before the lock creates its directory
+    read(path)  # raises if there is no ledger, before locking creates the directory
     with locked(directory / 'lock'):
         for code in codes:
             if read(path).accepted.get(code) != why:
@@ -359,12 +353,12 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
 
 
 def arm_key(arm: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Returns (variant, size, corpus, control) of an arm of study.json."""
+    """Returns the tuple (variant, size, corpus, control) of an arm in study.json."""
     return tuple(arm[name] for name in ARM_KEY)
 
 
 def declaration_digest(declared: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of the content of study.json without its command."""
+    """Returns the SHA-256 of study.json's content without its command."""
     return _sha256({name: value for name, value in declared.items() if name != 'command'})
 
 
@@ -374,10 +368,10 @@ def digest_of_entry(entry: Entry) -> str:
 
 
 def file_digests(directory: Files) -> dict[str, str | None]:
-    """Returns {name: SHA-256} for the files of a study that a report is made from.
+    """Returns {name: SHA-256} for the files that a study's report is made from.
 
-    The value is None if a file is missing. The entry 'logs' covers the logs of all planned runs,
-    without their training records. A study without yardsticks has no entry for them.
+    A missing file has the value None; a missing yardsticks.json has no entry. The entry 'logs'
+    covers the logs of all planned runs without their training records.
     """
     digest_by_name: dict[str, str | None] = {}
     for name in ('study.json', 'plan.jsonl', 'results.jsonl'):
@@ -391,11 +385,7 @@ def file_digests(directory: Files) -> dict[str, str | None]:
 
 
 def run_digests(directory: Files) -> dict[str, str]:
-    """Returns {run: SHA-256 of its results and logs} for each planned run that has results.
-
-    The ledger stores these digests when somebody looks at the results. Later, `Ledger.altered`
-    compares them with the digests at that time, to find runs that have changed.
-    """
+    """Returns {run: SHA-256 of its results and logs} for each planned run that has results."""
     log_hashes_by_run = {logs.run: logs.hashes for logs in _hash_logs(directory)}
     digest_by_run = {}
     for run, results in _results_by_run(directory).items():
@@ -405,43 +395,38 @@ def run_digests(directory: Files) -> dict[str, str]:
 
 
 def _results_by_run(directory: Files) -> dict[str, list[dict[str, Any]]]:
-    """Reads the results of each run, with those fields only that a later change should not alter.
+    """Reads the distinct results of each run, restricted to metrics and _DIGESTED_FIELDS.
 
-    These are the metrics and the fields _SEEN; times, for example, may change. A line of
-    results.jsonl that cannot be read is skipped: the report has a sentence about it. A line that
-    repeats another one adds nothing.
+    Damaged lines of results.jsonl are skipped.
     """
     results_by_run: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(directory / 'results.jsonl'):
-        # These are the errors of a line that is damaged in any way.
+        # All errors that a damaged line can raise.
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             result = parse_json(line)
-            fields = (*_SEEN, *metric_fields(result))
-            seen_fields = {name: result[name] for name in fields if name in result}
+            names = (*_DIGESTED_FIELDS, *metric_fields(result))
+            digested_fields = {name: result[name] for name in names if name in result}
             results = results_by_run.setdefault(result['run'], [])
-            if seen_fields not in results:
-                results.append(seen_fields)
+            if digested_fields not in results:
+                results.append(digested_fields)
     return results_by_run
 
 
 @dataclasses.dataclass(frozen=True)
 class _Logs:
-    """The hashes of the logs of a planned run."""
+    """The log hashes of a planned run."""
 
-    run: str | None  # the name of the run
-    directory: str  # 'runs/NAME', inside the study
-    # The SHA-256 of documents.json, or None if it is missing. Then the SHA-256 of the evaluations:
-    # all lines of metrics.jsonl but the training records.
+    run: str | None  # name of the run
+    directory: str  # directory of the run, 'runs/NAME'
+    # [SHA-256 of documents.json, SHA-256 of metrics.jsonl without its training records]. The first
+    # is None if documents.json does not exist.
     hashes: list[str | None]
 
 
 def _hash_logs(directory: Files) -> Iterator[_Logs]:
-    """Yields the hashes of two files of each run in a study's plan: documents.json and its log.
-
-    A run that cannot be read is skipped: the report has a sentence about it.
-    """
+    """Yields the log hashes of each run in a study's plan; damaged runs are skipped."""
     for line in _lines(directory / 'plan.jsonl'):
-        # These are the errors of a plan or a log that is damaged in any way.
+        # All errors that a damaged plan or log can raise.
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OSError):
             planned = parse_json(line)
             run_directory = run_path(directory, planned['directory'])
@@ -451,27 +436,24 @@ def _hash_logs(directory: Files) -> Iterator[_Logs]:
             if not documents_sha256:
                 documents_sha256 = _file_sha256(run_directory / 'documents.json')
 
-            # Training records are left out, because a stored study does not keep them.
+            # A stored study does not keep training records.
             evaluations = hashlib.sha256()
             for record in _lines(run_directory / 'metrics.jsonl'):
                 if not is_training(record):
                     evaluations.update(record)
 
             hashes = [documents_sha256, evaluations.hexdigest()]
-            yield _Logs(planned.get('run'), planned['directory'], hashes)
+            yield _Logs(run=planned.get('run'), directory=planned['directory'], hashes=hashes)
 
 
 def left_out_documents(run: Files) -> str | None:
-    """Returns the SHA-256 of a documents.json that a stored study leaves out of a run.
-
-    None if the run has no such note.
-    """
+    """Returns the SHA-256 of a documents.json that a stored study does not keep, or None."""
     path = run / DOCUMENTS_SHA256
     return read_whole(path).decode().strip() if path.is_file() else None
 
 
 def is_training(line: bytes) -> bool:
-    """Whether a line of metrics.jsonl is a training record, which exports and digests skip."""
+    """Whether a line of metrics.jsonl is a training record."""
     return b'"kind": "train"' in line
 
 
@@ -486,6 +468,6 @@ def _lines(path: Readable, keepends: bool = False) -> list[bytes]:
 
 
 def _sha256(values: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of values as JSON with sorted keys."""
+    """Returns the SHA-256 of the values' JSON text with sorted keys."""
     text = json.dumps(to_jsonable(values), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
