@@ -1,11 +1,15 @@
-"""JSON files of runs and studies: written whole, with checksums, and checked when they are read.
+"""JSON files of runs and studies, with atomic writes, checksums and schemas.
 
-JSON is strict: without NaN and Infinity. A schema says what a JSON value must contain:
+The JSON is strict, without NaN and Infinity. A schema is one of
 
-    {'name': str, 'rate': float}     an object with these fields; it may have others
+    {'name': str, 'rate': float}     an object with at least these fields
     [{'name': str}]                  a non-empty list of such objects
-    float, str | None, Literal['a']  a value; an integer fits float, and true only fits bool
-    tuple[float, ...]                a list of such values
+
+and the types of fields are type hints, such as
+
+    float, str | None, Literal['a']  an integer fits float, but true only fits bool
+    tuple[float, ...]                a list of floats
+    {'name': str}, [{'name': str}]   nested schemas
 """
 
 import dataclasses
@@ -31,19 +35,19 @@ T = TypeVar('T')
 # The `status` of an entry of result.json.
 FINISHED = 'finished'
 DIVERGED = 'diverged'
-# The field of an object that holds the checksum of its other fields.
+# The field with the checksum of an object's other fields.
 CHECKSUM = 'crc32'
 ADVICE = 'restore it from a copy or use another run directory'
 _RESULT_ADVICE = 'restore it from a copy, or remove it: the same command then makes it again'
-# The Python types of parsed JSON that fit a type of a schema. Other types only fit themselves.
+# Python types of parsed JSON that fit a type hint. Any other type only fits itself.
 _TYPES: dict[Any, tuple[type, ...]] = {float: (int, float), Mapping: (dict,)}
 
-# config.json.
+# Schema of config.json.
 CONFIG = {'hash': str, 'config': dict}
-# provenance.json, with an entry for each start of the run.
+# Schema of provenance.json, with an entry for each start of the run.
 START = {'git': dict, 'python': str, 'versions': dict, 'devices': dict}
 PROVENANCE = {'starts': [START]}
-# An entry of result.json; `check_result` adds the metrics.
+# Schema of an entry of result.json without its metrics.
 RESULT = {
     'trial': {'seed': int, 'learning_rate': float, 'weight_decay': float},
     'status': typing.Literal['finished', 'diverged'],
@@ -58,23 +62,22 @@ RESULT = {
     'data': dict,
     'provenance': dict,
 }
-# A split of documents.json: the names and numbers of targets of its documents, and per trial the
-# loss of each document in nats.
+# Schema of a split in documents.json.
 DOCUMENTS = {
-    'documents': tuple[str, ...],
-    'tokens': tuple[float, ...],
-    'nats': tuple[tuple[float, ...] | None, ...],
+    'documents': tuple[str, ...],  # names
+    'tokens': tuple[float, ...],  # target tokens of each document
+    'nats': tuple[tuple[float, ...] | None, ...],  # for each trial, the loss of each document
 }
-# The files of a run that reports do not use.
+# Schemas of a run's files that reports do not use.
 RUN_FILES = {'config.json': CONFIG, 'provenance.json': PROVENANCE, 'result.json': [RESULT]}
-# The fields of study.json that are read before it is compared field by field.
+# Schema of study.json, without the fields that are only compared.
 STUDY = {'base': dict, 'variants': list, 'sizes': list, 'corpora': list, 'arms': list}
-# The fields of an arm in study.json that tell it from other arms.
+# The fields that identify an arm in study.json.
 ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
-# The field of a result that describes its metrics from outside the package, so that reports need
-# not import their modules. A result without such metrics does not have the field.
+# The optional field of a result that describes its metrics from outside the package. With this
+# description, reports need not import the modules of these metrics.
 OUTSIDE = 'outside_metrics'
-# The fields of a metric that the description contains.
+# The fields of `Metric` in this description.
 _DESCRIBED = (
     'role',
     'description',
@@ -92,7 +95,7 @@ _OPTIONAL: dict[str, type] = {**dict.fromkeys(TIMES, float), 'diverged_at': int}
 
 
 def _loss_fields() -> set[str]:
-    """Returns the fields of losses, such as val_loss, which every result must have."""
+    """Returns the loss fields that every result must have, such as 'val_loss'."""
     fields: set[str] = set()
     for metric in METRICS.values():
         if metric.role == 'loss' and metric.logged:
@@ -101,9 +104,12 @@ def _loss_fields() -> set[str]:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Converts a value to the types of JSON; a dataclass becomes an object, an array a list.
+    """Converts dataclasses, arrays and paths to JSON types.
 
-    NaN and infinity become None. Raises TypeError for a type that has no form in JSON.
+    NaN and infinity become None.
+
+    Raises:
+      TypeError: the type has no JSON form.
     """
     if hasattr(value, '__array__'):
         value = np.asarray(value).tolist()
@@ -123,20 +129,20 @@ def to_jsonable(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike, value: Any, *, indent: int | None = 2) -> None:
-    """Writes an object, or a list of objects, atomically and with a checksum in each object.
+    """Writes an object or a list of objects atomically, with a checksum in each object.
 
-    `to_jsonable` converts the value first.
+    `value` may have any type that `to_jsonable` converts to an object or a list of objects.
     """
-    plain = to_jsonable(value)
-    if isinstance(plain, list):
-        content: Any = [with_checksum(item) for item in plain]
+    converted = to_jsonable(value)
+    if isinstance(converted, list):
+        content: Any = [with_checksum(record) for record in converted]
     else:
-        content = with_checksum(plain)
+        content = with_checksum(converted)
     write_atomic(path, json.dumps(content, allow_nan=False, indent=indent) + '\n')
 
 
 def with_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a JSON object with one more field, `crc32`: the checksum of the other fields."""
+    """Returns a JSON object with the added field `crc32`, a checksum of the other fields."""
     text = json.dumps(record, sort_keys=True)
     return {**record, CHECKSUM: zlib.crc32(text.encode())}
 
@@ -149,10 +155,16 @@ def remove_checksum(record: dict[str, Any]) -> None:
 
 
 def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADVICE) -> Any:
-    """Reads a file of `write_json`, and checks it against a schema; checksums may be missing.
+    """Reads a file written by `write_json`, and checks its schema and checksums.
 
-    Raises RunDirectoryError, which ends with `advice`, if the file is damaged. Raises ReadError if
-    the system fails to read it.
+    Args:
+      path: the file.
+      schema: the schema of its content (see the module docstring).
+      advice: what the user can do about a damaged file; the end of the error message.
+
+    Raises:
+      RunDirectoryError: the file is damaged.
+      ReadError: the system failed to read the file.
     """
     try:
         return parse_file(path, schema)
@@ -161,9 +173,11 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
 
 
 def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
-    """Reads a file as `read_json` does, for a caller that makes its own error.
+    """Reads a file like `read_json`, for a caller that writes its own error message.
 
-    Raises ValueError if the file is damaged. The text of the error is the reason, without the path.
+    Raises:
+      ValueError: the file is damaged. The message is only the reason.
+      ReadError: the system failed to read the file.
     """
     path = as_readable(path)
     try:
@@ -171,20 +185,19 @@ def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
             value = parse_json(read_whole(path))
     except OSError as error:
         raise ValueError(error.strerror or error) from error
-    # The file holds an object, or a list of objects, and each may have a checksum.
-    items = value if isinstance(value, list) else [value]
-    for item in items:
-        if isinstance(item, dict) and CHECKSUM in item:
-            remove_checksum(item)
+    records = value if isinstance(value, list) else [value]
+    for record in records:
+        if isinstance(record, dict) and CHECKSUM in record:
+            remove_checksum(record)
     check(value, schema)
     return value
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses the JSON text of a file; raises ValueError if the text is not JSON."""
+    """Parses JSON text; raises ValueError if the text is not JSON."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # RecursionError: deeply nested
+    except (ValueError, RecursionError) as error:  # deep nesting raises RecursionError
         raise ValueError(f'it is not JSON ({error})') from error
 
 
@@ -194,17 +207,19 @@ def read_lines(
     advice: str = ADVICE,
     take: Callable[[Any], object] = lambda record: None,
 ) -> list[Any]:
-    """Reads a file of JSON Lines, and returns its values.
+    """Reads the records of a JSON Lines file.
 
     Args:
       path: the file.
-      schema: what each value must contain (see the top of this module).
-      advice: the end of an error: what a user can do about a damaged file.
-      take: a function that is called with each value, and raises ValueError to refuse it.
+      schema: the schema of each record (see the module docstring).
+      advice: what the user can do about a damaged file; the end of the error message.
+      take: called with each record; may raise ValueError to reject the record.
 
-    Raises RunDirectoryError, which names the first line that is damaged or refused.
+    Raises:
+      RunDirectoryError: the file cannot be found, or the named line is damaged or rejected.
+      ReadError: the system failed to read the file.
     """
-    location = str(path)  # what an error names: the file, or a line of it
+    location = str(path)  # named in the error message
     records = []
     try:
         with read_errors(path):
@@ -223,18 +238,20 @@ def read_lines(
 def damaged_file_error(
     path: str | os.PathLike | Readable, error: Exception, advice: str = ADVICE
 ) -> RunDirectoryError:
-    """Returns the error for a file that cannot be used, with the reason and what to do."""
+    """Returns the error for a damaged file, with the reason from `error`."""
     reason: object = error
     if isinstance(error, OSError) and error.strerror:
-        reason = error.strerror  # without the number and the path
+        reason = error.strerror  # without the errno and the path
     return RunDirectoryError(f'{path} is damaged ({reason}); {advice}.')
 
 
 def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
-    """Reads result.json of a run: a result for each trial of its `config`, in their order.
+    """Reads a run's result.json, with one result per trial in the order of `config.trials`.
 
-    A trial is one seed and one setting of the hyperparameters. Raises RunDirectoryError if the file
-    is damaged, or if it has the results of another run.
+    A trial is a combination of a seed and hyperparameters.
+
+    Raises:
+      RunDirectoryError: the file is damaged, or has the results of another run.
     """
     results = read_json(path, [{}], _RESULT_ADVICE)
     config_hash = fingerprint(config)
@@ -253,7 +270,7 @@ def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
 
 
 def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
-    """Raises ValueError unless a result belongs to the config with the hash `expected`."""
+    """Raises ValueError if a result is not of the config with the hash `expected`."""
     if result['config_hash'] != expected:
         raise ValueError(
             f"field 'config_hash' is {result['config_hash']!r}, expected {expected!r}: it is the "
@@ -262,15 +279,14 @@ def check_config_hash(result: Mapping[str, Any], expected: str) -> None:
 
 
 def check_result(record: Any) -> None:
-    """Raises ValueError, which names the field, unless `record` is an entry of result.json.
+    """Checks an entry of result.json, which may have further fields.
 
-    The record may have fields that this function does not know.
+    Raises:
+      ValueError: the named field is missing or has a wrong type.
     """
-    # The fields that every result has with the same type, such as 'num_steps'.
     check(record, RESULT)
 
-    # The metrics, such as 'val_loss', and the fields _OPTIONAL. Each may be null. Only the losses
-    # have to be there.
+    # Metrics and the fields in _OPTIONAL may be null. Only losses are required.
     required = _loss_fields()
     schema = {}
     type_by_field = metric_fields(record) | _OPTIONAL
@@ -284,10 +300,12 @@ def check_result(record: Any) -> None:
 
 
 def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
-    """Returns {name: metric} for the metrics that a result may have.
+    """Returns the metrics that a result may have, by name.
 
-    These are the metrics of the package, and those from outside that the result describes in its
-    field OUTSIDE (see `describe_outside_metrics`). Raises ValueError if a description is not valid.
+    These are the metrics of the package and the outside metrics that the result describes.
+
+    Raises:
+      ValueError: a description is not valid.
     """
     if OUTSIDE not in result:
         return METRICS
@@ -295,7 +313,7 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     outside_metrics = []
     for name, description in result[OUTSIDE].items():
         try:
-            # A description has no `details`, because they are Python types.
+            # `details` holds Python types, so a description does not contain it.
             metric = read_dataclass(Metric, description, name=name, details={})
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error
@@ -304,7 +322,11 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
 
 
 def corpora_of(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the entries of data.evaluate of a result; raises ValueError if they are damaged."""
+    """Returns the corpora on which a result was also evaluated (`data.evaluate`).
+
+    Raises:
+      ValueError: the field is damaged.
+    """
     data = result.get('data')
     if not isinstance(data, dict) or CORPORA not in data:
         return ()
@@ -313,19 +335,23 @@ def corpora_of(result: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def metric_fields(result: Mapping[str, Any]) -> dict[str, type]:
-    """Returns the fields of a result that hold metrics, with their types; see `result_fields`.
+    """Returns {field: type} for the metric fields of a result.
 
-    Raises ValueError as `metrics_of` and `corpora_of` do.
+    Raises:
+      ValueError: the result describes its metrics or corpora wrongly.
     """
     return result_fields(metrics_of(result), corpora_of(result))
 
 
 def describe_outside_metrics(metrics: Mapping[str, Metric]) -> dict[str, dict[str, Any]]:
-    """Describes the metrics from outside the package for a result, so that reports can show them.
+    """Describes metrics from outside the package, so that `metrics_of` can read them from a result.
 
-    Returns the field of the result: {'outside_metrics': {'top_3': {'role': 'score', ...}}} for a
-    metric top_3, or {} if all metrics are those of the package. Raises ConfigError if `metrics_of`,
-    with which reports read the field, refuses a description.
+    Returns:
+      A field to add to a result, such as {'outside_metrics': {'top_3': {'role': 'score', ...}}}.
+      {} if all metrics belong to the package.
+
+    Raises:
+      ConfigError: a metric has no valid description.
     """
     descriptions = {}
     for name, metric in outside(metrics).items():
@@ -341,10 +367,10 @@ def describe_outside_metrics(metrics: Mapping[str, Metric]) -> dict[str, dict[st
 
 
 def check(value: Any, schema: Any) -> None:
-    """Raises ValueError, which names the field, unless `value` fits the schema.
+    """Raises ValueError, which names the field, if `value` does not fit the schema.
 
-    {'seed': int} is the schema of an object with an integer `seed`, and [{'seed': int}] that of a
-    list of such objects. Schemas may be nested: {'trial': {'seed': int}}.
+    {'seed': int} is the schema of an object with an integer `seed`. [{'seed': int}] is the schema
+    of a non-empty list of such objects. Schemas may be nested: {'trial': {'seed': int}}.
     """
     if isinstance(schema, list):
         _check_list(value, schema[0])
@@ -357,44 +383,45 @@ def check(value: Any, schema: Any) -> None:
             raise ValueError(f'field {name!r} is missing')
         is_nested = isinstance(field_schema, dict | list)
         if is_nested:
-            _check_type(name, value[name], type(field_schema))  # an object or a list
+            _check_type(name, value[name], type(field_schema))
             check(value[name], field_schema)
         else:
             _check_type(name, value[name], field_schema)
 
 
 def _check_list(value: Any, item_schema: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `value` is a list of one or more objects that fit `item_schema`."""
+    """Raises ValueError if `value` is not a non-empty list of objects that fit `item_schema`."""
     if not isinstance(value, list) or not value:
         raise ValueError('expected a non-empty list')
-    for number, item in enumerate(value):
+    for index, item in enumerate(value):
         try:
             check(item, item_schema)
         except ValueError as error:
-            raise ValueError(f'entry {number}: {error}') from error
+            raise ValueError(f'entry {index}: {error}') from error
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises ValueError unless the value of the field `name` fits a type hint."""
-    fits = _fits(hint)
-    if not fits(value):
+    """Raises ValueError if the value of the field `name` does not fit a type hint."""
+    fits_hint = _fits(hint)
+    if not fits_hint(value):
         expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix('typing.')
         raise ValueError(f'field {name!r} is {value!r:.80}, expected {expected}')
 
 
 def read_dataclass(cls: type[T], record: Any, **fixed: Any) -> T:
-    """Builds a dataclass from the fields of a JSON object, with lists as tuples.
+    """Builds a dataclass from a JSON object, with lists as tuples.
 
-    The object may lack fields that have a default, and may have fields that the class lacks.
+    Fields with a default may be missing in the object. Unknown fields are ignored.
 
     Args:
       cls: the dataclass.
       record: the JSON object.
-      fixed: values that the caller gives to fields. The object's values of these are not read.
+      fixed: fields that are set to these values instead of the object's.
 
-    Raises ValueError, which names the field, if a value does not fit the annotation of its field.
+    Raises:
+      ValueError: the named field is missing or does not fit its annotation.
     """
-    check(record, {})  # raises unless the record is an object
+    check(record, {})  # raises if the record is not an object
     hints = typing.get_type_hints(cls)
     schema = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -409,7 +436,7 @@ def read_dataclass(cls: type[T], record: Any, **fixed: Any) -> T:
 
 
 def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) for every value in nested mappings, with names as 'outer.inner'."""
+    """Flattens nested mappings: yields (name, value) with names such as 'outer.inner'."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from flat(value, separator, f'{prefix}{name}{separator}')
@@ -418,7 +445,7 @@ def flat(record: Mapping, separator: str = '.', prefix: str = '') -> Iterator[tu
 
 
 def _as_tuples(value: Any) -> Any:
-    """Converts a list, and the lists in it, to tuples; other values stay as they are."""
+    """Converts nested lists to tuples; returns any other value unchanged."""
     if not isinstance(value, list):
         return value
     return tuple(_as_tuples(item) for item in value)
@@ -428,9 +455,8 @@ def _as_tuples(value: Any) -> Any:
 def _fits(hint: Any) -> Callable[[Any], bool]:
     """Returns a function that tells whether a JSON value fits a type hint.
 
-    `_fits(int | None)` returns a function that is true for 3 and for None. The cases below are the
-    forms of a hint: a union, a Literal, a tuple or a Mapping of one type, and a plain type. The
-    function is made once for each hint, because files hold millions of values.
+    `_fits(int | None)` returns a function that is true for 3 and for None. The cache makes checks
+    of large files fast.
     """
     # For tuple[int, ...], the origin is `tuple` and the arguments are (int, ...).
     origin = typing.get_origin(hint) or hint
@@ -447,18 +473,19 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
         fits_item = _fits(arguments[0])
         return lambda value: isinstance(value, list) and all(map(fits_item, value))
 
-    has_item_type = len(arguments) == 2 and arguments[1] is not Any
-    if origin is Mapping and has_item_type:  # such as Mapping[str, float]
-        fits_item = _fits(arguments[1])
-        return lambda value: isinstance(value, dict) and all(map(fits_item, value.values()))
+    has_value_type = len(arguments) == 2 and arguments[1] is not Any
+    if origin is Mapping and has_value_type:  # such as Mapping[str, float]
+        _, value_type = arguments
+        fits_value = _fits(value_type)
+        return lambda value: isinstance(value, dict) and all(map(fits_value, value.values()))
 
-    types_in_json = _TYPES.get(origin, (origin,))  # a plain type, such as float
+    types_in_json = _TYPES.get(origin, (origin,))
 
-    def fits(value: Any) -> bool:
-        if isinstance(value, bool):  # isinstance(True, int) is true, so bool comes first
+    def fits_plain_type(value: Any) -> bool:
+        if isinstance(value, bool):  # a bool is also an int for `isinstance`
             return origin in (bool, object)
         if isinstance(value, float) and not math.isfinite(value):
-            return False  # Python reads 1e999 as infinity, which strict JSON does not have
+            return False  # Python parses 1e999 as infinity
         return isinstance(value, types_in_json)
 
-    return fits
+    return fits_plain_type
