@@ -1,6 +1,6 @@
-"""The run directory: one owner, one configuration, metrics, provenance (files: docs/resume.md).
+"""The run directory of one configuration, locked by one process (files: docs/resume.md).
 
-Readers need no lock. They see whole files; only the last line of metrics.jsonl may be partial.
+Reading needs no lock. All files are complete except for the last line of metrics.jsonl.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from qkattn.storage.metrics_log import MetricsFile
 from qkattn.storage.records import CONFIG, PROVENANCE, damaged_file_error, read_json, write_json
 
 PACKAGE = Path(__file__).resolve().parent
-# Distributions whose versions every start records.
+# Distributions whose versions are recorded.
 RECORDED_VERSIONS = (
     'jax',
     'jaxlib',
@@ -47,8 +47,8 @@ RECORDED_VERSIONS = (
     'numpy',
 )
 
-# Paths in a run directory that a link must not replace, each as a tuple of its components: files
-# that are changed in place, and directories in which files are written and deleted.
+# Paths in a run directory, as components, that must not be links: files that are changed in place,
+# and directories in which files are written and deleted.
 WRITTEN = (
     ('lock',),
     ('metrics.jsonl',),
@@ -59,17 +59,18 @@ WRITTEN = (
 
 
 class RunDirectory(contextlib.ExitStack):
-    """A run directory that this process holds until `close`; in a job, process 0 holds it.
+    """A run directory that is locked until `close`; in a job, process 0 opens it.
 
-    `metrics` is the metrics log. Call `metrics.rewind` before the first record is appended.
-    `lost()` tells whether another process has taken the directory over.
+    Attributes:
+      lost: a function that returns whether another process has taken the lock.
+      metrics: the metrics log. Call `metrics.rewind` before appending records.
     """
 
     def __init__(self, path: str | os.PathLike, config: Config):
         """Creates a run directory, or opens it to resume its run.
 
         Locks the directory, writes or checks config.json, adds this start to provenance.json, and
-        opens the metrics log. jax opens its devices here, since provenance.json lists them.
+        opens the metrics log. Initializes the JAX devices, which provenance.json lists.
 
         Raises:
           InUseError: a live process holds the directory.
@@ -80,14 +81,13 @@ class RunDirectory(contextlib.ExitStack):
         directory = make_directory(path)
         require_no_links(directory)
         try:
-            # `lost` is a function that returns whether another process has taken the lock.
             self.lost = self.enter_context(locked(directory / 'lock', wait=False))
             remove_unfinished(directory)
             _check_config(directory, config)
             _record_start(directory, config)
             self.metrics = MetricsFile(directory / 'metrics.jsonl')
             self.callback(self._close_metrics)
-        except BlockingIOError as error:  # `locked` raises it; the text names the holder
+        except BlockingIOError as error:  # from `locked`, with the holder's name
             raise InUseError(
                 f'workdir={directory} is in use by {error}; wait for it, stop it, or give another'
             ) from error
@@ -96,7 +96,7 @@ class RunDirectory(contextlib.ExitStack):
             raise
 
     def _close_metrics(self) -> None:
-        # In a bucket, closing writes the whole file. It must not overwrite that of the next owner.
+        # In a bucket, closing would overwrite the file of a process that has taken the lock.
         if not self.lost():
             self.metrics.close()
 
@@ -104,20 +104,16 @@ class RunDirectory(contextlib.ExitStack):
 def require_no_links(directory: Path) -> None:
     """Raises RunDirectoryError if a link is where a run writes or deletes files.
 
-    Whoever made the directory may have linked to any file of this user.
+    In an untrusted directory, a link may lead to any file of the user.
     """
-    for names in WRITTEN:
-        join_without_links(directory, *names)  # raises if one of the components is a link
-    for step in (directory / 'checkpoints').glob('[0-9]*'):
-        join_without_links(directory, 'checkpoints', step.name)
+    for components in WRITTEN:
+        join_without_links(directory, *components)  # raises if a component is a link
+    for checkpoint in (directory / 'checkpoints').glob('[0-9]*'):
+        join_without_links(directory, 'checkpoints', checkpoint.name)
 
 
 def _check_config(directory: Path, config: Config) -> None:
-    """Writes config.json, or checks that the existing one has the same configuration.
-
-    Raises ConfigError if the directory holds a study, or a run with another configuration. Raises
-    RunDirectoryError if it holds other files of a run, but no config.json.
-    """
+    """Writes config.json, or checks that an existing config.json has the same configuration."""
     path = directory / 'config.json'
     if path.exists():
         _require_same_config(path, config)
@@ -135,15 +131,14 @@ def _check_config(directory: Path, config: Config) -> None:
 
 
 def _require_same_config(path: Path, config: Config) -> None:
-    """Raises ConfigError unless the configuration in config.json is `config`.
+    """Raises ConfigError, which lists the differences, if config.json differs from `config`.
 
-    The error lists the settings that differ. Settings of the machine, such as the mesh, may differ:
-    the fingerprint does not cover them.
+    Machine settings, such as the mesh, may differ; the fingerprint does not cover them.
     """
     stored = _read_config(path)
     if fingerprint(stored) == fingerprint(config):
         return
-    # Both configs get the same settings of the machine, so that the error does not list these.
+    # With equal machine settings, the error does not list them.
     comparable = with_machine_of(config, stored)
     changes = differences(dataclasses.asdict(stored), dataclasses.asdict(comparable))
     change_lines = '\n  '.join(changes)
@@ -154,14 +149,14 @@ def _require_same_config(path: Path, config: Config) -> None:
 
 
 def _read_config(path: Path) -> Config:
-    """Reads a config.json; raises ConfigError if it is damaged or from a later version."""
+    """Reads config.json; raises ConfigError if the file is damaged or from a later version."""
     record = read_json(path, CONFIG)
     config_json = record['config']
     if fingerprint_of(config_json) != record['hash']:
         raise damaged_file_error(path, ConfigError('its hash does not match its config'))
     try:
         return from_json(Config, config_json)
-    except UnknownFieldError as error:  # of a later version
+    except UnknownFieldError as error:  # written by a later version
         raise ConfigError(f'{path} has an {error}; or give another workdir') from error
     except ConfigError as error:
         raise damaged_file_error(path, error) from error
@@ -179,7 +174,7 @@ def _record_start(directory: Path, config: Config) -> None:
 
 
 def command_line() -> list[str]:
-    """Returns the command of this process, as a user would type it again."""
+    """Returns the command that started this process, as a user would type it."""
     arguments = sys.orig_argv[1:]  # without the interpreter
     if arguments and Path(arguments[0]).name == 'qkattn':
         return ['qkattn', *arguments[1:]]
@@ -187,10 +182,9 @@ def command_line() -> list[str]:
 
 
 def describe_start() -> dict[str, Any]:
-    """Describes this process: its command, machine, code, versions and devices, as JSON.
+    """Returns the command, machine, code, versions and devices of this process, as JSON.
 
-    jax opens its devices here. The field `imported` stays empty: a caller that has a run fills it
-    with the code from outside the package that the run imports.
+    Initializes the JAX devices. The field `imported`, for hashes of outside code, is left empty.
     """
     device = jax.devices()[0]
     return {
@@ -214,7 +208,7 @@ def describe_start() -> dict[str, Any]:
 
 
 def _working_directory() -> str | None:
-    """Returns the working directory; None if it was removed while a worker of a study runs."""
+    """Returns the working directory, or None if the directory was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -222,16 +216,20 @@ def _working_directory() -> str | None:
 
 
 def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
-    """Returns the state of the git checkout that contains a package.
+    """Returns the commit of a package's git checkout, and whether files have changed.
 
-    The state is {'commit': its hash, 'dirty': whether files have changed}; untracked files count as
-    changes. Outside of a checkout, or without git, both are None, and 'reason' says why.
+    Args:
+      directory: directory of the package.
+
+    Returns:
+      {'commit': hash, 'dirty': whether tracked files differ or untracked files exist}. If the
+      package is not in a checkout or git fails, both are None, and 'reason' is the error.
     """
     environment = dict(os.environ)
-    environment['GIT_OPTIONAL_LOCKS'] = '0'  # `git status` then writes nothing into the checkout
+    environment['GIT_OPTIONAL_LOCKS'] = '0'  # keeps `git status` from writing to the checkout
 
     def git(*arguments: str) -> str:
-        """The output of a git command; SubprocessError if the command fails."""
+        """Returns the output of a git command; raises SubprocessError if the command fails."""
         command = ['git', '-C', str(directory), *arguments]
         completed = run_program(
             command, check=True, capture_output=True, timeout=30, env=environment
@@ -239,7 +237,7 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
         return completed.stdout.strip()
 
     try:
-        # Fails if git does not track the package, as for a copy that pip has installed.
+        # Fails if git does not track the package, such as a pip-installed copy in a checkout.
         git('ls-files', '--error-unmatch', '__init__.py')
         commit = git('rev-parse', 'HEAD')
         changed_files = git('status', '--porcelain')
@@ -250,7 +248,7 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
 
 
 def _version(distribution: str) -> str | None:
-    """Returns the installed version of a distribution; None if it is not installed."""
+    """Returns the installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,14 +1,14 @@
-"""Sinks: where the numbers of a run go besides metrics.jsonl.
+"""Sinks: loggers such as TensorBoard that receive a run's metrics besides metrics.jsonl.
 
-`train.sinks` lists sinks: keys of SINKS, or import paths of classes, with options. A sink is built
-as cls(directory, config, steps done) and has two methods.
+`train.sinks` lists keys of SINKS or import paths of classes, with options. A sink is created by
+cls(directory, config, step), where `step` steps were done before this start, and has the methods
 
-    write(step, values)   values are {'train/loss': array [X] of nats/token, ...} with an entry per
-                          trial, NaN for a trial that diverged. Steps never decrease within a start.
-                          A run that resumes writes the steps after its steps done again.
-    close()               is also called when the run fails.
+    write(step, values)   `values` is {'train/loss': array [X], ...} for X trials, NaN for diverged
+                          trials. Steps never decrease, but a resumed run repeats the steps after
+                          its checkpoint.
+    close()               Called at the end of the run, even if the run fails.
 
-If a sink raises an error, the run continues without it.
+A sink that raises an error is dropped, and the run continues.
 """
 
 import contextlib
@@ -29,17 +29,16 @@ from qkattn.metrics import SPEEDS
 from qkattn.storage import buckets
 from qkattn.storage.files import join_without_links, read_whole, write_atomic
 
-# SessionLog.START of TensorBoard's event.proto.
+# SessionLog.START in TensorBoard's event.proto.
 _SESSION_START = 1
 
 log = logging.getLogger(__name__)
 
 
 def trial_names(config: Config) -> list[str]:
-    """Returns a name for each trial of a run, made of the settings in which the trials differ.
+    """Names each trial of a run by the settings in which the trials differ.
 
-    A trial is one seed and one setting of the hyperparameters. Two seeds with one learning rate are
-    called 'seed=0' and 'seed=1'. The name is '' if the run has a single trial.
+    Two trials that differ in the seed are called 'seed=0' and 'seed=1'. A single trial is called ''.
     """
     trials = config.trials.trials()
     differing_settings = []
@@ -56,32 +55,30 @@ def trial_names(config: Config) -> list[str]:
 
 
 class TensorBoard:
-    """Writes event files into tensorboard/ of the run directory, one series per trial."""
+    """Writes TensorBoard event files, one series per trial."""
 
     package = 'tensorboardX'
 
     def __init__(self, directory: Path, config: Config, step: int):
         """Opens an event file for each trial, below tensorboard/ in the run directory.
 
-        `step` is the number of steps that the run has done before this start.
+        `step` is the number of steps done before this start.
         """
         package = load_extra(self.package, 'tensorboard')
-        self._scalar = package.summary.scalar  # makes the summary of a number
+        self._scalar = package.summary.scalar
         self._event = package.event_file_writer.event_pb2.Event
-        # tensorboardX has SummaryWriter, too. It keeps events in a queue, and loses them if the
-        # process is killed.
+        # EventsWriter instead of SummaryWriter, which loses queued events if the process is killed.
         events_writer = package.event_file_writer.EventsWriter
         self._writers = []
         for name in trial_names(config):
             path = join_without_links(directory, 'tensorboard')
-            if name:  # '' is the name of the only trial of a run
+            if name:  # empty for a single trial
                 path = join_without_links(path, name)
             path.mkdir(parents=True, exist_ok=True)
-            # The library adds the time in seconds to the name of the file. The suffix makes the
-            # names of two starts in the same second differ.
+            # The file name ends in the time in seconds and this suffix, so that two starts within a
+            # second differ.
             writer = events_writer(str(path / 'events'), f'.{step}')
-            # An earlier start may have written later steps, which this one writes again. This event
-            # tells TensorBoard to drop them.
+            # This event makes TensorBoard drop later steps that an earlier start has written.
             session_start = self._event(step=step + 1, session_log={'status': _SESSION_START})
             writer.write_event(session_start)
             self._writers.append(writer)
@@ -101,25 +98,25 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to a run of Weights & Biases, also offline; a run that resumes continues its log."""
+    """Logs to Weights & Biases, also offline; a resumed run continues its log."""
 
     package = 'wandb'
 
     def __init__(self, directory: Path, config: Config, step: int, *, project: str = 'qkattn'):
-        """Starts or continues the log of a run in a project of Weights & Biases."""
+        """Starts the log of a run in a W&B project, or continues it."""
         wandb = load_extra(self.package, 'wandb')
-        # A run that resumes finds its log by the id in this file.
+        # A resumed run finds its log by the ID in this file.
         id_file = join_without_links(directory, 'wandb', 'id')
         if not id_file.exists():
             write_atomic(id_file, uuid.uuid4().hex)
-        # The name of a value ends in the name of its trial, as in 'train/loss/seed=1'.
+        # Values are logged by trial, such as 'train/loss/seed=1'.
         self._suffixes = [f'/{name}' if name else '' for name in trial_names(config)]
         self._run = wandb.init(
             project=project,
             name=directory.name,
             dir=str(directory),
             id=read_whole(id_file).decode(),
-            resume='allow',  # continues the log with this id, or starts one
+            resume='allow',  # continues the log with this ID, or starts a log
             config=to_json(config),
             settings=wandb.Settings(console='off'),
         )
@@ -135,12 +132,12 @@ class WandB:
         self._run.finish()
 
 
-# The sinks of the package, by name.
+# The built-in sinks, by name.
 SINKS: dict[str, type[TensorBoard] | type[WandB]] = {'tensorboard': TensorBoard, 'wandb': WandB}
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is unknown, is not a sink, or whose package is missing."""
+    """Raises ConfigError if an entry of `train.sinks` is unknown, no sink, or lacks its package."""
     for name in names:
         _resolve(name)
 
@@ -149,92 +146,95 @@ class Sinks:
     """The open sinks of a run; a sink that fails is dropped."""
 
     def __init__(self, config: Config, directory: Path):
-        """Checks that the sinks of `train.sinks` can write to the run directory; `open` opens them.
+        """Checks the sinks of `train.sinks` without opening them.
 
-        Raises ConfigError for 'tensorboard' or 'wandb' if the directory is in a bucket. These
-        packages only write to a file system.
+        Raises:
+          ConfigError: the directory is in a bucket, and 'tensorboard' or 'wandb' is a sink.
         """
-        names = {_name_of(sink) for sink in config.train.sinks}
-        local_names = sorted(names & SINKS.keys())
-        if buckets.is_url(directory) and local_names:
+        names = {_without_options(entry) for entry in config.train.sinks}
+        built_in_names = sorted(names & SINKS.keys())
+        # The built-in sinks can only write to a file system.
+        if buckets.is_url(directory) and built_in_names:
             raise ConfigError(
-                f'train.sinks: {", ".join(local_names)} cannot write to workdir={directory}; leave '
-                'sinks out, or give a directory on a file system'
+                f'train.sinks: {", ".join(built_in_names)} cannot write to workdir={directory}; '
+                'leave sinks out, or give a directory on a file system'
             )
         self._config = config
         self._directory = directory
         self._open: dict[str, Any] = {}  # by entry of `train.sinks`
 
     def open(self, step: int) -> None:
-        """Opens the sinks of `train.sinks`; `step` steps are done."""
-        for name in self._config.train.sinks:
-            with self._guarded(name):
-                cls, options = _resolve(name)
-                self._open[name] = cls(self._directory, self._config, step, **options)
+        """Opens the sinks of `train.sinks`; `step` is the number of steps done."""
+        for entry in self._config.train.sinks:
+            with self._drop_on_error(entry):
+                cls, options = _resolve(entry)
+                self._open[entry] = cls(self._directory, self._config, step, **options)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes the numbers of a record of metrics.jsonl to every sink, an array [X] for X trials.
+        """Writes the numbers in a record of metrics.jsonl to every sink.
 
         For two trials, {'kind': 'train', 'loss': [3.1, 3.2], 'mfu': 0.4} becomes
-        {'train/loss': [3.1, 3.2], 'train/mfu': [0.4, 0.4]}. Fields of other forms are left out:
-        texts, the settings of the trials, and single numbers that are no speeds.
+        {'train/loss': [3.1, 3.2], 'train/mfu': [0.4, 0.4]}. Strings, trial settings, and single
+        numbers other than speeds are ignored.
         """
         num_trials = len(self._config.trials.trials())
         values = {}
         for name, value in record.items():
-            if name == 'trials':  # the settings of the trials
+            if name == 'trials':  # trial settings
                 continue
             label = f'{record["kind"]}/{name}'  # such as 'train/loss'
             is_list = np.ndim(value) == 1
             if name in SPEEDS:
                 values[label] = np.full(num_trials, value)
-            elif is_list and not any(isinstance(entry, str) for entry in value):
+            elif is_list and not any(isinstance(item, str) for item in value):
                 values[label] = np.array(value, np.float64)
 
-        # A copy, because a sink that fails is removed in the loop.
-        for name, sink in list(self._open.items()):
-            with self._guarded(name):
+        open_sinks = list(self._open.items())  # a copy, because failed sinks are removed
+        for entry, sink in open_sinks:
+            with self._drop_on_error(entry):
                 sink.write(record['step'], values)
 
     def close(self) -> None:
-        for name, sink in list(self._open.items()):
-            with self._guarded(name):
+        open_sinks = list(self._open.items())  # a copy, because failed sinks are removed
+        for entry, sink in open_sinks:
+            with self._drop_on_error(entry):
                 sink.close()
 
     @contextlib.contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
-        """A block that calls a sink. If the sink fails, logs the error and drops the sink."""
+    def _drop_on_error(self, entry: str) -> Iterator[None]:
+        """Catches an error of the block, logs a warning, and drops the sink."""
         try:
             yield
         except Exception as error:
-            self._open.pop(name, None)
+            self._open.pop(entry, None)
             error_name = type(error).__name__
             log.warning(
-                'sink %s failed, and the run continues without it: %s: %s', name, error_name, error
+                'sink %s failed, and the run continues without it: %s: %s', entry, error_name, error
             )
 
 
-def _name_of(sink: str) -> str:
-    """Returns an entry of `train.sinks` without its options: 'wandb' for 'wandb(project="x")'."""
-    return sink.partition('(')[0]
+def _without_options(entry: str) -> str:
+    """Returns the name in an entry of `train.sinks`: 'wandb' for 'wandb(project="x")'."""
+    name, _, _ = entry.partition('(')
+    return name
 
 
-def _resolve(sink: str) -> tuple[Any, dict[str, Any]]:
-    """Returns the class and the options of an entry of `train.sinks`.
+def _resolve(entry: str) -> tuple[Any, dict[str, Any]]:
+    """Returns the class and options of an entry of `train.sinks`.
 
-    'wandb(project="x")' -> (WandB, {'project': 'x'}). Raises ConfigError as `check_sinks` does.
+    'wandb(project="x")' gives (WandB, {'project': 'x'}).
     """
-    description_of_sink = 'a class of (directory, config, step) with write and close'
-    cls, options = resolve(sink, SINKS, 'train.sinks', needs=description_of_sink, is_valid=_is_sink)
-    name = _name_of(sink)
+    requirement = 'a class of (directory, config, step) with write and close'
+    cls, options = resolve(entry, SINKS, 'train.sinks', needs=requirement, is_valid=_is_sink)
+    name = _without_options(entry)
     if name in SINKS:
-        load_extra(cls.package, name)  # raises if the package of the sink is missing
+        load_extra(cls.package, name)  # raises if the sink's package is missing
     return cls, options
 
 
-def _is_sink(value: Any) -> bool:
-    """Whether an imported object takes (directory, config, step) and has the methods of a sink."""
-    can_write = callable(getattr(value, 'write', None))
-    can_close = callable(getattr(value, 'close', None))
+def _is_sink(imported: Any) -> bool:
+    """Whether an imported object can be called as a sink's class and has a sink's methods."""
+    can_write = callable(getattr(imported, 'write', None))
+    can_close = callable(getattr(imported, 'close', None))
     takes_arguments = accepts_arguments('directory', 'config', 'step')
-    return takes_arguments(value) and can_write and can_close
+    return takes_arguments(imported) and can_write and can_close
