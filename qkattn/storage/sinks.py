@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def trial_names(config: Config) -> list[str]:
     """Names each trial of a run by the settings in which the trials differ.
 
-    Trials that differ in the seed only are called 'seed=0', 'seed=1', ... A single trial is called ''.
+    Trials that differ in the seed are called 'seed=0', 'seed=1', ... A single trial is called ''.
     """
     trials = config.trials.trials()
     differing_settings = []
