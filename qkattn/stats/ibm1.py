@@ -1,14 +1,12 @@
-"""IBM model 1 (Brown et al. 1993): the probability t(f | e) that source word e gives word f.
+"""IBM model 1 (Brown et al. 1993): word translation probabilities from sentence pairs.
 
-The model draws each word f_j of a target sentence in two steps. It picks one of the l words of the
-source sentence or the empty word e_0, all with equal probability, and then draws f_j from the
-distribution t of the picked word:
+The model draws each target word f_j in two steps. It picks e_i uniformly from the source words
+e_1 .. e_l and the empty word e_0, and then draws f_j from the distribution t(f | e_i):
 
     P(f | e) = prod_j sum_i t(f_j | e_i) / (l + 1),    i = 0 .. l
 
-Expectation-maximization starts from a uniform t. Each iteration computes how often f is expected to
-be drawn from e, and divides by the expected number of all words drawn from e. No iteration lowers
-the likelihood, and every maximum of the likelihood is a global one.
+t is fitted by expectation-maximization, which starts from a uniform t. Every maximum of the
+likelihood is global.
 """
 
 import re
@@ -18,12 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 ITERATIONS = 10
-# The fit stops reading sentence pairs before it has more cells than this: further pairs would take
-# memory and change little.
+# Maximum number of cells (see `_Cells`) in a fit, to bound its memory.
 MAX_CELLS = 2**24
 # A word or a single punctuation mark: 'ein Haus.' has the matches 'ein', 'Haus' and '.'.
 _WORD = re.compile(r'\w+|[^\w\s]')
-# The space before a punctuation mark, as in 'ein Haus .'.
+# A space and the punctuation mark after it, as in 'ein Haus .'.
 _BEFORE_MARK = re.compile(r' ([.,;:!?])')
 _EMPTY_WORD = ''  # the source word e_0
 
@@ -32,33 +29,29 @@ class Dictionary(NamedTuple):
     """The most likely target word of each source word."""
 
     likeliest: dict[str, str]
-    num_pairs: int  # the number of sentence pairs that the dictionary was fitted to
-    # Mean log-likelihood of a target word in nats: before each iteration and after the last one.
+    num_pairs: int  # number of sentence pairs in the fit
+    # Mean log-likelihood of a target word, in nats, before each iteration and after the last.
     log_likelihoods: list[float]
 
     def translate(self, source: str) -> str:
-        """Translates word by word, in the order of the source.
-
-        A word that the dictionary does not have is copied.
-        """
+        """Translates word by word; copies unknown words."""
         translated = ' '.join(self.likeliest.get(word, word) for word in words(source))
         return _BEFORE_MARK.sub(r'\1', translated)
 
 
 class _Cells(NamedTuple):
-    """The word pairs (e_i, f_j) of all sentence pairs: X cells over J target positions.
+    """X cells: each pairs a target word f_j with one source word e_i of its sentence.
 
-    Words are numbered in the order in which they are first read.
+    Words are represented by IDs, which index `source_words` and `target_words`.
     """
 
-    source_X: np.ndarray  # the number of e_i
-    target_X: np.ndarray  # the number of f_j
-    position_X: np.ndarray  # the target position j, counted over all sentence pairs
-    # The number of source words that the word at j may come from: l + 1 with the empty word.
-    num_choices_J: np.ndarray
+    source_X: np.ndarray  # ID of e_i
+    target_X: np.ndarray  # ID of f_j
+    position_X: np.ndarray  # j, counted over all J target words of all sentences
+    num_choices_J: np.ndarray  # l + 1, the number of source words of position j
     source_words: list[str]
     target_words: list[str]
-    num_pairs: int  # the number of sentence pairs
+    num_pairs: int  # number of sentence pairs
 
 
 def words(text: str) -> list[str]:
@@ -67,44 +60,43 @@ def words(text: str) -> list[str]:
 
 
 def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dictionary:
-    """Fits a dictionary to sentence pairs: the most likely target word of each source word.
+    """Fits t(f | e) to sentence pairs, and returns the most likely f of each source word e.
 
-    Expectation-maximization fits t(f | e). The axes of its arrays are
+    Axes of arrays:
 
-        J  the positions of all target sentences, each with a word f_j
-        X  the cells: a position j together with one source word e_i that f_j may come from
-        K  the different word pairs (e, f) in the cells.
+        J  target words f_j of all sentences
+        X  cells: a target word f_j with one of the source words e_i of its sentence
+        K  distinct word pairs (e, f)
 
     Args:
         pairs: (source, target) sentences. The fit uses the first ones, up to MAX_CELLS cells.
         iterations: The number of iterations of expectation-maximization.
     """
-    cells = _cells(pairs)
+    cells = _make_cells(pairs)
     if cells is None:
         return Dictionary({}, 0, [])
 
-    # Number the K word pairs that occur; every other pair has t(f | e) = 0. pair_X is the number of
-    # the pair in each cell. A pair (e, f) has the id e * num_targets + f.
-    num_targets = len(cells.target_words)
-    pair_ids_X = cells.source_X * num_targets + cells.target_X
-    pair_ids_K, pair_X = np.unique(pair_ids_X, return_inverse=True)
-    source_K, target_K = np.divmod(pair_ids_K, num_targets)
+    # pair_X is the index k of each cell's word pair.
+    num_target_words = len(cells.target_words)
+    pair_id_X = cells.source_X * num_target_words + cells.target_X
+    pair_id_K, pair_X = np.unique(pair_id_X, return_inverse=True)
+    source_K, target_K = np.divmod(pair_id_K, num_target_words)
 
-    t_K = np.full(len(pair_ids_K), 1 / num_targets)
+    t_K = np.full(len(pair_id_K), 1 / num_target_words)
     log_likelihoods = []
     for iteration in range(iterations + 1):
         t_X = t_K[pair_X]
-        t_summed_J = np.bincount(cells.position_X, t_X)  # sum_i t(f_j | e_i)
-        log_probability_J = np.log(t_summed_J / cells.num_choices_J)
+        sum_t_J = np.bincount(cells.position_X, t_X)  # sum_i t(f_j | e_i)
+        log_probability_J = np.log(sum_t_J / cells.num_choices_J)
         log_likelihoods.append(float(np.mean(log_probability_J)))
         if iteration == iterations:
             break
-        # E step: the probability that f_j was drawn from e_i, summed over the cells of each pair.
-        posterior_X = t_X / t_summed_J[cells.position_X]
+        # E step: the expected number of times that f was drawn from e.
+        posterior_X = t_X / sum_t_J[cells.position_X]
         expected_count_K = np.bincount(pair_X, posterior_X)
-        # M step: normalize over the target words of each source word.
-        total_by_source = np.bincount(source_K, expected_count_K)
-        t_K = expected_count_K / total_by_source[source_K]
+        # M step: normalize over the target words of each of the E source words.
+        total_count_E = np.bincount(source_K, expected_count_K)
+        t_K = expected_count_K / total_count_E[source_K]
 
     likeliest: dict[str, str] = {}
     for source, target in _likeliest_pairs(source_K, target_K, t_K):
@@ -117,36 +109,34 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
 def _likeliest_pairs(
     source_K: np.ndarray, target_K: np.ndarray, t_K: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Returns for each source word the pair (source, target) with the largest t, as numbers.
+    """Returns the pair (source, target) with the largest t for each source word ID.
 
-    Of equally likely target words, the one that was read first is taken: it has the lowest number.
+    Ties are broken by the lowest target word ID.
     """
-    # Sort the pairs by source, then by t, then by target in descending order. The last key of
-    # `lexsort` is the first one to sort by.
+    # Sort by source, then by t, then by descending target; `lexsort` takes the keys in reverse.
     order_K = np.lexsort((-target_K, t_K, source_K))
-    # The likeliest pair of a source word is its last one: the next pair has another source word.
+    # The likeliest pair of each source word is its last one in this order.
     is_last_K = np.diff(source_K[order_K], append=-1) != 0
     likeliest = order_K[is_last_K]
     return list(zip(source_K[likeliest].tolist(), target_K[likeliest].tolist(), strict=True))
 
 
-def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
-    """Pairs each target word with every source word of its sentence, and numbers the words.
+def _make_cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
+    """Pairs each target word with the source words of its sentence and the empty word.
 
-    Such a pair is a cell. The sentences 'ein Haus' and 'a house' give six cells: 'a' and 'house',
-    each with the empty word, 'ein' and 'Haus'. Uses the first sentence pairs, up to MAX_CELLS
-    cells. Returns None if there are no cells.
+    'ein Haus' and 'a house' give six cells: 'a' and 'house', each with '', 'ein' and 'Haus'. Stops
+    before a sentence pair that exceeds MAX_CELLS. Returns None if there are no cells.
     """
     source_ids: dict[str, int] = {}
     target_ids: dict[str, int] = {}
-    # One array for each sentence pair.
+    # Each list has one array per sentence pair.
     sources = []
     targets = []
     num_choices = []
     num_cells = 0
     for source, target in pairs:
-        source_W = _numbered([_EMPTY_WORD, *words(source)], source_ids)
-        target_W = _numbered(words(target), target_ids)
+        source_W = _word_ids([_EMPTY_WORD, *words(source)], source_ids)
+        target_W = _word_ids(words(target), target_ids)
         num_sources = len(source_W)
         num_targets = len(target_W)
 
@@ -154,8 +144,7 @@ def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
         if num_cells > MAX_CELLS:
             break
         if num_targets > 0:
-            # In the example, the numbers are [0 1 2 0 1 2] for the sources and [0 0 0 1 1 1] for
-            # the targets.
+            # The example has the sources [0 1 2 0 1 2] and the targets [0 0 0 1 1 1].
             sources.append(np.tile(source_W, num_targets))
             targets.append(np.repeat(target_W, num_sources))
             num_choices.append(np.full(num_targets, num_sources))
@@ -174,7 +163,7 @@ def _cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
     )
 
 
-def _numbered(sentence: list[str], id_of_word: dict[str, int]) -> np.ndarray:
-    """Returns the numbers of W words; adds each unknown word to `id_of_word` with the next one."""
+def _word_ids(sentence: list[str], id_of_word: dict[str, int]) -> np.ndarray:
+    """Returns the IDs of W words; adds unknown words to `id_of_word` with the next free IDs."""
     ids_W = [id_of_word.setdefault(word, len(id_of_word)) for word in sentence]
     return np.array(ids_W, np.int64)
