@@ -135,18 +135,18 @@ def _make_cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
     num_choices = []
     num_cells = 0
     for source, target in pairs:
-        source_W = _word_ids([_EMPTY_WORD, *words(source)], source_ids)
-        target_W = _word_ids(words(target), target_ids)
-        num_sources = len(source_W)
-        num_targets = len(target_W)
+        source_S = _word_ids([_EMPTY_WORD, *words(source)], source_ids)
+        target_T = _word_ids(words(target), target_ids)
+        num_sources = len(source_S)
+        num_targets = len(target_T)
 
         num_cells += num_sources * num_targets
         if num_cells > MAX_CELLS:
             break
         if num_targets > 0:
             # The example has the sources [0 1 2 0 1 2] and the targets [0 0 0 1 1 1].
-            sources.append(np.tile(source_W, num_targets))
-            targets.append(np.repeat(target_W, num_sources))
+            sources.append(np.tile(source_S, num_targets))
+            targets.append(np.repeat(target_T, num_sources))
             num_choices.append(np.full(num_targets, num_sources))
 
     if not sources:
