@@ -12,7 +12,8 @@ is above the optimum for all curves
 
     L_s(v) = a_s + C g_k(x - x0),   g_k(u) = u^2 / 2 (1 + k u),   |k| <= SKEW
 
-that the data do not contradict. Beyond its inflection, g_k is a straight line, so that it is convex.
+that the data do not contradict. Beyond its inflection, g_k is a straight line, which keeps g_k
+convex.
 """
 
 import dataclasses
@@ -410,12 +411,12 @@ def _critical_differences(losses: list[tuple[float, ...]], num_comparisons: int)
     # Entry k - 1 of each cumulative sum is over the best k values.
     k_V = np.arange(1, len(losses) + 1)
 
-    # The sum of (loss_vs - mean_v)^2.
+    # sum_vs (loss_vs - mean_v)^2
     deviation_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
     squares_V = np.cumsum(np.sum(deviation_VS**2, axis=1))
 
-    # Subtract the sum of level_s^2, where level_s is the mean deviation of seed s:
-    # k sum_s (summed deviation / k)^2.
+    # The part of the levels is sum_vs level_s^2 = k sum_s level_s^2. The level of a seed is its
+    # summed deviation divided by k.
     summed_deviation_VS = np.cumsum(deviation_VS, axis=0)
     squares_of_levels_V = np.sum(summed_deviation_VS**2, axis=1) / k_V
     squares_of_residuals_V = np.maximum(squares_V - squares_of_levels_V, 0)
