@@ -67,7 +67,7 @@ class Sweep:
     fitted: tuple[float, ...]
     # How `chosen` is found: 'vertex' or 'minimax'.
     choice: str
-    # 2c, the second derivative of the loss by ln(value); None with fewer than three fitted values.
+    # The second derivative of the loss by ln(value); None with fewer than three fitted values.
     curvature: float | None = None
     # The vertex of the parabola; None if it is not a minimum or is outside the fitted values.
     optimum: float | None = None
@@ -80,9 +80,9 @@ class Sweep:
     def chosen(self) -> float:
         """The value to train at, rounded to three significant digits.
 
-        This is the optimum of the parabola ('vertex') or the value with the smallest `excess`
-        ('minimax'). `best` is the fallback, if there is no optimum or the optimum is not between
-        the grid neighbours of `best`.
+        With the choice 'vertex', this is the optimum of the parabola; with 'minimax', the value
+        with the smallest `excess`. The fallback is `best`, if there is no optimum or the value is
+        not between the grid neighbours of `best`.
         """
         index = self.values.index(self.best)
         is_at_end = index in (0, len(self.values) - 1)
@@ -167,10 +167,10 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
     df = V * S - S - min(V - 1, MIN_VALUES)
     if df < 1:
         return None
-    losses_VS = losses_VS - losses_VS.mean(axis=0)  # without the level of each seed
-    means_V = losses_VS.mean(axis=1)
-    squares_around_means = float(np.sum((losses_VS - means_V[:, None]) ** 2))
-    variance_of_slopes = _variance_of_slopes(x_V, losses_VS)
+    centred_VS = losses_VS - losses_VS.mean(axis=0)  # without the level of each seed
+    means_V = centred_VS.mean(axis=1)
+    squares_around_means = float(np.sum((centred_VS - means_V[:, None]) ** 2))
+    variance_of_slopes = _variance_of_slopes(x_V, centred_VS)
     t = t_quantile(df)
 
     optimum_range = (x_V[0], x_V[-1])
@@ -182,8 +182,8 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
         optimum_PP, skew_PP = np.meshgrid(optimum_P, skew_P)
         optimum_C = optimum_PP.ravel()
         skew_C = skew_PP.ravel()
-        curve_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
-        curve_CV -= curve_CV.mean(axis=1, keepdims=True)  # like the losses
+        uncentred_CV = _curve(x_V - optimum_C[:, None], skew_C[:, None])
+        curve_CV = uncentred_CV - uncentred_CV.mean(axis=1, keepdims=True)
 
         # The least-squares scale of each candidate, and its residual sum of squares.
         squares_C = np.sum(curve_CV**2, axis=1)
@@ -195,7 +195,7 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
         variance_of_residuals = (squares_around_means + misfit_C.min()) / df
         variance = max(variance_of_residuals, variance_of_slopes)
 
-        # The largest scale at which each candidate is still possible.
+        # The largest scale with which each candidate is still possible.
         spare_C = misfit_C.min() + t**2 * variance - misfit_C
         largest_scale_C = scale_C + np.sqrt(np.maximum(spare_C, 0) / (S * squares_C))
 
@@ -256,8 +256,7 @@ def _curve(u: np.ndarray, skew: np.ndarray) -> np.ndarray:
     nonzero_skew = np.where(skew == 0, 1.0, skew)
     inflection = -1 / (3 * nonzero_skew)
     height = inflection**2 / 2 * (1 + skew * inflection)
-    # The slope is g'(u0) = u0 + 3/2 skew u0^2. Insert skew u0 = -1/3.
-    slope = inflection / 2
+    slope = inflection / 2  # g'(u0) = u0 + 3/2 skew u0^2, and skew u0 = -1/3
     tangent = height + slope * (u - inflection)
     return np.where(is_convex, cubic, tangent)
 
@@ -278,16 +277,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     best = means.index(min(means))
     below, above = _nearest_worse(finished, means, best)
 
-    # On each side of the best value, fit the parabola up to the nearest worse value, but at least
-    # to REACH values. Without a worse value, fit up to the end of the grid.
-    last = len(values) - 1
-    first_fitted = 0
-    if below is not None:
-        first_fitted = max(min(below, best - REACH), 0)
-    last_fitted = last
-    if above is not None:
-        last_fitted = min(max(above, best + REACH), last)
-    in_reach = range(first_fitted, last_fitted + 1)
+    in_reach = _range_to_fit(best, below, above, num_values=len(values))
     fitted = [index for index in in_reach if math.isfinite(means[index])]
     fitted_values = tuple(values[index] for index in fitted)
     parabola: dict[str, Any] = {}
@@ -300,7 +290,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     bracketed = len(seeds) >= MIN_SEEDS and below is not None and above is not None
     is_bounded = bracketed and parabola.get('bounded', False)
     is_lowest_beside_worse = best == 0 and above == 1
-    is_highest_beside_worse = best == last and below == best - 1
+    is_highest_beside_worse = best == len(values) - 1 and below == best - 1
     is_clear = is_bounded or is_lowest_beside_worse or is_highest_beside_worse
     return Sweep(
         values=values,
@@ -325,6 +315,21 @@ def _mean_or_inf(finished_losses: tuple[float, ...], num_seeds: int) -> float:
     if len(finished_losses) < num_seeds:
         return math.inf
     return math.fsum(finished_losses) / num_seeds
+
+
+def _range_to_fit(best: int, below: int | None, above: int | None, num_values: int) -> range:
+    """Returns the indices of the values between the nearest worse values, which are included.
+
+    The range covers at least REACH values on each side of `best`. On a side without a worse value,
+    the range extends to the end of the grid.
+    """
+    first = 0
+    if below is not None:
+        first = max(min(below, best - REACH), 0)
+    last = num_values - 1
+    if above is not None:
+        last = min(max(above, best + REACH), num_values - 1)
+    return range(first, last + 1)
 
 
 def next_values(sweep: Sweep, ratio: float, max_points: int, end: float) -> tuple[float, ...]:
