@@ -42,10 +42,11 @@ _NEVER = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The mean of n values with its 95 % t interval; all other statistics are None if n is 1."""
+    """The mean of n values with its 95 % t interval."""
 
     mean: float
     n: int
+    # None if n is 1.
     sd: float | None  # with n - 1 in the denominator
     low: float | None
     high: float | None
@@ -60,7 +61,13 @@ def estimate(values: Sequence[float]) -> Estimate:
         tuning=(0.0, 0.0),
         strata=[0] * len(values),
     )
-    return Estimate(from_zero.mean, from_zero.n, from_zero.sd, from_zero.low, from_zero.high)
+    return Estimate(
+        mean=from_zero.mean,
+        n=from_zero.n,
+        sd=from_zero.sd,
+        low=from_zero.low,
+        high=from_zero.high,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +76,8 @@ class Difference:
 
     Losses, errors and margins are in nats per token.
 
-    Standard error. The variance of the mean is error_seeds^2 + error_evaluation^2, where the
-    second error is due to the choice of evaluation documents. Its degrees of freedom `df` are from
-    Satterthwaite (1946), see `combined`.
+    Standard error. The variance of the mean is error_seeds^2 + error_evaluation^2, with `df`
+    degrees of freedom (`combined`). error_evaluation is due to the choice of evaluation documents.
 
     Tuning. Settings that miss their optimum can only raise a loss, by at most `tuning_low` for the
     arm and `tuning_high` for the baseline (both may be infinite). So the difference at optimal
@@ -95,17 +101,17 @@ class Difference:
     # The 95 % t interval.
     low: float | None = None
     high: float | None = None
-    # Rejects 'the difference is zero' (two-sided).
+    # The p value for 'the difference is zero' (two-sided).
     p: float | None = None
-    # Rejects '|difference| is less than `margin`'. The sum of the one-sided p values at the margin
-    # and at zero, so that a finding on the wrong side counts as an error.
+    # The p value for '|difference| is less than `margin`': the sum of the one-sided p values at the
+    # margin and at zero, so that a finding on the wrong side counts as an error.
     p_margin: float | None = None
-    # Rejects '|difference| is `margin` or more', by two one-sided t tests (Schuirmann 1987): the
-    # larger one of p_not_better and p_not_worse.
+    # The p value for '|difference| is `margin` or more', by two one-sided t tests (Schuirmann
+    # 1987): the larger one of p_not_better and p_not_worse.
     p_equivalence: float | None = None
-    # Rejects 'the difference is -`margin` or less'.
+    # The p value for 'the difference is -`margin` or less'.
     p_not_better: float | None = None
-    # Rejects 'the difference is `margin` or more': a test of non-inferiority.
+    # The p value for 'the difference is `margin` or more' (non-inferiority).
     p_not_worse: float | None = None
     # The two parts of the standard error, and the degrees of freedom of the whole.
     error_seeds: float | None = None
