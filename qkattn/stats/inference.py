@@ -216,7 +216,7 @@ def _difference(
     # The range of the difference at optimal settings.
     lowest = mean - tuning_low
     highest = mean + tuning_high
-    # The smallest |difference| in this range; negative if the range contains 0.
+    # The smallest |difference| in this range, or a negative number if the range contains 0.
     smallest_size = max(lowest, -highest)
     p_one_sided = upper_tail(smallest_size)
     p_beyond_margin = upper_tail(smallest_size - margin)
@@ -256,7 +256,7 @@ def combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float
     """
     variance = sum(error**2 for error, _ in errors)
     if not variance:
-        # The formula for df would be 0 / 0.
+        # The formula for df would be 0 / 0, so add up the degrees of freedom.
         return 0.0, sum(df or 0 for _, df in errors)
     total_error = variance**0.5
     denominator = sum(error**4 / df for error, df in errors if df)
