@@ -150,7 +150,7 @@ def judge(
     level_of_arm = {arm: level(looks.get(arm, 1)) for arm in differences}
 
     def scale_to_alpha(arm: Arm, p: float) -> float:
-        """Scales a p value so that comparing with ALPHA tests at the level of the arm's look."""
+        """Returns p ALPHA / level(look), at most 1, to be compared with ALPHA."""
         return min(1.0, p * ALPHA / level_of_arm[arm])
 
     p_margins = [scale_to_alpha(arm, difference.p_margin) for arm, difference in tested.items()]

@@ -12,8 +12,8 @@ is 1 / V. If h does not occur in the counted text or has a missing token, P_k is
 The neighbours of a masked target are at the offsets -1, +1, -2, +2, ... without the hidden
 positions. Targets with the same first offsets share counts, so the offsets form a tree.
 
-The C contexts of one order have the IDs 0 .. C - 1. A context c and a token w are encoded as the
-integer c V + w, either to count w as a target or to extend the context by w.
+The C contexts of one order have the IDs 0 .. C - 1. A context c and a token w have the code c V + w,
+where w is either a target in the context or extends the context.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ MISSING = -1
 class _Counts(NamedTuple):
     """Counts of P pairs (h, w) of a context h and a target token w, for C contexts of one order."""
 
-    pair_P: np.ndarray  # c V + w of each pair, ascending
+    code_P: np.ndarray  # c V + w for context ID c and token w, ascending
     count_P: np.ndarray  # count(h, w)
     total_C: np.ndarray  # count(h)
     types_C: np.ndarray  # types(h), the number of distinct targets
@@ -39,12 +39,12 @@ class _Counts(NamedTuple):
     def from_targets(
         cls, context_N: np.ndarray, target_N: np.ndarray, num_contexts: int, vocab_size: int
     ) -> '_Counts':
-        """Counts N pairs of a context ID and a target token."""
-        pair_P, count_P = np.unique(context_N * vocab_size + target_N, return_counts=True)
-        context_P = pair_P // vocab_size
+        """Counts the distinct pairs among N context IDs with their target tokens."""
+        code_P, count_P = np.unique(context_N * vocab_size + target_N, return_counts=True)
+        context_P = code_P // vocab_size
         total_C = np.bincount(context_N, minlength=num_contexts)
         types_C = np.bincount(context_P, minlength=num_contexts)
-        return cls(pair_P, count_P, total_C, types_C)
+        return cls(code_P, count_P, total_C, types_C)
 
     def probability(
         self, context_M: np.ndarray, target_M: np.ndarray, lower_M: np.ndarray, vocab_size: int
@@ -56,7 +56,7 @@ class _Counts(NamedTuple):
         `context_M` are context IDs, and `lower_M` is P_{k-1}. If the context is MISSING or has no
         counts, P_k is P_{k-1}.
         """
-        pair_M = _find(self.pair_P, context_M * vocab_size + target_M)
+        pair_M = _find(self.code_P, context_M * vocab_size + target_M)
         # MISSING = -1 selects the last entry, so append the counts of a missing pair or context.
         count_M = np.append(self.count_P, 0)[pair_M]
         total_M = np.append(self.total_C, 0)[context_M]
@@ -97,15 +97,16 @@ def losses(
     nats = []
     for order in range(1, max_order + 1):
         if order > 1:
-            # Extend each context by its token number order - 1.
+            # Extend each context by one token. The codes c V + w of the longer contexts are
+            # replaced by IDs.
             row = order - 2
             added_N = contexts_KN[row, counted_N]
             is_known_N = added_N != MISSING
             counted_N = counted_N[is_known_N]
-            longer_N = context_N[is_known_N] * vocab_size + added_N[is_known_N]
-            longer_C, context_N = np.unique(longer_N, return_inverse=True)
-            num_contexts = len(longer_C)
-            context_M = _extended(longer_C, context_M, contexts_KM[row], vocab_size)
+            code_N = context_N[is_known_N] * vocab_size + added_N[is_known_N]
+            code_C, context_N = np.unique(code_N, return_inverse=True)
+            num_contexts = len(code_C)
+            context_M = _extended(code_C, context_M, contexts_KM[row], vocab_size)
         counts = _Counts.from_targets(context_N, targets_N[counted_N], num_contexts, vocab_size)
         probability_M = counts.probability(context_M, targets_M, probability_M, vocab_size)
         nats.append(-np.log(probability_M))
@@ -116,15 +117,15 @@ def losses(
 
 
 def _extended(
-    longer_C: np.ndarray, context_M: np.ndarray, added_M: np.ndarray, vocab_size: int
+    code_C: np.ndarray, context_M: np.ndarray, added_M: np.ndarray, vocab_size: int
 ) -> np.ndarray:
     """Extends contexts by one token each, and returns the IDs of the longer contexts.
 
-    With V = 100, context 3 extended by token 7 is encoded as 3 V + 7 = 307. If longer_C is
+    With V = 100, context 3 extended by token 7 has the code 3 V + 7 = 307. If code_C is
     [205, 307, 412], the longer context has the ID 1, the index of 307.
 
     Args:
-        longer_C: The codes of the longer contexts that occur, ascending.
+        code_C: The codes of the longer contexts that occur, ascending.
         context_M: The IDs of the contexts to extend.
         added_M: The added tokens.
         vocab_size: V.
@@ -133,7 +134,7 @@ def _extended(
         The IDs of the longer contexts. The ID is MISSING if the context or the token is MISSING, or
         if the longer context does not occur.
     """
-    longer_id_M = _find(longer_C, context_M * vocab_size + added_M)
+    longer_id_M = _find(code_C, context_M * vocab_size + added_M)
     is_complete_M = (context_M != MISSING) & (added_M != MISSING)
     return np.where(is_complete_M, longer_id_M, MISSING)
 
@@ -333,14 +334,14 @@ class _Node(NamedTuple):
         next_token_M = targets.tokens_KM[self.depth, self.target_M]
         has_next_M = next_offset_M != 0
         for offset in np.unique(next_offset_M[has_next_M]):
-            # Extend the contexts of the child's targets by the token at the offset.
+            # Extend the contexts of the child's targets by the token at this offset.
             members = np.flatnonzero(next_offset_M == offset)
-            longer_M = self.context_M[members] * vocab_size + next_token_M[members]
-            longer_C, context_M = np.unique(longer_M, return_inverse=True)
+            code_M = self.context_M[members] * vocab_size + next_token_M[members]
+            code_C, context_M = np.unique(code_M, return_inverse=True)
 
             # Extend the contexts in the text. Count only the positions with a target's context.
             added_N = text[self.position_N + offset]
-            context_N = _extended(longer_C, self.context_N, added_N, vocab_size)
+            context_N = _extended(code_C, self.context_N, added_N, vocab_size)
             is_counted_N = context_N != MISSING
             yield _Node(
                 depth=self.depth + 1,
