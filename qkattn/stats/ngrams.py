@@ -12,8 +12,8 @@ is 1 / V. If h does not occur in the counted text or has a missing token, P_k is
 The neighbours of a masked target are at the offsets -1, +1, -2, +2, ... without the hidden
 positions. Targets with the same first offsets share counts, so the offsets form a tree.
 
-The C contexts of one order have the IDs 0 .. C - 1. A context c and a token w have the code c V + w,
-where w is either a target in the context or extends the context.
+The C contexts of one order have the IDs 0 .. C - 1. The integer c V + w is the code of context c
+with token w, where w is either a target or the token that extends the context.
 """
 
 from collections.abc import Iterator, Sequence
