@@ -198,7 +198,7 @@ class _File(Lease):
         return not is_taken_over
 
     def free(self) -> None:
-        # A heartbeat in 1970 has expired.
+        # The lease expires at once if its last heartbeat was in 1970.
         os.utime(self.path(), (0, 0), follow_symlinks=False)
 
 
@@ -328,9 +328,11 @@ def _find_holder(lease: Lease) -> _Holder | None:
     if not _is_of_this_machine(identity):
         return _Holder(name, is_alive_here=False)
 
-    # Another process with a reused PID has another identity.
-    is_alive = _identify_process(pid) == identity
-    return _Holder(name, is_alive_here=True) if is_alive else None
+    # A later process with the same PID has another identity.
+    has_ended = _identify_process(pid) != identity
+    if has_ended:
+        return None
+    return _Holder(name, is_alive_here=True)
 
 
 def _is_of_this_machine(identity: str) -> bool:
@@ -381,8 +383,8 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
       A function that returns whether the lock was lost, which can only happen in a bucket.
 
     Raises:
-      BlockingIOError: `wait` is false, and the named live process holds the lock. In a bucket, it
-        may take EXPIRY seconds to find out whether a process on another machine is alive.
+      BlockingIOError: `wait` is false and a live process holds the lock. The message is the name of
+        the process. In a bucket, finding out whether the process is alive may take EXPIRY seconds.
       ConfigError: the directory is not writable, or its file system has no locks.
     """
     if buckets.is_url(path):
@@ -436,9 +438,9 @@ def _read_name(file: TextIO) -> str:
 def _lock_in_bucket(path: Path, wait: bool) -> Lease:
     """Takes a lock in a bucket, and returns its lease.
 
-    With `wait`, waits until the lock is free. Without `wait`, raises BlockingIOError once the
-    holder is known to be alive. A holder on another machine is known to be alive if its lease has
-    not expired after EXPIRY seconds.
+    With `wait`, waits until the lock is free. Without `wait`, raises BlockingIOError if the holder
+    is alive. A holder on another machine counts as alive if its lease has not expired after EXPIRY
+    seconds.
     """
     deadline = seconds() + EXPIRY
     has_warned = False
