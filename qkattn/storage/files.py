@@ -145,9 +145,9 @@ def join_without_links(directory: Path, *names: str) -> Path:
 
 
 def first_link(directory: Path, *names: str) -> Path | None:
-    """Returns the first of directory/names[0], directory/names[0]/names[1], ... that is a link.
+    """Returns the first link on the path directory/names[0]/names[1]/..., or None.
 
-    Returns None if none of them is.
+    `directory` itself is not checked.
 
     Raises:
       RunDirectoryError: one of `names` is not a plain name.
@@ -299,7 +299,7 @@ def require_room(directory: Path, size: int) -> None:
 
 
 def require_same(path: Path, before: os.stat_result) -> None:
-    """Raises DiskError if the file at `path` is not the one with the earlier status `before`."""
+    """Raises DiskError if the file at `path` was replaced after its status `before` was read."""
     with disk_errors(path):
         if not os.path.samestat(path.stat(), before):
             raise _gone_error(path)
@@ -428,10 +428,11 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
+            # Report the outermost directory that is gone.
             from_root = (*reversed(path.parents), path)  # '/', '/runs', '/runs/a' for /runs/a
-            for directory in from_root:
-                if not os.path.lexists(directory):
-                    raise _gone_error(directory) from error
+            for parent_or_path in from_root:
+                if not os.path.lexists(parent_or_path):
+                    raise _gone_error(parent_or_path) from error
 
         directory = path if os.path.isdir(path) else path.parent
         for error_number, reason in _WRITE_FAILURES.items():

@@ -145,13 +145,13 @@ class Ledger:
         return looks[-1]['files'] if looks else {}
 
     def altered(self, runs: Mapping[str, str]) -> dict[str, int]:
-        """Finds runs that were changed or deleted after somebody looked at them.
+        """Finds runs that were changed or deleted after somebody looked at their results.
 
         Args:
           runs: the present digest of every run, from `run_digests`.
 
         Returns:
-          {run: number (1, 2, ...) of the first look at it} for each altered run.
+          {run: number (1, 2, ...) of its first look} for each altered run.
         """
         # Iterate in reverse, so that the first look at each run wins.
         first_digests: dict[str, str] = {}
@@ -245,10 +245,9 @@ def append(path: Path, event: str, **data: Any) -> None:
 def declare(
     directory: Path, declared: Mapping[str, Any], repeats: Mapping[str, str] | None = None
 ) -> None:
-    """Records the declaration of a study in its ledger, if the ledger does not have it.
+    """Records a new or changed declaration of a study in its ledger.
 
-    Records only the new arms if arms were added, and otherwise the whole declaration. The caller
-    holds the study's lock.
+    If arms were added, records only these arms. The caller holds the study's lock.
 
     Args:
       directory: directory of the study.
@@ -300,8 +299,8 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
         an archive of them.
 
     Returns:
-      Whether the look was recorded. It is not if nothing has changed since the last look, or if a
-      run has changed since the first look at this run.
+      Whether the look was recorded. A look is not recorded if nothing has changed since the last
+      look, or if a run has changed since the first look at this run.
     """
     path = directory / NAME
     if logs is None:
@@ -309,7 +308,7 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
     files = file_digests(logs)
     runs = run_digests(logs)
 
-    # Locking creates a file, so these checks come first: they leave a copied study unchanged.
+    # Check before locking, because locking creates a file, even in a copy of a study.
     ledger = read(path)
     if files == ledger.looked_files:
         return False
