@@ -1,8 +1,9 @@
-"""What the processes of a job decide together.
+"""Collective operations of a job's processes: gather, barrier, and calls in process 0.
 
-All processes call these functions, in the same order. With one process they cost nothing. They use
-the key-value store that jax.distributed.initialize starts, which has no public interface. The
-public jax.experimental.multihost_utils would open devices and run programs on them.
+All processes must call these functions in the same order. In a job of one process they do nothing.
+
+The functions use the key-value store of jax.distributed.initialize, which has no public interface.
+The public jax.experimental.multihost_utils would open devices and run programs on them.
 """
 
 import contextlib
@@ -19,17 +20,16 @@ from qkattn.errors import ConfigError, ProcessError
 
 T = TypeVar('T')
 
-# Seconds for which processes wait for the last of them. A process may compile alone for that long.
+# The default timeout in seconds. A process may compile alone for that long.
 LIMIT = 600.0
-# Seconds for which processes wait while process 0 works for all, for example prepares data.
+# The timeout in seconds while process 0 works for all processes, for example prepares data.
 OWNER_LIMIT = 86_400.0
-# Process 0 gives up this many seconds before the others, because it knows who is missing.
+# Process 0 times out this many seconds before the other processes, and can name missing ranks.
 _GRACE = 10.0
-# Counts the calls of `gather_from_processes`. All processes count alike, so a number identifies a
-# call.
-_numbers = itertools.count()
-# The keys of earlier calls whose values process 0 has not deleted yet.
-_published: list[str] = []
+# Numbers the calls of `gather_from_processes`. A call has the same number in all processes.
+_call_numbers = itertools.count()
+# Keys of earlier calls that process 0 has not deleted yet.
+_published_keys: list[str] = []
 
 
 def is_process_0() -> bool:
@@ -38,24 +38,29 @@ def is_process_0() -> bool:
 
 
 def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
-    """Gathers a value, which must be JSON, from every process; returns all values, by rank.
+    """Gathers a JSON value from every process.
 
-    All processes call this. Process 0 waits `limit` seconds for the values of the others. If one is
-    still missing then, ProcessError names its rank, in every process that has called.
+    Args:
+      value: the value of this process.
+      limit: the timeout in seconds.
+
+    Returns:
+      The values of all processes, by rank.
+
+    Raises:
+      ProcessError: a process has not called this function in time. The message names its rank.
     """
     text = json.dumps(value)
     if client() is None:  # a job of one process
         return [json.loads(text)]
 
-    # Process 0 collects the values and publishes the answer. The others send theirs and wait.
-    key = f'qkattn/agreed/{next(_numbers)}'
+    key = f'qkattn/agreed/{next(_call_numbers)}'
     rank = distributed.global_state.process_id
     if rank == 0:
         answer = _collect(key, value, limit)
     else:
         client().key_value_set(f'{key}/{rank}', text)
-        # Process 0 may call this `limit` seconds later than this process, and then wait `limit`
-        # seconds for the others. Without an answer, it is process 0 that is missing.
+        # Process 0 may arrive `limit` seconds later than this process, and wait `limit` seconds.
         answer_text = _wait_for_key(f'{key}/all', 2 * limit + _GRACE)
         answer = {'missing': [0]} if answer_text is None else json.loads(answer_text)
 
@@ -69,18 +74,18 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
 
 
 def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
-    """Collects the values of all processes and publishes them; only process 0 calls it.
+    """Gathers the values of all processes in process 0, and publishes the answer.
 
-    For the key 'qkattn/agreed/5', process 1 publishes its value as 'qkattn/agreed/5/1', and waits
-    for the answer, 'qkattn/agreed/5/all'.
+    For the key 'qkattn/agreed/5', process 1 has set 'qkattn/agreed/5/1' to its value. The answer is
+    published as 'qkattn/agreed/5/all'.
 
     Args:
       key: identifies the call of `gather_from_processes`.
       own_value: the value of process 0.
-      limit: the seconds for which process 0 waits for the values of the others.
+      limit: the timeout in seconds.
 
     Returns:
-      The answer: {'missing': ranks without a value, 'values': the values by rank}.
+      The answer: {'missing': ranks without a value, 'values': values by rank}.
     """
     deadline = time.monotonic() + limit
     values = [own_value]
@@ -93,30 +98,29 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
         else:
             values.append(json.loads(text))
 
-    # A process sends a value for this key only after it has read the answers to earlier keys. So
-    # once all have sent one, nobody needs those answers, and they are deleted.
+    # A process that has sent a value has already read all earlier answers.
     if not missing_ranks:
-        for earlier_key in _published:
+        for earlier_key in _published_keys:
             client().key_value_delete(earlier_key)
-        _published.clear()
+        _published_keys.clear()
 
-    _published.append(key)
-    answer = json.dumps({'missing': missing_ranks, 'values': values})
-    client().key_value_set(f'{key}/all', answer)
-    return json.loads(answer)  # exactly what the other processes get
+    answer_text = json.dumps({'missing': missing_ranks, 'values': values})
+    _published_keys.append(key)
+    client().key_value_set(f'{key}/all', answer_text)
+    return json.loads(answer_text)  # decoded, as in the other processes
 
 
 def call_in_process_0(call: Callable[[], Any]) -> Any:
-    """Calls `call` in process 0 only; returns its result, which must be JSON, in all processes.
+    """Calls `call` in process 0 only, and returns its JSON result in all processes.
 
-    If `call` raises an error of qkattn.errors, all processes raise it. If it raises another error,
-    process 0 raises this error and the others raise ProcessError. The others also raise
-    ProcessError if process 0 takes more than OWNER_LIMIT seconds.
+    Raises:
+      Exception: the error of `call`, in process 0. The other processes raise the same error if it
+        is one of qkattn.errors, else a ProcessError.
+      ProcessError: process 0 takes longer than OWNER_LIMIT seconds.
+
     """
-    # All processes exchange a message. That of process 0 is {'value': RESULT}, or
-    # {'error': CLASS, 'text': MESSAGE} after an error. The others send None.
     if not is_process_0():
-        message = gather_from_processes(None, limit=OWNER_LIMIT)[0]
+        message = gather_from_processes(None, limit=OWNER_LIMIT)[0]  # from process 0
         if 'error' in message:
             error_class = getattr(errors, message['error'])
             raise error_class(message['text'])
@@ -125,26 +129,22 @@ def call_in_process_0(call: Callable[[], Any]) -> Any:
     try:
         value = call()
     except Exception as error:
-        name = _name_in_qkattn(error)
+        class_name = _name_in_qkattn(error)
         text = str(error)
-        if name is None:
-            name = 'ProcessError'
+        if class_name is None:
+            class_name = 'ProcessError'
             text = f'process 0 raised {type(error).__name__}: {error}'
-        # `gather_from_processes` raises ProcessError if a process is missing. It would hide the
-        # error of `call`.
+        # A ProcessError about a missing process would hide the error of `call`.
         with contextlib.suppress(ProcessError):
-            gather_from_processes({'error': name, 'text': text})
+            gather_from_processes({'error': class_name, 'text': text})
         raise
     message = gather_from_processes({'value': value}, limit=OWNER_LIMIT)[0]
     return message['value']
 
 
 def _name_in_qkattn(error: Exception) -> str | None:
-    """Returns the name of the class in qkattn.errors that an exception is an instance of.
-
-    If there are several, it is the most specific one. None for other exceptions.
-    """
-    for cls in type(error).__mro__:
+    """Returns the name of the exception's most specific class in qkattn.errors, or None."""
+    for cls in type(error).__mro__:  # from the most specific class to `object`
         if cls in vars(errors).values():
             return cls.__name__
     return None
@@ -156,10 +156,14 @@ def any_process(flag: bool) -> bool:
 
 
 def barrier(name: str, *, limit: float = LIMIT) -> None:
-    """Waits until all processes have called `barrier` with this name.
+    """Waits until all processes have called `barrier` with the same name.
 
-    Raises ProcessError if a process waits at another barrier, or does not come within `limit`
-    seconds.
+    Args:
+      name: identifies the barrier in error messages.
+      limit: the timeout in seconds.
+
+    Raises:
+      ProcessError: a process waits at another barrier, or does not come in time.
     """
     names = set(gather_from_processes(name, limit=limit))
     if len(names) > 1:
@@ -167,13 +171,18 @@ def barrier(name: str, *, limit: float = LIMIT) -> None:
 
 
 def require_same(name: str, value: str) -> None:
-    """Raises ConfigError, with the ranks, unless all processes pass the same value.
+    """Requires that all processes pass the same value.
 
-    `name` says what the value is, for the error.
+    Args:
+      name: what the value is, for the error message.
+      value: the value of this process.
+
+    Raises:
+      ConfigError: the values differ. The message names the ranks that differ from process 0.
     """
     values = gather_from_processes(value)
     expected = values[0]
-    different_ranks = [rank for rank, other in enumerate(values) if other != expected]
+    different_ranks = [rank for rank, actual in enumerate(values) if actual != expected]
     if different_ranks:
         first_difference = values[different_ranks[0]]
         raise ConfigError(
@@ -184,24 +193,22 @@ def require_same(name: str, value: str) -> None:
 
 
 def make_in_process_0(make: Callable[[], T]) -> T:
-    """Calls `make` in process 0, and returns its result there.
+    """Returns the result of `make` in process 0, and an object whose methods do nothing elsewhere.
 
-    The other processes get an object whose methods do nothing. If `make` raises, all raise as
-    `call_in_process_0` does.
+    Raises the errors of `make` in all processes, as `call_in_process_0` does.
     """
-    objects: list[T] = []  # stays empty in the other processes
-    call_in_process_0(lambda: objects.append(make()))
-    return objects[0] if objects else cast(T, _Nothing())
+    results: list[T] = []  # stays empty in the other processes
+    call_in_process_0(lambda: results.append(make()))
+    return results[0] if results else cast(T, _Nothing())
 
 
 def run_in_process_0_first(make: Callable[[], T]) -> T:
-    """Calls `make` in process 0, then in the others, and returns its result in each.
+    """Calls `make` in process 0, then in all other processes, and returns its result in each.
 
-    For example, `make` opens data, and prepares them first if they are not on disk. Process 0
-    prepares them. Processes with the same disk then find them there, and those with another disk
-    prepare them again. Returns once all are done. If `make` raises in process 0, all raise.
+    For example, `make` prepares data if they are not on disk, and opens them. Process 0 prepares
+    them, and the processes that share its disk only open them. Raises the errors of `make`.
     """
-    value = make_in_process_0(make)  # also makes the others wait for process 0
+    value = make_in_process_0(make)  # also makes the other processes wait
     if not is_process_0():
         value = make()
     barrier('prepared', limit=OWNER_LIMIT)
@@ -220,7 +227,7 @@ def client() -> Any:
 
 
 class _Nothing:
-    """An object whose attributes are all itself, and which does nothing when it is called."""
+    """An object whose attributes, and results of calls, are the object itself."""
 
     def __getattr__(self, name: str) -> '_Nothing':
         return self
@@ -235,11 +242,12 @@ class _Nothing:
 
 
 def _wait_for_key(key: str, seconds: float) -> str | None:
-    """Waits until a key is set, and returns its value; None if it is not set in time."""
+    """Waits for a key, and returns its value; None after a timeout of `seconds`."""
     milliseconds = max(1, int(1000 * seconds))
     try:
         return client().blocking_key_value_get(key, milliseconds)
     except Exception as error:
-        if 'DEADLINE_EXCEEDED' in str(error):
+        is_timeout = 'DEADLINE_EXCEEDED' in str(error)
+        if is_timeout:
             return None
         raise
