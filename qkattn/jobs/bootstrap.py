@@ -1,4 +1,4 @@
-"""Joins the processes of a job. For a process without a job this costs nothing."""
+"""Joins the processes of a job; does nothing for a single process."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from qkattn.jobs import agreement, cli, signals
 from qkattn.jobs.detection import Job, connect_seconds, detect
 from qkattn.jobs.peers import EXIT_CRASH, JobPeers
 
-# If a process gives no sign of life for this many seconds, jax ends the others of its job.
+# The heartbeat timeout in seconds. jax ends a job if one of its processes exceeds this timeout.
 HEARTBEAT = 30
 
 
@@ -26,29 +26,29 @@ HEARTBEAT = 30
 def start() -> Job:
     """Joins the job that environment variables describe, and returns it.
 
-    Call it before any other function of jax; further calls do nothing. If not all processes come in
-    time, the process ends with exit code 1.
+    Call it before any other function of jax. Further calls do nothing. If a process does not come
+    in time, this process ends with exit code 1.
 
-    Raises ConfigError if the variables contradict each other, ProcessError if the coordinator's
-    port is in use.
+    Raises:
+      ConfigError: the variables contradict each other.
+      ProcessError: the coordinator's port is in use.
     """
     job = detect()
     if job.engine == 'single':
         return job
-    seconds = connect_seconds()
+    timeout = connect_seconds()
     if job.process_id == 0:
         _require_port(job)
-    # jax has a service of its own by which all processes stop at the same step after a SIGTERM. It
-    # would take the signal away from Python's handlers, so JobPeers is used instead.
+    # jax's preemption service would take SIGTERM away from Python's handlers. JobPeers replaces it.
     jax.config.update('jax_enable_preemption_service', False)
-    peers = JobPeers(job, seconds)
+    peers = JobPeers(job, timeout)
     jax.distributed.initialize(
         job.coordinator,
         job.num_processes,
         job.process_id,
         local_device_ids=job.local_device_ids,
         cluster_detection_method='deactivate',
-        initialization_timeout=seconds,
+        initialization_timeout=timeout,
         heartbeat_timeout_seconds=HEARTBEAT,
         shutdown_timeout_seconds=HEARTBEAT,
         coordinator_bind_address=bind_address(job),
@@ -58,10 +58,9 @@ def start() -> Job:
 
 
 def in_job(main: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a script's main function, so that it joins the other processes and ends with them.
+    """Wraps a script's main function, to join the job and to end together with its processes.
 
-    A process that fails ends by os._exit. Python's own exit would wait for the other processes,
-    while they wait for this one.
+    A process that fails ends by os._exit, because Python's exit would wait for the other processes.
     """
 
     @functools.wraps(main)
@@ -72,12 +71,12 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
             return main()
         try:
             agreement.require_same('the number of processes', str(job.num_processes))
-            # Only process 0 prints results. Messages and errors of all go to standard error.
-            with open(os.devnull, 'w') as nowhere:
-                printed = sys.stdout if agreement.is_process_0() else nowhere
-                with contextlib.redirect_stdout(printed):
+            # Only process 0 prints results.
+            with open(os.devnull, 'w') as devnull:
+                stdout = sys.stdout if agreement.is_process_0() else devnull
+                with contextlib.redirect_stdout(stdout):
                     main()
-            # Wait for the other processes. They may still exchange messages with this one.
+            # Other processes may still exchange messages with this process.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
             _end_job(error)
@@ -86,15 +85,14 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def _end_job(error: BaseException) -> NoReturn:
-    """Ends this process and the other processes of its job after an error in this one."""
+    """Ends all processes of the job after an error in this process."""
     outcome = cli.outcome(error)
-    if outcome is None:  # a bug
+    if outcome is None:  # an unexpected error, such as a bug
         outcome = cli.Outcome(f'{type(error).__name__}: {error}', EXIT_CRASH)
     if outcome.code == EXIT_CRASH:
         traceback.print_exc()
-    # A computation across processes mostly fails because another process has died. jax notices that
-    # within HEARTBEAT seconds, and ends this process with a message that names the dead one. That
-    # says more than this error, so wait for it.
+    # An XLA error mostly means that another process has died. Within HEARTBEAT seconds, jax ends
+    # this process with a better message, which names the dead process.
     if _is_from_xla(error):
         time.sleep(HEARTBEAT + 5)
     signals.end(outcome.code, outcome.sentence)
@@ -111,11 +109,10 @@ def _is_from_xla(error: BaseException) -> bool:
 
 
 def bind_address(job: Job) -> str | None:
-    """Returns the address on which the coordinator listens, as HOST:PORT; None leaves it to jax.
+    """Returns the HOST:PORT that the coordinator listens on, or None for jax's choice.
 
-    If the coordinator has a loopback address, such as 'localhost:8476', the whole job is on this
-    machine. It then listens on this address only, so that no other machine can connect. Otherwise
-    jax listens on all addresses, because the other processes may reach it by any of them.
+    A coordinator with a loopback address, such as 'localhost:8476', listens on this address only,
+    so that no other machine can connect. Otherwise jax listens on all addresses.
     """
     is_set_by_user = 'JAX_COORDINATOR_BIND_ADDRESS' in os.environ  # jax reads the variable
     if is_set_by_user or not _is_loopback(_host(job)):
@@ -134,7 +131,7 @@ def _is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, not an address
+    except ValueError:  # another host name
         return False
 
 
@@ -142,8 +139,8 @@ def _require_port(job: Job) -> None:
     """Raises ProcessError if the coordinator's port is in use; jax itself would crash."""
     _, _, port_text = str(job.coordinator).rpartition(':')
     port = int(port_text)
-    # Listen where jax will: on all addresses, '', unless `bind_address` chooses one.
-    host = _host(job) if bind_address(job) else ''
+    # jax listens on `bind_address`, else on all addresses, here ''.
+    host = '' if bind_address(job) is None else _host(job)
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     try:
         server = socket.create_server((host, port), family=family)

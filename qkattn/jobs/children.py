@@ -1,4 +1,4 @@
-"""Child processes: each runs on its own cores, and this process reads the lines that it prints."""
+"""Child processes that run on their own cores, and whose output the parent reads by lines."""
 
 import contextlib
 import ctypes
@@ -18,54 +18,56 @@ from qkattn.jobs.signals import EXIT_REQUEUE
 # The environment variable that tells a child the descriptor of its pipe.
 _PIPE = 'QKATTN_PARENT'
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Bytes that are read from a child at a time.
+# Bytes per read of a child's output.
 _PART_SIZE = 65536
-# The operation of prctl(2) that sets the signal which a process gets when its parent ends.
+# The prctl(2) option for the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 def pipe_to_parent() -> Connection | None:
-    """Returns the pipe to the process that started this one; None if this one is no `Child`."""
+    """Returns the pipe to the parent process; None if the parent did not start this as a `Child`.
+
+    Returns None in later calls, too.
+    """
     text = os.environ.pop(_PIPE, None)
     if text is None:
         return None
     descriptor = int(text)
-    os.set_inheritable(descriptor, False)  # processes that this one starts do not get the pipe
+    os.set_inheritable(descriptor, False)  # keeps the pipe from children of this process
     return Connection(descriptor)
 
 
 class Child:
     """A child process that runs on its own cores.
 
-    Ctrl-C does not reach the child. On Linux it gets SIGTERM when this process ends, also when this
-    process is killed.
+    The child does not get Ctrl-C. On Linux, it gets SIGTERM when the parent ends or is killed.
+
+    Attributes:
+      pipe: a connection for messages between parent and child.
+      output: the file descriptor of the child's output.
     """
 
     def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
         """Starts a command.
 
-        The attribute `pipe` carries messages between the two processes. `output` is the descriptor
-        of the child's output, so that a caller can wait for it.
-
         Args:
-          line: the command line.
-          cores: the numbers of the cores to run on.
+          line: the command and its arguments.
+          cores: the IDs of the CPU cores to run on.
           variables: environment variables, in addition to those of this process.
         """
         self.pipe, childs_pipe = multiprocessing.Pipe()
         self.output, childs_output = os.pipe()
-        self._unfinished = b''  # the beginning of a line whose end has not been printed
         os.set_blocking(self.output, False)
+        self._incomplete_line = b''  # output after the last newline
         environment = {**os.environ, **variables, _PIPE: str(childs_pipe.fileno())}
 
-        # The child inherits the signal handlers of this process. So signals are blocked: in the
-        # child until `_set_up_child` has replaced the handlers, and here until it has started.
+        # The child inherits the parent's signal handlers. Block signals until `_set_up_child` has
+        # replaced the handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # jax warns of forks, because its threads may hold locks that the child needs. But
-                # this child runs only `_set_up_child` before the command.
+                # jax warns that a fork may deadlock. It is safe here, since a command follows soon.
                 warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
                 self._process = subprocess.Popen(
                     line,
@@ -87,18 +89,18 @@ class Child:
         return self._process.poll()
 
     def lines(self, last: bool = False) -> list[str]:
-        """Returns the lines that the child has printed since the last call.
+        """Returns the complete lines that the child has printed since the last call.
 
-        After 'step 1\\nste' they are ['step 1']. The next call returns the line that begins with
-        'ste', if it is complete. With `last`, it is returned at once.
+        For example, the output 'step 1\\nste' gives ['step 1'], and 'ste' waits for a later call.
+        With `last`, an incomplete line is returned as well.
         """
-        with contextlib.suppress(BlockingIOError):  # the child has printed nothing more so far
+        output = self._incomplete_line
+        with contextlib.suppress(BlockingIOError):  # raised when there is no output to read
             while part := os.read(self.output, _PART_SIZE):
-                self._unfinished += part
-        lines = self._unfinished.split(b'\n')
-        self._unfinished = lines.pop()  # what follows the last newline
-        if last and self._unfinished:
-            lines.append(self._unfinished)
+                output += part
+        *lines, self._incomplete_line = output.split(b'\n')
+        if last and self._incomplete_line:
+            lines.append(self._incomplete_line)
         return [line.decode(errors='replace').rstrip('\r') for line in lines]
 
     def send(self, *message: Any) -> None:
@@ -120,9 +122,11 @@ class Child:
 
 
 def _set_up_child(cores: Sequence[int], parent: int) -> None:
-    """Sets the signals and cores of a child; runs in the child before its program is loaded.
+    """Sets signals and CPU cores in a forked child, before the child executes its command.
 
-    `parent` is the process id of the parent.
+    Args:
+      cores: the IDs of the CPU cores to run on.
+      parent: the process ID of the parent.
     """
     # The child has inherited the parent's signal handlers.
     for number in _SIGNALS:
@@ -130,17 +134,18 @@ def _set_up_child(cores: Sequence[int], parent: int) -> None:
     end_with_parent(parent)
     if hasattr(os, 'sched_setaffinity'):
         os.sched_setaffinity(0, cores)
-    # The parent has blocked the signals before it started the child.
+    # The parent has blocked these signals before the fork.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes this process get SIGTERM once its parent ends. It does nothing outside of Linux.
+    """Makes this process get SIGTERM when its parent ends; has no effect outside of Linux.
 
-    `parent` is the process id of the parent.
+    Args:
+      parent: the process ID of the parent.
     """
     if sys.platform == 'linux':
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        has_ended_before = os.getppid() != parent
-        if has_ended_before:
+        has_parent_ended = os.getppid() != parent
+        if has_parent_ended:
             os._exit(EXIT_REQUEUE)

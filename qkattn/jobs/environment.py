@@ -1,7 +1,4 @@
-"""Checks of the environment at a start: JAX's variables, and that the working directory exists.
-
-A problem is described in one sentence. It counts as a wrong setting: starting again does not help.
-"""
+"""Checks of JAX's environment variables and of the working directory."""
 
 import os
 import re
@@ -11,17 +8,17 @@ from qkattn.errors import ConfigError
 from qkattn.jobs import machine
 
 PLATFORMS = 'JAX_PLATFORMS'
-# '--xla_force_host_platform_device_count=8' in XLA_FLAGS; the group is the number.
+# A flag in XLA_FLAGS, such as '--xla_force_host_platform_device_count=8'; the group is '8'.
 _DEVICE_COUNT = re.compile(r'--xla_force_host_platform_device_count(?:=(\S*))?')
-# "Backend 'cdua' is not in the list of known backends: ['cpu', 'tpu']" in an error of JAX.
+# An error of JAX, such as "Backend 'cdua' is not in the list of known backends: ['cpu', 'tpu']".
 _UNKNOWN_PLATFORM = re.compile(r"Backend '(.*?)' is not in the list of known backends: \[(.*?)\]")
 
 
 def check() -> None:
-    """Raises ConfigError for problems that are known before JAX opens its devices.
+    """Checks the environment before JAX opens its devices.
 
-    They are a working directory that was removed, and a number of CPU devices in XLA_FLAGS that is
-    not valid.
+    Raises:
+      ConfigError: the working directory was removed, or XLA_FLAGS has an invalid device count.
     """
     try:
         os.getcwd()
@@ -39,11 +36,7 @@ def check() -> None:
 
 
 def platform_problem(error: BaseException) -> str | None:
-    """Describes an error that a wrong value of JAX_PLATFORMS has caused; None for other errors.
-
-    The value is wrong if it names a platform that JAX does not know, or if this machine has no
-    accelerator.
-    """
+    """Describes an error that an invalid JAX_PLATFORMS has caused; None for other errors."""
     value = os.environ.get(PLATFORMS)
     if not value or not _could_not_open_devices(error):
         return None
@@ -52,9 +45,9 @@ def platform_problem(error: BaseException) -> str | None:
         platform, known_platforms = unknown_platform.groups()
         known = known_platforms.replace("'", '')
         reason = f'JAX here has no platform {platform!r}, only {known}'
-    elif machine.accelerators(None) == []:  # this machine has none
+    elif machine.accelerators(None) == []:  # the machine has no accelerator
         reason = 'JAX finds no device of this platform'
-    else:  # the accelerators may only be busy
+    else:  # JAX_PLATFORMS may be valid, and the accelerators busy
         return None
     return (
         f'{PLATFORMS}={value}: {reason}, and this machine has {machine.describe_accelerators()}; '
@@ -63,8 +56,8 @@ def platform_problem(error: BaseException) -> str | None:
 
 
 def _could_not_open_devices(error: BaseException) -> bool:
-    """Whether JAX has raised an error because it could not open its devices."""
-    if isinstance(error, AssertionError):  # JAX has found no device at all
+    """Whether JAX has raised the error because it could not open its devices."""
+    if isinstance(error, AssertionError):  # JAX raises it without a message if it finds no device
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and os.path.basename(frames[-1].filename) == 'xla_bridge.py'
     return isinstance(error, RuntimeError) and 'Unable to initialize backend' in str(error)

@@ -1,4 +1,4 @@
-"""Output: text for terminals, readers that have gone, and what other programs print."""
+"""Plain-text tables, escapes for terminals, closed output pipes, and output of programs."""
 
 import contextlib
 import errno
@@ -11,32 +11,28 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO, cast
 
-# The exit code if nobody reads standard output: a shell reports it for a command that SIGPIPE ends.
+# The exit code after a broken pipe, as a shell reports it for SIGPIPE.
 EXIT_UNREAD = 128 + signal.SIGPIPE
-# Characters that a terminal obeys instead of showing them: control codes, line separators and
-# changes of the reading direction. '\x1b' begins a code that, for example, moves the cursor.
-_OBEYED = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
+# Control codes such as '\x1b', line separators, and changes of the reading direction.
+_CONTROL = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 
 def escape_unencodable() -> None:
-    """Makes standard output escape the characters that the terminal's encoding does not have.
-
-    Python does this by default, but only for standard error.
-    """
+    """Makes standard output escape characters that its encoding does not have."""
     cast(io.TextIOWrapper, sys.stdout).reconfigure(errors='backslashreplace')
 
 
 def escape_control_characters(text: str) -> str:
-    """Escapes characters that a terminal obeys, for example as \\x1b; the result is one line."""
+    """Escapes control characters, for example as \\x1b; the result is one line."""
 
     def escape(match: re.Match[str]) -> str:
         return match[0].encode('unicode_escape').decode()
 
-    return _OBEYED.sub(escape, text)
+    return _CONTROL.sub(escape, text)
 
 
 def short(text: str, limit: int) -> str:
-    """Cuts text of more than `limit` characters, by putting '…' in place of its middle."""
+    """Cuts text to `limit` characters, with '…' in place of its middle."""
     if len(text) <= limit:
         return text
     end_length = max(0, limit - 1) // 2
@@ -47,10 +43,10 @@ def short(text: str, limit: int) -> str:
 
 
 def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a table as aligned plain text. Control characters in cells are escaped.
+    """Formats a table as aligned plain text, and escapes control characters in its cells.
 
-    For example, the titles ('variant', True) and ('loss|nats/token', False) with a row of 'qk/vo'
-    and '3.1000' give
+    For example, the titles ('variant', True) and ('loss|nats/token', False) with the row
+    ('qk/vo', '3.1000') give
 
         variant        loss
                  nats/token
@@ -58,16 +54,17 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
         qk/vo        3.1000
 
     Args:
-      titles: pairs (title, is_flush_left), one for each column. '|' separates two lines of a title.
-      rows: the cells of each row. Rows of empty cells are left out.
+      titles: pairs (title, is_left_aligned), one for each column. A '|' splits a title into two
+        lines.
+      rows: the cells of each row. Rows without text are left out.
     """
-    first_lines = []
-    second_lines = []
+    upper_lines = []
+    lower_lines = []
     for title, _ in titles:
-        first_line, _, second_line = title.partition('|')
-        first_lines.append(first_line)
-        second_lines.append(second_line)
-    head = [line for line in (first_lines, second_lines) if any(line)]  # one line or two
+        upper, _, lower = title.partition('|')
+        upper_lines.append(upper)
+        lower_lines.append(lower)
+    head = [cells for cells in (upper_lines, lower_lines) if any(cells)]
 
     body = []
     for row in rows:
@@ -82,32 +79,28 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
 
     lines = []
     for cells in (*head, rule, *body):
-        padded = []
-        for cell, width, (_, is_flush_left) in zip(cells, widths, titles, strict=True):
-            padded.append(cell.ljust(width) if is_flush_left else cell.rjust(width))
-        lines.append('  '.join(padded).rstrip())
+        aligned_cells = []
+        for cell, width, (_, is_left_aligned) in zip(cells, widths, titles, strict=True):
+            aligned_cells.append(cell.ljust(width) if is_left_aligned else cell.rjust(width))
+        lines.append('  '.join(aligned_cells).rstrip())
     return '\n'.join(lines)
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Writes a message of a run.
-
-    If the reader of the stream has gone, this text and all later text is dropped, and the run goes
-    on.
-    """
+    """Writes text to a stream; drops this text and all later text if the reader is gone."""
     try:
         stream.write(text)
         stream.flush()
     except OSError as error:
-        has_reader_gone = error.errno in (errno.EPIPE, errno.EIO)
-        if not has_reader_gone:
+        is_reader_gone = error.errno in (errno.EPIPE, errno.EIO)
+        if not is_reader_gone:
             raise
         discard_output(stream)
 
 
 @contextlib.contextmanager
 def exit_if_reader_gone() -> Iterator[None]:
-    """A block that prints results: if their reader has gone, the process ends with EXIT_UNREAD."""
+    """A block that prints results; a broken pipe ends the process with EXIT_UNREAD."""
     try:
         yield
         sys.stdout.flush()
@@ -117,16 +110,12 @@ def exit_if_reader_gone() -> Iterator[None]:
 
 
 def run_program(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Calls `subprocess.run` for a program whose output may not be UTF-8.
-
-    A file name in the output, for example, may have any bytes. Bytes that are not UTF-8 are
-    replaced.
-    """
+    """Calls `subprocess.run`, and replaces bytes of the output that are not UTF-8."""
     return subprocess.run(command, encoding='utf-8', errors='replace', **settings)
 
 
 def discard_output(stream: TextIO) -> None:
-    """Drops the text that the stream has buffered, and all later text."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Drops the buffered text of a stream, and all later text."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
