@@ -1,4 +1,4 @@
-"""Shared by the experiment scripts: config flags, --help, messages and exit codes."""
+"""Command lines of the experiment scripts: flags, --help, error messages and exit codes."""
 
 import difflib
 import errno
@@ -46,36 +46,31 @@ from qkattn.jobs.signals import (
     RESUMABLE,
 )
 
-# Flags that functions of this module define, as --config, are flags of the script that calls them.
+# --help of a script lists the flags that functions of this module define, such as --config.
 flags.disclaim_key_flags()
 
-# The beginnings of paths of files that the shell has opened for this process, as for
-# --file=<(command).
+# Prefixes of paths of open file descriptors, which a shell passes for --file=<(command).
 DESCRIPTORS = ('/dev/fd/', '/dev/stdin')
 
 # The value of --dry_run for a dry run that compiles nothing.
 COUNT = 'count'
 
-# The class of the settings that get_config() of a config file returns.
+# The class of a config: what get_config() of a config file returns.
 Kind = type[Config] | type[Study]
 
-# The errors that parsing raises for unknown flags or fields, for values of a wrong type and for
-# malformed literals.
+# Errors of flag parsing: unknown flags or fields, values of a wrong type, malformed literals.
 MALFORMED = (flags.Error, AttributeError, KeyError, TypeError, ValueError, SyntaxError)
 
-# An override of a setting: '--config.model.d_model=3' or '-noconfig.model.biases'. The group is the
-# name of the field.
+# An override, such as '--config.model.d_model=3' or '-noconfig.model.biases'. The group is the
+# field name, such as 'model.d_model'.
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]*)')
-# The beginning of absl's message on an override that does not parse, as in
-# 'flag --config.train.seed=x: ...'. The groups are the name of the field and the value.
+# absl's message for an override that does not parse, such as 'flag --config.train.seed=x: ...'. The
+# groups are the field name and the value.
 _WRONG_OVERRIDE = re.compile(r'flag --config\.([\w.]+)=(.*?): ')
 
 
 class PathParser(flags.ArgumentParser):
-    """Parses a path or a URL, and expands ~.
-
-    An empty value, perhaps of a shell variable that is not set, stays empty. `required` refuses it.
-    """
+    """Parses a path or a URL, and expands ~."""
 
     def parse(self, argument: Any) -> str:
         if argument.startswith('~'):
@@ -106,7 +101,7 @@ class DryRunParser(flags.ArgumentParser):
 
 
 class _OrNone(flags.ArgumentParser):
-    """Wraps a parser so that it also takes None; validation refuses None if it is not valid."""
+    """Wraps a parser, so that it also accepts 'None'."""
 
     def __init__(self, parser: flags.ArgumentParser):
         self.parser = parser
@@ -124,9 +119,9 @@ config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
 
 
 def shipped(folder: str) -> dict[str, Path]:
-    """Returns the files of configs/ or experiments/ by name, as {'train': .../train.py}.
+    """Returns the Python files of configs/ or experiments/ by name, as {'train': .../train.py}.
 
-    In a wheel the folder is inside the package, in a checkout beside it.
+    In a wheel, the folder is inside the package. In a checkout, it is beside the package.
     """
     package = Path(__file__).parents[1]
     directory = package / folder
@@ -158,28 +153,27 @@ class _ConfigParser(ConfigFileFlagParser):
         self.kind = kind
 
     def parse(self, path: str) -> Any:
-        """Returns the settings of FILE.py or NAME, as a ConfigDict.
+        """Loads FILE.py or NAME, optionally with ':ARGUMENT' for its get_config().
 
-        `path` may end in ':ARGUMENT', which get_config() of the file gets.
+        Returns:
+          The settings as a ConfigDict.
 
         Raises:
-            ConfigError: get_config() does not return settings.
-            ValueError: the file is not a Python file; or its code fails, as in
-                'line 7: NameError: name 'x' is not defined'.
+          ConfigError: get_config() does not return settings.
+          ValueError: the file is not Python, or its code fails, as in
+            'line 7: NameError: name 'x' is not defined'.
         """
-        # The file: one that comes with qkattn, or else the path that the user gives.
         name, colon, argument = path.partition(':')
         shipped_config = shipped_configs().get(name)
         file = PathParser().parse(name) if shipped_config is None else str(shipped_config)
 
-        # ml_collections runs the file and calls get_config(). absl would warn if that returns None,
-        # but `_config_dict` raises an error, so absl is silent in the meantime.
+        # absl logs a warning if get_config() returns None. `_config_dict` raises an error instead.
         absl_log = absl.logging.get_absl_logger()
         try:
             if os.path.exists(file) and not os.path.isdir(file):
                 require_regular(file)
             absl_log.disabled = True
-            returned = super().parse(f'{file}{colon}{argument}')
+            returned = super().parse(f'{file}{colon}{argument}')  # runs the file and get_config()
             return _config_dict(returned)
         except ConfigError:
             raise
@@ -198,25 +192,21 @@ class _ConfigParser(ConfigFileFlagParser):
 
 
 def _last_line_that_ran(file: str, error: BaseException) -> int | None:
-    """Returns the number of the line of a file that was running when an error was raised.
-
-    It is the innermost one in the traceback. None if no code of the file was running.
-    """
+    """Returns the line number of a file's innermost frame in a traceback; None if it has none."""
     line = None
-    for frame in traceback.extract_tb(error.__traceback__):  # the outermost frame comes first
+    for frame in traceback.extract_tb(error.__traceback__):  # from the outermost frame inwards
         if os.path.abspath(frame.filename) == os.path.abspath(file):
             line = frame.lineno
     return line
 
 
 def _config_dict(returned: Any) -> Any:
-    """Converts what get_config() of a file has returned to a ConfigDict, which flags override."""
+    """Converts the result of get_config() to a ConfigDict; raises ConfigError for other types."""
     if isinstance(returned, Config | Study):
         return to_config_dict(returned)
-    # For a file that cannot be read, ml_collections returns an object of a class of its own, which
-    # raises the reason when it is used. It is returned as it is.
-    is_unread_file = type(returned).__module__ == ConfigFileFlagParser.__module__
-    if isinstance(returned, ConfigDict) or is_unread_file:
+    # For an unreadable file, ml_collections returns an object that raises the error when used.
+    is_delayed_error = type(returned).__module__ == ConfigFileFlagParser.__module__
+    if isinstance(returned, ConfigDict) or is_delayed_error:
         return returned
     description = 'nothing' if returned is None else f'a value of type {type(returned).__name__}'
     raise ConfigError(f'get_config() returns {description}; it must return a Config or a Study')
@@ -234,13 +224,13 @@ def define_paths(name: str, default: list[str], description: str) -> flags.FlagH
 
 
 def define_trial() -> flags.FlagHolder:
-    """Defines the flag --trial of scripts that read a run."""
+    """Defines the flag --trial, which selects a trial of a run."""
     description = 'Index of the trial of a run; default: the first that has not diverged.'
     return flags.DEFINE_integer('trial', None, description)
 
 
 def define_data() -> flags.FlagHolder:
-    """Defines the flag --data of scripts that need the tokenizer of a model without a run."""
+    """Defines the flag --data, which selects the tokenizer of a model that is not a run."""
     description = (
         'For a source that is not a run, what its tokenizer is from: a dataset whose text is read '
         'as bytes, a tokenizer.json, or a directory that prepare_data has written.'
@@ -249,7 +239,7 @@ def define_data() -> flags.FlagHolder:
 
 
 def define_imports() -> flags.FlagHolder:
-    """Defines the flag --imports of scripts that read files that others may have made."""
+    """Defines the flag --imports, which allows files of a model to import code."""
     description = (
         'Import paths, as in my.module:Score, that files of the model or study may name; code that '
         'they name is imported only if it is named here.'
@@ -258,14 +248,15 @@ def define_imports() -> flags.FlagHolder:
 
 
 def define_dry_run(description: str) -> flags.FlagHolder:
-    """Defines the flag --dry_run, which may be given alone or with the name of a pod.
+    """Defines the flag --dry_run, whose value is optional.
 
-        on the command line      value of the flag
+        command line             value of the flag
         nothing                  None
         --dry_run                COUNT
         --dry_run=v5p-2x4x4      'v5p-2x4x4'
 
-    `description` says what a script prints for --dry_run alone.
+    Args:
+      description: the help text for --dry_run without a value.
     """
     description += (
         ' With a pod such as v5p-2x4x4 or h100-16x8, compiles for it, and prints memory, FLOPs and '
@@ -278,14 +269,17 @@ def define_dry_run(description: str) -> flags.FlagHolder:
         None,
         description,
         serializer=serializer,
-        boolean=True,  # absl accepts the flag without a value, and gives the parser 'true'
+        boolean=True,  # makes the value optional: absl parses --dry_run as 'true'
     )
 
 
 def define_config(kind: Kind) -> flags.FlagHolder:
-    """Defines the flag --config=FILE.py or --config=NAME of a run (Config) or a study (Study).
+    """Defines the flag --config=FILE.py or --config=NAME, and flags that override its settings.
 
-    Flags such as --config.model.d_model=256 override single settings.
+    For example, --config.model.d_model=256 overrides one setting.
+
+    Args:
+      kind: the class of the config, Config (a run) or Study.
     """
     holder = config_flags.DEFINE_config_file(
         'config',
@@ -300,25 +294,25 @@ def define_config(kind: Kind) -> flags.FlagHolder:
 
 
 def _config_class() -> Kind:
-    """Returns the class of settings that the script's --config must have."""
+    """Returns the class that the script's config must have, Config or Study."""
     return cast(_ConfigParser, flags.FLAGS['config'].parser).kind
 
 
 def read_config(flag: flags.FlagHolder) -> Any:
-    """Returns the settings of the flag --config after overrides.
+    """Returns the config of the flag --config, with overrides applied.
 
-    Raises ConfigError if the file cannot be loaded, or if it has a Study where the script needs a
-    Config, or the other way round.
+    Raises:
+      ConfigError: the file cannot be loaded, or its config is not of the class, Config or Study,
+        that the script needs.
     """
     if flag.value is None:
         raise ConfigError('--config=FILE.py is required, e.g. --config=quickstart')
     try:
         config = from_config_dict(flag.value)
-    except OSError as error:
-        # The file of --config cannot be read: ml_collections raises this when the value is used.
-        # The error has several lines, and the last one is the reason.
+    except OSError as error:  # ml_collections has delayed the error of an unreadable file
         path = config_flags.get_config_filename(flags.FLAGS['config'])
-        reason = str(error).strip().splitlines()[-1].strip()
+        last_line = str(error).strip().splitlines()[-1]
+        reason = last_line.strip()
         names = list(shipped_configs())
         path_without_argument = path.partition(':')[0]
         hint = _did_you_mean('--config=', path_without_argument, names)
@@ -327,58 +321,58 @@ def read_config(flag: flags.FlagHolder) -> Any:
             f'{", ".join(names)}{hint}'
         ) from error
 
-    kind = _config_class()  # what the script needs: Config or Study
-    if not isinstance(config, kind):
+    required_class = _config_class()
+    if not isinstance(config, required_class):
         other_script = script('ablate' if isinstance(config, Study) else 'train')
         raise ConfigError(
-            f'this config is a {type(config).__name__}, not a {kind.__name__}; run it with '
-            f'{other_script}'
+            f'this config is a {type(config).__name__}, not a {required_class.__name__}; run it '
+            f'with {other_script}'
         )
     return config
 
 
-def _did_you_mean(prefix: str, name: str, known: Collection[str]) -> str:
-    """Returns '; did you mean --config.train.seed?' if a known name is close to `name`, else ''.
+def _did_you_mean(prefix: str, name: str, known_names: Collection[str]) -> str:
+    """Returns a hint such as '; did you mean --config.train.seed?'; '' without a similar name.
 
-    `prefix` is what precedes the name in the question, here '--config.'.
+    `prefix` precedes the name in the hint, such as '--config.'.
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    return f'; did you mean {prefix}{near[0]}?' if near else ''
+    similar_names = difflib.get_close_matches(name, known_names, n=1)
+    return f'; did you mean {prefix}{similar_names[0]}?' if similar_names else ''
 
 
 def arguments(config: Config) -> list[str]:
-    """Returns the arguments that give a script these settings.
+    """Returns command-line arguments that give a script this config.
 
-    The first one is --config=FILE, as this script got it. A --config.FIELD=VALUE follows for each
-    setting that differs from the file.
+    For example, ['--config=quickstart', '--config.train.seed=1'] if only the seed differs from the
+    config file of this script.
     """
-    # Read the file again, without the overrides of this script.
     flag = flags.FLAGS['config']
     path = config_flags.get_config_filename(flag)
-    config_of_file = from_config_dict(flag.parser.parse(path))
+    config_of_file = from_config_dict(flag.parser.parse(path))  # without overrides
     overrides = []
-    for name in settings(type(config)):
-        value_of = operator.attrgetter(name)  # follows the dots of 'model.d_model'
-        if value_of(config) != value_of(config_of_file):
-            overrides.append(f'--config.{name}={value_of(config)}')
+    for name in settings(type(config)):  # such as 'model.d_model'
+        get_setting = operator.attrgetter(name)
+        if get_setting(config) != get_setting(config_of_file):
+            overrides.append(f'--config.{name}={get_setting(config)}')
     return [f'--config={path}', *overrides]
 
 
 def required(flag: flags.FlagHolder) -> str:
-    """Returns the value of a flag that names a directory; ConfigError if it is missing or empty."""
-    if not flag.value:  # a shell variable that is not set gives an empty value
+    """Returns the value of a directory flag; raises ConfigError if it is missing or empty."""
+    if not flag.value:  # an unset shell variable gives an empty value
         raise ConfigError(f'--{flag.name}=DIRECTORY is required')
     return flag.value
 
 
 def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
-    """Returns the token ids of a flag such as "12 7 301".
+    """Returns the token ids in a flag such as "12 7 301".
 
-    Raises ConfigError if there are none, or if one is not a number below `vocab_size`.
+    Raises:
+      ConfigError: the flag has no ids, or something else than whole numbers below `vocab_size`.
     """
     words = flag.value.split()
-    are_tokens = all(word.isdecimal() and int(word) < vocab_size for word in words)
-    if not words or not are_tokens:
+    are_ids = all(word.isdecimal() and int(word) < vocab_size for word in words)
+    if not words or not are_ids:
         raise ConfigError(
             f'--{flag.name}={flag.value!r} must be whole numbers from 0 to {vocab_size - 1}'
         )
@@ -386,34 +380,36 @@ def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
 
 
 def text_or_file_content(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
-    """Returns the value of the flag `text`, or the content of the file that the flag `file` names.
+    """Returns the value of the flag `text`, or the content of the file in the flag `file`.
 
-    Without either it is ''. Raises ConfigError if both are given, or if the file cannot be read.
+    Returns '' if neither flag is given.
+
+    Raises:
+      ConfigError: both flags are given, or the file cannot be read.
     """
     if file.value is None:
         return '' if text.value is None else text.value
     if text.value is not None:
         raise ConfigError(f'--{text.name} and --{file.name} exclude each other')
     try:
-        # What a shell opens for --file=<(command) may be a pipe, which `read_regular` refuses.
+        # --file=<(command) names a pipe, which `read_regular` refuses.
         if file.value.startswith(DESCRIPTORS):
             content = Path(file.value).read_bytes()
         else:
             content = read_regular(file.value)
-        # utf-8-sig drops a byte order mark. Text mode is not used, since it also ends lines at
-        # lone carriage returns.
+        # utf-8-sig drops a byte order mark. Text mode would also replace lone carriage returns.
         return content.decode('utf-8-sig').replace('\r\n', '\n')
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--{file.name}={file.value} cannot be read: {error}') from error
 
 
 def is_dry_run() -> bool:
-    """Whether this script only prints what a start would do; False without a flag --dry_run."""
+    """Whether the flag --dry_run is set; False for scripts without this flag."""
     return 'dry_run' in flags.FLAGS and flags.FLAGS['dry_run'].value not in (None, False)
 
 
 def script(name: str) -> str:
-    """Returns the command of another script, written in the way in which this one was started.
+    """Returns the command of another script, in the form in which this script was started.
 
     script('train') is 'qkattn train' or 'python -m experiments.train'.
     """
@@ -422,22 +418,25 @@ def script(name: str) -> str:
 
 
 def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) -> None:
-    """Parses the flags of a script, runs its function `main`, and ends with an exit code.
-
-    `positional` is a flag whose value may be given without its name. The exit codes:
+    """Parses the flags of a script, calls its function `main`, and ends with an exit code.
 
       0    done
-      1    an error that is not in this list
+      1    other errors
       2    an impossible setting or workdir: do not retry
       75   stopped on request with nothing lost: run the same command again
       130  interrupted without saving
       141  the reader of the output has gone, as in `... | head`
+
+    Args:
+      main: a function of the script's module.
+      positional: the flag that takes positional arguments. For example, `report DIRECTORY` is
+        short for `report --study=DIRECTORY`.
     """
     script_globals = inspect.unwrap(main).__globals__  # of the module that defines `main`
     kind = _config_class() if 'config' in flags.FLAGS else None
 
     def parse_flags(argv: Sequence[str]) -> list[str]:
-        """Parses the flags; returns the name of the script and the arguments that are not flags."""
+        """Parses the flags; returns the script's name and its positional arguments."""
         if '--help' in argv or '-h' in argv:
             with exit_if_reader_gone():
                 print(_help(script_globals['__doc__'], kind))
@@ -448,19 +447,13 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             exit_with(_describe_malformed(error, kind))
 
     def run_main(argv: list[str]) -> None:
-        """Runs `main`, and turns its errors into exit codes.
-
-        `argv` is what `parse_flags` returned: the name of the script, and the arguments that are
-        not flags.
-        """
-        # An argument without a name is the value of the flag `positional`: `report DIRECTORY` is
-        # short for `report --study=DIRECTORY`.
-        unnamed = argv[1:]
-        if positional is not None and _takes_unnamed(positional, unnamed):
-            flags.FLAGS[positional.name].parse(','.join(unnamed))
-        elif unnamed:
+        """Calls `main`, and turns its errors into exit codes; `argv` is from `parse_flags`."""
+        positional_arguments = argv[1:]
+        if positional is not None and _takes_unnamed(positional, positional_arguments):
+            flags.FLAGS[positional.name].parse(','.join(positional_arguments))
+        elif positional_arguments:
             hint = '; settings are given as --config.field=value' if kind is not None else ''
-            exit_with(f'unknown argument {unnamed[0]!r}{hint}')
+            exit_with(f'unknown argument {positional_arguments[0]!r}{hint}')
 
         _log_to_stderr()
         keep_freed_memory()  # must come before other threads start
@@ -469,7 +462,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
                 main()
         except Exception as error:
             expected = outcome(error)
-            if expected is None:  # a bug
+            if expected is None:  # an unexpected error, such as a bug
                 raise
             exit_with(expected.sentence, expected.code)
         except KeyboardInterrupt:
@@ -490,35 +483,33 @@ def _script_name(file: Path) -> str:
     return file.parent.name if file.stem == '__main__' else file.stem
 
 
-def _takes_unnamed(flag: flags.FlagHolder, unnamed: Sequence[str]) -> bool:
-    """Whether arguments without a name are the value of `flag`, which may be a list."""
-    if not unnamed or flag.value is not None:
+def _takes_unnamed(flag: flags.FlagHolder, positional_arguments: Sequence[str]) -> bool:
+    """Whether positional arguments can be the value of `flag`, several of them for a list flag."""
+    if not positional_arguments or flag.value is not None:
         return False
     type_in_words = flags.FLAGS[flag.name].flag_type()
     is_list = type_in_words.startswith('comma')  # 'comma separated list of strings'
-    return len(unnamed) == 1 or is_list
+    return len(positional_arguments) == 1 or is_list
 
 
 def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
-    """Returns a sentence that tells the user why the arguments of a script cannot be parsed.
-
-    It is the first line of the error's message, unless the error is one of the mistakes below.
+    """Returns a sentence that tells the user why a script's arguments cannot be parsed.
 
     Args:
-      error: what parsing them raised, an error of MALFORMED.
-      kind: the class of settings of --config; None for a script without --config.
+      error: the parsing error, an instance of MALFORMED.
+      kind: the class of the config, Config or Study; None for a script without --config.
     """
     message = (str(error) or type(error).__name__).strip()
     lines = message.splitlines()
-    sentence = lines[0]
+    sentence = lines[0]  # of the error; replaced below for known mistakes
 
-    # The setting does not exist, as in --config.train.sed=1.
+    # An unknown setting, such as --config.train.sed=1.
     if kind is not None:
         unknown_field = _describe_unknown_field(sys.argv[1:], kind)
         if unknown_field is not None:
             return unknown_field
 
-    # The setting has another type, as in --config.train.seed=x.
+    # A value of a wrong type, such as --config.train.seed=x.
     override = _WRONG_OVERRIDE.match(sentence)
     if override is not None and kind is not None:
         name, value = override.groups()
@@ -526,12 +517,11 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
         if field is not None:
             return f'--config.{name}={value} must be {_describe_valid_values(field)}'
 
-    # The file of --config is no config. ml_collections imports it as a module config_config.
+    # ml_collections imports the config file as a module named config_config.
     if "'config_config' has no attribute 'get_config'" in sentence:
         sentence = 'the file of --config has no function get_config()'
 
-    # The setting exists for this script, but not in the file: the file has a Study where the script
-    # needs a Config, or the other way round.
+    # The file has a Study where the script needs a Config, or vice versa.
     elif isinstance(error, KeyError):
         name = sentence.strip('\'"')
         other_script = script('train' if kind is Study else 'ablate')
@@ -539,7 +529,7 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
             f'the config has no field {name!r} to override; if it is for {other_script}, run that'
         )
 
-    # The code of the file has failed. The last line of the message is 'ERROR: REASON'.
+    # The code of the config file has failed. The last line is 'ERROR: REASON'.
     if 'Traceback' in message:
         _, _, reason = lines[-1].partition(': ')
         sentence += f' {reason}'
@@ -547,7 +537,7 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
 
 
 def _describe_unknown_field(arguments: Sequence[str], kind: Kind) -> str | None:
-    """Returns a sentence on the first --config.FIELD that does not exist; None if all exist."""
+    """Returns an error message for the first unknown --config.FIELD; None if all are known."""
     fields = settings(kind)  # by name, such as 'model.d_model'
     sections = {name.rpartition('.')[0] for name in fields}  # such as 'model'
     for argument in arguments:
@@ -562,17 +552,14 @@ def _describe_unknown_field(arguments: Sequence[str], kind: Kind) -> str | None:
 
 
 class Outcome(NamedTuple):
-    """How a script ends after an error: with a sentence on standard error, and an exit code."""
+    """The sentence on standard error and the exit code with which a script ends."""
 
     sentence: str
     code: int
 
 
 def outcome(error: BaseException) -> Outcome | None:
-    """Returns how a script ends after an error.
-
-    None for an unexpected error, such as a bug. Its traceback is printed.
-    """
+    """Returns how a script ends after an error; None for an unexpected error, such as a bug."""
     problem = environment.platform_problem(error)
     if problem is not None:
         return Outcome(problem, EXIT_CONFIG)
@@ -594,12 +581,12 @@ def outcome(error: BaseException) -> Outcome | None:
         return Outcome(f'{target} cannot be written {reason}', EXIT_CONFIG)
 
     if isinstance(error, RuntimeError) and str(error).startswith('RESOURCE_EXHAUSTED'):
-        # XLA's first line is 'RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.'.
+        # XLA's message begins 'RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.'.
         first_line = str(error).splitlines()[0]
-        reason = first_line.partition(': ')[2].rstrip('.')
+        _, _, allocation = first_line.partition(': ')
         sentence = (
-            f'the devices are out of memory ({reason}); reduce train.batch_size, model.context '
-            'or the trials of a run, or set train.accumulation or model.remat'
+            f'the devices are out of memory ({allocation.rstrip(".")}); reduce train.batch_size, '
+            'model.context or the trials of a run, or set train.accumulation or model.remat'
         )
         return Outcome(sentence, EXIT_CONFIG)
     return None
@@ -621,12 +608,8 @@ def _write_or_discard(text: str, stream: TextIO) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Prints the package's log messages on standard error, one line each.
-
-    The variable QKATTN_LOG sets their level, by default INFO.
-    """
-    # orbax logs through absl: each save, and each error that it also raises. A user who wants
-    # these messages gives absl's flag --verbosity.
+    """Prints qkattn's log messages on standard error, at the level of the variable QKATTN_LOG."""
+    # orbax logs each save through absl. Hide it unless the user sets absl's flag --verbosity.
     if not flags.FLAGS['verbosity'].present:
         absl.logging.set_verbosity(absl.logging.FATAL)
 
@@ -635,16 +618,18 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger('qkattn')
     logger.addHandler(handler)
     level = os.environ.get('QKATTN_LOG', '').upper()
-    logger.setLevel(level if level in logging.getLevelNamesMapping() else logging.INFO)
+    is_level = level in logging.getLevelNamesMapping()
+    logger.setLevel(level if is_level else logging.INFO)
     logger.propagate = False  # absl's handler would print the messages again
 
 
 def _help(doc: str, kind: Kind | None) -> str:
-    """Returns the text of --help: a script's docstring, its flags, and the settings of its config.
+    """Returns the --help text: a script's docstring, its flags, and its config settings.
 
-    `kind` is the class of these settings; None for a script without --config.
+    Args:
+      doc: the docstring of the script.
+      kind: the class of the config, Config or Study; None for a script without --config.
     """
-    # The docstring. Its commands are not wrapped.
     lines = []
     width = flags.get_help_width()
     for paragraph in inspect.cleandoc(doc).split('\n\n'):
@@ -659,11 +644,12 @@ def _help(doc: str, kind: Kind | None) -> str:
     if kind is None:
         return '\n'.join(lines)
 
-    # The settings, as flags that override them: '--config.model.d_model: int, at least 1; ...'.
-    for name, field in settings(kind).items():
-        head = f'--config.{name}: {_describe_valid_values(field)}; default {field.default!r}'
-        description = field.doc
-        registered_names = field.registered_names()
+    for name, setting in settings(kind).items():
+        # '--config.model.d_model: int, at least 1; default 64'
+        values = _describe_valid_values(setting)
+        head = f'--config.{name}: {values}; default {setting.default!r}'
+        description = setting.doc
+        registered_names = setting.registered_names()
         if registered_names:
             description += f'\nNames: {", ".join(registered_names)}.'
         lines += _help_entry(head, description)
@@ -671,10 +657,7 @@ def _help(doc: str, kind: Kind | None) -> str:
 
 
 def _help_entry(head: str, description: str) -> list[str]:
-    """Returns the lines of --help on a flag: its head, and below it what the flag does.
-
-    Line breaks in the description stay.
-    """
+    """Returns the --help lines for a flag: its head, and its indented description."""
     lines = _wrap(head, indent=2)
     for paragraph in description.splitlines():
         lines += _wrap(paragraph, indent=6)
@@ -682,7 +665,7 @@ def _help_entry(head: str, description: str) -> list[str]:
 
 
 def _wrap(text: str, indent: int) -> list[str]:
-    """Wraps text to the terminal's width; lines after the first one are indented two more."""
+    """Wraps and indents text; all lines but the first are indented by two more characters."""
     return textwrap.wrap(
         text,
         flags.get_help_width(),
@@ -696,26 +679,23 @@ def _wrap(text: str, indent: int) -> list[str]:
 def _describe_type(annotation: Any) -> str:
     """Returns a type in words, such as 'int or None', 'tuple of float' or "'adam' or 'sgd'"."""
     origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
+    parameters = typing.get_args(annotation)
     if origin is Literal:  # Literal['adam', 'sgd']
-        return ' or '.join(repr(value) for value in arguments)
+        return ' or '.join(repr(value) for value in parameters)
     if origin in (types.UnionType, typing.Union):  # int | None
-        return ' or '.join(_describe_type(member) for member in arguments)
+        return ' or '.join(_describe_type(member) for member in parameters)
     if origin is tuple:  # tuple[float, ...]
-        return f'tuple of {_describe_type(arguments[0])}'
+        return f'tuple of {_describe_type(parameters[0])}'
     return 'None' if annotation is type(None) else annotation.__name__
 
 
 def _describe_valid_values(setting: Setting) -> str:
-    """Returns which values a setting takes, as in 'int, at least 1 and below 2**31'.
-
-    Bounds are described for numbers only. For a tuple of numbers they apply to each entry.
-    """
+    """Returns the values that a setting takes, as in 'int, at least 1 and below 2**31'."""
     type_in_words = _describe_type(setting.kind)
-    bounded_type = concrete_types(setting.kind)[0]  # int for 'int | None'
-    if bounded_type is tuple:
+    number_type = concrete_types(setting.kind)[0]  # int for 'int | None'
+    if number_type is tuple:  # the bounds are those of its entries
         entry_annotation = typing.get_args(setting.kind)[0]
-        bounded_type = concrete_types(entry_annotation)[0]
-    if bounded_type in (int, float):
-        return f'{type_in_words}, {setting.bounds.describe(bounded_type)}'
+        number_type = concrete_types(entry_annotation)[0]
+    if number_type in (int, float):
+        return f'{type_in_words}, {setting.bounds.describe(number_type)}'
     return type_in_words

@@ -57,7 +57,7 @@ def platform_problem(error: BaseException) -> str | None:
 
 def _could_not_open_devices(error: BaseException) -> bool:
     """Whether JAX has raised the error because it could not open its devices."""
-    if isinstance(error, AssertionError):  # JAX raises it without a message if it finds no device
+    if isinstance(error, AssertionError):  # JAX found no device
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and os.path.basename(frames[-1].filename) == 'xla_bridge.py'
     return isinstance(error, RuntimeError) and 'Unable to initialize backend' in str(error)
