@@ -1,6 +1,6 @@
-"""Detects the job that a process belongs to, and its rank.
+"""Detects the job and the rank of a process from environment variables.
 
-The engine that starts the processes of a job, such as Slurm, sets environment variables.
+The engine that starts the processes of a job, such as Slurm, sets these variables.
 """
 
 import dataclasses
@@ -12,15 +12,13 @@ from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 from qkattn.errors import ConfigError
 from qkattn.jobs import machine
 
-# The three variables that describe a job without an engine. In a job of an engine, the address may
-# be set alone.
+# The variables that describe a job without an engine. With an engine, ADDRESS may be set alone.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 TRIPLE = (ADDRESS, 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
-# The variable that sets the port of the coordinator in a job of an engine.
+# The variable for the coordinator's port in a job of an engine.
 PORT = 'JAX_COORDINATOR_PORT'
-# The classes by which jax reads the variables of each engine. They are not public, but the public
-# jax.distributed.initialize also connects. Open MPI may start its processes through Slurm, so it
-# comes first.
+# jax's private classes that read the variables of an engine. The public way,
+# jax.distributed.initialize, would also connect. Open MPI is first, since it may run inside Slurm.
 ENGINES: dict[str, type[ClusterEnv]] = {
     'openmpi': OmpiCluster,
     'slurm': SlurmCluster,
@@ -28,7 +26,7 @@ ENGINES: dict[str, type[ClusterEnv]] = {
     'tpu': GceTpuCluster,
 }
 
-# The variable that sets the seconds within which all processes of a job must start.
+# The variable for the seconds within which all processes of a job must start.
 CONNECT = 'QKATTN_CONNECT_SECONDS'
 
 
@@ -40,14 +38,11 @@ class Job:
     process_id: int = 0  # the rank; process 0 is the coordinator and owns the run directory
     engine: str = 'single'  # or 'explicit', 'slurm', 'openmpi', 'gke', 'tpu'
     coordinator: str | None = None  # 'host:port' of process 0; None for a single process
-    # The GPUs that this process uses, by index among those that it sees; None uses all.
+    # Indices into the visible GPUs, for the GPUs that this process uses; None uses all.
     local_device_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if the rank or the coordinator's address is not valid.
-
-        The message names the engine: the program that has started the job, such as 'slurm'.
-        """
+        """Raises ConfigError if the rank or the coordinator's address is not valid."""
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
                 f'process id {self.process_id} ({self.engine}) is not in 0 .. '
@@ -58,24 +53,22 @@ class Job:
         host, _, port = self.coordinator.rpartition(':')
         is_port = port.isdecimal() and 0 < int(port) < 2**16
         if not (host and is_port):
-            text = f'the coordinator {self.coordinator!r} ({self.engine}) is not HOST:PORT'
-            raise ConfigError(text)
+            raise ConfigError(
+                f'the coordinator {self.coordinator!r} ({self.engine}) is not HOST:PORT'
+            )
 
 
 def detect() -> Job:
-    """Returns the job of this process, by its environment variables.
+    """Returns the job of this process, from environment variables.
 
-    There are three cases:
+    - If the variables of TRIPLE are set, they give address, number of processes and rank.
+    - If an engine of ENGINES has started the job, its own variables describe the job.
+      JAX_COORDINATOR_PORT overrides the coordinator's port, JAX_COORDINATOR_ADDRESS its address.
+    - Otherwise, the process is a job of its own.
 
-    - The three variables of TRIPLE describe a job: address, number of processes and rank.
-    - An engine has started the job. The engines are Open MPI, Slurm (a step of several tasks), GKE,
-      and a TPU VM (by its metadata server), in this order. JAX_COORDINATOR_PORT then replaces the
-      port of the coordinator, and JAX_COORDINATOR_ADDRESS its whole address.
-    - Otherwise the process is alone.
-
-    Raises ConfigError if variables are incomplete or malformed.
+    Raises:
+      ConfigError: variables are incomplete or malformed.
     """
-    # The variables of TRIPLE.
     _, count_name, rank_name = TRIPLE
     if count_name in os.environ or rank_name in os.environ:
         missing = [name for name in TRIPLE if name not in os.environ]
@@ -90,7 +83,6 @@ def detect() -> Job:
             raise ConfigError(f'{count_name}={count!r} and {rank_name}={rank!r} must be integers')
         return Job(int(count), int(rank), 'explicit', os.environ[ADDRESS])
 
-    # A job of an engine.
     for engine, cluster in ENGINES.items():
         try:
             job = _job_of_engine(engine, cluster)
@@ -104,14 +96,16 @@ def detect() -> Job:
         if job is not None:
             return job
 
-    # A process alone.
     if ADDRESS in os.environ:
         raise ConfigError(f'{ADDRESS} is set, but not {count_name} and {rank_name}')
     return Job()
 
 
 def connect_seconds() -> int:
-    """Returns the seconds that CONNECT sets, by default 300; ConfigError if they are not valid."""
+    """Returns the connection timeout, which the variable CONNECT sets; 300 s by default.
+
+    Raises ConfigError if the variable is not a number of seconds in 1 .. 86400.
+    """
     text = os.environ.get(CONNECT, '300')
     if not text.isdecimal() or not 1 <= int(text) <= 86_400:
         raise ConfigError(f'{CONNECT}={text!r} is not a number of seconds in 1 .. 86400')
@@ -119,25 +113,22 @@ def connect_seconds() -> int:
 
 
 def _job_of_engine(engine: str, cluster: type[ClusterEnv]) -> Job | None:
-    """Returns the job that an engine has started and that this process belongs to.
-
-    Returns None if there is no such job, or if it has a single process.
+    """Returns the job of this process, if an engine has started it with several processes.
 
     Args:
       engine: a key of ENGINES.
-      cluster: the class of jax that reads the variables of the engine.
+      cluster: jax's class that reads the variables of the engine.
     """
-    # Engines of TPUs are skipped if JAX may not use TPUs.
-    starts_only_tpus = cluster not in (OmpiCluster, SlurmCluster)
+    is_tpu_engine = cluster not in (OmpiCluster, SlurmCluster)
     may_use_tpus = 'tpu' in os.environ.get('JAX_PLATFORMS', 'tpu')
-    if starts_only_tpus and not may_use_tpus:
+    if is_tpu_engine and not may_use_tpus:
         return None
     if not cluster.is_env_present():
         return None
 
     num_processes = cluster.get_process_count()
     if cluster is SlurmCluster:
-        # jax counts the tasks of the allocation. The step of this process may have fewer.
+        # jax counts all tasks of the allocation. The Slurm step of this process may have fewer.
         num_processes = int(os.environ.get('SLURM_STEP_NUM_TASKS', num_processes))
     if num_processes == 1:
         return None
@@ -146,21 +137,26 @@ def _job_of_engine(engine: str, cluster: type[ClusterEnv]) -> Job | None:
     address = os.environ.get(ADDRESS)
     if address is None:
         address = cluster.get_coordinator_address(connect_seconds(), os.environ.get(PORT))
-    return Job(num_processes, rank, engine, address, _gpus(engine, num_processes))
+    gpus = _gpus(engine, num_processes)
+    return Job(num_processes, rank, engine, address, local_device_ids=gpus)
 
 
 def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
-    """Returns the GPUs that this process uses, as indices among the GPUs that it sees.
+    """Returns indices of the GPUs that this process uses, among the GPUs that it sees.
 
-    For example, a node has 8 GPUs and 4 processes, which engines call tasks. If the engine has
-    given each process 2 GPUs of its own, all processes get (0, 1). If each process sees all GPUs,
-    the first one gets (0, 1), the second one (2, 3). None leaves the choice to jax: without GPUs,
-    or for an engine of TPUs.
+    For example, a node has 8 GPUs and 4 processes. If each process sees only 2 GPUs, all processes
+    get (0, 1). If each process sees all 8 GPUs, the first process gets (0, 1), the second (2, 3).
 
-    `num_processes` is the size of the whole job. Raises ConfigError if the GPUs do not divide over
-    the processes.
+    Args:
+      engine: a key of ENGINES.
+      num_processes: the number of processes of the whole job.
+
+    Returns:
+      The indices, or None without GPUs or for an engine of TPUs.
+
+    Raises:
+      ConfigError: the GPUs of the node do not divide over its processes.
     """
-    # How many GPUs this process sees.
     cuda_devices = os.environ.get('CUDA_VISIBLE_DEVICES')
     if cuda_devices is None:  # Open MPI does not set the variable
         gpus = machine.accelerators(os.environ.get('JAX_PLATFORMS')) or []
@@ -170,7 +166,7 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     if num_visible == 0:
         return None
 
-    # How many GPUs and tasks the node has.
+    # Slurm and Open MPI call processes tasks.
     if engine == 'slurm':
         rank_on_node = int(os.environ['SLURM_LOCALID'])
         tasks_on_node = num_processes // int(os.environ['SLURM_STEP_NUM_NODES'])
@@ -182,13 +178,11 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     else:
         return None
 
-    # With 8 GPUs and 4 tasks, a task that sees 2 GPUs has them for itself. One that sees 8 takes
-    # its share of them.
-    sees_only_its_own = num_visible * tasks_on_node == gpus_on_node
-    if sees_only_its_own:
+    sees_own_gpus_only = num_visible * tasks_on_node == gpus_on_node
+    if sees_own_gpus_only:
         return tuple(range(num_visible))
-    sees_all = num_visible == gpus_on_node
-    if sees_all and gpus_on_node % tasks_on_node == 0:
+    sees_all_gpus = num_visible == gpus_on_node
+    if sees_all_gpus and gpus_on_node % tasks_on_node == 0:
         gpus_per_task = gpus_on_node // tasks_on_node
         first = rank_on_node * gpus_per_task
         return tuple(range(first, first + gpus_per_task))

@@ -1,6 +1,6 @@
-"""The cores, accelerators and memory that this process may use.
+"""The CPU cores, accelerators and memory that this process may use.
 
-The machine, the process's affinity and its control groups limit them. Standard library only.
+Their limits are the machine, CPU affinity, and control groups. Needs only the standard library.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# The directory in which Linux shows the limits of control groups.
+# Linux's directory of control groups.
 GROUPS = Path('/sys/fs/cgroup')
 # The file that lists the control groups of this process.
 MEMBERSHIP = Path('/proc/self/cgroup')
@@ -24,7 +24,7 @@ _ACCELERATORS = ('dev/accel[0-9]*', 'dev/vfio/[0-9]*', 'dev/kfd')
 _M_ARENA_MAX = -8
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-# Thresholds to try in turn: glibc refuses one above its limit, which depends on the machine.
+# Values to try in turn, because the largest valid value depends on the machine.
 _LARGEST_MMAP_THRESHOLDS = (2**30, 2**25)
 
 
@@ -45,7 +45,7 @@ def usable_cores() -> list[int]:
 
 
 def split_evenly(items: Sequence, number: int) -> list[list]:
-    """Splits `items` into `number` groups of neighbours, whose sizes differ by at most one."""
+    """Splits `items` into `number` consecutive groups, whose sizes differ by at most one."""
     groups = []
     for index in range(number):
         start = index * len(items) // number
@@ -55,29 +55,27 @@ def split_evenly(items: Sequence, number: int) -> list[list]:
 
 
 def granted_cores(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Returns the processor time that the control groups grant, in cores; infinity if unlimited."""
-    limits = [math.inf]
+    """Returns the CPU quota of the control groups, in cores; infinity if unlimited."""
+    quotas = [math.inf]
     for text in _control_group_values('cpu.max', groups, membership):
-        granted, _, period = text.partition(' ')
-        if granted != 'max':
-            limits.append(int(granted) / int(period))
-    return min(limits)
+        time_text, _, period_text = text.partition(' ')  # '150000 100000' is 1.5 cores
+        if time_text != 'max':
+            quotas.append(int(time_text) / int(period_text))
+    return min(quotas)
 
 
 def free_memory(
     groups: Path = GROUPS, membership: Path = MEMBERSHIP, memory: Path = Path('/proc/meminfo')
 ) -> float:
-    """Returns the bytes of memory that processes may still take; infinity if that is unknown.
+    """Returns the bytes of memory that are free, on the machine and in each control group.
 
-    It is the least of what the machine and each control group have left.
+    Returns infinity if this is unknown.
     """
-    candidates = [math.inf]
-    # The machine has a line 'MemAvailable:   1234 kB'.
-    available = re.search(r'^MemAvailable:\s*(\d+)', _read_text(memory), re.MULTILINE)
+    free_bytes = [math.inf]
+    available = re.search(r'^MemAvailable:\s*(\d+)', _read_text(memory), re.MULTILINE)  # in KiB
     if available:
-        candidates.append(1024 * int(available[1]))
+        free_bytes.append(1024 * int(available[1]))
 
-    # Each control group has three files: the limit in bytes, the bytes in use, and statistics.
     limits = _control_group_values('memory.max', groups, membership)
     usages = _control_group_values('memory.current', groups, membership)
     statistics = _control_group_values('memory.stat', groups, membership)
@@ -85,14 +83,13 @@ def free_memory(
         has_limit = limit not in ('', 'max')
         if not has_limit:
             continue
-        left = int(limit) - int(used)
-        # The bytes in use include cached files, which the kernel gives back. The statistics count
-        # these bytes in a line 'inactive_file 1234'.
+        free_in_group = int(limit) - int(used)
+        # The used bytes include cached files, which the kernel can free.
         cached = re.search(r'^inactive_file (\d+)', stat, re.MULTILINE)
         if cached:
-            left += int(cached[1])
-        candidates.append(left)
-    return min(candidates)
+            free_in_group += int(cached[1])
+        free_bytes.append(free_in_group)
+    return min(free_bytes)
 
 
 def cpu() -> str:
@@ -104,27 +101,24 @@ def cpu() -> str:
 
 
 def split_visible_gpus(visible: str) -> list[str]:
-    """Splits a value of CUDA_VISIBLE_DEVICES into the GPUs that it names: '0,1' gives ['0', '1'].
-
-    '' and '-1' name no GPU.
-    """
+    """Splits a value of CUDA_VISIBLE_DEVICES: '0,1' gives ['0', '1'], '' and '-1' give []."""
     return [gpu for gpu in visible.split(',') if gpu not in ('', '-1')]
 
 
 def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | None:
-    """Returns the NVIDIA GPUs that JAX may use, as entries of CUDA_VISIBLE_DEVICES: ['0', '1'].
-
-    The list is empty without accelerators. None stands for accelerators of another kind: one
-    process uses all of them.
+    """Returns the NVIDIA GPUs that JAX may use, as entries of CUDA_VISIBLE_DEVICES.
 
     Args:
       platforms: the value of JAX_PLATFORMS; None allows all platforms.
-      root: the root directory, below which the device files are.
+      root: the directory that contains dev/, with the device files.
+
+    Returns:
+      The GPUs, such as ['0', '1']; [] without accelerators; None for TPUs and AMD GPUs.
     """
     if platforms == 'cpu':
         return []
     num_gpus = len(list(root.glob('dev/nvidia[0-9]*')))  # /dev/nvidia0, /dev/nvidia1, ...
-    # CUDA support of jax is a plugin, which is installed into this package.
+    # jax's CUDA plugin is installed into this package.
     has_cuda_in_jax = bool(importlib.util.find_spec('jax_plugins'))
     if num_gpus and has_cuda_in_jax:
         visible = os.environ.get('CUDA_VISIBLE_DEVICES')
@@ -135,7 +129,7 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
 
 
 def describe_accelerators(root: Path = Path('/')) -> str:
-    """Returns the accelerators of this machine in words, whether or not JAX can use them."""
+    """Returns the accelerators of this machine in words, even if JAX cannot use them."""
     num_gpus = len(list(root.glob('dev/nvidia[0-9]*')))
     if num_gpus == 0:
         return 'a TPU or a GPU of AMD' if _has_other_accelerators(root) else 'no accelerator'
@@ -155,24 +149,23 @@ def _has_other_accelerators(root: Path) -> bool:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Makes glibc keep memory that is freed, so that the process can use it again at once.
+    """Makes glibc's allocator keep freed memory for reuse, instead of returning it to the system.
 
-    By default glibc returns large blocks to the system. XLA's CPU backend allocates temporaries
-    anew for every call, and the system must then clear their pages. For a small model this takes as
-    long as the computation.
+    XLA's CPU backend allocates temporaries anew for every call. If the system provides the memory,
+    it clears each page, which takes as long as the computation of a small model.
 
-    Call it before other threads start, since glibc gives each thread memory of its own, an arena.
-    It does nothing without glibc, or if the user has set variables of glibc.
+    Call this function before other threads start. It does nothing without glibc, or if the user has
+    set environment variables of glibc.
     """
     has_malloc_variable = any(name.startswith('MALLOC_') for name in os.environ)
     is_set_by_user = has_malloc_variable or 'GLIBC_TUNABLES' in os.environ
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)  # None without glibc
     if mallopt is None or is_set_by_user:
         return
-    # All threads share one arena. It keeps up to 2 GiB of freed memory at its end.
+    # All threads share one arena, which keeps up to 2 GiB of free memory at its end.
     mallopt(_M_ARENA_MAX, 1)
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    # Blocks below this threshold lie in the arena. Set the largest one that glibc accepts.
+    # Only blocks below this threshold are in the arena.
     for threshold in _LARGEST_MMAP_THRESHOLDS:
         is_accepted = mallopt(_M_MMAP_THRESHOLD, threshold)
         if is_accepted:
@@ -182,18 +175,17 @@ def keep_freed_memory() -> None:
 def _control_group_values(name: str, groups: Path, membership: Path) -> Iterator[str]:
     """Yields the values of a setting, such as 'cpu.max', in the control groups of this process.
 
-    The process's own group comes first, then the groups around it. Groups without the setting are
-    skipped.
+    The order is from the innermost group outwards. Groups without the setting are skipped.
     """
     for line in _read_text(membership).splitlines():
-        number, _, path = line.split(':', 2)  # '0::/user.slice/job'
-        if number != '0':  # a group of cgroup version 1
+        hierarchy, _, path = line.split(':', 2)  # '0::/user.slice/job'
+        if hierarchy != '0':  # cgroup version 1
             continue
-        group = groups / path.lstrip('/')
-        for parent in (group, *group.parents):
-            if not parent.is_relative_to(groups):
+        innermost_group = groups / path.lstrip('/')
+        for group in (innermost_group, *innermost_group.parents):
+            if not group.is_relative_to(groups):
                 break
-            text = _read_text(parent / name)
+            text = _read_text(group / name)
             if text:
                 yield text
 
