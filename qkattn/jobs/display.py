@@ -1,4 +1,4 @@
-"""The display of runs on standard error: a line that a terminal redraws, plain lines elsewhere."""
+"""Progress of runs on standard error: a status line in a terminal, plain lines elsewhere."""
 
 import contextlib
 import dataclasses
@@ -15,76 +15,74 @@ import numpy as np
 
 from qkattn.jobs.output import say, short
 
-# On a terminal, at least this many seconds pass between two drawings.
+# The minimum seconds between two drawings in a terminal.
 _DRAWN_EVERY = 0.2
-# Seconds after which the display is drawn again even if nothing was reported.
+# The seconds between two refreshes without a report.
 _TICK = 1.0
-# Elsewhere, at least this many seconds pass between two lines.
+# The minimum seconds between two plain lines.
 _QUIET = 4.0
-# Elsewhere, at least this fraction of the time since the start passes between two lines. So a long
-# run does not fill its log.
+# The minimum time between two plain lines, as a fraction of the time since the start.
 _PLAIN_FRACTION = 0.05
-# The most characters of a label on a terminal.
+# The maximum number of characters of a label in a terminal.
 _LABEL = 24
-# On a narrow terminal, a label is shortened to this many characters.
+# The same in a narrow terminal.
 _SHORTEST_LABEL = 8
-# At least this many seconds pass between two counts of what is left of the study. To count, its
-# directory is read.
+# The minimum seconds between two calls of `study`, which may read the study's directory.
 _STUDY_EVERY = 60.0
 _UNIT = ' nats/token'
-# Makes a terminal erase its line.
+# The escape code that erases the current line of a terminal.
 _ERASE = '\r\x1b[2K'
 
 _log = logging.getLogger(__name__)
 
 
 class Screen:
-    """A stream of lines. A terminal shows one more line below them, which is redrawn in place."""
+    """An output stream of lines, with a status line at the bottom of a terminal."""
 
     def __init__(self, stream: TextIO | None = None, columns: int | None = None):
         """Opens the screen without drawing anything.
 
         Args:
           stream: where to write; by default standard error.
-          columns: the width of a row in characters; by default that of the terminal.
+          columns: the width in characters; by default that of the terminal.
         """
         self._stream = stream or sys.stderr
         self._columns = columns
-        self._line = ''  # the line that the terminal shows at the bottom
-        # A dumb terminal, as of some editors, cannot redraw a line.
+        self._line = ''  # the status line
+        # A dumb terminal, as in some editors, cannot redraw a line.
         is_dumb = os.environ.get('TERM', 'dumb') in ('dumb', 'unknown')
         self.terminal = self._stream.isatty() and not is_dumb
 
     def print(self, text: str) -> None:
-        """Writes a line above the redrawn one."""
+        """Writes a line above the status line."""
         self._write(f'{text}\n', self._line)
 
     @property
     def room(self) -> int:
-        """The number of characters that a terminal shows in a row without wrapping it."""
+        """The number of characters that fit into a line without wrapping."""
         columns = self._columns
         if not columns:
-            # If the terminal is gone, any width will do: `say` then drops the line.
+            # If the terminal is gone, `say` drops the line, and any width will do.
             with contextlib.suppress(OSError):
                 columns = os.get_terminal_size(self._stream.fileno()).columns
         return (columns or 80) - 1
 
     def draw(self, line: str) -> None:
-        """Shows `line`, cut to the width, in place of the redrawn line; only for a terminal."""
+        """Replaces the status line, and cuts it to the width; only for a terminal."""
         room = self.room
         if len(line) > room:
             line = f'{line[: room - 1]}…'
         self._write('', line)
 
     def close(self, keep: bool = False) -> None:
-        """Removes the redrawn line, or leaves it on the screen; may be called twice."""
+        """Removes the status line, or keeps it on the screen; may be called twice."""
         text = ''
         if keep and self._line:
             text = f'{self._line}\n'
         self._write(text, '')
 
     def _write(self, text: str, line: str) -> None:
-        """Erases the redrawn line, writes `text`, and shows `line` as the redrawn line."""
+        """Erases the status line, writes `text`, and then writes `line` as the status line."""
         erase = _ERASE if self._line else ''
         self._line = line
         say(f'{erase}{text}{line}', self._stream)
@@ -92,50 +90,49 @@ class Screen:
 
 @dataclasses.dataclass(frozen=True)
 class StudyLeft:
-    """What is left of a study besides this run. Only the runs of the plan so far are counted."""
+    """The planned runs of a study that are left besides this run."""
 
-    runs: int  # runs without a result, also those that other workers train
-    waiting_work: float  # work of the runs that nobody trains yet, as a multiple of this run's
-    workers: int  # workers that train, this one included
+    runs: int  # runs without a result, including runs in training
+    waiting_work: float  # the work of runs that have not started, in units of this run's work
+    workers: int  # workers that train, including this worker
 
 
 @dataclasses.dataclass
 class _Pause:
-    """The times of a phase that comes again and again between steps, such as an evaluation."""
+    """The durations of a recurring phase between steps, such as evaluation."""
 
-    first_step: int  # the step after which it came first
-    first_seconds: float  # the first time includes costs that come once, such as compilation
-    last_step: int  # the step after which it came last
-    later_seconds: float = 0.0  # the sum of all times but the first
+    first_step: int  # the steps done before the first occurrence
+    first_seconds: float  # the first duration, which includes one-time costs like compilation
+    last_step: int  # the steps done before the last occurrence
+    later_seconds: float = 0.0  # the sum of all durations but the first
 
     @property
     def per_step(self) -> float:
-        """The seconds of the phase per step of the run; 0 until it has come again later."""
-        if self.last_step == self.first_step:
-            return 0.0
-        return self.later_seconds / (self.last_step - self.first_step)
+        """The mean seconds of this phase per training step; 0 if it has not recurred."""
+        num_steps = self.last_step - self.first_step
+        return self.later_seconds / num_steps if num_steps else 0.0
 
 
 class Pace:
-    """Estimates how long steps take, and when a run ends, from reported times.
+    """Estimates the time per step and the time left of a run.
 
-    A run consists of steps and of phases between them, such as evaluations. Costs that come once
-    are not extrapolated: the time before the first report, and the first phase of each name. All
-    times are in seconds on the same clock.
+    A run consists of training steps and of phases between the steps, such as evaluations. The time
+    before the first report, and the first phase of each name, are one-time costs. All times are in
+    seconds on the same clock.
     """
 
     def __init__(self, opened: float):
         """Begins at the time `opened`, when the run starts."""
         self._opened = opened
-        self._first: tuple[int, float] | None = None  # step and time of the first report
-        self._step = 0
-        self._trained = 0.0  # seconds from the first report to the newest one, without phases
+        self._first: tuple[int, float] | None = None  # (step, time) of the first report
+        self._step = 0  # of the last report
+        self._trained = 0.0  # seconds from the first to the last report, without phases
         self._paused = 0.0  # seconds of phases since the first report
         self._pause_start: float | None = None  # when the current phase began
-        self._pauses: dict[str, _Pause] = {}
+        self._pauses: dict[str, _Pause] = {}  # by phase name
 
     def report(self, step: int, now: float) -> None:
-        """Takes the number of steps that are done, also before a run was resumed."""
+        """Records that `step` steps of the run are done."""
         if self._first is None:
             self._first = step, now
             self._paused = 0.0
@@ -143,22 +140,17 @@ class Pace:
         self._trained = self._training(now)
 
     def pause(self, now: float) -> None:
-        """Takes the beginning of a phase."""
+        """Records the beginning of a phase."""
         self._pause_start = now
 
     def resume(self, name: str, now: float) -> None:
-        """Takes the end of the phase `name`, whose seconds do not count as training.
-
-        A phase between steps, such as an evaluation, comes again later in the run. So its seconds
-        are also added up by name, to estimate the time that such phases will take.
-        """
-        # Phases may be nested. The seconds from the beginning of the inner one to its end count.
-        # At the end of the outer one, `_pause_start` is None, and no more seconds count.
+        """Records the end of the phase `name`."""
+        # `_pause_start` is None at the end of an outer phase. Only the inner phase counts.
         seconds = 0.0 if self._pause_start is None else now - self._pause_start
         self._pause_start = None
         self._paused += seconds
 
-        # Phases before the first report, such as compilation, do not come again.
+        # Phases before the first report, such as compilation, do not recur.
         has_reported = self._first is not None
         if not has_reported:
             return
@@ -177,12 +169,11 @@ class Pace:
         if self._first is None:
             return None
         first_step, _ = self._first
-        if self._step == first_step:
-            return None
-        return self._trained / (self._step - first_step)
+        num_steps = self._step - first_step
+        return self._trained / num_steps if num_steps else None
 
     def seconds_left(self, total_steps: int, now: float) -> float | None:
-        """Returns the seconds until the last step, phases included; None before two reports."""
+        """Returns the seconds until the last step, with phases; None before two reports."""
         if self._with_pauses is None:
             return None
         left_at_report = (total_steps - self._step) * self._with_pauses
@@ -190,18 +181,17 @@ class Pace:
         return max(0.0, left_at_report - trained_since_report)
 
     def total_seconds(self, total_steps: int) -> float | None:
-        """Returns the seconds that a run like this one takes in all; None before two reports."""
+        """Returns the seconds of a whole run like this run; None before two reports."""
         if self._first is None or self._with_pauses is None:
             return None
         _, first_time = self._first
-        # Costs that come once, such as compilation.
-        until_first_report = first_time - self._opened
+        until_first_report = first_time - self._opened  # includes compilation
         first_phases = sum(pause.first_seconds for pause in self._pauses.values())
         return until_first_report + first_phases + total_steps * self._with_pauses
 
     @property
     def _with_pauses(self) -> float | None:
-        """Seconds per step, with its share of the phases that recur; None before two reports."""
+        """Seconds per step, with recurring phases; None before two reports."""
         if self.step_seconds is None:
             return None
         return self.step_seconds + sum(pause.per_step for pause in self._pauses.values())
@@ -211,7 +201,7 @@ class Pace:
         if self._first is None:
             return 0.0
         _, first_time = self._first
-        # In a phase, training has ended when the phase began.
+        # During a phase, training has stopped at its beginning.
         training_end = now if self._pause_start is None else self._pause_start
         return training_end - first_time - self._paused
 
@@ -219,7 +209,7 @@ class Pace:
 class Progress(contextlib.AbstractContextManager['Progress']):
     """Displays the phase or step, the losses and the time left of a run; only in process 0."""
 
-    _open: ClassVar['Progress | None'] = None  # the one that is displayed
+    _open: ClassVar['Progress | None'] = None  # the displayed instance
 
     def __init__(
         self,
@@ -231,18 +221,17 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         screen: Screen | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Starts the display. It shows a phase that lasts for some time, and steps after `update`.
+        """Starts the display.
 
         Args:
           label: the name of the run.
           total_steps: the step at which the run ends.
           tokens_per_step: tokens of all trials in one step, to show tokens per second.
-          study: returns what is left of the study that the run belongs to; it is called at
-            evaluations. Without a study, every evaluation is printed instead.
+          study: returns what is left of the study; called at evaluations. Without a study, each
+            evaluation is printed.
           screen: where to draw; by default on standard error.
           clock: returns the time in seconds.
         """
-        # What does not change.
         self._label = label
         self._total = total_steps
         self._tokens_per_step = tokens_per_step
@@ -252,23 +241,23 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self._opened = clock()
         self._pace = Pace(self._opened)
 
-        # The study, and what is left of it by the last call of `study`.
+        # The study, and the last result of `study`.
         self._study = study
         self._study_left: StudyLeft | None = None
-        self._study_asked = -math.inf  # the time of the last call
+        self._study_asked = -math.inf  # the time of the last call of `study`
 
-        # The newest report: the step, None before the first report, and the losses.
+        # The last report.
         self._step: int | None = None
         self._loss: Any = None
         self._validation_loss: Any = None
-        self._speeds: Mapping[str, float] = {}  # metrics of speed, such as 'mfu'
+        self._speeds: Mapping[str, float] = {}  # such as {'mfu': 0.4}
 
         # What is shown.
-        self._phase: tuple[str, float] | None = None  # name and start of the current phase
-        self._shown_step: int | None = None  # the step of the report that was shown last
+        self._phase: tuple[str, float] | None = None  # (name, start time) of the current phase
+        self._shown_step: int | None = None  # the last step that was shown
         self._next_time = self._opened + _QUIET  # nothing is shown before this time
 
-        # Reentrant, because log messages also go through this object and may come at any time.
+        # Reentrant, because log messages go through this object and may come at any time.
         self._lock = threading.RLock()
         self._closed = threading.Event()
         Progress._open = self
@@ -276,10 +265,9 @@ class Progress(contextlib.AbstractContextManager['Progress']):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A `with` block without training steps, such as 'compiling'.
+        """A block without training steps, such as 'compiling', that is displayed if it is long.
 
-        The display names the phase if it lasts. Its seconds are logged at DEBUG, and do not count
-        in the speed of training.
+        Its duration is logged at level DEBUG, and does not count as training.
         """
         with self._lock:
             start = self._clock()
@@ -296,30 +284,30 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             _log.debug('%s: %s took %.3f s', self._label, name, end - start)
 
     def begin(self) -> None:
-        """Training starts or resumes."""
+        """Shows the phase 'first steps' until the first `update`."""
         self._ask_study()
         self._phase = 'first steps', self._clock()
 
     def update(self, step: int, loss: Any = None) -> None:
-        """Takes the number of steps done and the training loss of the trials, in nats per token."""
+        """Reports the number of finished steps, and the training losses in nats per token."""
         with self._lock:
             now = self._clock()
             is_first_report = self._step is None
             if is_first_report:
-                self._next_time = now  # so that `_show` shows it at once
-            self._phase = None  # ends the phase 'first steps', which `begin` has set
+                self._next_time = now  # `_show` must not wait
+            self._phase = None  # ends the phase 'first steps' of `begin`
             self._step = step
             self._loss = loss
             self._pace.report(step, now)
             self._show(now)
 
     def update_speeds(self, speeds: Mapping[str, float]) -> None:
-        """Takes the newest SPEEDS of `qkattn.metrics`."""
+        """Reports the metrics SPEEDS of `qkattn.metrics`."""
         with self._lock:
             self._speeds = speeds
 
     def update_validation_loss(self, step: int, loss: Any) -> None:
-        """Takes the validation loss of the trials, in nats per token, at `step`."""
+        """Reports the validation losses of the trials at `step`, in nats per token."""
         self._ask_study()
         with self._lock:
             self._validation_loss = loss
@@ -338,18 +326,16 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             if self._closed.is_set():
                 return
             self._closed.set()
-            # Show the last report. A terminal draws it again, in place of a phase that it may show.
-            # Elsewhere it is printed, unless it was printed already.
-            self._phase = None
+            self._phase = None  # `_show` shows the report instead
             is_newer_than_shown = self._step != self._shown_step
             if self._screen.terminal or is_newer_than_shown:
-                self._next_time = 0.0  # `_show` then does not wait
+                self._next_time = 0.0  # `_show` must not wait
                 self._show(self._clock())
             self._screen.close(keep=self._step is not None)
             Progress._open = None
 
     def tick(self) -> None:
-        """Draws again, since the seconds of a phase and the time left change."""
+        """Updates the displayed times."""
         with self._lock:
             if not self._closed.is_set():
                 self._show(self._clock())
@@ -358,13 +344,13 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         self.close()
 
     def _run(self) -> None:
-        """Draws the display every _TICK seconds; runs in its own thread."""
-        with contextlib.suppress(ValueError):  # raised once the stream is closed
+        """Updates the display every _TICK seconds; runs in its own thread."""
+        with contextlib.suppress(ValueError):  # the stream is closed
             while not self._closed.wait(_TICK):
                 self.tick()
 
     def _ask_study(self) -> None:
-        """Asks what is left of the study, if the last answer is _STUDY_EVERY seconds old."""
+        """Calls `study`, unless the last call was less than _STUDY_EVERY seconds ago."""
         if self._study is None:
             return
         if self._clock() >= self._study_asked + _STUDY_EVERY:
@@ -372,17 +358,15 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             self._study_asked = self._clock()
 
     def _show(self, now: float) -> None:
-        """Shows the current phase, such as 'compiling ... 12 s', or else the newest report.
+        """Shows the current phase, such as 'compiling ... 12 s', or else the last report.
 
-        Nothing is shown before `_next_time`, so that lines do not follow each other too fast. But a
-        terminal always shows a phase.
+        Shows nothing before `_next_time`, except for a phase in a terminal.
         """
         is_too_early = now < self._next_time
-        is_phase_on_terminal = self._phase is not None and self._screen.terminal
-        if is_too_early and not is_phase_on_terminal:
+        is_phase_in_terminal = self._phase is not None and self._screen.terminal
+        if is_too_early and not is_phase_in_terminal:
             return
 
-        # Choose what to show.
         if self._phase is not None:
             name, start = self._phase
             fields = [f'{name} ... {now - start:.0f} s']
@@ -392,15 +376,14 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         else:  # neither a phase nor a report
             return
 
-        # A terminal redraws its line. Elsewhere each call prints a line, so calls are rarer.
         if self._screen.terminal:
             self._screen.draw(self._row(fields, self._screen.room))
-            quiet_seconds = _DRAWN_EVERY
+            wait_seconds = _DRAWN_EVERY
         else:
             self.print(f'{self._label}: {", ".join(fields)}')
             seconds_so_far = now - self._opened
-            quiet_seconds = max(_QUIET, _PLAIN_FRACTION * seconds_so_far)
-        self._next_time = now + quiet_seconds
+            wait_seconds = max(_QUIET, _PLAIN_FRACTION * seconds_so_far)
+        self._next_time = now + wait_seconds
 
     def _fields(self, now: float) -> list[str]:
         """Returns the last report as display fields, the most important first.
@@ -428,28 +411,25 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             fields.append(f'{self._speeds["input_wait_fraction"]:.0%} waiting for input')
         study_left = self._study_left
         if study_left is not None and study_left.runs > 0:
-            # The time left for the study includes the time left for this run.
-            fields += self._study_fields(study_left, left=run_seconds_left)
+            fields += self._study_fields(study_left, run_seconds_left)
         return fields
 
-    def _study_fields(self, study: StudyLeft, left: float | None) -> Iterator[str]:
-        """Yields what is left of the study in words; `left` are the seconds left of this run.
+    def _study_fields(self, study: StudyLeft, run_seconds_left: float | None) -> Iterator[str]:
+        """Yields display fields for the study, such as '3 runs left'.
 
-        The estimate assumes that the workers share the waiting runs equally.
+        The estimated time includes this run. Waiting runs are shared equally by the workers.
         """
-        total_seconds = self._pace.total_seconds(self._total)
-        if left is not None and total_seconds is not None:
-            seconds = left + total_seconds * study.waiting_work / study.workers
+        run_seconds = self._pace.total_seconds(self._total)
+        if run_seconds_left is not None and run_seconds is not None:
+            seconds = run_seconds_left + run_seconds * study.waiting_work / study.workers
             yield f'study {format_duration(seconds)} left with {_counted(study.workers, "worker")}'
         yield f'{_counted(study.runs, "run")} left'
 
     def _row(self, fields: list[str], room: int) -> str:
-        """Returns a row 'LABEL: FIELD, FIELD' of at most `room` characters.
+        """Returns a line 'LABEL: FIELD, FIELD' of at most `room` characters.
 
-        If room is short, the label is shortened, down to _SHORTEST_LABEL characters. Then fields
-        that do not fit are left out, but not the first one.
+        The label is shortened, and fields that do not fit are left out. The first field stays.
         """
-        # Take all fields that fit beside the label at its shortest.
         shortest_label = min(len(self._label), _SHORTEST_LABEL)
         fields_room = room - shortest_label - len(': ')
         text = fields[0]
@@ -458,7 +438,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             if len(longer_text) <= fields_room:
                 text = longer_text
 
-        # The label gets the room that the fields leave.
+        # The label takes the room that the fields leave.
         label_room = room - len(': ') - len(text)
         label_size = min(_LABEL, max(_SHORTEST_LABEL, label_room))
         return f'{short(self._label, label_size)}: {text}'
@@ -469,37 +449,37 @@ def _counted(number: int, noun: str) -> str:
 
 
 def loss_text(loss: Any, unit: str = '') -> str:
-    """Returns a loss, or the range of the losses of several trials, as text.
+    """Returns the loss of a trial, or the range of several losses, as text.
 
     For example, '3.1000', '3.1000 to 3.2000', '3.1000 to 3.2000 (1 of 4 trials not finite)', or
-    'not finite'. The unit follows the numbers.
+    'not finite'. `unit` follows the numbers.
     """
-    values = np.asarray(loss, np.float64).ravel()
-    finite = values[np.isfinite(values)]
-    if finite.size == 0:
+    losses = np.asarray(loss, np.float64).ravel()
+    finite_losses = losses[np.isfinite(losses)]
+    if finite_losses.size == 0:
         return 'not finite'
-    text = f'{finite.min():.4f}'
-    if values.size > 1:
-        text += f' to {finite.max():.4f}'
+    text = f'{finite_losses.min():.4f}'
+    if losses.size > 1:
+        text += f' to {finite_losses.max():.4f}'
     text += unit
-    num_diverged = values.size - finite.size
+    num_diverged = losses.size - finite_losses.size
     if num_diverged:
-        text += f' ({num_diverged} of {values.size} trials not finite)'
+        text += f' ({num_diverged} of {losses.size} trials not finite)'
     return text
 
 
 def format_duration(seconds: float) -> str:
-    """Returns seconds as '02:10' (minutes and seconds), or '1:02:10' from an hour on."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
+    """Formats seconds as '02:10' (minutes and seconds), or '1:02:10' with hours."""
+    all_minutes, seconds_shown = divmod(int(seconds), 60)
+    hours, minutes_shown = divmod(all_minutes, 60)
     if hours:
-        return f'{hours}:{minutes:02d}:{seconds:02d}'
-    return f'{minutes:02d}:{seconds:02d}'
+        return f'{hours}:{minutes_shown:02d}:{seconds_shown:02d}'
+    return f'{minutes_shown:02d}:{seconds_shown:02d}'
 
 
 @contextlib.contextmanager
 def waiting(label: str, phase: str) -> Iterator[None]:
-    """A block outside of a run: if it lasts, the display names `label` and `phase`."""
+    """A block outside of a run, displayed as `label` and `phase` if it is long."""
     with Progress(label) as progress, progress.phase(phase):
         yield
 

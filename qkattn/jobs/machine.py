@@ -67,9 +67,9 @@ def granted_cores(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float
 def free_memory(
     groups: Path = GROUPS, membership: Path = MEMBERSHIP, memory: Path = Path('/proc/meminfo')
 ) -> float:
-    """Returns the bytes of memory that are free, on the machine and in each control group.
+    """Returns the free memory in bytes; infinity if it is unknown.
 
-    Returns infinity if this is unknown.
+    The free memory is the minimum over the machine and the control groups of this process.
     """
     free_bytes = [math.inf]
     available = re.search(r'^MemAvailable:\s*(\d+)', _read_text(memory), re.MULTILINE)  # in KiB
