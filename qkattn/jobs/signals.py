@@ -1,4 +1,4 @@
-"""Stop requests by signal, and the exit codes that launchers act on."""
+"""Stop requests by signal, and exit codes for launchers."""
 
 import contextlib
 import os
@@ -13,26 +13,26 @@ from qkattn.errors import Stopped
 
 # The exit code for an impossible setting or directory: launchers must not retry.
 EXIT_CONFIG = 2
-# The exit code of an interrupted script; a shell reports it for a command that SIGINT ends.
+# The exit code after an interrupt, as a shell reports it for SIGINT.
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 # The exit code after a stop on request with nothing lost: launchers run the same command again.
 EXIT_REQUEUE = 75
-# The scripts of experiments that use `exit_on_signal`. SIGTERM and Ctrl-C kill the others.
+# The scripts of experiments that use `exit_on_signal`. SIGTERM and Ctrl-C kill other scripts.
 RESUMABLE = ('ablate', 'claims', 'prepare_data', 'train')
-# A lock that is held during writes, so that `end` waits until they are complete.
+# A lock that is held during writes. `end` waits for it.
 no_interrupt = threading.RLock()
-# Functions that `end` calls, the latest first, such as the release of a lease. `no_interrupt`
-# guards the list.
+# Functions that `end` calls in reverse order, such as the release of a lease. `no_interrupt` guards
+# the list.
 exit_hooks: list[Callable[[], None]] = []
 
-# Seconds for which `end` waits for a write in progress.
+# The maximum seconds for which `end` waits for a write.
 _LONGEST_WRITE = 10.0
-# Seconds for which `_Watcher.catch_up` waits at most. Only an overloaded machine needs them.
+# The maximum seconds for which `_Watcher.catch_up` waits.
 _LONGEST_CATCH_UP = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# The flag --dry_run, or -dry_run=POD, among the arguments of a script.
+# The flag --dry_run or --dry_run=POD, with one or two hyphens.
 _DRY_RUN = re.compile(r'--?dry_run(=|$)')
-# The sentences with which a process ends on request.
+# The last messages of a process that ends on request.
 _SAVED = 'stopped after the last step, state saved'
 _NOTHING_TO_SAVE = 'stopped with nothing to save; the same command resumes'
 _NOTHING_TO_RESUME = 'interrupted'
@@ -47,9 +47,9 @@ class StopRequest:
             stop.defer_exit()
             while not stop.requested: ...
 
-    In a script with `exit_on_signal`, a second Ctrl-C changes nothing, and a third one ends the
-    process before everything is saved. In other scripts the second Ctrl-C interrupts at once. The
-    end of the block restores the previous handlers. Use it in the main thread only.
+    In a script with `exit_on_signal`, the third Ctrl-C ends the process without saving. In other
+    scripts, the second Ctrl-C raises KeyboardInterrupt. The end of the block restores the previous
+    handlers. Use it in the main thread only.
     """
 
     requested: ClassVar[bool] = False  # whether a signal came since the outermost block began
@@ -57,7 +57,7 @@ class StopRequest:
     deferring: ClassVar[list['StopRequest']] = []  # the blocks with something to save
     _depth: ClassVar[int] = 0  # number of nested blocks
     _interrupts: ClassVar[int] = 0  # how often Ctrl-C came while there was something to save
-    _watcher: ClassVar['_Watcher | None'] = None  # within `exit_on_signal`
+    _watcher: ClassVar['_Watcher | None'] = None  # set within `exit_on_signal`
 
     def __enter__(self) -> 'StopRequest':
         StopRequest._depth += 1
@@ -77,42 +77,38 @@ class StopRequest:
     def defer_exit(self) -> None:
         """Keeps signals from ending the process until the block ends; they only set `requested`.
 
-        Call it just before work begins whose state has to be saved, such as training. From then on,
-        the caller has to stop and save once `requested` is set. In a job, all processes call it,
-        and wait for each other.
+        Call it before work whose state has to be saved, such as training. The caller then stops and
+        saves when `requested` is set. In a job, all processes call it and wait for each other.
 
         Raises:
-          Stopped: this process, or another one of the job, has got a signal already. The work has
-            not begun, so there is nothing to save.
+          Stopped: this process, or another process of the job, has already got a signal.
         """
-        # From here on, a signal does not end the process: there is something to save.
         with no_interrupt:
             self.deferring.append(self)
 
         # A signal may have come just before, to this process or to another one of the job.
         is_stop_requested = self.requested
         if self.peers is not None:
-            is_stop_requested = self.peers.meet(self.requested)  # True if any process passes True
+            is_stop_requested = self.peers.meet(self.requested)  # whether any process passes True
         if is_stop_requested:
             raise Stopped('stopped with nothing to save')
 
     def allow_exit(self) -> None:
         """Undoes `defer_exit`: signals end the process at once again.
 
-        Call it when everything is saved. In a job, all processes call it, and wait for each other.
-        Raises Stopped if any of them has got a signal.
-        """
-        # In a job, each process tells the others whether it has got a signal, and waits for them.
-        is_known_to_all = False  # whether all processes know of a signal to one of them
-        if self.peers is not None:
-            is_known_to_all = self.peers.meet(self.requested)
+        Call it when everything is saved. In a job, all processes call it and wait for each other.
 
-        # From here on, a signal ends the process.
+        Raises:
+          Stopped: this process, or another process of the job, has got a signal.
+        """
+        is_known_to_all = False  # whether all processes of the job know of a signal
+        if self.peers is not None:
+            is_known_to_all = self.peers.meet(self.requested)  # whether any process passes True
+
         self._let_watcher_catch_up()
         with no_interrupt:
             self._stop_deferring()
-            # Only this process knows of a signal that came after `meet`. `end` tells the others,
-            # which then end, too.
+            # Only this process knows of a signal that came after `meet`. `end` tells the others.
             came_after_meet = self.requested and not is_known_to_all
             if came_after_meet and self._watcher is not None:
                 end(EXIT_REQUEUE, _SAVED)
@@ -120,9 +116,9 @@ class StopRequest:
             raise Stopped(_SAVED)
 
     def should_stop(self, step: int, has_other_reason: bool = False) -> bool:
-        """Whether to stop now that `step` steps are done; all processes of a job stop together.
+        """Whether to stop after `step` finished steps; all processes of a job stop together.
 
-        `has_other_reason` tells that this process has another reason to stop than a signal.
+        `has_other_reason` is whether this process has to stop, but not due to a signal.
         """
         if self.peers is not None:
             return self.peers.should_stop(step, has_other_reason)
@@ -134,10 +130,10 @@ class StopRequest:
         return cls.requested and bool(cls.deferring)
 
     def _let_watcher_catch_up(self) -> None:
-        """Waits until the watcher has acted on the signals that have come so far.
+        """Waits until the watcher thread has acted on all signals so far.
 
-        They came while there was something to save, so they must not end the process. This thread
-        may have handled a signal, and saved, before the watcher has read its number.
+        Otherwise the watcher might take a signal from before the save for a later one, and end the
+        process.
         """
         if self._watcher is not None:
             self._watcher.catch_up()
@@ -176,54 +172,50 @@ class StopRequest:
 def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """A block in which SIGTERM and Ctrl-C end the process, unless a `StopRequest` defers the exit.
 
-    A handler in Python is too late: it does not run while XLA compiles in C++. So a thread ends the
-    process, the watcher. It reads a pipe into which Python writes the number of each signal at
-    once, also during compilation.
+    Python's signal handlers do not run while XLA compiles in C++. So a thread ends the process. It
+    reads a pipe into which Python writes signal numbers at once, even during compilation.
 
-    `dry_run` is called when the block begins. It returns True for a script that leaves nothing to
-    resume from. The process then does not ask to be started again.
+    Args:
+      dry_run: returns whether the script leaves nothing to resume from; called once, at the
+        beginning. If so, the exit code does not ask for a restart.
     """
     watcher = _Watcher(dry_run())
     previous_descriptor = signal.set_wakeup_fd(watcher.write_end, warn_on_full_buffer=False)
-    # Python writes into the pipe only for signals that have a handler. This one does nothing.
+    # Python writes to the pipe only for signals that have a Python handler.
     previous_handlers = {}
     for number in _SIGNALS:
         previous_handlers[number] = signal.signal(number, lambda *_: None)
     StopRequest._watcher = watcher
 
-    handlers_afterwards: dict[signal.Signals, Any] = previous_handlers
+    final_handlers: dict[signal.Signals, Any] = previous_handlers
     try:
         yield
     except Stopped:
-        # The process is ending as requested, and another signal must not disturb it. So signals are
-        # ignored. A handler would not do, because Python removes handlers when it ends.
-        handlers_afterwards = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
+        # Ignore signals until the process ends. Python would remove its own handlers before.
+        final_handlers = dict.fromkeys(_SIGNALS, signal.SIG_IGN)
         raise
     finally:
         StopRequest._watcher = None
-        _restore(handlers_afterwards)
+        _restore(final_handlers)
         signal.set_wakeup_fd(previous_descriptor)
         watcher.close()
 
 
 def exit_while_starting(script: str) -> None:
-    """Lets signals end a RESUMABLE script with one sentence while it imports its modules."""
+    """Lets signals end a RESUMABLE script with a message while it imports its modules."""
     if script in RESUMABLE:
-        # The flags are not parsed yet.
-        dry_run = any(_DRY_RUN.match(argument) for argument in sys.argv)
+        dry_run = any(_DRY_RUN.match(argument) for argument in sys.argv)  # flags are not parsed yet
         for number in _SIGNALS:
             signal.signal(number, lambda number, _: _end_with_nothing_to_save(number, dry_run))
 
 
 def end(code: int, sentence: str) -> NoReturn:
-    """Ends the process with an exit code and a sentence, from any thread.
+    """Ends the process with an exit code and a message, from any thread.
 
-    Waits until a write in progress is complete, calls the exit hooks, and flushes the results that
-    were printed. Then it tells the other processes of a job. That comes last, since they may in
-    turn end this process.
+    Waits for a write in progress, calls the exit hooks, flushes standard output, and tells the
+    other processes of a job.
     """
-    # Writers hold this lock. It is never released, so that no other thread begins a write. The wait
-    # is limited because a write may hang with its file system.
+    # Never released, so that no other thread begins to write. A write may hang with its disk.
     no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
         text = f'{sentence}\n'
@@ -232,8 +224,9 @@ def end(code: int, sentence: str) -> NoReturn:
         _say(text)
         for hook in reversed(exit_hooks):
             hook()
-        with contextlib.suppress(Exception):  # the reader of the results may have gone
+        with contextlib.suppress(Exception):  # nobody reads standard output
             sys.stdout.flush()
+        # Comes last, since the other processes may then end this process.
         if StopRequest.peers is not None:
             StopRequest.peers.announce(code, sentence)
     finally:
@@ -241,9 +234,9 @@ def end(code: int, sentence: str) -> NoReturn:
 
 
 def _end_with_nothing_to_save(number: int, dry_run: bool) -> NoReturn:
-    """Ends the process after a signal, given by its number, that came before the first step.
+    """Ends the process after signal `number`, before the first step.
 
-    The same command then resumes, but after a dry run there is nothing to resume.
+    The exit code asks launchers to run the command again, except for a dry run.
     """
     if dry_run:
         end(128 + number, _NOTHING_TO_RESUME)  # as a shell reports it for other commands
@@ -251,24 +244,23 @@ def _end_with_nothing_to_save(number: int, dry_run: bool) -> NoReturn:
 
 
 def _restore(handlers: dict[signal.Signals, Any]) -> None:
-    """Installs handlers of signals, such as those that `signal.signal` has returned."""
+    """Installs signal handlers that `signal.signal` has returned."""
     for number, handler in handlers.items():
-        # None stands for a handler that was not installed from Python and cannot be restored.
+        # None is a handler that was not installed from Python, and cannot be restored.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class _Watcher:
-    """The pipe of `exit_on_signal` and the thread that reads it.
+    """A thread that reads signal numbers from a pipe, and ends the process.
 
-    Each byte in the pipe is the number of a signal, and the thread ends the process at it, or sets
-    `StopRequest.requested`. A zero, which is no signal, comes from `catch_up`.
+    If a `StopRequest` has something to save, the thread only sets `StopRequest.requested`.
 
     Attributes:
-      write_end: the descriptor that Python writes to.
+      write_end: the file descriptor that Python writes signal numbers to, one byte each.
     """
 
     def __init__(self, dry_run: bool) -> None:
-        """Starts the thread; `dry_run` says whether there is nothing to resume from."""
+        """Starts the thread; `dry_run` is whether there is nothing to resume from."""
         self._dry_run = dry_run
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
@@ -277,7 +269,7 @@ class _Watcher:
         self._thread.start()
 
     def catch_up(self) -> None:
-        """Waits until the thread has acted on each signal whose number is in the pipe."""
+        """Waits until the thread has acted on each signal in the pipe."""
         if not self._thread.is_alive():  # in a forked child
             return
         self._caught_up.clear()
@@ -292,7 +284,7 @@ class _Watcher:
     def _watch(self) -> None:
         while content := os.read(self._read_end, 1):  # empty once the write end is closed
             number = content[0]
-            if number == 0:
+            if number == 0:  # from `catch_up`
                 self._caught_up.set()
             elif number in _SIGNALS:
                 self._act_on(number)
@@ -302,22 +294,21 @@ class _Watcher:
         with no_interrupt:
             if not StopRequest.deferring:
                 _end_with_nothing_to_save(number, self._dry_run)
-            # `StopRequest._handle` sets it, too, but only when code in C++ has returned.
+            # `StopRequest._handle` would set the flag only after code in C++ returns.
             StopRequest.requested = True
 
 
 def _say(text: str) -> None:
     """Writes to standard error; drops the text if nobody reads it.
 
-    `print` is not used, since a signal handler may interrupt another print. Nobody reads the text
-    if Ctrl-C has also ended tee in `... | tee log`.
+    Unlike `print`, it is safe in a signal handler.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # for example, Ctrl-C has ended tee in `... | tee log`
         os.write(2, text.encode())
 
 
 def _in_forked_child() -> None:
-    """Detaches a forked child from the pipe, so that its signals do not count as this process's."""
+    """Detaches a forked child from the pipe, so that its signals do not reach this process."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
