@@ -1,4 +1,4 @@
-"""Continuations of tokens by a model: sampling, greedy decoding, beam search."""
+"""Text generation from token ids: sampling, greedy decoding and beam search."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from qkattn.model import Decoder, EncoderDecoder
 def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> jax.Array:
     """Samples the next token of each row from softmax(logits / temperature).
 
-    Temperature 0 takes the largest logit, and the lower id of a tie.
+    Temperature 0 takes the argmax, and the lowest id of a tie.
     """
     if temperature == 0:
         return jnp.argmax(logits_BV, -1)
@@ -27,10 +27,9 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, *, temperature: float) -> ja
 
 
 def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates `generate` or `search`, so that the ids of prompts and sources are checked first.
+    """Decorates `generate` or `search` to check the ids of prompts and source.
 
-    The compiled function itself cannot see their values. The decorated function raises ConfigError
-    for ids outside of the vocabulary.
+    The ids are checked before the call, because a compiled function cannot see their values.
     """
 
     @functools.wraps(compiled)
@@ -40,7 +39,7 @@ def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
         vocab_size = model.config.vocab_size
         if source is not None:
             source_BS, valid_BS = source
-            # Only `search` has this argument, and `generate` is called without it.
+            # `generate` has no argument `source`, so it is passed on only if it is given.
             options['source'] = (_checked_ids('source_BS', source_BS, vocab_size), valid_BS)
         prompts_BT = _checked_ids('prompts_BT', prompts_BT, vocab_size)
         return compiled(model, prompts_BT, num_tokens, **options)
@@ -49,26 +48,25 @@ def _with_checked_ids(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
-    """Returns the ids as an array.
+    """Returns the ids as a jax array.
 
-    Raises ConfigError unless they are whole numbers from 0 to `vocab_size` - 1. `name` is the name
-    of the argument in that error.
+    Raises ConfigError, with the argument name `name`, if an id is not in 0 .. vocab_size - 1.
     """
-    if isinstance(ids, jax.core.Tracer):
-        # The values are not known while a program is traced.
+    is_traced = isinstance(ids, jax.core.Tracer)
+    if is_traced:  # the values are not known
         return ids
-    numbers = np.asarray(ids)
-    if numbers.size:
-        dtype = numbers.dtype
+    ids_as_numpy = np.asarray(ids)
+    if ids_as_numpy.size:
+        dtype = ids_as_numpy.dtype
         require(dtype.kind in 'iu', f'{name} holds {dtype}; it must hold whole numbers')
-        low = numbers.min()
-        high = numbers.max()
+        low = ids_as_numpy.min()
+        high = ids_as_numpy.max()
         require(
             0 <= low and high < vocab_size,
             f'{name} has ids from {low} to {high}; they must be from 0 to {vocab_size - 1}, '
             'below model.vocab_size',
         )
-    return ids if isinstance(ids, jax.Array) else jnp.asarray(numbers, jnp.int32)
+    return ids if isinstance(ids, jax.Array) else jnp.asarray(ids_as_numpy, jnp.int32)
 
 
 @_with_checked_ids
@@ -82,41 +80,44 @@ def generate(
     temperature: float = 0.0,
     vocab_size: int | None = None,
 ) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens, and returns these as int32 tokens_BT.
+    """Continues each prompt by `num_tokens` tokens, sampled or greedy.
 
-    It compiles one program per shape and set of options. A row depends only on its own prompt, its
+    Compiles one program per shape and set of options. A row depends only on its own prompt, its
     index and the key.
 
     Args:
       model: a decoder.
-      prompts_BT: the prompts, which have the same length.
-      num_tokens: how many tokens to generate.
+      prompts_BT: B prompts of T tokens.
+      num_tokens: the number of new tokens.
       key: the random key; greedy decoding needs none.
-      temperature: a number that divides the logits; 0 is greedy decoding.
+      temperature: divides the logits; 0 is greedy decoding.
       vocab_size: ids from here on are never generated; by default model.vocab_size.
+
+    Returns:
+      The new tokens, int32 of shape [B, num_tokens].
 
     Raises:
       ConfigError: an option or an id is out of range, a prompt is empty, the model is not a
-        decoder, or prompt and new tokens do not fit into model.context. (The last token need not
-        fit, because the model does not read it.)
+        decoder, or prompt and new tokens exceed model.context by more than one token. (The model
+        does not read the last token.)
     """
-    finite = 0 <= temperature < math.inf
-    require(finite, f'{temperature=} must be 0 (greedy) or above, and finite')
+    is_valid_temperature = 0 <= temperature < math.inf
+    require(is_valid_temperature, f'{temperature=} must be 0 (greedy) or above, and finite')
     require(not temperature or key is not None, f'key is required to sample at {temperature=}')
     B = len(prompts_BT)
     if key is None:
-        key = jax.random.key(0)  # It has no effect, because greedy decoding draws nothing.
+        key = jax.random.key(0)  # unused in greedy decoding
 
-    def pick(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> Choice:
-        """Chooses token number t of every row; the state is the tokens so far."""
+    def next_tokens(t: jax.Array, logits_BV: jax.Array, tokens_BT: jax.Array) -> Choice:
+        """Chooses the new token at position t of every row; the state is all new tokens."""
         step_key = jax.random.fold_in(key, t)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(B))
         tokens_B = choose(logits_BV, keys_B, temperature=temperature).astype(jnp.int32)
         return Choice(tokens_BT.at[:, t].set(tokens_B), tokens_B, rows_M=None)
 
     logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size)
-    tokens_BT = jnp.zeros((B, num_tokens), jnp.int32)
-    return decode(logits_BV, cache, step, pick, tokens_BT, num_tokens)
+    no_tokens_BT = jnp.zeros((B, num_tokens), jnp.int32)
+    return decode(logits_BV, cache, step, next_tokens, no_tokens_BT, num_tokens)
 
 
 @_with_checked_ids
@@ -136,17 +137,25 @@ def search(
 ) -> Hypotheses:
     """Returns the best continuations of each prompt by beam search; see `beam_search`.
 
-    For an encoder-decoder, `source` is (source_BS, valid_BS) as in `encode_source`. Ids from
-    `vocab_size` on are never chosen, and have probability 0.
+    Args:
+      model: a decoder or an encoder-decoder.
+      prompts_BT: B prompts of T tokens.
+      num_tokens: the maximum number of new tokens.
+      source: (source_BS, valid_BS) as in `encode_source`, for an encoder-decoder.
+      separator: the id that ends a continuation.
+      beam: the number of continuations per prompt.
+      length_penalty: see `beam_search`.
+      vocab_size: ids from here on are never chosen; by default model.vocab_size.
 
-    Raises ConfigError as `generate` does, and for a source longer than model.source_context.
+    Raises:
+      ConfigError: as in `generate`, or the source is longer than model.source_context.
     """
     logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size, source)
-    V = logits_BV.shape[1]
+    B, V = logits_BV.shape
     require(beam >= 1, f'{beam=} must be at least 1')
     require(0 <= separator < V, f'{separator=} must be an id from 0 to {V - 1}')
-    # The search takes `beam` copies of each row and its cache: with beam=2, rows 0 0 1 1 2 2 ...
-    rows_M = jnp.repeat(jnp.arange(len(prompts_BT)), beam)
+    # `beam` copies of each row: 0 0 1 1 2 2 ... for a beam of 2.
+    rows_M = jnp.repeat(jnp.arange(B), beam)
     return beam_search(
         logits_BV[rows_M],
         take_rows(cache, rows_M),
@@ -165,20 +174,17 @@ def _prefill_prompts(
     vocab_size: int | None,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
-    """Runs the model over the prompts, so that new tokens can be appended to them one at a time.
-
-    Raises ConfigError for arguments that do not fit the model.
+    """Checks the arguments, and runs the model over the prompts.
 
     Returns:
-      Three things: the logits of the first new token, [B, V]; the key-value cache, which holds the
-      prompts; and `step`, a function that appends one token to each row of a cache.
+      logits_BV: the logits of the first new token.
+      cache: a cache with the prompts, and with room for the new tokens.
+      step: a function that appends one token to each row of the cache.
     """
     V = model.config.vocab_size if vocab_size is None else vocab_size
     _check_arguments(model.config, prompts_BT, num_tokens, V, source)
     B, T = prompts_BT.shape
-    # The cache has a slot for each token that the model reads. With a prompt of 5 tokens and 3 new
-    # ones, these are 7: the third new token is chosen, but never read.
-    S = T + num_tokens - 1
+    S = T + num_tokens - 1  # cache slots; the model does not read the last token
     if source is None:
         cache = init_cache(model, B, S)
     else:
@@ -189,13 +195,12 @@ def _prefill_prompts(
     def step(
         tokens_M: jax.Array, rows_M: jax.Array | None, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        """Appends one token to each of M rows, and returns the logits of the next token.
+        """Appends a token to each of M rows; returns the next logits_MV and the new cache.
 
-        Row m continues row rows_M[m] of `cache`, as a beam search needs it: [0, 0] continues row 0
-        twice, and drops row 1. With None, every row continues itself.
+        Row m continues row rows_M[m] of `cache`, or row m if rows_M is None.
         """
         if rows_M is not None:
-            cache = take_rows(cache, rows_M)  # row m of this cache is row rows_M[m] of the other
+            cache = take_rows(cache, rows_M)
         logits_MV, cache = prefill(model, tokens_M[:, None], cache)
         return logits_MV[:, :V], cache
 
@@ -209,7 +214,7 @@ def _check_arguments(
     vocab_size: int,
     source: tuple[jax.Array, jax.Array] | None,
 ) -> None:
-    """Raises ConfigError unless the prompts, the new tokens and the source fit the model."""
+    """Raises ConfigError if the prompts, the new tokens or the source do not fit the model."""
     shape = prompts_BT.shape
     require(len(shape) == 2, f'prompts of shape {shape} must have two axes, rows and tokens')
     B, T = shape
@@ -232,7 +237,7 @@ def _check_arguments(
             length <= longest,
             f'a source of {length} tokens does not fit into model.source_context={longest}',
         )
-    num_positions = T + num_tokens - 1  # The model does not read the last token.
+    num_positions = T + num_tokens - 1  # the model does not read the last token
     require(
         num_positions <= config.context,
         f'{T} tokens and {num_tokens=} need {num_positions} positions; '

@@ -25,7 +25,7 @@ _QUIET = 4.0
 _PLAIN_FRACTION = 0.05
 # The maximum number of characters of a label in a terminal.
 _LABEL = 24
-# The same in a narrow terminal.
+# The maximum number of characters of a label in a narrow terminal.
 _SHORTEST_LABEL = 8
 # The minimum seconds between two calls of `study`, which may read the study's directory.
 _STUDY_EVERY = 60.0
