@@ -1,8 +1,7 @@
-"""Decoding with a key/value cache. It holds what `Attention.cached` returns for each layer.
+"""Decoding with a key/value cache, which holds the arrays of `Attention.cached`.
 
-A model may have a pattern: its layers then have several variants of attention in turn. Variants may
-cache arrays of different shapes, so layers of one variant are stacked, and each variant has a stack
-of its own.
+The layers of a model may alternate between variants of attention, whose arrays have different
+shapes. So the cache has one stack of arrays per variant.
 """
 
 from typing import Any, NamedTuple
@@ -17,55 +16,56 @@ from qkattn.model.stack import layer_of, scan_layers, stacks_of
 
 
 class KVCache(NamedTuple):
-    """The cached keys and values of all layers. Slots that are not filled yet are zero."""
+    """The cached keys and values of L layers, for B rows of S slots. Free slots are zero."""
 
-    # One entry per variant, so a single entry without a pattern: arrays [L, B, S, ...] by name,
-    # where L is the number of layers that have the variant.
+    # For each variant of attention, arrays [L, B, S, ...] by name, of the variant's layers.
     layers: tuple[Cache, ...]
     length: jax.Array  # the number of filled slots
-    # Only for an encoder-decoder: what cross-attention caches of the encoder's output, as arrays
-    # [L, B, S, ...], and False on the padding of the source.
+    # Arrays [L, B, S, ...] of cross-attention, for S source tokens. None in a decoder.
     source: Cache | None = None
-    source_valid_BS: jax.Array | None = None
+    source_valid_BS: jax.Array | None = None  # False on padding of the source
 
 
 def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCache:
-    """Returns an empty cache with `length` slots, one for each token, for `batch` rows.
+    """Returns an empty cache.
 
-    The parameters of the model may be ShapeDtypeStructs, because they are used only for shapes.
+    Args:
+      model: the model; its parameters may be ShapeDtypeStructs.
+      batch: the number of rows.
+      length: the number of slots, one for each token.
     """
-    # In a model with a pattern, P variants of attention take turns: with P = 2, layers 0, 2, 4 ...
-    # have variant 0, and layers 1, 3, 5 ... have variant 1. Without a pattern, P is 1.
+    # P variants of attention alternate. For P = 2, layers 0, 2, 4 ... have variant 0.
     L = model.config.num_layers
     P = len(stacks_of(model.blocks))
 
     def cached(model: Decoder | EncoderDecoder) -> list[Cache]:
-        """Returns what the first layer of each variant caches for one token."""
+        """Returns the arrays [B, 1, ...] of one token in the first layer of each variant."""
         x_BTD = model.embed(jnp.zeros((batch, 1), jnp.int32))
         return [layer_of(model.blocks, index).attention.cached(x_BTD) for index in range(P)]
 
-    # For each variant, arrays of zeros: [B, 1, ...] of one token in one layer becomes
-    # [layers, B, slots, ...].
-    caches = []
+    layers = []
     for variant, arrays in enumerate(jax.eval_shape(cached, model)):
-        num_layers = len(range(variant, L, P))  # variant, variant + P, variant + 2 P ... below L
+        num_layers = len(range(variant, L, P))  # layers variant, variant + P, variant + 2 P ...
         slots: Cache = {}
         for name, array in arrays.items():
             shape = (num_layers, batch, length, *array.shape[2:])
             slots[name] = jnp.zeros(shape, array.dtype)
-        caches.append(slots)
-    return KVCache(tuple(caches), length=jnp.int32(0))
+        layers.append(slots)
+    return KVCache(tuple(layers), length=jnp.int32(0))
 
 
 def encode_source(
     model: EncoderDecoder, source_BS: jax.Array, valid_BS: jax.Array, length: int
 ) -> KVCache:
-    """Runs the encoder, and returns a cache of its keys and values for cross-attention.
+    """Runs the encoder, and returns a cache with its keys and values for cross-attention.
 
-    The cache has `length` empty slots for target tokens. valid_BS is False on padding, which
-    follows the tokens of a row.
+    Args:
+      model: an encoder-decoder.
+      source_BS: source tokens, padded at the end of each row.
+      valid_BS: False on padding.
+      length: the number of empty slots for target tokens.
     """
-    segments_BS = valid_BS.astype(jnp.int32)  # a row is one segment, number 1; padding is 0
+    segments_BS = valid_BS.astype(jnp.int32)  # a row is segment 1, padding is segment 0
     y_BSD = model.encode(source_BS, segments_BS)
 
     def cached(block: CrossBlock, layer: jax.Array) -> Cache:
@@ -86,7 +86,7 @@ def prefill(
     Logits are float32 or wider. The cache must have T free slots; jit cannot detect an overflow.
     """
     T = tokens_BT.shape[1]
-    first = cache.length  # position of the first token
+    first = cache.length  # position of the first new token
     positions_BT = jnp.broadcast_to(first + jnp.arange(T), tokens_BT.shape)
     x_BTD = model.embed(tokens_BT, positions_BT)
     mask = Mask(causal=True, first_query=first, window=model.config.window)
@@ -97,27 +97,26 @@ def prefill(
         layer_index: tuple[int, jax.Array],
         source: Cache | None,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """Runs one layer on the new tokens, and stores their keys and values in its cache.
+        """Runs one layer on the new tokens, and stores their keys and values in the cache.
 
         Args:
-          carry: the residual stream x_BTD, and the caches of all layers (`KVCache.layers`).
+          carry: the residual stream x_BTD, and `KVCache.layers`.
           block: the layer.
-          layer_index: (variant, index); the layer is number `index` of those of its variant.
-          source: what its cross-attention caches; None in a decoder.
+          layer_index: (variant, index) for layer `index` of the variant's layers.
+          source: the cached arrays of cross-attention; None in a decoder.
 
         Returns:
-          The stream after the layer, and the updated caches of all layers.
+          The carry after the layer.
         """
         x_BTD, caches = carry
         variant, index = layer_index
-        cache_of_variant = caches[variant]  # arrays [L, B, S, ...] of all its layers
-        # The same with the new tokens. `attend` fills it, when `block.run_branches` calls it below.
-        updated_cache: Cache = {}
+        variant_cache = caches[variant]  # arrays [L, B, S, ...] of the variant's layers
+        updated_cache: Cache = {}  # the same arrays with the new tokens, filled by `attend`
 
         def attend(z_BTD: jax.Array) -> jax.Array:
             """Stores the keys and values of the new tokens, then attends to the whole cache."""
             new_arrays = block.attention.cached(z_BTD, first)
-            updated_cache.update(_with_new_tokens(cache_of_variant, new_arrays, index, first))
+            updated_cache.update(_with_new_tokens(variant_cache, new_arrays, index, first))
             layer_cache: Cache = {}  # arrays [B, S, ...] of this layer
             for name, array in updated_cache.items():
                 layer_cache[name] = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
@@ -129,7 +128,7 @@ def prefill(
             source_mask = Mask(valid_BS=cache.source_valid_BS)
 
             def cross_attend(z_BTD: jax.Array) -> jax.Array:
-                """Attends to the source, whose keys and values are cached."""
+                """Attends to the cached keys and values of the source."""
                 return cross_attention.attend_to(z_BTD, source, source_mask, cross=True)
 
             attention_branches.append(cross_attend)
@@ -139,7 +138,7 @@ def prefill(
         updated_caches[variant] = updated_cache
         return out_BTD, tuple(updated_caches)
 
-    # The scan carries the whole cache, which it updates in place. It would copy an input.
+    # The carry of a scan is updated in place. An input would be copied.
     x_BTD, layers = scan_layers(
         layer, (x_BTD, cache.layers), model.blocks, cache.source, config=model.config
     )
@@ -149,15 +148,14 @@ def prefill(
 
 
 def _with_new_tokens(stack: Cache, new_arrays: Cache, index: jax.Array, first: jax.Array) -> Cache:
-    """Returns the cache of a variant's layers after new tokens are stored in one of them.
+    """Returns the arrays [L, B, S, ...] of a variant, with T new tokens in one layer.
 
-    An array [B, T, ...] of T new tokens replaces [index, :, first : first + T] in the array
-    [L, B, S, ...] of the same name in `stack`.
+    For each name, computes stack[name].at[index, :, first : first + T].set(new_arrays[name]).
     """
-    # The indices of a slice must have one dtype. Under x64, a literal 0 would be an int64.
+    # All start indices must have one dtype. A literal 0 would be int64 under x64.
     zero = jnp.zeros_like(first)
     updated: Cache = {}
-    for name, array in new_arrays.items():
+    for name, array in new_arrays.items():  # [B, T, ...]
         start = (index, zero, first) + (zero,) * (array.ndim - 2)
         updated[name] = jax.lax.dynamic_update_slice(stack[name], array[None], start)
     return updated
@@ -166,13 +164,12 @@ def _with_new_tokens(stack: Cache, new_arrays: Cache, index: jax.Array, first: j
 def take_rows(cache: KVCache, rows_M: jax.Array) -> KVCache:
     """Returns a cache whose row m is row rows_M[m] of `cache`.
 
-    What is cached of an encoder's source is not copied if there are as many rows as before. So row
-    m and row rows_M[m] must have the same source then. In a beam search they do: it exchanges rows
-    only among the hypotheses of one source.
+    If the number of rows stays the same, the arrays of the source are not copied. Then row m and
+    row rows_M[m] must have the same source, as in a beam search.
     """
 
     def take(arrays: Any) -> Any:
-        """Takes the rows of arrays [L, B, ...]."""
+        """Takes rows of arrays [L, B, ...]."""
         return jax.tree.map(lambda array: array[:, rows_M], arrays)
 
     taken = cache._replace(layers=take(cache.layers))

@@ -1,4 +1,4 @@
-"""Translation of sentences with a trained encoder-decoder."""
+"""Translation with a trained encoder-decoder."""
 
 import math
 from collections.abc import Sequence
@@ -15,35 +15,37 @@ from qkattn.model import EncoderDecoder
 
 # Sources per batch.
 BATCH_SIZE = 64
-# A batch is padded to a multiple of this length, so that few programs are compiled.
+# Sources are padded to a multiple of this length, so that few programs are compiled.
 WIDTH_STEP = 16
 
 
 def translate(
     model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[str], config: DecodeConfig
 ) -> list[str]:
-    """Returns the best translation of each source, in the order of `sources`.
+    """Translates sources by beam search, and returns the best translation of each source.
 
-    Raises ConfigError for a source that cannot be encoded or is longer than model.source_context.
+    Raises:
+      ConfigError: a source cannot be encoded, or is longer than model.source_context.
     """
-    encoded = []
+    encoded_sources = []
     for i, source in enumerate(sources):
         try:
-            encoded.append(tokenizer.encode(source))
+            encoded_sources.append(tokenizer.encode(source))
         except ValueError as error:
             raise ConfigError(f'source {i + 1} cannot be encoded: {error}') from error
-    return translate_ids(model, tokenizer, encoded, config)
+    return translate_ids(model, tokenizer, encoded_sources, config)
 
 
 def translate_ids(
     model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[np.ndarray], config: DecodeConfig
 ) -> list[str]:
-    """Does what `translate` does, for sources given as token ids without separators.
+    """Translates sources of token ids, given without separators.
 
-    The processes of a job share the batches. All of them must call this with the same arguments,
-    and all get all translations.
+    All processes of a job must call this with the same arguments. They share the work, and all get
+    all translations.
 
-    Raises ConfigError for a source that is too long for model.source_context with its separator.
+    Raises:
+      ConfigError: a source with its separator is longer than model.source_context.
     """
     longest = model.config.encoder.context
     for i, source in enumerate(sources):
@@ -53,33 +55,33 @@ def translate_ids(
                 f'room for {longest - 1} and the separator'
             )
 
-    # A batch is a list of indices of sources of similar length.
+    # Batches of indices of sources, of similar length.
     by_length = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     batches = []
     for begin in range(0, len(sources), BATCH_SIZE):
         batches.append(by_length[begin : begin + BATCH_SIZE])
 
     # Of P processes, process p translates the batches p, p + P, p + 2 P ...
-    translations: dict[int, str] = {}
+    own_translations: dict[int, str] = {}  # by index of the source
     for batch in batches[jax.process_index() :: jax.process_count()]:
         sources_of_batch = [sources[i] for i in batch]
         texts = _translations_of_batch(model, tokenizer, sources_of_batch, config)
-        translations |= dict(zip(batch, texts, strict=True))
+        own_translations |= dict(zip(batch, texts, strict=True))
 
-    # Every process receives the translations of the others.
-    parts = agreement.gather_from_processes(list(translations.items()), limit=agreement.OWNER_LIMIT)
-    for part in parts:
-        translations.update(part)
+    own_pairs = list(own_translations.items())
+    pairs_of_processes = agreement.gather_from_processes(own_pairs, limit=agreement.OWNER_LIMIT)
+    translations: dict[int, str] = {}
+    for pairs in pairs_of_processes:
+        translations.update(pairs)
     return [translations[i] for i in range(len(sources))]
 
 
 def _translations_of_batch(
     model: EncoderDecoder, tokenizer: Tokenizer, sources: Sequence[np.ndarray], config: DecodeConfig
 ) -> list[str]:
-    """Translates at most BATCH_SIZE sources, given as token ids without separators."""
+    """Translates at most BATCH_SIZE sources of token ids, given without separators."""
     separator = tokenizer.separator
     longest = max(len(source) for source in sources) + 1  # with the separator
-    # Rounding gives few widths, so few programs are compiled.
     rounded_width = math.ceil(longest / WIDTH_STEP) * WIDTH_STEP
     width = min(rounded_width, model.config.encoder.context)
     source_BS = np.zeros((BATCH_SIZE, width), np.int32)
