@@ -1,4 +1,4 @@
-"""The analysis of one model: quantities of its matrices A[n] and B[n] and of its patterns."""
+"""Measures a model's attention: quantities of its matrices A[n], B[n] and of its patterns."""
 
 import dataclasses
 import functools
@@ -15,9 +15,8 @@ from qkattn.errors import ConfigError
 from qkattn.model import EncoderDecoder
 from qkattn.model.transformer import Transformer, inputs_of
 
-# The name of a circuit, (site, layer, matrix). The matrix is 'A' for the layer's QK circuit, and
-# 'B' for its OV circuit. A site is a place of attention layers in a model: 'attention',
-# 'cross_attention' or 'encoder/attention'.
+# (site, layer, matrix). The matrix is 'A' for the QK circuit, and 'B' for the OV circuit. The site
+# is 'attention', 'cross_attention' or 'encoder/attention'.
 Circuit = tuple[str, int, str]
 
 
@@ -25,12 +24,12 @@ Circuit = tuple[str, int, str]
 class Row:
     """The value of one quantity for one head; docs/analysis.md explains the quantities."""
 
-    site: str  # see `Circuit`
+    site: str  # 'attention', 'cross_attention' or 'encoder/attention'
     layer: int  # from 0
     head: int  # from 0
-    subject: str  # 'A' or 'B' for a matrix of the head, or 'pattern'
+    subject: str  # what is measured: 'A', 'B' or 'pattern'
     quantity: str
-    value: float  # NaN if it is not defined, e.g. the effective rank of a zero matrix
+    value: float  # NaN if undefined, e.g. the effective rank of a zero matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +37,25 @@ class Analysis:
     """The results of `analyze`."""
 
     rows: list[Row]
-    spectra: dict[Circuit, np.ndarray]  # the singular values [N, D] of circuits that are matrices
-    missing: list[Circuit]  # the other circuits: scores not bilinear, values not linear
+    spectra: dict[Circuit, np.ndarray]  # singular values [N, D] of N heads
+    missing: list[Circuit]  # circuits without a matrix: scores not bilinear, values not linear
 
     def values(
         self, quantity: str, subject: str | None = None, site: str = 'attention'
     ) -> np.ndarray:
         """Returns one quantity of all L layers and N heads of a site, [L, N].
 
-        For example, `values('effective_rank', 'A')` is the effective rank of every A[n]. A layer
-        without the quantity has NaN. Raises KeyError if no layer of the site has the quantity, or
-        if both A and B have it and `subject` is None.
+        For example, `values('effective_rank', 'A')` is the effective rank of every A[n]. Layers
+        without the quantity have NaN.
+
+        Args:
+          quantity: the name of the quantity.
+          subject: 'A', 'B' or 'pattern'; by default the only one that has the quantity.
+          site: 'attention', 'cross_attention' or 'encoder/attention'.
+
+        Raises:
+          KeyError: no layer of the site has the quantity, or several subjects have it and `subject`
+            is None.
         """
         rows = [row for row in self.rows if row.site == site and row.quantity == quantity]
         if subject is not None:
@@ -82,35 +89,33 @@ def analyze(
     reference: Transformer | None = None,
     induction: bool = True,
 ) -> Analysis:
-    """Measures all layers and heads of a model.
+    """Measures all attention layers and heads of a model.
 
-    A and B are matrices of the stream's size, and A includes the scale of the logits. A leaves out
-    what acts between the projections (QK-norm, RoPE), and both leave out biases.
+    A and B are matrices [D, D], and A includes the scale of the logits. A excludes QK-norm and
+    RoPE. Both exclude biases.
 
     Args:
       model: the model.
-      batch: inputs of the model (tokens_BT; source_BS, segments, ...). With a batch, the attention
-        patterns of the model are measured too.
-      reference: another model. With it, the drift of A and B from the reference is measured.
+      batch: inputs of the model (tokens_BT; source_BS, segments, ...), to measure its attention
+        patterns.
+      reference: another model, to measure the drift of A and B from it.
       induction: whether to measure induction scores, on random tokens that occur twice. An
         encoder-decoder has none.
 
     Raises:
-      ConfigError: if `reference` differs from the model in layers, heads or d_model.
+      ConfigError: `reference` differs from the model in layers, heads or d_model.
     """
     rows: list[Row] = []
-    # 1. The drift of the matrices.
     if reference is not None:
         for circuit, drift_N in jax.device_get(drifts(reference, model)).items():
             rows += _rows_by_head(circuit, {'drift': drift_N})
 
-    # 2. The other quantities of the matrices. The P matrices are stacked into one array;
-    # qkattn/analysis/matrices.py says why.
     matrices = jax.jit(circuit_matrices)(model)
     present = {circuit: a_NDD for circuit, a_NDD in matrices.items() if a_NDD is not None}
     missing = [circuit for circuit, a_NDD in matrices.items() if a_NDD is None]
     spectra: dict[Circuit, np.ndarray] = {}
     if present:
+        # Stack the P matrices, because a program with two LAPACK calls may hang on CPUs.
         a_PNDD = jnp.stack(list(present.values()))
         values_PN_by_name = jax.device_get(quantities_of_matrices(a_PNDD))
         spectra_PND = values_PN_by_name.pop('singular_values')
@@ -119,14 +124,12 @@ def analyze(
             quantities = {name: values_PN[index] for name, values_PN in values_PN_by_name.items()}
             rows += _rows_by_head(circuit, quantities)
 
-    # 3. The quantities of the patterns on the batch.
     inputs = inputs_of(batch or {})
     if inputs:
         quantities_by_layer = jax.device_get(_quantities_of_patterns(model, inputs))
         for (site, layer), quantities in quantities_by_layer.items():
             rows += _rows_by_head((site, layer, 'pattern'), quantities)
 
-    # 4. The induction scores on tokens that occur twice.
     repeated = repeated_tokens(model) if induction else None
     if repeated is not None:
         period = repeated['tokens_BT'].shape[1] // 2
@@ -137,14 +140,14 @@ def analyze(
 
 
 def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
-    """Returns A[n] and B[n] of all heads, [N, D, D], for every attention layer.
+    """Returns the matrices A[n] and B[n] of every attention layer, for N heads.
 
-    The logit of a query x and a key y is x A[n] y^T, scale included. Head n outputs the
-    attention-weighted mean of y B[n] over the keys. Biases are left out.
+    The logit of a query x and a key y is x A[n] y^T, scale included. With attention weights p, head
+    n outputs the sum of p y B[n] over the keys. Biases are left out.
 
     Returns:
-      The matrices by circuit, float32 or wider. A is None if the Score is not bilinear. B is None
-      if the Value is not linear.
+      Arrays [N, D, D] by circuit, float32 or wider. A is None if the Score is not bilinear. B is
+      None if the Value is not linear.
     """
     D = model.config.d_model
     matrices: dict[Circuit, jax.Array | None] = {}
@@ -177,21 +180,22 @@ def _in_float32(array: jax.Array) -> jax.Array:
 
 @jax.jit
 def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Array]:
-    """Returns how far each circuit has moved from the reference, |other - reference| / |reference|.
+    """Returns |other - reference| / |reference| of each circuit, one number per head.
 
-    For example, the value of ('attention', 0, 'A') is one number per head, [N]. A circuit that is
-    not a matrix in both models is left out. Raises ConfigError if the models differ in layers,
-    heads or d_model.
+    Circuits without a matrix in both models are left out.
+
+    Raises:
+      ConfigError: the models differ in layers, heads or d_model.
     """
     before = circuit_matrices(reference)
     after = circuit_matrices(other)
     needs = 'drift is between models of the same layers, heads and d_model'
-    unpaired = sorted(before.keys() ^ after.keys())  # the circuits of one model only
-    if unpaired:
-        site, layer, _ = unpaired[0]
+    in_one_model_only = sorted(before.keys() ^ after.keys())
+    if in_one_model_only:
+        site, layer, _ = in_one_model_only[0]
         raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
 
-    changes = {}
+    drift_by_circuit = {}
     for circuit, before_NDD in before.items():
         after_NDD = after[circuit]
         if before_NDD is None or after_NDD is None:
@@ -202,33 +206,34 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
                 f'{site} {layer}: {matrix}[n] is {[*before_NDD.shape]} in the reference and '
                 f'{[*after_NDD.shape]} in the model; {needs}'
             )
-        changes[circuit] = jax.vmap(drift)(before_NDD, after_NDD)
-    return changes
+        drift_by_circuit[circuit] = jax.vmap(drift)(before_NDD, after_NDD)
+    return drift_by_circuit
 
 
 def repeated_tokens(model: Transformer) -> dict[str, np.ndarray] | None:
-    """Returns a batch for `induction_score`: random tokens_BT whose rows repeat their first half.
+    """Returns random tokens_BT for `induction_score`, whose rows repeat their first half.
 
     For example, a row is [7, 3, 9, 7, 3, 9] for a context of 6. Returns None for an
-    encoder-decoder, and if the half would have fewer than two tokens.
+    encoder-decoder, and for halves of fewer than two tokens.
     """
     config = model.config
     half = config.context // 2
     if config.window is not None:
-        # A query must see the token half - 1 positions before it, which the score is about.
+        # Induction attends to the token half - 1 positions before the query.
         half = min(half, config.window)
     if half < 2 or isinstance(model, EncoderDecoder):
         return None
-    random = np.random.default_rng(0)
-    first_half_BT = random.integers(0, config.vocab_size, (8, half))
+    rng = np.random.default_rng(0)
+    first_half_BT = rng.integers(0, config.vocab_size, size=(8, half))
     return {'tokens_BT': np.tile(first_half_BT, 2)}
 
 
 @jax.jit
 def quantities_of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
-    """Returns the quantities of P matrices per head: [P, N] for each name in MATRIX_QUANTITIES.
+    """Measures P matrices of N heads.
 
-    The dict also has 'singular_values' [P, N, D].
+    Returns:
+      An array [P, N] for each name in MATRIX_QUANTITIES, and 'singular_values' [P, N, D].
     """
     results = {name: quantity(a_PNDD) for name, quantity in MATRIX_QUANTITIES.items()}
     results['singular_values'] = singular_values(a_PNDD)
@@ -239,7 +244,7 @@ def quantities_of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
 def _quantities_of_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], dict[str, jax.Array]]:
-    """Returns {(site, layer): {quantity: its value per head, [N]}} of all attention patterns."""
+    """Returns arrays [N] by quantity of each attention pattern, by (site, layer)."""
     results = {}
     for (site, layer), pattern in attention_patterns(model, inputs).items():
         quantities = pattern_quantities(site)
@@ -251,7 +256,7 @@ def _quantities_of_patterns(
 def _induction_scores(
     model: Transformer, inputs: Mapping[str, Any], period: int
 ) -> dict[tuple[str, int], jax.Array]:
-    """Returns the induction scores [N] of each (site, layer), for tokens with this period."""
+    """Returns induction scores [N] by (site, layer), for tokens that repeat with this period."""
     scores = {}
     for (site, layer), pattern in attention_patterns(model, inputs).items():
         scores[site, layer] = induction_score(pattern, period)
@@ -262,8 +267,8 @@ def _rows_by_head(source: tuple[str, int, str], quantities: Mapping[str, np.ndar
     """Returns one `Row` for each quantity and head.
 
     Args:
-      source: (site, layer, subject), which all the rows share.
-      quantities: the values of each quantity by its name, one value per head, [N].
+      source: (site, layer, subject) of the rows.
+      quantities: an array [N] of N heads for each quantity.
     """
     site, layer, subject = source
     rows = []

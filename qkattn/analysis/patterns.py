@@ -1,8 +1,7 @@
-"""Attention patterns: the logits and probabilities of a model for a batch, and what they measure.
+"""Attention patterns: a model's logits and probabilities for a batch, and quantities of them.
 
-A quantity is a function from a `Pattern` to one number per head, [N]. A mean is over the queries of
-all rows. Queries that see no key, or not the key that the mean is about, do not count. The mean of
-no queries is NaN.
+A quantity maps a `Pattern` to one number per head, [N]. A mean is over the queries of all rows.
+Queries without a visible key do not count. The mean of no queries is NaN.
 """
 
 import dataclasses
@@ -22,29 +21,29 @@ from qkattn.attention.values.value import Value
 from qkattn.model.stack import layer_of
 from qkattn.model.transformer import EncoderDecoder, Stream, Transformer
 
-# A function that `walk` calls at every attention layer: visit(site, layer, attention, x_BTD, mask,
-# y_BSD). A site is a place of attention layers in a model, e.g. 'encoder/attention'. The layer is
-# its index there, from 0. The rest are the attention and its inputs; y_BSD is None in
-# self-attention.
+# A callback visit(site, layer, attention, x_BTD, mask, y_BSD). The site is, for example,
+# 'encoder/attention', and `layer` the index of the layer at this site, from 0. The last three are
+# the inputs of `attention`; y_BSD is None in self-attention.
 Visit = Callable[[str, int, Attention, jax.Array, Mask, jax.Array | None], None]
 
 
 class Pattern(NamedTuple):
-    """The logits and probabilities of an attention layer for one batch."""
+    """The logits and probabilities of an attention layer, for T queries, S keys and N heads."""
 
     logits_BNTS: jax.Array  # after scale, cap and position biases; 0 at masked keys
-    probabilities_BNTS: jax.Array  # the result of the normalizer; 0 at masked keys
+    probabilities_BNTS: jax.Array  # after the normalizer; 0 at masked keys
     mask_BTS: jax.Array  # True where a query may attend to a key; B may be 1
 
 
 def entropy(pattern: Pattern) -> jax.Array:
-    """Mean entropy -sum_s p log p in nats, of probabilities divided by their sum.
+    """Mean entropy -sum_s p log p in nats, where p is normalized to sum to 1.
 
-    It is 0 if one key has all the probability, and log S if S keys have the same.
+    The entropy is 0 if one key has all the probability, and log S for S equal keys.
     """
     total_BNT1 = pattern.probabilities_BNTS.sum(-1, keepdims=True)
     p_BNTS = pattern.probabilities_BNTS / jnp.where(total_BNT1 > 0, total_BNT1, 1)
-    return _mean(entr(p_BNTS).sum(-1), pattern.mask_BTS.any(-1))
+    entropy_BNT = entr(p_BNTS).sum(-1)
+    return _mean(entropy_BNT, pattern.mask_BTS.any(-1))
 
 
 def diagonal_mass(pattern: Pattern) -> jax.Array:
@@ -55,7 +54,7 @@ def diagonal_mass(pattern: Pattern) -> jax.Array:
 
 def previous_token_mass(pattern: Pattern) -> jax.Array:
     """Mean of p[t, t - 1], which is near 1 in a previous-token head (Olsson et al. 2022)."""
-    return _mass_at_distance(pattern, 1)
+    return _mass_at_distance(pattern, distance=1)
 
 
 def logit_deviation(pattern: Pattern) -> jax.Array:
@@ -85,26 +84,30 @@ def largest_logit(pattern: Pattern) -> jax.Array:
 def induction_score(pattern: Pattern, period: int) -> jax.Array:
     """Mean of p[t, t - period + 1] over t >= period, for tokens that repeat with this period.
 
-    Token t also occurred at t - period, and the token after that occurrence is the key here. An
-    induction head attends to it, so its score is near 1 (Olsson et al. 2022, "prefix matching"). A
-    head that attends to S keys equally has the score 1 / S.
+    The key is the token after the previous occurrence of token t. The score is near 1 for an
+    induction head (Olsson et al. 2022, "prefix matching"), and 1 / S for uniform attention to S
+    keys.
     """
-    return _mass_at_distance(pattern, period - 1, first_query=period)
+    return _mass_at_distance(pattern, distance=period - 1, first_query=period)
 
 
 def _mass_at_distance(pattern: Pattern, distance: int, first_query: int = 0) -> jax.Array:
-    """Mean of p[t, t - distance] over the queries t >= first_query that have such a key."""
+    """Mean of p[t, t - distance] over queries t >= first_query whose key exists and is visible."""
     T = pattern.probabilities_BNTS.shape[-2]
     t_T = jnp.arange(first_query, T)
     s_T = t_T - distance
     exists_T = s_T >= 0
     s_T = jnp.maximum(s_T, 0)  # a negative index would count from the end
     visible_BT = pattern.mask_BTS[:, t_T, s_T] & exists_T
-    return _mean(pattern.probabilities_BNTS[..., t_T, s_T], visible_BT)
+    p_BNT = pattern.probabilities_BNTS[..., t_T, s_T]
+    return _mean(p_BNT, visible_BT)
 
 
 def _mean(value_BNT: jax.Array, counted_BT: jax.Array) -> jax.Array:
-    """Mean [N] over the rows and queries at which counted_BT is True; NaN if there are none."""
+    """Mean [N] over the rows and queries where counted_BT is True; NaN if there are none.
+
+    Axis B of counted_BT may be 1.
+    """
     weight_B1T = jnp.broadcast_to(counted_BT[:, None], value_BNT[:, :1].shape)
     return (value_BNT * weight_B1T).sum((0, 2)) / weight_B1T.sum()
 
@@ -112,7 +115,7 @@ def _mean(value_BNT: jax.Array, counted_BT: jax.Array) -> jax.Array:
 def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
     """Returns the quantities that are measured at a site, by name.
 
-    Cross-attention lacks two of them, because its t and s count positions of two sequences.
+    Quantities that compare the positions of query and key are not for cross-attention.
     """
     functions = [entropy, logit_deviation, largest_logit]
     if not site.endswith('cross_attention'):
@@ -121,14 +124,14 @@ def pattern_quantities(site: str) -> dict[str, Callable[[Pattern], jax.Array]]:
 
 
 def sites(model: Transformer) -> dict[str, list[Attention]]:
-    """Returns the attention layers of a model, from the first to the last, by site.
+    """Returns the attention layers of a model, in order, by site.
 
-    A site is a place of attention in a block. It is 'attention', and in an encoder-decoder also
-    'cross_attention' or 'encoder/attention'.
+    The sites are 'attention', and in an encoder-decoder also 'cross_attention' and
+    'encoder/attention'.
     """
     layers_by_site = {}
     for prefix, stream in streams(model).items():
-        # The blocks of a stream have the same attributes, such as `attention` and `mlp`.
+        # All blocks of a stream have the same attributes, such as `attention` and `mlp`.
         first_block = layer_of(stream.blocks, 0)
         for name, attribute in vars(first_block).items():
             if isinstance(attribute, Attention):
@@ -140,13 +143,10 @@ def sites(model: Transformer) -> dict[str, list[Attention]]:
 def attention_patterns(
     model: Transformer, inputs: Mapping[str, Any]
 ) -> dict[tuple[str, int], Pattern]:
-    """Computes a model for a batch, and returns the `Pattern` of every attention layer.
-
-    The keys of the result are (site, layer), in the order in which the model computes the layers.
-    """
+    """Runs a model, and returns the `Pattern` of every attention layer by (site, layer)."""
     patterns: dict[tuple[str, int], Pattern] = {}
 
-    def measure(
+    def store_pattern(
         site: str,
         layer: int,
         attention: Attention,
@@ -156,14 +156,13 @@ def attention_patterns(
     ) -> None:
         patterns[site, layer] = pattern_of(attention, x_BTD, mask, y_BSD)
 
-    walk(model, inputs, measure)
+    walk(model, inputs, store_pattern)
     return patterns
 
 
 def walk(model: Transformer, inputs: Mapping[str, Any], visit: Visit) -> jax.Array:
     """Computes `model.stream(**inputs)`, and calls `visit` at every attention layer."""
-    # The model runs its layers in a scan, which traces only one of them. In a copy of the model, a
-    # loop over the layers replaces the scan.
+    # The model scans over its layers, and traces only one. The copy loops over the layers instead.
     copy = jax.tree.map(lambda leaf: leaf, model)
     for prefix, stream in streams(copy).items():
         run = functools.partial(_run_with_visits, stream, prefix, visit)
@@ -176,42 +175,38 @@ def pattern_of(
 ) -> Pattern:
     """Returns the logits and probabilities of one layer for x, in cross-attention for x and y.
 
-    A layer returns only its output, out[t] = sum_s p[t, s] v[s]. So the logits are computed as the
-    output of a changed copy of the layer:
-
-    - its normalizer does nothing, so p[t, s] is the logit of query t and key s;
-    - the value v[s] of key s is the s-th unit vector, so out[t] is the vector of all p[t, s]. With
-      three keys, it is p[t, 0] (1, 0, 0) + p[t, 1] (0, 1, 0) + p[t, 2] (0, 0, 1).
+    The layer returns only out[t] = sum_s p[t, s] v[s]. So the logits are computed by a copy of the
+    layer, without normalizer, where v[s] is the s-th unit vector. Then out[t] has the logits of
+    query t.
     """
     T = x_BTD.shape[1]
     S = T if y_BSD is None else y_BSD.shape[1]
 
-    copy = jax.tree.map(lambda leaf: leaf, attention)  # the arrays are shared with the layer
-    copy.value = _UnitValues(S)  # the unit vectors
-    import_path = f'{__name__}:{Logits.__name__}'  # A spec names a normalizer by its import path.
-    copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=import_path)
+    copy = jax.tree.map(lambda leaf: leaf, attention)
+    copy.value = _UnitValues(S)
+    no_normalizer = f'{__name__}:{Logits.__name__}'  # an import path, as a spec requires
+    copy.spec = dataclasses.replace(attention.spec, kernel='einsum', normalizer=no_normalizer)
     s_BTNS = copy(x_BTD, mask, y_BSD=y_BSD)
     s_BNTS = jnp.swapaxes(s_BTNS, 1, 2)
 
-    # With some scores, a query attends to itself only if it may attend to nothing else. The call
-    # above has added this to the mask of the copy. Here it is added for the probabilities.
+    # With hides_self, a query attends to itself only if it may attend to nothing else. The layer
+    # sets hides_self in its mask, and so does this function.
     is_self_attention = y_BSD is None
     if is_self_attention and attention.score.hides_self:
         mask = dataclasses.replace(mask, hides_self=True)
 
-    # The layer's own normalizer turns the logits into probabilities, as in the kernel `einsum`:
-    # masked logits get half of the lowest number, and masked probabilities are set to 0.
+    # As in the kernel `einsum`.
     mask_BTS = mask.dense(T, S)
     mask_B1TS = mask_BTS[:, None]
-    masked_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(s_BNTS.dtype).min / 2)
+    masked_s_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(s_BNTS.dtype).min / 2)
     normalizer = find_normalizer(attention.spec.normalizer)
-    p_BNTS = normalizer(masked_BNTS, mask_B1TS)
+    p_BNTS = normalizer(masked_s_BNTS, mask_B1TS)
     p_BNTS = jnp.where(mask_B1TS, p_BNTS, 0)
     return Pattern(s_BNTS, p_BNTS, mask_BTS)
 
 
 class Logits(Normalizer):
-    """Returns the logits in place of probabilities, and 0 at masked keys; see `pattern_of`."""
+    """Returns the logits in place of probabilities, and 0 at masked keys."""
 
     source = 'none: the logits themselves'
     simplex = False
@@ -221,7 +216,7 @@ class Logits(Normalizer):
 
 
 class _UnitValues(Value):
-    """The value of key s is the s-th unit vector, so the output of a query is its row p[t]."""
+    """Values v[s] that are unit vectors, so that the output of query t is p[t]."""
 
     def __init__(self, num_keys: int):
         self.num_keys = num_keys
@@ -239,7 +234,7 @@ class _UnitValues(Value):
 
 
 def streams(model: Transformer) -> dict[str, Stream]:
-    """Returns the streams of a model by the prefix of their sites' names: '' or 'encoder/'."""
+    """Returns the residual streams of a model by the prefix of their sites, '' or 'encoder/'."""
     if isinstance(model, EncoderDecoder):
         return {'': model, 'encoder/': model.encoder}
     return {'': model}
@@ -254,16 +249,19 @@ def _run_with_visits(
     dropout_key: None = None,
     **shared: Any,
 ) -> jax.Array:
-    """Computes what `Stream.run` computes, in a loop that calls `visit` at every attention layer.
+    """Replaces `Stream.run` by a loop that calls `visit` at every attention layer.
 
-    x passes through all blocks and the final norm. The arguments from x_BTD on are those of
-    `Stream.run`; `shared` are further inputs of every block, such as the encoder's output.
-    `dropout_key` is None, since nothing is dropped. The names of the stream's sites begin with
-    `prefix`, which is '' or 'encoder/'.
+    Args:
+      stream: the stream whose blocks are run.
+      prefix: the beginning of its sites, '' or 'encoder/'.
+      visit: the callback.
+      x_BTD: the input of the first block.
+      mask: the mask of self-attention.
+      dropout_key: must be None.
+      **shared: further inputs of every block, such as the encoder's output.
     """
     for layer in range(stream.config.num_layers):
-        # A copy, in which other functions may stand for the attention layers.
-        block = layer_of(stream.blocks, layer)
+        block = layer_of(stream.blocks, layer)  # a copy
         for name, attribute in list(vars(block).items()):
             if isinstance(attribute, Attention):
                 site = f'{prefix}{name}'
@@ -275,7 +273,7 @@ def _run_with_visits(
 def _with_visit(
     attention: Attention, site: str, layer: int, visit: Visit
 ) -> Callable[..., jax.Array]:
-    """Returns a function that stands for an attention layer: it calls `visit`, then the layer."""
+    """Returns a function that calls `visit`, and then the attention layer."""
 
     def attend(
         x_BTD: jax.Array, mask: Mask, *, y_BSD: jax.Array | None = None, **dropout: Any
