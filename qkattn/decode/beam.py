@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
     state: Any
     tokens_M: jax.Array
-    rows_M: jax.Array | None  # the cache row that each token continues; None for row m
+    rows_M: jax.Array | None  # the cache rows that the tokens continue; None if 0 ... M - 1
 
 
 class _State(NamedTuple):
@@ -116,8 +116,9 @@ def beam_search(
     row has fewer after `num_tokens`, its unfinished hypotheses are ranked as well, by their scores
     without a separator.
 
-    Ties go to the better hypothesis, then to the lower id, and to the hypothesis that finished
-    first. Logits of -inf are never chosen. NaN and inf give NaN scores.
+    Ties between extensions go to the earlier hypothesis, then to the lower id. Ties between
+    finished hypotheses go to the shorter hypothesis. Logits of -inf are never chosen. NaN and inf
+    give NaN scores.
 
     Args:
       logits_MV: the logits of the first token, for M = B * K rows: K copies of each of B rows, one
@@ -150,7 +151,7 @@ def beam_search(
     extend = functools.partial(_extend, separator=separator, divisors_T=divisors_T)
     state = decode(logits_MV, cache, step, extend, state, T, is_any_row_not_done)
 
-    # In rows that are not done, the unfinished hypotheses have T tokens.
+    # Unfinished hypotheses have T tokens, except in rows that are done.
     is_not_done_B1 = _not_done(state)[:, None]
     unfinished_scores_BK = jnp.where(is_not_done_B1, state.nats_BK / divisors_T[-1], -jnp.inf)
     unfinished = Hypotheses(state.tokens_BKT, zeros_BK + T, unfinished_scores_BK)
@@ -205,8 +206,8 @@ def _extensions(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the C most probable one-token extensions of each row, best first.
 
-    C is 2 K, or less if there are fewer extensions. At most K of them are by the separator, so K
-    others are left to extend further.
+    C is 2 K, or less if there are fewer extensions. At most K extensions are by the separator, so
+    at least K extensions can be extended further.
 
     Args:
       logits_BKV: the logits of the next token, for K hypotheses per row.
@@ -226,7 +227,7 @@ def _extensions(
     # If all logits are -inf, so is `total_BK1`, and the difference would be NaN.
     total_BK1 = jax.nn.logsumexp(logits_BKV, axis=-1, keepdims=True)
     token_nats_BKP = jnp.where(logits_BKP == -jnp.inf, -jnp.inf, logits_BKP - total_BK1)
-    # Make NaNs positive, because top_k ranks negative NaNs last. They must reach the scores.
+    # top_k ranks negative NaNs last. Make all NaNs positive, so that NaNs reach the scores.
     token_nats_BKP = jnp.where(jnp.isnan(token_nats_BKP), jnp.nan, token_nats_BKP)
 
     nats_BKP = nats_BK[:, :, None] + token_nats_BKP

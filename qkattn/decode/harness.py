@@ -343,7 +343,10 @@ class TextModel:
 
         # Fill up all rows with zeros, to the end of the longest continuation.
         width = int(ends_B.max())
-        rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
+        rows = []
+        for prompt in prompts:
+            zeros = [0] * (width - len(prompt))
+            rows.append([*prompt, *zeros])
 
         # Every value of `prefix` compiles another program, so it is a multiple of WIDTH_STEP. The
         # model has to read at least one token.

@@ -102,7 +102,7 @@ def prefill(
         Args:
           carry: the residual stream x_BTD, and `KVCache.layers`.
           block: the layer.
-          layer_index: (variant, index) for layer `index` of the variant's layers.
+          layer_index: (variant, index); `block` is number `index` of the variant's layers.
           source: the cached arrays of cross-attention; None in a decoder.
 
         Returns:

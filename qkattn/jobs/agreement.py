@@ -1,9 +1,10 @@
 """Collective operations of a job's processes: gather, barrier, and calls in process 0.
 
-All processes must call these functions in the same order. In a job of one process they do nothing.
+All processes must call these functions in the same order. In a job of one process, the functions
+return at once.
 
-The functions use the key-value store of jax.distributed.initialize, which has no public interface.
-The public jax.experimental.multihost_utils would open devices and run programs on them.
+They use the key-value store of jax.distributed.initialize, which has no public interface. The
+public jax.experimental.multihost_utils would open devices and run programs on them.
 """
 
 import contextlib
@@ -193,9 +194,9 @@ def require_same(name: str, value: str) -> None:
 
 
 def make_in_process_0(make: Callable[[], T]) -> T:
-    """Returns the result of `make` in process 0, and an object whose methods do nothing elsewhere.
+    """Calls `make` in process 0; the other processes get an object whose methods do nothing.
 
-    Raises the errors of `make` in all processes, as `call_in_process_0` does.
+    An error of `make` is raised in all processes, as in `call_in_process_0`.
     """
     results: list[T] = []  # stays empty in the other processes
     call_in_process_0(lambda: results.append(make()))
@@ -205,8 +206,9 @@ def make_in_process_0(make: Callable[[], T]) -> T:
 def run_in_process_0_first(make: Callable[[], T]) -> T:
     """Calls `make` in process 0, then in all other processes, and returns its result in each.
 
-    For example, `make` prepares data if they are not on disk, and opens them. Process 0 prepares
-    them, and the processes that share its disk only open them. Raises the errors of `make`.
+    For example, `make` opens a dataset, and prepares the dataset if it is not on disk. Process 0
+    prepares it, and processes with the same disk only open it. An error of `make` in process 0 is
+    raised in all processes.
     """
     value = make_in_process_0(make)  # also makes the other processes wait
     if not is_process_0():

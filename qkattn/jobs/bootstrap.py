@@ -58,7 +58,7 @@ def start() -> Job:
 
 
 def in_job(main: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a script's main function, to join the job and to end together with its processes.
+    """Wraps a script's main function to join the job, and to end all of its processes together.
 
     A process that fails ends by os._exit, because Python's exit would wait for the other processes.
     """

@@ -26,9 +26,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 def pipe_to_parent() -> Connection | None:
-    """Returns the pipe to the parent process; None if the parent did not start this as a `Child`.
+    """Returns the pipe to the parent process; None if this process is not a `Child`.
 
-    Returns None in later calls, too.
+    Later calls return None.
     """
     text = os.environ.pop(_PIPE, None)
     if text is None:

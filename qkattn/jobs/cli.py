@@ -230,7 +230,7 @@ def define_trial() -> flags.FlagHolder:
 
 
 def define_data() -> flags.FlagHolder:
-    """Defines the flag --data, which selects the tokenizer of a model that is not a run."""
+    """Defines the flag --data, the source of the tokenizer for a model without a run."""
     description = (
         'For a source that is not a run, what its tokenizer is from: a dataset whose text is read '
         'as bytes, a tokenizer.json, or a directory that prepare_data has written.'
@@ -239,7 +239,7 @@ def define_data() -> flags.FlagHolder:
 
 
 def define_imports() -> flags.FlagHolder:
-    """Defines the flag --imports, which allows files of a model to import code."""
+    """Defines the flag --imports, which lists the import paths that files of models may name."""
     description = (
         'Import paths, as in my.module:Score, that files of the model or study may name; code that '
         'they name is imported only if it is named here.'
@@ -449,7 +449,7 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
     def run_main(argv: list[str]) -> None:
         """Calls `main`, and turns its errors into exit codes; `argv` is from `parse_flags`."""
         positional_arguments = argv[1:]
-        if positional is not None and _takes_unnamed(positional, positional_arguments):
+        if positional is not None and _accepts_positional(positional, positional_arguments):
             flags.FLAGS[positional.name].parse(','.join(positional_arguments))
         elif positional_arguments:
             hint = '; settings are given as --config.field=value' if kind is not None else ''
@@ -483,7 +483,7 @@ def _script_name(file: Path) -> str:
     return file.parent.name if file.stem == '__main__' else file.stem
 
 
-def _takes_unnamed(flag: flags.FlagHolder, positional_arguments: Sequence[str]) -> bool:
+def _accepts_positional(flag: flags.FlagHolder, positional_arguments: Sequence[str]) -> bool:
     """Whether positional arguments can be the value of `flag`, several of them for a list flag."""
     if not positional_arguments or flag.value is not None:
         return False

@@ -113,8 +113,8 @@ class JobPeers:
         """Whether to stop after `step` finished steps; the training thread calls this.
 
         If any process has to stop, all processes wait here and agree on a step. For example, two
-        processes have done 7 and 9 steps. Both stop after step 9: the call with `step` 10 returns
-        True.
+        processes have done 7 and 9 steps. They agree on 9, and the call with `step` 10 returns True
+        in both.
 
         Args:
           step: the number of finished steps.
