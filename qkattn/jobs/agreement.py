@@ -63,7 +63,10 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
         client().key_value_set(f'{key}/{rank}', text)
         # Process 0 may arrive `limit` seconds later than this process, and wait `limit` seconds.
         answer_text = _wait_for_key(f'{key}/all', 2 * limit + _GRACE)
-        answer = {'missing': [0]} if answer_text is None else json.loads(answer_text)
+        if answer_text is None:  # process 0 is missing
+            answer = {'missing': [0]}
+        else:
+            answer = json.loads(answer_text)
 
     missing_ranks = answer['missing']
     if missing_ranks:
@@ -118,7 +121,6 @@ def call_in_process_0(call: Callable[[], Any]) -> Any:
       Exception: the error of `call`, in process 0. The other processes raise the same error if it
         is one of qkattn.errors, else a ProcessError.
       ProcessError: process 0 takes longer than OWNER_LIMIT seconds.
-
     """
     if not is_process_0():
         message = gather_from_processes(None, limit=OWNER_LIMIT)[0]  # from process 0

@@ -67,7 +67,7 @@ class Child:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             with warnings.catch_warnings():
-                # jax warns that forks may deadlock. This child runs only `_set_up_child`.
+                # jax warns that forks may deadlock. The child only sets itself up and runs `line`.
                 warnings.filterwarnings('ignore', r'os\.fork\(\) was called', RuntimeWarning)
                 self._process = subprocess.Popen(
                     line,

@@ -203,10 +203,15 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
 
 def exit_while_starting(script: str) -> None:
     """Lets signals end a RESUMABLE script with a message while it imports its modules."""
-    if script in RESUMABLE:
-        dry_run = any(_DRY_RUN.match(argument) for argument in sys.argv)  # flags are not parsed yet
-        for number in _SIGNALS:
-            signal.signal(number, lambda number, _: _end_with_nothing_to_save(number, dry_run))
+    if script not in RESUMABLE:
+        return
+    dry_run = any(_DRY_RUN.match(argument) for argument in sys.argv)  # flags are not parsed yet
+
+    def end_script(number: int, frame: Any) -> None:
+        _end_with_nothing_to_save(number, dry_run)
+
+    for number in _SIGNALS:
+        signal.signal(number, end_script)
 
 
 def end(code: int, sentence: str) -> NoReturn:
