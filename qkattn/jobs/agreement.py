@@ -63,10 +63,7 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
         client().key_value_set(f'{key}/{rank}', text)
         # Process 0 may arrive `limit` seconds later than this process, and wait `limit` seconds.
         answer_text = _wait_for_key(f'{key}/all', 2 * limit + _GRACE)
-        if answer_text is None:  # process 0 is missing
-            answer = {'missing': [0]}
-        else:
-            answer = json.loads(answer_text)
+        answer = {'missing': [0]} if answer_text is None else json.loads(answer_text)
 
     missing_ranks = answer['missing']
     if missing_ranks:
