@@ -189,12 +189,16 @@ def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
     assert tokenizer.num_bytes(ids) == len('the fox saw the')
 
 
-@pytest.mark.parametrize('content', ['{"version": "1.0"}', None])
-def test_a_file_that_is_missing_or_no_vocabulary_is_refused(tmp_path, content):
+def test_a_file_without_a_vocabulary_is_refused(tmp_path):
     path = tmp_path / 'a.json'
-    if content is not None:
-        path.write_text(content)
+    path.write_text('{"version": "1.0"}')
     with refused(f"data.tokenizer='{path}' cannot be read .*; give a tokenizer.json"):
+        FileTokenizer.open(str(path))
+
+
+def test_a_missing_vocabulary_is_refused(tmp_path):
+    path = tmp_path / 'a.json'
+    with refused(f"data.tokenizer='{path}' does not exist; give a tokenizer.json"):
         FileTokenizer.open(str(path))
 
 
