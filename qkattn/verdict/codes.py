@@ -1,6 +1,6 @@
-"""Codes of findings, each with its numbers; `qkattn.report` turns them into prose.
+"""Findings as codes with numbers, which `qkattn.report` turns into prose.
 
-The members of `data` of a code are the arguments of its macro in report/templates/clauses.j2.
+The items of `data` are the arguments of the code's macro in report/templates/clauses.j2.
 """
 
 import dataclasses
@@ -12,22 +12,22 @@ from qkattn.stats.decision import Judgement
 from qkattn.stats.inference import Difference
 from qkattn.study.arm_key import ArmKey
 
-# The splits of a trial's losses: those that decide, and those that settings are chosen by.
+# Verdicts use the test split. Settings are chosen on the validation split.
 TEST = 'test'
 VALIDATION = 'val'
 
 
 class RemarkCode(enum.Enum):
-    """What a remark says: a reason to withhold verdicts, or a fact that a report mentions."""
+    """A reason to withhold verdicts, or a fact for the report."""
 
-    # About the study: its seeds, its evaluation, the software of its runs, its ledger.
+    # About the whole study.
     LEARNING_RATE_NOT_TUNED = enum.auto()
     SHARED_SEEDS = enum.auto()
     EVALUATION = enum.auto()
     SOFTWARE_DIFFERS = enum.auto()
     UNCOMMITTED_CHANGES = enum.auto()
     OTHER_DECLARATION = enum.auto()
-    # About an arm: its training, its matching, its seeds and settings.
+    # About how an arm was trained.
     NOT_ANNEALED = enum.auto()
     MISSING_RESULTS = enum.auto()
     OVER_TOLERANCE = enum.auto()
@@ -37,12 +37,12 @@ class RemarkCode(enum.Enum):
     NOT_BRACKETED = enum.auto()
     UNBOUNDED_OPTIMUM = enum.auto()
     SCREENING_INCOMPLETE = enum.auto()
-    # About an arm: its splits, when it was declared, and whether an earlier look saw another run.
+    # About an arm's evaluation and its records.
     NO_TEST = enum.auto()
     FEW_DOCUMENTS = enum.auto()
     POST_HOC = enum.auto()
     ALTERED = enum.auto()
-    # About a baseline or the study: whether its models are trained enough to compare.
+    # About models that are not trained well enough to compare.
     NO_YARDSTICK = enum.auto()
     BELOW_YARDSTICK = enum.auto()
     LITTLE_CONTEXT = enum.auto()
@@ -50,17 +50,17 @@ class RemarkCode(enum.Enum):
     SOURCES_UNUSED = enum.auto()
     BIMODAL_SEEDS = enum.auto()
     OUTDATED_YARDSTICK = enum.auto()
-    # About any other arm. These withhold nothing.
+    # About arms that are not trained enough. These withhold nothing.
     ARM_BELOW_YARDSTICK = enum.auto()
     ARM_LOW_BLEU = enum.auto()
 
 
-# An arm with one of these does not beat what its baseline has to beat.
+# The remarks on an arm that does not beat the yardstick of its baseline.
 SHORT_ARM = (RemarkCode.ARM_BELOW_YARDSTICK, RemarkCode.ARM_LOW_BLEU)
 
 
 class ReasonCode(enum.Enum):
-    """The reason of a verdict: the outcome of the tests, or missing results."""
+    """A reason for a verdict: the outcome of the tests, or missing results."""
 
     DIVERGED = enum.auto()
     FEW_PAIRS = enum.auto()
@@ -82,21 +82,18 @@ class ReasonCode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """A reason to withhold verdicts, or a fact that a report mentions.
-
-    It is about the arm `arm`, or about the whole study if `arm` is None.
-    """
+    """A reason to withhold verdicts, or a fact for the report."""
 
     code: RemarkCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    blocks: bool = False  # withholds the verdict of the arm, or every verdict if `arm` is None
-    arm: ArmKey | None = None
-    every_arm: bool = False  # stands for the same remark about each arm
+    blocks: bool = False  # withholds the verdict on `arm`, or every verdict if `arm` is None
+    arm: ArmKey | None = None  # None for a remark about the study or about every arm
+    every_arm: bool = False  # whether the remark is about every arm
 
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """One reason of a verdict."""
+    """A reason for a verdict, with its numbers."""
 
     code: ReasonCode
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -104,25 +101,24 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Losses of an arm minus those of another, nats/token; below zero is better."""
+    """The loss of an arm minus the loss of another arm, nats/token."""
 
-    split: str  # the split of `differences`: TEST, or VALIDATION if a trial has no test loss
+    split: str  # TEST, or VALIDATION if a trial has no test loss
     differences: Mapping[int, float]  # by seed, ascending
-    difference: Difference  # the mean of `differences`, with its tests
+    difference: Difference  # the mean over seeds, with its tests
     validation: float  # the mean difference on the validation split
-    # Pearson's correlation over seeds of the losses of both arms; None if an arm has no spread.
+    # Pearson's correlation over seeds between the losses of the two arms, if it is defined.
     correlation: float | None
-    # How many documents the evaluation error is over; None without losses by document.
-    num_documents: int | None
-    # How many seeds in `differences` are from each earlier study, by its name.
+    num_documents: int | None  # of the split; None if losses by document are missing
+    # The number of seeds pooled from each earlier study, by study name.
     pooled: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict(Judgement):
-    """A decision on an arm against its baseline: the same size, corpus and length of training."""
+    """The decision on an arm against its baseline, with reasons."""
 
-    # The outcome of the tests. Without a verdict: what is missing and the remarks that block it.
+    # For 'no verdict', what is missing and the remarks that withhold it.
     reasons: tuple[Reason | Remark, ...] = ()
-    num_comparisons: int = 0  # the size of the family that the p values are corrected for
-    look: int = 1  # how many studies have asked the question, this one included
+    num_comparisons: int = 0  # for which the p values are corrected
+    look: int = 1  # the number of studies that have made this comparison, with this one

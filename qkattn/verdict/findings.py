@@ -1,4 +1,4 @@
-"""The findings of a study: differences from the baseline, verdicts, scaling fits, remarks."""
+"""What a study found: differences from the baseline, verdicts, scaling fits, remarks."""
 
 import dataclasses
 
@@ -13,30 +13,30 @@ PARTS = tuple(field.name for field in dataclasses.fields(Decomposition))
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Loss against parameters over the sizes of one variant on one corpus."""
+    """The scaling law of one variant on one corpus: loss against parameters."""
 
     variant: str
     corpus: str
     law: scaling.Law | scaling.Problem
-    # How many baseline parameters one parameter of the variant is worth. None for the baseline, and
-    # if the baseline has no results.
+    # How many baseline parameters one parameter of the variant is worth. None for the baseline
+    # itself, and for all variants if the baseline has no scaling law.
     worth: scaling.Interval | scaling.Problem | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """A study with what its results show."""
+    """A study with its results."""
 
     study: TrainedStudy
-    # The primary arms: size by size, corpus by corpus, the baseline first.
+    # Baselines and the arms compared with them, ordered by size and corpus, baselines first.
     arms: tuple[TrainedArm, ...]
-    controls: tuple[TrainedArm, ...]  # the others, in the same order, without a verdict
-    remarks: tuple[Remark, ...]  # of the study and of all arms, those that block first
-    # One fit for each variant and corpus, over the arms that a fit may use (`TrainedArm.scales`).
-    # Empty for fewer than two sizes, and if a remark blocks every arm.
+    controls: tuple[TrainedArm, ...]  # in the same order as `arms`; they have no verdict
+    remarks: tuple[Remark, ...]  # about the study and its arms, blocking remarks first
+    # By variant and corpus. Empty for fewer than two sizes, and if all verdicts are withheld.
     scaling: tuple[Scaling, ...] = ()
-    num_comparisons: int = 0  # the family of Holm's correction; 0 in a study without tuning
-    positive: tuple[PositiveControl, ...] = ()  # decided as a family of their own
+    # How many comparisons Holm's method corrects the verdicts for; 0 in a study without tuning.
+    num_comparisons: int = 0
+    positive: tuple[PositiveControl, ...] = ()  # corrected separately from the verdicts on `arms`
 
     @property
     def every_arm(self) -> tuple[TrainedArm, ...]:
@@ -50,23 +50,23 @@ class Findings:
 
     @property
     def has_intervals(self) -> bool:
-        """Whether the difference of any arm from the baseline has an interval."""
+        """Whether any arm's difference from the baseline has an interval."""
         differences = [arm.difference for arm in self.arms if arm.difference]
         return any(difference.low is not None for difference in differences)
 
     @property
     def has_part_intervals(self) -> bool:
-        """Whether any part of the difference of any arm has an interval."""
+        """Whether any part of any arm's difference has an interval."""
         for arm in self.arms:
-            for name in PARTS:
-                part = getattr(arm.parts, name)
-                if part is not None and part.difference.low is not None:
+            for part_name in PARTS:
+                comparison = getattr(arm.parts, part_name)
+                if comparison is not None and comparison.difference.low is not None:
                     return True
         return False
 
     @property
     def has_parts(self) -> bool:
-        """Whether a part of the difference of any arm is known."""
+        """Whether any part of any arm's difference is known."""
         return any(arm.parts != Decomposition() for arm in self.arms)
 
     @property
