@@ -1,8 +1,7 @@
-"""Decides on families of comparisons.
+"""Verdicts on families of comparisons, whose p values are corrected together.
 
-A family is a set of comparisons whose p values are corrected together: the primary arms, the
-positive controls, or the pairs of arms that a claim compares. The test split decides, and the
-validation split has to agree.
+A family is the primary arms of a study, its positive controls, or the pairs of arms that a claim
+compares. A primary arm is neither a baseline nor a control.
 """
 
 import dataclasses
@@ -20,8 +19,8 @@ from qkattn.verdict.trained_study import TrainedStudy
 
 Case = tuple[TrainedArm, TrainedArm | None]  # an arm and its baseline, which may be missing
 
-# The decisions with which a positive control passes.
-_PASSES = {
+# The decisions that confirm what a positive control expects.
+_CONFIRMING = {
     'better': BELOW_ZERO,
     'worse': ABOVE_ZERO,
     'not better': (Decision.EQUIVALENT, *ABOVE_ZERO),
@@ -31,7 +30,7 @@ _PASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class PositiveControl:
-    """A known effect that the study should show, at one size and on one corpus."""
+    """An arm with a known effect, which tests whether the study can show effects."""
 
     expected: Expected
     arm: TrainedArm
@@ -39,76 +38,88 @@ class PositiveControl:
 
     @property
     def passed(self) -> bool | None:
-        """Whether the arm has the expected verdict; None while it has no verdict."""
+        """Whether the arm has the expected verdict; None if it has no verdict."""
         if self.verdict.decision is Decision.NO_VERDICT:
             return None
-        return self.verdict.decision in _PASSES[self.expected.decision]
+        return self.verdict.decision in _CONFIRMING[self.expected.decision]
 
 
 def family_size(study: TrainedStudy) -> int:
-    """Counts the primary arms that the study compares, or ever declared, with a baseline.
+    """Counts the comparisons that the p values of primary arms are corrected for.
 
-    The primary arms of earlier studies in its chain count too, because their results may have
-    decided which arms the study has.
+    These are the primary arms of the study and of the studies that it repeats. An arm that several
+    studies share counts once. The ledger gives a minimum: the most primary arms ever declared.
     """
+    # The same arm has the same question in all studies.
     questions = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}
     for earlier in study.earlier:
         questions |= earlier.family
-    return max(len(questions), study.ledger.family)
+    most_declared = study.ledger.family
+    return max(len(questions), most_declared)
 
 
 def primary_verdicts(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> dict[ArmKey, Verdict]:
-    """Returns the verdict on each primary arm against its baseline, by the key of the arm.
+    """Returns the verdict on each primary arm against its baseline.
 
-    A primary arm is one that the study is about: neither a control nor a baseline. `blocks` are the
-    remarks that withhold every verdict.
+    Args:
+        study: The study.
+        arms: All arms of the study.
+        blocks: The remarks that withhold every verdict.
+
+    Returns:
+        The verdicts by arm key.
     """
     cases: list[Case] = []
+    keys: list[ArmKey] = []
     for arm, baseline in with_baselines(arms):
         if is_compared(arm.key, study.baseline):
             cases.append((arm, baseline))
+            keys.append(arm.key)
     verdicts = judge(study, cases, blocks, family_size(study))
-    return {arm.key: verdict for (arm, _), verdict in zip(cases, verdicts, strict=True)}
+    return dict(zip(keys, verdicts, strict=True))
 
 
 def positive_controls(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> tuple[PositiveControl, ...]:
-    """Returns the verdict on each positive control: an arm with a known effect.
+    """Returns the verdicts on the positive controls, which are arms with a known effect.
 
-    A study that expects 'qk/vo?num_heads=1 is worse' has one positive control at each of its sizes
-    and on each of its corpora.
+    For example, a study may expect that 'qk/vo?num_heads=1 is worse'. It then has one positive
+    control for each size and corpus. The p values are corrected for all positive controls that the
+    study or a study that it repeats declares, with or without results.
 
-    The p values are corrected for all positive controls of the study, with or without results. They
-    are also corrected for those that only earlier studies of its chain declare. Their arms are not
-    known here, so each is counted at every size and on every corpus.
-
-    `blocks` are the remarks that withhold every verdict.
+    Args:
+        study: The study.
+        arms: All arms of the study.
+        blocks: The remarks that withhold every verdict.
     """
-    # The arms that the study declares as positive controls. Those with results are judged.
+    # Collect the declared positive controls that have results.
     num_declared = 0
-    case_by_key = {arm.key: (arm, baseline) for arm, baseline in with_baselines(arms)}
-    expected_cases: list[tuple[Expected, Case]] = []
+    case_by_key: dict[ArmKey, Case] = {}
+    for arm, baseline in with_baselines(arms):
+        case_by_key[arm.key] = (arm, baseline)
+    expectations: list[Expected] = []
+    cases: list[Case] = []
     for text in study.expected:
         expected = parse_expected(text)
         for key in expected_arms(study.arms, expected):
             num_declared += 1
             if key in case_by_key:
-                expected_cases.append((expected, case_by_key[key]))
+                expectations.append(expected)
+                cases.append(case_by_key[key])
 
-    # The arms that only earlier studies declare as positive controls.
+    # Count the positive controls that only earlier studies declare.
     declared_earlier: set[str] = set()
     for earlier in study.earlier:
         declared_earlier.update(earlier.expected)
     only_earlier = declared_earlier.difference(study.expected)
     num_only_earlier = len(only_earlier) * len(study.sizes) * len(study.corpora)
 
-    cases = [case for _, case in expected_cases]
-    verdicts = judge(study, cases, blocks, num_declared + num_only_earlier)
+    verdicts = judge(study, cases, blocks, num_comparisons=num_declared + num_only_earlier)
     controls = []
-    for (expected, (arm, _)), verdict in zip(expected_cases, verdicts, strict=True):
+    for expected, (arm, _), verdict in zip(expectations, cases, verdicts, strict=True):
         controls.append(PositiveControl(expected, arm, verdict))
     return tuple(controls)
 
@@ -120,38 +131,43 @@ def verdict_on_pair(
     blocks: Sequence[Remark],
     num_comparisons: int,
 ) -> Verdict:
-    """Returns the verdict on one arm against another one, which may be missing.
+    """Returns the verdict on one arm against another arm.
 
-    The p values are corrected for `num_comparisons` comparisons. `blocks` are the remarks that
-    withhold every verdict of the study. A study without tuning has no verdicts.
+    Args:
+        study: The study of both arms. Without tuning it has no verdicts.
+        arm: The arm.
+        other: The arm to compare with; None if it has no results.
+        blocks: The remarks that withhold every verdict.
+        num_comparisons: The number of comparisons that p values are corrected for.
     """
     if not study.tuned:
         return Verdict(Decision.NO_VERDICT)
-    return judge(study, [(arm, other)], blocks, num_comparisons)[0]
+    [verdict] = judge(study, [(arm, other)], blocks, num_comparisons)
+    return verdict
 
 
 def judge(
     study: TrainedStudy, cases: Sequence[Case], blocks: Sequence[Remark], num_comparisons: int
 ) -> list[Verdict]:
-    """Returns the verdicts on several arms, with p values that are corrected for all of them.
+    """Returns the verdicts on several arms, with p values corrected for multiple comparisons.
 
-    An arm is tested once it and its baseline have results of all their seeds, unless a remark
-    withholds its verdict. Otherwise its verdict is 'no verdict', with the reasons.
+    An arm gets 'no verdict' if a remark withholds its verdict, or if results of the arm or its
+    baseline are missing.
 
     Args:
         study: The study of the arms.
-        cases: The arms, each with its baseline, which may be missing.
+        cases: The arms, each with its baseline.
         blocks: The remarks that withhold every verdict.
-        num_comparisons: The number of comparisons in the finished study, for which p values are
-            corrected. It may be larger than the number of cases.
+        num_comparisons: The number of comparisons in the finished study, which may exceed the
+            number of cases.
 
     Returns:
-        The verdict of each case.
+        One verdict for each case.
     """
-    # Compare the arms that can be tested. The index of a case identifies it in the family.
+    # Compare the arms that can be tested.
     family = Family(num_comparisons)
-    comparisons: dict[int, Comparison | None] = {}
-    reasons_untested: dict[int, tuple[Reason | Remark, ...]] = {}
+    comparisons: dict[int, Comparison | None] = {}  # by index of the case
+    reasons_untested: dict[int, tuple[Reason | Remark, ...]] = {}  # by index of the case
     for index, (arm, baseline) in enumerate(cases):
         reasons = _why_untested(study, arm, baseline, blocks)
         if baseline is None or reasons:
@@ -166,7 +182,7 @@ def judge(
             look=study.look(arm.key, baseline.key),
         )
 
-    # Test them together.
+    # Test all of them together.
     judgements = family.judge()
     verdicts = []
     for index in range(len(cases)):
@@ -180,36 +196,33 @@ def judge(
 def _verdict(
     family: Family, index: int, judgement: Judgement, comparison: Comparison | None
 ) -> Verdict:
-    """Returns the verdict on an arm, given the decision of the tests.
+    """Returns the verdict on an arm: the decision of the tests, except for two cases.
 
-    The verdict is the decision of the tests (`judgement`), with two exceptions. Without losses by
-    document there is no verdict, because the tests need them. If the validation split disagrees
-    with the test split, the verdict is 'undecided'.
+    Without losses by document, there is no verdict. If the validation split disagrees with the test
+    split, the verdict is 'undecided'.
 
     Args:
         family: The comparisons that were tested together.
-        index: Identifies the arm in the family.
+        index: The index of the arm's comparison in the family.
         judgement: What the tests decide on the arm.
         comparison: The arm's difference from its baseline; None if they share no seed.
     """
     arm_diverged, baseline_diverged = family.diverged[index]
-    reasons_of_tests = list(_outcome(comparison, judgement, arm_diverged, baseline_diverged))
+    reasons = list(_test_reasons(comparison, judgement, arm_diverged, baseline_diverged))
+    final_decision = judgement.decision
     if comparison and comparison.num_documents is None:
-        decision_of_verdict = Decision.NO_VERDICT
+        final_decision = Decision.NO_VERDICT
         reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
     elif comparison and not _splits_agree(comparison, judgement.decision):
-        decision_of_verdict = Decision.UNDECIDED
+        final_decision = Decision.UNDECIDED
         data = {
             'decision': judgement.decision,
             'test': comparison.difference.mean,
             'validation': comparison.validation,
         }
-        reasons = [*reasons_of_tests, Reason(ReasonCode.SPLITS_DISAGREE, data)]
-    else:
-        decision_of_verdict = judgement.decision
-        reasons = reasons_of_tests
+        reasons.append(Reason(ReasonCode.SPLITS_DISAGREE, data))
     return Verdict(
-        decision_of_verdict,
+        final_decision,
         p_holm=judgement.p_holm,
         p_margin_holm=judgement.p_margin_holm,
         p_equivalence_holm=judgement.p_equivalence_holm,
@@ -225,8 +238,7 @@ def _why_untested(
 ) -> tuple[Reason | Remark, ...]:
     """Returns the reasons why an arm cannot be tested against its baseline; () if it can.
 
-    The reasons are remarks that withhold the verdict, and missing results. `blocks` are the remarks
-    that withhold every verdict of the study.
+    `blocks` are the remarks that withhold every verdict of the study.
     """
     reasons: list[Reason | Remark] = [*blocks, *arm.blocks]
     if not arm.verdict_trials:
@@ -239,14 +251,14 @@ def _why_untested(
     if reasons or baseline is None:
         return tuple(reasons)
 
-    # Both have results, but a verdict run may not have ended.
-    if _has_every_seed(study, arm) and _has_every_seed(study, baseline):
-        return ()
-    return (Reason(ReasonCode.NO_VERDICT_TRIALS),)
+    # Results of some seeds may still be missing.
+    if not _has_every_seed(study, arm) or not _has_every_seed(study, baseline):
+        return (Reason(ReasonCode.NO_VERDICT_TRIALS),)
+    return ()
 
 
 def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
-    """Returns whether an arm has results of all verdict seeds. Diverged trials count as results."""
+    """Returns whether an arm has results for all verdict seeds, where 'diverged' is a result."""
     seeds = {trial.seed for trial in arm.verdict_trials}
     return seeds.issuperset(study.verdict_seeds(arm.key))
 
@@ -254,25 +266,29 @@ def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
 def _splits_agree(comparison: Comparison, decision_on_test: Decision) -> bool:
     """Returns whether the validation split agrees with the decision on the test split.
 
-    For example, an arm that is better on the test split has to have a lower validation loss than
-    the baseline. An equivalent arm has to have a validation difference within the margin.
+    For example, if an arm is better on the test split, its mean validation loss has to be lower
+    than the baseline's.
     """
+    validation_difference = comparison.validation
     if decision_on_test is Decision.EQUIVALENT:
-        return abs(comparison.validation) < comparison.difference.margin
-    # BELOW_ZERO and ABOVE_ZERO hold the decisions 'better' and 'worse', below the margin or not.
-    if decision_on_test in BELOW_ZERO:
-        return comparison.validation < 0
-    if decision_on_test in ABOVE_ZERO:
-        return comparison.validation > 0
-    return True  # without a decision, there is nothing to disagree with
+        return abs(validation_difference) < comparison.difference.margin
+    if decision_on_test in BELOW_ZERO:  # better, beyond or below the margin
+        return validation_difference < 0
+    if decision_on_test in ABOVE_ZERO:  # worse, beyond or below the margin
+        return validation_difference > 0
+    return True  # undecided
 
 
-def _outcome(
+def _test_reasons(
     comparison: Comparison | None, judgement: Judgement, arm_diverged: int, baseline_diverged: int
 ) -> Iterator[Reason]:
-    """Yields the reasons for a verdict that follow from the tests alone.
+    """Yields the reasons for what the tests decide on an arm.
 
-    `arm_diverged` and `baseline_diverged` are the numbers of diverged trials.
+    Args:
+        comparison: The arm's difference from its baseline; None if they share no seed.
+        judgement: The decision of the tests, with p values.
+        arm_diverged: The number of diverged trials of the arm.
+        baseline_diverged: The number of diverged trials of the baseline.
     """
     data: dict[str, Any]
     if arm_diverged or baseline_diverged:
@@ -298,18 +314,18 @@ def _outcome(
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
     elif judgement.decision in DECIDED:
         yield Reason(ReasonCode.DIFFERENT, {'p': p})
-        # The decision is the side itself, or the side below the margin.
+        # 'better' or 'worse', not 'better (below margin)' or 'worse (below margin)'.
         is_beyond_margin = judgement.decision is side
         code = ReasonCode.BEYOND_MARGIN if is_beyond_margin else ReasonCode.NOT_BEYOND_MARGIN
         yield Reason(code, {'margin': margin, 'p': p_margin})
     elif is_different:
-        # A difference that is shown gives no decision only if trials diverged.
+        # Only diverged trials leave a significant difference undecided.
         yield Reason(ReasonCode.DIFFERENT_BUT_DIVERGED, {'side': side, 'p': p})
     else:
         data = {'p': p, 'p_equivalence': p_equivalence, 'detectable': judgement.detectable}
         yield Reason(ReasonCode.NOT_SHOWN, data)
 
-    typical = difference.typical  # without outlying seeds; None if there are none
+    typical = difference.typical  # the difference without outlying seeds; None if there are none
     if typical:
         data = {
             'apart': difference.n - typical.n,

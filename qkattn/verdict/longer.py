@@ -1,13 +1,8 @@
-"""Which differences of a study are settled, by the same arms after at least four times the steps.
+"""Whether the differences of a study last when the same arms are trained longer.
 
-The longer training comes from one of two places:
-
-- the study's own control that is trained longer, if it has fresh seeds;
-- another study in a directory beside this one. It has the same base config except for the number of
-  steps, the frequency of evaluations and the trials. It has the same baseline and matching, and
-  other seeds.
-
-A longer arm counts only if it qualifies for a verdict. It is trained at its own tuned settings.
+The longer training is either a control of the study, with seeds of its own, or another study in a
+directory beside the study, with other seeds. An arm trained longer counts only if it qualifies for
+a verdict.
 """
 
 import math
@@ -28,7 +23,7 @@ from qkattn.verdict.settling import TIMES, Settling, Trained, settle
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy, read_base
 
-# Two studies that train for different lengths may differ in these settings.
+# Settings and sections in which two studies of different training lengths may differ.
 _FREE = (
     'train.num_steps',
     'train.eval_every',
@@ -39,7 +34,7 @@ _FREE = (
     'trials',
     *OF_MACHINE,
 )
-# The fields of study.json that are read of a study beside this one, with their types.
+# The fields that are read from study.json of other studies, with their types.
 _SCHEMA = {
     'base': {'model': {'kind': str}},
     'baseline': str,
@@ -50,55 +45,50 @@ _SCHEMA = {
 
 
 def studies_beside(study: TrainedStudy) -> list[Path]:
-    """Finds the studies that train the same models longer; returns their directories.
+    """Finds studies in sibling directories that train the same models longer.
 
-    Only directories beside that of the study are searched. For example, runs/long is found beside
-    runs/short if it repeats the study with four times the steps. Another study has to meet three
-    conditions:
+    For example, it finds runs/long for runs/short. The other study has to
 
-    - it trains for at least four times (TIMES) as many steps;
-    - it compares its arms, the variants of the model, with the same baseline, and matches their
-      cost in the same way;
-    - its base config has the same settings, except for those that the length of training changes
-      (_FREE), such as train.num_steps and train.eval_every.
+    - train for at least TIMES = 4 times as many steps;
+    - have the same baseline, and match the cost of its arms in the same way;
+    - have the same base config, except for settings in _FREE such as train.num_steps.
+
+    Returns:
+        The directories of the studies, sorted by path.
     """
-    settings_of_study = _settings_to_compare(study.base)
+    settings = _settings_to_compare(study.base)
     directories = []
-    directory_of_studies = study.directory.resolve().parent
-    for study_json in sorted(directory_of_studies.glob('*/study.json')):
+    parent_directory = study.directory.resolve().parent
+    for study_json in sorted(parent_directory.glob('*/study.json')):
         try:
             record = parse_file(study_json, _SCHEMA)
             base = read_base(record)
         except ValueError:
-            # A report on that study says what is wrong with it.
+            # Damaged studies are skipped; their own reports name the problem.
             continue
         is_longer = base.train.num_steps >= TIMES * study.base.train.num_steps
-        has_same_settings = _settings_to_compare(base) == settings_of_study
+        has_same_settings = _settings_to_compare(base) == settings
         has_same_baseline = record['baseline'] == study.baseline
-        # Arms are resized until they have the cost of the baseline. Three settings say how: `match`
-        # says which cost, `fill` what makes up for rounding, and `destinations` which part of the
-        # model gets the parameters that an arm saves.
-        is_matched_alike = (
+        has_same_matching = (
             record['matched'] == study.match
             and record['fill'] == study.fill
             and tuple(record['destinations']) == study.destinations
         )
-        if is_longer and has_same_settings and has_same_baseline and is_matched_alike:
+        if is_longer and has_same_settings and has_same_baseline and has_same_matching:
             directories.append(study_json.parent)
     return directories
 
 
 def _settings_to_compare(base: Config) -> dict[str, Any]:
-    """Returns the settings that have to be equal in two studies of different lengths, by name.
+    """Returns the settings that must not differ between the two studies, by name.
 
-    An example is {'model.d_model': 256, ...}. The settings in _FREE may differ and are left out. An
-    entry of _FREE is a setting, such as 'train.num_steps', or a whole section, such as 'trials'.
+    For example, {'model.d_model': 256, ...}. Settings and sections in _FREE are left out.
     """
     settings = {}
-    for name, value in flat(to_json(base)):
+    for name, setting in flat(to_json(base)):
         is_free = any(name == free or name.startswith(f'{free}.') for free in _FREE)
         if not is_free:
-            settings[name] = value
+            settings[name] = setting
     return settings
 
 
@@ -108,34 +98,37 @@ def settlings(
     blocks: Sequence[Remark],
     beside: Sequence[Findings],
 ) -> Mapping[ArmKey, Settling]:
-    """Returns for each primary arm whether its difference lasts when models are trained longer.
+    """Returns whether each arm's difference from the baseline lasts in longer training.
 
-    For example, an arm is 0.020 nats/token better than its baseline after 1,000 steps. A control of
-    the study trains both for 4,000 steps, and another study for 16,000. The difference after 16,000
-    steps then says whether the first one lasts (`settle`).
+    The difference is compared with that of the same arm after the longest training (`settle`).
 
     Args:
         study: The study.
-        arms: Its arms, with their verdicts.
+        arms: The arms of the study, with their verdicts.
         blocks: The remarks that withhold every verdict of the study.
         beside: The findings of other studies that train the arms longer (`studies_beside`).
+
+    Returns:
+        The result by arm key, for all arms that have a difference but are not controls.
     """
     settling_by_arm = {}
     for arm in arms:
         if not is_compared(arm.key, study.baseline) or arm.difference is None:
             continue
 
-        # The same arm, trained longer: in a control of this study, and in other studies.
+        # Find the same arm, trained longer: as a control of this study, and in other studies.
         longer_arms: list[TrainedArm] = []
         control = _longer_control(study, arm, arms, blocks)
         if control is not None:
             longer_arms.append(control)
         longer_arms += _arms_beside(study, arm, beside)
 
-        # The difference after the longest training.
-        differences = [_trained_difference(longer_arm) for longer_arm in longer_arms]
-        known = [difference for difference in differences if difference is not None]
-        longest = max(known, key=lambda difference: difference.steps, default=None)
+        longer_differences: list[Trained] = []
+        for longer_arm in longer_arms:
+            longer_difference = _trained_difference(longer_arm)
+            if longer_difference is not None:
+                longer_differences.append(longer_difference)
+        longest = max(longer_differences, key=lambda trained: trained.steps, default=None)
 
         is_equivalent = arm.verdict is not None and arm.verdict.decision is Decision.EQUIVALENT
         settling_by_arm[arm.key] = settle(
@@ -145,9 +138,9 @@ def settlings(
 
 
 def _trained_difference(arm: TrainedArm) -> Trained | None:
-    """Returns an arm's difference with its error and number of steps.
+    """Returns an arm's difference with its standard error and number of steps.
 
-    Returns None if there is no difference or if its error is not known.
+    Returns None if the difference or its standard error is not known.
     """
     difference = arm.difference
     if difference is None:
@@ -155,21 +148,21 @@ def _trained_difference(arm: TrainedArm) -> Trained | None:
     if difference.error_seeds is None or difference.error_evaluation is None:
         return None
     error = math.hypot(difference.error_seeds, difference.error_evaluation)
-    return Trained(arm.example.run.num_steps, difference.mean, error)
+    return Trained(steps=arm.example.run.num_steps, mean=difference.mean, error=error)
 
 
 def _longer_control(
     study: TrainedStudy, arm: TrainedArm, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> TrainedArm | None:
-    """Returns the control of this study that trains an arm longer; None if it does not count.
+    """Returns the control of this study that trains an arm longer, if it qualifies for a verdict.
 
-    The control counts if it qualifies for a verdict, and has other seeds than the verdict on the
-    arm. Those seeds have decided that the arm is trained longer, so they would favour it.
+    The control must not share seeds with the verdict on the arm. That verdict decides whether the
+    control is trained, so its seeds would be biased.
 
     Args:
         study: The study.
         arm: The arm.
-        arms: All arms of the study, with its controls.
+        arms: All arms of the study, with the controls.
         blocks: The remarks that withhold every verdict of the study.
     """
     longer_seeds = set(study.controls.longer_seeds)
@@ -178,7 +171,8 @@ def _longer_control(
         return None
 
     arm_by_key = {candidate.key: candidate for candidate in arms}
-    control = arm_by_key.get(arm.key._replace(control=LONGER))
+    control_key = arm.key._replace(control=LONGER)
+    control = arm_by_key.get(control_key)
     if control is None or control.difference is None:
         return None
     baseline = arm_by_key.get(control.baseline_key)
@@ -189,9 +183,9 @@ def _longer_control(
 def _arms_beside(
     study: TrainedStudy, arm: TrainedArm, beside: Sequence[Findings]
 ) -> Iterator[TrainedArm]:
-    """Yields the same arm of other studies, which train it longer.
+    """Yields the same arm of other studies that train it longer.
 
-    The other study has to have other seeds. The arm has to have a verdict there, and the same
+    The other study must not share seeds with `study`. The arm needs a verdict there, and the same
     parameter counts. `beside` holds the findings of the other studies.
     """
     for findings in beside:
@@ -202,5 +196,6 @@ def _arms_beside(
             if candidate.key != arm.key or candidate.verdict is None:
                 continue
             has_verdict = candidate.verdict.decision is not Decision.NO_VERDICT
-            if has_verdict and candidate.example.parameters == arm.example.parameters:
+            has_same_sizes = candidate.example.parameters == arm.example.parameters
+            if has_verdict and has_same_sizes:
                 yield candidate
