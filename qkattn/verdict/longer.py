@@ -47,7 +47,7 @@ _SCHEMA = {
 def studies_beside(study: TrainedStudy) -> list[Path]:
     """Finds studies in sibling directories that train the same models longer.
 
-    For example, it finds runs/long for runs/short. The other study has to
+    For example, runs/long is found for runs/short. The other study has to
 
     - train for at least TIMES = 4 times as many steps;
     - have the same baseline, and match the cost of its arms in the same way;
@@ -196,6 +196,6 @@ def _arms_beside(
             if candidate.key != arm.key or candidate.verdict is None:
                 continue
             has_verdict = candidate.verdict.decision is not Decision.NO_VERDICT
-            has_same_sizes = candidate.example.parameters == arm.example.parameters
-            if has_verdict and has_same_sizes:
+            has_same_parameters = candidate.example.parameters == arm.example.parameters
+            if has_verdict and has_same_parameters:
                 yield candidate

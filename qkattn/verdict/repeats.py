@@ -1,4 +1,4 @@
-"""What earlier studies of a chain found of the same arms."""
+"""Adds results of the same arms in earlier studies, which a study repeats."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,8 @@ def with_earlier_arms(
 ) -> tuple[TrainedArm, ...]:
     """Adds to each arm the same arm of earlier studies, so that seeds can be pooled.
 
-    An earlier arm is added if it has the same question and the same training settings, and
-    qualifies for a verdict in its own study. The question is the arm's key in the form that all
-    studies share (`TrainedStudy.question_of`).
+    An earlier arm is added if it has the same training settings and qualifies for a verdict in its
+    own study. The arm's question, a key that is the same in all studies, identifies it.
 
     Args:
         study: The study.
@@ -59,19 +58,20 @@ def with_earlier_arms(
 def _usable_arms(findings: Findings) -> dict[ArmKey, TrainedArm]:
     """Returns the arms of an earlier study that qualify for a verdict, by their question."""
     study = findings.study
-    usable = {}
+    arm_by_question = {}
     for arm in findings.every_arm:
         if _is_usable(study, arm):
-            usable[study.question_of(arm.key)] = arm
-    return usable
+            question = study.question_of(arm.key)
+            arm_by_question[question] = arm
+    return arm_by_question
 
 
 def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
-    """Returns whether an arm of an earlier study qualifies for a verdict.
-
-    Controls that are trained longer do not qualify: they were selected by their results.
-    """
-    if arm.key.control == LONGER or arm.blocks:
+    """Returns whether an arm of an earlier study qualifies for a verdict."""
+    # Arms trained longer were selected by their results, which would bias the pooled difference.
+    is_trained_longer = arm.key.control == LONGER
+    is_withheld = bool(arm.blocks)
+    if is_trained_longer or is_withheld:
         return False
     seeds = {trial.seed for trial in arm.verdict_trials}
     return seeds.issuperset(study.verdict_seeds(arm.key))
@@ -80,17 +80,17 @@ def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
 def _training_settings(arm: TrainedArm) -> dict[str, Any]:
     """Returns the settings that an arm is trained with, by name, such as 'model.d_model'.
 
-    Settings in which studies of the same arm may differ are left out. _OF_STUDY lists them: a
-    setting, such as 'model.init_qk', or a whole section, such as 'trials'.
+    Settings and sections in _OF_STUDY, such as 'trials', are left out.
     """
-    config: Config = from_json(Config, known_settings(Config, arm.example.run.config))
-    # d_ff=None stands for the default width. Make it explicit, so that equal widths are equal.
+    stored_settings = known_settings(Config, arm.example.run.config)
+    config: Config = from_json(Config, stored_settings)
+    # Replace d_ff=None by the default width, which compares equal to the same explicit width.
     model = dataclasses.replace(config.model, d_ff=config.model.mlp_width)
     config = dataclasses.replace(config, model=model)
 
     settings = {}
-    for name, value in flat(dataclasses.asdict(config)):
-        is_of_study = any(name == own or name.startswith(f'{own}.') for own in _OF_STUDY)
-        if not is_of_study:
-            settings[name] = value
+    for name, setting in flat(dataclasses.asdict(config)):
+        may_differ = any(name == free or name.startswith(f'{free}.') for free in _OF_STUDY)
+        if not may_differ:
+            settings[name] = setting
     return settings
