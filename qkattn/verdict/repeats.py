@@ -14,8 +14,8 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy, known_settings
 
-# The same arm may differ in these settings between studies, as each study does its own tuning and
-# has its own seeds.
+# Settings and sections in which the same arm may differ between studies. Each study tunes its arms
+# and has its own seeds.
 _OF_STUDY = (*HARMLESS, *OF_MACHINE, 'trials', *(f'model.{knob}' for knob in MODEL_KNOBS))
 
 

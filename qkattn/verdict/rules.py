@@ -1,9 +1,7 @@
 """The rules that a verdict depends on.
 
-Each rule is a function that checks the results of a study and yields a remark for each violation. A
-blocking remark withholds verdicts. Rules read measurements on the validation and test splits; they
-do not read training losses. Three of them repeat checks that `qkattn.study.arms` makes before a
-study starts.
+A rule checks the results of a study and yields a remark for each violation. A blocking remark
+withholds verdicts.
 """
 
 import dataclasses
@@ -25,35 +23,33 @@ from qkattn.verdict.runs import Trial
 from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 from qkattn.verdict.trained_study import TrainedStudy, Yardstick
 
-# A baseline language model has to lose at least this many nats/token less over the last half of its
-# context than at position 4.
+# The loss of a baseline language model has to fall by this much, in nats/token, from position 4 to
+# the last half of its context.
 MIN_GAIN = 0.1
-# A baseline translator has to have at least this much more BLEU than IBM model 1.
+# A baseline translator has to exceed the BLEU of IBM model 1 by this much.
 MIN_BLEU_GAIN = 10.0
-# The loss of a baseline translator has to rise by at least this many nats/token if its sources are
-# exchanged for those of other pairs.
+# The loss of a baseline translator has to rise by this much, in nats/token, if its source sentences
+# are exchanged with each other.
 MIN_SOURCES = 0.5
-# The sd of an arm's losses over seeds may be at most this many times the median sd of the other
-# arms in its group.
+# An arm's losses may spread over seeds at most this many times as much as losses of similar arms.
 MAX_SPREAD = 3.0
-# An entry of the ledger may accept these two findings; otherwise they withhold every verdict.
+# Findings that withhold every verdict unless the ledger accepts them with a reason.
 UNCOMMITTED, COMMITS = ledger.ACCEPTABLE
-# Arms may differ in these model fields: the circuits, and the dimensions that matching solves for.
+# The model fields that define a variant or are changed to match its cost.
 _MATCHED_FIELDS = ('score', 'value', 'd_model', 'd_ff', 'num_heads', 'head_size', 'num_layers')
-# Arms may differ in these settings, as they do not affect the comparison. Trials are paired by
-# seed, so further seeds do no harm.
+# Settings that do not affect the comparison of two arms.
 _HARMLESS = (*HARMLESS, 'trials.seeds')
-# Arms have to share these results: how much they were evaluated on.
+# The amounts of evaluated text, which arms have to share.
 _MEASURED = ('eval_tokens', 'eval_rows', 'test_tokens')
-# Fields of provenance about the software and the devices of a run. 'versions.*' and 'imported.*'
-# are further ones.
+# Fields of provenance on software and devices, besides 'versions.*' and 'imported.*'.
 _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
 def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]:
-    """Applies all rules; returns their remarks, the blocking ones first.
+    """Applies all rules to a study.
 
-    A remark that every arm has is given once, about all arms.
+    Returns:
+        The remarks, blocking remarks first. If all arms have the same remark, it appears once.
     """
     remarks: list[Remark] = []
     for rule in RULES_OF_STUDY:
@@ -75,28 +71,24 @@ def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]
 
 
 def _about_every_arm(remark: Remark) -> Remark:
-    """Returns the same remark about every arm; it names none."""
+    """Returns the same remark, about every arm."""
     return dataclasses.replace(remark, arm=None, every_arm=True)
 
 
 def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
-    """Merges the remarks of arms: if all of several arms have the same one, it is given once.
-
-    If three arms are all trained without annealing, the result has one remark about every arm in
-    place of three. Repeated remarks are removed, too.
-    """
+    """Replaces equal remarks on all arms by one remark on every arm, and drops duplicates."""
     merged: list[Remark] = []
     for remark in remarks:
-        # The same remark about two arms differs only in the arm.
-        about_every_arm = _about_every_arm(remark)
+        general_remark = _about_every_arm(remark)
         arms_with_remark: set[ArmKey] = set()
         for other in remarks:
-            if other.arm is not None and _about_every_arm(other) == about_every_arm:
+            if other.arm is not None and _about_every_arm(other) == general_remark:
                 arms_with_remark.add(other.arm)
 
         is_about_arm = remark.arm is not None
-        if is_about_arm and num_arms > 1 and len(arms_with_remark) == num_arms:
-            merged_remark = about_every_arm
+        all_arms_have_remark = len(arms_with_remark) == num_arms
+        if is_about_arm and num_arms > 1 and all_arms_have_remark:
+            merged_remark = general_remark
         else:
             merged_remark = remark
         if merged_remark not in merged:
@@ -105,47 +97,39 @@ def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
 
 
 def _blocking_remark(code: RemarkCode, arm: ArmKey | None = None, /, **data: Any) -> Remark:
-    """Returns a remark that withholds verdicts: of `arm`, or of every arm if it is None.
-
-    Rules about each arm leave the arm out; `check` fills it in.
-    """
+    """Returns a remark that withholds the verdict on `arm`, or every verdict if it is None."""
     return Remark(code, data, blocks=True, arm=arm)
 
 
 def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that the learning rate is tuned, on other seeds than those of the verdict."""
+    """Requires that the learning rate is tuned, with other seeds than the verdict runs."""
     if not study.tuned:
         return
-    rates = study.grids['learning_rate']
-    if len(rates) < 2:
-        yield _blocking_remark(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=rates)
+    learning_rates = study.grids['learning_rate']
+    if len(learning_rates) < 2:
+        yield _blocking_remark(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=learning_rates)
 
-    # The seeds that the study declares, and those that its trials have.
-    seeds_of_screening = set(study.tuning.seeds)
-    seeds_of_verdict = set(study.seeds)
+    # Trials may have other seeds than the study declares.
+    seeds_in_screening = set(study.tuning.seeds)
+    seeds_in_verdict = set(study.seeds)
     for trial in study.trials:
         if trial.run.stage == SCREENING:
-            seeds_of_screening.add(trial.seed)
+            seeds_in_screening.add(trial.seed)
         elif trial.run.stage == VERDICT:
-            seeds_of_verdict.add(trial.seed)
-    shared = sorted(seeds_of_screening & seeds_of_verdict)
-    if shared:
-        yield _blocking_remark(RemarkCode.SHARED_SEEDS, seeds=tuple(shared))
+            seeds_in_verdict.add(trial.seed)
+    shared_seeds = sorted(seeds_in_screening & seeds_in_verdict)
+    if shared_seeds:
+        yield _blocking_remark(RemarkCode.SHARED_SEEDS, seeds=tuple(shared_seeds))
 
 
 def _declaration(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that study.json and the results of runs are still as the ledger recorded them.
-
-    The ledger records the hash of study.json when the study is declared. Whenever somebody looks at
-    results, it records the hashes of the runs under the number of this look.
-    """
+    """Requires that study.json and the results of runs still have the hashes in the ledger."""
     if study.ledger.declaration != study.declaration:
         yield _blocking_remark(RemarkCode.OTHER_DECLARATION)
 
-    # The runs whose results have changed since a look, with the number of the first look at them.
     arm_of_run = {run.name: run.key for run in study.runs}
     for run_name, look in study.altered.items():
-        # A run that the plan no longer has belongs to no arm. Its remark is about the study.
+        # A run that has left the plan has no arm, so the remark is about the study.
         arm = arm_of_run.get(run_name)
         yield _blocking_remark(RemarkCode.ALTERED, arm, run=run_name, look=look)
 
@@ -158,7 +142,7 @@ def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     )
     if optimizer.anneals:
         return
-    # A schedule that does not decay, such as 'constant', ignores final_fraction.
+    # Schedules without decay ignore final_fraction.
     final_fraction = optimizer.final_fraction if optimizer.decays else None
     yield _blocking_remark(
         RemarkCode.NOT_ANNEALED,
@@ -169,18 +153,18 @@ def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that each run of the arm has the results of all its trials, or of none.
+    """Requires that each run of the arm has results of all its trials, or of none.
 
-    Missing results of the verdict run withhold the verdict. Those of a screening run are only
-    mentioned.
+    Only an incomplete verdict run withholds the verdict.
     """
     for run in study.runs:
         if run.key != arm.key:
             continue
-        is_incomplete = 0 < len(run.trials) < run.num_trials
+        num_results = len(run.trials)
+        is_incomplete = 0 < num_results < run.num_trials
         if is_incomplete:
             data = {
-                'readable': len(run.trials),
+                'readable': num_results,
                 'planned': run.num_trials,
                 'stage': None if run.stage == SINGLE else run.stage,
                 'run': run.name,
@@ -189,10 +173,10 @@ def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that the arm costs what the baseline costs, up to the tolerance of the study.
+    """Requires that the arm costs the same as the baseline, within the tolerance.
 
-    For example, an arm with 1.002 times the baseline's parameters has a residual of 0.002, which is
-    too much for a tolerance of 0.001. Controls at the baseline's shape cost less and are exempt.
+    For example, the cost may be the number of parameters. Controls at the baseline's shape are
+    exempt.
     """
     residual = arm.example.run.residual  # (cost - baseline's cost) / baseline's cost
     if study.match is None or residual is None or arm.key.control == SAME_SHAPE:
@@ -207,65 +191,55 @@ def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _post_hoc(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that the arm was declared before the first look at results.
-
-    Results may have influenced the choice of an arm that was added later.
-    """
+    """Requires that the arm was declared before anyone looked at results."""
     if arm.key.declared in study.ledger.post_hoc:
         yield _blocking_remark(RemarkCode.POST_HOC, first_look=study.ledger.first_look)
 
 
 def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that the arm's runs have the declared seeds, so that results cannot select them.
+    """Requires that the arm's runs have the declared seeds.
 
-    The verdict has to have all its declared seeds. Screening has its declared seeds, and may draw
-    further ones in a fixed order (`screening_seeds`) until it stops. If the seeds 0 and 1 are
-    declared, then (0, 1) and (0, 1, 2) are valid screenings, but not (0, 1, 3).
+    Screening may draw further seeds, but only in the order of `screening_seeds`. For example, if
+    the seeds 0 and 1 are declared, (0, 1, 2) is valid and (0, 1, 3) is not.
     """
-    screening: list[int] = []
-    verdict: list[int] = []
+    seeds_in_screening: list[int] = []
+    seeds_in_verdict: list[int] = []
     for run in study.runs:
         if run.key == arm.key and run.stage == SCREENING:
-            screening += run.seeds
+            seeds_in_screening += run.seeds
         elif run.key == arm.key and run.stage == VERDICT:
-            verdict += run.seeds
+            seeds_in_verdict += run.seeds
 
-    # The screenings of several settings repeat the same seeds.
-    screening = list(dict.fromkeys(screening))
-    valid_screening = screening_seeds(study.tuning)  # all seeds that screening may use
-    num_seeds = max(len(screening), len(study.tuning.seeds))
-    if screening and sorted(screening) != sorted(valid_screening[:num_seeds]):
+    # Several screening runs of the arm have the same seeds.
+    seeds_in_screening = list(dict.fromkeys(seeds_in_screening))
+    allowed_in_screening = screening_seeds(study.tuning)
+    num_expected = max(len(seeds_in_screening), len(study.tuning.seeds))
+    expected_in_screening = allowed_in_screening[:num_expected]
+    if seeds_in_screening and sorted(seeds_in_screening) != sorted(expected_in_screening):
         yield _blocking_remark(
             RemarkCode.OTHER_SEEDS,
             stage=SCREENING,
-            actual=tuple(screening),
-            declared=valid_screening,
+            actual=tuple(seeds_in_screening),
+            declared=allowed_in_screening,
         )
 
-    valid_verdict = study.verdict_seeds(arm.key)
-    if verdict and sorted(verdict) != sorted(valid_verdict):
+    expected_in_verdict = study.verdict_seeds(arm.key)
+    if seeds_in_verdict and sorted(seeds_in_verdict) != sorted(expected_in_verdict):
         yield _blocking_remark(
             RemarkCode.OTHER_SEEDS,
             stage=VERDICT,
-            actual=tuple(verdict),
-            declared=valid_verdict,
+            actual=tuple(seeds_in_verdict),
+            declared=expected_in_verdict,
         )
 
 
 def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that screening determines the arm's settings and that its verdict run uses them.
+    """Requires that every knob is tuned, and that the verdict run has the tuned values.
 
-    A knob is a setting that may be tuned, such as the learning rate. Screening measures the loss at
-    several values of a knob: its sweep. There are three requirements:
-
-    1. Every sweep determines the best value of its knob: worse values lie on both sides of it, and
-       the losses bound where the optimum is.
-    2. Every knob is screened before the verdict run.
-    3. The verdict run has the chosen value of every knob.
+    A knob is a tunable setting, such as the learning rate. The best value of its sweep has to lie
+    between worse values, and the losses have to bound the optimum.
     """
     for knob, sweep in arm.sweeps.items():
-        # `at_worst` bounds how much lower the loss at the optimum may be. It is None if the losses
-        # do not bound where the optimum is.
         is_optimum_bounded = sweep.at_worst is not None
         if not sweep.bracketed:
             yield _blocking_remark(
@@ -283,7 +257,6 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     tuning = arm.tuning
     knob_to_screen = tuning.knob  # None once all knobs are screened
     if knob_to_screen is not None:
-        # The values that a verdict run must have are not known yet.
         yield _blocking_remark(
             RemarkCode.SCREENING_INCOMPLETE, knob=knob_to_screen, values=tuning.values
         )
@@ -291,8 +264,9 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
     for index, knob in enumerate(KNOBS):
         expected = tuning.settings[index]
-        values_in_verdict = dict.fromkeys(trial.settings[index] for trial in arm.verdict_trials)
-        for actual in values_in_verdict:
+        verdict_values = [trial.settings[index] for trial in arm.verdict_trials]
+        distinct_values = dict.fromkeys(verdict_values)
+        for actual in distinct_values:
             if actual != expected:
                 yield _blocking_remark(
                     RemarkCode.OTHER_SETTING,
@@ -304,18 +278,21 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _splits(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires a test split, and MIN_DOCUMENTS documents or more in each split of text."""
+    """Requires a test split, and at least MIN_DOCUMENTS documents in each split of text."""
     if not arm.chosen:
         return
     if arm.split != TEST:
         yield _blocking_remark(RemarkCode.NO_TEST)
     for split, documents in arm.example.documents.items():
-        # Only results on text have bits per byte.
+        # Only text has bits per byte.
         is_text = arm.example.metrics[f'{split}_bits_per_byte'] is not None
-        number = len(documents.names)
-        if is_text and number < MIN_DOCUMENTS:
+        num_documents = len(documents.names)
+        if is_text and num_documents < MIN_DOCUMENTS:
             yield _blocking_remark(
-                RemarkCode.FEW_DOCUMENTS, split=split, documents=number, needed=MIN_DOCUMENTS
+                RemarkCode.FEW_DOCUMENTS,
+                split=split,
+                documents=num_documents,
+                needed=MIN_DOCUMENTS,
             )
 
 
@@ -327,11 +304,10 @@ def baselines(study: TrainedStudy, arms: Sequence[TrainedArm]) -> list[TrainedAr
 
 
 def why_untrained(arm: TrainedArm) -> Iterator[Remark]:
-    """Yields a remark for each reason why a baseline is not trained enough to compare arms with.
+    """Yields the reasons why a baseline is not trained well enough to compare arms with it.
 
-    A baseline has to beat its yardstick: the losses or the BLEU of methods that only count, such as
-    n-grams. Beyond that, a language model has to use its context, and a translator its source
-    sentences. Without a yardstick, or with one of an earlier definition, this is not known.
+    A baseline has to beat its yardstick, such as the loss of n-grams. A language model also has to
+    use its context, and a translator its source sentences.
     """
     yardstick = arm.yardstick
     if yardstick is None:
@@ -357,43 +333,42 @@ def why_untrained(arm: TrainedArm) -> Iterator[Remark]:
 def shortfalls(
     arm: TrainedArm, yardstick: Yardstick
 ) -> Iterator[tuple[RemarkCode, dict[str, Any]]]:
-    """Yields each way in which an arm does not beat a yardstick: a code with its numbers.
+    """Yields how an arm fails to beat a yardstick.
 
-    A yardstick has the losses and the BLEU of methods that only count. For example, a model
-    with a loss of 3.2 nats/token does not beat 5-grams with a loss of 3.1. The codes are those of
-    remarks on a baseline. An arm without a loss yields nothing.
+    A yardstick is the loss or BLEU of methods that only count. For example, an arm with a loss of
+    3.2 nats/token does not beat 5-grams with a loss of 3.1.
+
+    Yields:
+        The code and the data of a remark: BELOW_YARDSTICK or LOW_BLEU.
     """
     if arm.loss is None:
         return
-    best = yardstick.best(arm.split)
-    if best is not None:
-        name, yardstick_loss = best
-        if arm.loss.mean >= yardstick_loss:
+    best_method = yardstick.best(arm.split)
+    if best_method is not None:
+        method_name, method_loss = best_method
+        if arm.loss.mean >= method_loss:
             data = {
                 'split': arm.split,
                 'loss': arm.loss.mean,
                 'tokens': yardstick.tokens,
-                'name': name,
-                'yardstick': yardstick_loss,
+                'name': method_name,
+                'yardstick': method_loss,
             }
             yield RemarkCode.BELOW_YARDSTICK, data
 
-    word_by_word = yardstick.bleu.get(arm.split)
-    if word_by_word is not None:
-        needed = word_by_word + MIN_BLEU_GAIN
-        if arm.bleu is None or arm.bleu < needed:
-            data = {'bleu': arm.bleu, 'word_by_word': word_by_word, 'needed': needed}
+    method_bleu = yardstick.bleu.get(arm.split)
+    if method_bleu is not None:
+        needed_bleu = method_bleu + MIN_BLEU_GAIN
+        if arm.bleu is None or arm.bleu < needed_bleu:
+            data = {'bleu': arm.bleu, 'word_by_word': method_bleu, 'needed': needed_bleu}
             yield RemarkCode.LOW_BLEU, data
 
 
 def _arms_below_yardstick(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Marks arms and controls that do not beat the yardstick of their baseline.
-
-    These remarks withhold no verdict.
-    """
+    """Reports arms that do not beat their baseline's yardstick, without withholding verdicts."""
     if study.yardsticks is None:
         return
-    # The codes that `shortfalls` yields withhold verdicts. Other arms have codes of their own.
+    # Codes that do not withhold verdicts.
     code_of_arm = {
         RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK,
         RemarkCode.LOW_BLEU: RemarkCode.ARM_LOW_BLEU,
@@ -407,35 +382,34 @@ def _arms_below_yardstick(study: TrainedStudy, arms: Sequence[TrainedArm]) -> It
 
 
 def _baselines_trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that the baselines of a tuned study are trained enough to compare arms with."""
+    """Requires that the baselines of a tuned study are trained well enough to compare with."""
     if not study.tuned:
         return
+    lacks_yardsticks = study.yardsticks is None  # yardsticks.json is missing
     has_finished_baseline = any(arm.is_baseline and arm.chosen for arm in arms)
-    if study.yardsticks is None and has_finished_baseline:
-        # yardsticks.json is missing. The remark is about the study, as no baseline has a yardstick.
+    if lacks_yardsticks and has_finished_baseline:
         yield _blocking_remark(RemarkCode.NO_YARDSTICK)
     for baseline in baselines(study, arms):
         yield from why_untrained(baseline)
 
 
 def _spread(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that the seeds of each arm of a tuned study end about as close as those of others.
+    """Requires that an arm's losses spread over seeds no more than is usual.
 
-    For example, the losses of an arm have a standard deviation (sd) of 0.020 over seeds, and the
-    median sd of the other arms is 0.005. The arm is marked, as 0.020 is more than MAX_SPREAD = 3
-    times 0.005. The other arms are those with the same size, corpus and length of training.
+    The standard deviation (sd) over seeds may be at most MAX_SPREAD times the median sd of the
+    other arms with the same baseline.
     """
     if not study.tuned:
         return
     sds_by_baseline: dict[ArmKey, dict[ArmKey, float]] = {}
     for arm in arms:
         if arm.loss and arm.loss.sd:
-            sds = sds_by_baseline.setdefault(arm.baseline_key, {})
-            sds[arm.key] = arm.loss.sd
+            sd_by_arm = sds_by_baseline.setdefault(arm.baseline_key, {})
+            sd_by_arm[arm.key] = arm.loss.sd
 
-    for sds in sds_by_baseline.values():
-        for key, sd in sds.items():
-            other_sds = [other_sd for other, other_sd in sds.items() if other != key]
+    for sd_by_arm in sds_by_baseline.values():
+        for key, sd in sd_by_arm.items():
+            other_sds = [other_sd for other_key, other_sd in sd_by_arm.items() if other_key != key]
             if not other_sds:
                 continue
             usual_sd = statistics.median(other_sds)
@@ -446,69 +420,60 @@ def _spread(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
 
 
 def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Requires that an arm differs from its baseline only in what the study varies.
-
-    All other settings, the data and the amount of evaluation have to be equal
-    (`_values_to_share`).
-    """
-    varied = _varied_settings(study)
+    """Requires that an arm differs from its baseline only in what the study varies."""
+    varied_settings = _varied_settings(study)
     arms_with_verdict_trials = [arm for arm in arms if arm.verdict_trials]
     for arm, baseline in with_baselines(arms_with_verdict_trials):
         if baseline is None or baseline is arm:
             continue
-        values = _values_to_share(arm, varied)
-        baseline_values = _values_to_share(baseline, varied)
-        for name in dict.fromkeys([*baseline_values, *values]):
-            value = str(values.get(name, 'absent'))
+        arm_values = _values_to_share(arm, varied_settings)
+        baseline_values = _values_to_share(baseline, varied_settings)
+        names = dict.fromkeys([*baseline_values, *arm_values])
+        for name in names:
+            arm_value = str(arm_values.get(name, 'absent'))
             baseline_value = str(baseline_values.get(name, 'absent'))
-            if value != baseline_value:
+            if arm_value != baseline_value:
                 yield _blocking_remark(
                     RemarkCode.DIFFERS_FROM_BASELINE,
                     arm.key,
                     name=name,
-                    value=value,
+                    value=arm_value,
                     baseline=baseline_value,
                 )
 
 
 def _varied_settings(study: TrainedStudy) -> set[str]:
-    """Returns the settings in which arms of a study may differ, by name, such as 'model.d_ff'.
-
-    There are four kinds: settings that affect no comparison, dimensions that matching solves for,
-    settings that variants set, and settings that are tuned.
-    """
+    """Returns the names of settings in which arms of a study may differ, such as 'model.d_ff'."""
     varied = set(_HARMLESS)
     for field in _MATCHED_FIELDS:
         varied.add(f'model.{field}')
     for variant in study.variants:
-        # 'qk/vo?num_kv_heads=1&qk_norm=True' sets the fields num_kv_heads and qk_norm.
+        # For example, 'qk/vo?num_kv_heads=1&qk_norm=True' sets num_kv_heads and qk_norm.
         for field in re.findall(r'[?&](\w+)=', variant):
             varied.add(f'model.{field}')
     for knob in study.tuned_knobs:
         if knob in MODEL_KNOBS:
             varied.add(f'model.{knob}')
         else:
-            # Trials list the values of a tuned setting: trials.learning_rates.
-            varied.add(f'trials.{knob}s')
+            varied.add(f'trials.{knob}s')  # such as 'trials.learning_rates'
     return varied
 
 
 def _values_to_share(arm: TrainedArm, varied: Collection[str]) -> dict[str, Any]:
-    """Returns the values that have to be equal for an arm and its baseline, by name.
+    """Returns the values that an arm has to share with its baseline, by name.
 
-    An example is {'model.num_layers': 4, 'data.tokenizer': 'bytes', 'eval_rows': 256, ...}. The
-    values are the settings of the arm's runs, its data, how much it was evaluated on, and the cost
-    that it is matched to. Settings in `varied` and of the machine may differ, and are left out.
+    For example, {'train.num_steps': 4000, 'eval_rows': 256, ...}. Settings in `varied` and settings
+    of the machine are left out.
     """
-    trial = arm.example  # all trials of the arm share these values
+    trial = arm.example  # any trial, as all of them have the same values
     values: dict[str, Any] = {}
-    for name, value in flat(trial.run.config):
-        if name not in varied and not name.startswith(OF_MACHINE):
-            values[name] = value
-    for name, value in flat(trial.data):
-        values[f'data.{name}'] = value
-    for name in _MEASURED:
-        values[name] = getattr(trial, name)
+    for setting_name, setting in flat(trial.run.config):
+        if setting_name not in varied and not setting_name.startswith(OF_MACHINE):
+            values[setting_name] = setting
+    for field, data_value in flat(trial.data):
+        values[f'data.{field}'] = data_value
+    for field in _MEASURED:
+        values[field] = getattr(trial, field)
     values['target_parameters'] = trial.run.target
     return values
 
@@ -540,53 +505,48 @@ def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remar
 
 
 def _arms_by_provenance(arms: Sequence[TrainedArm]) -> dict[str, dict[str, list[ArmKey]]]:
-    """Returns which arms have which value of each field of their provenance.
+    """Returns the arms by field and value of their provenance: software and machine.
 
-    The provenance of a run says on what software and machine it was trained. For example, two arms
-    were trained at different commits with the same Python:
+    For example, if two arms were trained at different commits with the same Python:
 
         {'git.commit': {'3f2a': [key], '9c41': [other_key]}, 'python': {'3.12.4': [key, other_key]}}
-
-    A run that was resumed has the provenance of several starts, and its arm is listed for all.
     """
-    arms_by_value_of: dict[str, dict[str, list[ArmKey]]] = {}
+    arms_by_value_of_field: dict[str, dict[str, list[ArmKey]]] = {}
     for arm in arms:
         for trial in arm.trials:
+            # A resumed run has the provenance of several starts.
             earlier_starts = trial.provenance.get('earlier', ())
-            for start in (trial.provenance, *earlier_starts):
-                for name, value in flat(start):
-                    arms_by_value = arms_by_value_of.setdefault(name, {})
-                    arms_with_value = arms_by_value.setdefault(str(value), [])
-                    if arm.key not in arms_with_value:
-                        arms_with_value.append(arm.key)
-    return arms_by_value_of
+            for provenance in (trial.provenance, *earlier_starts):
+                for field, value in flat(provenance):
+                    arms_by_value = arms_by_value_of_field.setdefault(field, {})
+                    arm_keys = arms_by_value.setdefault(str(value), [])
+                    if arm.key not in arm_keys:
+                        arm_keys.append(arm.key)
+    return arms_by_value_of_field
 
 
 def _evaluation(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
-    """Reports how much text the arms' losses were measured on.
-
-    Each number is a tuple of the values that trials have, such as (65536,) if all have the same.
-    """
-    chosen: list[Trial] = []
+    """Reports how much text the arms' losses were measured on."""
+    trials: list[Trial] = []
     document_counts: list[int] = []
     for arm in arms:
-        chosen += arm.chosen
+        trials += arm.chosen
         for trial in arm.chosen:
             for documents in trial.documents.values():
                 document_counts.append(len(documents.names))
-    tokens = _distinct(trial.eval_tokens for trial in chosen)
-    if tokens:
+    token_counts = _distinct(trial.eval_tokens for trial in trials)
+    if token_counts:
         data = {
-            'tokens': tokens,
-            'rows': _distinct(trial.eval_rows for trial in chosen),
-            'test_tokens': _distinct(trial.test_tokens for trial in chosen),
+            'tokens': token_counts,
+            'rows': _distinct(trial.eval_rows for trial in trials),
+            'test_tokens': _distinct(trial.test_tokens for trial in trials),
             'documents': _distinct(document_counts),
         }
         yield Remark(RemarkCode.EVALUATION, data)
 
 
 def _distinct(counts: Iterable[int | None]) -> tuple[int, ...]:
-    """Returns the different counts, ascending, without None (unknown)."""
+    """Returns the distinct counts, ascending, without None."""
     known = {count for count in counts if count is not None}
     return tuple(sorted(known))
 
