@@ -1,4 +1,4 @@
-"""Reads the runs of a study: lines of plan.jsonl, their trials, and files of their directories."""
+"""Reads the runs of a study: their plan, their results and the files in their directories."""
 
 import dataclasses
 import math
@@ -18,21 +18,21 @@ from qkattn.study.arm_key import ArmKey
 from qkattn.study.stored import check_run_directory
 from qkattn.study.tuning import MODEL_KNOBS, TRIAL_KNOBS, Settings
 
-# A loss and the sum of its documents' losses may differ by this fraction: both add the same
-# numbers, but in different orders.
+# A loss may differ from the sum over its documents by this fraction, because the numbers are added
+# in another order.
 _ROUNDING = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Documents:
-    """The losses of one trial on the C documents of one split.
+    """The losses of one trial on the C documents of a split.
 
     The loss on the split is nats_C.sum() / tokens_C.sum().
     """
 
     names: tuple[str, ...]
-    tokens_C: np.ndarray  # the number of targets of each document
-    nats_C: np.ndarray  # the loss summed over the targets of each document
+    tokens_C: np.ndarray  # number of targets in each document
+    nats_C: np.ndarray  # sum of losses over the targets of each document
 
     def has_targets_of(self, other: 'Documents') -> bool:
         """Returns whether both are losses on the same targets of the same documents."""
@@ -41,17 +41,17 @@ class Documents:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A planned run and its results."""
+    """A planned run with its results."""
 
     name: str
-    key: ArmKey
+    key: ArmKey  # the arm that the run trains
     stage: Literal['screening', 'verdict', 'single']
     directory: str  # relative to the study
-    num_trials: int
+    num_trials: int  # as planned
     target: float | None  # the baseline's cost; None if arms are not matched
     residual: float | None  # (cost - target) / target; None if arms are not matched
     config: Mapping[str, Any]  # the resolved config as JSON
-    trials: tuple['Trial', ...] = ()
+    trials: tuple['Trial', ...] = ()  # the trials that have results
 
     @property
     def num_steps(self) -> int:
@@ -66,7 +66,7 @@ class TrainedRun:
 class Trial:
     """One trained model: a line of results.jsonl."""
 
-    run: TrainedRun  # the planned run, without its trials
+    run: TrainedRun  # with empty `trials`
     trial: Mapping[str, Any]  # seed, learning rate and weight decay
     settings: Settings  # one value for each of `tuning.KNOBS`
     status: str
@@ -76,21 +76,19 @@ class Trial:
     config: Mapping[str, Any]
     flops_per_token: float
     cache_floats_per_token: float | None
-    declared_metrics: Mapping[str, Metric]  # METRICS, and the metrics that its config imports
-    metrics: Mapping[str, Any]  # by `result_fields`; None if not measured or diverged
-    train_seconds: float | None  # of the run, all trials together
-    tokens_per_second: float | None  # of the run, all trials together
+    declared_metrics: Mapping[str, Metric]  # built-in and imported metrics, by name
+    metrics: Mapping[str, Any]  # such as 'val_loss'; None if not measured or diverged
+    train_seconds: float | None  # for all trials of the run together
+    tokens_per_second: float | None  # for all trials of the run together
     lifting: str | None
     data: Mapping[str, Any]
     eval_tokens: int | None
     provenance: Mapping[str, Any]
     eval_rows: int | None = None
     test_tokens: int | None = None
-    # Losses by document, for each split that has them. The key is the prefix of the split's
-    # metrics, such as 'val'.
+    # Losses by document, by split ('val', 'test').
     documents: Mapping[str, Documents] = dataclasses.field(default_factory=dict)
-    # Validation loss by step until the trial diverged. Empty while results of the run are missing,
-    # and if the log does not fit the results.
+    # Validation loss by step. Empty if results of the run are missing or its log is damaged.
     evaluations: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -116,7 +114,7 @@ class Trial:
         return self.metrics['val_loss']
 
 
-# The settings of a planned run that are read, with their types.
+# The settings that are read from the config of a planned run, with their types.
 _CONFIG = {
     'model': dict.fromkeys(MODEL_KNOBS, float),
     'optimizer': {'schedule': str, 'final_fraction': float},
@@ -126,9 +124,10 @@ _CONFIG = {
 
 
 def parse_arm_key(record: Any) -> ArmKey:
-    """Reads the key of an arm from the fields variant, size, corpus and control of a JSON object.
+    """Reads an arm's key from the fields variant, size, corpus and control of a JSON object.
 
-    Raises ValueError if a field is missing or has another type.
+    Raises:
+        ValueError: A field is missing or has the wrong type.
     """
     records.check(record, records.ARM_KEY)
     fields = {name: record[name] for name in records.ARM_KEY}
@@ -136,7 +135,11 @@ def parse_arm_key(record: Any) -> ArmKey:
 
 
 def parse_run(record: Any) -> TrainedRun:
-    """Reads a planned run from its JSON object; raises ValueError that names the bad field."""
+    """Reads a planned run from a JSON object, a line of plan.jsonl.
+
+    Raises:
+        ValueError: A field is invalid. The message names the field.
+    """
     records.check(record, {'run': str, 'directory': str, 'trials': int, 'config': _CONFIG})
     check_run_directory(record)
     if record['trials'] < 1:
@@ -152,25 +155,27 @@ def parse_run(record: Any) -> TrainedRun:
 
 
 def parse_trial(record: Any, run: TrainedRun) -> Trial:
-    """Reads a trial of `run` from its line of results.jsonl.
+    """Reads a trial of `run` from a JSON object, a line of results.jsonl.
 
-    The losses by document and by step stay empty: they are in other files (`with_run_files`).
-    Raises ValueError that names the bad field.
+    The fields `documents` and `evaluations` stay empty, as their content is in other files
+    (`with_run_files`).
+
+    Raises:
+        ValueError: A field is invalid or does not fit the run. The message names the field.
     """
     records.check_result(record)
     _check_planned(record, run)
-    # The value of each setting that may be tuned, in the order of KNOBS. Those in TRIAL_KNOBS
-    # belong to the trial, and those in MODEL_KNOBS to the model.
-    trial_values = [record['trial'][knob] for knob in TRIAL_KNOBS]
-    model_values = [run.config['model'][knob] for knob in MODEL_KNOBS]
+    # Tunable settings are stored with the trial or with the model.
+    trial_settings = [record['trial'][knob] for knob in TRIAL_KNOBS]
+    model_settings = [run.config['model'][knob] for knob in MODEL_KNOBS]
     declared_metrics = records.metrics_of(record)
-    metrics = {name: record.get(name) for name in records.metric_fields(record)}
-    # All other fields are read from the record as they are.
+    metrics = {field: record.get(field) for field in records.metric_fields(record)}
+    # The other fields of the trial are those of the record.
     return records.read_dataclass(
         Trial,
         record,
         run=run,
-        settings=(*trial_values, *model_values),
+        settings=(*trial_settings, *model_settings),
         declared_metrics=declared_metrics,
         metrics=metrics,
         documents={},
@@ -179,7 +184,7 @@ def parse_trial(record: Any, run: TrainedRun) -> Trial:
 
 
 def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
-    """Raises ValueError unless the result has the config, arm, seed and settings of its run."""
+    """Raises ValueError if the config, arm, seed or settings of a result are not those planned."""
     records.check_config_hash(result, run.name)
     key = parse_arm_key(result)
     if key != run.key:
@@ -189,37 +194,36 @@ def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
     for knob in TRIAL_KNOBS:
         value = result['trial'][knob]
-        # The values of 'learning_rate' are in trials.learning_rates, if the config lists them.
-        planned = run.config['trials'].get(f'{knob}s')
-        if planned is not None and value not in planned:
-            raise ValueError(f'{knob} {value} is not one of run {run.name!r}, which has {planned}')
+        planned_values = run.config['trials'].get(f'{knob}s')  # such as trials.learning_rates
+        if planned_values is not None and value not in planned_values:
+            raise ValueError(
+                f'{knob} {value} is not one of run {run.name!r}, which has {planned_values}'
+            )
 
 
 def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun:
-    """Adds to a run its log and its losses by document, from the files of its directory.
+    """Adds to a run its log and its losses by document, from the files in its directory.
 
-    There are three kinds of files:
+    Only runs with results of all their trials have both. Other files of the directory are checked.
 
-    1. config.json, provenance.json and result.json are only checked. No number of a report comes
-       from them.
-    2. metrics.jsonl, the log, is read if every trial of the run has a result.
-    3. documents.json, the losses by document, is read on the same condition. A stored study may
-       leave it out.
-
-    For each bad file, a sentence is added to `problems`, and its content is left out.
+    Args:
+        run: The run, with its trials.
+        study: The files of the study.
+        problems: Gets one more sentence for each bad file. The content of a bad file is not added
+            to the run.
     """
     directory = study / run.directory
-    documents_json = directory / 'documents.json'
-
-    for name, schema in records.RUN_FILES.items():
-        path = directory / name
+    for file_name, schema in records.RUN_FILES.items():
+        path = directory / file_name
         try:
             if path.exists():
-                _check_run_file(name, records.parse_file(path, schema), run)
+                content = records.parse_file(path, schema)
+                _check_run_file(file_name, content, run)
         except ValueError as error:
-            problems.append(_describe_bad_file(run, study, name, error))
+            problems.append(_describe_bad_file(run, study, file_name, error))
 
     # A run writes documents.json at its end.
+    documents_json = directory / 'documents.json'
     if not run.trials and documents_json.exists():
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     has_every_result = len(run.trials) == run.num_trials
@@ -227,13 +231,14 @@ def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> Traine
         return run
 
     try:
-        run = _with_log(run, read_metrics(directory / 'metrics.jsonl'))
+        log_records = read_metrics(directory / 'metrics.jsonl')
+        run = _with_log(run, log_records)
     except ValueError as error:
         problems.append(_describe_bad_file(run, study, 'metrics.jsonl', error))
 
-    # Where a stored study leaves out documents.json, it has a file with its SHA-256.
-    sha256_of_left_out = left_out_documents(directory)
-    if sha256_of_left_out:
+    # Stored studies may keep only the SHA-256 of documents.json.
+    sha256_of_documents = left_out_documents(directory)
+    if sha256_of_documents:
         return run
     try:
         losses = records.parse_file(documents_json, {'validation': records.DOCUMENTS})
@@ -244,7 +249,7 @@ def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> Traine
 
 
 def _describe_bad_file(run: TrainedRun, study: Files, name: str, error: ValueError) -> str:
-    """Returns a sentence on a file of a run that could not be read because of `error`."""
+    """Returns a sentence that says why a file of a run could not be read."""
     path = study / run.directory / name
     if not path.exists():
         return f'{run.directory} has results, but {name} is missing.'
@@ -254,7 +259,7 @@ def _describe_bad_file(run: TrainedRun, study: Files, name: str, error: ValueErr
 
 
 def _check_run_file(name: str, content: Any, run: TrainedRun) -> None:
-    """Raises ValueError if one of RUN_FILES was written by another run."""
+    """Raises ValueError if the content of a file in RUN_FILES is that of another run."""
     if name == 'result.json':
         for result in content:
             records.check_config_hash(result, run.name)
@@ -269,39 +274,44 @@ def _check_run_file(name: str, content: Any, run: TrainedRun) -> None:
 
 
 def _with_documents(run: TrainedRun, record: Any) -> TrainedRun:
-    """Adds to a run the losses by document in `record`, the content of documents.json.
+    """Adds to a run its losses by document.
 
-    Raises ValueError if a split on which the results have losses is missing, or if the losses over
-    its documents do not add up to the losses of the results.
+    Args:
+        run: The run.
+        record: The content of documents.json.
+
+    Raises:
+        ValueError: The losses do not agree with the results of the run.
     """
-    documents_by_trial: list[dict[str, Documents]] = [{} for _ in run.trials]
-    # The split 'validation' of documents.json has the prefix 'val' in names of metrics: 'val_loss'.
-    for split, prefix in PREFIXES.items():
+    documents_by_split: list[dict[str, Documents]] = [{} for _ in run.trials]  # of each trial
+    for split, prefix in PREFIXES.items():  # such as 'validation' and 'val'
         losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
         if split in record:
-            documents_on_split = _documents_of_split(record[split], split, losses)
-            for index, documents in enumerate(documents_on_split):
+            documents_by_trial = _documents_of_split(record[split], split, losses)
+            for trial_index, documents in enumerate(documents_by_trial):
                 if documents is not None:  # None for a diverged trial
-                    documents_by_trial[index][prefix] = documents
+                    documents_by_split[trial_index][prefix] = documents
         elif any(loss is not None for loss in losses):
             raise ValueError(f'split {split!r} is missing, but its results have losses on it')
-    return _with_each(run, 'documents', documents_by_trial)
+    return _with_each(run, 'documents', documents_by_split)
 
 
 def _documents_of_split(
     record: Any, split: str, losses: Sequence[float | None]
 ) -> list[Documents | None]:
-    """Reads the losses by document of each trial on one split; None for a diverged trial.
+    """Reads the losses by document of each trial on one split.
 
     Args:
-        record: The split's entry in documents.json: names of documents, tokens by document, and
-            nats by trial and document.
+        record: The split's entry in documents.json, with names ('documents'), numbers of targets
+            ('tokens') and summed losses of each trial ('nats').
         split: The name of the split.
-        losses: The loss of each trial on the split, from the results, nats/token.
+        losses: The loss of each trial in the results, nats/token; None for a diverged trial.
+
+    Returns:
+        One entry for each trial; None for a diverged trial.
 
     Raises:
-        ValueError: The losses over documents do not add up to those of the results, names repeat,
-            or a list does not have one entry for each document or trial.
+        ValueError: The record is malformed or does not agree with `losses`.
     """
     records.check(record, records.DOCUMENTS)
     names = tuple(record['documents'])
@@ -312,13 +322,14 @@ def _documents_of_split(
     for nats_C in nats_by_trial:
         if nats_C is not None:
             shapes.add(nats_C.shape)
+    has_documents = len(names) > 0
+    has_distinct_names = len(set(names)) == len(names)
     has_every_document = shapes == {(len(names),)}
-    has_different_names = len(set(names)) == len(names)
     has_every_trial = len(nats_by_trial) == len(losses)
     has_targets = bool((tokens_C > 0).all())
     requirements = (
-        bool(names),
-        has_different_names,
+        has_documents,
+        has_distinct_names,
         has_every_document,
         has_every_trial,
         has_targets,
@@ -330,13 +341,13 @@ def _documents_of_split(
         )
 
     documents_by_trial: list[Documents | None] = []
-    for number, (nats_C, loss) in enumerate(zip(nats_by_trial, losses, strict=True)):
-        # NaN stands for the loss of a diverged trial. Two NaN count as equal.
+    for trial_index, (nats_C, loss) in enumerate(zip(nats_by_trial, losses, strict=True)):
+        # A diverged trial has NaN on both sides, which compare equal here.
         mean = math.nan if nats_C is None else float(nats_C.sum() / tokens_C.sum())
         expected = math.nan if loss is None else loss
         if not np.isclose(mean, expected, rtol=_ROUNDING, atol=0.0, equal_nan=True):
             raise ValueError(
-                f'trial {number} of split {split!r} has a loss of {mean} nats/token over its '
+                f'trial {trial_index} of split {split!r} has a loss of {mean} nats/token over its '
                 f'documents, but its result has {loss}'
             )
         documents = None if nats_C is None else Documents(names, tokens_C, nats_C)
@@ -345,7 +356,7 @@ def _documents_of_split(
 
 
 def _with_each(run: TrainedRun, field: str, values: Sequence[Any]) -> TrainedRun:
-    """Sets a field of every trial of a run to the trial's value in `values`."""
+    """Sets a field of each trial of a run; `values` has one value for each trial."""
     trials = tuple(
         dataclasses.replace(trial, **{field: value})
         for trial, value in zip(run.trials, values, strict=True)
@@ -353,19 +364,22 @@ def _with_each(run: TrainedRun, field: str, values: Sequence[Any]) -> TrainedRun
     return dataclasses.replace(run, trials=trials)
 
 
-def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
-    """Adds to a run its validation losses by step; `lines` are the records of metrics.jsonl.
+def _with_log(run: TrainedRun, log_records: list[dict[str, Any]]) -> TrainedRun:
+    """Adds to a run its validation losses by step.
 
-    Raises ValueError unless the log agrees with the results: the last evaluation has their
-    validation metrics, and the final record has all their numbers.
+    Args:
+        run: The run.
+        log_records: The content of metrics.jsonl.
+
+    Raises:
+        ValueError: The log does not agree with the results of the run.
     """
-    evaluations = [record for record in lines if record.get('kind') == 'eval']
-    has_final_record = bool(lines) and lines[-1].get('kind') == 'final'
+    evaluations = [record for record in log_records if record.get('kind') == 'eval']
+    has_final_record = bool(log_records) and log_records[-1].get('kind') == 'final'
 
-    # The last evaluation and the final record are made at the last step.
-    evaluated_at = evaluations[-1]['step'] if evaluations else None
-    ended_at = lines[-1]['step'] if has_final_record else None
-    if evaluated_at != run.num_steps or ended_at != run.num_steps:
+    last_evaluation_step = evaluations[-1]['step'] if evaluations else None
+    final_step = log_records[-1]['step'] if has_final_record else None
+    if last_evaluation_step != run.num_steps or final_step != run.num_steps:
         raise ValueError('it does not end with the last evaluation and the final record')
     for record in evaluations:
         records.check(record, {'val_loss': tuple[float | None, ...]})
@@ -374,26 +388,31 @@ def _with_log(run: TrainedRun, lines: list[dict[str, Any]]) -> TrainedRun:
                 f'step {record["step"]} does not have one loss for each of {len(run.trials)} trials'
             )
 
-    # They have the numbers of the results.
     results = _results_by_field(run.trials)
     first_trial = run.trials[0]
     validation_fields = logged_fields(first_trial.declared_metrics, first_trial.corpora)
-    _check_logged(evaluations[-1], results, validation_fields)
-    _check_logged(lines[-1], results, results.keys())
+    last_evaluation = evaluations[-1]
+    final_record = log_records[-1]
+    _check_logged(last_evaluation, results, validation_fields)
+    _check_logged(final_record, results, results.keys())
 
-    losses_by_trial: list[dict[int, float]] = [{} for _ in run.trials]
+    loss_by_step: list[dict[int, float]] = [{} for _ in run.trials]  # of each trial
     for record in evaluations:
-        for index, loss in enumerate(record['val_loss']):
+        for trial_index, loss in enumerate(record['val_loss']):
             if loss is not None:
-                losses_by_trial[index][record['step']] = loss
-    return _with_each(run, 'evaluations', losses_by_trial)
+                loss_by_step[trial_index][record['step']] = loss
+    return _with_each(run, 'evaluations', loss_by_step)
 
 
 def _results_by_field(trials: Sequence[Trial]) -> dict[str, list[Any]]:
-    """Returns the numbers of results as lists over trials, by the fields of the final record."""
+    """Returns the results of trials as the final record of a log has them.
+
+    Returns:
+        A list over trials for each field, such as {'val_loss': [1.41, 1.43], ...}.
+    """
     results: dict[str, list[Any]] = {}
-    for name in trials[0].metrics:
-        results[name] = [trial.metrics[name] for trial in trials]
+    for field in trials[0].metrics:
+        results[field] = [trial.metrics[field] for trial in trials]
     results['trials'] = [trial.trial for trial in trials]
     results['eval_tokens'] = [trial.eval_tokens for trial in trials]
     results['test_tokens'] = [trial.test_tokens for trial in trials]
@@ -401,20 +420,20 @@ def _results_by_field(trials: Sequence[Trial]) -> dict[str, list[Any]]:
 
 
 def _check_logged(
-    record: Mapping[str, Any], results: Mapping[str, list], names: Iterable[str]
+    record: Mapping[str, Any], results: Mapping[str, list], fields: Iterable[str]
 ) -> None:
-    """Raises ValueError unless a record of the log has the same values as the results.
+    """Raises ValueError if a record of the log differs from the results.
 
     Args:
         record: The record. A field is a list over trials, or one value that all trials share.
-        results: The values of the results, by field, as lists over trials.
-        names: The fields to compare.
+        results: The results, as a list over trials for each field.
+        fields: The fields to compare.
     """
-    for name in names:
-        value = record.get(name)
-        expected = results[name]
-        logged = value if isinstance(value, list) else [value] * len(expected)
-        if logged != expected:
+    for field in fields:
+        logged = record.get(field)
+        expected = results[field]
+        logged_by_trial = logged if isinstance(logged, list) else [logged] * len(expected)
+        if logged_by_trial != expected:
             raise ValueError(
-                f'it ends with {name} {value!r:.80}, its results with {expected!r:.80}'
+                f'it ends with {field} {logged!r:.80}, its results with {expected!r:.80}'
             )
