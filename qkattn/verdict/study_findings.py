@@ -1,7 +1,4 @@
-"""Computes the findings of a study: differences from the baseline, verdicts, scaling fits, remarks.
-
-All tables, figures and pages show these findings. `qkattn.stats` has the statistics.
-"""
+"""Computes the findings of a study, which all tables, figures and pages show."""
 
 import contextlib
 import dataclasses
@@ -24,7 +21,7 @@ from qkattn.verdict.repeats import with_earlier_arms
 from qkattn.verdict.trained_arm import Decomposition, TrainedArm, arms_of, with_baselines
 from qkattn.verdict.trained_study import TrainedStudy, load_study
 
-# An arm with one of these remarks has no verdict, but its difference can still be estimated.
+# Remarks that withhold a verdict, but still allow an estimate of the difference.
 UNSURE = (
     RemarkCode.NOT_BRACKETED,
     RemarkCode.UNBOUNDED_OPTIMUM,
@@ -42,10 +39,12 @@ UNSURE = (
 
 
 def load_findings(directory: str | Path) -> Findings:
-    """Reads a study and computes its findings; raises as `load_study`.
+    """Reads a study and computes its findings.
 
-    A stored study has its logs in an archive. Its findings are kept in memory until one of its
-    files changes.
+    Findings of a stored study, whose logs are in an archive, are cached until a file changes.
+
+    Raises:
+        ReportError: The study cannot be read (`load_study`).
     """
     path = as_path(directory)
     files = stored.open_files(path)
@@ -56,9 +55,9 @@ def load_findings(directory: str | Path) -> Findings:
 
 @functools.lru_cache(maxsize=32)
 def _load_stored(directory: Path, files: Files) -> Findings:
-    """Computes the findings of a stored study once for each `files`.
+    """Computes the findings of a stored study, with a cache.
 
-    `stored.open_files` returns another `files` object once a file of the study has changed.
+    `files` is only a key of the cache. It is another object once a file of the study has changed.
     """
     return find(load_study(directory))
 
@@ -66,30 +65,31 @@ def _load_stored(directory: Path, files: Files) -> Findings:
 def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
     """Computes the findings of a study.
 
-    Two kinds of other studies are read:
+    Args:
+        study: The study. The studies that it repeats are read as well, to pool their seeds.
+        read_longer: Whether to read studies in directories beside it that train the same arms
+            longer. They show which differences last.
 
-    - The studies that it repeats. Their seeds are pooled with its own. If one cannot be read,
-      raises as `load_study`.
-    - Studies in directories beside it that train the same arms longer. They say which differences
-      last. Without `read_longer`, they are left out.
+    Raises:
+        ReportError: A study that it repeats cannot be read.
     """
-    # Each step fills in further fields of the arms, which the next step needs. First come the same
-    # arms of earlier studies, the remarks of the rules, and the differences from the baselines.
     arms = with_earlier_arms(study, arms_of(study), _earlier_findings(study))
+
+    # Apply the rules, and compare the arms with their baselines.
     remarks = rules.check(study, arms)
     blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
     arms = _with_comparisons(study, arms, remarks)
 
-    # Then the verdicts, and the parts of each difference.
+    # Decide on the arms, and split their differences into parts.
     verdicts = judging.primary_verdicts(study, arms, blocks) if study.tuned else {}
-    parts = _decomposed(study, arms, blocks)
+    parts_by_arm = _decompositions(study, arms, blocks)
     judged_arms = []
     for arm in arms:
         verdict = verdicts.get(arm.key)
-        parts_of_arm = parts.get(arm.key, Decomposition())
-        judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts_of_arm))
+        parts = parts_by_arm.get(arm.key, Decomposition())
+        judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts))
 
-    # Last, whether the differences last when models are trained longer.
+    # Compare the differences with those after longer training.
     longer_findings = _longer_findings(study) if read_longer and study.tuned else []
     settlings = longer.settlings(study, judged_arms, blocks, longer_findings)
     arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in judged_arms)
@@ -105,10 +105,10 @@ def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
 
 
 def _earlier_findings(study: TrainedStudy) -> dict[str, Findings]:
-    """Returns the findings of the earlier studies of a chain, by name, without lost studies."""
+    """Returns the findings of the studies that a study repeats, by study name."""
     findings_by_name = {}
     for earlier in study.earlier:
-        if earlier.path is not None:
+        if earlier.path is not None:  # None if the study is lost
             findings_by_name[earlier.name] = load_findings(earlier.path)
     return findings_by_name
 
@@ -116,13 +116,12 @@ def _earlier_findings(study: TrainedStudy) -> dict[str, Findings]:
 def _longer_findings(study: TrainedStudy) -> list[Findings]:
     """Returns the findings of the studies beside a study that train its arms longer.
 
-    A study that is damaged or has no results is left out; its own report says why.
+    Studies that are damaged or have no results are left out.
     """
     longer_findings = []
     for path in longer.studies_beside(study):
         with contextlib.suppress(ReportError):
             longer_study = load_study(path)
-            # Whether its own differences last is not asked here.
             longer_findings.append(find(longer_study, read_longer=False))
     return longer_findings
 
@@ -130,7 +129,7 @@ def _longer_findings(study: TrainedStudy) -> list[Findings]:
 def _with_comparisons(
     study: TrainedStudy, arms: Sequence[TrainedArm], remarks: Sequence[Remark]
 ) -> tuple[TrainedArm, ...]:
-    """Adds to each arm its own remarks and its comparison with its baseline."""
+    """Adds to each arm its remarks and its comparison with the baseline."""
     completed = []
     for arm, baseline in with_baselines(arms):
         comparison = None
@@ -141,51 +140,53 @@ def _with_comparisons(
     return tuple(completed)
 
 
-def _decomposed(
+def _decompositions(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> dict[ArmKey, Decomposition]:
-    """Splits the difference of each primary arm from its baseline into parts, by the arm's key.
+    """Splits the difference of each primary arm from its baseline into parts.
 
-    For example, an arm without W_O is better than the baseline by 0.010 nats/token. At the
-    baseline's shape it has fewer parameters and is worse by 0.004 (`same_shape`). Spending the
-    saved parameters on a larger model gains 0.014 (`reinvesting`).
+    For example, an arm without W_O is worse by 0.004 nats/token at the baseline's shape, where it
+    has fewer parameters. A larger model with the saved parameters is better by 0.010, so
+    reinvesting them gains 0.014.
 
-    `blocks` are the remarks that withhold every verdict.
+    Args:
+        study: The study.
+        arms: All arms of the study.
+        blocks: The remarks that withhold every verdict.
+
+    Returns:
+        The parts by arm key.
     """
     arm_by_key = {arm.key: arm for arm in arms}
-    # A remark about every arm counts for each of them. Other remarks in `blocks` are about the
-    # study, and do not prevent an estimate.
+    # Remarks about the study as a whole do not prevent an estimate.
     blocks_of_every_arm = [remark for remark in blocks if remark.every_arm]
     margin = study.margin
-    parts = {}
+    parts_by_arm = {}
     for arm in arms:
         if not is_compared(arm.key, study.baseline):
             continue
-        # The label of a same-shape control does not name where saved parameters go: it saves none.
-        bare_label = study.bare(arm.variant)
-        same_shape = arm_by_key.get(arm.key._replace(variant=bare_label, control=SAME_SHAPE))
+        # The control saves no parameters, so its label has no destination: 'qk/no_o', not
+        # 'qk/no_o [d_ff]'.
+        label = study.bare(arm.variant)
+        same_shape = arm_by_key.get(arm.key._replace(variant=label, control=SAME_SHAPE))
         baseline = arm_by_key.get(arm.baseline_key)
         longer_arm = arm_by_key.get(arm.key._replace(control=LONGER))
         longer_baseline = arm_by_key.get(arm.baseline_key._replace(control=LONGER))
-        parts[arm.key] = Decomposition(
-            same_shape=_estimated(same_shape, baseline, blocks_of_every_arm, margin),
-            reinvesting=_estimated(arm, same_shape, blocks_of_every_arm, margin),
-            longer=_estimated(longer_arm, longer_baseline, blocks_of_every_arm, margin),
+        parts_by_arm[arm.key] = Decomposition(
+            same_shape=_estimate(same_shape, baseline, blocks_of_every_arm, margin),
+            reinvesting=_estimate(arm, same_shape, blocks_of_every_arm, margin),
+            longer=_estimate(longer_arm, longer_baseline, blocks_of_every_arm, margin),
         )
-    return parts
+    return parts_by_arm
 
 
-def _estimated(
+def _estimate(
     arm: TrainedArm | None,
     other: TrainedArm | None,
     blocks_of_every_arm: Sequence[Remark],
     margin: float,
 ) -> Comparison | None:
-    """Compares two arms; returns None if their difference cannot be estimated.
-
-    It cannot if an arm is missing, or if a remark withholds the verdict of an arm. The remarks in
-    UNSURE are an exception: they withhold a verdict, but not an estimate.
-    """
+    """Compares two arms; returns None if an arm is missing or a remark prevents an estimate."""
     if arm is None or other is None:
         return None
     blocks_of_pair = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
@@ -197,36 +198,37 @@ def _estimated(
 def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, ...]:
     """Fits a scaling law, loss against parameters, to each variant on each corpus.
 
-    A size is left out of the fit if the baseline is not trained well enough there, or if the arm's
-    mean loss there is biased (`TrainedArm.scales`). A variant without any size left has no fit.
+    An arm is left out if its mean loss is biased, or if its baseline is not trained well enough.
     """
     if len(study.sizes) < 2:
         return ()
     untrained_baselines: set[ArmKey] = set()
     for baseline in rules.baselines(study, arms):
-        if any(rules.why_untrained(baseline)):
+        reasons = rules.why_untrained(baseline)
+        if any(reasons):
             untrained_baselines.add(baseline.key)
 
-    # The arms to fit: for each variant and corpus, the arm of each size.
+    # Collect the arms by (variant, corpus), then by size.
     arms_to_fit: dict[tuple[str, str], dict[str, TrainedArm]] = {}
     for arm in arms:
-        is_primary = arm.key.control is None
-        if is_primary and arm.scales and arm.baseline_key not in untrained_baselines:
+        is_control = arm.key.control is not None
+        if not is_control and arm.scales and arm.baseline_key not in untrained_baselines:
             arm_by_size = arms_to_fit.setdefault((arm.variant, arm.corpus), {})
             arm_by_size[arm.size] = arm
 
     laws = {}
-    for key, arm_by_size in arms_to_fit.items():
-        laws[key] = _law(list(arm_by_size.values()))
+    for variant_and_corpus, arm_by_size in arms_to_fit.items():
+        laws[variant_and_corpus] = _law(list(arm_by_size.values()))
 
-    # What a parameter of a variant is worth follows from the law of the baseline.
     fits = []
     for (variant, corpus), arm_by_size in arms_to_fit.items():
-        baseline_key = (study.baseline, corpus)
+        law = laws[variant, corpus]
+        baseline_by_size = arms_to_fit.get((study.baseline, corpus))
         worth = None
-        if variant != study.baseline and baseline_key in arms_to_fit:
-            worth = _worth(arm_by_size, arms_to_fit[baseline_key], laws[baseline_key])
-        fits.append(Scaling(variant, corpus, laws[variant, corpus], worth))
+        if variant != study.baseline and baseline_by_size is not None:
+            baseline_law = laws[study.baseline, corpus]
+            worth = _worth(arm_by_size, baseline_by_size, baseline_law)
+        fits.append(Scaling(variant, corpus, law, worth))
     return tuple(fits)
 
 
@@ -237,12 +239,10 @@ def _worth(
 ) -> scaling.Interval | scaling.Problem:
     """Returns how many baseline parameters one parameter of a variant is worth.
 
-    For example, a variant with 1.0 million parameters has the loss that the baseline would reach
-    with 1.2 million. One of its parameters is then worth 1.2 of the baseline's. The result is a
-    mean over the sizes at which both have results.
+    For example, if a variant with 1.0 million parameters has the loss of a baseline with 1.2
+    million parameters, one parameter is worth 1.2. The result is a mean over sizes.
     """
-    # For each size: the parameters of the arm, those of the baseline, and the difference in loss.
-    points = []
+    points = []  # (parameters, baseline's parameters, difference in loss) of each size
     for size, arm in arm_by_size.items():
         if size in baseline_by_size and arm.difference:
             baseline_parameters = _parameters(baseline_by_size[size])
@@ -252,16 +252,16 @@ def _worth(
 
 def _law(arms: Sequence[TrainedArm]) -> scaling.Law | scaling.Problem:
     """Fits a scaling law to the mean losses of one variant at several sizes."""
+    parameters = [_parameters(arm) for arm in arms]
     losses = [arm.loss for arm in arms if arm.loss]
     means = [loss.mean for loss in losses]
-    # The variance of a mean over seeds, averaged over sizes, and its degrees of freedom.
-    variances = [(loss.sd or 0.0) ** 2 / loss.n for loss in losses]
-    variance = statistics.fmean(variances)
-    degrees = sum(loss.n - 1 for loss in losses) or 1
-    parameters = [_parameters(arm) for arm in arms]
-    return scaling.fit(parameters, means, (variance, degrees))
+    # The variance of the mean over seeds, averaged over sizes.
+    variances_of_mean = [(loss.sd or 0.0) ** 2 / loss.n for loss in losses]
+    variance = statistics.fmean(variances_of_mean)
+    degrees_of_freedom = max(1, sum(loss.n - 1 for loss in losses))
+    return scaling.fit(parameters, means, seeds=(variance, degrees_of_freedom))
 
 
 def _parameters(arm: TrainedArm) -> int:
-    """Returns the number of trained parameters of an arm's models."""
+    """Returns the parameter count of an arm's models."""
     return arm.example.parameters['total']

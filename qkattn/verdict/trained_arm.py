@@ -1,4 +1,4 @@
-"""Arms of a trained study: their trials, and means over the seeds of their verdict."""
+"""The arms of a trained study, with their results."""
 
 import dataclasses
 import statistics
@@ -17,45 +17,41 @@ from qkattn.verdict.trained_study import TrainedStudy, Yardstick
 
 @dataclasses.dataclass(frozen=True)
 class Decomposition:
-    """The parts of an arm's difference from the baseline, and whether the difference lasts.
+    """The parts of an arm's difference from the baseline, and the difference in longer training.
 
-    On shared seeds, `same_shape` + `reinvesting` is the difference. The parts are estimates with
-    95 % intervals. They are not corrected for their number and give no verdict. A part is None
-    while one of its arms lacks results or breaks a rule. Rules in `study_findings.UNSURE` are an
-    exception: an arm that breaks one of them still has an estimate.
+    On shared seeds, the difference is `same_shape` + `reinvesting`. The parts are estimates without
+    a verdict. A part is None if it cannot be estimated.
     """
 
-    # The same-shape control minus the baseline. The control has the baseline's dimensions.
+    # The arm at the baseline's shape, minus the baseline.
     same_shape: Comparison | None = None
-    # The arm minus the same-shape control: the effect of spending the saved parameters.
+    # The arm minus the arm at the baseline's shape: what spending the saved parameters changes.
     reinvesting: Comparison | None = None
-    # The arm minus the baseline, both trained longer. Only decided arms are trained longer.
+    # The arm minus the baseline, both trained longer.
     longer: Comparison | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedArm:
-    """An arm with its results: a variant at one size on one corpus, or a control of one."""
+    """A variant at one size on one corpus, or a control of such an arm, with its results."""
 
     key: ArmKey
-    # The key of the arm's baseline, which has the same size, corpus and length of training.
-    baseline_key: ArmKey
+    baseline_key: ArmKey  # with the same size, corpus and length of training
     trials: tuple[Trial, ...]
-    # The trials of the verdict run. Without tuning, all trials.
+    # The trials of the verdict run; all trials if the study is not tuned.
     verdict_trials: tuple[Trial, ...]
-    # The finished ones of `verdict_trials`. Without tuning, only those at the best setting.
+    # The finished verdict trials; only those at the best setting if the study is not tuned.
     chosen: tuple[Trial, ...]
     tuning: Tuning | None = None
-    # The comparison with the baseline. None for the baseline, and if no seed finished in both.
+    # The comparison with the baseline. None for a baseline, and if no seed finished in both.
     comparison: Comparison | None = None
-    verdict: Verdict | None = None  # None for the baseline, for controls and without tuning
-    remarks: tuple[Remark, ...] = ()  # those about this arm alone
-    # What a baseline has to beat, if it was recorded from the baseline's verdict run.
-    yardstick: Yardstick | None = None
-    parts: Decomposition = Decomposition()  # of a primary arm's difference
-    # The same arm in earlier studies of the chain with which its seeds may be pooled, by study.
+    verdict: Verdict | None = None  # None for baselines, for controls and without tuning
+    remarks: tuple[Remark, ...] = ()  # about this arm alone
+    yardstick: Yardstick | None = None  # what the arm has to beat, if it is a baseline
+    parts: Decomposition = Decomposition()
+    # The same arm in earlier studies, by study name. Seeds are pooled with these arms.
     earlier: Mapping[str, 'TrainedArm'] = dataclasses.field(default_factory=dict)
-    settling: Settling | None = None  # of a primary arm's difference
+    settling: Settling | None = None  # whether the difference lasts in longer training
 
     @property
     def variant(self) -> str:
@@ -84,7 +80,7 @@ class TrainedArm:
         return self.over_seeds(f'{self.split}_loss')
 
     def over_seeds(self, field: str) -> Estimate | None:
-        """Returns the mean of a metric over the chosen trials; None unless all have it."""
+        """Returns the mean of a metric over the chosen trials; None if a trial lacks it."""
         values = [trial.metrics.get(field) for trial in self.chosen]
         if not values or None in values:
             return None
@@ -118,8 +114,9 @@ class TrainedArm:
 
     @property
     def example(self) -> Trial:
-        """A trial with the config, parameter counts and costs that all trials share."""
-        return (self.chosen or self.verdict_trials or self.trials)[0]
+        """Any trial, for the config, parameter counts and costs that all trials share."""
+        trials = self.chosen or self.verdict_trials or self.trials
+        return trials[0]
 
     @property
     def num_diverged(self) -> int:
@@ -138,7 +135,7 @@ class TrainedArm:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best of several learning rates is the smallest or the largest one."""
+        """Whether the best of several learning rates is the smallest or the largest."""
         rates = self.learning_rates
         return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
 
@@ -154,7 +151,7 @@ class TrainedArm:
 
     @property
     def not_bracketed(self) -> tuple[str, ...]:
-        """The tuned knobs whose best value is not shown to have worse ones on both sides."""
+        """The tuned knobs whose best value is not shown to lie between worse values."""
         return tuple(knob for knob, sweep in self.sweeps.items() if not sweep.bracketed)
 
     @property
@@ -169,19 +166,18 @@ class TrainedArm:
 
     @property
     def scales(self) -> bool:
-        """Whether a scaling fit may use the arm's mean loss.
-
-        If a seed diverged, the mean over the others is biased low. If a rule blocks the arm, its
-        settings may not be the best ones, so that its loss is too high.
-        """
-        is_biased = self.num_diverged > 0 or bool(self.blocks)
-        return bool(self.chosen) and not is_biased
+        """Whether a scaling fit may use the arm's mean loss."""
+        # If seeds diverged, the mean over the other seeds is biased low.
+        has_diverged = self.num_diverged > 0
+        # If a rule is broken, the settings may be bad and the loss too high.
+        breaks_rule = bool(self.blocks)
+        return bool(self.chosen) and not has_diverged and not breaks_rule
 
 
 def with_baselines(
     arms: Sequence[TrainedArm],
 ) -> list[tuple[TrainedArm, TrainedArm | None]]:
-    """Pairs each arm with its baseline, or with None if the baseline has no results."""
+    """Pairs each arm with its baseline, or with None if `arms` does not contain the baseline."""
     arm_by_key = {arm.key: arm for arm in arms}
     return [(arm, arm_by_key.get(arm.baseline_key)) for arm in arms]
 
@@ -189,30 +185,28 @@ def with_baselines(
 def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
     """Returns the arms of a study that have results.
 
-    They are ordered by size, then by corpus. At each size and corpus, primary arms come first, then
-    the controls of each kind. The baseline leads each of these groups. The others follow in the
-    order of the study.
+    Arms are ordered by size, corpus and kind of control, with the baseline first in each group.
+    Other arms are in the order of the study.
     """
     trials_by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
         trials_by_key.setdefault(trial.run.key, []).append(trial)
-    # Arms that are trained longer are not declared. They follow the declared arms.
-    in_order_of_study = dict.fromkeys([*study.arms, *trials_by_key])
-    with_results = [key for key in in_order_of_study if key in trials_by_key]
-    controls = (None, *CONTROLS)  # the values of `key.control`; a primary arm has None
+    # Declared arms come first. Arms that are trained longer are not declared.
+    all_keys = dict.fromkeys([*study.arms, *trials_by_key])
+    keys_with_results = [key for key in all_keys if key in trials_by_key]
+    control_order = (None, *CONTROLS)  # `key.control` is None for an arm that is not a control
 
-    def rank(key: ArmKey) -> tuple[int, int, int, bool]:
-        """Returns the sort key of an arm. False, for the baseline, sorts before True."""
+    def sort_key(key: ArmKey) -> tuple[int, int, int, bool]:
         return (
             study.sizes.index(key.size),
             study.corpora.index(key.corpus),
-            controls.index(key.control),
-            key.variant != study.baseline,
+            control_order.index(key.control),
+            key.variant != study.baseline,  # False, for the baseline, sorts first
         )
 
     arm_by_key: dict[ArmKey, TrainedArm] = {}
-    for key in sorted(with_results, key=rank):
-        # The primary arm of a control has a lower rank, so it is there already.
+    for key in sorted(keys_with_results, key=sort_key):
+        # The arm of a control sorts before the control, so it has been added.
         primary = arm_by_key.get(key._replace(control=None))
         arm_by_key[key] = _trained_arm(study, key, trials_by_key[key], primary)
     return tuple(arm_by_key.values())
@@ -222,26 +216,24 @@ def _trained_arm(
     study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
 ) -> TrainedArm:
     """Builds an arm from its trials. For a control, `primary` is the arm that it controls."""
-    # The trials that decide: those of the verdict run, or all trials of an untuned study.
-    stage = VERDICT if study.tuned else SINGLE
-    verdict_trials = tuple(trial for trial in trials if trial.run.stage == stage)
+    verdict_stage = VERDICT if study.tuned else SINGLE
+    verdict_trials = tuple(trial for trial in trials if trial.run.stage == verdict_stage)
     if study.tuned:
         chosen = tuple(trial for trial in verdict_trials if trial.finished)
     else:
         chosen = _at_best_setting(verdict_trials)
 
-    # What the arm has to beat, if it is a baseline. It may have been recorded from an earlier
-    # verdict run of the baseline. Then it says nothing about these trials.
-    yardstick = (study.yardsticks or {}).get(key)
+    # Only baselines have a yardstick. One that was recorded from another run is left out.
+    yardstick = study.yardsticks.get(key) if study.yardsticks else None
     verdict_runs = {trial.run.name for trial in verdict_trials}
     if yardstick is not None and yardstick.run not in verdict_runs:
         yardstick = None
 
-    # An arm that is trained longer has a baseline that is trained longer, too.
-    control_of_baseline = LONGER if key.control == LONGER else None
+    # An arm that is trained longer is compared with a baseline that is trained longer.
+    baseline_control = LONGER if key.control == LONGER else None
     return TrainedArm(
         key=key,
-        baseline_key=ArmKey(study.baseline, key.size, key.corpus, control_of_baseline),
+        baseline_key=ArmKey(study.baseline, key.size, key.corpus, baseline_control),
         trials=tuple(trials),
         verdict_trials=verdict_trials,
         chosen=chosen,
@@ -251,28 +243,27 @@ def _trained_arm(
 
 
 def _at_best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Returns the finished trials at the setting with the lowest mean validation loss.
+    """Returns the finished trials with the settings of the lowest mean validation loss.
 
-    If a seed diverged at a setting, the mean over the others is biased low. Such a setting is
-    considered only if seeds diverged at every setting.
+    Settings with diverged trials count only if there are no others, as their means are too low.
     """
-    trials_by_setting: dict[tuning.Settings, list[Trial]] = {}
+    trials_by_settings: dict[tuning.Settings, list[Trial]] = {}
     for trial in trials:
-        trials_by_setting.setdefault(trial.settings, []).append(trial)
-    complete: list[list[Trial]] = []
-    partial: list[list[Trial]] = []
-    for trials_at_setting in trials_by_setting.values():
-        finished = [trial for trial in trials_at_setting if trial.finished]
-        if len(finished) == len(trials_at_setting):
-            complete.append(finished)
+        trials_by_settings.setdefault(trial.settings, []).append(trial)
+    all_finished: list[list[Trial]] = []
+    some_diverged: list[list[Trial]] = []
+    for trials_at_settings in trials_by_settings.values():
+        finished = [trial for trial in trials_at_settings if trial.finished]
+        if len(finished) == len(trials_at_settings):
+            all_finished.append(finished)
         elif finished:
-            partial.append(finished)
-    candidates = complete or partial
+            some_diverged.append(finished)
+    candidates = all_finished if all_finished else some_diverged
     if not candidates:
         return ()
 
-    def mean_loss(finished: Sequence[Trial]) -> float:
-        return statistics.fmean(trial.val_loss for trial in finished)
+    def mean_loss(trials_at_settings: Sequence[Trial]) -> float:
+        return statistics.fmean(trial.val_loss for trial in trials_at_settings)
 
     best = min(candidates, key=mean_loss)
     return tuple(best)
@@ -283,25 +274,26 @@ def _tuning(
 ) -> Tuning:
     """Repeats the tuning of an arm from the results of its screening.
 
-    Tuning starts from a grid of values for each setting (knob):
-
-    - A knob that is tuned has the grid of the study.
-    - A knob that is not tuned has a grid of one value, that of the arm's trials.
-    - An arm that is trained longer has grids around the tuned settings of its `primary` arm.
+    Args:
+        study: The study.
+        key: The key of the arm.
+        trials: The trials of the arm.
+        primary: For an arm that is trained longer, the same arm at the usual length.
     """
-    screening = [trial for trial in trials if trial.run.stage == SCREENING]
-    first_trial = (screening or trials)[0]
+    screening_trials = [trial for trial in trials if trial.run.stage == SCREENING]
+    first_trial = screening_trials[0] if screening_trials else trials[0]
     grids: dict[str, tuple[float, ...]] = {}
     for knob, value in zip(tuning.KNOBS, first_trial.settings, strict=True):
         is_tuned = len(study.grids[knob]) > 1
         grids[knob] = study.grids[knob] if is_tuned else (value,)
+    # Longer training starts from grids around the settings tuned at the usual length.
     is_trained_longer = key.control == LONGER
     if is_trained_longer and primary and primary.sweeps:
         grids = tuning.grids_around(grids, primary.tuning.settings)
 
     # Losses by settings and seed; None for a diverged trial.
     losses: dict[tuning.Settings, dict[int, float | None]] = {}
-    for trial in screening:
-        loss_of_seed = losses.setdefault(trial.settings, {})
-        loss_of_seed[trial.seed] = trial.val_loss if trial.finished else None
+    for trial in screening_trials:
+        loss_by_seed = losses.setdefault(trial.settings, {})
+        loss_by_seed[trial.seed] = trial.val_loss if trial.finished else None
     return tuning.tune(grids, study.tuning, losses, study.base.optimizer.decay)
