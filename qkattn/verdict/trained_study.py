@@ -1,15 +1,14 @@
 """Reads a study directory, finished or not.
 
-A directory has these files; a stored study (`qkattn.study.stored`) has its logs in an archive:
+    study.json                what the study declares, such as its arms
+    plan.jsonl                one line for each run planned so far
+    results.jsonl             one line for each trial
+    ledger.jsonl              what was declared and looked at, and when
+    yardsticks.json           what the baselines have to beat
+    RUN/metrics.jsonl         the log of a run
+    RUN/documents.json        the losses by document of a run
 
-    study.json         the declared arms
-    plan.jsonl         one line for each run planned so far
-    results.jsonl      one line for each trial
-    ledger.jsonl       what was declared and looked at, and when
-    yardsticks.json    what the baselines have to beat
-    RUN/metrics.jsonl, RUN/documents.json    the log and the losses by document of each run
-
-If a file of the study is bad, reading fails. If a file of a run is bad, it is left out and named.
+In a stored study (`qkattn.study.stored`), the files of runs are in an archive.
 """
 
 import dataclasses
@@ -41,69 +40,71 @@ from qkattn.verdict.runs import (
     with_run_files,
 )
 
-# Workers write plan.jsonl and results.jsonl again from the runs.
+# Workers can write plan.jsonl and results.jsonl again.
 _ADVICE = 'restore it from a copy, or remove it and resume the study, which makes it again'
 # The fields of a trial in yardsticks.json, with their types.
-_MEASURED = {'loss': float, **dict.fromkeys(('early', 'late', 'shuffled'), float | None)}
+_MEASURED = {
+    'loss': float,
+    'early': float | None,
+    'late': float | None,
+    'shuffled': float | None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """What a baseline has to beat, and what was measured on its models.
+    """What a baseline has to beat: the results of methods that only count, such as n-grams."""
 
-    The two gains are means over the trials of verdict runs, measured from their checkpoints on the
-    last split, in nats/token. They are None if no trial was measured or the task does not define
-    them.
-    """
-
-    run: str  # the baseline's run on whose data the tokens were counted
+    run: str  # the baseline's run, whose training data the methods counted
     task: str
-    seen: int  # the number of tokens that a model was trained on
-    tokens: int | None  # the number of tokens that were counted, if any
-    # Nats/token by split ('val', 'test') and name of the method; empty for a translation.
+    seen: int  # number of tokens that a model was trained on
+    tokens: int | None  # number of tokens that the methods counted
+    # Losses of the methods, nats/token, by split ('val', 'test') and name. Empty for translation.
     losses: Mapping[str, Mapping[str, float]]
-    # How far the loss falls from position 4 to the last half of the context.
+    # How much the baseline's loss falls from position 4 to the last half of the context, in
+    # nats/token; None if it was not measured.
     context_gain: float | None
-    # How far the loss rises if sources are exchanged for those of other pairs.
+    # How much the baseline's loss rises if source sentences are exchanged with each other, in
+    # nats/token; None if it was not measured.
     source_gain: float | None
-    bleu: Mapping[str, float]  # of IBM model 1, by split; only for a translation
-    is_current: bool  # whether it was recorded with this version's definition
+    bleu: Mapping[str, float]  # BLEU of IBM model 1, by split; only for translation
+    is_current: bool  # whether this version defines the methods in the same way
 
     def best(self, split: str) -> tuple[str, float] | None:
-        """Returns the name and the loss of the best method on a split; None if there is none."""
-        loss_of_method = self.losses.get(split, {})
-        if not loss_of_method:
+        """Returns the name and the loss of the best method on a split, if there is one."""
+        loss_by_method = self.losses.get(split, {})
+        if not loss_by_method:
             return None
-        best_name = min(loss_of_method, key=lambda name: loss_of_method[name])
-        return best_name, loss_of_method[best_name]
+        best_method = min(loss_by_method, key=lambda method: loss_by_method[method])
+        return best_method, loss_by_method[best_method]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedStudy(config.Study):
-    """A study as its files describe it: its declared settings, its runs and their results.
+    """A study with its runs and results, as its files describe it.
 
-    If there are several destinations of saved parameters, the names in `variants` contain them.
+    With several destinations of saved parameters, each name in `variants` contains one.
     """
 
-    seeds: tuple[int, ...]  # the seeds of the verdict
+    seeds: tuple[int, ...]  # the seeds of verdict runs
     grids: Mapping[str, tuple[float, ...]]  # the initial grid of each knob; empty without tuning
-    arms: tuple[ArmKey, ...]  # the declared arms and controls, without those trained longer
+    arms: tuple[ArmKey, ...]  # the declared arms and controls, without arms trained longer
     command: str | None
     directory: Path  # where reports go
-    files: Files  # the files of the logs, which may be in an archive
+    files: Files  # the files of runs, which may be in an archive
     declaration: str  # the digest of study.json
     ledger: Ledger
-    # Runs that have changed since an earlier look at results, with the number of the look.
+    # The names of runs that have changed since a look at results, with the number of the look.
     altered: Mapping[str, int] = dataclasses.field(default_factory=dict)
     runs: tuple[TrainedRun, ...] = ()
     problems: tuple[str, ...] = ()  # sentences about files of runs that could not be read
     # By the key of the baseline; None if yardsticks.json is missing.
     yardsticks: Mapping[ArmKey, Yardstick] | None = None
-    earlier: tuple[Earlier, ...] = ()  # the studies that it repeats, and those that they repeat
+    earlier: tuple[Earlier, ...] = ()  # all earlier studies that it repeats, directly or not
 
     @property
     def tuned(self) -> bool:
-        """Whether it is tuned, which verdicts need."""
+        """Whether the arms are tuned; a study has verdicts only if they are."""
         return bool(self.tuning.seeds)
 
     @property
@@ -118,9 +119,9 @@ class TrainedStudy(config.Study):
     @property
     def missing(self) -> tuple[ArmKey, ...]:
         """The declared and planned arms that have no results beyond screening."""
-        with_results = {run.key for run in self.runs if run.trials and run.stage != SCREENING}
         planned_arms = [run.key for run in self.runs]
         all_arms = dict.fromkeys([*self.arms, *planned_arms])
+        with_results = {run.key for run in self.runs if run.trials and run.stage != SCREENING}
         return tuple(arm for arm in all_arms if arm not in with_results)
 
     def verdict_seeds(self, key: ArmKey) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ class TrainedStudy(config.Study):
         return self.seeds
 
     def question_of(self, key: ArmKey) -> ArmKey:
-        """Returns the arm's key that is the same in all studies of a chain (`chain.question`)."""
+        """Returns a key for the arm that is the same in all studies (`chain.question`)."""
         declared = {
             'baseline': self.baseline,
             'destinations': self.destinations,
@@ -139,30 +140,33 @@ class TrainedStudy(config.Study):
         return chain.question(key, declared)
 
     def look(self, key: ArmKey, other: ArmKey) -> int:
-        """Counts the studies of the chain that compare two arms, this one included."""
+        """Counts the studies that compare two arms: this study and those that it repeats."""
         questions = {self.question_of(key), self.question_of(other)}
-        earlier_looks = [
-            earlier for earlier in self.earlier if questions.issubset(earlier.questions)
-        ]
-        return 1 + len(earlier_looks)
+        num_earlier = 0
+        for earlier in self.earlier:
+            has_both_arms = questions.issubset(earlier.questions)
+            if has_both_arms:
+                num_earlier += 1
+        return 1 + num_earlier
 
     def is_variant(self, label: str, variant: str) -> bool:
-        """Returns whether `variant`, with or without a destination, names the arm with a label."""
+        """Returns whether `variant` is a label, or is the label without its destination."""
         return variant in (label, self.bare(label))
 
     def bare(self, variant: str) -> str:
-        """Removes the destination from the name of a variant: 'qk/no_o [d_ff]' -> 'qk/no_o'."""
+        """Removes the destination from a variant's label: 'qk/no_o [d_ff]' -> 'qk/no_o'."""
         for destination in self.destinations:
             variant = variant.removesuffix(f' [{destination}]')
         return variant
 
 
 def load_study(directory: str | Path) -> TrainedStudy:
-    """Reads the study in `directory`: what it declares, and the results of its runs.
+    """Reads a study with its runs and results.
 
-    A bad file of a run is left out, and `problems` of the study names it. Raises ReportError if the
-    directory, `study.json` or the ledger is missing, if a file of the study is bad, or if no trial
-    has a result.
+    Damaged files of single runs are left out and named in `problems` of the study.
+
+    Raises:
+        ReportError: The study has no results, or one of its files is missing or damaged.
     """
     directory = as_path(directory)
     study_json = directory / 'study.json'
@@ -173,7 +177,7 @@ def load_study(directory: str | Path) -> TrainedStudy:
     if not study_json.exists():
         raise ReportError(f'{str(study_json)!r} does not exist, so this is not a study directory.')
 
-    # What the study declares: `study` has no runs yet.
+    # Read what the study declares.
     study_ledger = ledger.read(directory / ledger.NAME)
     try:
         declared = parse_file(study_json, {})
@@ -181,36 +185,38 @@ def load_study(directory: str | Path) -> TrainedStudy:
     except ValueError as error:
         raise ReportError(f'{str(study_json)!r} cannot be read: {error}.') from error
 
-    # Its runs with their trials, and then the log of each run. `with_run_files` adds a sentence to
-    # `problems` for each bad file.
-    problems = [*study.problems]
+    # Add its runs and their results.
+    problems = [*study.problems]  # `with_run_files` adds to it
     try:
-        planned = _read_runs(study)
-        runs = [with_run_files(run, files, problems) for run in planned]
+        planned_runs = _read_runs(study)
+        runs = [with_run_files(run, files, problems) for run in planned_runs]
     except RunDirectoryError as error:
         raise ReportError(f'{error}') from error
-    yardsticks = _read_yardsticks(directory / ledger.YARDSTICKS, study.baseline, planned)
+    yardsticks_json = directory / ledger.YARDSTICKS
+    yardsticks = _read_yardsticks(yardsticks_json, study.baseline, planned_runs)
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
 
-    # The runs whose files have changed since results were first looked at, by their digests.
-    altered = study_ledger.altered(ledger.run_digests(files))
+    digests = ledger.run_digests(files)
+    altered_runs = study_ledger.altered(digests)
+    earlier_studies = chain.earlier_studies(directory, study_ledger, declared)
     return dataclasses.replace(
         study,
         runs=tuple(runs),
         problems=tuple(problems),
         yardsticks=yardsticks,
-        altered=altered,
-        earlier=tuple(chain.earlier_studies(directory, study_ledger, declared)),
+        altered=altered_runs,
+        earlier=tuple(earlier_studies),
     )
 
 
 def _declared_study(
     directory: Path, files: Files, study_ledger: Ledger, record: Any
 ) -> TrainedStudy:
-    """Reads a study from `record`, the content of study.json. It has no runs and no results yet.
+    """Reads a study, without runs and results, from `record`, the content of study.json.
 
-    Raises ValueError that names the bad field.
+    Raises:
+        ValueError: A field is invalid. The message names the field.
     """
     check(
         record,
@@ -223,7 +229,7 @@ def _declared_study(
             'arms': tuple[dict, ...],
         },
     )
-    # A tuned study has a grid of each setting (knob), such as `learning_rates` for 'learning_rate'.
+    # A tuned study has a grid for each tunable setting (knob), such as `learning_rates`.
     tuning = record['tuning']
     grids: dict[str, tuple[float, ...]] = {}
     if tuning is not None:
@@ -233,7 +239,7 @@ def _declared_study(
     if record['base_hash'] != fingerprint_of(record['base']):
         problems.append('base_hash of study.json is not the hash of its base')
 
-    # The fields that are not given here are read from the record as they are.
+    # The other fields of the study are those of the record.
     study = read_dataclass(
         TrainedStudy,
         record | {'match': record['matched']},
@@ -261,7 +267,8 @@ def _check_declared(study: TrainedStudy) -> None:
     lacks_screening_seeds = has_tuning and not study.tuning.seeds
     if not study.seeds or lacks_screening_seeds:
         raise ValueError("field 'seeds' is [], expected at least one whole number")
-    if study.margin <= 0:
+    is_margin_valid = study.margin > 0  # false for NaN
+    if not is_margin_valid:
         raise ValueError(f"field 'margin' is {study.margin}, expected nats per token above 0")
 
     valid_by_field = {
@@ -279,62 +286,64 @@ def _check_declared(study: TrainedStudy) -> None:
 
 
 def read_base(record: Mapping[str, Any]) -> Config:
-    """Reads the config that all arms of a study.json share; raises ValueError if it is invalid."""
+    """Reads the base config in study.json; raises ValueError if it is invalid."""
     return from_json(Config, known_settings(Config, record['base']))
 
 
 def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the settings that the config class `cls` does not have.
+    """Drops settings that the config class `cls` does not have, as in results of other versions.
 
-    Results of another version may have such settings. Without them, the results can be read.
+    `values` may contain sections, which are nested dicts.
     """
-    types = typing.get_type_hints(cls)
+    type_by_field = typing.get_type_hints(cls)
     known: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in types:
+    for field, value in values.items():
+        if field not in type_by_field:
             continue
-        is_section = dataclasses.is_dataclass(types[name]) and isinstance(value, dict)
-        known[name] = known_settings(types[name], value) if is_section else value
+        field_type = type_by_field[field]
+        is_section = dataclasses.is_dataclass(field_type) and isinstance(value, dict)
+        known[field] = known_settings(field_type, value) if is_section else value
     return known
 
 
 def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
-    """Reads the runs of plan.jsonl, with their trials from results.jsonl, both in file order.
+    """Reads the runs in plan.jsonl, with their trials from results.jsonl.
 
-    A repeated line counts once. Raises RunDirectoryError that names a bad line, or a line that
-    contradicts an earlier one.
+    Repeated lines count once.
+
+    Raises:
+        RunDirectoryError: A line is invalid or contradicts an earlier line.
     """
     run_by_name: dict[str, TrainedRun] = {}
-    # The trials of each run, by its name; those of one run by seed and settings.
-    trials_by_run: dict[str, dict[Hashable, Trial]] = {}
+    trials_by_run: dict[str, dict[Hashable, Trial]] = {}  # by run name, then by seed and settings
 
     def add_run(record: Any) -> None:
-        """Adds the run of a line of plan.jsonl."""
+        """Adds a run from a line of plan.jsonl."""
         run = parse_run(record)
         if run.key.declared not in study.arms:
             raise ValueError(f'{run.key} is not an arm that study.json declares')
-        earlier = run_by_name.get(run.name)
-        if earlier is None:
+        earlier_run = run_by_name.get(run.name)
+        if earlier_run is None:
             run_by_name[run.name] = run
-        elif earlier != run:
+        elif earlier_run != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
 
     def add_trial(record: Any) -> None:
-        """Adds the trial of a line of results.jsonl."""
+        """Adds a trial from a line of results.jsonl."""
         check(record, {'run': str})
-        name = record['run']
-        if name not in run_by_name:
-            raise ValueError(f'run {name!r} is not in plan.jsonl')
-        trial = parse_trial(record, run_by_name[name])
-        trials_of_run = trials_by_run.setdefault(name, {})
-        key = (trial.seed, trial.settings)
-        earlier = trials_of_run.get(key)
-        if earlier is None:
-            trials_of_run[key] = trial
-        elif earlier != trial:
-            raise ValueError(f'run {name!r} seed {trial.seed} has two results, which differ')
+        run_name = record['run']
+        if run_name not in run_by_name:
+            raise ValueError(f'run {run_name!r} is not in plan.jsonl')
+        trial = parse_trial(record, run_by_name[run_name])
+        trials_of_run = trials_by_run.setdefault(run_name, {})
+        seed_and_settings = (trial.seed, trial.settings)
+        earlier_trial = trials_of_run.get(seed_and_settings)
+        if earlier_trial is None:
+            trials_of_run[seed_and_settings] = trial
+        elif earlier_trial != trial:
+            raise ValueError(f'run {run_name!r} seed {trial.seed} has two results, which differ')
 
-    # The files are missing until a worker has planned.
+    # A new study lacks these files.
     plan = study.files / 'plan.jsonl'
     if plan.exists():
         read_lines(plan, {}, _ADVICE, add_run)
@@ -343,64 +352,72 @@ def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
         read_lines(results, {}, _ADVICE, add_trial)
 
     runs = []
-    for name, run in run_by_name.items():
-        trials_of_run = trials_by_run.get(name, {})
-        runs.append(dataclasses.replace(run, trials=tuple(trials_of_run.values())))
+    for run_name, run in run_by_name.items():
+        trials = tuple(trials_by_run.get(run_name, {}).values())
+        runs.append(dataclasses.replace(run, trials=trials))
     return runs
 
 
 def _read_yardsticks(
     path: Path, baseline: str, planned: Sequence[TrainedRun]
 ) -> dict[ArmKey, Yardstick] | None:
-    """Reads yardsticks.json; returns None if it does not exist.
+    """Reads yardsticks.json.
 
-    Returns the yardsticks by the key of their baseline. Raises ReportError if the file is damaged
-    or was recorded for other runs than the planned ones.
+    Args:
+        path: The file.
+        baseline: The variant that is the baseline.
+        planned: The planned runs of the study.
+
+    Returns:
+        The yardsticks by baseline key; None if the file does not exist.
+
+    Raises:
+        ReportError: The file is damaged or belongs to other runs.
     """
     if not path.exists():
         return None
+    arm_by_run = {run.name: run.key for run in planned}
     try:
         record = parse_file(path, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
-        return _yardsticks(record, baseline, {run.name: run.key for run in planned})
+        return _yardsticks(record, baseline, arm_by_run)
     except ValueError as error:
         raise ReportError(f'{str(path)!r} cannot be read: {error}.') from error
 
 
 def _yardsticks(
-    record: Mapping[str, Any], baseline: str, planned: Mapping[str, ArmKey]
+    record: Mapping[str, Any], baseline: str, arm_by_run: Mapping[str, ArmKey]
 ) -> dict[ArmKey, Yardstick]:
-    """Returns what each baseline has to beat, by the key of the baseline.
+    """Returns the yardstick of each baseline, by baseline key.
 
     Args:
-        record: The content of yardsticks.json. An entry of 'runs' has the losses of the trials of a
-            baseline, and an entry of 'groups' what this baseline has to beat.
+        record: The content of yardsticks.json: the losses of each baseline's trials ('runs'), and
+            the results that each baseline has to beat ('groups').
         baseline: The variant that is the baseline.
-        planned: The arms of the planned runs, by the name of the run.
+        arm_by_run: The arms of the planned runs, by run name.
 
     Raises:
-        ValueError: A field is bad. The message names it.
+        ValueError: A field is invalid. The message names the field.
     """
-    # The measured trials of each baseline.
     trials_by_baseline: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in record['runs']:
         check(run, {'run': str, 'trials': tuple[dict, ...] | None})
         key = parse_arm_key(run)
-        _check_recorded(run['run'], key, planned)
+        _check_recorded(run['run'], key, arm_by_run)
         measured_trials = run['trials'] or ()  # None if the run could not be measured
         for trial in measured_trials:
             check(trial, _MEASURED)
             trials_by_baseline.setdefault(key, []).append(trial)
 
-    # What each baseline has to beat, with the gains of its trials.
     yardsticks = {}
     for group in record['groups']:
         check(group, {'run': str, 'size': str, 'corpus': str, 'longer': bool})
         control = LONGER if group['longer'] else None
         key = ArmKey(baseline, group['size'], group['corpus'], control)
-        _check_recorded(group['run'], key, planned)
+        _check_recorded(group['run'], key, arm_by_run)
         bleu = group.get('bleu', {})
         check(bleu, dict.fromkeys(bleu, float))
-        context_gain, source_gain = _gains(trials_by_baseline.get(key, []))
+        trials = trials_by_baseline.get(key, [])
+        context_gain, source_gain = _gains(trials)
         yardsticks[key] = read_dataclass(
             Yardstick,
             group,
@@ -413,10 +430,10 @@ def _yardsticks(
 
 
 def _gains(trials: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Returns `context_gain` and `source_gain` of a yardstick from the losses of trials.
+    """Returns the mean `context_gain` and `source_gain` over trials, if they were measured.
 
-    A trial has its loss ('loss'), the losses early and late in the context ('early', 'late'), and
-    the loss with the sources of other sentences ('shuffled'). All but the first may be None.
+    A trial has losses over all targets ('loss'), early and late in the context ('early', 'late'),
+    and with exchanged source sentences ('shuffled'). All but 'loss' may be None.
     """
     context_gains = []
     source_gains = []
@@ -430,20 +447,18 @@ def _gains(trials: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | N
     return context_gain, source_gain
 
 
-def _check_recorded(run: str, key: ArmKey, planned: Mapping[str, ArmKey]) -> None:
-    """Raises ValueError unless a run in yardsticks.json belongs to the arm that it is recorded for.
-
-    There is one exception. A baseline that is trained longer leaves the plan if no arm is decided
-    any more, as may happen when arms are added: p values are then corrected for more comparisons.
+def _check_recorded(run: str, key: ArmKey, arm_by_run: Mapping[str, ArmKey]) -> None:
+    """Raises ValueError if a run is not planned for the arm that yardsticks.json gives.
 
     Args:
-        run: The id of the run.
-        key: The arm that yardsticks.json records it for.
-        planned: The arms of the planned runs, by the id of the run.
+        run: The name of the run.
+        key: The arm in yardsticks.json.
+        arm_by_run: The arms of the planned runs, by run name.
     """
-    if run not in planned and key.control == LONGER:
+    # A longer training may leave the plan when arms are added.
+    if run not in arm_by_run and key.control == LONGER:
         return
-    planned_arm = planned.get(run)
+    planned_arm = arm_by_run.get(run)
     if planned_arm != key:
         arm = planned_arm or 'no arm of this study'
         raise ValueError(f'run {run!r} is recorded for {key}, but planned for {arm}')
