@@ -1,7 +1,7 @@
-"""Every setting of a run or a study: typed, frozen, validated before anything compiles.
+"""The settings of runs and studies: frozen dataclasses that are validated before compilation.
 
-A config file is a Python file with `get_config()`, which returns a `Config` or a `Study`; single
-fields are overridden on the command line as `--config.model.d_model=256`.
+A config file is a Python file with a function `get_config()`, which returns a `Config` or a
+`Study`. Flags such as `--config.model.d_model=256` override single fields.
 """
 
 import importlib
@@ -21,8 +21,7 @@ from qkattn.config.study_config import ControlsConfig as ControlsConfig
 from qkattn.config.study_config import Study as Study
 from qkattn.config.study_config import TuningConfig as TuningConfig
 
-# Names of `serialize`, which is imported on first use. It needs ml_collections, unlike attention
-# layers.
+# Names that are imported from `serialize` on first use, because it needs ml_collections.
 _SERIALIZE = (
     'differences',
     'fingerprint',

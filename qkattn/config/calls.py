@@ -22,25 +22,27 @@ def resolve(
     call: Callable[[Any], Callable[..., Any]] = lambda target: target,
     error: type[ValueError] = ConfigError,
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the object that a setting names, and the options that follow the name.
+    """Returns the object that a setting names, and its options.
 
-    `resolve('low_rank(rank=8)', SCORES, 'score')` returns (LowRank, {'rank': 8}).
+    For example, `resolve('low_rank(rank=8)', SCORES, 'score')` returns (LowRank, {'rank': 8}).
 
     Args:
-      text: the value of the setting: a registered name or an import path. Options may follow in
-        parentheses.
+      text: a registered name or an import path, with options in parentheses if there are any.
       known: the registered objects by name.
-      field: the name of the setting, for errors.
-      needs: what an imported object must be, for errors: 'a class or function'.
-      is_valid: whether an imported object is what `needs` says.
-      call: a function of the object that returns the class or function which takes the options, as
-        keyword-only parameters. By default this is the object itself.
-      error: the class of the exceptions below.
+      field: the name of the setting, for error messages.
+      needs: what an imported object must be, for error messages.
+      is_valid: checks an imported object.
+      call: maps the object to the class or function that takes the options. By default, this is
+        the object itself.
+      error: the exception class to raise.
 
-    Raises `error` for a malformed or unknown name, a module that cannot be imported, an imported
-    object that does not fit, and an option that the object does not take.
+    Returns:
+      The object and its options.
+
+    Raises:
+      error: the name is malformed or unknown, the import fails, or the object is not valid or does
+        not take the options.
     """
-    # Find the object.
     name, options = parse_call(text, field, error)
     if ':' in name:
         target = import_object(name, field, error)
@@ -49,9 +51,8 @@ def resolve(
     elif name in known:
         target = known[name]
     else:
-        raise error(_unknown_name(name, known, field))
+        raise error(_unknown_name_message(name, known, field))
 
-    # Check that it takes the options.
     if options:
         accepted_options = options_of(call(target))
         for option in options:
@@ -61,12 +62,12 @@ def resolve(
     return target, options
 
 
-def _unknown_name(name: str, known: Mapping[str, Any], field: str) -> str:
-    """Returns a sentence on a name that is neither registered nor an import path."""
+def _unknown_name_message(name: str, known: Mapping[str, Any], field: str) -> str:
+    """Returns the error message for a name that is not in `known`."""
     if not known:
         return f'{field}={name!r} must be an import path, as in package.module:name'
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f', did you mean {near[0]!r}?' if near else ';'
+    close_names = difflib.get_close_matches(name, known, n=1)
+    hint = f', did you mean {close_names[0]!r}?' if close_names else ';'
     return (
         f'unknown {field} {name!r}{hint} known: {", ".join(known)}, '
         'or an import path package.module:name'
@@ -76,31 +77,32 @@ def _unknown_name(name: str, known: Mapping[str, Any], field: str) -> str:
 def parse_call(
     text: str, field: str, error: type[ValueError] = ConfigError
 ) -> tuple[str, dict[str, Any]]:
-    """Splits 'name(option=literal, ...)' into the name and its options.
+    """Parses a name with options: 'low_rank(rank=8)' -> ('low_rank', {'rank': 8}).
 
-    Raises `error`, which names the setting `field`, for text of another form.
+    Raises:
+      error: the value `text` of the setting `field` has another form.
     """
     name, parenthesis, _ = text.partition('(')
     if not parenthesis:
         return name, {}
+    arguments = text[len(name) :]  # such as '(rank=8)'
     try:
-        return name, _keyword_literals(text[len(name) :])
+        return name, _keyword_literals(arguments)
     except (SyntaxError, ValueError, TypeError):
         form = 'name(option=value, ...) with literal values'
         raise error(f'{field}={text!r} must be written {form}') from None
 
 
 def _keyword_literals(arguments: str) -> dict[str, Any]:
-    """Parses '(a=1, b=(2, 3))' into {'a': 1, 'b': (2, 3)}.
+    """Parses keyword arguments: '(a=1, b=(2, 3))' -> {'a': 1, 'b': (2, 3)}.
 
-    Raises SyntaxError, ValueError or TypeError for text of another form.
+    Raises:
+      SyntaxError, ValueError, TypeError: the text has another form.
     """
-    # With a name before it, the text is a call in Python: 'f(a=1, b=(2, 3))'.
     call = ast.parse(f'f{arguments}', mode='eval').body
     if not isinstance(call, ast.Call):
         raise ValueError('not a call')
-    # Text such as '(a=1)(b=2)' makes two calls: the second calls the result of the first.
-    if not isinstance(call.func, ast.Name):
+    if not isinstance(call.func, ast.Name):  # as in 'f(a=1)(b=2)'
         raise ValueError('more than one call')
     if call.args:
         raise ValueError('an argument has no name')
@@ -116,23 +118,24 @@ def _keyword_literals(arguments: str) -> dict[str, Any]:
 
 
 def options_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the options of a class or function, {name: default}: its keyword-only parameters.
+    """Returns the defaults of a class's or function's options, by name.
 
-    The parameter `key`, a random key of jax, does not count as an option.
+    Options are its keyword-only parameters except `key`, which is a random key of JAX.
     """
     function = target.__init__ if inspect.isclass(target) else target
     options = {}
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != 'key':
+        is_keyword_only = parameter.kind is parameter.KEYWORD_ONLY
+        if is_keyword_only and parameter.name != 'key':
             options[parameter.name] = parameter.default
     return options
 
 
 def accepts_arguments(*arguments: str) -> Callable[[Any], bool]:
-    """Returns a check for `resolve`: whether an object takes this many positional arguments.
+    """Returns a check whether an object takes that many positional arguments, for `resolve`.
 
-    `accepts_arguments('directory', 'config')` checks for two. The names only tell readers what they
-    are.
+    For example, `accepts_arguments('directory', 'config')` checks for two arguments. Their names do
+    not matter.
     """
 
     def is_valid(target: Any) -> bool:
@@ -146,11 +149,16 @@ def accepts_arguments(*arguments: str) -> Callable[[Any], bool]:
 
 
 def call_with_config_errors(field: str, text: str, call: Callable[[], T]) -> T:
-    """Returns `call()`, and turns its exceptions into ConfigErrors that blame a setting.
+    """Calls code from outside the package, and turns its exceptions into ConfigErrors.
 
-    `call` runs code from outside the package, because the setting `field` has the value `text`. The
-    error names both, and the line of the code that failed. A ReadError stays, because the system
-    has failed to read a file, and not the code.
+    Args:
+      field: the setting that names the code, for the error message.
+      text: the value of the setting, for the error message.
+      call: the code, without arguments.
+
+    Raises:
+      ConfigError: the code failed. The message names the setting and the line that failed.
+      ReadError: the system failed to read a file.
     """
     try:
         return call()
