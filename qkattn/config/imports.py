@@ -155,7 +155,7 @@ def _source_sha256(path: str) -> str | None:
 
 
 def load_extra(package: str, extra: str) -> ModuleType:
-    """Imports a package of an extra in pyproject.toml, or raises ConfigError how to install it."""
+    """Imports a package; ConfigError names the extra of pyproject.toml that installs it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as missing:

@@ -12,16 +12,16 @@ from qkattn.errors import SpecError
 RATE: dict[str, Any] = {'least': 0, 'below': 1}
 # Bounds of a number of heads or layers.
 COUNT: dict[str, Any] = {'least': 1, 'most': 2**14}
-# Bounds of the width of a stream or head.
+# Bounds of the width of the residual stream or of a head.
 WIDTH: dict[str, Any] = {'least': 1, 'most': 2**17}
 
-# Below this number of layers, compiled code that repeats them is faster than a loop over them.
+# With fewer layers, unrolling them is faster than a scan.
 SCANNED_LAYERS = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A transformer."""
+    """The settings of a transformer."""
 
     kind: Literal['decoder', 'encoder', 'encoder_decoder'] = setting(
         'decoder', "Causal 'decoder', bidirectional 'encoder', or 'encoder_decoder' (translation)."
@@ -144,18 +144,18 @@ class ModelConfig:
         if self.d_ff is not None:
             return self.d_ff
         if self.has_gate:
-            # With 8/3 d_model, rounded, three matrices have the parameters of two at 4 d_model.
+            # 8/3 d_model, rounded. The gate is a third matrix, so the parameter count is the same.
             return (8 * self.d_model + 1) // 3
         return 4 * self.d_model
 
     @property
     def has_gate(self) -> bool:
-        """Whether the MLP multiplies its hidden layer by a gate, which takes a third matrix."""
+        """Whether the MLP has a gate, such as SwiGLU."""
         return self.activation.endswith('glu')
 
     @property
     def num_branches(self) -> int:
-        """Number of residual branches of all layers: attentions and MLPs."""
+        """Number of attention and MLP branches in all layers."""
         branches_per_layer = 3 if self.kind == 'encoder_decoder' else 2
         return branches_per_layer * self.num_layers
 
@@ -171,24 +171,24 @@ class ModelConfig:
 
     @property
     def unroll(self) -> int:
-        """Layers in one step of the scan over layers: `scan_unroll` or its default."""
+        """Layers per step of the scan over layers: `scan_unroll` or its default."""
         if self.scan_unroll is not None:
             return self.scan_unroll
-        # With remat, layers stay in a scan. If they are unrolled, XLA merges the repeated layers
-        # with those of the forward pass, and remat saves no memory.
+        # Remat saves no memory in unrolled layers: XLA removes the recomputation as redundant.
         if self.remat == 'none' and self.num_layers < SCANNED_LAYERS:
             return self.num_layers
         return 1
 
     @functools.cached_property
     def cycle(self) -> tuple['ModelConfig', ...]:
-        """The settings of layers whose variants repeat: layer l of a model has cycle[l mod C].
+        """The settings of each variant in the pattern; layer l has `cycle[l % len(cycle)]`.
 
-        With the pattern 'qk/vo, qk/no_o', for example, C is 2, and the layers alternate between two
-        variants. Without a pattern the cycle is this config alone.
+        For example, with the pattern 'qk/vo, qk/no_o', layers alternate between two variants.
+        Without a pattern, there is one variant.
 
-        Raises SpecError if the pattern has more variants than layers or does not begin with the
-        model's variant, and for an encoder-decoder.
+        Raises:
+          SpecError: the pattern has more variants than layers, does not begin with the model's
+            variant, or belongs to an encoder-decoder.
         """
         if self.pattern is None:
             return (self,)
@@ -211,12 +211,13 @@ class ModelConfig:
 
         configs = []
         for variant in variants:
-            configs.append(dataclasses.replace(self, pattern=None, **_variant_fields(variant)))
+            score_and_value = _variant_fields(variant)
+            configs.append(dataclasses.replace(self, pattern=None, **score_and_value))
         return tuple(configs)
 
     @functools.cached_property
     def encoder(self) -> 'ModelConfig':
-        """The settings of the encoder in an encoder-decoder, as a model of kind 'encoder'."""
+        """The settings of an encoder-decoder's encoder, as a model of kind 'encoder'."""
         return dataclasses.replace(
             self,
             kind='encoder',
@@ -227,11 +228,8 @@ class ModelConfig:
 
     @functools.cached_property
     def cross(self) -> 'ModelConfig':
-        """The settings of the decoder's attention to the encoder, with its own variant.
-
-        It has no rotary positions, no position biases and no window, because positions in the
-        source and in the target are not comparable.
-        """
+        """The settings of the decoder's cross-attention to the encoder."""
+        # Distances between source and target positions mean nothing, so they are not used.
         positions = self.positions
         if positions in ('rope', 'alibi'):
             positions = 'none'
@@ -241,7 +239,7 @@ class ModelConfig:
 
 
 def _variant_fields(variant: str | None) -> dict[str, Any]:
-    """Returns {'score': ..., 'value': ...} of a variant, or {} for None: the decoder's variant."""
+    """Returns a variant as the fields {'score': ..., 'value': ...}; {} for None."""
     if variant is None:
         return {}
     return Variant.parse(variant)._asdict()

@@ -1,7 +1,4 @@
-"""Paths that users and files name, and reading the regular files there.
-
-A path from elsewhere may name a pipe or a device, where reading would wait for ever.
-"""
+"""Reads files whose paths come from users, and refuses pipes and devices, which could block."""
 
 import errno
 import os
@@ -11,9 +8,9 @@ from typing import BinaryIO
 
 from qkattn.errors import RunDirectoryError, UnsuitableFileError
 
-# Most bytes of a file that is read as a whole. Texts to train on may be larger.
+# The size limit, in bytes, of files that are read as a whole.
 LARGEST = 2**32
-# What an error calls a file that is not regular, by its type.
+# Names of file types in error messages.
 _KINDS = {
     stat.S_IFIFO: 'a pipe',
     stat.S_IFCHR: 'a device',
@@ -34,14 +31,16 @@ def expand_home(path: str | os.PathLike[str]) -> Path:
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file for reading.
 
-    Raises UnsuitableFileError for a pipe, a device or a socket. Raises another OSError if the path
-    does not exist or is a directory.
+    Raises:
+      UnsuitableFileError: the file is a pipe, a device or a socket.
+      OSError: the path does not exist or is a directory.
     """
     try:
-        # O_NONBLOCK, because opening a pipe would otherwise wait for a writer.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, which cannot be opened
+        is_socket = error.errno == errno.ENXIO
+        if is_socket:
             raise _unsuitable_file_error(path, _problem(os.stat(path).st_mode)) from error
         raise
     try:
@@ -53,9 +52,15 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], most: int | None = LARGEST) -> bytes:
-    """Reads a regular file of at most `most` bytes; None allows any size.
+    """Reads a regular file.
 
-    Raises UnsuitableFileError for a larger file, and errors as `open_regular` does.
+    Args:
+      path: the file.
+      most: the size limit in bytes; None for no limit.
+
+    Raises:
+      UnsuitableFileError: the file is too large or not a regular file.
+      OSError: the path does not exist or is a directory.
     """
     with open_regular(path) as file:
         _require_size(path, os.fstat(file.fileno()).st_size, most)
@@ -63,7 +68,7 @@ def read_regular(path: str | os.PathLike[str], most: int | None = LARGEST) -> by
 
 
 def require_regular(path: str | os.PathLike[str], most: int | None = LARGEST) -> None:
-    """Checks a file that a library will read; raises errors as `read_regular` does."""
+    """Checks a file without reading it; raises the errors of `read_regular`."""
     status = os.stat(path)
     _require_regular(path, status)
     _require_size(path, status.st_size, most)

@@ -6,7 +6,7 @@ from qkattn.errors import SpecError
 
 
 class Variant(NamedTuple):
-    """One way to write attention: the name of a Score and of a Value, which may have options."""
+    """One way to write attention: the name of a Score and of a Value, with their options."""
 
     score: str
     value: str
@@ -24,23 +24,23 @@ class Variant(NamedTuple):
 
 
 def split_pattern(text: str) -> list[str]:
-    """Splits a pattern of variants at the commas outside of parentheses.
+    """Splits a list of variants at the commas outside of parentheses.
 
     'qk/vo, low_rank(rank=8)/vo' -> ['qk/vo', 'low_rank(rank=8)/vo']
     """
     variants = ['']
-    depth = 0  # number of open parentheses
+    num_open_parentheses = 0
     for character in text:
         if character == '(':
-            depth += 1
+            num_open_parentheses += 1
         elif character == ')':
-            depth -= 1
+            num_open_parentheses -= 1
 
-        if character == ',' and depth == 0:
+        if character == ',' and num_open_parentheses == 0:
             variants.append('')
         else:
             variants[-1] += character
 
-    # The first variant must be written exactly like the model's variant, so its spaces stay.
-    first, *others = variants
-    return [first, *(variant.lstrip() for variant in others)]
+    # Spaces after commas are dropped. Leading spaces of the whole text are not valid, so they stay.
+    first, *rest = variants
+    return [first, *(variant.lstrip() for variant in rest)]
