@@ -1,4 +1,4 @@
-"""The settings of a run, and the checks of settings that depend on each other."""
+"""The settings of a run, and checks for conflicts between them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -84,21 +84,21 @@ class DataConfig:
     )
 
 
-# Largest N H, the width of all heads of one layer together.
+# The largest num_heads * head_size.
 MAX_HEADS_WIDTH = 2**24
 # Schedules that decay to final_fraction.
 DECAYS = ('linear', 'cosine', 'wsd')
-# The largest final_fraction with which a run counts as annealed.
+# The largest final_fraction of a run that counts as annealed.
 ANNEALED = 0.1
-# With optimizer.decay='independent', weight decays are below this.
+# The exclusive upper bound of weight decays with optimizer.decay='independent'.
 INDEPENDENT_END = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and its learning rate over the steps: linear warm-up, then a schedule.
+    """The optimizer and its learning-rate schedule, which begins with a linear warm-up.
 
-    Its peak and the weight decay are those of a trial: trials.learning_rates, trials.weight_decays.
+    The peak learning rate and the weight decay are settings of each trial (`TrialsConfig`).
     """
 
     name: str = setting(
@@ -142,21 +142,19 @@ class OptimizerConfig:
 
     @property
     def decays(self) -> bool:
-        """Whether the schedule ends at final_fraction.
-
-        A schedule from outside the package must do so; this is checked where it is built.
-        """
+        """Whether the schedule ends at final_fraction."""
+        # Schedules from outside the package are required to end there.
         is_from_outside = ':' in self.schedule
         return is_from_outside or self.schedule.removesuffix('()') in DECAYS
 
     def wsd_decay_steps(self, num_steps: int) -> int:
-        """The steps at the end of a run of num_steps in which 'wsd' decays; at least one."""
+        """The number of last steps in which 'wsd' decays, at least one."""
         return max(round(self.decay_fraction * num_steps), 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Steps, batches and how often the loop logs, evaluates and saves."""
+    """Number of steps, batch size, and how often to log, evaluate and save."""
 
     num_steps: int = setting(1000, 'Optimizer steps.', least=1)
     batch_size: int = setting(16, 'Sequences per step and trial.', least=1)
@@ -194,7 +192,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrialsConfig:
-    """The trials of a run: every combination of the three, learning rate outermost."""
+    """The trials of a run: all combinations of learning rate, weight decay and seed."""
 
     seeds: tuple[int, ...] = setting(
         (0,), 'Seeds of initialization, data order and dropout.', least=0, filled=True
@@ -208,9 +206,9 @@ class TrialsConfig:
     )
 
     def trials(self) -> list[dict[str, Any]]:
-        """Returns the trials of a run: every combination of learning rate, weight decay and seed.
+        """Returns the trials in the order in which arrays have them: all seeds of a setting first.
 
-        In arrays with an axis X of trials, they have this order.
+        For example, [{'seed': 0, 'learning_rate': 0.002, 'weight_decay': 0.0005}, ...].
         """
         trials = []
         for learning_rate in self.learning_rates:
@@ -235,7 +233,7 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each axis; their product is the number of devices used."""
+    """The number of devices along each mesh axis; the product is the number of devices used."""
 
     trial: int = setting(1, 'Devices over which the trials are split.', least=1)
     data: int = setting(1, 'Devices over which the sequences of a microbatch are split.', least=1)
@@ -245,7 +243,7 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run: X trials of one architecture."""
+    """All settings of a run, which trains several trials of one model."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -257,7 +255,7 @@ class Config:
 
 
 def validate_settings(config: Config) -> None:
-    """Raises ConfigError for the first invalid setting, or for settings that conflict."""
+    """Raises ConfigError for the first invalid setting or the first conflict between settings."""
     check_section('', config)
     first_conflict = next(_conflicts(config), None)
     if first_conflict is not None:
@@ -265,7 +263,7 @@ def validate_settings(config: Config) -> None:
 
 
 def _conflicts(config: Config) -> Iterator[str]:
-    """Yields a sentence for each setting that does not fit another one."""
+    """Yields an error message for each conflict between settings."""
     yield from _model_conflicts(config.model)
     yield from _optimizer_conflicts(config)
     yield from _train_conflicts(config.train)
@@ -273,18 +271,18 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def _model_conflicts(model: ModelConfig) -> Iterator[str]:
-    """Yields the conflicts between settings of the section model."""
+    """Yields an error message for each conflict between settings of the model."""
     heads_width = model.num_heads * (model.head_size or 1)
     if heads_width > MAX_HEADS_WIDTH:
         yield f'model.num_heads * model.head_size = {heads_width} must be at most {MAX_HEADS_WIDTH}'
     if not model.attention_gain and model.norm_position == 'post':
         yield 'model.attention_gain=False needs model.norm_position=pre'
     if model.kind != 'encoder_decoder':
-        for name in ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context'):
-            value = getattr(model, name)
+        for field in ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context'):
+            value = getattr(model, field)
             if value is not None:
                 yield (
-                    f'model.{name}={value!r} is a setting of an encoder-decoder, not of '
+                    f'model.{field}={value!r} is a setting of an encoder-decoder, not of '
                     f'{model.kind}'
                 )
     if model.kind == 'encoder' and model.context < 2:
@@ -292,14 +290,14 @@ def _model_conflicts(model: ModelConfig) -> Iterator[str]:
 
 
 def _optimizer_conflicts(config: Config) -> Iterator[str]:
-    """Yields the conflicts between settings of the optimizer, the steps and the trials."""
+    """Yields an error message for each conflict of an optimizer setting."""
     optimizer = config.optimizer
     num_steps = config.train.num_steps
     weight_decays = config.trials.weight_decays
-    name_without_options = optimizer.name.partition('(')[0]
-    schedule = optimizer.schedule.removesuffix('()')  # Both 'wsd' and 'wsd()' are valid.
+    optimizer_name, _, _ = optimizer.name.partition('(')  # without options
+    schedule = optimizer.schedule.removesuffix('()')  # 'wsd()' is the same as 'wsd'
 
-    if name_without_options == 'muon' and optimizer.momentum == 1:
+    if optimizer_name == 'muon' and optimizer.momentum == 1:
         yield "optimizer.momentum=1 must be below 1 with optimizer.name='muon'"
 
     if optimizer.warmup_steps >= num_steps:
@@ -310,7 +308,7 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
     if schedule == 'inverse_sqrt' and optimizer.warmup_steps == 0:
         yield 'optimizer.warmup_steps=0 must be at least 1 with optimizer.schedule=inverse_sqrt'
     if schedule == 'wsd':
-        # The warm-up and the decay at the end must not overlap.
+        # The decay must not begin before the end of the warm-up.
         decay_steps = optimizer.wsd_decay_steps(num_steps)
         steps_after_warmup = num_steps - optimizer.warmup_steps
         if decay_steps > steps_after_warmup:
@@ -329,30 +327,25 @@ def _optimizer_conflicts(config: Config) -> Iterator[str]:
 
 
 def _train_conflicts(train: TrainConfig) -> Iterator[str]:
-    """Yields the conflicts between settings of the section train.
-
-    Some of its numbers must be multiples of others.
-    """
+    """Yields an error message for each number of steps or rows that is not a valid multiple."""
     if train.batch_size % train.accumulation:
         yield f'train.accumulation={train.accumulation} must divide batch_size={train.batch_size}'
 
-    # A dispatch is a call of the compiled program, which trains several steps. A run logs and ends
-    # between two dispatches, and it only evaluates and saves when it logs.
-    units = {
+    divisor_of_field = {
         'num_steps': 'steps_per_dispatch',
         'log_every': 'steps_per_dispatch',
         'eval_every': 'log_every',
         'checkpoint_every': 'log_every',
     }
-    for name, unit in units.items():
-        steps = getattr(train, name)
-        unit_steps = getattr(train, unit)
-        if steps % unit_steps:
-            yield f'train.{name}={steps} must be a multiple of train.{unit}={unit_steps}'
+    for field, divisor_field in divisor_of_field.items():
+        steps = getattr(train, field)
+        divisor = getattr(train, divisor_field)
+        if steps % divisor:
+            yield f'train.{field}={steps} must be a multiple of train.{divisor_field}={divisor}'
 
 
 def _mesh_conflicts(config: Config) -> Iterator[str]:
-    """Yields the axes of the mesh over which trials or sequences do not divide."""
+    """Yields an error message for each mesh axis that does not divide the trials or sequences."""
     mesh = config.mesh
     num_trials = len(config.trials.trials())
     if num_trials % mesh.trial:
