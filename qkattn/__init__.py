@@ -1,7 +1,7 @@
 """qkattn: controlled ablations of attention's weight matrices at equal parameter count.
 
-The names below are those of docs/notebook.ipynb; all others are imported from their packages,
-as in `from qkattn.train.loop import train`.
+The names below are available here. Other names are imported from their modules, as in
+`from qkattn.train.loop import train`.
 """
 
 import importlib
@@ -9,8 +9,8 @@ from typing import Any
 
 __version__ = '0.2.0'
 
-# Each is imported on first use: `import qkattn`, and packages that need no jax, import none.
 _SETTINGS = ('ModelConfig', 'DataConfig', 'OptimizerConfig', 'TrainConfig', 'TrialsConfig')
+# Names are imported on first use, so that `import qkattn` does not import JAX.
 _NAMES = {
     'qkattn.attention': ('Attention', 'AttentionSpec'),
     'qkattn.config': ('Config', *_SETTINGS),
@@ -21,14 +21,15 @@ _NAMES = {
     'qkattn.model.cost': ('count',),
     'qkattn.model.transformer': ('loss',),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_HOMES)
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return globals().setdefault(name, getattr(importlib.import_module(_HOMES[name]), name))
+    module = importlib.import_module(_MODULE_OF[name])
+    return globals().setdefault(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:

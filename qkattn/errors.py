@@ -1,4 +1,4 @@
-"""The errors of qkattn. A message names the field, its value and what is valid."""
+"""The exceptions of qkattn. A message names the field, its value and what is valid."""
 
 
 class ConfigError(ValueError):
@@ -26,15 +26,15 @@ class RunDirectoryError(ConfigError):
 
 
 class DiskError(RunDirectoryError):
-    """A file cannot be written: the disk is full, over its quota, or fails."""
+    """A file cannot be written: the disk is full, over its quota, or failing."""
 
 
 class ReadError(Exception):
-    """The system has failed to read a file. The file may be intact, and nothing was changed."""
+    """The system failed to read a file, which may be intact."""
 
 
 class UnsuitableFileError(OSError):
-    """The file to read is not a regular file, or is too large."""
+    """A file to read is too large or not a regular file."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 
 class Lost(Exception):
-    """Another process has taken the run over; nothing was saved since the last checkpoint."""
+    """Another process has taken over the run; nothing was saved since the last checkpoint."""
 
 
 class ProcessError(RuntimeError):

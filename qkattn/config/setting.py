@@ -1,14 +1,9 @@
-"""How a setting is declared and checked.
+"""Declares and checks settings.
 
     num_heads: int = setting(4, 'N, query heads.', least=1, most=2**14)
 
-A class of settings is a frozen dataclass. Its fields are settings, or further classes of settings,
-which are called its sections. `check_section` raises an error for the first field whose value is
-not valid.
-
-Settings are checked once, where they come from the user: when a config is read, or when a model or
-an attention layer is built from settings that were written in Python. Settings that have passed get
-the attribute PASSED and are not checked again.
+A class of settings is a frozen dataclass. Its fields are settings or other such classes, called
+sections. `check_section` raises an error for the first invalid field.
 """
 
 import dataclasses
@@ -22,23 +17,23 @@ from typing import Any, Literal
 from qkattn.config.imports import import_object
 from qkattn.errors import ConfigError
 
-# Integers are below this: sizes, steps and seeds are int32 in compiled programs.
+# The exclusive upper bound of integers, which are int32 in compiled programs.
 INT_END = 2**31
-# The largest float32: rates and factors are float32 in compiled programs.
+# The largest float32, as floats are float32 in compiled programs.
 FLOAT_MAX = 3.4028234e38
-# Texts and paths have fewer bytes than this, the limit of Linux for a path.
+# The exclusive upper bound of the bytes of a text or path.
 TEXT_END = 4096
-# Each part of a path has fewer bytes than this, the limit of Linux and macOS.
+# The exclusive upper bound of the bytes of each part of a path.
 PART_END = 256
-# An error shows a refused value of more characters than this without its middle.
+# Error messages show at most this many characters of a value,
 SHOWN = 200
-# Of a longer value, an error shows this many characters of its start and of its end.
+# or this many of the start and the end of a longer value.
 _SHOWN_START = 100
 _SHOWN_END = 50
-# The attribute of a frozen object whose fields have been checked.
+# Marks a frozen object whose fields have been checked, so that they are not checked again.
 PASSED = '_passed'
 
-# The comparison of a value with a limit, by the words that describe it.
+# The comparisons of a number with a limit, by their name in error messages.
 COMPARISONS = {
     'at least': operator.ge,
     'above': operator.gt,
@@ -49,38 +44,35 @@ COMPARISONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The values that a field may hold, besides being of its type.
+    """The valid values of a field, in addition to its type.
 
-    The bounds of a tuple apply to each of its entries. An integer without an upper bound must be
-    below 2**31, a float without one must be finite in float32. Text must be Unicode without null
-    characters and have fewer than 4,096 bytes.
+    For a tuple, the bounds apply to each entry. All integers are below 2**31, all floats are finite
+    in float32, and all texts are Unicode without null characters and below 4,096 bytes.
     """
 
     least: float | None = None  # inclusive
     most: float | None = None  # inclusive
     above: float | None = None  # exclusive
     below: float | None = None  # exclusive
-    # Whether text names a file or directory. It must be one line that is not empty, and each part
-    # of the path must have fewer than 256 bytes.
+    # Whether a text is a path: one line that is not empty, with parts below 256 bytes.
     path: bool = False
-    # Whether a tuple must have an entry.
+    # Whether a tuple needs at least one entry.
     filled: bool = False
 
     def admit(self, kind: type, value: Any) -> bool:
-        """Whether a value of type `kind` is valid."""
+        """Returns whether a value of type `kind` is valid."""
         if kind is bool:
             return True
         if kind is str:
             return self._admit_text(value)
-        # The value is a number. A limit {'at least': 0} requires that operator.ge(value, 0).
-        for words, limit in self._limits(kind).items():
-            compare = COMPARISONS[words]
+        for comparison, limit in self._limits(kind).items():
+            compare = COMPARISONS[comparison]
             if not compare(value, limit):
                 return False
-        return abs(value) <= FLOAT_MAX  # False for NaN, too
+        return abs(value) <= FLOAT_MAX  # also refuses NaN
 
     def _admit_text(self, text: str) -> bool:
-        """Whether a text, or a path if the setting is one, is valid."""
+        """Returns whether a text is valid."""
         encoded = os.fsencode(text)
         if len(encoded) >= TEXT_END or '\0' in text:
             return False
@@ -91,29 +83,26 @@ class Bounds:
         return is_one_line and longest_part < PART_END
 
     def _limits(self, kind: type) -> dict[str, float]:
-        """Returns the limits of a number of type `kind`, with the keys of COMPARISONS.
-
-        They are {'at least': 0, 'below': 1} for a number x with 0 <= x < 1.
-        """
+        """Returns the limits of a number of type `kind`, such as {'at least': 0, 'below': 1}."""
         limits = {
             'at least': self.least,
             'above': self.above,
             'at most': self.most,
             'below': self.below,
         }
-        # Every integer has an upper bound, because compiled programs hold it in 32 bits.
         has_upper_bound = self.most is not None or self.below is not None
         if kind is int and not has_upper_bound:
             limits['below'] = INT_END
-        return {words: limit for words, limit in limits.items() if limit is not None}
+        return {comparison: limit for comparison, limit in limits.items() if limit is not None}
 
     def describe(self, kind: type) -> str:
-        """Returns the valid values of type `kind` in words, such as 'at least 0 and below 1'."""
+        """Describes the valid values of type `kind`, such as 'at least 0 and below 1'."""
         if kind is str:
             return self._describe_text()
         limits = self._limits(kind)
-        parts = [f'{words} {_number_text(limit)}' for words, limit in limits.items()]
-        if 'at most' not in limits and 'below' not in limits:
+        parts = [f'{comparison} {_number_text(limit)}' for comparison, limit in limits.items()]
+        has_upper_bound = 'at most' in limits or 'below' in limits
+        if not has_upper_bound:
             parts.append('finite in float32')
         return ' and '.join(parts)
 
@@ -125,7 +114,7 @@ class Bounds:
 
 
 def _number_text(number: float) -> str:
-    """Returns a number as errors print it; a large power of two is written as '2**31'."""
+    """Returns a number as text, with large powers of two as '2**31'."""
     if isinstance(number, int) and number >= 2**16:
         exponent = number.bit_length() - 1
         if number == 2**exponent:
@@ -135,41 +124,42 @@ def _number_text(number: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A declared setting, for help texts and generated tests."""
+    """A setting as declared, for help texts and generated tests."""
 
-    name: str  # with the names of its sections: 'model.d_model'
-    kind: Any  # the annotation of the field
+    name: str  # the dotted name, such as 'model.d_model'
+    kind: Any  # the type annotation
     default: Any
     doc: str
     bounds: Bounds
-    # Import paths of the registries whose keys the setting may name.
+    # Import paths of dicts whose keys are valid values.
     registries: tuple[str, ...]
 
     def registered_names(self) -> list[str]:
-        """Returns the names that its registries list; empty for a setting without registries.
-
-        The registries are imported.
-        """
+        """Imports the registries and returns their keys."""
         names: list[str] = []
         for path in self.registries:
             registry = import_object(path, self.name)
-            names += registry
+            names += registry.keys()
         return names
 
 
 def setting(default: Any, doc: str, registries: tuple[str, ...] = (), **bounds: Any) -> Any:
-    """Declares a dataclass field with a default, a description, and the `Bounds` of its values.
+    """Declares a dataclass field that is a setting.
 
-    `registries` are import paths of dicts whose keys the field may name. --help lists the keys.
+    Args:
+      default: the default of the field.
+      doc: the description in --help.
+      registries: import paths of dicts whose keys are valid values. --help lists the keys.
+      **bounds: the arguments of `Bounds`.
     """
     metadata = {'doc': doc, 'bounds': Bounds(**bounds), 'registries': registries}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
-    """Returns the settings of a class and of its sections, by dotted name.
+    """Returns the settings of a class and its sections, by dotted name such as 'model.d_model'.
 
-    `prefix` is the beginning of every name, 'model.' for the section model.
+    `prefix` is put before each name.
     """
     annotations = typing.get_type_hints(cls)
     declared: dict[str, Setting] = {}
@@ -185,35 +175,41 @@ def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
 
 
 def concrete_types(annotation: Any) -> list[type]:
-    """Returns the types that an annotation admits: [int, NoneType] for `int | None`.
+    """Returns the types of an annotation's values: [int, NoneType] for `int | None`.
 
-    A Literal counts as the type of its values, and `tuple[int, ...]` as tuple.
+    For a Literal, this is the type of its values, and for `tuple[int, ...]` it is tuple.
     """
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
-        types_of_members: list[type] = []
+        all_types: list[type] = []
         for member in arguments:
-            types_of_members += concrete_types(member)
-        return types_of_members
+            all_types += concrete_types(member)
+        return all_types
     if origin is Literal:
         first_value = arguments[0]
         return [type(first_value)]
-    return [origin or annotation]
+    if origin is not None:  # a generic type, such as tuple[int, ...]
+        return [origin]
+    return [annotation]
 
 
 def is_optional(annotation: Any) -> bool:
-    """Whether an annotation admits None."""
+    """Returns whether an annotation admits None."""
     return type(None) in concrete_types(annotation)
 
 
 def check_section(prefix: str, section: Any) -> None:
-    """Raises ConfigError for the first invalid field of a section or of the sections in it.
+    """Raises ConfigError for the first invalid field of a section or its sections.
 
-    `prefix` is the beginning of names of fields in the error, 'model.' for the section model. A
-    section that has passed before is not checked again.
+    A section that has passed is not checked again.
+
+    Args:
+      prefix: the prefix of field names in error messages, such as 'model.' for the section model.
+      section: the section.
     """
-    if PASSED in vars(section):  # it was checked before
+    was_checked = PASSED in vars(section)
+    if was_checked:
         return
     annotations = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
@@ -231,11 +227,12 @@ def check_section(prefix: str, section: Any) -> None:
 
 
 def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None:
-    """Raises ConfigError unless the setting `name` may hold `value`."""
+    """Raises ConfigError if `value` is not valid for the setting `name`."""
     if value is None and is_optional(annotation):
         return
     if typing.get_origin(annotation) is tuple:
-        requirement = _unmet_requirement_of_tuple(value, typing.get_args(annotation)[0], bounds)
+        entry_annotation = typing.get_args(annotation)[0]
+        requirement = _unmet_requirement_of_tuple(value, entry_annotation, bounds)
     else:
         requirement = _unmet_requirement(value, annotation, bounds)
     if requirement is None:
@@ -246,7 +243,7 @@ def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None
 
 
 def _unmet_requirement(value: Any, annotation: Any, bounds: Bounds) -> str | None:
-    """Returns the requirement that a value does not meet, e.g. 'be at least 0'; None if valid."""
+    """Returns what a value must do to be valid, such as 'be at least 0'; None if it is valid."""
     kind = concrete_types(annotation)[0]
     if not _has_type(value, kind):
         return f'be of type {kind.__name__}'
@@ -259,9 +256,9 @@ def _unmet_requirement(value: Any, annotation: Any, bounds: Bounds) -> str | Non
 
 
 def _unmet_requirement_of_tuple(value: Any, entry_annotation: Any, bounds: Bounds) -> str | None:
-    """Returns the requirement that a tuple does not meet, 'hold no value twice'; None if valid.
+    """Returns what a tuple must do to be valid, such as 'hold no value twice'; None if it is valid.
 
-    `entry_annotation` is the type of an entry, and `bounds` are those of each entry.
+    `entry_annotation` and `bounds` are for each entry.
     """
     kind = concrete_types(entry_annotation)[0]
     if not isinstance(value, tuple):
@@ -281,7 +278,7 @@ def _unmet_requirement_of_tuple(value: Any, entry_annotation: Any, bounds: Bound
 
 
 def _has_type(value: Any, kind: type) -> bool:
-    """Whether a value is of type `kind`: an int also fits float, a bool only fits bool."""
+    """Returns whether a value is of type `kind`. An int is a float, but a bool is not an int."""
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
@@ -290,7 +287,7 @@ def _has_type(value: Any, kind: type) -> bool:
 
 
 def _literal_values(annotation: Any) -> Iterator[Any]:
-    """Yields the values that the Literals in an annotation allow; none without a Literal."""
+    """Yields the values of all Literals in an annotation."""
     if typing.get_origin(annotation) is Literal:
         yield from typing.get_args(annotation)
         return
@@ -299,7 +296,7 @@ def _literal_values(annotation: Any) -> Iterator[Any]:
 
 
 def _shorten_value(value: Any) -> str:
-    """Returns a value as an error shows it; the middle of a long value is left out."""
+    """Returns a value as text, without the middle of a long value."""
     text = repr(value)
     if len(text) <= SHOWN:
         return text

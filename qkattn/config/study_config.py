@@ -6,19 +6,18 @@ from typing import Literal
 from qkattn.config.run_config import Config
 from qkattn.config.setting import setting
 
-Choice = Literal['vertex', 'minimax']  # how the best value is chosen from a sweep
+Choice = Literal['vertex', 'minimax']  # how a value is chosen from a sweep
 Destination = Literal['d_model', 'd_ff', 'num_heads', 'num_layers']  # where saved parameters go
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningConfig:
-    """Coordinate-wise tuning of each arm before its verdict.
+    """Tuning of each arm, one setting at a time.
 
-    A setting is tuned if its grid has several values: trials.learning_rates, trials.weight_decays,
-    and the grids below. Settings are tuned one at a time, while those that are still to be tuned
-    have the middle value of their grid. The values of a grid must ascend by a constant factor,
-    usually 2. A grid is extended by this factor until the best value has worse values on both
-    sides.
+    A setting is tuned if its grid has several values. The grids are trials.learning_rates,
+    trials.weight_decays and the grids below. Their values must ascend by a constant factor, such as
+    2. A grid is extended by this factor until its best value lies between worse values. Settings
+    that are not yet tuned have the middle value of their grid.
     """
 
     seeds: tuple[int, ...] = setting(
@@ -63,9 +62,9 @@ class ControlsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """An ablation at equal cost: variants x destinations x sizes x corpora, each arm tuned.
+    """An ablation at equal cost: variants x destinations x sizes x corpora.
 
-    All arms share the settings of `base`. Its trials.seeds are the seeds of the verdict.
+    All arms share the settings of `base`. Verdicts use the seeds in `base.trials.seeds`.
     """
 
     name: str = setting('study', 'Name in the report.')
