@@ -21,14 +21,14 @@ _NAMES = {
     'qkattn.model.cost': ('count',),
     'qkattn.model.transformer': ('loss',),
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in _HOMES:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    module = importlib.import_module(_MODULE_OF[name])
+    module = importlib.import_module(_HOMES[name])
     return globals().setdefault(name, getattr(module, name))
 
 

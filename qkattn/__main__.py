@@ -51,7 +51,7 @@ def main() -> None:
         cli.exit_with(f'unknown command {command!r}; known: {", ".join(scripts)}')
 
     sys.argv = [f'qkattn {command}', *arguments]
-    # As with `python -m`, settings may name code in the working directory.
+    # Settings may name code in the working directory. Python's option -P (safe_path) forbids it.
     if not sys.flags.safe_path:
         sys.path.insert(0, '')
     # Scripts import each other as `experiments.NAME`.
