@@ -1,8 +1,7 @@
-"""Encodes long texts with the library of sub-words a piece at a time, in bounded memory.
+"""Encodes long texts in overlapping pieces, because the library takes 150 bytes of memory per byte.
 
-The library keeps about 150 bytes per byte of a text while it encodes it. Pieces may not be cut and
-put together anywhere: a token may go beyond a cut, and many vocabularies treat the beginning of a
-text in a way of their own. So neighbouring pieces overlap, and are joined where both agree.
+Near its ends, a piece may have other tokens than the whole text. So two pieces are joined inside of
+their overlap, where both have the same tokens.
 """
 
 import dataclasses
@@ -12,9 +11,9 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
-# Characters that are encoded at a time.
+# Characters in a piece.
 PIECE = 100_000
-# Characters that two neighbouring pieces have in common.
+# Characters that neighbouring pieces share.
 OVERLAP = 4_000
 
 
@@ -25,48 +24,43 @@ class _Piece:
     start: int
     end: int
     ids_N: np.ndarray
-    # Where each token begins in the text, and where it ends.
-    bounds_N2: np.ndarray
-    # The number of the word that each token belongs to. Words are encoded by themselves.
-    words_N: np.ndarray
+    bounds_N2: np.ndarray  # the first character of each token, and the character after its last
+    words_N: np.ndarray  # the index of each token's word in the piece
 
     @classmethod
     def encode(cls, tokenizer: tokenizers.Tokenizer, text: str, start: int, size: int) -> Self:
-        """Encodes `size` characters from `start` on, fewer at the end of the text."""
+        """Encodes `size` characters of a text from `start`, fewer at the end of the text."""
         end = min(start + size, len(text))
         encoding = tokenizer.encode(text[start:end], add_special_tokens=False)
+        ids_N = np.array(encoding.ids, np.int64)
         bounds_N2 = start + np.array(encoding.offsets, np.int64).reshape(-1, 2)
         words = [-1 if word is None else word for word in encoding.word_ids]
-        ids_N = np.array(encoding.ids, np.int64)
-        return cls(start, end, ids_N, bounds_N2, np.array(words, np.int64))
+        words_N = np.array(words, np.int64)
+        return cls(start, end, ids_N, bounds_N2, words_N)
 
     def tokens_between(self, start: int, end: int) -> slice:
-        """Returns the numbers of the tokens that begin in this range of characters."""
-        first, after_last = np.searchsorted(self.bounds_N2[:, 0], [start, end])
+        """Returns the indices of the tokens that begin at characters from `start` to `end`."""
+        token_starts_N = self.bounds_N2[:, 0]
+        first, after_last = np.searchsorted(token_starts_N, [start, end])
         return slice(int(first), int(after_last))
 
 
 class _Joint(NamedTuple):
-    """A place at which two overlapping pieces are joined.
+    """Where the tokens of one piece end and the tokens of the following piece begin."""
 
-    The text before it has the tokens of the first piece, the text after it those of the second.
-    """
-
-    end: int  # how many tokens of the first piece are before the joint
-    start: int  # how many tokens of the second piece are before it
+    end: int  # the number of tokens of the first piece before the joint
+    start: int  # the number of tokens of the following piece before the joint
 
 
 def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
-    """Returns the ids of a text without special tokens, those of `tokenizer.encode`.
+    """Returns the token ids of a text, without special tokens.
 
-    A piece of PIECE characters shares OVERLAP characters with the next one, and is joined to it at
-    a token inside of the overlap. If they cannot be joined, for example because a word is longer
-    than the overlap, the piece is encoded again at twice its size.
+    The ids are those of `tokenizer.encode(text)`, which would take more memory.
     """
     joins_within_words = isinstance(tokenizer.model, models.BPE)
     piece = _Piece.encode(tokenizer, text, 0, PIECE)
     parts = []
-    start = 0  # the first token that is taken from `piece`; earlier pieces have those before it
+    start = 0  # index of the first token of `piece` that is not yet in `parts`
     while piece.end < len(text):
         following = _Piece.encode(tokenizer, text, piece.end - OVERLAP, PIECE)
         joint = _find_joint(piece, following, joins_within_words)
@@ -76,11 +70,12 @@ def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
             start = joint.start
             continue
 
-        # There is no joint. Encode the piece again at twice its size.
-        longer = _Piece.encode(tokenizer, text, piece.start, 2 * (piece.end - piece.start))
-        if not np.array_equal(longer.ids_N[:start], piece.ids_N[:start]):
-            # The longer piece begins with other tokens, so the last joint may be wrong. Encode the
-            # text as a whole.
+        # The pieces cannot be joined. Try again with a piece of twice the size.
+        size = piece.end - piece.start
+        longer = _Piece.encode(tokenizer, text, piece.start, 2 * size)
+        has_same_start = np.array_equal(longer.ids_N[:start], piece.ids_N[:start])
+        if not has_same_start:
+            # The last joint may be wrong, so encode the text as a whole.
             return _Piece.encode(tokenizer, text, 0, len(text)).ids_N
         piece = longer
     parts.append(piece.ids_N[start:])
@@ -88,21 +83,15 @@ def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
 
 
 def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _Joint | None:
-    """Finds a place at which a piece can be joined to the following one; None if there is none.
+    """Finds a joint in the middle half of the overlap of two pieces.
 
-    Near its ends, a piece may have wrong tokens, because they depend on text that it lacks. So the
-    place is in the middle half of the overlap, and both pieces must have the same tokens there.
+    The joint is between two words if possible. With `joins_within_words`, it may also be between
+    two tokens of a word. This is correct for byte-pair encoding but not for unigram models, where
+    each token depends on the whole word.
 
-    The place is between two words if possible, because words are encoded by themselves. If the
-    overlap is one long word, the place is between two of its tokens, but only with
-    `joins_within_words`:
-
-    - For byte-pair encoding that is right. The tokens of a word are right if any two neighbours
-      among them are, and any two neighbours are in one of the pieces.
-    - For unigram models it is wrong. They choose the most probable tokens of the whole word, which
-      need not be the most probable tokens of its parts.
+    Returns:
+      The joint; None if there is none, or if the pieces have different tokens there.
     """
-    # The tokens of the middle half of the overlap, in both pieces.
     start = following.start + OVERLAP // 4
     end = piece.end - OVERLAP // 4
     tokens = piece.tokens_between(start, end)
@@ -112,17 +101,15 @@ def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _
     if not (has_same_ids and has_same_bounds):
         return None
 
-    # M tokens have M - 1 places between them. Place i is between the tokens i and i + 1. It is a
-    # place between two words if these tokens belong to different words, in both pieces.
+    # Entry i says whether tokens i and i + 1 belong to different words, in both pieces.
     is_between_words = np.diff(piece.words_N[tokens]) != 0
     is_between_words &= np.diff(following.words_N[same_tokens]) != 0
-    places = np.flatnonzero(is_between_words)
-    if not places.size and joins_within_words:
-        places = np.arange(len(is_between_words))
-    if not places.size:
+    candidates = np.flatnonzero(is_between_words)
+    if not candidates.size and joins_within_words:
+        candidates = np.arange(len(is_between_words))
+    if not candidates.size:
         return None
 
-    # Of these places, take the one in the middle.
-    middle_place = int(places[len(places) // 2])
-    num_before = middle_place + 1
-    return _Joint(tokens.start + num_before, same_tokens.start + num_before)
+    middle = int(candidates[len(candidates) // 2])
+    num_before = middle + 1
+    return _Joint(end=tokens.start + num_before, start=same_tokens.start + num_before)

@@ -16,27 +16,23 @@ from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole
 from qkattn.storage.records import parse_json
 
-# The token of the separator. A character U+0000 in a text is not encoded to it, but as a byte.
+# The separator as a special token. The character U+0000 of a text has another token.
 SEPARATOR = '\0'
 # The smallest vocabulary: the separator and all bytes.
 MIN_SIZE = 257
-# The library allocates memory for the requested size before it reads any text.
+# The largest vocabulary. The library allocates memory for all ids.
 MAX_SIZE = 2**20
-# The special tokens that usually end a text, the most common first.
+# The usual special tokens at the end of a text, the most common first.
 END_OF_TEXT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>', '<|eos|>', '[EOS]', '<EOS>')
-# How many lines are encoded at a time. While it is encoded, a line takes about 100 times its bytes.
+# Lines that are encoded at a time. The library takes about 100 bytes of memory per byte.
 LINES = 10_000
 
 
 class Subwords(Tokenizer):
-    """A vocabulary of the library. It neither adds special tokens to a text nor reads them from it.
-
-    Raises ValueError for a vocabulary with an id of MAX_SIZE or more. Tables have an entry for
-    every id up to the largest, even if most of these ids are not used.
-    """
+    """A vocabulary of the library, used without special tokens."""
 
     def __init__(self, model: bytes):
-        """Loads the bytes of a tokenizer.json.
+        """Loads the content of a tokenizer.json.
 
         Raises:
           ValueError: the vocabulary has an id of MAX_SIZE or more.
@@ -48,7 +44,7 @@ class Subwords(Tokenizer):
         if largest_id >= MAX_SIZE:
             raise ValueError(f'it has the id {largest_id}; ids must be below {MAX_SIZE}')
         self._num_ids = largest_id + 1
-        # Despite its name, True makes '</s>' in a text plain characters, not a special token.
+        # Despite the name, True encodes '</s>' in a text as plain characters.
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -66,8 +62,8 @@ class Subwords(Tokenizer):
 class BPETokenizer(Subwords):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), lossless.
 
-    Id 0 is the separator, which decodes to U+0000. Ids 1 to 256 are the bytes. The learned
-    sub-words follow in the order of their merges. No sub-word spans two lines or two words.
+    Id 0 is the separator, which decodes to U+0000. Ids 1 to 256 are the bytes. Learned sub-words
+    follow in the order of their merges. A sub-word never spans two lines or two words.
     """
 
     def __init__(self, model: bytes):
@@ -75,7 +71,7 @@ class BPETokenizer(Subwords):
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.name = f'byte-bpe{self.vocab_size}-{self._sha256}'
         self.separator = self._tokenizer.token_to_id(SEPARATOR)
-        # The library writes each byte of a sub-word as one character.
+        # The library represents each byte of a token by one character.
         tokens = [self._tokenizer.id_to_token(token_id) for token_id in range(self.vocab_size)]
         self._num_bytes_V = np.array([len(token) for token in tokens])
         self._dtype = np.min_scalar_type(self.vocab_size - 1)
@@ -84,7 +80,8 @@ class BPETokenizer(Subwords):
     def train(cls, texts: Iterable[bytes], size: int) -> Self:
         """Learns a vocabulary of `size` ids; the same texts give the same vocabulary.
 
-        Raises ConfigError if the size is out of bounds, or the texts are too short for it.
+        Raises:
+          ConfigError: the size is out of bounds or too large for the texts.
         """
         if not MIN_SIZE <= size <= MAX_SIZE:
             raise ConfigError(f'data.tokenizer_size={size} must be in [{MIN_SIZE}, {MAX_SIZE}].')
@@ -100,15 +97,15 @@ class BPETokenizer(Subwords):
         )
         lines = (line for text in texts for line in _lines(text.decode()))
         tokenizer.train_from_iterator(lines, trainer)
-        largest = tokenizer.get_vocab_size()
-        if largest < size:
+        actual_size = tokenizer.get_vocab_size()
+        if actual_size < size:
             raise ConfigError(
-                f'data.tokenizer_size={size} must be at most {largest} for this text.'
+                f'data.tokenizer_size={size} must be at most {actual_size} for this text.'
             )
         return cls(tokenizer.to_str().encode())
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Encodes a text line by line, LINES lines at a time; see `_lines`."""
+        # Encoding single lines is faster and gives the same ids, as no token spans two lines.
         lines = _lines(text_of(text))
         ids_by_line = [np.empty(0, self._dtype)]
         for start in range(0, len(lines), LINES):
@@ -125,12 +122,8 @@ class BPETokenizer(Subwords):
 
 
 def _lines(text: str) -> list[str]:
-    """Splits a text into lines, which keep their newline: 'a\\nb' gives ['a\\n', 'b'].
-
-    Texts are encoded line by line, which is several times faster than in one piece. The ids are the
-    same, because vocabularies are learned from lines, so that no sub-word goes beyond a newline.
-    Only '\\n' ends a line; `str.splitlines` would also split at other characters.
-    """
+    """Splits a text into lines, which keep their newline: 'a\\nb' -> ['a\\n', 'b']."""
+    # `str.splitlines` would also split at other characters than '\n'.
     *complete_lines, last_line = text.split('\n')
     lines = [line + '\n' for line in complete_lines]
     if last_line:
@@ -141,11 +134,9 @@ def _lines(text: str) -> list[str]:
 class FileTokenizer(Subwords):
     """The vocabulary of a tokenizer.json.
 
-    The separator is the file's end-of-text id. If there is no such id, or text can be encoded to
-    it, the separator is an additional id after those of the file. It decodes to U+0000.
-
-    Special tokens count no bytes. The name has the sha256 of the file and, if the separator is an
-    id of the file, that id. Long documents are encoded a piece at a time.
+    The separator is the end-of-text id of the file if it has one that no text is encoded to.
+    Otherwise the separator is an additional id after the ids of the file. It decodes to U+0000.
+    Special tokens count as 0 bytes.
     """
 
     def __init__(self, model: bytes):
@@ -161,11 +152,11 @@ class FileTokenizer(Subwords):
 
     @property
     def name_with_added_separator(self) -> str:
-        """The name of this vocabulary with an additional id as separator."""
+        """The tokenizer's name if the separator is an additional id."""
         return f'file-{self._sha256}'
 
     def with_added_separator(self) -> Self:
-        """Returns this vocabulary with an additional id as separator, even if it has its own."""
+        """Returns a tokenizer with the same vocabulary and an additional id as separator."""
         tokenizer = type(self)(self._model)
         tokenizer._add_separator()
         return tokenizer
@@ -177,52 +168,49 @@ class FileTokenizer(Subwords):
         self._dtype = np.min_scalar_type(self.separator)
 
     def _end_of_text(self) -> int | None:
-        """Returns the id of the special token that ends texts; None if there is no usable one.
+        """Returns the end-of-text id of the file; None if there is none or texts may contain it.
 
-        - If the file has special tokens of END_OF_TEXT, it is the first of them in that order.
-        - If the file has none of them, but only one special token, it is that one.
-
-        The token becomes the separator between documents. So it is not usable if the ids of a text
-        can include it.
+        It is the id of the first token of END_OF_TEXT in the file, or of its only special token.
         """
-        id_of_special = {}
-        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
-            if token.special:
-                id_of_special[token.content] = token_id
-        candidates = [content for content in END_OF_TEXT if content in id_of_special]
-        if not candidates and len(id_of_special) == 1:
-            candidates = list(id_of_special)
+        special_ids = {}  # by token
+        for token_id, added_token in self._tokenizer.get_added_tokens_decoder().items():
+            if added_token.special:
+                special_ids[added_token.content] = token_id
+        candidates = [token for token in END_OF_TEXT if token in special_ids]
+        if not candidates and len(special_ids) == 1:
+            candidates = list(special_ids)
         if not candidates:
             return None
 
-        content = candidates[0]
-        end_of_text = id_of_special[content]
-        if content == self._unknown():
-            return None  # text outside of the vocabulary is encoded to it
-        ids_of_spelling = self._tokenizer.encode(content, add_special_tokens=False).ids
-        if end_of_text in ids_of_spelling:
-            return None  # a text with the characters '</s>', for example, is encoded to it
-        return end_of_text
+        end_of_text = candidates[0]
+        end_of_text_id = special_ids[end_of_text]
+        if end_of_text == self._unknown_token():
+            return None
+        # The characters of the token, such as '</s>', may occur in a text.
+        ids_of_characters = self._tokenizer.encode(end_of_text, add_special_tokens=False).ids
+        if end_of_text_id in ids_of_characters:
+            return None
+        return end_of_text_id
 
     @functools.cached_property
     def unknown(self) -> int | None:
         """The id of text outside of the vocabulary; None if the file has no such id."""
-        token = self._unknown()
+        token = self._unknown_token()
         return None if token is None else self._tokenizer.token_to_id(token)
 
-    def _unknown(self) -> str | None:
-        """Returns the token that stands for text outside of the vocabulary, if there is one."""
+    def _unknown_token(self) -> str | None:
+        """Returns the token for text outside of the vocabulary, if there is one."""
         model = parse_json(self._model)['model']
-        # Only unigram models have this field. Their vocabulary is a list of [token, score].
         unknown_id = model.get('unk_id')
         if unknown_id is None:
             return model.get('unk_token')
+        # The model is a unigram model, whose vocabulary has pairs of a token and its score.
         token, _ = model['vocab'][unknown_id]
         return token
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Opens a file; raises ConfigError if it is not a tokenizer.json of the library."""
+        """Opens a tokenizer.json; raises ConfigError if the library cannot read it."""
         advice = 'give a tokenizer.json of the Hugging Face tokenizers library'
         # The library raises a plain Exception for a file that it cannot parse.
         with explain_read_errors(f'data.tokenizer={path!r}', advice, Exception):
@@ -235,14 +223,16 @@ class FileTokenizer(Subwords):
         return SEPARATOR.join(self._texts(ids))
 
     def num_bytes(self, ids: Ids) -> int:
-        # Each separator counts as one byte. There is one separator fewer than texts.
         texts = self._texts(ids, skip_special_tokens=True)
-        return sum(len(text.encode()) for text in texts) + len(texts) - 1
+        num_text_bytes = sum(len(text.encode()) for text in texts)
+        num_separators = len(texts) - 1  # each counts as one byte
+        return num_text_bytes + num_separators
 
     def _texts(self, ids: Ids, skip_special_tokens: bool = False) -> list[str]:
-        """Decodes the texts between separators; n separators make n + 1 texts."""
+        """Decodes the texts before, between and after separators."""
         ids = np.asarray(ids, np.int64)
-        # Cut before each separator. Then each part but the first begins with one, which is removed.
-        parts = np.split(ids, np.flatnonzero(ids == self.separator))
-        ids_of_texts = [part[part != self.separator].tolist() for part in parts]
-        return self._tokenizer.decode_batch(ids_of_texts, skip_special_tokens=skip_special_tokens)
+        separator_indices = np.flatnonzero(ids == self.separator)
+        # Each part except the first begins with a separator, which is removed below.
+        parts = np.split(ids, separator_indices)
+        ids_by_text = [part[part != self.separator].tolist() for part in parts]
+        return self._tokenizer.decode_batch(ids_by_text, skip_special_tokens=skip_special_tokens)
