@@ -1,10 +1,10 @@
-"""Opens the tokenizer that data.tokenizer names. A learned tokenizer is trained once and kept.
+"""Opens the tokenizer that data.tokenizer names.
 
-Its file is `<data_dir>/tokenizers/<name>/<version>/<kind>/tokenizer.json`, in which the kind 'bpe'
-is `byte-bpe-<size>`.
+A learned tokenizer is trained once and cached in a file such as
+`<data_dir>/tokenizers/stdlib/1.0.0/byte-bpe-8192/tokenizer.json`.
 
-A tokenizer from outside the package is a class with the attributes of `Tokenizer` and keyword-only
-options. If it is learned, it also has `train(texts, *, options)`, `load(model)` and `model()`.
+A tokenizer from outside the package is a class like `Tokenizer`, with keyword-only options. If it
+is learned, it also has `train(texts, *, options)`, `load(model)` and `model()`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from qkattn.data.tokenizers.tiktoken_encodings import PREFIX, TiktokenTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 from qkattn.storage.files import read_whole, write_atomic
 
-# The tokenizers of the package, by the value of data.tokenizer.
+# The tokenizers of the package, by their names in data.tokenizer.
 KINDS: dict[str, Any] = {
     'bytes': ByteTokenizer,
     'characters': CharacterTokenizer,
@@ -31,7 +31,7 @@ KINDS: dict[str, Any] = {
     'PATH.json': FileTokenizer,
     'tiktoken:NAME': TiktokenTokenizer,
 }
-# The methods that a class from outside the package must have to be a tokenizer.
+# The methods of a tokenizer class.
 METHODS = ('encode', 'decode', 'num_bytes')
 
 # The names that `use_recorded_tokenizers` sets.
@@ -41,10 +41,15 @@ log = logging.getLogger(__name__)
 
 
 def check(kind: str) -> tuple[Any, dict[str, Any]]:
-    """Returns the class and the options that `kind`, the value of data.tokenizer, names.
+    """Returns a tokenizer's class and options.
 
-    For example, 'my_file:MyTokenizer(size=9)' gives (MyTokenizer, {'size': 9}). Raises ConfigError
-    if there is no such tokenizer, or if it does not take the options.
+    For example, 'my_file:MyTokenizer(size=9)' gives (MyTokenizer, {'size': 9}).
+
+    Args:
+      kind: the value of data.tokenizer.
+
+    Raises:
+      ConfigError: there is no such tokenizer, or it does not take the options.
     """
     if kind.endswith('.json'):
         return FileTokenizer, {}
@@ -55,8 +60,8 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
         return inspect.isclass(target) and all(hasattr(target, method) for method in METHODS)
 
     def function_with_options(cls: Any) -> Any:
-        """Returns the function that takes the options: `train` of a learned tokenizer, or `cls`."""
-        return cls.train if hasattr(cls, 'train') else cls
+        is_learned = hasattr(cls, 'train')
+        return cls.train if is_learned else cls
 
     methods = ', '.join(METHODS)
     return resolve(
@@ -72,14 +77,14 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
 def open_tokenizer(
     root: Path, corpus: str, kind: str, size: int, texts: Callable[[], Iterable[bytes]]
 ) -> Tokenizer:
-    """Opens the tokenizer of a corpus. A learned tokenizer is trained the first time, and kept.
+    """Opens the tokenizer of a corpus. A learned tokenizer is trained the first time and cached.
 
     Args:
-      root: the directory of prepared data, in which a learned tokenizer is kept.
-      corpus: the name and version of the corpus, as in 'stdlib/1.0.0'.
+      root: the directory of prepared data, in which learned tokenizers are cached.
+      corpus: the name and version of the corpus, such as 'stdlib/1.0.0'.
       kind: the value of data.tokenizer.
-      size: the number of ids of a 'bpe' vocabulary; other kinds ignore it.
-      texts: returns the texts to train on, the same in each call. It is called only to train.
+      size: the vocabulary size of 'bpe'.
+      texts: returns the texts to train on; called only for training.
     """
     cls, options = check(kind)
     is_learned = hasattr(cls, 'train')
@@ -105,14 +110,11 @@ def open_tokenizer(
 
 
 def _folder(kind: str, size: int) -> str:
-    """Returns the folder name of a learned tokenizer.
-
-    For example, 'my_file:MyTokenizer(size=9)' gives 'my_file.MyTokenizer-0123456789ab'. The suffix
-    is a digest of the options and the source code.
-    """
+    """Returns the folder name of a learned tokenizer."""
     if kind == 'bpe':
         return f'byte-bpe-{size}'
     if is_import_path(kind):
+        # 'my_file:MyTokenizer(size=9)' -> 'my_file.MyTokenizer-0123456789ab'
         import_path, _, _ = kind.partition('(')
         module_and_class = import_path.replace(':', '.')
         return f'{module_and_class}-{source_digest(kind)}'
@@ -120,30 +122,26 @@ def _folder(kind: str, size: int) -> str:
 
 
 def is_import_path(kind: str) -> bool:
-    """Whether a value of data.tokenizer names a class from outside the package.
+    """Returns whether a value of data.tokenizer is an import path, such as 'my_file:MyTokenizer'.
 
-    'my_file:MyTokenizer' does. 'C:/tokenizer.json' does not, because it is the path of a file, and
-    neither does 'tiktoken:gpt2'.
+    Paths such as 'C:/tokenizer.json' and encodings such as 'tiktoken:gpt2' are not.
     """
     is_file = kind.endswith('.json')
-    is_encoding = kind.startswith(PREFIX)  # of tiktoken
+    is_encoding = kind.startswith(PREFIX)
     return ':' in kind and not is_file and not is_encoding
 
 
 @contextlib.contextmanager
 def use_recorded_tokenizers(*names: str) -> Iterator[None]:
-    """A `with` block in which a tokenizer.json is opened with the separator that it had before.
+    """A context in which a tokenizer.json has the separator that a result or checkpoint recorded.
 
-    A tokenizer.json can be opened in two ways, which differ in the separator between documents.
-    Results, checkpoints and tokens record the name of their tokenizer, which tells which way it was
-    opened:
+    The recorded name of the tokenizer tells the separator:
 
-    - 'file-0123456789ab-end2': the separator is the end-of-text token of the file, here id 2. A
-      file that has such a token is opened in this way by default.
-    - 'file-0123456789ab': the separator is an additional id after those of the file. In the block,
-      a file is opened in this way if `names` contains this name.
+    - 'file-0123456789ab-end2': the end-of-text id of the file, here 2, as by default;
+    - 'file-0123456789ab': an additional id after the ids of the file.
 
-    `names` are recorded names. They do not matter for other tokenizers.
+    Args:
+      *names: the recorded names.
     """
     token = _RECORDED.set(names)
     try:
@@ -169,26 +167,26 @@ def names_in(data: Any) -> list[str]:
 
 
 def restore_tokenizer(kind: str, model: bytes | None) -> Tokenizer:
-    """Makes the tokenizer that `kind`, the value of data.tokenizer, names.
+    """Builds a tokenizer.
 
     Args:
       kind: the value of data.tokenizer, such as 'bytes', 'tiktoken:gpt2' or 'my_file:MyTokenizer'.
-      model: the vocabulary of the tokenizer, as its method `model` has returned it. None for a
-        tokenizer that `kind` describes completely.
+      model: the vocabulary of a learned tokenizer, as returned by its method `model`; else None.
     """
     cls, options = check(kind)
     if model is not None:
         tokenizer = cls.load(model)
     elif cls in (FileTokenizer, TiktokenTokenizer):
-        tokenizer = cls.open(kind)  # a path, or the name of an encoding
+        tokenizer = cls.open(kind)
     else:
-        # Exceptions of a class from outside become a ConfigError.
+        # A class from outside the package may raise any exception.
         tokenizer = call_with_config_errors('data.tokenizer', kind, lambda: cls(**options))
 
-    # The name of a tokenizer from outside the package gets a digest of its options and its source.
     if is_import_path(kind):
+        # The same class with other options or another source file has another name.
         tokenizer.name = f'{tokenizer.name}-{source_digest(kind)}'
-    # Open a file as it was opened before; see `use_recorded_tokenizers`.
-    if cls is FileTokenizer and tokenizer.name_with_added_separator in _RECORDED.get():
-        tokenizer = tokenizer.with_added_separator()
+    if cls is FileTokenizer:
+        was_separator_added = tokenizer.name_with_added_separator in _RECORDED.get()
+        if was_separator_added:
+            tokenizer = tokenizer.with_added_separator()
     return tokenizer
