@@ -45,17 +45,18 @@ class PositiveControl:
 
 
 def family_size(study: TrainedStudy) -> int:
-    """Counts the comparisons that the p values of primary arms are corrected for.
+    """Returns the number of comparisons that verdicts on primary arms are corrected for.
 
-    These are the primary arms of the study and of the studies that it repeats. An arm that several
-    studies share counts once. The ledger gives a minimum: the most primary arms ever declared.
+    It counts the primary arms of the study and of all studies that the study repeats. An arm that
+    several studies share counts once.
     """
-    # The same arm has the same question in all studies.
+    # A question is the key of an arm in a form that is the same in all studies.
     questions = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}
     for earlier in study.earlier:
         questions |= earlier.family
-    most_declared = study.ledger.family
-    return max(len(questions), most_declared)
+    # Arms may have been removed since they were declared in the ledger.
+    most_ever_declared = study.ledger.family
+    return max(len(questions), most_ever_declared)
 
 
 def primary_verdicts(
@@ -86,9 +87,9 @@ def positive_controls(
 ) -> tuple[PositiveControl, ...]:
     """Returns the verdicts on the positive controls, which are arms with a known effect.
 
-    For example, a study may expect that 'qk/vo?num_heads=1 is worse'. It then has one positive
-    control for each size and corpus. The p values are corrected for all positive controls that the
-    study or a study that it repeats declares, with or without results.
+    For example, if a study expects that 'qk/vo?num_heads=1 is worse', it has one positive control
+    for each size and corpus. The p values are corrected for all positive controls of the study and
+    of the studies that it repeats, with or without results.
 
     Args:
         study: The study.
@@ -156,7 +157,7 @@ def judge(
 
     Args:
         study: The study of the arms.
-        cases: The arms, each with its baseline.
+        cases: Pairs of an arm and its baseline. The baseline is None if it has no results.
         blocks: The remarks that withhold every verdict.
         num_comparisons: The number of comparisons in the finished study, which may exceed the
             number of cases.
@@ -208,8 +209,8 @@ def _verdict(
         comparison: The arm's difference from its baseline; None if they share no seed.
     """
     arm_diverged, baseline_diverged = family.diverged[index]
-    reasons = list(_test_reasons(comparison, judgement, arm_diverged, baseline_diverged))
     final_decision = judgement.decision
+    reasons = list(_test_reasons(comparison, judgement, arm_diverged, baseline_diverged))
     if comparison and comparison.num_documents is None:
         final_decision = Decision.NO_VERDICT
         reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
@@ -248,17 +249,18 @@ def _why_untested(
     elif baseline.blocks:
         data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
         reasons.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
-    if reasons or baseline is None:
+    if reasons:
         return tuple(reasons)
 
     # Results of some seeds may still be missing.
+    assert baseline is not None
     if not _has_every_seed(study, arm) or not _has_every_seed(study, baseline):
         return (Reason(ReasonCode.NO_VERDICT_TRIALS),)
     return ()
 
 
 def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
-    """Returns whether an arm has results for all verdict seeds, where 'diverged' is a result."""
+    """Returns whether an arm has results of all verdict seeds. Divergence counts as a result."""
     seeds = {trial.seed for trial in arm.verdict_trials}
     return seeds.issuperset(study.verdict_seeds(arm.key))
 

@@ -46,10 +46,10 @@ _SOFTWARE = ('python', 'git.commit', 'devices.kind', 'devices.platform')
 
 
 def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]:
-    """Applies all rules to a study.
+    """Applies all rules to a study and its arms.
 
     Returns:
-        The remarks, blocking remarks first. If all arms have the same remark, it appears once.
+        The remarks, blocking remarks first. A remark that all arms share appears once.
     """
     remarks: list[Remark] = []
     for rule in RULES_OF_STUDY:
@@ -76,7 +76,7 @@ def _about_every_arm(remark: Remark) -> Remark:
 
 
 def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
-    """Replaces equal remarks on all arms by one remark on every arm, and drops duplicates."""
+    """Replaces equal remarks about all arms by one general remark, and drops duplicates."""
     merged: list[Remark] = []
     for remark in remarks:
         general_remark = _about_every_arm(remark)
@@ -173,10 +173,9 @@ def _results(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
 
 def _matching(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
-    """Requires that the arm costs the same as the baseline, within the tolerance.
+    """Requires that the arm has the baseline's cost, such as parameters, within the tolerance.
 
-    For example, the cost may be the number of parameters. Controls at the baseline's shape are
-    exempt.
+    Controls at the baseline's shape are exempt.
     """
     residual = arm.example.run.residual  # (cost - baseline's cost) / baseline's cost
     if study.match is None or residual is None or arm.key.control == SAME_SHAPE:
@@ -236,8 +235,8 @@ def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     """Requires that every knob is tuned, and that the verdict run has the tuned values.
 
-    A knob is a tunable setting, such as the learning rate. The best value of its sweep has to lie
-    between worse values, and the losses have to bound the optimum.
+    A knob is a tunable setting, such as the learning rate. The best value in its sweep has to lie
+    between worse values, and a bound on the loss at the optimum has to be known.
     """
     for knob, sweep in arm.sweeps.items():
         is_optimum_bounded = sweep.at_worst is not None
