@@ -43,8 +43,8 @@ OF_MACHINE = (
 def defaults(cls: Any) -> dict[str, Any]:
     """Returns the values of fields that a stored config lacks, by field.
 
-    These are the defaults in schema.json, or the defaults of the class for fields that are not in
-    schema.json. The value of a section is {}, which `from_json` completes.
+    The value is the default in schema.json. Fields that are not in schema.json have the default of
+    the class. The value of a section is {}, which `from_json` completes.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -70,8 +70,8 @@ def fields_added_by_schema(number: str, cls: Any) -> dict[str, Any]:
 def to_json(config: Any) -> dict[str, Any]:
     """Returns a config, or one of its sections, as JSON values.
 
-    A field that is not under the number 1 of schema.json is left out if it has its default there.
-    This keeps hashes of existing configs when fields are added.
+    A field that was added after the number 1 of schema.json is left out if it has its default
+    value, so that adding a field does not change the hashes of existing configs.
     """
     cls = typing.cast(Any, type(config))
     always_stored = fields_added_by_schema('1', cls)

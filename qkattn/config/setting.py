@@ -177,7 +177,7 @@ def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
 def concrete_types(annotation: Any) -> list[type]:
     """Returns the types of an annotation's values: [int, NoneType] for `int | None`.
 
-    For a Literal, this is the type of its values, and for `tuple[int, ...]` it is tuple.
+    For example, [str] for `Literal['a', 'b']` and [tuple] for `tuple[int, ...]`.
     """
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)

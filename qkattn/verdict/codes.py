@@ -50,7 +50,7 @@ class RemarkCode(enum.Enum):
     SOURCES_UNUSED = enum.auto()
     BIMODAL_SEEDS = enum.auto()
     OUTDATED_YARDSTICK = enum.auto()
-    # About arms that are not trained enough. These withhold nothing.
+    # Remarks that withhold nothing.
     ARM_BELOW_YARDSTICK = enum.auto()
     ARM_LOW_BLEU = enum.auto()
 

@@ -1,4 +1,4 @@
-"""The difference in loss between two arms, over the seeds of a study and of those it repeats."""
+"""The difference in loss between two arms, paired by seed."""
 
 import dataclasses
 import math
@@ -16,8 +16,8 @@ from qkattn.verdict.trained_arm import TrainedArm
 def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | None:
     """Estimates the loss of `arm` minus the loss of `other`, paired by seed.
 
-    Seeds of earlier studies are pooled with those of this study if both studies evaluated the arms
-    on the same documents. The interval covers three sources of error:
+    Seeds of earlier studies are pooled if the arms were evaluated on the same documents there. The
+    interval covers three sources of error:
 
     - seeds: the spread of the differences within each study;
     - documents: the standard error over evaluated documents;
@@ -188,7 +188,7 @@ def _evaluation_error(samples: Sequence[_Sample]) -> tuple[float, float] | None:
     differences = []  # one array of shape SC for each study
     for sample in samples:
         nats_XC = np.array([documents.nats_C for documents in sample.documents_by_trial])
-        # X = 2 S trials: those of the first arm, then those of the second arm.
+        # X = 2 S: the trials of the first arm, then the trials of the second arm.
         num_seeds = len(sample.seeds)
         arm_nats_SC = nats_XC[:num_seeds]
         other_nats_SC = nats_XC[num_seeds:]

@@ -47,8 +47,8 @@ class PositiveControl:
 def family_size(study: TrainedStudy) -> int:
     """Returns the number of comparisons that verdicts on primary arms are corrected for.
 
-    It counts the primary arms of the study and of all studies that the study repeats. An arm that
-    several studies share counts once.
+    The number counts the primary arms of the study and of all studies that the study repeats. An
+    arm that several studies share counts once.
     """
     # A question is the key of an arm in a form that is the same in all studies.
     questions = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}

@@ -170,7 +170,7 @@ def parse_trial(record: Any, run: TrainedRun) -> Trial:
     model_settings = [run.config['model'][knob] for knob in MODEL_KNOBS]
     declared_metrics = records.metrics_of(record)
     metrics = {field: record.get(field) for field in records.metric_fields(record)}
-    # The other fields of the trial are those of the record.
+    # The other fields are read from the record.
     return records.read_dataclass(
         Trial,
         record,
@@ -184,7 +184,7 @@ def parse_trial(record: Any, run: TrainedRun) -> Trial:
 
 
 def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
-    """Raises ValueError if the config, arm, seed or settings of a result are not those planned."""
+    """Raises ValueError if a result has another config, arm, seed or settings than its run."""
     records.check_config_hash(result, run.name)
     key = parse_arm_key(result)
     if key != run.key:

@@ -57,7 +57,7 @@ def load_findings(directory: str | Path) -> Findings:
 def _load_stored(directory: Path, files: Files) -> Findings:
     """Computes the findings of a stored study, with a cache.
 
-    `files` is only a key of the cache. It is another object once a file of the study has changed.
+    `files` is part of the cache key. Once a file of the study changes, `files` is another object.
     """
     return find(load_study(directory))
 
@@ -66,12 +66,12 @@ def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
     """Computes the findings of a study.
 
     Args:
-        study: The study. The studies that it repeats are read as well, to pool their seeds.
-        read_longer: Whether to read studies in directories beside it that train the same arms
-            longer. They show which differences last.
+        study: The study. The studies that it repeats are read, too, to pool their seeds.
+        read_longer: Whether to read studies in sibling directories that train the same arms longer,
+            to see which differences last.
 
     Raises:
-        ReportError: A study that it repeats cannot be read.
+        ReportError: A repeated study cannot be read.
     """
     arms = with_earlier_arms(study, arms_of(study), _earlier_findings(study))
 
@@ -89,7 +89,7 @@ def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
         parts = parts_by_arm.get(arm.key, Decomposition())
         judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts))
 
-    # Compare the differences with those after longer training.
+    # Compare the differences with the differences after longer training.
     longer_findings = _longer_findings(study) if read_longer and study.tuned else []
     settlings = longer.settlings(study, judged_arms, blocks, longer_findings)
     arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in judged_arms)

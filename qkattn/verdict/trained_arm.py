@@ -38,9 +38,9 @@ class TrainedArm:
     key: ArmKey
     baseline_key: ArmKey  # with the same size, corpus and length of training
     trials: tuple[Trial, ...]
-    # The trials of the verdict run; all trials if the study is not tuned.
+    # The trials of the verdict run; without tuning, all trials.
     verdict_trials: tuple[Trial, ...]
-    # The finished verdict trials; only those at the best setting if the study is not tuned.
+    # The finished verdict trials; without tuning, the finished trials at the best settings.
     chosen: tuple[Trial, ...]
     tuning: Tuning | None = None
     # The comparison with the baseline. None for a baseline, and if no seed finished in both.

@@ -166,7 +166,7 @@ def load_study(directory: str | Path) -> TrainedStudy:
     Damaged files of single runs are left out and named in `problems` of the study.
 
     Raises:
-        ReportError: The study has no results, or one of its files is missing or damaged.
+        ReportError: The study has no results, or a file of the study is missing or damaged.
     """
     directory = as_path(directory)
     study_json = directory / 'study.json'
@@ -239,7 +239,7 @@ def _declared_study(
     if record['base_hash'] != fingerprint_of(record['base']):
         problems.append('base_hash of study.json is not the hash of its base')
 
-    # The other fields of the study are those of the record.
+    # The other fields are read from the record.
     study = read_dataclass(
         TrainedStudy,
         record | {'match': record['matched']},

@@ -55,7 +55,7 @@ class _Joint(NamedTuple):
 def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
     """Returns the token ids of a text, without special tokens.
 
-    The ids are those of `tokenizer.encode(text)`, which would take more memory.
+    The result is the same as with `tokenizer.encode(text)`, which takes more memory.
     """
     joins_within_words = isinstance(tokenizer.model, models.BPE)
     piece = _Piece.encode(tokenizer, text, 0, PIECE)
@@ -85,9 +85,9 @@ def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
 def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _Joint | None:
     """Finds a joint in the middle half of the overlap of two pieces.
 
-    The joint is between two words if possible. With `joins_within_words`, it may also be between
-    two tokens of a word. This is correct for byte-pair encoding but not for unigram models, where
-    each token depends on the whole word.
+    The joint is between two words if possible. With `joins_within_words`, a joint may also be
+    between two tokens of a word, which is correct for byte-pair encoding. In unigram models, each
+    token depends on the whole word.
 
     Returns:
       The joint; None if there is none, or if the pieces have different tokens there.

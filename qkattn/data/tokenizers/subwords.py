@@ -135,7 +135,8 @@ class FileTokenizer(Subwords):
     """The vocabulary of a tokenizer.json.
 
     The separator is the end-of-text id of the file if it has one that no text is encoded to.
-    Otherwise the separator is an additional id after the ids of the file. It decodes to U+0000.
+    Otherwise the separator is an additional id after the ids of the file. Separators decode to
+    U+0000.
     Special tokens count as 0 bytes.
     """
 
@@ -170,7 +171,7 @@ class FileTokenizer(Subwords):
     def _end_of_text(self) -> int | None:
         """Returns the end-of-text id of the file; None if there is none or texts may contain it.
 
-        It is the id of the first token of END_OF_TEXT in the file, or of its only special token.
+        The token is the first one of END_OF_TEXT in the file, or the only special token.
         """
         special_ids = {}  # by token
         for token_id, added_token in self._tokenizer.get_added_tokens_decoder().items():

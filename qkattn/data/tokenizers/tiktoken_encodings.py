@@ -22,8 +22,8 @@ class TiktokenTokenizer(Tokenizer):
     """An encoding of tiktoken, used without special tokens.
 
     The separator is the end-of-text id of the encoding if it has one. Otherwise the separator is an
-    additional id after the ids of the encoding. It decodes to U+0000. Other special tokens count as
-    0 bytes.
+    additional id after the ids of the encoding. Separators decode to U+0000. Other special tokens
+    count as 0 bytes.
     """
 
     def __init__(self, encoding: Any):

@@ -71,8 +71,8 @@ class ByteTokenizer(Tokenizer):
 class CharacterTokenizer(Tokenizer):
     """One id for each character of the training text, in the order of code points.
 
-    All other characters share an additional id. It decodes to U+FFFD and counts as one byte, so
-    that unknown characters cannot improve bits per byte. The last id is the separator, which
+    All other characters share an additional id, which decodes to U+FFFD. Unknown characters count
+    as one byte, so that they cannot improve bits per byte. The last id is the separator, which
     decodes to U+0000.
     """
 
