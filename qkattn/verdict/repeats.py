@@ -56,7 +56,7 @@ def with_earlier_arms(
 
 
 def _usable_arms(findings: Findings) -> dict[ArmKey, TrainedArm]:
-    """Returns the arms of an earlier study that qualify for a verdict, by their question."""
+    """Returns the arms of an earlier study that qualify for a verdict, by question."""
     study = findings.study
     arm_by_question = {}
     for arm in findings.every_arm:

@@ -22,7 +22,7 @@ from qkattn.verdict.trained_arm import Decomposition, TrainedArm, arms_of, with_
 from qkattn.verdict.trained_study import TrainedStudy, load_study
 
 # Remarks that withhold a verdict, but still allow an estimate of the difference.
-UNSURE = (
+WITHHOLD_VERDICT_ONLY = (
     RemarkCode.NOT_BRACKETED,
     RemarkCode.UNBOUNDED_OPTIMUM,
     RemarkCode.FEW_DOCUMENTS,
@@ -190,7 +190,7 @@ def _estimate(
     if arm is None or other is None:
         return None
     blocks_of_pair = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
-    if any(remark.code not in UNSURE for remark in blocks_of_pair):
+    if any(remark.code not in WITHHOLD_VERDICT_ONLY for remark in blocks_of_pair):
         return None
     return compare(arm, other, margin)
 

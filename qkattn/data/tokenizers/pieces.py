@@ -94,16 +94,16 @@ def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _
     """
     start = following.start + OVERLAP // 4
     end = piece.end - OVERLAP // 4
-    tokens = piece.tokens_between(start, end)
-    same_tokens = following.tokens_between(start, end)
-    has_same_ids = np.array_equal(piece.ids_N[tokens], following.ids_N[same_tokens])
-    has_same_bounds = np.array_equal(piece.bounds_N2[tokens], following.bounds_N2[same_tokens])
+    part = piece.tokens_between(start, end)
+    following_part = following.tokens_between(start, end)
+    has_same_ids = np.array_equal(piece.ids_N[part], following.ids_N[following_part])
+    has_same_bounds = np.array_equal(piece.bounds_N2[part], following.bounds_N2[following_part])
     if not (has_same_ids and has_same_bounds):
         return None
 
     # Entry i says whether tokens i and i + 1 belong to different words, in both pieces.
-    is_between_words = np.diff(piece.words_N[tokens]) != 0
-    is_between_words &= np.diff(following.words_N[same_tokens]) != 0
+    is_between_words = np.diff(piece.words_N[part]) != 0
+    is_between_words &= np.diff(following.words_N[following_part]) != 0
     candidates = np.flatnonzero(is_between_words)
     if not candidates.size and joins_within_words:
         candidates = np.arange(len(is_between_words))
@@ -112,4 +112,4 @@ def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _
 
     middle = int(candidates[len(candidates) // 2])
     num_before = middle + 1
-    return _Joint(end=tokens.start + num_before, start=same_tokens.start + num_before)
+    return _Joint(end=part.start + num_before, start=following_part.start + num_before)

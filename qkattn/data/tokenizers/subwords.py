@@ -29,7 +29,7 @@ LINES = 10_000
 
 
 class Subwords(Tokenizer):
-    """A vocabulary of the library, used without special tokens."""
+    """A vocabulary of the library. Special tokens in a text are encoded as plain text."""
 
     def __init__(self, model: bytes):
         """Loads the content of a tokenizer.json.
@@ -136,8 +136,7 @@ class FileTokenizer(Subwords):
 
     The separator is the end-of-text id of the file if it has one that no text is encoded to.
     Otherwise the separator is an additional id after the ids of the file. Separators decode to
-    U+0000.
-    Special tokens count as 0 bytes.
+    U+0000. Other special tokens count as 0 bytes.
     """
 
     def __init__(self, model: bytes):

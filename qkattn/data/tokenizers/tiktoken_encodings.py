@@ -19,7 +19,7 @@ END_OF_TEXT = '<|endoftext|>'
 
 
 class TiktokenTokenizer(Tokenizer):
-    """An encoding of tiktoken, used without special tokens.
+    """An encoding of tiktoken. Special tokens in a text are encoded as plain text.
 
     The separator is the end-of-text id of the encoding if it has one. Otherwise the separator is an
     additional id after the ids of the encoding. Separators decode to U+0000. Other special tokens
