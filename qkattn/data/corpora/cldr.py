@@ -1,9 +1,8 @@
 """The corpus `cldr`: translation pairs in any two languages of Unicode's locale data (CLDR).
 
-It needs no download. Babel formats the same date, interval, duration, amount, measure, name or list
-in both languages, so each source has one correct translation. This makes a test bed, but not a
-benchmark of machine translation. The texts depend on the version of Babel, so the version of the
-corpus names it.
+No download is needed. Babel formats the same date, interval, duration, amount, measure, name or
+list in both languages, so each source has one correct translation. The corpus is a test bed, not a
+benchmark of machine translation. Its texts depend on the version of Babel.
 """
 
 import datetime
@@ -28,17 +27,17 @@ from qkattn.data.corpora.corpus import (
 )
 
 VERSION = f'babel{babel.__version__}-1.0.0'
-# Longer texts, which are fewer than 1 %, are left out.
+# Longer texts are left out. They are fewer than 1 %.
 MAX_BYTES = 120
 
-# phrase(locale=...) formats one value in the language of the locale. Formatting both sides of a
-# pair from one phrase makes the translation correct.
+# phrase(locale=...) writes one value in the language of the locale. A pair of translations is one
+# phrase in two locales.
 Phrase = Callable[..., str]
-# The locales of the source and of the target.
+# The source locale and the target locale.
 Pair = tuple[Locale, Locale]
 
-# Forms of dates and times, which CLDR calls widths and skeletons: 'yMMMd' is 'Jan 30, 1926'. Those
-# with time zones are left out, and those with weeks of the year, which begin on different days.
+# CLDR's widths and skeletons of dates and times. For example, 'yMMMd' writes 'Jan 30, 1926'.
+# Skeletons with time zones or weeks of the year are left out.
 WIDTHS = ('full', 'long', 'medium', 'short')
 # fmt: off
 SKELETONS = (
@@ -50,10 +49,10 @@ TIME_WIDTHS = ('full', 'medium', 'short')
 TIME_SKELETONS = ('EHm', 'EBhm', 'Ehm', 'Bhm', 'Bh', 'h')
 INTERVALS = ('yMMMEd', 'yMMMd', 'yMMMM', 'yMEd', 'MMMEd', 'MMMd', 'MEd')
 TIME_INTERVALS = ('Hm', 'hm', 'h', 'H')
-# Seconds of a day.
+# Seconds per day.
 DAY = 24 * 60 * 60
-# Units from the second to the year: the seconds of each unit, and the largest amount of it that is
-# not written in the next larger unit.
+# Units from the second to the year: the seconds per unit, and the largest amount. Babel would write
+# larger amounts in the next unit.
 UNITS = (
     (1, 50),
     (60, 50),
@@ -70,10 +69,9 @@ RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
 def _shared_keys(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
-    """Returns the keys of a field of the locale data that both languages have.
+    """Returns the keys of a locale attribute that both locales have, such as 'currencies'.
 
-    For example, the field 'currencies' gives 'AED', 'AFN' and so on. If `among` lists some keys,
-    only these are returned, in their order. Otherwise all are returned, sorted.
+    If `among` is given, only its keys are returned, in its order. Otherwise the keys are sorted.
     """
     source, target = pair
     source_keys = set(getattr(source, field))
@@ -85,15 +83,14 @@ def _shared_keys(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]
 
 
 def _random_moment(rng: Random) -> datetime.datetime:
-    """Draws a random second of the 200 years from 1900 on."""
+    """Draws a random second of the 200 years after 1900."""
     days = rng.randrange(200 * 365)
     seconds = rng.randrange(DAY)
     return datetime.datetime(1900, 1, 1) + datetime.timedelta(days=days, seconds=seconds)
 
 
-# Two forms of a value may read alike in the source, but not in the target. `pairs` keeps the first
-# one only. All forms of a value follow in the same order, so that the same form is kept for all
-# values, and there is a rule to learn.
+# Each function below yields the forms of a value in a fixed order. Two forms may be equal in the
+# source but not in the target. Then `pairs` keeps the first one, which is the same for all values.
 def _moments(
     count: int,
     format_moment: Callable[..., str],
@@ -102,17 +99,16 @@ def _moments(
     rng: Random,
     pair: Pair,
 ) -> Iterator[Phrase]:
-    """Yields functions of a locale that write a random date or time, such as 'Jan 3, 1926'.
-
-    There are `count` dates or times, each in all forms that both languages have.
+    """Yields phrases of random dates or times, such as 'Jan 3, 1926'.
 
     Args:
-      count: the number of dates or times.
-      format_moment: the function of Babel that formats a moment in one of the `widths`.
-      widths: the general forms, such as 'long'.
-      skeletons: the forms by parts, such as 'yMMMd' for a year, a short month and a day.
-      rng: draws the moments.
-      pair: the locales of source and target.
+      count: the number of dates or times. Each is written in all widths and skeletons.
+      format_moment: the Babel function that writes a moment in a width.
+      widths: CLDR's standard forms, such as 'long'.
+      skeletons: CLDR's custom forms, such as 'yMMMd' for year, short month and day. Skeletons that
+        one of the locales lacks are left out.
+      rng: the random generator.
+      pair: the source locale and the target locale.
     """
     shared_skeletons = _shared_keys(pair, 'datetime_skeletons', skeletons)
     for _ in range(count):
@@ -124,115 +120,103 @@ def _moments(
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields functions of a locale that write an interval, 'Jan 3 – 10, 1926' or '3 – 5 PM'.
-
-    An interval is one of days, or one of hours within a day.
-    """
-    skeletons = _shared_keys(pair, 'interval_formats', INTERVALS)
+    """Yields phrases of random intervals, such as 'Jan 3 – 10, 1926' or '3 – 5 PM'."""
+    date_skeletons = _shared_keys(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared_keys(pair, 'interval_formats', TIME_INTERVALS)
-    for number in range(900):
+    for index in range(900):
         start = _random_moment(rng)
 
-        # An interval of days: in turn, within a week, two months, or two years.
-        days_below = (6, 60, 600)[number % 3]
-        end = start + datetime.timedelta(days=rng.randrange(1, days_below))
-        for skeleton in skeletons:
+        days_below = (6, 60, 600)[index % 3]  # short, medium and long intervals in turn
+        num_days = rng.randrange(1, days_below)
+        end = start + datetime.timedelta(days=num_days)
+        for skeleton in date_skeletons:
             yield partial(dates.format_interval, start.date(), end.date(), skeleton)
 
-        # An interval of one to eight hours, unless it goes beyond midnight.
-        end = start + datetime.timedelta(minutes=rng.randrange(60, 480))
+        num_minutes = rng.randrange(60, 480)
+        end = start + datetime.timedelta(minutes=num_minutes)
         if end.date() == start.date():
             for skeleton in time_skeletons:
                 yield partial(dates.format_interval, start, end, skeleton)
 
 
 def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields functions of a locale that write a duration, '3 weeks' or 'in 3 weeks'."""
-    for seconds, largest_amount in UNITS:
+    """Yields phrases of durations up to 99 years, such as '3 weeks' or 'in 3 weeks'."""
+    for seconds_per_unit, largest_amount in UNITS:
         for amount in range(1, largest_amount + 1):
-            delta = datetime.timedelta(seconds=amount * seconds)
+            delta = datetime.timedelta(seconds=amount * seconds_per_unit)
             yield partial(dates.format_timedelta, delta)
             yield partial(dates.format_timedelta, delta, format='short')
-            for signed in (delta, -delta):
-                yield partial(dates.format_timedelta, signed, add_direction=True)
+            # 'in 3 weeks' and '3 weeks ago'.
+            yield partial(dates.format_timedelta, delta, add_direction=True)
+            yield partial(dates.format_timedelta, -delta, add_direction=True)
 
 
 def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields functions of a locale that write an amount of money, '12 euros' or '€12.34'.
+    """Yields phrases of random amounts of money, such as '12 euros' or '€12.34'.
 
-    Every currency has 17 amounts with its name and 6 with its sign.
+    Each currency has 17 amounts with its name and 6 with its symbol.
     """
-    in_words = partial(numbers.format_currency, format_type='name', currency_digits=False)
+    format_with_symbol = numbers.format_currency
+    format_with_name = partial(numbers.format_currency, format_type='name', currency_digits=False)
     for currency in _shared_keys(pair, 'currencies'):
-        yield partial(in_words, 1, currency)
+        yield partial(format_with_name, 1, currency)
         for _ in range(16):
             num_digits = rng.randrange(1, 7)
             amount = rng.randrange(2, 10**num_digits)
-            yield partial(in_words, amount, currency)
+            yield partial(format_with_name, amount, currency)
         for _ in range(6):
             num_digits = rng.randrange(3, 9)
             cents = rng.randrange(10**num_digits)
-            yield partial(numbers.format_currency, cents / 100, currency)
+            yield partial(format_with_symbol, cents / 100, currency)
 
 
 def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields functions of a locale that write a random number: '1,234.56', '12.3%' or '1.2M'."""
+    """Yields phrases of random numbers, such as '1,234.56', '12.3%' or '1.2M'."""
     format_compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
-    # The forms of compact numbers that both languages have: 'short', '1.2M', and 'long'.
-    widths = _shared_keys(pair, 'compact_decimal_formats')
+    compact_forms = _shared_keys(pair, 'compact_decimal_formats')  # 'short', 'long' or both
     for _ in range(700):
         num_digits = rng.randrange(4, 13)
         number = rng.randrange(1, 10**num_digits)
-        # With two decimals.
         yield partial(numbers.format_decimal, number / 100)
-        # The last four digits as a percentage from 0 % to 999.9 %.
-        last_digits = number % 10_000
-        fraction = last_digits / 1000
+
+        fraction = number % 10_000 / 1000  # below 10, which is 1000 %
         yield partial(numbers.format_percent, fraction, decimal_quantization=False)
-        # In compact form.
-        for width in widths:
-            yield partial(format_compact, number, format_type=width)
+
+        for form in compact_forms:
+            yield partial(format_compact, number, format_type=form)
 
 
 def _random_measure(rng: Random, unit: str) -> Phrase:
-    """Returns a function of a locale that writes a random measure in a unit, such as '3.5 miles'.
-
-    The number is small, large, or has a decimal.
-    """
+    """Returns a phrase of a random measure in a unit, such as '3.5 miles'."""
     small = rng.randrange(1, 100)
     large = rng.randrange(1, 10**5)
     decimal = rng.randrange(99) / 10
-    number = rng.choice((small, large, decimal))
-    return partial(units.format_unit, number, unit)
+    amount = rng.choice((small, large, decimal))
+    return partial(units.format_unit, amount, unit)
 
 
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields functions of a locale that write a measure, '3 miles', or a rate, '3 miles per hour'.
-
-    Every unit has measures. Only units of the kinds RATED, such as lengths, have rates.
-    """
+    """Yields phrases of random measures and rates, such as '3 miles' or '3 miles per hour'."""
     for unit in _shared_keys(pair, 'unit_display_names'):
         measures: list[Phrase] = [partial(units.format_unit, 1, unit)]  # the singular
         for _ in range(23):
             measures.append(_random_measure(rng, unit))
-        # All measures are written in the long form, '3 miles', and the first 8 also as '3 mi'.
-        for number, measure in enumerate(measures):
-            yield partial(measure, length='long')
-            if number < 8:
-                yield partial(measure, length='short')
+        for index, measure in enumerate(measures):
+            yield partial(measure, length='long')  # '3 miles'
+            if index < 8:
+                yield partial(measure, length='short')  # '3 mi'
 
         if unit.startswith(RATED):
-            for rate in RATES:
+            for time_unit in RATES:
                 for _ in range(5):
                     amount = rng.randrange(1, 500)
-                    yield partial(units.format_compound_unit, amount, unit, denominator_unit=rate)
+                    yield partial(
+                        units.format_compound_unit, amount, unit, denominator_unit=time_unit
+                    )
 
 
 def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields functions of a locale that write a name, such as 'France' or 'Central European Time'.
-
-    The names are those of countries, languages, currencies, scripts, locales and time zones.
-    """
+    """Yields phrases of names, such as 'France', 'German' or 'Central European Time'."""
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
         for key in _shared_keys(pair, field):
             yield partial(_write_name, field, key)
@@ -256,16 +240,11 @@ def _write_list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields functions of a locale that write a list of names or of measures.
-
-    A list has two to four names, 'Chad, France, or Peru', or two or three measures, '3 miles and 2
-    hours'. Short lists are more frequent.
-    """
-    # 'standard' lists have the word 'and'.
-    styles = _shared_keys(pair, 'list_patterns', ('standard', 'or'))
+    """Yields phrases of random lists of names or measures, such as 'Chad, France, or Peru'."""
+    styles = _shared_keys(pair, 'list_patterns', among=('standard', 'or'))  # 'standard' is 'and'
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
         keys = _shared_keys(pair, field)
-        if len(keys) < 4:  # the locale data of some languages have hardly any names
+        if len(keys) < 4:  # some locales have few names
             continue
         for _ in range(count):
             num_names = rng.choice((2, 2, 3, 3, 4))
@@ -278,8 +257,10 @@ def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
         num_measures = rng.choice((2, 2, 3))
         measures = []
         for unit in rng.sample(all_units, num_measures):
-            measures.append(partial(_random_measure(rng, unit), length='long'))
-        yield partial(_write_list, measures, rng.choice(styles))
+            measure = _random_measure(rng, unit)
+            measures.append(partial(measure, length='long'))
+        style = rng.choice(styles)
+        yield partial(_write_list, measures, style)
 
 
 CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
@@ -296,17 +277,18 @@ CATEGORIES: dict[str, Callable[[Random, Pair], Iterator[Phrase]]] = {
 
 
 def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str, str]]:
-    """Yields all pairs of two languages as (category, source text, target text).
+    """Yields all translation pairs as (category, source text, target text).
 
-    A pair is left out if its texts are equal, if one of them is empty or has more than MAX_BYTES
-    bytes, or if an earlier pair has the same source text.
+    Each source text occurs once. Pairs with equal texts, an empty text, or a text of more than
+    MAX_BYTES bytes are left out.
     """
     source_locale = Locale.parse(source_language)
     target_locale = Locale.parse(target_language)
 
     def write(phrase: Phrase, locale: Locale) -> str:
-        # Locale data has nine kinds of space that look alike.
-        return re.sub(r'\s+', ' ', phrase(locale=locale) or '').strip()
+        text = phrase(locale=locale) or ''
+        # CLDR uses nine kinds of space that look alike.
+        return re.sub(r'\s+', ' ', text).strip()
 
     earlier_sources = set()
     for category, make_phrases in CATEGORIES.items():
@@ -325,7 +307,7 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
 
 
 class _Row(NamedTuple):
-    """A pair with its split. Sorting rows by the hash of the source mixes the categories."""
+    """A translation pair. Sorting rows by split and hash shuffles the pairs of each split."""
 
     split: str
     source_hash: int
@@ -333,25 +315,25 @@ class _Row(NamedTuple):
     target: str
 
 
-# The cache serves the readers of a corpus, which read each side for the vocabulary and for tokens.
+# A corpus is read several times, for its vocabulary and its tokens.
 @functools.lru_cache(maxsize=1)
 def _pairs_by_split(languages: tuple[str, str]) -> list[_Row]:
-    """Returns all pairs of two languages, in the order of their splits and hashes.
+    """Returns all translation pairs of two languages, sorted by split and hash.
 
-    The source text decides the split: about 90 % of the pairs are in train, and about 5 % each in
-    validation and test.
+    About 90 % of the pairs are in train, and about 5 % each in validation and test.
     """
     rows = []
     for _, source, target in pairs(*languages):
         split = split_of(source, train=90, validation=5)
-        rows.append(_Row(split, hash64(source.encode()), source, target))
+        source_hash = hash64(source.encode())
+        rows.append(_Row(split, source_hash, source, target))
     return sorted(rows)
 
 
 def corpus(config: DataConfig) -> Corpus:
-    """Opens the corpus of two languages that Babel knows.
+    """Opens the corpus 'cldr' in the two languages of `config.languages`.
 
-    Its texts are made when they are read. Raises ConfigError for other languages.
+    Raises ConfigError for languages that Babel does not know.
     """
 
     def babel_name(code: str) -> str:
@@ -360,13 +342,12 @@ def corpus(config: DataConfig) -> Corpus:
 
     field = f'data.languages={config.languages!r}'
     advice = "name two of Babel's locales, such as en, de, fr, pt_BR or zh_Hans"
-    # `Locale.parse` raises these errors for a language that Babel does not know.
+    # `Locale.parse` raises ValueError or UnknownLocaleError for unknown languages.
     with explain_read_errors(field, advice, ValueError, UnknownLocaleError):
-        languages = parse_languages(config, babel_name)
+        languages = parse_languages(config, normalize=babel_name)
     source_language = languages[0]
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        """Returns the texts of one of the two languages, by split."""
         texts: dict[str, list[bytes]] = {split: [] for split in SPLITS}
         for row in _pairs_by_split(languages):
             text = row.source if language == source_language else row.target
