@@ -1,4 +1,4 @@
-"""Every dataset that `data.name` can name; `find` turns the settings into a `Corpus`."""
+"""The datasets that `data.name` can name. `find` opens the corpus that the settings describe."""
 
 import dataclasses
 import functools
@@ -15,19 +15,22 @@ from qkattn.errors import ConfigError
 
 
 class Source(NamedTuple):
-    """How a dataset is opened, and which of SETTINGS it takes."""
+    """A dataset: the function that opens it, and the settings that it takes."""
 
+    # Opens the corpus.
     corpus: Callable[[DataConfig], Corpus]
+    # Names in SETTINGS that must be set.
     required: tuple[str, ...] = ()
+    # Names in SETTINGS that may be set.
     optional: tuple[str, ...] = ()
 
 
 def _tokens(config: DataConfig) -> Corpus:
-    """Raises ConfigError, because tokens have no text; `load` opens them without a corpus."""
+    """Raises ConfigError, because token files have no text. They are read without a corpus."""
     raise ConfigError("data.name='tokens' is already tokenized; name the text")
 
 
-# The datasets of the package, by the value of data.name.
+# Datasets by the value of data.name.
 CORPORA = {
     'stdlib': Source(python_text.stdlib),
     'tiny_shakespeare': Source(downloads.tiny_shakespeare, optional=('manual_dir', 'documents')),
@@ -36,15 +39,15 @@ CORPORA = {
     'cldr': Source(cldr.corpus, required=('languages',)),
     'tokens': Source(_tokens, required=('path',), optional=('documents', 'token_dtype')),
     'parallel': Source(own_files.parallel, required=('path', 'languages')),
-    # These two stand for all names that begin with 'tfds:' or 'hf:'.
+    # All names that begin with 'tfds:' or 'hf:'.
     'tfds:NAME': Source(catalogues.tfds_set, optional=('languages', 'feature')),
     'hf:NAME': Source(catalogues.hugging_face, optional=('languages', 'feature')),
 }
-# Settings that some datasets take and others do not.
+# Settings that only some datasets take.
 SETTINGS = ('path', 'languages', 'feature', 'documents', 'token_dtype', 'manual_dir')
-# Datasets whose text comes with the interpreter, or is in files that the settings name.
+# Datasets that are not downloaded.
 LOCAL = ('stdlib', 'cldr', 'text', 'parallel')
-# Datasets that a name alone opens.
+# Datasets without required settings.
 NAMED_ALONE = tuple(
     name for name, source in CORPORA.items() if not source.required and ':' not in name
 )
@@ -60,20 +63,21 @@ def in_catalogue(name: str) -> bool:
     return name.startswith(('tfds:', 'hf:'))
 
 
-def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
-    """Returns the source that data.name names, and checks the settings of the data.
+def check(config: DataConfig, other_names: Iterable[str] = ()) -> Source:
+    """Checks the settings of a dataset and returns its source.
 
     Args:
       config: the settings.
-      others: further names, such as those of probes, that the message on an unknown name lists.
+      other_names: names of data without a corpus, such as probes. The error for an unknown name
+        lists them, too.
 
     Raises:
       ConfigError: the name is unknown, a required setting is missing, or a setting has no effect.
     """
-    source = _find_source(config.name, others)
-    used = (*source.required, *source.optional)
-    unused = [field for field in SETTINGS if field not in used]
-    refuse_unused(config, unused)
+    source = _find_source(config.name, other_names)
+    used_settings = (*source.required, *source.optional)
+    unused_settings = [field for field in SETTINGS if field not in used_settings]
+    refuse_unused(config, unused_settings)
     if config.tokenizer != 'bpe':
         refuse_unused(config, ['tokenizer_size'], f'data.tokenizer={config.tokenizer!r}')
     for field in source.required:
@@ -82,50 +86,44 @@ def check(config: DataConfig, others: Iterable[str] = ()) -> Source:
     return source
 
 
-def _find_source(name: str, others: Iterable[str]) -> Source:
-    """Returns the source that a value of data.name stands for: how its corpus is opened.
+def _find_source(name: str, other_names: Iterable[str]) -> Source:
+    """Returns the source for a value of data.name.
 
-    - 'stdlib' and other names in CORPORA have the source there.
-    - 'tfds:NAME' and 'hf:OWNER/NAME' name a set of a catalogue. All sets of one catalogue have the
-      same source.
-    - 'my_file:my_corpus(size=9)' is the import path of a function from outside the package.
-
-    Raises ConfigError for another name. The message lists `others`, too.
+    `name` is a name in CORPORA, a catalogue name such as 'hf:OWNER/NAME', or the import path of the
+    user's function, such as 'my_file:my_corpus(size=9)'. Raises ConfigError for other names.
     """
     if in_catalogue(name):
         catalogue, _, _ = name.partition(':')  # 'hf:OWNER/NAME' -> 'hf'
         return CORPORA[f'{catalogue}:NAME']
 
-    def function_with_options(target: Any) -> Callable[..., Corpus]:
-        """Returns the function that takes the options: `corpus` of a Source, or `target` itself."""
-        return getattr(target, 'corpus', target)
+    def function_with_options(source_or_function: Any) -> Callable[..., Corpus]:
+        return getattr(source_or_function, 'corpus', source_or_function)
 
-    known = {**CORPORA, **dict.fromkeys(others)}
+    # The message for an unknown name lists all of these.
+    known = {**CORPORA, **dict.fromkeys(other_names)}
     source_or_function, options = resolve(
         name,
         known,
-        'data.name',
+        field='data.name',
         needs='a function (config, *, options) that returns a Corpus',
         is_valid=accepts_arguments('config'),
         call=function_with_options,
     )
     if isinstance(source_or_function, Source):
         return source_or_function
-    # A function from outside the package may use any of the optional settings.
     open_corpus = functools.partial(_open_from_outside, source_or_function, options)
+    # The user's function may use any setting.
     return Source(open_corpus, optional=SETTINGS)
 
 
 def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None = None) -> None:
-    """Raises ConfigError if one of these settings of the data is set although it has no effect.
-
-    Without the error, the record of a run would show the setting as if it had an effect.
+    """Raises ConfigError if a setting that has no effect is not at its default.
 
     Args:
       config: the settings.
-      fields: the names of the settings without an effect.
-      target: what they have no effect on, in words for the message, as in 'a decoder'. By default
-        it is the dataset.
+      fields: the settings without effect.
+      target: what ignores the settings, for the message, such as 'a decoder'. By default, it is
+        the dataset.
     """
     if target is None:
         target = f'data.name={config.name!r}'
@@ -139,16 +137,17 @@ def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None 
 
 
 def find(config: DataConfig) -> Corpus:
-    """Opens the corpus that data.name names, and prepares its text as the settings say.
+    """Opens the corpus that the settings describe.
 
-    Sets of Hugging Face, 'hf:...', are downloaded here, others only when their documents are read.
-    Raises ConfigError as `check` does.
+    Hugging Face datasets are downloaded at once, other datasets when their documents are read.
+
+    Raises:
+      ConfigError: the settings are invalid; see `check`.
     """
     source = check(config)
     corpus = source.corpus(config)
 
-    # Put the text in lower case. This comes before splits are carved, so that documents that differ
-    # only in case are in one split.
+    # Before splits are carved, so that documents that differ only in case are in the same split.
     if config.lowercase:
         corpus = dataclasses.replace(
             corpus,
@@ -156,52 +155,49 @@ def find(config: DataConfig) -> Corpus:
             documents=functools.partial(_lowercase_documents, corpus),
         )
 
-    # Cut the text into documents, and carve splits that are missing from train.
     if config.documents is not None:
-        corpus = divide_texts(corpus, config.documents)
-    corpus = carve_missing_splits(corpus, config.carve_test)
+        corpus = divide_texts(corpus, rule=config.documents)
+    corpus = carve_missing_splits(corpus, test=config.carve_test)
 
-    # Shorten long documents of the evaluation splits. Sentences of parallel text are not shortened,
-    # so that they stay translations of each other.
+    # Sentences of parallel text are not cut, so that they stay translations of each other.
     if corpus.languages:
         return corpus
     return cap_documents(corpus)
 
 
 def _lowercase_documents(corpus: Corpus, language: str | None) -> dict[str, Iterable[bytes]]:
-    """Returns the documents of a corpus by split, in lower case."""
+    """Returns the documents of each split in lower case."""
 
     def lowercase(text: bytes) -> bytes:
         return text.decode().lower().encode()
 
-    documents = corpus.documents(language)
-    return {split: map(lowercase, texts) for split, texts in documents.items()}
+    documents_of_split = corpus.documents(language)
+    return {split: map(lowercase, documents) for split, documents in documents_of_split.items()}
 
 
 def _open_from_outside(
     function: Callable[..., Corpus], options: dict[str, Any], config: DataConfig
 ) -> Corpus:
-    """Opens the corpus of a function from outside the package.
+    """Opens the corpus that a user's function returns, and checks it.
 
-    Raises ConfigError if the function fails or returns something unusable.
+    Raises ConfigError if the function fails or the corpus is invalid.
     """
 
     def open_corpus() -> Corpus:
         corpus = function(config, **options)
         _check_corpus(corpus, config)
-        # The version depends on the options and on the source code of the function.
+        digest = source_digest(config.name)  # of the function's options and source code
         return dataclasses.replace(
             corpus,
-            version=f'{corpus.version}-{source_digest(config.name)}',
+            version=f'{corpus.version}-{digest}',
             documents=functools.partial(_checked_documents, corpus, config.name),
         )
 
-    # Exceptions of the function become a ConfigError.
     return call_with_config_errors('data.name', config.name, open_corpus)
 
 
 def _check_corpus(corpus: Any, config: DataConfig) -> None:
-    """Raises ConfigError if what a function from outside has returned is no usable corpus."""
+    """Raises ConfigError if the return value of a user's function is not a valid corpus."""
     name = config.name
     if not isinstance(corpus, Corpus):
         raise ConfigError(f'data.name={name!r} must return a Corpus, not {corpus!r:.80}')
@@ -214,8 +210,7 @@ def _check_corpus(corpus: Any, config: DataConfig) -> None:
             f'data.languages={config.languages!r}, but {name!r} returns text {returned}'
         )
 
-    # Other names are refused. Without that, a split 'valid' would be ignored, and the validation
-    # split would be carved from train.
+    # An ignored split, such as 'valid', would be replaced by one that is carved from train.
     for split in corpus.splits:
         if split not in SPLITS:
             valid = ', '.join(SPLITS)
@@ -225,22 +220,26 @@ def _check_corpus(corpus: Any, config: DataConfig) -> None:
 def _checked_documents(
     corpus: Corpus, name: str, language: str | None
 ) -> dict[str, Iterable[bytes]]:
-    """Returns the documents of a corpus by split, each of which is checked when it is read.
+    """Returns the documents of each split of a user's corpus, with checks.
 
-    Raises ConfigError if `documents` of the corpus fails or lacks a split; a document that is not
-    bytes raises it when it is read. `name` is the value of data.name, for the messages.
+    Raises ConfigError if a split is missing or `corpus.documents` fails. A document that is not
+    bytes raises ConfigError when it is read. `name` is the value of data.name, for the messages.
     """
 
-    def check_text(text: bytes) -> bytes:
-        if not isinstance(text, bytes):
-            raise ConfigError(f'data.name={name!r}: a document must be bytes, not {text!r:.40}')
-        return text
+    def check_document(document: bytes) -> bytes:
+        if not isinstance(document, bytes):
+            raise ConfigError(f'data.name={name!r}: a document must be bytes, not {document!r:.40}')
+        return document
 
-    documents = call_with_config_errors('data.name', name, lambda: corpus.documents(language))
+    documents_of_split = call_with_config_errors(
+        'data.name', name, lambda: corpus.documents(language)
+    )
     for split in corpus.splits:
-        if split not in documents:
+        if split not in documents_of_split:
             raise ConfigError(
                 f'data.name={name!r}: splits names {split!r}, but documents has only '
-                f'{", ".join(documents)}'
+                f'{", ".join(documents_of_split)}'
             )
-    return {split: map(check_text, texts) for split, texts in documents.items()}
+    return {
+        split: map(check_document, documents) for split, documents in documents_of_split.items()
+    }
