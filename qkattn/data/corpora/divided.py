@@ -11,9 +11,9 @@ from qkattn.data.corpora.corpus import Corpus
 from qkattn.errors import ConfigError
 
 BLANK_LINE = 'blank_line'
-# One or more blank lines that follow a line: '\n \n' in 'a\n\n \nb'.
+# One or more blank lines, such as '\n \n' in 'a\n\n \nb'.
 AFTER_BLANK_LINES = re.compile(rb'(?<=\n)(?:[ \t\r]*\n)+')
-# Blocks of so many kilobytes, as in 'kB=16'.
+# The size of blocks in kilobytes, as in 'kB=16'.
 BLOCK = re.compile(r'kB=(\d{1,6})')
 KILOBYTE = 1000
 
@@ -22,32 +22,28 @@ class Cuts(Protocol):
     """A function that finds where documents begin in a text."""
 
     def __call__(self, text: bytes) -> Iterator[int]:
-        """Yields the positions, in bytes, at which documents begin, in ascending order.
-
-        The first document begins at 0, whether or not 0 is yielded.
-        """
+        """Yields the byte positions of document starts in ascending order; 0 is optional."""
 
 
 def divide_texts(corpus: Corpus, rule: str) -> Corpus:
-    """Returns a corpus in which each text is cut into documents, without any loss of text.
+    """Returns a corpus in which each text is cut into documents.
 
     Args:
       corpus: the corpus with whole texts.
-      rule: the value of data.documents, which says where documents begin.
+      rule: where documents begin.
 
         - 'blank_line': after blank lines.
-        - 'kB=16': at the first line that begins 16 kilobytes or more after the last cut.
-        - A regular expression: where it matches. '^ACT ', for example, matches at the beginning of
-          any line.
+        - 'kB=16': at the first line start at least 16 kilobytes after the last cut.
+        - A regular expression: at each match. For example, '^ACT ' matches at line starts.
 
     Raises:
-      ConfigError: the rule is none of these.
+      ConfigError: the rule is invalid.
     """
     find_cuts = _cuts_by(rule)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         texts_of_split = corpus.documents(language)
-        return {split: _documents(texts, find_cuts) for split, texts in texts_of_split.items()}
+        return {split: _cut_texts(texts, find_cuts) for split, texts in texts_of_split.items()}
 
     digest = hashlib.sha256(rule.encode()).hexdigest()[:8]
     return dataclasses.replace(
@@ -58,18 +54,15 @@ def divide_texts(corpus: Corpus, rule: str) -> Corpus:
     )
 
 
-def _documents(texts: Iterable[bytes], find_cuts: Cuts) -> Iterator[bytes]:
-    """Cuts each text into documents, and yields them.
-
-    A cut is left out if the document before or after it would be only white space.
-    """
+def _cut_texts(texts: Iterable[bytes], find_cuts: Cuts) -> Iterator[bytes]:
+    """Cuts each text into documents and yields them. No document is only white space."""
     for text in texts:
-        starts = [0]  # where the documents of the text begin
+        starts = [0]  # document starts
         for cut in find_cuts(text):
-            document_before = text[starts[-1] : cut]
-            if document_before.strip():
+            document_before_cut = text[starts[-1] : cut]
+            if document_before_cut.strip():
                 starts.append(cut)
-        # White space at the end of the text belongs to the document before it.
+        # White space at the end of the text stays in the document before it.
         last_document = text[starts[-1] :]
         if len(starts) > 1 and not last_document.strip():
             starts.pop()
@@ -78,23 +71,20 @@ def _documents(texts: Iterable[bytes], find_cuts: Cuts) -> Iterator[bytes]:
 
 
 def _cuts_by(rule: str) -> Cuts:
-    """Returns the function that finds where documents begin; `divide_texts` describes the rules.
-
-    Raises ConfigError for a rule that is none of them.
-    """
+    """Returns the function that finds document starts by a rule of `divide_texts`."""
     if rule == BLANK_LINE:
         return _after_blank_lines
 
-    block = BLOCK.fullmatch(rule)  # such as 'kB=16'
-    is_empty_block = block is not None and int(block[1]) == 0
+    block_match = BLOCK.fullmatch(rule)  # such as 'kB=16'
+    num_kilobytes = int(block_match[1]) if block_match is not None else None
     is_rule_for_tokens = rule.startswith(('id=', 'tokens='))
-    if is_empty_block or is_rule_for_tokens:
+    if num_kilobytes == 0 or is_rule_for_tokens:
         raise ConfigError(
             f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
             'expression for a text'
         )
-    if block is not None:
-        return _Blocks(int(block[1]) * KILOBYTE)
+    if num_kilobytes is not None:
+        return _Blocks(size=num_kilobytes * KILOBYTE)
 
     try:
         pattern = re.compile(rule, re.MULTILINE)
@@ -114,19 +104,20 @@ def _after_blank_lines(text: bytes) -> Iterator[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks(Cuts):
-    """Cuts before the first line that begins `size` bytes or more after the last cut."""
+    """Cuts at the first line start at least `size` bytes after the last cut."""
 
     size: int
 
     def __call__(self, text: bytes) -> Iterator[int]:
-        position = self.size
-        while position < len(text):
-            # A line that begins at `position` has the newline of the last line before it.
-            line_end = text.find(b'\n', position - 1)
-            if line_end < 0:
+        earliest_cut = self.size
+        while earliest_cut < len(text):
+            # A line starts after a newline.
+            newline = text.find(b'\n', earliest_cut - 1)
+            if newline < 0:
                 return
-            yield line_end + 1
-            position = line_end + 1 + self.size
+            cut = newline + 1
+            yield cut
+            earliest_cut = cut + self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +128,11 @@ class _Matches(Cuts):
 
     def __call__(self, text: bytes) -> Iterator[int]:
         characters = text.decode()
-        # A match has its position in characters, and a cut in bytes.
+        # Matches have positions in characters, but cuts have positions in bytes.
         last_start = 0
-        num_bytes = 0
+        cut = 0
         for match in self.pattern.finditer(characters):
             start = match.start()
-            num_bytes += len(characters[last_start:start].encode())
+            cut += len(characters[last_start:start].encode())
             last_start = start
-            yield num_bytes
+            yield cut

@@ -11,13 +11,13 @@ from qkattn.data.corpora.corpus import Corpus, explain_read_errors, parse_langua
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, write_atomic
 
-# A download fails after this many seconds without a connection, and without data.
+# Seconds without a connection and without data after which a download fails.
 TIMEOUT = (10, 60)
 PLAYS = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 CAPTIONS = 'https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw'
-# The name that each split has in the names of files.
+# The split names in the names of Multi30k's files.
 CAPTION_PARTS = {'train': 'train', 'validation': 'val', 'test': 'test_2016_flickr'}
-# The sha256 of each file, by its name.
+# The sha256 of each file by name.
 SHA256 = {
     'input.txt': '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed',
     'train.de.gz': '726e39b2fa9eb9ffb6dc763fb35a179f80fae06ffc5d28b6ace5faa883de28a6',
@@ -33,16 +33,19 @@ SHA256 = {
 
 
 def tiny_shakespeare(config: DataConfig) -> Corpus:
-    """Opens Tiny Shakespeare: 1.1 MB of plays, often the first text of a language model.
+    """Opens Tiny Shakespeare, 1.1 MB of plays.
 
-    As in nanoGPT, the first 90 % of the characters are the train split, the rest the validation
-    split. Source: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks" (2015).
+    As in nanoGPT, the first 90 % of the characters are for training and the rest for validation.
+
+    Source: Karpathy, "The Unreasonable Effectiveness of Recurrent Neural Networks" (2015).
     """
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
         text = fetch_file('tiny_shakespeare', PLAYS, config).decode()
         cut = int(0.9 * len(text))
-        return {'train': [text[:cut].encode()], 'validation': [text[cut:].encode()]}
+        train = text[:cut]
+        validation = text[cut:]
+        return {'train': [train.encode()], 'validation': [validation.encode()]}
 
     return Corpus(
         name='tiny_shakespeare',
@@ -53,26 +56,30 @@ def tiny_shakespeare(config: DataConfig) -> Corpus:
 
 
 def multi30k(config: DataConfig) -> Corpus:
-    """Opens Multi30k: captions of pictures in English, German and French.
+    """Opens Multi30k: image captions in English, German and French.
 
-    These are the raw sentences of task 1, not tokenized; the train split has 29,000 of them. The
-    test split is test_2016_flickr. Source: Elliott et al. 2016,
-    https://aclanthology.org/W16-3210; French: 2017, https://aclanthology.org/W17-4718.
+    The captions are the raw sentences of task 1, 29,000 of them in train. The test split is
+    test_2016_flickr.
 
-    Raises ConfigError for another language.
+    Source: Elliott et al. 2016, https://aclanthology.org/W16-3210. For French: Elliott et al. 2017,
+    https://aclanthology.org/W17-4718.
+
+    Raises:
+      ConfigError: `config.languages` is not two of de, en and fr.
     """
     languages = parse_languages(config)
     if not set(languages) <= {'de', 'en', 'fr'}:
         raise ConfigError(f'data.languages={config.languages!r} must be two of de, en and fr.')
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        texts = {}
-        for split, part in CAPTION_PARTS.items():
-            packed = fetch_file('multi30k', f'{CAPTIONS}/{part}.{language}.gz', config)
-            lines = gzip.decompress(packed).removesuffix(b'\n')
-            # `splitlines` would also split at characters other than the newline.
-            texts[split] = lines.split(b'\n')
-        return texts
+        captions_of_split = {}
+        for split, file_prefix in CAPTION_PARTS.items():
+            url = f'{CAPTIONS}/{file_prefix}.{language}.gz'
+            compressed = fetch_file('multi30k', url, config)
+            text = gzip.decompress(compressed).removesuffix(b'\n')
+            # `splitlines` would also split at other characters.
+            captions_of_split[split] = text.split(b'\n')
+        return captions_of_split
 
     return Corpus(
         name='-'.join(('multi30k', *languages)),
@@ -84,42 +91,45 @@ def multi30k(config: DataConfig) -> Corpus:
 
 
 def fetch_file(dataset: str, url: str, config: DataConfig) -> bytes:
-    """Returns the content of a file. The first call downloads the file and keeps it.
+    """Returns the content of a file, which is downloaded once and cached.
 
     Args:
-      dataset: the name of the directory that keeps the file, below the data directory.
-      url: where the file is.
-      config: the settings. If `manual_dir` is set, the file is copied from this directory instead
-        of downloaded.
+      dataset: the name of the cache directory.
+      url: the URL of the file.
+      config: the settings. If `manual_dir` is set, the file is copied from there instead.
 
     Raises:
-      ConfigError: the file cannot be fetched, or its sha256 is not the one in SHA256.
+      ConfigError: the file cannot be read, or has a wrong sha256.
     """
-    name = url.rpartition('/')[2]
     root = data_root(config.data_dir)
-    kept_file = root / 'downloads' / dataset / name
+    cached_file = root / 'downloads' / dataset / _file_name(url)
 
     def read() -> bytes:
-        content = read_whole(kept_file)
-        _check_sha256(content, str(kept_file), url)
+        content = read_whole(cached_file)
+        _check_sha256(content, source=str(cached_file), url=url)
         return content
 
     def prepare() -> None:
-        write_atomic(kept_file, _download_or_copy(url, config))
+        write_atomic(cached_file, _download_or_copy(url, config))
 
-    return read_or_prepare(kept_file, read, prepare, root=root)
+    return read_or_prepare(cached_file, read, prepare, root=root)
+
+
+def _file_name(url: str) -> str:
+    """Returns the file name at the end of a URL."""
+    return url.rpartition('/')[2]
 
 
 def _download_or_copy(url: str, config: DataConfig) -> bytes:
-    """Downloads a file, or reads it from data.manual_dir if that is set.
+    """Downloads a file, or reads it from `config.manual_dir` if that is set.
 
-    Raises ConfigError if this fails, or if the sha256 of the file is not the one in SHA256.
+    Raises ConfigError if this fails, or if the file has a wrong sha256.
     """
     if config.manual_dir is None:
         source = url
         content = _download(url, _advice(url))
     else:
-        file = as_path(config.manual_dir) / url.rpartition('/')[2]
+        file = as_path(config.manual_dir) / _file_name(url)
         source = str(file)
         with explain_read_errors(source, _advice(url)):
             content = read_whole(file)
@@ -128,18 +138,15 @@ def _download_or_copy(url: str, config: DataConfig) -> bytes:
 
 
 def _check_sha256(content: bytes, source: str, url: str) -> None:
-    """Raises DamagedData unless the content of the file at a URL has the sha256 in SHA256.
-
-    `source` says where the content was read from, for the error.
-    """
-    name = url.rpartition('/')[2]
+    """Raises DamagedData, which names `source`, if the file of a URL has a wrong sha256."""
     sha256 = hashlib.sha256(content).hexdigest()
-    if sha256 != SHA256[name]:
-        raise DamagedData(f'{source} has sha256 {sha256}, not {SHA256[name]}; {_advice(url)}')
+    expected_sha256 = SHA256[_file_name(url)]
+    if sha256 != expected_sha256:
+        raise DamagedData(f'{source} has sha256 {sha256}, not {expected_sha256}; {_advice(url)}')
 
 
 def _advice(url: str) -> str:
-    """Returns what a user can do if a file cannot be downloaded or is damaged."""
+    """Returns advice for a file that cannot be downloaded or is damaged."""
     return f'put {url}, unchanged, into a directory and name it in data.manual_dir'
 
 

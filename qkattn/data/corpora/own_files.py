@@ -1,6 +1,6 @@
-"""Corpora of the user's own files: plain text, records with a field of text, or parallel text.
+"""Corpora from the user's own files: plain text, records with a text field, or parallel text.
 
-A line ends with '\\n' or '\\r\\n'. Other characters that Unicode calls line breaks end no line.
+A line ends with '\\n' or '\\r\\n', not with Unicode's other line breaks.
 """
 
 import codecs
@@ -23,10 +23,10 @@ from qkattn.data.corpora.split_files import files_by_split
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, version_of
 
-# Suffixes of text, plain or compressed.
+# Suffixes of plain text.
 TEXT = ('.txt', '.txt.gz', '.txt.zst')
-# Suffixes of files that hold no plain text. Some do hold text, but inside of braces and quotes that
-# a model would learn.
+# Suffixes of files that are not plain text. Some, such as .json, hold text with markup that a model
+# would learn.
 # fmt: off
 NOT_TEXT = (
     '.arrow', '.avro', '.bin', '.bz2', '.csv', '.docx', '.epub', '.feather', '.gz', '.h5',
@@ -62,10 +62,10 @@ def text(config: DataConfig) -> Corpus:
 
 
 def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
-    """Makes a corpus from the files in a directory; see `text`."""
-    # files[split][name of the document] is the path of the document.
+    """Makes a corpus from plain-text files or record files in a directory; see `text`."""
+    # Maps split and document name to a file: files['train']['train/a.txt'].
     files: dict[str, dict[str, Path]] = {}
-    # First choice: plain text that is named after a split, such as train.txt or validation/a.txt.
+    # First choice: plain text named after a split, such as train.txt or validation/a.txt.
     empty_folders = []
     for split in SPLITS:
         files_of_split = _files_of_split(directory, split)
@@ -74,18 +74,17 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
         elif (directory / split).exists():
             empty_folders.append(directory / split)
 
-    # Second choice: files of records, such as train.jsonl.
+    # Second choice: records, such as train.jsonl.
     if not files:
-        files_of_records = files_by_split(directory, tuple(records.SUFFIXES))
-        if files_of_records:
-            return _text_of_records(config, files_of_records)
+        record_files = files_by_split(directory, tuple(records.SUFFIXES))
+        if record_files:
+            return _text_of_records(config, record_files)
 
     # Third choice: all plain text, as the train split.
     if not files and not empty_folders:
         files['train'] = _text_files(directory, directory)
 
-    # A split is carved from train if it has no files. If there is an empty folder for it, the user
-    # has probably forgotten the files.
+    # Probably the user forgot the files of this split.
     if empty_folders:
         raise ConfigError(f'data.path: {str(empty_folders[0])!r} holds no .txt file.')
     if not files.get('train'):
@@ -111,7 +110,7 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
 
 
 def _refuse_feature(config: DataConfig) -> None:
-    """Raises ConfigError if data.feature is set, for plain text."""
+    """Raises ConfigError if `config.feature` is set, because plain text has no fields."""
     if config.feature is not None:
         raise ConfigError(
             f'data.feature={config.feature!r} has no effect on plain text; leave it at None.'
@@ -119,39 +118,34 @@ def _refuse_feature(config: DataConfig) -> None:
 
 
 def _text_of_records(config: DataConfig, files: dict[str, list[Path]]) -> Corpus:
-    """Makes a corpus from files of records. Each record is a document.
-
-    Args:
-      config: the settings; `feature` names the field that holds the text.
-      files: the files of each split.
-    """
+    """Makes a corpus from the record files of each split. Each record is a document."""
     field = config.feature or records.FIELD
 
-    # The version of the corpus is a digest of the field and of all files.
+    # The version identifies the field and the contents of all files.
     lines = f'feature {field}\n'
     for split, paths in files.items():
         for path in paths:
             lines += f'{split} {path.name} {_sha256(path)}\n'
+    version = _version_of_lines(lines)
 
-    def read(split: str) -> Iterator[bytes]:
+    def read_texts(split: str) -> Iterator[bytes]:
         for path in files[split]:
             yield from records.texts(path, field)
 
     return Corpus(
         name='text',
-        version=f'sha256-{hashlib.sha256(lines.encode()).hexdigest()[:16]}',
+        version=version,
         splits=tuple(files),
-        documents=lambda language: {split: read(split) for split in files},
+        documents=lambda language: {split: read_texts(split) for split in files},
     )
 
 
 def _text_of_one_file(path: Path) -> Corpus:
-    """Makes a corpus from a file of plain text: 90 % are train, 5 % validation, 5 % test.
+    """Makes a corpus from a plain-text file: 90 % train, 5 % validation and 5 % test.
 
-    Raises ConfigError for a suffix of other files.
+    Raises ConfigError if the suffix is not one of plain text.
     """
-    # 'a.gz' is no text, but 'a.txt.gz' is.
-    is_text = path.name.lower().endswith(TEXT)
+    is_text = path.name.lower().endswith(TEXT)  # includes .txt.gz, but not other .gz files
     if path.suffix.lower() in NOT_TEXT and not is_text:
         raise ConfigError(
             f'data.path: {str(path)!r} is a {path.suffix} file, which is not read; give plain '
@@ -159,35 +153,39 @@ def _text_of_one_file(path: Path) -> Corpus:
         )
 
     def documents(language: str | None) -> dict[str, list[bytes]]:
-        parts = cut_at_lines(_read_text(path), (90, 95), repr(str(path)))
-        return {split: [part] for split, part in zip(SPLITS, parts, strict=True)}
+        train, validation, test = cut_at_lines(
+            _read_text(path), percents=(90, 95), name=repr(str(path))
+        )
+        return {'train': [train], 'validation': [validation], 'test': [test]}
 
     return Corpus(name='text', version=_version({'file': path}), splits=SPLITS, documents=documents)
 
 
 def parallel(config: DataConfig) -> Corpus:
-    """Opens the corpus 'parallel': a directory with train.en, train.de, validation.en and so on.
+    """Opens the corpus 'parallel': a directory with files such as train.en and train.de.
 
-    Line i of train.de translates line i of train.en. Each line is a document. A pair of lines is
-    left out if one of them is blank. Raises ConfigError if the files of a split have different
-    numbers of lines.
+    Each line is a document. Line i of train.de is the translation of line i of train.en. Lines that
+    are blank in one of the languages are left out.
+
+    Raises:
+      ConfigError: the two files of a split have different numbers of lines.
     """
     languages = parse_languages(config)
     directory = as_path(config.path)
-    # The files of source and target, by split.
-    pairs: dict[str, list[Path]] = {}
+    # The source file and the target file of each split.
+    files_of_split: dict[str, list[Path]] = {}
     for split in SPLITS:
-        pair = [directory / f'{split}.{language}' for language in languages]
-        if split == 'train' or any(file.exists() for file in pair):
-            pairs[split] = pair
+        files = [directory / f'{split}.{language}' for language in languages]
+        if split == 'train' or any(file.exists() for file in files):
+            files_of_split[split] = files
 
-    all_files = {}
-    for pair in pairs.values():
-        for file in pair:
-            all_files[file.name] = file
-    version = _version(all_files)
+    file_of_name = {}
+    for files in files_of_split.values():
+        for file in files:
+            file_of_name[file.name] = file
+    version = _version(file_of_name)
 
-    for source, target in pairs.values():
+    for source, target in files_of_split.values():
         source_lines = _scan(source).num_lines
         target_lines = _scan(target).num_lines
         if source_lines != target_lines:
@@ -197,38 +195,37 @@ def parallel(config: DataConfig) -> Corpus:
             )
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
-        side = languages.index(str(language))
-        return {split: _lines_of_side(pair, side) for split, pair in pairs.items()}
+        file_index = languages.index(str(language))
+        return {split: _aligned_lines(files, file_index) for split, files in files_of_split.items()}
 
     return Corpus(
         name='-'.join(('parallel', *languages)),
         version=version,
         languages=languages,
-        splits=tuple(pairs),
+        splits=tuple(files_of_split),
         documents=documents,
     )
 
 
-def _lines_of_side(pair: list[Path], side: int) -> Iterator[bytes]:
-    """Yields the lines of one file of a pair. Lines that are blank in either file are left out.
+def _aligned_lines(files: list[Path], file_index: int) -> Iterator[bytes]:
+    """Yields the lines of one of two parallel files.
 
-    `side` is 0 for the source and 1 for the target.
+    Lines that are blank in either file are left out.
     """
-    lines_of_files = [_read_text(file).removesuffix(b'\n').split(b'\n') for file in pair]
-    for lines in zip(*lines_of_files, strict=True):
-        is_blank = any(not line.decode().strip() for line in lines)
-        if not is_blank:
-            yield lines[side].removesuffix(b'\r')
+    lines_of_files = [_read_text(file).removesuffix(b'\n').split(b'\n') for file in files]
+    for aligned_lines in zip(*lines_of_files, strict=True):
+        any_is_blank = any(not line.decode().strip() for line in aligned_lines)
+        if not any_is_blank:
+            yield aligned_lines[file_index].removesuffix(b'\r')
 
 
 def _files_of_split(directory: Path, split: str) -> dict[str, Path]:
-    """Returns the text files of a split, by the names of their documents.
+    """Returns the plain-text files of a split, by document name.
 
-    - A file train.txt is one document: {'train': directory / 'train.txt'}.
-    - Each text file in a folder train is a document: {'train/a.txt': directory / 'train/a.txt'}.
+    They are one file, {'train': directory / 'train.txt'}, or the files in a folder,
+    {'train/a.txt': directory / 'train/a.txt'}. Returns {} if there is no text.
 
-    Returns {} if there is no such file and no such folder, or if the folder holds no text. Raises
-    ConfigError if there is both a file and a folder, or more than one file.
+    Raises ConfigError if there are several files, or a file and a folder.
     """
     candidates = [directory / f'{split}{suffix}' for suffix in TEXT]
     candidates.append(directory / split)  # the folder
@@ -247,26 +244,27 @@ def _files_of_split(directory: Path, split: str) -> dict[str, Path]:
 
 
 def _text_files(folder: Path, directory: Path) -> dict[str, Path]:
-    """Returns the text files below a folder, by the names of their documents.
-
-    The name of a document is the path of its file in `directory`, such as 'train/a.txt'.
-    """
-    # A folder in a bucket raises NotImplementedError.
+    """Returns the plain-text files below a folder, by path in `directory`: 'train/a.txt'."""
+    # `rglob` raises NotImplementedError for a folder in a bucket.
     with explain_read_errors(repr(str(folder)), 'give its text as a file', NotImplementedError):
         files = sorted(path for path in folder.rglob('*') if path.name.endswith(TEXT))
     return {file.relative_to(directory).as_posix(): file for file in files}
 
 
 def _version(files: dict[str, Path]) -> str:
-    """Returns the version of a corpus: a digest of the names and contents of its files."""
+    """Returns the version of a corpus, which identifies the names and contents of its files."""
     lines = ''
     for name, file in files.items():
         lines += f'{name} {_scan(file).sha256}\n'
+    return _version_of_lines(lines)
+
+
+def _version_of_lines(lines: str) -> str:
     return f'sha256-{hashlib.sha256(lines.encode()).hexdigest()[:16]}'
 
 
 def _sha256(path: Path) -> str:
-    """Returns the sha256 of a file, which may be larger than the memory.
+    """Returns the sha256 of a file of any size.
 
     Raises ConfigError if the file is empty or cannot be read.
     """
@@ -276,40 +274,31 @@ def _sha256(path: Path) -> str:
 
 @functools.cache
 def _sha256_of_version(path: Path, version: tuple[int, int]) -> str:
-    """Reads a file once, as `_sha256` does, however often a run opens its corpus.
-
-    `version` is the size of the file and the time of its last change. A file that has changed is
-    read again.
-    """
+    """Returns the sha256 of a file, cached by its version (size, modification time)."""
     size, _ = version
-    if not size:
+    if size == 0:
         raise ConfigError(f'data.path: {str(path)!r} is empty; it must hold text.')
     with records.open_binary(path) as file:
         return hashlib.file_digest(file, 'sha256').hexdigest()  # type: ignore[arg-type]
 
 
 class _Scan(NamedTuple):
-    """What one reading of a text file tells."""
+    """The digest and the number of lines of a text file."""
 
     sha256: str
     num_lines: int
 
 
 def _scan(path: Path) -> _Scan:
-    """Reads a text file once. Raises ConfigError if it is empty, or not text in UTF-8."""
-    with explain_read_errors(
-        f'data.path: {str(path)!r}', 'give a file of UTF-8', UnicodeDecodeError
-    ):
+    """Scans a text file. Raises ConfigError if it is empty or not UTF-8 text."""
+    name = f'data.path: {str(path)!r}'
+    with explain_read_errors(name, 'give a file of UTF-8', UnicodeDecodeError):
         return _scan_version(path, version_of(path))
 
 
 @functools.cache
 def _scan_version(path: Path, version: tuple[int, int]) -> _Scan:
-    """Reads a text file once, as `_scan` does, however often a run opens its corpus.
-
-    `version` is the size of the file and the time of its last change. It only serves the cache: a
-    file that has changed is read again.
-    """
+    """Scans a text file; `version` (size, modification time) is only a key of the cache."""
     content = _read_bytes(path)
     content.decode()  # raises UnicodeDecodeError if it is not UTF-8
     if not content:
@@ -325,15 +314,18 @@ def _scan_version(path: Path, version: tuple[int, int]) -> _Scan:
 
 
 def _read_text(path: Path) -> bytes:
-    """Reads the text of a file, in UTF-8."""
-    # The byte order mark that some editors put in front of UTF-8 is not text.
+    """Reads the UTF-8 text of a file, without a byte order mark."""
     return _read_bytes(path).removeprefix(codecs.BOM_UTF8)
 
 
 def _read_bytes(path: Path) -> bytes:
-    """Reads the bytes of a file, and decompresses them if it ends in '.gz' or '.zst'."""
-    if not path.name.lower().endswith(TEXT[1:]):
-        return read_whole(path, most=None)
-    damaged = explain_read_errors(f'data.path: {str(path)!r}', 'copy it again', *records.DAMAGED)
-    with damaged, records.open_decompressed(path) as file:
+    """Reads a file, and decompresses '.txt.gz' and '.txt.zst'."""
+    is_compressed_text = path.name.lower().endswith(('.txt.gz', '.txt.zst'))
+    if not is_compressed_text:
+        return read_whole(path, most=None)  # of any size
+    name = f'data.path: {str(path)!r}'
+    with (
+        explain_read_errors(name, 'copy it again', *records.DAMAGED),
+        records.open_decompressed(path) as file,
+    ):
         return file.read()

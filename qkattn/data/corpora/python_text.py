@@ -1,4 +1,4 @@
-"""The corpus `stdlib`: the running interpreter's standard library as text, without a download."""
+"""The corpus `stdlib`: source files of the running interpreter's standard library."""
 
 import functools
 import os
@@ -10,37 +10,36 @@ from pathlib import Path, PurePosixPath
 from qkattn.config import DataConfig
 from qkattn.data.corpora.corpus import SPLITS, Corpus, split_of
 
-# Tests, vendored packages, installed packages and generated tables. Also parts that distributions
-# of Python leave out or put into packages of their own.
+# Tests, vendored and installed packages, generated tables, and parts that some distributions of
+# Python leave out.
 # fmt: off
 DIRECTORIES_LEFT_OUT = {
     '__phello__', '__pycache__', 'dist-packages', 'distutils', 'encodings', 'ensurepip', 'idlelib',
     'lib2to3', 'msilib', 'pydoc_data', 'site-packages', 'test', 'tests', 'tkinter', 'turtledemo',
 }
 # fmt: on
-# Files that hold the paths and settings of one machine.
+# Files with paths and settings of one machine.
 FILES_LEFT_OUT = ('_sysconfigdata*.py', 'sitecustomize.py', 'usercustomize.py')
 
 
 def stdlib(config: DataConfig) -> Corpus:
     """Opens the standard library of the running interpreter. Each file is a document.
 
-    The documents are in the order of their paths. About 40 % are in train, and about 30 % each in
-    validation and test. The name of a module decides its split. So a module is in the same split
-    under every version of Python, even if its text differs.
+    About 40 % of the files are in train, and about 30 % each in validation and test. A module is in
+    the same split in every version of Python.
     """
 
     def names(split: str) -> list[str]:
         return [path for path in modules() if _split(path) == split]
 
     def read_texts(split: str) -> Iterator[bytes]:
-        for name in names(split):
-            yield modules()[name].read_bytes()
+        for path in names(split):
+            yield modules()[path].read_bytes()
 
-    interpreter = '.'.join(map(str, sys.version_info[:3]))
+    python_version = '.'.join(map(str, sys.version_info[:3]))  # such as '3.12.4'
     return Corpus(
         name='stdlib',
-        version=f'py{interpreter}-2.0.0',
+        version=f'py{python_version}-2.0.0',
         splits=SPLITS,
         documents=lambda language: {split: read_texts(split) for split in SPLITS},
         names=names,
@@ -48,32 +47,30 @@ def stdlib(config: DataConfig) -> Corpus:
 
 
 def _split(path: str) -> str:
-    """Returns the split of a module, by its name: 'json/decoder.py' is the module json.decoder."""
+    """Returns the split of a module by its dotted name, such as json.decoder."""
     parts = PurePosixPath(path).with_suffix('').parts
     if parts[-1] == '__init__':  # 'json/__init__.py' is the module json
         parts = parts[:-1]
-    return split_of('.'.join(parts), train=40, validation=30)
+    module_name = '.'.join(parts)
+    return split_of(module_name, train=40, validation=30)
 
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Returns the files of the corpus by their paths in the library, such as 'json/decoder.py'.
-
-    The paths are sorted.
-    """
+    """Returns the source files by sorted path in the library, such as 'json/decoder.py'."""
     root = Path(sysconfig.get_path('stdlib'))
-    paths = []
-    for directory, subdirectories, files in os.walk(root):
-        # The walk goes on in the directories that stay in the list. Those that cannot be packages,
-        # such as lib-dynload, hold generated files.
+    relative_paths = []
+    for directory, subdirectories, file_names in os.walk(root):
+        # `os.walk` enters the subdirectories that stay in this list. Names that are not
+        # identifiers, such as lib-dynload, are not packages.
         subdirectories[:] = [
             name
             for name in subdirectories
             if name.isidentifier() and name not in DIRECTORIES_LEFT_OUT
         ]
-        for name in files:
-            path = PurePosixPath(Path(directory, name).relative_to(root).as_posix())
+        for file_name in file_names:
+            path = Path(directory, file_name).relative_to(root)
             is_left_out = any(path.match(pattern) for pattern in FILES_LEFT_OUT)
             if path.suffix == '.py' and not is_left_out:
-                paths.append(str(path))
-    return {path: root / path for path in sorted(paths)}
+                relative_paths.append(path.as_posix())
+    return {path: root / path for path in sorted(relative_paths)}

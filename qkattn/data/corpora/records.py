@@ -1,6 +1,6 @@
-"""Reads files of records, JSON lines and Parquet. One field of a record is the text of a document.
+"""Reads files of records: JSON lines and Parquet. One field of a record is the text of a document.
 
-Records are read one at a time, so a corpus may be larger than the memory.
+Records are read one at a time, so files may be larger than the memory.
 """
 
 import gzip
@@ -17,24 +17,24 @@ from qkattn.errors import ConfigError
 from qkattn.storage import buckets
 from qkattn.storage.records import parse_json
 
-# The field that holds the text unless data.feature names another.
+# The default of data.feature.
 FIELD = 'text'
 # Rows of a Parquet file that are decoded at a time.
 ROWS_PER_READ = 1024
-# What the libraries raise for a file that is damaged, besides OSError.
+# Exceptions of the libraries for damaged files, besides OSError.
 DAMAGED = (EOFError, zlib.error, ValueError)
 
 
 def is_records(path: Path) -> bool:
-    """Whether a file holds records, which its suffix tells."""
+    """Whether a file has the suffix of a file of records."""
     return path.name.lower().endswith(tuple(SUFFIXES))
 
 
 def texts(path: Path, field: str) -> Iterator[bytes]:
-    """Yields the text in one field of each record of a file. Empty and null texts are left out.
+    """Yields the text field of each record in a file. Empty and null texts are left out.
 
-    Raises ConfigError if the file cannot be read, or if a record lacks the field or holds something
-    else than text in it.
+    Raises:
+      ConfigError: the file cannot be read, or the field is missing or not text.
     """
     for suffix, read in SUFFIXES.items():
         if path.name.lower().endswith(suffix):
@@ -43,22 +43,22 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[bytes]:
-    """Yields the texts of a file with a JSON object in each line; see `texts`."""
+    """Yields the texts of a file with one JSON object per line."""
     name = f'data.path: {str(path)!r}'
     with explain_read_errors(name, 'copy it again', *DAMAGED), open_decompressed(path) as file:
-        for number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(file, start=1):
             if line.isspace():
                 continue
-            line_name = f'data.path: line {number:,} of {str(path)!r}'
+            line_name = f'data.path: line {line_number:,} of {str(path)!r}'
             text = _text_of_line(line, field, line_name)
             if text:
                 yield _encode_utf8(text, line_name)
 
 
 def _text_of_line(line: bytes, field: str, line_name: str) -> str | None:
-    """Returns the text in a field of a JSON object, or None if the field is null.
+    """Returns the text in a field of a JSON object; None for null.
 
-    Raises ConfigError, which begins with `line_name`, if the line is no object with such a field.
+    Raises ConfigError if there is no such text. The message begins with `line_name`.
     """
     try:
         record = parse_json(line)
@@ -66,28 +66,30 @@ def _text_of_line(line: bytes, field: str, line_name: str) -> str | None:
         raise ConfigError(f'{line_name} cannot be read: {error}') from error
     if not isinstance(record, dict):
         raise ConfigError(f'{line_name} is no JSON object but {record!r:.40}')
+    advice = _advice(fields=list(record))
     if field not in record:
-        raise ConfigError(f'{line_name} has no field {field!r}; {_advice(list(record))}')
+        raise ConfigError(f'{line_name} has no field {field!r}; {advice}')
     text = record[field]
     if text is not None and not isinstance(text, str):
         raise ConfigError(
-            f'{line_name} has {text!r:.40} in the field {field!r}, which is no text; '
-            f'{_advice(list(record))}'
+            f'{line_name} has {text!r:.40} in the field {field!r}, which is no text; {advice}'
         )
     return text
 
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
-    """Yields the texts in a column of a Parquet file; see `texts`."""
+    """Yields the texts in a column of a Parquet file."""
     parquet = _import_arrow('pyarrow.parquet', path)
     types = _import_arrow('pyarrow.types', path)
     name = f'data.path: {str(path)!r}'
-    # For a damaged file, the library raises exceptions of many kinds.
-    errors_as_config_error = explain_read_errors(name, 'copy it again', Exception)
-    with errors_as_config_error, open_binary(path) as file, parquet.ParquetFile(file) as table:
-        # Check that the column exists and holds text.
+    with (
+        # pyarrow raises many kinds of exceptions for damaged files.
+        explain_read_errors(name, 'copy it again', Exception),
+        open_binary(path) as file,
+        parquet.ParquetFile(file) as table,
+    ):
         type_of_column = {column.name: column.type for column in table.schema_arrow}
-        advice = _advice(list(type_of_column))
+        advice = _advice(fields=list(type_of_column))
         if field not in type_of_column:
             raise ConfigError(f'{name} has no column {field!r}; {advice}')
         column_type = type_of_column[field]
@@ -96,16 +98,17 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
                 f'data.path: column {field!r} of {str(path)!r} holds {column_type}, which is no '
                 f'text; {advice}'
             )
-        if not table.metadata.num_rows:
+        if table.metadata.num_rows == 0:
             raise ConfigError(f'{name} has no rows; it must hold text')
 
         for batch in table.iter_batches(ROWS_PER_READ, columns=[field]):
-            for text in batch.column(0).to_pylist():
+            column = batch.column(0)
+            for text in column.to_pylist():
                 if text:
                     yield text.encode()
 
 
-# The function that reads a file with this suffix: from its path and a field to the texts.
+# By suffix, the function (path, field) that yields the texts of a file.
 SUFFIXES: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
     '.jsonl': _json_lines,
     '.jsonl.gz': _json_lines,
@@ -118,15 +121,12 @@ SUFFIXES: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
 
 
 def _advice(fields: list[str]) -> str:
-    """Returns the end of a message: which fields data.feature may name."""
+    """Returns the end of an error message, which lists the fields."""
     return f'set data.feature to one of {", ".join(fields) or "its fields, of which it has none"}'
 
 
 def _encode_utf8(text: str, line_name: str) -> bytes:
-    """Returns a text of JSON in UTF-8.
-
-    Raises ConfigError for half a surrogate pair, which JSON can write and UTF-8 cannot.
-    """
+    """Encodes a text from JSON. Raises ConfigError for a lone surrogate, which UTF-8 lacks."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -134,29 +134,27 @@ def _encode_utf8(text: str, line_name: str) -> bytes:
 
 
 def open_binary(path: Path) -> BinaryIO:
-    """Opens a file on a disk or in a bucket for reading."""
+    """Opens a regular file, or an object in a bucket, for reading."""
     if buckets.is_url(path):
         return cast(BinaryIO, path.open('rb'))
     return open_regular(path)
 
 
 def open_decompressed(path: Path) -> BinaryIO:
-    """Opens a file for reading, and decompresses it if its name ends in '.gz' or '.zst'."""
+    """Opens a file for reading, and decompresses '.gz' and '.zst'."""
     suffix = path.suffix.lower()
     if suffix == '.gz':
         return cast(BinaryIO, gzip.open(open_binary(path)))
     if suffix == '.zst':
-        stream = _import_arrow('pyarrow', path).input_stream(open_binary(path), compression='zstd')
+        pyarrow = _import_arrow('pyarrow', path)
+        stream = pyarrow.input_stream(open_binary(path), compression='zstd')
         return io.BufferedReader(stream)
     return open_binary(path)
 
 
 def _import_arrow(module: str, path: Path) -> Any:
-    """Imports a module of pyarrow to read `path`.
-
-    Raises ConfigError if pyarrow, which the extra `datasets` installs, is missing.
-    """
+    """Imports a module of pyarrow. Raises ConfigError, which names `path`, without pyarrow."""
     try:
-        return load_extra(module, 'datasets')
+        return load_extra(module, extra='datasets')
     except ConfigError as error:
         raise ConfigError(f'data.path: {str(path)!r} cannot be read: {error}') from error

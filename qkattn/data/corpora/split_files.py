@@ -1,4 +1,4 @@
-"""Sorts the user's files into splits, by the words in their names."""
+"""Sorts the user's files into splits by their names."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from qkattn.data.corpora.corpus import SPLITS, explain_read_errors
 from qkattn.errors import ConfigError
 
-# The words for the splits in names of files and folders.
+# Splits by word in a file or folder name.
 WORDS = {
     'train': 'train',
     'training': 'train',
@@ -20,26 +20,24 @@ WORDS = {
 
 
 def files_by_split(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Path]]:
-    """Sorts the files below a directory into splits.
+    """Sorts the files below a directory into splits by their names.
 
-    A word in the name of a file or of its folder tells the split: 'val.bin', 'val/0.bin' and
-    'fineweb_val_000000.bin' belong to validation. If no file names a split, all belong to train.
+    For example, 'val.bin', 'val/0.bin' and 'fineweb_val_000000.bin' are in validation. If no file
+    names a split, all files are in train.
 
     Args:
-      directory: the directory. Files in its folders count, too.
-      suffixes: the endings of the names of the files that count.
+      directory: the directory, which is searched recursively.
+      suffixes: the suffixes of the files.
 
     Returns:
-      The splits that have files, in the order of SPLITS, with their files sorted. {} if there are
-      no files.
+      The sorted files of each split that has files, in the order of SPLITS.
 
     Raises:
-      ConfigError: only some files name a split, a file names two, or none belongs to train.
+      ConfigError: only some files name a split, a file names two splits, or train has no file.
     """
-    files = _files_below(directory, suffixes)
     files_of_split: dict[str, list[Path]] = {}
     files_without_split = []
-    for path in files:
+    for path in _files_below(directory, suffixes):
         split = _split_of_name(path, directory)
         if split is None:
             files_without_split.append(path)
@@ -59,10 +57,10 @@ def files_by_split(directory: Path, suffixes: Sequence[str]) -> dict[str, list[P
 
 
 def _files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Returns the files below a directory that end in one of `suffixes`, sorted."""
+    """Returns the sorted files below a directory with one of the suffixes."""
     name = f'data.path: {str(directory)!r}'
     files = []
-    # Directories in a bucket raise NotImplementedError.
+    # `rglob` raises NotImplementedError for a directory in a bucket.
     with explain_read_errors(name, 'give a local or mounted directory', NotImplementedError):
         for path in sorted(directory.rglob('*')):
             if path.name.lower().endswith(tuple(suffixes)) and path.is_file():
@@ -71,12 +69,12 @@ def _files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _split_of_name(path: Path, directory: Path) -> str | None:
-    """Returns the split that a file's path below `directory` names; None if it names no split.
+    """Returns the split that is named in a file's path below `directory`, or None.
 
-    Raises ConfigError if it names more than one.
+    Raises ConfigError if the path names several splits.
     """
-    name = path.relative_to(directory).as_posix().lower()
-    words = re.split('[^a-z]+', name)  # 'val/part_0.bin' -> ['val', 'part', 'bin']
+    relative_path = path.relative_to(directory).as_posix().lower()
+    words = re.split('[^a-z]+', relative_path)  # 'val/part_0.bin' -> ['val', 'part', 'bin']
     splits = sorted({WORDS[word] for word in words if word in WORDS})
     if len(splits) > 1:
         raise ConfigError(f'data.path: {path} names the splits {" and ".join(splits)}; rename it')
