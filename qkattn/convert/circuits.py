@@ -1,8 +1,8 @@
-"""Conversions of one circuit: W_Q and W_K, or W_V and W_O, merged or factored anew.
+"""Conversions of one circuit: W_Q and W_K, or W_V and W_O, are merged or factored.
 
-Conversions of the QK circuit rewrite A[n] in s = scale x A[n] y^T and keep the Value. They have the
-preconditions of `qk_factors`. Conversions of the OV circuit keep the Score. They work with any
-positions, QK-norm and mask, because nothing acts between W_V and W_O.
+Conversions of the QK circuit rewrite A[n] in the logits s = scale * x A[n] y^T, and keep the Value.
+Their preconditions are those of `qk_factors`. Conversions of the OV circuit rewrite B[n] and keep
+the Score. They work with any positions, QK-norm and mask, because nothing acts between W_V and W_O.
 """
 
 from collections.abc import Callable
@@ -26,52 +26,49 @@ from qkattn.convert.factors import (
 def merge(layer: Attention) -> Attention:
     """Any bilinear Score -> `merged`: W_QK[n] = W_Q[n] W_K[n]^T. Exact.
 
-    The bias of the queries becomes one vector of size D per head, W_K[n] b_Q[n]. The bias of the
-    keys is dropped. It adds the same number to all logits of a query, and softmax ignores that.
+    The query bias becomes W_K[n] b_Q[n], a vector [D] per head. The key bias is dropped: it shifts
+    all logits of a query equally, which softmax ignores.
     """
     factors = qk_factors(layer)
     target = empty_layer(layer, score='merged')
-    # A[n] has D + 1 rows and columns. Its last row comes from b_Q. Its last column comes from b_K,
-    # and is dropped:
-    #
-    #     [ W_QK  . ]
-    #     [ b_Q   . ]
+    # E = F = D + 1. The last row comes from b_Q, and the last column from b_K.
     A_NEF = factors.logit_matrices() / logit_scale(target)
-    w_NDE = A_NEF[:, :-1, :-1]
-    b_NE = A_NEF[:, -1, :-1]
-    score = {'w_qk_DNE': np.moveaxis(w_NDE, 0, 1), 'b_q_NE': b_NE}
+    w_qk_NDD = A_NEF[:, :-1, :-1]
+    b_q_ND = A_NEF[:, -1, :-1]
+    score = {'w_qk_DNE': np.moveaxis(w_qk_NDD, 0, 1), 'b_q_NE': b_q_ND}
     return fill(target, layer, score=score)
 
 
 def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
     """Any bilinear Score -> `qk`, or `low_rank(rank=)` if `rank` is not the head size. Exact.
 
-    W_Q[n] and W_K[n] get the same norm. Raises ConversionError if A[n] of a head has a higher rank;
-    `truncate` converts such a layer, too, with an error.
+    W_Q[n] and W_K[n] get the same norm. Raises ConversionError if A[n] has a higher rank.
+    `truncate` converts such layers approximately.
     """
-    return _lossless(truncate, layer, rank, 'A[n]')
+    return _lossless(truncate, layer, rank, matrix_name='A[n]')
 
 
 def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     """Any bilinear Score -> the closest `qk` or `low_rank(rank=)` of a rank, and its error.
 
-    Each A[n] keeps its `rank` largest singular values. The error is the norm of the others, divided
-    by the norm of A. With biases, A has a last row for b_Q, which is truncated with it. The bias of
-    the keys is dropped, because softmax ignores it.
+    Each A[n] keeps its `rank` largest singular values. If the layer has biases, A[n] has an
+    additional row for b_Q. The key bias is dropped, because softmax ignores it.
+
+    Returns:
+      layer: the converted layer.
+      error: the norm of the dropped singular values, divided by the norm of A.
     """
     factors = qk_factors(layer)
     variant, letter = _variant_of_rank('qk', rank, layer)
     target = empty_layer(layer, score=variant)
 
-    # A[n] has D + 1 rows and columns. The last row comes from b_Q, and is kept if there are biases.
-    # The last column comes from b_K, and is dropped.
+    # The last row comes from b_Q. The last column comes from b_K and is dropped.
     D = layer.spec.d_model
     num_rows = D + 1 if layer.spec.biases else D
     A_NED = factors.logit_matrices()[:, :num_rows, :D]
-    q_ENR, k_DNR, lost = balanced_factors(A_NED, rank)
+    q_ENR, k_DNR, error = balanced_factors(A_NED, rank)
 
-    # The target multiplies q k^T by a scale of its own. A includes the scale already, so each of
-    # its two factors is divided by the root of the target's scale.
+    # A includes the scale, but the target multiplies q k^T by its own scale again.
     root_of_scale = logit_scale(target) ** 0.5
     q_ENR = q_ENR / root_of_scale
     k_DNR = k_DNR / root_of_scale
@@ -82,12 +79,13 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
         f'b_q_N{letter}': q_ENR[D] if layer.spec.biases else zeros_NR,
         f'b_k_K{letter}': zeros_NR,
     }
-    return fill(target, layer, score=score), lost
+    return fill(target, layer, score=score), error
 
 
 def merge_vo(layer: Attention) -> Attention:
     """Any Value -> `merged_vo`: W_OV[n] = W_V[n] W_O[n], and b_V W_O is added to b_O. Exact."""
-    B_NDE, b_E = extract_factors(layer, of_qk=False).output_matrices()
+    factors = extract_factors(layer, of_qk=False)
+    B_NDE, b_E = factors.output_matrices()
     target = empty_layer(layer, value='merged_vo')
     return fill(target, layer, value={'w_ov_NDE': B_NDE, 'b_o_D': b_E})
 
@@ -95,37 +93,41 @@ def merge_vo(layer: Attention) -> Attention:
 def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
     """Any Value -> `vo`, or `low_rank(rank=)` if `rank` is not the head size. Exact.
 
-    Raises ConversionError if B[n] of a head has a higher rank.
+    Raises ConversionError if B[n] has a higher rank.
     """
-    return _lossless(truncate_vo, layer, rank, 'B[n]')
+    return _lossless(truncate_vo, layer, rank, matrix_name='B[n]')
 
 
 def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     """Any Value -> the closest `vo` or `low_rank(rank=)` of a rank, and its error.
 
-    Each B[n] keeps its `rank` largest singular values. The error is the norm of the others, divided
-    by the norm of B. The bias of the values moves into the output bias.
+    Each B[n] keeps its `rank` largest singular values. The value bias moves into the output bias.
+
+    Returns:
+      layer: the converted layer.
+      error: the norm of the dropped singular values, divided by the norm of B.
     """
     variant, letter = _variant_of_rank('vo', rank, layer)
     target = empty_layer(layer, value=variant)
-    factors = extract_factors(layer, of_qk=False)  # The Score stays as it is.
+    factors = extract_factors(layer, of_qk=False)
     B_NDE, b_E = factors.output_matrices()
-    v_DNR, o_ENR, lost = balanced_factors(B_NDE, rank)
+    v_DNR, o_ENR, error = balanced_factors(B_NDE, rank)
     value = {
         f'w_v_DK{letter}': v_DNR,
         f'w_o_N{letter}D': np.moveaxis(o_ENR, 0, -1),
         f'b_v_K{letter}': np.zeros(v_DNR.shape[1:]),
         'b_o_D': b_E,
     }
-    return fill(target, layer, value=value), lost
+    return fill(target, layer, value=value), error
 
 
 def _variant_of_rank(standard: str, rank: int, layer: Attention) -> tuple[str, str]:
-    """Returns the Score or Value with this rank, and the letter of the rank in parameter names.
+    """Returns the variant with this rank, and the letter of the rank in its parameter names.
 
-    If the rank is the head size, these are `standard`, which is 'qk' or 'vo', and 'H', as in
-    w_q_DNH. If it is 8 in place of that, they are 'low_rank(rank=8)' and 'R', as in w_q_DNR. Raises
-    ConversionError if query heads share key and value heads.
+    - If the rank is the head size: `standard` ('qk' or 'vo') and 'H', as in w_q_DNH.
+    - Otherwise: 'low_rank(rank=8)' and 'R', as in w_q_DNR.
+
+    Raises ConversionError if query heads share key heads.
     """
     N = layer.spec.num_heads
     K = layer.spec.num_kv_heads
@@ -140,29 +142,29 @@ def _variant_of_rank(standard: str, rank: int, layer: Attention) -> tuple[str, s
 
 
 def _lossless(
-    truncate: Callable[..., tuple[Attention, float]],
+    truncate_function: Callable[..., tuple[Attention, float]],
     layer: Attention,
     rank: int | None,
-    matrix: str,
+    matrix_name: str,
 ) -> Attention:
-    """Returns a layer with A[n] or B[n] factored at a rank, if that loses nothing but rounding.
+    """Truncates A[n] or B[n] of a layer, and requires that only rounding errors are lost.
 
     Args:
-      truncate: the function `truncate` or `truncate_vo`.
+      truncate_function: `truncate` or `truncate_vo`.
       layer: the layer to convert.
       rank: the rank; None is the head size.
-      matrix: 'A[n]' or 'B[n]', for the error.
+      matrix_name: 'A[n]' or 'B[n]', for the error.
 
-    Raises ConversionError if the rank of the matrix is higher: if the lost share of its norm is
-    more than 256 rounding errors of the parameters' dtype.
+    Raises:
+      ConversionError: the relative error is above 256 times the epsilon of the dtype.
     """
     if rank is None:
         rank = layer.spec.head_size
-    target, lost = truncate(layer, rank=rank)
-    rounding_error = float(jnp.finfo(dtype_of(layer)).eps)
+    converted_layer, error = truncate_function(layer, rank=rank)
+    tolerance = 256 * float(jnp.finfo(dtype_of(layer)).eps)
     require(
-        lost <= 256 * rounding_error,
-        f'{matrix} has a rank above {rank}: cutting it there loses {lost:.2e} of its norm; use a '
-        f'higher rank, or {truncate.__name__}, which reports the error',
+        error <= tolerance,
+        f'{matrix_name} has a rank above {rank}: cutting it there loses {error:.2e} of its norm; '
+        f'use a higher rank, or {truncate_function.__name__}, which reports the error',
     )
-    return target
+    return converted_layer

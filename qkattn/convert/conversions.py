@@ -1,7 +1,7 @@
-"""The registry of conversions between attention variants, and their use on whole models.
+"""The registry of conversions between attention variants, and conversion of whole models.
 
-To add one, add to `CONVERSIONS` a function `(layer, *, options) -> layer` that raises
-`ConversionError` where a precondition does not hold.
+To add a conversion, register a function `(layer, *, options) -> layer` in `CONVERSIONS`. It raises
+`ConversionError` if a precondition does not hold.
 """
 
 import dataclasses
@@ -31,35 +31,52 @@ from qkattn.model.transformer import Transformer
 class Conversion:
     """A conversion of attention layers to another variant.
 
-    Unless it is lossy, the converted layer computes the same function in the same dtype.
+    Unless the conversion is lossy, the converted layer computes the same function in the same
+    dtype.
     """
 
-    function: Callable[..., Any]  # (layer, **options) -> layer; options are keyword-only
-    circuit: Literal['QK', 'OV', 'both']  # the one that changes
-    # `function` returns (layer, error). The error is the lost share of the norm of A[n] or B[n].
+    # (layer, **options) -> layer, with keyword-only options.
+    function: Callable[..., Any]
+    # The circuit that changes.
+    circuit: Literal['QK', 'OV', 'both']
+    # `function` returns (layer, error). The error is relative to the norm of A or B.
     lossy: bool = False
-    takes_norm: bool = False  # `function` also takes the gain and bias of the norm before attention
-    of_stack: bool = False  # `function` takes and returns all layers of a model
+    # `function` also takes gain and bias of the norm before attention: (layer, gain_D, bias_D).
+    takes_norm: bool = False
+    # `function` takes and returns a list of all layers.
+    of_stack: bool = False
 
-    def __call__(self, layer: Attention, *norm: Any, **options: Any) -> tuple[Attention, float]:
-        """Returns the converted layer, and the error of a lossy conversion, else 0.
+    def __call__(
+        self, layer: Attention, *norm_gain_and_bias: Any, **options: Any
+    ) -> tuple[Attention, float]:
+        """Converts one layer.
 
-        `norm` is the gain and the bias [D] of the norm, if the conversion takes them.
+        Args:
+          layer: the layer.
+          *norm_gain_and_bias: gain [D] and bias [D] of the norm, if the conversion takes them.
+          **options: the options of the conversion.
+
+        Returns:
+          layer: the converted layer.
+          error: the error of a lossy conversion, otherwise 0.
         """
         if self.of_stack:
             (converted_layer,) = self.function([layer], **options)
             return converted_layer, 0.0
-        result = self.function(layer, *norm, **options)
-        return result if self.lossy else (result, 0.0)
+        if self.lossy:
+            converted_layer, error = self.function(layer, *norm_gain_and_bias, **options)
+            return converted_layer, error
+        return self.function(layer, *norm_gain_and_bias, **options), 0.0
 
     @property
     def summary(self) -> str:
-        """The first line of the function's docstring: from which variant to which."""
-        first = (inspect.getdoc(self.function) or '').partition('\n')[0]
-        return first.removesuffix(' Exact.')
+        """The first line of the function's docstring."""
+        docstring = inspect.getdoc(self.function) or ''
+        first_line, _, _ = docstring.partition('\n')
+        return first_line.removesuffix(' Exact.')
 
 
-# The conversions of the package, by name.
+# Conversions by name.
 CONVERSIONS: dict[str, Conversion] = {
     'to_standard': Conversion(whole_layer.to_standard, 'both'),
     'merge': Conversion(circuits.merge, 'QK'),
@@ -77,10 +94,17 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
-    """Parses the name of a conversion and its options, e.g. 'truncate(rank=8)'.
+    """Parses a conversion with options, such as 'truncate(rank=8)'.
 
-    The name is one of `CONVERSIONS` or an import path. Raises ConfigError if the conversion or an
-    option is unknown, or an option is missing.
+    Args:
+      text: a name in `CONVERSIONS` or an import path, and options in parentheses.
+
+    Returns:
+      conversion: the conversion.
+      options: the options by name.
+
+    Raises:
+      ConfigError: the conversion or an option is unknown, or a required option is missing.
     """
 
     def is_conversion(imported: Any) -> bool:
@@ -89,19 +113,17 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
     def function_of(conversion: Conversion) -> Callable[..., Any]:
         return conversion.function
 
-    # The options are the keyword-only parameters of the conversion's function. `resolve` refuses
-    # others.
     conversion, options = resolve(
         text,
-        CONVERSIONS,
-        'conversion',
+        known=CONVERSIONS,
+        field='conversion',
         needs='a Conversion',
         is_valid=is_conversion,
         call=function_of,
     )
-    # An option without a default must be in the text.
     for option, default in options_of(conversion.function).items():
-        if default is inspect.Parameter.empty and option not in options:
+        is_required = default is inspect.Parameter.empty
+        if is_required and option not in options:
             raise ConfigError(f'{text} requires the option {option!r}')
     return conversion, options
 
@@ -112,45 +134,45 @@ def convert_model(
     """Converts all attention layers of a model.
 
     Args:
-      text: the conversion with its options, e.g. 'merge' or 'truncate(rank=8)'.
+      text: the conversion with its options, such as 'merge' or 'truncate(rank=8)'.
       config: the config of the model.
       params: the parameters of the model.
 
     Returns:
       config: the config of the converted model.
       params: the parameters of the converted model.
-      errors: the error of each layer, for a lossy conversion; else empty.
+      errors: the error of each layer if the conversion is lossy; otherwise [].
 
     Raises:
-      ConfigError: as `parse_conversion` does, or if the model is not one stack of one variant.
-      ConversionError: if a precondition of the conversion does not hold.
+      ConfigError: `text` is invalid, or the model is not a single stack of one variant.
+      ConversionError: a precondition of the conversion does not hold.
     """
     conversion, options = parse_conversion(text)
     _require_one_stack(config)
-    # A conversion with `takes_norm` moves the gain of the norm before attention into W_Q, W_K and
-    # W_V. In a post-norm model, the residual stream needs that gain, too.
+    # The gain of the norm moves into W_Q, W_K and W_V, but a post-norm residual stream needs it.
     require(
         not (conversion.takes_norm and config.norm_position == 'post'),
         'in a post-norm model the residual stream also reads what the norm before attention writes',
     )
 
     model = with_params(config, jax.tree.map(jnp.asarray, params))
-    results = _convert_layers(conversion, options, model)
-    layers = [layer for layer, _ in results]
-    errors = [error for _, error in results] if conversion.lossy else []
+    layers_and_errors = _convert_layers(conversion, options, model)
+    layers = [layer for layer, _ in layers_and_errors]
+    errors = [error for _, error in layers_and_errors] if conversion.lossy else []
 
-    # The model holds all layers in one module, whose arrays have a leading axis over the layers.
     spec = _common_spec(layers)
+    converted_config = _config_with(config, spec)
+
+    # A model stores its layers as one module with a leading axis of layers.
     model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if conversion.takes_norm:
         _reset_norm(model.blocks.attention_norm)
-    converted_params = nnx.to_pure_dict(nnx.state(model))
-    converted_params = jax.tree.map(np.asarray, converted_params)
-    return _config_with(config, spec), converted_params, errors
+    converted_params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    return converted_config, converted_params, errors
 
 
 def _common_spec(layers: list[Attention]) -> AttentionSpec:
-    """Returns the spec of all layers; raises ConversionError if they differ."""
+    """Returns the spec of all layers. Raises ConversionError if they differ."""
     spec = layers[0].spec
     for index, layer in enumerate(layers):
         require(
@@ -162,22 +184,22 @@ def _common_spec(layers: list[Attention]) -> AttentionSpec:
 
 
 def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:
-    """Returns the config of a model whose attention layers have this spec.
+    """Returns the config of a model whose attention layers have `spec`.
 
-    Raises ConversionError if there is no such config.
+    Raises ConversionError if no config gives this spec.
     """
     changes: dict[str, Any] = {
         name: getattr(spec, name)
         for name in ('score', 'value', 'num_kv_heads', 'head_size', 'score_scale')
     }
-    # The MLP keeps its width, whatever default the changed config would give it.
-    config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
-    require(attention_spec(config) == spec, f'no model setting gives layers of {spec}')
-    return config
+    # The MLP width is written out, so that it does not depend on a default.
+    converted_config = dataclasses.replace(config, d_ff=config.mlp_width, **changes)
+    require(attention_spec(converted_config) == spec, f'no model setting gives layers of {spec}')
+    return converted_config
 
 
 def _require_one_stack(config: ModelConfig) -> None:
-    """Raises ConfigError unless the model is a single stack of layers of one variant."""
+    """Raises ConfigError unless the model is a single stack of one attention variant."""
     if config.pattern is not None:
         field = 'pattern'
     elif config.kind == 'encoder_decoder':
@@ -221,8 +243,8 @@ def _convert_layers(
 
 
 def _norm_of_layer(model: Transformer, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the gain and the bias [D] of the norm before attention in one layer."""
-    norm = model.blocks.attention_norm
+    """Returns gain_D and bias_D of the norm before attention in one layer."""
+    norm = model.blocks.attention_norm  # its arrays have a leading axis of layers
     D = model.config.d_model
     gain_D = np.ones(D) if norm.g_D is None else np.array(norm.g_D)[index]
     bias_D = np.zeros(D) if norm.b_D is None else np.array(norm.b_D)[index]
@@ -238,7 +260,7 @@ def _reset_norm(norm: Norm) -> None:
 
 
 def converted(model: Transformer, *texts: str) -> Transformer:
-    """Returns the model after one or more conversions; see `convert_model`."""
+    """Applies one or more conversions to a model; see `convert_model`."""
     config = model.config
     params = nnx.to_pure_dict(nnx.state(model))
     for text in texts:
@@ -249,9 +271,22 @@ def converted(model: Transformer, *texts: str) -> Transformer:
 def logit_error(
     before: tuple[ModelConfig, dict], after: tuple[ModelConfig, dict], tokens_BT: np.ndarray
 ) -> float:
-    """Returns the largest difference of two models' logits, divided by the first's largest one."""
-    logits = []
-    for config, params in (before, after):
+    """Returns the largest difference between the logits of two models, as a relative error.
+
+    Args:
+      before: config and parameters of the model before a conversion.
+      after: config and parameters of the converted model.
+      tokens_BT: the tokens.
+
+    Returns:
+      max |before - after| / max |before|, over all logits.
+    """
+
+    def logits_of(config: ModelConfig, params: dict) -> np.ndarray:
         model = with_params(config, jax.tree.map(jnp.asarray, params))
-        logits.append(np.asarray(jax.jit(lambda m, t: m(t))(model, tokens_BT), np.float64))
-    return float(np.abs(logits[0] - logits[1]).max() / np.abs(logits[0]).max())
+        compute_logits = jax.jit(lambda model, tokens_BT: model(tokens_BT))
+        return np.asarray(compute_logits(model, tokens_BT), np.float64)
+
+    before_BTV = logits_of(*before)
+    after_BTV = logits_of(*after)
+    return float(np.abs(before_BTV - after_BTV).max() / np.abs(before_BTV).max())
