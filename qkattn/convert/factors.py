@@ -1,4 +1,4 @@
-"""The factors W_Q, W_K, W_V, W_O of a layer in float64, and layers with given parameters."""
+"""Extracts the factors W_Q, W_K, W_V and W_O of a layer, and makes layers with given parameters."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,14 +18,16 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """The matrices and biases of a layer in standard form.
+    """The matrices and biases of a layer in standard form, in float64.
 
-    Queries are x W_Q + b_Q, keys y W_K + b_K, values y W_V + b_V, and the output is
-    sum_n o_n W_O[n] + b_O, where o_n is the average of the values of head n. `scale` multiplies the
-    logits.
+    - Queries: x W_Q + b_Q
+    - Keys: y W_K + b_K
+    - Values: y W_V + b_V
+    - Output: sum_n o_n W_O[n] + b_O, where o_n is the weighted average of the values in head n
 
-    All arrays are float64, and the caller may change them in place. The numbers and sizes of heads
-    are those with which the variant computes: `merged`, for example, has one key head of size D.
+    The axes are D = d_model, N query heads, K key and value heads, and H, the size of a head.
+    N, K and H are those of the computation. For example, `merged` has one key head of size D. The
+    caller may change the arrays in place.
     """
 
     w_q_DNH: np.ndarray
@@ -36,55 +38,60 @@ class Factors:
     b_v_KH: np.ndarray
     w_o_NHD: np.ndarray
     b_o_D: np.ndarray
-    scale: float
+    scale: float  # multiplies the logits
 
     def qk(self) -> dict[str, np.ndarray]:
-        """Returns the parameters of the Score `qk`, by name."""
+        """Returns the parameters of the Score `qk` by name."""
         return {name: getattr(self, name) for name in ('w_q_DNH', 'w_k_DKH', 'b_q_NH', 'b_k_KH')}
 
     def vo(self) -> dict[str, np.ndarray]:
-        """Returns the parameters of the Value `vo`, by name."""
+        """Returns the parameters of the Value `vo` by name."""
         return {name: getattr(self, name) for name in ('w_v_DKH', 'w_o_NHD', 'b_v_KH', 'b_o_D')}
 
     def with_kv_heads(self, num_heads: int) -> 'Factors':
-        """Repeats key and value heads until there are `num_heads` of each."""
+        """Repeats key and value heads so that there are `num_heads` of each."""
         repeated: dict[str, Any] = {}
         for name, array in vars(self).items():
-            if 'K' in name:  # the names end in their axes, as w_k_DKH does
-                repeats = num_heads // array.shape[-2]
-                repeated[name] = np.repeat(array, repeats, axis=-2)
+            axes = name.rpartition('_')[2]  # 'w_k_DKH' -> 'DKH'
+            if 'K' in axes:
+                axis = axes.index('K')
+                repeats = num_heads // array.shape[axis]
+                repeated[name] = np.repeat(array, repeats, axis=axis)
         return dataclasses.replace(self, **repeated)
 
     def with_head_size(self, size: int) -> 'Factors':
-        """Pads every head with zeros up to a size: the axis H of each array that has one."""
-        arrays = self.qk() | self.vo()
+        """Pads every head with zeros to `size`."""
         padded: dict[str, Any] = {}
-        for name, array in arrays.items():
+        for name, array in vars(self).items():
             axes = name.rpartition('_')[2]  # 'w_q_DNH' -> 'DNH'
-            padding = [(0, 0)] * array.ndim
             if 'H' in axes:
-                head_axis = axes.index('H')
-                padding[head_axis] = (0, size - array.shape[head_axis])
-            padded[name] = np.pad(array, padding)
+                axis = axes.index('H')
+                padding = [(0, 0)] * array.ndim
+                padding[axis] = (0, size - array.shape[axis])
+                padded[name] = np.pad(array, padding)
         return dataclasses.replace(self, **padded)
 
     def logit_matrices(self) -> np.ndarray:
-        """Returns a matrix A[n] for each head, with logits (x, 1) A[n] (y, 1)^T; shape [N, E, F].
+        """Returns A_NEF, with logits (x, 1) A[n] (y, 1)^T in head n.
 
-        E = F = D + 1, because a 1 is appended to x and y for the biases. A includes the scale. Its
-        last row comes from the bias of the queries. Its last column comes from the bias of the
-        keys. That bias adds the same number to all logits of a query, so softmax ignores it.
+        E = F = D + 1, because a 1 is appended to x and y for the biases. The last row of A[n] comes
+        from b_Q, and the last column from b_K. A includes the scale.
         """
-        heads = self.with_kv_heads(len(self.b_q_NH))
+        num_heads = len(self.b_q_NH)
+        repeated = self.with_kv_heads(num_heads)
         q_ENH = np.concatenate([self.w_q_DNH, self.b_q_NH[None]])
-        k_FNH = np.concatenate([heads.w_k_DKH, heads.b_k_KH[None]])
+        k_FNH = np.concatenate([repeated.w_k_DKH, repeated.b_k_KH[None]])
         return self.scale * np.einsum('ENH,FNH->NEF', q_ENH, k_FNH)
 
     def output_matrices(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns B_NDE = W_V[n] W_O[n] and the output bias b_E = b_O + sum_n b_V[n] W_O[n]."""
-        heads = self.with_kv_heads(len(self.w_o_NHD))
-        B_NDE = np.einsum('DNH,NHE->NDE', heads.w_v_DKH, self.w_o_NHD)
-        b_E = self.b_o_D + np.einsum('NH,NHE->E', heads.b_v_KH, self.w_o_NHD)
+        """Returns B_NDE = W_V[n] W_O[n] and the output bias b_E = b_O + sum_n b_V[n] W_O[n].
+
+        E = D is the axis of the output.
+        """
+        num_heads = len(self.w_o_NHD)
+        repeated = self.with_kv_heads(num_heads)
+        B_NDE = np.einsum('DNH,NHE->NDE', repeated.w_v_DKH, self.w_o_NHD)
+        b_E = self.b_o_D + np.einsum('NH,NHE->E', repeated.b_v_KH, self.w_o_NHD)
         return B_NDE, b_E
 
 
@@ -95,20 +102,24 @@ def require(condition: bool, reason: str) -> None:
 
 
 def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
-    """Finds the factors of a layer by applying its projections to a basis of the stream.
+    """Computes the factors of a layer by applying its projections to unit vectors.
 
-    With of_qk=False it finds only those of the OV circuit, and W_Q and W_K are empty. The Score
-    then need not be linear.
+    Args:
+      layer: the layer.
+      of_qk: whether to extract W_Q and W_K. If False, they are empty, and the Score need not be
+        linear.
 
-    Raises ConversionError if a projection is not linear, or if the layer has biases and its
-    probabilities do not sum to 1.
+    Raises:
+      ConversionError: a projection is not linear, or the layer has biases and its attention
+        probabilities do not sum to 1.
     """
     spec = layer.spec
     D = spec.d_model
     N = spec.num_heads
     require(layer.value.linear, f'{spec.value} is not linear in the values: it has no matrix B[n]')
+    probabilities_sum_to_1 = registry.find_normalizer(spec.normalizer).simplex
     require(
-        not spec.biases or registry.find_normalizer(spec.normalizer).simplex,
+        not spec.biases or probabilities_sum_to_1,
         'conversions drop the bias of the keys and move that of the values, which softmax allows '
         f'and normalizer={spec.normalizer} does not; only a layer without biases can be converted',
     )
@@ -132,12 +143,12 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
             w_k_DKH, b_k_KH = _affine_map(keys, D, f'keys of {spec.variant}')
         w_v_DKH, b_v_KH = _affine_map(values, D, f'values of {spec.variant}')
 
-        # The output for values of zero is b_O. For a 1 in channel h of head n, it is
-        # b_O + W_O[n, h].
+        # The output for zeros is b_O. The output for a unit vector is a row of W_O plus b_O.
         H = w_v_DKH.shape[-1]
-        probe_TNH = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)]).reshape(-1, N, H)
-        zeros_BTD = jnp.zeros((1, len(probe_TNH), D))
-        out_TD = np.array(value.output(jnp.asarray(probe_TNH)[None], score, zeros_BTD))[0]
+        zero_and_units = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)])
+        heads_TNH = zero_and_units.reshape(-1, N, H)
+        x_BTD = jnp.zeros((1, len(heads_TNH), D))
+        out_TD = np.array(value.output(jnp.asarray(heads_TNH)[None], score, x_BTD))[0]
     b_o_D = out_TD[0]
     w_o_NHD = (out_TD[1:] - b_o_D).reshape(N, H, D)
     return Factors(
@@ -154,29 +165,28 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
 
 
 def _affine_map(
-    project: Callable[[jax.Array], jax.Array], size: int, name: str
+    project: Callable[[jax.Array], jax.Array], D: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns W and b of a map y W + b by applying it to chosen vectors.
+    """Returns w_DNH and b_NH of an affine map y W + b.
 
     Args:
       project: the map, from y_BSD to heads_BSNH.
-      size: D, the size of y.
-      name: what the map computes, for the error, e.g. 'queries of qk/vo'.
+      D: the size of y.
+      name: what the map computes, for the error, such as 'queries of qk/vo'.
 
-    Raises ConversionError if the map does not have this form.
+    Raises ConversionError if the map is not affine.
     """
-    D = size
     zero_1D = np.zeros((1, D))
     units_DD = np.eye(D)
     twos_1D = 2 * np.ones((1, D))
-    probe_SD = np.concatenate([zero_1D, units_DD, twos_1D])
-    projected_SNH = np.array(project(jnp.asarray(probe_SD)[None]))[0]
+    y_SD = np.concatenate([zero_1D, units_DD, twos_1D])
+    projected_SNH = np.array(project(jnp.asarray(y_SD)[None]))[0]
 
-    # The zero vector gives b. Unit vector d gives row d of W, plus b.
+    # Zero gives b. Unit vectors give the rows of W plus b.
     b_NH = projected_SNH[0]
     w_DNH = projected_SNH[1:-1] - b_NH
 
-    # The vector of twos tests both: a map of this form gives twice the sum of all rows, plus b.
+    # The vector of twos checks that the map is affine.
     expected_NH = 2 * w_DNH.sum(0) + b_NH
     error = np.abs(projected_SNH[-1] - expected_NH).max()
     tolerance = 1e-9 * (1 + np.abs(projected_SNH).max())
@@ -188,17 +198,18 @@ def _affine_map(
 
 
 def qk_factors(layer: Attention) -> Factors:
-    """Returns the factors of a layer, and checks that a conversion may replace W_Q and W_K.
+    """Returns the factors of a layer whose W_Q and W_K can be rewritten.
 
-    A conversion keeps the product A[n] = W_Q[n] W_K[n]^T, or approximates it. This keeps the
-    function of the layer only if its logits are scale x A[n] y^T. So the following raise
-    ConversionError:
+    The logits must depend on W_Q and W_K only through A[n] = W_Q[n] W_K[n]^T.
 
-    - RoPE and QK-norm: they act on queries and keys between W_Q and W_K.
-    - A Score that is not bilinear, masks the diagonal, or adds a bias to the logits.
-    - A Value that uses a matrix of the Score: the matrix would change in both.
-    - A bias of the keys under a logit cap: conversions drop the bias. Softmax ignores that, but a
-      cap does not.
+    Raises:
+      ConversionError: the layer has
+
+        - RoPE or QK-norm, which act between W_Q and W_K.
+        - a Score that is not bilinear, masks the diagonal, or adds a bias to the logits.
+        - a Value that uses a matrix of the Score.
+        - a logit cap and a key bias. Conversions drop the key bias, which softmax ignores but a cap
+          does not.
     """
     spec = layer.spec
     require(
@@ -225,10 +236,10 @@ def qk_factors(layer: Attention) -> Factors:
 
 
 def require_bilinear(layer: Attention) -> None:
-    """Raises ConversionError unless the logits are x A[n] y^T for all pairs, without a bias."""
+    """Raises ConversionError unless the logits are x A[n] y^T for all pairs of tokens."""
     name = layer.spec.score
     score = layer.score
-    bias_NTS = score.relative_bias(jnp.zeros((1, 1), int))
+    bias_NTS = score.relative_bias(jnp.zeros((1, 1), int))  # None if the Score has no such bias
     require(bias_NTS is None, f'{name} adds a learned bias to the logits; the target does not')
     require(not score.hides_self, f'{name} masks the diagonal, which the target does not')
     require(score.bilinear, f'{name} is not bilinear in x and y, so it has no matrix A[n]')
@@ -241,44 +252,40 @@ def dtype_of(layer: Attention) -> np.dtype:
 
 
 def logit_scale(layer: Attention) -> float:
-    """Returns the factor on q k^T."""
+    """Returns the factor by which q k^T is multiplied."""
     return layer.score.scale * layer.spec.score_scale
 
 
 def empty_layer(source: Attention, **changes: Any) -> Attention:
-    """Returns a layer whose parameters have shapes but no values yet; `fill` sets them.
-
-    Only the gains of QK-norm, if there are any, are copied from `source` already.
+    """Returns a layer whose parameters have shapes but no values. `fill` sets the values.
 
     Args:
-      source: the layer that is converted.
-      changes: the fields of its spec that are different in the returned layer.
+      source: the layer that is converted. Its gains of QK-norm are copied.
+      **changes: fields of the spec that differ from `source.spec`.
 
     Raises:
       ConversionError: the gains of QK-norm do not fit the size of the queries.
     """
     spec = dataclasses.replace(source.spec, **changes)
 
-    # Query heads can share key or value heads only if the Score or the Value supports it. If
-    # neither does, every query head gets its own.
+    # If neither Score nor Value supports grouped heads, every query head has its own.
     score_class, _ = registry.find_score(spec.score)
     value_class, _ = registry.find_value(spec.value)
     if not (score_class.uses_kv_heads or value_class.uses_kv_heads):
         spec = dataclasses.replace(spec, num_kv_heads=spec.num_heads)
 
-    # `eval_shape` gives the parameters their shapes without computing initial values.
+    # `eval_shape` computes no initial values.
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     if not spec.qk_norm:
         return layer
 
-    # Copy the gains of QK-norm. They have the size of queries, which may be another one here.
     for name in ('g_q_H', 'g_k_H'):
         gain_H = getattr(source, name)
-        size = getattr(layer, name).shape[0]
+        query_size = getattr(layer, name).shape[0]
         require(
-            gain_H.shape == (size,),
+            gain_H.shape == (query_size,),
             f'QK-norm acts on queries of size {len(gain_H)}; in {spec.variant} they have size '
-            f'{size}',
+            f'{query_size}',
         )
         setattr(layer, name, nnx.Param(jnp.array(gain_H[...], dtype_of(source))))
     return layer
@@ -325,31 +332,33 @@ def fill(
 
 
 def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Splits each matrix A[n] = U S V^T into two factors, U S^1/2 and V S^1/2.
+    """Factors each matrix A[n] = U S V^T into U S^1/2 and V S^1/2, truncated to a rank.
 
-    Only the `rank` largest singular values are kept, so the product of the factors is the best
-    approximation of A[n] with this rank (Eckart & Young 1936). Of all factors with this product,
-    these have the least sum of squares. If A has fewer singular values than `rank`, columns of
-    zeros are appended.
+    The product of the factors is the best approximation of A[n] with this rank (Eckart & Young
+    1936). Of all factors with this product, these have the smallest sum of squares.
+
+    Args:
+      A_NED: the matrices.
+      rank: R, the number of singular values that are kept. If A[n] has fewer, the factors are
+        padded with zeros.
 
     Returns:
       left_ENR: U S^1/2.
       right_DNR: V S^1/2.
-      lost: the error of their product, as the norm of the difference divided by the norm of A, both
-        over all heads.
+      error: the relative error of the product, in the Frobenius norm over all heads.
     """
-    left_NER, s_NR, right_NRD = np.linalg.svd(A_NED, full_matrices=False)
+    u_NES, s_NS, vh_NSD = np.linalg.svd(A_NED, full_matrices=False)
     norm = float(np.linalg.norm(A_NED))
-    if norm == 0:
-        norm = 1.0  # A zero matrix loses nothing.
-    lost = float(np.linalg.norm(s_NR[:, rank:])) / norm
+    # The error of a truncated SVD is the norm of the dropped singular values.
+    error_norm = float(np.linalg.norm(s_NS[:, rank:]))
+    error = 0.0 if norm == 0 else error_norm / norm
 
-    root_NR = np.sqrt(s_NR[:, :rank])
-    left_ENR = np.moveaxis(left_NER[..., :rank] * root_NR[:, None], 0, 1)
-    right_DNR = np.moveaxis(right_NRD[:, :rank], -1, 0) * root_NR
+    root_NR = np.sqrt(s_NS[:, :rank])
+    left_ENR = np.moveaxis(u_NES[..., :rank] * root_NR[:, None], 0, 1)
+    right_DNR = np.moveaxis(vh_NSD[:, :rank], -1, 0) * root_NR
 
     padding = ((0, 0), (0, 0), (0, rank - root_NR.shape[1]))
-    return np.pad(left_ENR, padding), np.pad(right_DNR, padding), lost
+    return np.pad(left_ENR, padding), np.pad(right_DNR, padding), error
 
 
 def relative_error(approximate: np.ndarray, exact: np.ndarray) -> float:
