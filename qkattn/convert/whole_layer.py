@@ -1,4 +1,4 @@
-"""Conversions of both circuits at once: standard form, folding, key and value heads."""
+"""Conversions of both circuits: standard form, folding, and key and value heads."""
 
 from typing import Any
 
@@ -19,56 +19,54 @@ from qkattn.convert.factors import (
 def to_standard(layer: Attention) -> Attention:
     """Any variant whose queries, keys and values are linear in the stream -> qk/vo. Exact.
 
-    Tied matrices are copied, fixed ones are written out, and factors are multiplied. Both circuits
-    get the head size of the wider one; the other is padded with zeros. So `merged` gets heads of
-    size D, which `unmerge` makes smaller if the rank allows.
+    Tied matrices are copied, fixed matrices are written out, and factors are multiplied. If heads
+    of queries and values differ in size, the smaller ones are padded with zeros.
 
-    Raises ConversionError for a Score that is not linear or masks the diagonal. Under RoPE or
-    QK-norm it also raises one if padding would widen the query heads, or if only part of a query
-    is rotated.
+    Raises:
+      ConversionError: the Score is not bilinear, or masks the diagonal. With RoPE or QK-norm, also
+        if query heads would be padded, or if only a part of each head is rotated.
     """
     spec = layer.spec
     require_bilinear(layer)
     factors = extract_factors(layer)
-    size_of_queries = factors.w_q_DNH.shape[-1]
-    size_of_values = factors.w_v_DKH.shape[-1]
-    size = max(size_of_queries, size_of_values)
+    query_size = factors.w_q_DNH.shape[-1]
+    value_size = factors.w_v_DKH.shape[-1]
+    H = max(query_size, value_size)
 
     if spec.positions == 'rope' or spec.qk_norm:
-        rope_size = layer.score.rope_size
+        rope_size = layer.score.rope_size  # None if the whole head is rotated
         require(
-            rope_size in (None, size_of_queries),
-            f'{spec.score} rotates {rope_size} of {size_of_queries} channels, and qk rotates all',
+            rope_size in (None, query_size),
+            f'{spec.score} rotates {rope_size} of {query_size} channels, and qk rotates all',
         )
         acts = 'RoPE rotates' if spec.positions == 'rope' else 'QK-norm normalizes'
         require(
-            size == size_of_queries,
-            f'queries of size {size_of_queries} would be widened to the {size_of_values} of the '
+            H == query_size,
+            f'queries of size {query_size} would be widened to the {value_size} of the '
             f'values, and {acts} them over their whole size',
         )
 
-    # `vo` has as many value heads as `qk` has key heads.
+    # qk/vo has equal numbers of key heads and value heads.
     num_key_heads = factors.w_k_DKH.shape[1]
     num_value_heads = factors.w_v_DKH.shape[1]
     K = num_key_heads if num_key_heads == num_value_heads else spec.num_heads
-    factors = factors.with_kv_heads(K).with_head_size(size)
+    factors = factors.with_kv_heads(K).with_head_size(H)
 
-    # The Score `qk` multiplies its logits by size^-1/2. The ratio makes up for the difference.
-    ratio = float(layer.score.scale) * size**0.5
+    # The Score `qk` has the scale H^-1/2 instead of `layer.score.scale`.
+    scale_ratio = float(layer.score.scale) * H**0.5
     score_scale = spec.score_scale
     if spec.qk_norm:
-        # A factor on W_Q would have no effect, because QK-norm divides by the length of queries.
-        score_scale *= ratio
+        score_scale *= scale_ratio  # QK-norm would undo a factor on W_Q
     else:
-        factors.w_q_DNH[...] *= ratio
-        factors.b_q_NH[...] *= ratio
-    return _standard(layer, factors, num_kv_heads=K, head_size=size, score_scale=score_scale)
+        factors.w_q_DNH[...] *= scale_ratio
+        factors.b_q_NH[...] *= scale_ratio
+    return _standard(layer, factors, num_kv_heads=K, head_size=H, score_scale=score_scale)
 
 
 def fold_double(layer: Attention) -> Attention:
     """`double` -> qk, vo, or both: each pair of projections becomes its product. Exact.
 
-    If only the Score or only the Value is `double`, the other one stays as it is.
+    A Score or Value that is not `double` is kept.
     """
     score_name, _, _ = layer.spec.score.partition('(')  # 'double(size=64)' -> 'double'
     value_name, _, _ = layer.spec.value.partition('(')
@@ -76,7 +74,6 @@ def fold_double(layer: Attention) -> Attention:
     folds_value = value_name == 'double'
     require(folds_score or folds_value, f'{layer.spec.variant} has no double projection to fold')
 
-    # A Score that stays need not be linear, so its factors are not extracted.
     factors = extract_factors(layer, of_qk=folds_score)
     changes = {}
     arrays = {}
@@ -92,11 +89,17 @@ def fold_double(layer: Attention) -> Attention:
 def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Attention:
     """Moves the gain and bias of the norm before self-attention into W_Q, W_K and W_V. Exact.
 
-    The result satisfies result(z) = layer(z * gain + bias), where z is the normalized stream. Each
-    projection W, b of the layer becomes diag(gain) W, b + bias W.
+    A projection z -> z W + b becomes z -> z diag(gain) W + (bias W + b), so that
+    converted(z) = layer(z * gain + bias).
 
-    Raises ConversionError for all variants but qk/vo. In `query_free`, for example, there is no
-    query matrix that could absorb the gain.
+    Args:
+      layer: a layer of the variant qk/vo.
+      gain_D: the gain of the norm.
+      bias_D: the bias of the norm.
+
+    Raises:
+      ConversionError: the layer is of another variant, where the norm may have no matrix to move
+        into.
     """
     factors = _factors_of_standard(layer)
     gain_D = np.asarray(gain_D, np.float64)
@@ -107,27 +110,27 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
         (factors.w_v_DKH, factors.b_v_KH),
     )
     for w_DNH, b_NH in projections:
-        # The arrays of `factors` are changed in place, the bias before its matrix changes.
+        # In place. The bias comes first, because it uses the matrix without the gain.
         b_NH[...] += np.tensordot(bias_D, w_DNH, axes=1)
         w_DNH[...] *= gain_D[:, None, None]
 
-    biases = layer.spec.biases or bool(bias_D.any())
-    return _standard(layer, factors, biases=biases)
+    has_biases = layer.spec.biases or bool(bias_D.any())
+    return _standard(layer, factors, biases=has_biases)
 
 
 def fold_biases(layer: Attention) -> Attention:
     """qk/vo -> qk/vo with b_K = b_V = 0, by moving b_V into b_O and dropping b_K. Exact.
 
-    b_V can move because the probabilities of a head sum to 1 (without dropout). b_K can be dropped
-    because it adds the same number to all logits of a query, which softmax ignores.
+    b_V can move because attention probabilities sum to 1 without dropout. b_K can be dropped
+    because it shifts all logits of a query equally, which softmax ignores.
 
-    Raises ConversionError if b_K is not zero and the layer has RoPE, QK-norm or a logit cap. They
-    act before the softmax, so b_K has an effect.
+    Raises:
+      ConversionError: b_K is not zero and has an effect, because the layer has RoPE, QK-norm or a
+        logit cap.
     """
     factors = _factors_of_standard(layer)
     if factors.b_k_KH.any():
-        # Called only for its checks: it raises ConversionError where b_K has an effect.
-        qk_factors(layer)
+        qk_factors(layer)  # raises ConversionError if b_K has an effect
     factors.b_k_KH[...] = 0
 
     _, total_bias_D = factors.output_matrices()  # b_O + sum_n b_V[n] W_O[n]
@@ -146,11 +149,14 @@ def gqa_to_mha(layer: Attention) -> Attention:
 def gqa_to_latent(layer: Attention) -> Attention:
     """qk/vo with K key heads -> latent/latent: W_D = [W_K, W_V], and head selectors. Exact.
 
-    The latent has R = 2 K H channels, so the key/value cache keeps its size. The keys are the same
-    as before, so QK-norm and caps may stay. Meng et al. 2025, arXiv 2502.07864, section 3.
+    The latent has R = 2 K H channels, as many as the key/value cache before. Queries and keys do
+    not change, so QK-norm and logit caps may stay.
 
-    Raises ConversionError for another variant, for RoPE, and if 2 K H > d_model, because a latent
-    cannot be wider than the stream.
+    Source: Meng et al. 2025, arXiv 2502.07864, section 3.
+
+    Raises:
+      ConversionError: the layer is not qk/vo, has RoPE, or has 2 K H > d_model. A latent cannot be
+        wider than the residual stream.
     """
     spec = layer.spec
     factors = _factors_of_standard(layer)
@@ -167,26 +173,26 @@ def gqa_to_latent(layer: Attention) -> Attention:
     )
     target = empty_layer(layer, score=f'latent(size={R})', value='latent', num_kv_heads=N)
 
-    # select_KN is 1 if query head n uses key head k: with K = 2 and N = 4, [[1 1 0 0], [0 0 1 1]].
-    # select_RNH is the same for each channel of a head.
+    # select_KN[k, n] is 1 if query head n uses key head k, as in [[1, 1, 0, 0], [0, 0, 1, 1]].
+    # select_CNH copies the C = K H channels of all key heads to the query heads.
     select_KN = np.repeat(np.eye(K), N // K, axis=1)
-    select_RNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)
-    zeros_RNH = np.zeros_like(select_RNH)
+    select_CNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)
+    zeros_CNH = np.zeros_like(select_CNH)
     zeros_NH = np.zeros((N, H))
 
-    # The first K H channels of the latent are the keys, the others are the values.
-    w_k_DR = factors.w_k_DKH.reshape(D, -1)
-    w_v_DR = factors.w_v_DKH.reshape(D, -1)
+    # The latent holds all keys and then all values.
+    w_k_DC = factors.w_k_DKH.reshape(D, -1)
+    w_v_DC = factors.w_v_DKH.reshape(D, -1)
     score = {
-        'w_down_DR': np.concatenate([w_k_DR, w_v_DR], axis=1),
+        'w_down_DR': np.concatenate([w_k_DC, w_v_DC], axis=1),
         'b_down_R': np.concatenate([factors.b_k_KH.ravel(), factors.b_v_KH.ravel()]),
-        'w_k_RNH': np.concatenate([select_RNH, zeros_RNH]),
+        'w_k_RNH': np.concatenate([select_CNH, zeros_CNH]),
         'b_k_NH': zeros_NH,
         'w_q_DNH': factors.w_q_DNH,
         'b_q_NH': factors.b_q_NH,
     }
     value = {
-        'w_up_v_RNH': np.concatenate([zeros_RNH, select_RNH]),
+        'w_up_v_RNH': np.concatenate([zeros_CNH, select_CNH]),
         'b_v_NH': zeros_NH,
         'w_o_NHD': factors.w_o_NHD,
         'b_o_D': factors.b_o_D,
@@ -195,13 +201,13 @@ def gqa_to_latent(layer: Attention) -> Attention:
 
 
 def _factors_of_standard(layer: Attention) -> Factors:
-    """Returns the factors of a layer qk/vo; raises ConversionError for another variant."""
+    """Returns the factors of a qk/vo layer. Raises ConversionError for other variants."""
     variant = str(layer.spec.variant)
     require(variant == 'qk/vo', f'it starts from qk/vo, not {variant}; apply to_standard first')
     return extract_factors(layer)
 
 
 def _standard(source: Attention, factors: Factors, **changes: Any) -> Attention:
-    """Returns a layer qk/vo with these factors; its spec is that of `source` with changes."""
+    """Returns a qk/vo layer with these factors. Its spec is `source.spec` with `changes`."""
     layer = empty_layer(source, score='qk', value='vo', **changes)
     return fill(layer, source, score=factors.qk(), value=factors.vo())
