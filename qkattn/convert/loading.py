@@ -1,4 +1,4 @@
-"""Models by path: runs, exported parameters, published files."""
+"""Loads models by path: runs, exported parameters, and published files."""
 
 import contextlib
 import dataclasses
@@ -37,19 +37,23 @@ from qkattn.train.checkpoint import Checkpoints
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
-    """The newest checkpoint of a run, or a model by itself.
+    """The newest checkpoint of a run, or a single model without a run.
 
-    A trial is one seed and one setting of the hyperparameters in a run. A model by itself is stored
-    as a single trial.
+    A trial is one seed and one setting of the hyperparameters. A model without a run has one trial.
     """
 
     path: Path
     model_config: ModelConfig
-    params: list[dict]  # the float32 parameters of each trial
-    trials: list[dict[str, Any]]  # seed, learning rate and weight decay of each; {} without a run
-    alive: list[bool]  # False for trials that diverged; they have their last finite parameters
-    config: Config | None = None  # the config of the run; None without a run
-    step: int | None = None  # the optimizer steps of the run; None without a run
+    # The float32 parameters of each trial.
+    params: list[dict]
+    # Seed, learning rate and weight decay of each trial; [{}] without a run.
+    trials: list[dict[str, Any]]
+    # False for trials that diverged. Their parameters are the last finite ones.
+    alive: list[bool]
+    # The config of the run; None without a run.
+    config: Config | None = None
+    # The number of optimizer steps; None without a run.
+    step: int | None = None
 
     @functools.cached_property
     def models(self) -> list[Transformer]:
@@ -57,12 +61,13 @@ class Loaded:
         cast = functools.partial(jnp.asarray, dtype=self.model_config.compute_dtype)
         models = []
         for params in self.params:
-            models.append(with_params(self.model_config, jax.tree.map(cast, params)))
+            cast_params = jax.tree.map(cast, params)
+            models.append(with_params(self.model_config, cast_params))
         return models
 
     @property
     def trial(self) -> int:
-        """The first trial that has not diverged; 0 if all have."""
+        """The first trial that has not diverged; 0 if all trials have diverged."""
         return self.alive.index(True) if True in self.alive else 0
 
     @property
@@ -71,10 +76,7 @@ class Loaded:
         return self.models[self.trial]
 
     def check_trial(self, trial: int | None) -> int:
-        """Returns `trial`, or the default `self.trial` if it is None.
-
-        Raises ConfigError if it is out of range.
-        """
+        """Returns `trial`, or `self.trial` by default. Raises ConfigError if it is out of range."""
         if trial is None:
             return self.trial
         num_trials = len(self.params)
@@ -85,7 +87,7 @@ class Loaded:
         return trial
 
     def state(self, trial: int) -> str:
-        """Path, variant, step and settings of a trial of a run, and whether it diverged."""
+        """Describes a trial of a run: path, variant, step, settings, and whether it diverged."""
         settings = ' '.join(f'{name}={value}' for name, value in self.trials[trial].items())
         diverged = '' if self.alive[trial] else ', which diverged'
         return (
@@ -114,19 +116,23 @@ def load(
     average: int = 1,
     imports: Collection[str] = (),
 ) -> Loaded:
-    """Loads a run, or a model by itself. The files at `source` decide which.
+    """Loads a run or a model.
 
     Args:
-      source: a run directory; a directory of exported parameters; a directory or .safetensors file
-        of a GPT-2 in the Hugging Face layout; or a .pt checkpoint of nanoGPT.
+      source: one of
+
+        - a run directory;
+        - a directory of exported parameters;
+        - a directory or .safetensors file of a GPT-2 in the Hugging Face layout;
+        - a .pt checkpoint of nanoGPT.
       num_heads: the number of heads, for published files without a config.
-      average: how many of the newest checkpoints of a run to average the parameters over.
-      imports: the import paths of classes that exported parameters may name. (The config of a run
-        is code itself, so its import paths are always followed.)
+      average: the number of newest checkpoints of a run whose parameters are averaged.
+      imports: import paths that exported parameters may use. Import paths of a run are always
+        allowed, because its config is code.
 
     Raises:
-      ConfigError: if `source` is none of these, is damaged, or has a different layout.
-      CheckpointError: if every checkpoint of the run is damaged.
+      ConfigError: `source` is none of these, is damaged, or has a different layout.
+      CheckpointError: all checkpoints of the run are damaged.
     """
     path = as_path(source)
     if not path.exists():
@@ -134,18 +140,19 @@ def load(
             f'{path} does not exist; give a run, exported parameters or a published model'
         )
     if exported.is_run(path):
-        config, step, stack = exported.load_stack(absolute(path), average)
+        config, step, stacked_state = exported.load_stack(absolute(path), average)
         trials = config.trials.trials()
-        # The arrays of a checkpoint have a leading axis of trials.
-        params = []
-        for x in range(len(trials)):
-            params.append(jax.tree.map(operator.itemgetter(x), stack['params']))
+        # Arrays of a checkpoint have a leading axis of trials.
+        params_of_trials = []
+        for index in range(len(trials)):
+            take_trial = operator.itemgetter(index)
+            params_of_trials.append(jax.tree.map(take_trial, stacked_state['params']))
         return Loaded(
             path=path,
             model_config=config.model,
-            params=params,
+            params=params_of_trials,
             trials=trials,
-            alive=stack['alive'].tolist(),
+            alive=stacked_state['alive'].tolist(),
             config=config,
             step=step,
         )
@@ -154,29 +161,27 @@ def load(
             f'average={average} needs the checkpoints of a run, and {path} is not one'
         )
 
-    # A model by itself: a checkpoint of nanoGPT, a GPT-2, or else exported parameters.
     is_exported = (path / exported.ABOUT).exists()
     if path.suffix == '.pt':
-        model_config, model_params = load_nanogpt(path, num_heads=num_heads)
+        model_config, params = load_nanogpt(path, num_heads=num_heads)
     elif path.is_file() or (not is_exported and any(path.glob('*.safetensors*'))):
-        model_config, model_params = load_gpt2(path, num_heads=num_heads)
+        model_config, params = load_gpt2(path, num_heads=num_heads)
     else:
-        model_config, model_params = exported.load(path, imports)
-    return Loaded(path, model_config, [model_params], [{}], [True])
+        model_config, params = exported.load(path, imports)
+    return Loaded(path, model_config, params=[params], trials=[{}], alive=[True])
 
 
 def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
     """Returns the tokenizer of a loaded model.
 
     Args:
-      source: the model. If it comes from a run, the config of the run names the tokenizer.
-      data: the value of the flag --data, which names the tokenizer of any other model.
-      otherwise: what the user can give in place of text, for errors: '--prompt_tokens', for
-        example, a flag that takes token ids.
+      source: the model.
+      data: the value of the flag --data. It names the tokenizer of a model without a run.
+      otherwise: a flag that replaces text, such as '--prompt_tokens', for errors.
 
     Raises:
       ConfigError: the tokenizer has more tokens than the model, the data has changed since the run,
-        or the flag names no tokenizer.
+        or `data` names no tokenizer.
     """
     if source.config is None:
         tokenizer = tokenizer_of_flag(data, otherwise)
@@ -192,22 +197,19 @@ def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
 
 
 def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
-    """Opens the tokenizer of a run's data.
+    """Returns the tokenizer of a run's data.
 
-    Raises ConfigError if the newest checkpoint of the run has the name of another tokenizer,
-    because the data has changed since.
+    Raises ConfigError if the newest checkpoint was trained with another tokenizer.
     """
-    # Read only the record of the checkpoint: with {} there are no arrays to restore.
     directory = absolute(path) / 'checkpoints'
     with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
-        restored = checkpoints.restore({})
-    assert restored is not None  # `load` has read this checkpoint before.
+        restored = checkpoints.restore({})  # {} restores no arrays
+    assert restored is not None  # `load` has read this checkpoint before
     _, record = restored
 
-    # The name of the tokenizer; for parallel text, those of the source and of the target.
+    # One name, or the names of source and target for parallel text.
     recorded_names = names_in(record['data'])
-    # One tokenizer.json can give two tokenizers, with different separators between documents.
-    # `tokenizer_of` opens the one with the recorded name.
+    # The name selects among tokenizers of one file with different separators.
     with use_recorded_tokenizers(*recorded_names):
         tokenizer = tokenizer_of(data)
     if recorded_names and tokenizer.name != recorded_names[0]:
@@ -219,42 +221,41 @@ def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
 
 
 def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
-    """Opens the tokenizer that the flag --data names.
+    """Returns the tokenizer that the flag --data names.
 
     Args:
-      data: the value of the flag, one of
+      data: one of
 
-        - a .json file in the format of tokenizer.json;
-        - an encoding of tiktoken, as in 'tiktoken:gpt2';
-        - a directory that prepare_data has written: the tokenizer of its tokens;
-        - the import path of a dataset, as in 'package.module:name': the dataset's tokenizer;
-        - the name of a dataset that needs no other setting, as in 'stdlib': bytes are the tokens.
-      otherwise: what errors advise to give instead; see `tokenizer_for`.
+        - a file in the format of tokenizer.json;
+        - a tiktoken encoding, such as 'tiktoken:gpt2';
+        - a directory that prepare_data has written;
+        - the import path of a dataset, such as 'package.module:name';
+        - the name of a dataset without required settings, such as 'stdlib', whose tokens are bytes.
+      otherwise: a flag that replaces text, for errors; see `tokenizer_for`.
 
     Raises:
-      ConfigError: `data` is none of these, a file cannot be read, or the tokens of a directory come
-        from a tokenizer outside the package.
+      ConfigError: `data` is none of these, a file cannot be read, or a directory has a tokenizer
+        from outside the package.
     """
     advice = (
         'give a dataset that needs no other setting '
         f'({", ".join(corpus_registry.NAMED_ALONE)}), a tokenizer.json, tiktoken:NAME, or a '
         'directory that prepare_data has written'
     )
-    # The cases are in the order of the docstring.
     if data.endswith('.json'):
-        # The library that reads such files may raise any exception.
+        # The tokenizers library may raise any exception for a damaged file.
         with explain_read_errors(f'--data={data}', advice, Exception):
             return FileTokenizer(read_whole(as_path(data)))
 
     if data.startswith(PREFIX):
-        return restore_tokenizer(data, None)
+        return restore_tokenizer(data, model=None)
 
-    # INDEX is the file that prepare_data writes beside the tokens.
+    # prepare_data writes an index beside the tokens.
     is_prepared = data and (as_path(data) / INDEX).exists()
     if is_prepared:
-        kind = read_index(as_path(data)).tokenizer  # a value of data.tokenizer
+        kind = read_index(as_path(data)).tokenizer  # the value of data.tokenizer
         if is_import_path(kind):
-            # A file of data must not decide which code is imported.
+            # For security, data files must not decide which code is imported.
             raise ConfigError(
                 f'--data={data} has tokens of {kind!r:.200}, code that only a config can name; '
                 f'give {otherwise}'
