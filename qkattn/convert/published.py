@@ -1,8 +1,7 @@
-"""GPT-2 and nanoGPT files as a model config and the parameters of its Decoder.
+"""Reads GPT-2 and nanoGPT files as the config and the parameters of a Decoder.
 
-The Decoder with score 'qk', value 'vo', layer norm and learned positions is GPT-2: pre-norm, tanh
-GELU (`gelu_new`), scale H^-0.5, norm epsilon 1e-5. Radford et al. 2019. `transformers_layout`
-writes these files.
+A GPT-2 (Radford et al. 2019) is a pre-norm Decoder with score 'qk', value 'vo', layer norm and
+learned positions. `transformers_layout` writes these files.
 """
 
 import dataclasses
@@ -29,29 +28,26 @@ from qkattn.storage.records import parse_json
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
-# The tensor of the output matrix, and the parameter of the Decoder that is its transpose.
+# The tensor of the output matrix, and its transpose in the Decoder.
 HEAD = 'lm_head.weight'
 OUTPUT_MATRIX = 'w_output_DV'
-# Where the Decoder keeps the parameters of its Score and its Value.
+# Paths of the Score and the Value in the Decoder.
 QK = 'blocks/attention/score'
 VO = 'blocks/attention/value'
 
 
 class Contents(NamedTuple):
-    """What a tensor of a GPT-2 file holds.
+    """The axes of a tensor in a GPT-2 file, and the Decoder parameters that it holds."""
 
-    `axes` has a letter for each axis: D = d_model, C = 3 D, F = mlp_width, V = vocab_size,
-    T = context. `paths` are the parameters of the Decoder that lie side by side along the last
-    axis. For example, c_attn.weight [D, C] holds W_Q, W_K and W_V.
-    """
-
+    # One letter per axis: D = d_model, C = 3 D, F = mlp_width, V = vocab_size, T = context.
     axes: str
+    # Parameters of the Decoder, concatenated along the last axis. For example, c_attn.weight [D, C]
+    # holds W_Q, W_K and W_V.
     paths: tuple[str, ...]
 
 
-# The tensors of a GPT-2 under their names in Hugging Face's files, without the prefix
-# `transformer.` and with * for the number of the layer. Matrices are [inputs, outputs]. Heads are
-# in order.
+# The tensors of a GPT-2 by their names in Hugging Face files, without the prefix `transformer.`,
+# and with * for the layer index. Matrices are [inputs, outputs].
 TENSORS: dict[str, Contents] = {
     'wte.weight': Contents('VD', ('w_embedding_VD',)),
     'wpe.weight': Contents('TD', ('w_position_TD',)),
@@ -69,9 +65,9 @@ TENSORS: dict[str, Contents] = {
     'h.*.mlp.c_proj.bias': Contents('D', ('blocks/mlp/b_out_D',)),
     'ln_f.weight': Contents('D', ('final_norm/g_D',)),
     'ln_f.bias': Contents('D', ('final_norm/b_D',)),
-    HEAD: Contents('VD', (OUTPUT_MATRIX,)),  # a second name of wte.weight if embeddings are tied
+    HEAD: Contents('VD', (OUTPUT_MATRIX,)),  # equal to wte.weight if embeddings are tied
 }
-# The values in config.json with which GPT-2 is the Decoder; the default of transformers is first.
+# The supported values of settings in config.json. The first one is the default of transformers.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     'model_type': ('gpt2',),
     'activation_function': ('gelu_new', 'gelu_pytorch_tanh', 'gelu', 'relu'),
@@ -79,7 +75,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     'scale_attn_weights': (True,),
     'scale_attn_by_inverse_layer_idx': (False,),
 }
-# Our names of its activation functions.
+# Our names of GPT-2's activation functions.
 ACTIVATIONS = {
     'gelu_new': 'gelu_tanh',
     'gelu_pytorch_tanh': 'gelu_tanh',
@@ -99,30 +95,32 @@ FIELDS = {
 }
 # nanoGPT stores these matrices as torch.nn.Linear does, [outputs, inputs].
 TRANSPOSED = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
-# Prefixes of tensor names: 'module.transformer.wte.weight' is 'wte.weight'. They come from
-# torch.compile, DataParallel, and the Hugging Face model with an output matrix.
+# Prefixes of tensor names, as in 'module.transformer.wte.weight'. torch.compile, DataParallel and
+# GPT2LMHeadModel add them.
 PREFIXES = re.compile(r'(_orig_mod\.|module\.|transformer\.)*')
-# Causal masks, e.g. 'h.0.attn.bias', which older versions saved among the parameters.
+# Causal masks such as 'h.0.attn.bias', which old versions saved with the parameters.
 MASKS = re.compile(r'h\.\d+\.attn\.(bias|masked_bias)')
-# The number of the layer in the name of a tensor: 3 in 'h.3.ln_1.weight'.
+# The layer index in a tensor name, such as 3 in 'h.3.ln_1.weight'.
 LAYER = re.compile(r'h\.(\d+)\.')
 
 
 def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelConfig, dict]:
-    """Reads a GPT-2 in the Hugging Face layout, as a config and float32 parameters.
-
-    The config has dropout 0.
+    """Loads a GPT-2 in the Hugging Face layout.
 
     Args:
       source: one of
 
-        - a directory with model.safetensors (or its index) and config.json;
-        - a .safetensors file; a config.json beside it is read too;
+        - a directory with config.json and model.safetensors or its index;
+        - a .safetensors file, with or without a config.json beside it;
         - a dictionary of numpy, jax or torch arrays by name, in 16 or 32 bits.
-      num_heads: the number of heads, required without a config.json.
+      num_heads: the number of heads. Required without a config.json.
+
+    Returns:
+      config: the model config, with dropout 0.
+      params: the float32 parameters.
 
     Raises:
-      ConfigError: if the tensors or the config.json are not those of a GPT-2, or d_model is not a
+      ConfigError: the tensors or the config.json are not those of a GPT-2, or d_model is not a
         multiple of the number of heads.
     """
     arrays: Any
@@ -132,7 +130,7 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
         settings = {}
     else:
         path = as_path(source)
-        settings = _settings_beside(path)
+        settings = _read_settings(path)
         arrays = _read_safetensors(path)
 
     for name, choices in SUPPORTED.items():
@@ -142,17 +140,17 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
             supported = ' or '.join(repr(choice) for choice in choices)
             raise ConfigError(f'config.json: {name}={value!r} is not supported, only {supported}')
 
-    config, params = _decoder(_normalized(arrays), settings, 'config.json', num_heads)
+    tensors = _float32_tensors(arrays)
+    config, params = _decoder_of_tensors(tensors, settings, 'config.json', num_heads)
     activation: Any = ACTIVATIONS[settings.get('activation_function', 'gelu_new')]
     return dataclasses.replace(config, activation=activation), params
 
 
-def _settings_beside(path: Path) -> dict[str, Any]:
-    """Returns the settings in the config.json of a model, which is a directory or a file.
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Reads the config.json in a model directory, or beside a model file.
 
-    A directory must contain a config.json. If there is none beside a file, the result is {}. Two
-    defaults of transformers are filled in: tie_word_embeddings is True, and n_inner, the width of
-    the MLP, is 4 * n_embd if config.json has "n_inner": null.
+    Two defaults of transformers are added: tie_word_embeddings and n_inner. Returns {} for a file
+    without a config.json.
     """
     directory = path if path.is_dir() else path.parent
     config_file = directory / 'config.json'
@@ -160,29 +158,33 @@ def _settings_beside(path: Path) -> dict[str, Any]:
         return {}
     settings = {'tie_word_embeddings': True} | _read_json(config_file)
     n_embd = settings.get('n_embd', 768)  # the default of transformers
-    has_default_width = 'n_inner' in settings and settings['n_inner'] is None
-    if has_default_width and isinstance(n_embd, int):
+    has_null_width = 'n_inner' in settings and settings['n_inner'] is None
+    if has_null_width and isinstance(n_embd, int):
         settings['n_inner'] = 4 * n_embd
     return settings
 
 
 def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[ModelConfig, dict]:
-    """Reads a model saved by nanoGPT or a descendant of it, as a config and float32 parameters.
+    """Loads a model that was saved by nanoGPT or a fork.
 
-    The model may have biases or none, a padded vocabulary, and a tied or untied output matrix. Its
-    activation is the exact GELU, as in nanoGPT's MLP (`nn.GELU()`).
+    The model may be without biases, and may have a padded vocabulary and an untied output matrix.
+    The activation is exact GELU.
 
     Args:
       source: one of
 
-        - a .pt checkpoint, which requires torch; only tensors and plain values are loaded from it;
-        - a .safetensors file;
-        - a dictionary of arrays by name;
-        - a dictionary {'model': arrays by name, 'model_args': settings}, as in a checkpoint.
-      num_heads: the number of heads, required if the source has no model_args.
+        - a .pt checkpoint, which requires torch. Only tensors and plain values are loaded.
+        - a .safetensors file.
+        - a dictionary of arrays by name.
+        - a checkpoint as a dictionary {'model': arrays by name, 'model_args': settings}.
+      num_heads: the number of heads. Required without model_args.
+
+    Returns:
+      config: the model config, with dropout 0.
+      params: the float32 parameters.
 
     Raises:
-      ConfigError: if the tensors do not have this layout, or torch is missing.
+      ConfigError: the tensors do not have this layout, or torch is missing.
     """
     content: Any
     if isinstance(source, Mapping):
@@ -192,25 +194,27 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
         is_safetensors = path.suffix == '.safetensors'
         content = _read_safetensors(path) if is_safetensors else _read_torch(path)
 
-    # A checkpoint is {'model': arrays by name, 'model_args': settings, ...}. Other sources are only
-    # the arrays by name.
     is_checkpoint = isinstance(content, Mapping) and isinstance(content.get('model'), Mapping)
-    arrays = content['model'] if is_checkpoint else content
-    settings = _settings_of_checkpoint(content) if is_checkpoint else {}
+    if is_checkpoint:
+        arrays = content['model']
+        settings = _settings_of_checkpoint(content)
+    else:
+        arrays = content
+        settings = {}
 
-    # nanoGPT stores some matrices as [outputs, inputs], GPT-2 as [inputs, outputs].
-    tensors = _normalized(arrays)
+    # nanoGPT stores some matrices as [outputs, inputs].
+    tensors = _float32_tensors(arrays)
     for name, tensor in tensors.items():
         if name.endswith(TRANSPOSED):
             tensors[name] = np.ascontiguousarray(tensor.T)
-    config, params = _decoder(tensors, settings, 'model_args', num_heads)
+    config, params = _decoder_of_tensors(tensors, settings, 'model_args', num_heads)
     return dataclasses.replace(config, activation='gelu'), params
 
 
 def _settings_of_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model_args of a nanoGPT checkpoint, without the dropout, which has no effect.
+    """Returns the model_args of a nanoGPT checkpoint without the dropout, which is ignored.
 
-    Raises ConfigError if they are not a dictionary, or if one is not an argument of nanoGPT.
+    Raises ConfigError if model_args is not a dictionary or has unknown keys.
     """
     model_args = checkpoint.get('model_args') or {}
     if not isinstance(model_args, Mapping):
@@ -224,7 +228,7 @@ def _settings_of_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor of a GPT-2, by name: {'wte.weight': (V, D), ...}."""
+    """Returns the shapes of a GPT-2's tensors by name: {'wte.weight': (V, D), ...}."""
     D = config.d_model
     size_of_axis = {
         'D': D,
@@ -235,9 +239,9 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     shape_of_name: dict[str, tuple[int, ...]] = {}
     for pattern, contents in TENSORS.items():
-        is_left_out_bias = pattern.endswith('.bias') and not config.biases
-        is_tied = pattern == HEAD and config.tied_embeddings
-        if is_left_out_bias or is_tied:
+        is_missing_bias = pattern.endswith('.bias') and not config.biases
+        is_tied_output = pattern == HEAD and config.tied_embeddings
+        if is_missing_bias or is_tied_output:
             continue
         shape = tuple(size_of_axis[axis] for axis in contents.axes)
         for name in names_in_layers(pattern, config):
@@ -246,28 +250,28 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def names_in_layers(pattern: str, config: ModelConfig) -> list[str]:
-    """Returns the tensor names of a key of `TENSORS`: 'h.*.ln_1.bias' gives one for each layer."""
+    """Returns the tensor names for a key of `TENSORS`, with * replaced by each layer index."""
     if '*' not in pattern:
         return [pattern]
     return [pattern.replace('*', str(layer)) for layer in range(config.num_layers)]
 
 
-def _decoder(
+def _decoder_of_tensors(
     tensors: dict[str, np.ndarray],
     settings: Mapping[str, Any],
     settings_name: str,
     num_heads: int | None,
 ) -> tuple[ModelConfig, dict]:
-    """Makes the config and the parameters of a Decoder from the tensors of a GPT-2.
+    """Converts the tensors of a GPT-2 to the config and parameters of a Decoder.
 
     Args:
-      tensors: float32 arrays under GPT-2's names, matrices [inputs, outputs].
-      settings: what config.json or model_args says about the model; may be empty.
+      tensors: float32 arrays by name in GPT-2, with matrices [inputs, outputs].
+      settings: the content of config.json or model_args, or {}.
       settings_name: 'config.json' or 'model_args', for errors.
-      num_heads: the number of heads; None takes n_head of `settings`.
+      num_heads: the number of heads; by default n_head of `settings`.
 
     Raises:
-      ConfigError: if a tensor is missing, unexpected or wrong, or a setting contradicts them.
+      ConfigError: a tensor is missing, unexpected or invalid, or a setting contradicts the tensors.
     """
     config = _config_of_tensors(tensors, settings, settings_name, num_heads)
     _check_tensors(tensors, config)
@@ -278,25 +282,25 @@ def _decoder(
                 f'{field}={getattr(config, field)!r}'
             )
 
-    # Stack each tensor over the L layers, and split it into the parameters that it holds. For
-    # example, c_attn.weight becomes [L, D, 3 D], and then W_Q, W_K and W_V, each [L, D, D].
-    expected = traverse_util.flatten_dict(abstract_params(config), sep='/')
+    # Stack the layers of each tensor, and split it into parameters. For example, c_attn.weight
+    # becomes [L, D, 3 D], and then W_Q, W_K and W_V [L, D, D].
+    expected_parameters = traverse_util.flatten_dict(abstract_params(config), sep='/')
     array_of_path: dict[str, np.ndarray] = {}
     for pattern, contents in TENSORS.items():
         paths = contents.paths
-        if paths[0] not in expected:
-            continue  # The model has no biases, or its embeddings are tied.
+        if paths[0] not in expected_parameters:
+            continue  # a bias of a model without biases, or a tied output matrix
         stack = np.stack([tensors[name] for name in names_in_layers(pattern, config)])
         arrays = np.split(stack, len(paths), axis=-1)
         array_of_path |= dict(zip(paths, arrays, strict=True))
 
-    # Give each parameter the shape that the Decoder expects: W_Q becomes [L, D, N, H].
+    # Reshape the arrays. For example, W_Q becomes [L, D, N, H].
     parameters = {}
-    for path, parameter in expected.items():
+    for path, expected in expected_parameters.items():
         array = array_of_path[path]
         if path == OUTPUT_MATRIX:
             array = np.swapaxes(array, 1, 2)  # [1, V, D] -> [1, D, V]
-        parameters[path] = jnp.asarray(array.reshape(parameter.shape))
+        parameters[path] = jnp.asarray(array.reshape(expected.shape))
     return config, traverse_util.unflatten_dict(parameters, sep='/')
 
 
@@ -306,14 +310,8 @@ def _config_of_tensors(
     settings_name: str,
     num_heads: int | None,
 ) -> ModelConfig:
-    """Derives the config of a GPT-2 from the shapes of its tensors.
-
-    The shapes do not tell the number of heads. So it is `num_heads`, or else n_head of `settings`.
-    `_decoder` describes the arguments.
-
-    Raises ConfigError if the number of heads is not given, if a tensor whose shape is needed is
-    missing or not a matrix, or if the output matrix should be tied to the embedding but differs.
-    """
+    """Derives the config of a GPT-2 from its tensors; see `_decoder_of_tensors`."""
+    # The shapes of the tensors do not tell the number of heads.
     if num_heads is None and 'n_head' not in settings:
         raise ConfigError(
             '--num_heads=N of convert (num_heads= in Python) is required where no '
@@ -325,48 +323,53 @@ def _config_of_tensors(
         if tensors[name].ndim != 2:
             raise ConfigError(f'tensor {name!r} is not a matrix')
 
-    # A file of tied embeddings holds the output matrix as a copy, or leaves it out.
-    is_same = HEAD not in tensors or np.array_equal(tensors[HEAD], tensors['wte.weight'])
-    tied = settings.get('tie_word_embeddings', is_same)
-    if tied and not is_same:
+    # A tied output matrix is a copy of the embedding, or left out.
+    embedding_VD = tensors['wte.weight']
+    can_be_tied = HEAD not in tensors or np.array_equal(tensors[HEAD], embedding_VD)
+    is_tied = settings.get('tie_word_embeddings', can_be_tied)
+    if is_tied and not can_be_tied:
         raise ConfigError(f"tensor {HEAD!r} differs from 'wte.weight', to which it should be tied")
 
-    numbers_of_layers = set()
+    layer_indices = set()
     for name in tensors:
         match = LAYER.match(name)
         if match is not None:
-            numbers_of_layers.add(match[1])
+            layer_indices.add(match[1])
 
     config = ModelConfig(
-        d_model=tensors['wte.weight'].shape[1],
-        num_layers=len(numbers_of_layers),
+        d_model=embedding_VD.shape[1],
+        num_layers=len(layer_indices),
         num_heads=settings['n_head'] if num_heads is None else num_heads,
         d_ff=tensors['h.0.mlp.c_fc.weight'].shape[1],
         context=len(tensors['wpe.weight']),
-        vocab_size=len(tensors['wte.weight']),
+        vocab_size=len(embedding_VD),
         biases='ln_f.bias' in tensors,
-        tied_embeddings=tied,
+        tied_embeddings=is_tied,
     )
     validate(Config(model=config))
     return config
 
 
 def _check_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> None:
-    """Raises ConfigError unless the tensors are finite and exactly those of the config."""
-    expected = shapes(config)
-    for name, shape in expected.items():
+    """Raises ConfigError unless the tensors are finite and fit the config."""
+    expected_shapes = shapes(config)
+    for name, expected_shape in expected_shapes.items():
         if name not in tensors:
             raise ConfigError(f'tensor {name!r} is missing')
-        if tensors[name].shape != shape:
-            raise ConfigError(f'tensor {name!r} has shape {tensors[name].shape}, not {shape}')
+        shape = tensors[name].shape
+        if shape != expected_shape:
+            raise ConfigError(f'tensor {name!r} has shape {shape}, not {expected_shape}')
         if not np.isfinite(tensors[name]).all():
             raise ConfigError(f'tensor {name!r} has values that are not finite')
 
-    # With tied embeddings, a file may still hold the output matrix.
-    unexpected = sorted(tensors.keys() - expected.keys() - {HEAD})
-    if unexpected:
+    # A file may hold the output matrix even if it is tied.
+    allowed_names = {*expected_shapes, HEAD}
+    unexpected_names = sorted(tensors.keys() - allowed_names)
+    if unexpected_names:
         biased = 'with' if config.biases else 'without'
-        raise ConfigError(f'tensor {unexpected[0]!r} does not belong to a GPT-2 {biased} biases')
+        raise ConfigError(
+            f'tensor {unexpected_names[0]!r} does not belong to a GPT-2 {biased} biases'
+        )
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -395,41 +398,41 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _files_of_index(index: Path) -> list[str]:
-    """Returns the names of the .safetensors files that an index lists, sorted.
+    """Returns the sorted names of the .safetensors files in an index.
 
-    Its weight_map says which file holds which tensor, as in
-    {"wte.weight": "model-00001-of-00002.safetensors"}. Raises ConfigError unless every file lies in
-    the directory of the index.
+    The weight_map of the index has the file of each tensor, as in
+    {"wte.weight": "model-00001-of-00002.safetensors"}. Raises ConfigError if it is malformed, or
+    has a file in another directory.
     """
-    weight_map = _read_json(index).get('weight_map')
-    error = ConfigError(
-        f'{index}: weight_map={weight_map!r:.80} must name a .safetensors file beside it for each '
-        'tensor'
-    )
-    if not isinstance(weight_map, dict):
-        raise error
-    for name in weight_map.values():
+
+    def is_safetensors_name(name: Any) -> bool:
         if not isinstance(name, str) or not name.endswith('.safetensors'):
-            raise error
-        if Path(name).name != name:  # a path to another directory
-            raise error
+            return False
+        return Path(name).name == name  # without a directory
+
+    weight_map: Any = _read_json(index).get('weight_map')
+    is_map = isinstance(weight_map, dict)
+    if not is_map or not all(is_safetensors_name(name) for name in weight_map.values()):
+        raise ConfigError(
+            f'{index}: weight_map={weight_map!r:.80} must name a .safetensors file beside it for '
+            'each tensor'
+        )
     return sorted({require_plain_name(name) for name in weight_map.values()})
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; raises ConfigError for anything else."""
+    """Reads a JSON object. Raises ConfigError for other content."""
     try:
-        # Unpacking raises TypeError unless the file holds an object.
-        return {**parse_json(read_whole(path))}
+        content = parse_json(read_whole(path))
+        return {**content}  # raises TypeError unless it is an object
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f'{path} cannot be read: {error}') from error
 
 
 def _read_torch(path: Path) -> dict[str, Any]:
-    """Reads a torch checkpoint, tensors and plain values only."""
+    """Reads the tensors and plain values of a torch checkpoint."""
     try:
-        # torch is optional, and slow to import.
-        torch = importlib.import_module('torch')
+        torch = importlib.import_module('torch')  # optional, and slow to import
     except ImportError as error:
         raise ConfigError(f'{path.name} can only be read with torch; install it') from error
     try:
@@ -437,56 +440,55 @@ def _read_torch(path: Path) -> dict[str, Any]:
             _require_whole(file)
             return torch.load(file, map_location='cpu', weights_only=True)
     except Exception as error:
-        # A damaged file may make torch raise any exception. The first line of its message will do.
+        # torch may raise any exception for a damaged file.
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise ConfigError(f'{path} cannot be read as a torch checkpoint: {reason}') from error
 
 
 def _require_whole(file: str | os.PathLike) -> None:
-    """Raises ValueError for a zip archive that unpacks to more bytes than the file has.
+    """Raises ValueError for a zip archive that is larger when unpacked.
 
-    Torch saves archives without compression, so such a file does not come from torch. It may be an
-    attack: a small file that declares a huge size, which torch would allocate.
+    torch does not compress its archives. A malicious file could declare a huge size, which torch
+    would allocate.
     """
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as archive:
-        unpacked = sum(member.file_size for member in archive.infolist())
-    if unpacked > os.path.getsize(file):
-        raise ValueError(f'it unpacks to {unpacked:,} bytes, more than it has')
+        unpacked_bytes = sum(member.file_size for member in archive.infolist())
+    if unpacked_bytes > os.path.getsize(file):
+        raise ValueError(f'it unpacks to {unpacked_bytes:,} bytes, more than it has')
 
 
-def _normalized(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Converts tensors of numpy, jax or torch to float32 numpy arrays under GPT-2's names.
+def _float32_tensors(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Converts numpy, jax or torch tensors to float32 numpy arrays by their names in GPT-2.
 
-    Prefixes are dropped: 'transformer.wte.weight' -> 'wte.weight'. Saved causal masks are left out.
+    Prefixes are dropped: 'transformer.wte.weight' -> 'wte.weight'. Causal masks are left out.
 
-    Raises ConfigError if the argument is not a dictionary of tensors by name, if two names are
-    equal without their prefixes, or if `_as_float32` does not support a tensor.
+    Raises ConfigError if `arrays` is not a dictionary of tensors by name, if two names are equal
+    without prefixes, or if a tensor is not supported.
     """
     tensors: dict[str, np.ndarray] = {}
     if not isinstance(arrays, Mapping):
         raise ConfigError(f'a {type(arrays).__name__} is not a dictionary of tensors by name')
-    for original, value in arrays.items():
-        if not isinstance(original, str) or not hasattr(value, 'dtype'):
-            raise ConfigError(f'{original!r}: a {type(value).__name__} is not a tensor by name')
+    for full_name, array in arrays.items():
+        if not isinstance(full_name, str) or not hasattr(array, 'dtype'):
+            raise ConfigError(f'{full_name!r}: a {type(array).__name__} is not a tensor by name')
 
-        name = PREFIXES.sub('', original, count=1)
+        name = PREFIXES.sub('', full_name, count=1)
         if MASKS.fullmatch(name):
             continue
         if name in tensors:
-            raise ConfigError(f'tensor {name!r} occurs twice, the second time as {original!r}')
-        tensors[name] = _as_float32(original, value)
+            raise ConfigError(f'tensor {name!r} occurs twice, the second time as {full_name!r}')
+        tensors[name] = _as_float32(full_name, array)
     return tensors
 
 
 def _as_float32(name: str, tensor: Any) -> np.ndarray:
-    """Converts a tensor of numpy, jax or torch; `name` is its name in errors.
+    """Converts a numpy, jax or torch tensor. Errors mention `name`.
 
-    Raises ConfigError for an unsupported dtype, and for a tensor of torch that has fewer stored
-    numbers than its shape. Torch allows that: a stride of 0 repeats a number. So a small file could
-    hold a tensor that does not fit into memory.
+    Raises ConfigError for other dtypes, and for a torch tensor with more elements than storage. In
+    torch, strides of 0 let a small file declare a tensor that does not fit into memory.
     """
     dtype = str(tensor.dtype).removeprefix('torch.')
     if dtype not in ('float32', 'float16', 'bfloat16'):
@@ -499,6 +501,6 @@ def _as_float32(name: str, tensor: Any) -> np.ndarray:
             shape = tuple(tensor.shape)
             raise ConfigError(f'tensor {name!r} has shape {shape}, but fewer stored numbers')
     if hasattr(tensor, 'detach'):
-        # numpy does not know the bfloat16 of torch, so torch converts its tensors.
+        # numpy cannot convert bfloat16 tensors of torch.
         tensor = tensor.detach().cpu().float().numpy()
     return np.asarray(tensor).astype(np.float32)
