@@ -1,12 +1,13 @@
 """Writes models in the layout of Hugging Face's `transformers`, as a GPT-2 or a Llama.
 
-A pre-norm decoder of score 'qk', value 'vo' and softmax is a GPT-2 with learned positions and layer
-norm (Radford et al. 2019), and a Llama with rotary positions, RMS norm and a gated MLP (Touvron et
-al. 2023, arXiv 2302.13971). `transformers` computes the same logits from the files.
+The model must be a pre-norm decoder with score 'qk', value 'vo' and softmax. With learned positions
+and layer norm, it is written as a GPT-2 (Radford et al. 2019). With rotary positions, RMS norm and
+a gated MLP, it is written as a Llama (Touvron et al. 2023, arXiv 2302.13971).
 
-directory/model.safetensors       parameters, float32, under the names of transformers
+directory/model.safetensors       float32 parameters by their names in transformers
 directory/config.json             sizes and options
-directory/tokenizer.json          the tokenizer, and tokenizer_config.json; where it has this form
+directory/tokenizer.json          the tokenizer, if it can be written in this form
+directory/tokenizer_config.json   its settings
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from qkattn.model.blocks import NORM_EPSILON
 from qkattn.model.cost import abstract_params
 from qkattn.storage.files import absolute, replacing, write_atomic
 
-# The settings that both layouts require, and the settings of each.
+# The valid values of settings in both layouts, and in each.
 REQUIRED = {
     'kind': ('decoder',),
     'pattern': (None,),
@@ -46,7 +47,7 @@ REQUIRED = {
 }
 REQUIRED_OF_GPT2 = {'norm': ('layernorm',), 'activation': ('gelu_tanh', 'gelu', 'relu')}
 REQUIRED_OF_LLAMA = {'norm': ('rmsnorm',), 'activation': ('swiglu', 'geglu', 'reglu')}
-# The activation function of an MLP, or of its gate: our name and the name in transformers.
+# Names in transformers of the activation function of the MLP, or of its gate.
 ACTIVATIONS = {
     'gelu_tanh': 'gelu_new',
     'gelu': 'gelu',
@@ -55,9 +56,8 @@ ACTIVATIONS = {
     'geglu': 'gelu',
     'reglu': 'relu',
 }
-# The names of a Llama's tensors in transformers, with * for the number of the layer, and the
-# parameter of the Decoder that each one holds. Matrices are [outputs, inputs], as those of
-# torch.nn.Linear.
+# Parameters of the Decoder by tensor name of a Llama, with * for the layer index. Matrices in the
+# files are [outputs, inputs], as in torch.nn.Linear.
 LLAMA_TENSORS = {
     'model.embed_tokens.weight': 'w_embedding_VD',
     'model.layers.*.input_layernorm.weight': 'blocks/attention_norm/g_D',
@@ -79,16 +79,19 @@ LLAMA_TENSORS = {
     'model.norm.weight': 'final_norm/g_D',
     'lm_head.weight': 'w_output_DV',
 }
-# The queries, which take `score_scale`: neither layout has a factor on the logits.
+# The parameters into which `score_scale` is multiplied.
 QUERIES = ('blocks/attention/score/w_q_DNH', 'blocks/attention/score/b_q_NH')
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One architecture of transformers."""
+    """An architecture of transformers."""
 
+    # The name for messages: 'GPT-2' or 'Llama'.
     name: str
+    # (config, params) -> tensors by name.
     tensors: Callable[[ModelConfig, dict], dict[str, np.ndarray]]
+    # config -> the content of config.json.
     config: Callable[[ModelConfig], dict[str, Any]]
 
 
@@ -98,11 +101,19 @@ def save(
     params: dict,
     tokenizer: Tokenizer | None = None,
 ) -> Layout:
-    """Writes a model in the layout of transformers and returns the layout.
+    """Writes a model as a GPT-2 or a Llama of transformers.
 
-    The tokenizer is written, too, unless it is a class from outside the package.
+    Args:
+      directory: the directory, which is created if needed.
+      model: the config of the model.
+      params: the parameters of the model.
+      tokenizer: the tokenizer. It is written if `tokenizer_json` supports it.
 
-    Raises ConfigError, before it writes anything, if the model is neither a GPT-2 nor a Llama.
+    Returns:
+      The layout of the files.
+
+    Raises:
+      ConfigError: the model is neither a GPT-2 nor a Llama. Nothing is written.
     """
     layout = layout_of(model)
     path = absolute(directory)
@@ -121,7 +132,7 @@ def save(
         }
         write_atomic(path / 'tokenizer_config.json', json.dumps(tokenizer_config, indent=2) + '\n')
 
-    # One token separates documents, so it stands for their beginning and for their end.
+    # The separator of documents marks their beginning and their end.
     separator = None if tokenizer is None else tokenizer.separator
     model_config = layout.config(model) | {'bos_token_id': separator, 'eos_token_id': separator}
     write_atomic(path / 'config.json', json.dumps(model_config, indent=2) + '\n')
@@ -129,26 +140,24 @@ def save(
 
 
 def layout_of(model: ModelConfig) -> Layout:
-    """Returns the layout that a model fits: GPT2 with learned positions, LLAMA with RoPE.
+    """Returns the layout of a model: GPT2 for learned positions, LLAMA for RoPE.
 
-    Raises ConfigError for the first setting that the layout does not have.
+    Raises ConfigError if the layout does not support a setting of the model.
     """
-    # `require` raises an error for a value that is not among the valid ones.
-    layouts = {'learned': GPT2, 'rope': LLAMA}
-    require('positions', model.positions, tuple(layouts), 'transformers has')
-    layout = layouts[model.positions]
+    layout_by_positions = {'learned': GPT2, 'rope': LLAMA}
+    valid_positions = tuple(layout_by_positions)
+    require_setting('positions', model.positions, valid_positions, 'transformers has')
+    layout = layout_by_positions[model.positions]
     layout_has = f'a {layout.name} has'
 
-    # Settings with a few valid values.
-    layout_settings = REQUIRED_OF_GPT2 if layout is GPT2 else REQUIRED_OF_LLAMA
-    for field, valid in (REQUIRED | layout_settings).items():
-        require(field, getattr(model, field), valid, layout_has)
+    required_of_layout = REQUIRED_OF_GPT2 if layout is GPT2 else REQUIRED_OF_LLAMA
+    for field, valid_values in (REQUIRED | required_of_layout).items():
+        require_setting(field, getattr(model, field), valid_values, layout_has)
 
-    # The window: one as long as the context hides nothing, and counts as none.
+    # A window of the whole context has no effect.
     if model.window is not None and model.window < model.context:
-        require('window', model.window, (None,), layout_has)
+        require_setting('window', model.window, (None,), layout_has)
 
-    # The sizes of heads.
     D = model.d_model
     N = model.num_heads
     if D % N:
@@ -157,21 +166,19 @@ def layout_of(model: ModelConfig) -> Layout:
             f'{layout.name} of transformers'
         )
     if layout is GPT2:
-        require('num_kv_heads', model.num_kv_heads, (None, N), layout_has)
-        require('head_size', model.head_size, (None, D // N), layout_has)
+        require_setting('num_kv_heads', model.num_kv_heads, (None, N), layout_has)
+        require_setting('head_size', model.head_size, (None, D // N), layout_has)
     return layout
 
 
-def require(field: str, value: Any, valid: tuple[Any, ...], layout_has: str) -> None:
-    """Raises ConfigError unless the value of the setting model.`field` is one of `valid`.
+def require_setting(field: str, value: Any, valid_values: tuple[Any, ...], layout_has: str) -> None:
+    """Raises ConfigError unless the value of model.`field` is valid.
 
-    The message is, for example, "model.norm='layernorm' has no place in the layout of transformers:
-    a Llama has norm='rmsnorm'". The words 'a Llama has' in it are `layout_has`. The message also
-    names a conversion if one helps.
+    `layout_has` begins the message's list of valid values, as in 'a Llama has'.
     """
-    if value in valid:
+    if value in valid_values:
         return
-    choices = ' or '.join(repr(choice) for choice in valid)
+    choices = ' or '.join(repr(choice) for choice in valid_values)
     advice = ''
     if field in ('score', 'value'):
         advice = '; --apply=to_standard rewrites the variants that are qk/vo in another form'
@@ -184,55 +191,54 @@ def require(field: str, value: Any, valid: tuple[Any, ...], layout_has: str) -> 
 
 
 def complete_parameters(model: ModelConfig, params: dict, *, biases: bool) -> dict[str, np.ndarray]:
-    """Returns every parameter that a layout needs, by path, as float32.
+    """Returns the float32 parameters of a layout by path, with defaults for missing ones.
 
-    A model may leave out parameters that the layout has. Missing gains become 1. Missing biases
-    become 0 if `biases` is True, and stay missing otherwise. The layouts have no setting for
-    `score_scale`, so it is multiplied into W_Q and b_Q. The function of the model stays the same.
+    `score_scale`, which the layouts lack, is multiplied into W_Q and b_Q.
+
+    Args:
+      model: the config of the model.
+      params: the parameters of the model.
+      biases: whether to add biases of 0 to a model without biases. Missing gains are always 1.
     """
     full_config = dataclasses.replace(model, attention_gain=True, biases=model.biases or biases)
-    expected = traverse_util.flatten_dict(abstract_params(full_config), sep='/')
-    actual = traverse_util.flatten_dict(params, sep='/')
-    full: dict[str, np.ndarray] = {}
-    for path, parameter in expected.items():
+    expected_parameters = traverse_util.flatten_dict(abstract_params(full_config), sep='/')
+    model_parameters = traverse_util.flatten_dict(params, sep='/')
+    complete: dict[str, np.ndarray] = {}
+    for path, expected in expected_parameters.items():
         name = path.rpartition('/')[2]  # 'blocks/mlp_norm/g_D' -> 'g_D'
-        if path in actual:
-            full[path] = np.asarray(actual[path], np.float32)
+        if path in model_parameters:
+            parameter = np.asarray(model_parameters[path], np.float32)
         elif name.startswith('g_'):
-            full[path] = np.ones(parameter.shape, np.float32)
+            parameter = np.ones(expected.shape, np.float32)
         else:
-            full[path] = np.zeros(parameter.shape, np.float32)
+            parameter = np.zeros(expected.shape, np.float32)
         if path in QUERIES:
-            full[path] = full[path] * np.float32(model.score_scale)
-    return full
+            parameter = parameter * np.float32(model.score_scale)
+        complete[path] = parameter
+    return complete
 
 
 def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
-    """Returns the tensors of a GPT2LMHeadModel by name.
-
-    This layout always has biases. They are zero for a model without biases.
-    """
-    full = complete_parameters(model, params, biases=True)
+    """Returns the tensors of a GPT2LMHeadModel by name. Missing biases are zero."""
+    parameters = complete_parameters(model, params, biases=True)
     shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
     tensors: dict[str, np.ndarray] = {}
     for pattern, contents in TENSORS.items():
         if pattern == HEAD:
-            continue  # It is transposed, so it is added below.
-        # 'h.*.ln_1.weight' has a name for each layer, 'wte.weight' only one.
+            continue  # added below
         is_in_layers = '*' in pattern
         for layer, name in enumerate(names_in_layers(pattern, model)):
-            # A tensor holds one or more parameters, side by side along its last axis. For example,
-            # c_attn.weight [D, 3 D] holds W_Q, W_K and W_V, which are [D, N, H] here.
+            # For example, c_attn.weight [D, 3 D] holds W_Q, W_K and W_V, each [D, N, H].
             leading_sizes = shapes[name][:-1]
             parts = []
             for path in contents.paths:
-                parameter = full[path][layer] if is_in_layers else full[path]
+                parameter = parameters[path][layer] if is_in_layers else parameters[path]
                 parts.append(parameter.reshape(*leading_sizes, -1))
             tensor = np.concatenate(parts, axis=-1)
             tensors[f'transformer.{name}'] = np.ascontiguousarray(tensor)
 
-    if HEAD in shapes:  # Without tied embeddings, the output matrix is a tensor of its own.
-        tensors[HEAD] = np.ascontiguousarray(full[OUTPUT_MATRIX].T)
+    if not model.tied_embeddings:
+        tensors[HEAD] = np.ascontiguousarray(parameters[OUTPUT_MATRIX].T)
     return tensors
 
 
@@ -258,34 +264,30 @@ def gpt2_config(model: ModelConfig) -> dict[str, Any]:
 
 def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     """Returns the tensors of a LlamaForCausalLM by name."""
-    full = complete_parameters(model, params, biases=False)
+    parameters = complete_parameters(model, params, biases=False)
     D = model.d_model
     tensors: dict[str, np.ndarray] = {}
     for pattern, path in LLAMA_TENSORS.items():
-        if path not in full:
-            continue  # The model has no biases, or its embeddings are tied.
+        if path not in parameters:
+            continue  # a bias of a model without biases, or a tied output matrix
         axes = path.rpartition('_')[2]  # 'blocks/attention/score/w_q_DNH' -> 'DNH'
         is_in_layers = '*' in pattern
         for layer, name in enumerate(names_in_layers(pattern, model)):
-            parameter = full[path][layer] if is_in_layers else full[path]
+            parameter = parameters[path][layer] if is_in_layers else parameters[path]
             if name.endswith('.bias') or axes == 'D':
                 tensor = parameter.reshape(-1)
-            elif axes == 'VD':  # the embedding, which torch does not transpose
+            elif axes == 'VD':  # the embedding
                 tensor = parameter
-            elif axes.startswith('D'):  # from the stream: DNH, DKH, DF and DV
+            elif axes.startswith('D'):  # DNH, DKH, DF or DV
                 tensor = parameter.reshape(D, -1).T
-            else:  # to the stream: NHD and FD
+            else:  # NHD or FD
                 tensor = parameter.reshape(-1, D).T
             tensors[name] = np.ascontiguousarray(tensor)
     return tensors
 
 
 def llama_config(model: ModelConfig) -> dict[str, Any]:
-    """Returns the config.json of a Llama.
-
-    The base of RoPE stands in two places, because versions of transformers differ in where they
-    look for it.
-    """
+    """Returns the config.json of a Llama."""
     return {
         'architectures': ['LlamaForCausalLM'],
         'model_type': 'llama',
@@ -299,6 +301,7 @@ def llama_config(model: ModelConfig) -> dict[str, Any]:
         'head_dim': model.head_size or model.d_model // model.num_heads,
         'hidden_act': ACTIVATIONS[model.activation],
         'rms_norm_eps': NORM_EPSILON,
+        # Versions of transformers read one of these two.
         'rope_theta': BASE,
         'rope_parameters': {'rope_type': 'default', 'rope_theta': BASE},
         'attention_bias': model.biases,
@@ -344,19 +347,18 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
 
 
 def ids_of_bytes() -> dict[str, int]:
-    """Returns GPT-2's alphabet of bytes: from the character of each byte to the byte.
+    """Returns GPT-2's mapping from visible characters to bytes (Radford et al. 2019).
 
-    Byte-level vocabularies write every byte as one visible character (Radford et al. 2019). A
-    visible character of Latin-1 stands for its own byte: 'A' -> 65. The characters from U+0100 on
-    stand for the other bytes, in order: 'Ā' -> 0.
+    Visible characters of Latin-1 stand for themselves: 'A' -> 65. The characters from U+0100 on
+    stand for the remaining bytes: 'Ā' -> 0.
     """
-    visible = {
+    visible_bytes = {
         *range(ord('!'), ord('~') + 1),
         *range(ord('¡'), ord('¬') + 1),
         *range(ord('®'), ord('ÿ') + 1),
     }
-    byte_of_character = {chr(byte): byte for byte in visible}
-    invisible = [byte for byte in range(256) if byte not in visible]
-    for number, byte in enumerate(invisible):
-        byte_of_character[chr(256 + number)] = byte
+    byte_of_character = {chr(byte): byte for byte in visible_bytes}
+    invisible_bytes = [byte for byte in range(256) if byte not in visible_bytes]
+    for index, byte in enumerate(invisible_bytes):
+        byte_of_character[chr(256 + index)] = byte
     return byte_of_character
