@@ -25,9 +25,9 @@ class Factors:
     - Values: y W_V + b_V
     - Output: sum_n o_n W_O[n] + b_O, where o_n is the weighted average of the values in head n
 
-    The axes are D = d_model, N query heads, K key and value heads, and H, the size of a head.
-    N, K and H are those of the computation. For example, `merged` has one key head of size D. The
-    caller may change the arrays in place.
+    The axes are D = d_model, N query heads, K key or value heads, and H, the size of a head. K and
+    H may differ from the spec. For example, `merged` has one key head of size D. The caller may
+    change the arrays in place.
     """
 
     w_q_DNH: np.ndarray

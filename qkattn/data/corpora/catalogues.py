@@ -63,7 +63,7 @@ def tfds_set(config: DataConfig) -> Corpus:
             features.translations[feature_name] = list(feature.keys())
 
     def read_examples(split: str, columns: list[str]) -> Iterator[Any]:
-        """Yields the examples of a split with all features; `columns` is not needed."""
+        """Yields the examples of a split with all features. `columns` is not used."""
         advice = 'delete it and prepare it again as array_record'
         with explain_read_errors(str(directory), advice, NotImplementedError, RuntimeError):
             source = builder.as_data_source(split)
@@ -119,8 +119,7 @@ def hugging_face(config: DataConfig) -> Corpus:
         else:
             dataset_of_split = datasets.load_dataset(name, config_name)
 
-    # All splits have the same features and revision. Their cache directory is named by the
-    # revision.
+    # All splits have the same features, and the same cache directory. Its name is the revision.
     any_dataset = list(dataset_of_split.values())[0]
     cache_file = Path(any_dataset.cache_files[0]['filename'])
     revision = cache_file.parent.name

@@ -54,7 +54,7 @@ NAMED_ALONE = tuple(
 
 
 def is_local(config: DataConfig) -> bool:
-    """Whether the text is on this machine: it comes with Python, or is a file of the user's."""
+    """Whether the text is already on this machine, so that nothing is downloaded."""
     return config.name in LOCAL or config.manual_dir is not None
 
 
@@ -147,7 +147,7 @@ def find(config: DataConfig) -> Corpus:
     source = check(config)
     corpus = source.corpus(config)
 
-    # Before splits are carved, so that documents that differ only in case are in the same split.
+    # Lowercase before splits are carved, so that copies that differ in case are in the same split.
     if config.lowercase:
         corpus = dataclasses.replace(
             corpus,
@@ -210,7 +210,7 @@ def _check_corpus(corpus: Any, config: DataConfig) -> None:
             f'data.languages={config.languages!r}, but {name!r} returns text {returned}'
         )
 
-    # An ignored split, such as 'valid', would be replaced by one that is carved from train.
+    # Otherwise a misnamed split, such as 'valid', would be ignored.
     for split in corpus.splits:
         if split not in SPLITS:
             valid = ', '.join(SPLITS)
