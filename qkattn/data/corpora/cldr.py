@@ -30,8 +30,7 @@ VERSION = f'babel{babel.__version__}-1.0.0'
 # Longer texts are left out. They are fewer than 1 %.
 MAX_BYTES = 120
 
-# phrase(locale=...) writes one value in the language of the locale. A pair of translations is one
-# phrase in two locales.
+# A value as a function of the locale: phrase(locale=...) writes it in that language.
 Phrase = Callable[..., str]
 # The source locale and the target locale.
 Pair = tuple[Locale, Locale]
@@ -99,7 +98,7 @@ def _moments(
     rng: Random,
     pair: Pair,
 ) -> Iterator[Phrase]:
-    """Yields phrases of random dates or times, such as 'Jan 3, 1926'.
+    """Yields random dates or times as functions of the locale, such as 'Jan 3, 1926'.
 
     Args:
       count: the number of dates or times. Each is written in all widths and skeletons.
@@ -120,7 +119,7 @@ def _moments(
 
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields phrases of random intervals, such as 'Jan 3 – 10, 1926' or '3 – 5 PM'."""
+    """Yields random intervals as functions of the locale, such as 'Jan 3 – 10, 1926'."""
     date_skeletons = _shared_keys(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared_keys(pair, 'interval_formats', TIME_INTERVALS)
     for index in range(900):
@@ -140,7 +139,7 @@ def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields phrases of durations up to 99 years, such as '3 weeks' or 'in 3 weeks'."""
+    """Yields durations up to 99 years as functions of the locale, such as 'in 3 weeks'."""
     for seconds_per_unit, largest_amount in UNITS:
         for amount in range(1, largest_amount + 1):
             delta = datetime.timedelta(seconds=amount * seconds_per_unit)
@@ -152,7 +151,7 @@ def _deltas(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields phrases of random amounts of money, such as '12 euros' or '€12.34'.
+    """Yields random amounts of money as functions of the locale, such as '12 euros' or '€12.34'.
 
     Each currency has 17 amounts with its name and 6 with its symbol.
     """
@@ -171,7 +170,7 @@ def _amounts(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields phrases of random numbers, such as '1,234.56', '12.3%' or '1.2M'."""
+    """Yields random numbers as functions of the locale, such as '1,234.56', '12.3%' or '1.2M'."""
     format_compact: Any = partial(numbers.format_compact_decimal, fraction_digits=1)
     compact_forms = _shared_keys(pair, 'compact_decimal_formats')  # 'short', 'long' or both
     for _ in range(700):
@@ -187,7 +186,7 @@ def _numbers(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _random_measure(rng: Random, unit: str) -> Phrase:
-    """Returns a phrase of a random measure in a unit, such as '3.5 miles'."""
+    """Returns a random measure in a unit as a function of the locale, such as '3.5 miles'."""
     small = rng.randrange(1, 100)
     large = rng.randrange(1, 10**5)
     decimal = rng.randrange(99) / 10
@@ -196,7 +195,7 @@ def _random_measure(rng: Random, unit: str) -> Phrase:
 
 
 def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields phrases of random measures and rates, such as '3 miles' or '3 miles per hour'."""
+    """Yields random measures and rates as functions of the locale, such as '3 miles per hour'."""
     for unit in _shared_keys(pair, 'unit_display_names'):
         measures: list[Phrase] = [partial(units.format_unit, 1, unit)]  # the singular
         for _ in range(23):
@@ -216,7 +215,7 @@ def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
 
 
 def _names(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields phrases of names, such as 'France', 'German' or 'Central European Time'."""
+    """Yields names as functions of the locale, such as 'France' or 'Central European Time'."""
     for field in ('territories', 'languages', 'currencies', 'scripts', 'variants'):
         for key in _shared_keys(pair, field):
             yield partial(_write_name, field, key)
@@ -240,7 +239,7 @@ def _write_list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
-    """Yields phrases of random lists of names or measures, such as 'Chad, France, or Peru'."""
+    """Yields random lists as functions of the locale, such as 'Chad, France, or Peru'."""
     styles = _shared_keys(pair, 'list_patterns', among=('standard', 'or'))  # 'standard' is 'and'
     for field, count in (('territories', 2600), ('languages', 2600), ('currencies', 1000)):
         keys = _shared_keys(pair, field)
