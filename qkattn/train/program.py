@@ -1,10 +1,9 @@
-"""The compiled programs of a run: functions of one trial, lifted to X trials on a mesh."""
+"""The compiled programs of a run, which compute X trials on a mesh."""
 
 import contextlib
 import dataclasses
 import functools
 import logging
-import operator
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -31,10 +30,10 @@ from qkattn.train.step import init_stack, train_trial
 
 # The scalars that may differ between the trials of a run, with their types.
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
-# Levels of XLA's messages: the one that JAX sets at its import, and that of fatal errors alone.
+# Log levels of XLA. JAX sets _WARNINGS when it is imported.
 _WARNINGS = 1
 _FATAL = 3
-# How trials are trained under each lifting.
+# How each lifting computes the trials.
 _LIFTING_IN_WORDS = {'map': 'one after another', 'vmap': 'side by side'}
 
 log = logging.getLogger(__name__)
@@ -42,64 +41,60 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A run's train program on its mesh."""
+    """A run's compiled train program on its mesh."""
 
     mesh: Mesh
     # 'vmap' or 'map', as in `map_over_trials`.
     lifting: str
-    # ShapeDtypeStructs with shardings; checkpoints are restored like these.
+    # The state as ShapeDtypeStructs with shardings.
     abstract_state: dict
-    # (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]): C steps of X trials, each with A
-    # microbatches of B rows.
+    # (state, batch [C, X, A, B, ...]) -> (state, metrics [C, X]): takes C steps of X trials, each
+    # on A microbatches of B rows.
     train: Callable[[dict, dict], tuple[dict, dict]]
-    # Makes the state before step 0. All trials start from the given parameters (numpy, of one
-    # model). If these are None, each trial draws its own from its seed.
+    # Makes the state before step 0 from the parameters of one model (numpy), which all trials
+    # share. With None, each trial draws its own parameters from its seed.
     init: Callable[[dict | None], dict]
     compile_seconds: float
-    # Seconds per step by lifting. Empty if no measurement was needed to choose the lifting.
+    # Seconds per step by lifting; empty if the lifting was chosen without a measurement.
     measured: dict[str, float]
 
 
 def map_over_trials(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
-    """Turns a function of one trial into a function of X trials.
+    """Turns a function of one trial into a function of X independent trials.
 
-    All arrays that the returned function takes and returns have a leading axis [X]. The trials do
-    not depend on each other.
+    The returned function takes and returns arrays with a leading axis [X].
 
     Args:
       of_trial: the function of one trial.
-      lifting: 'vmap' computes all trials side by side. 'map' computes one trial after another on
-        each slice of the mesh's axis `trial`. A single trial needs neither.
+      lifting: 'vmap' computes trials side by side. 'map' computes one trial after another on each
+        slice of the mesh along its axis 'trial'. With a single trial, it makes no difference.
       mesh: the mesh of the run.
     """
     num_slices = mesh.shape['trial']
     side_by_side = jax.vmap(of_trial, spmd_axis_name='trial')
 
-    def lifted(*stacked: Any) -> Any:
-        """Calls `of_trial` for each of X trials; arguments and results are stacked, [X, ...]."""
-        num_trials = len(jax.tree.leaves(stacked)[0])
+    def of_trials(*arguments_X: Any) -> Any:
+        num_trials = len(jax.tree.leaves(arguments_X)[0])
         if num_trials == 1:
-            arguments_of_trial = jax.tree.map(operator.itemgetter(0), stacked)
-            results = of_trial(*arguments_of_trial)
-            return jax.tree.map(lambda a: a[None], results)
+            arguments = jax.tree.map(lambda array_X: array_X[0], arguments_X)
+            results = of_trial(*arguments)
+            return jax.tree.map(lambda array: array[None], results)
         if lifting == 'vmap':
-            return side_by_side(*stacked)
+            return side_by_side(*arguments_X)
         if num_slices == 1:
-            return jax.lax.map(lambda arguments: of_trial(*arguments), stacked)
-        # In each turn, every slice of the mesh computes one of its trials. With 6 trials on 2
-        # slices, the three turns compute the trials 0 and 3, then 1 and 4, then 2 and 5.
-        turns = jax.tree.map(lambda array_X: _split_into_turns(array_X, num_slices), stacked)
+            return jax.lax.map(lambda arguments: of_trial(*arguments), arguments_X)
+        # In each turn, every slice of the mesh computes one of its trials.
+        turns = jax.tree.map(lambda array_X: _split_into_turns(array_X, num_slices), arguments_X)
         results = jax.lax.map(lambda arguments: side_by_side(*arguments), turns)
         return jax.tree.map(_join_turns, results)
 
-    return lifted
+    return of_trials
 
 
 def _split_into_turns(array_X: jax.Array, num_slices: int) -> jax.Array:
-    """Turns an array [X, ...] into [turns, slices, ...], one trial for each slice in a turn.
+    """Turns an array [X, ...] into [turns, slices, ...], with one trial per slice in each turn.
 
-    Each slice of the mesh holds a block of trials. For example, of 6 trials on 2 slices, the first
-    slice holds the trials 0, 1, 2 and the second one 3, 4, 5. The turns are [0, 3], [1, 4], [2, 5].
+    With 6 trials on 2 slices, the turns are the trials [0, 3], [1, 4] and [2, 5].
     """
     by_slice = array_X.reshape(num_slices, -1, *array_X.shape[1:])
     return jnp.swapaxes(by_slice, 0, 1)
@@ -114,102 +109,90 @@ def _join_turns(by_turn: jax.Array) -> jax.Array:
 def train_steps(
     config: Config, lifting: str, mesh: Mesh
 ) -> Callable[[dict, dict, dict], tuple[dict, dict]]:
-    """Returns a function that takes C training steps of X trials; one call of it is a dispatch.
+    """Returns a function that takes C training steps of X trials.
 
-    It maps (state, hyper, batches) to (state, metrics):
+    The function maps (state, hyper, batches) to (state, metrics):
 
         state     as `init_stack` returns it
         hyper     the scalars HYPER of all trials, [X]
         batches   [C, X, A, B, ...]: steps, trials, microbatches, rows
         metrics   [C, X]
-
-    With the lifting 'map', a trial takes all C steps before the next trial begins, so that its
-    state stays in fast memory.
     """
 
-    # First the C steps of one trial. `map_over_trials` below makes them a function of X trials.
-    def steps_of_trial(first_step: jax.Array, trial: dict, hyper: dict, batches: dict) -> tuple:
-        """C steps of one trial, on batches [C, A, B, ...]."""
+    def take_steps_of_trial(
+        first_step: jax.Array, trial: dict, hyper: dict, batches: dict
+    ) -> tuple[dict, dict]:
+        """Takes C steps of one trial, on batches [C, A, B, ...]."""
 
-        def one_step(trial: dict, step_and_batch: tuple) -> tuple[dict, dict]:
+        def take_step(trial: dict, step_and_batch: tuple) -> tuple[dict, dict]:
             step, batch = step_and_batch
             return train_trial(config, step, trial, hyper, batch)
 
         num_steps = batches['targets_BT'].shape[0]
-        steps_C = first_step + jnp.arange(num_steps)
-        return jax.lax.scan(one_step, trial, (steps_C, batches))
+        step_C = first_step + jnp.arange(num_steps)
+        return jax.lax.scan(take_step, trial, (step_C, batches))
 
-    def many_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
-        """C steps of all trials, on batches [C, X, A, B, ...]."""
-        first_step = state['step']
+    def take_steps(state: dict, hyper: dict, batches: dict) -> tuple[dict, dict]:
+        first_step = state['step']  # the same for all trials
         num_steps = batches['targets_BT'].shape[0]
-
-        # All trials are at the same step, so `first_step` is the only argument of `steps_of_trial`
-        # without an axis of trials.
-        steps_of_all_trials = map_over_trials(
-            functools.partial(steps_of_trial, first_step), lifting, mesh
+        take_steps_of_trials = map_over_trials(
+            functools.partial(take_steps_of_trial, first_step), lifting, mesh
         )
         batches_XC = _swap_leading_axes(batches)
         with use_placement(sharding.place_activations(mesh)), choice.tracing_for_mesh(mesh):
-            trials, metrics_XC = steps_of_all_trials(state['trials'], hyper, batches_XC)
+            trials, metrics_XC = take_steps_of_trials(state['trials'], hyper, batches_XC)
 
         next_state = {'step': first_step + num_steps, 'trials': trials}
         return next_state, _swap_leading_axes(metrics_XC)
 
-    return many_steps
+    return take_steps
 
 
 def _swap_leading_axes(tree: dict) -> dict:
-    """Swaps the axes of steps and trials of every array: [C, X, ...] to [X, C, ...], and back."""
+    """Swaps the first two axes of every array of a pytree."""
     return jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), tree)
 
 
-# A run has few such programs. The size limit frees those of earlier runs in the same process.
+# The size limit frees the programs of earlier runs in the same process.
 @functools.lru_cache(maxsize=16)
 def stack_program(
     config: Config, lifting: str, mesh: Mesh, measure: Callable[[Config, dict, dict], dict]
 ) -> Callable[[dict, dict], dict[str, jax.Array]]:
-    """Returns a compiled function that evaluates the models of X trials on the same batch.
-
-    For example, `measure` computes the losses of one model on B rows, {'loss': [B]}. The compiled
-    function takes the parameters of 6 trials, each array with a leading axis of 6, and the rows. It
-    returns the losses of all trials, {'loss': [6, B]}.
+    """Returns a jitted function that evaluates X trials on the same batch.
 
     Args:
       config: the settings of the run.
-      lifting: 'vmap' evaluates the trials side by side, 'map' one after another, as in
-        `map_over_trials`.
+      lifting: 'vmap' evaluates trials side by side, 'map' one after another.
       mesh: the mesh of the run.
-      measure: maps (config, params, batch) of one trial to a dict of arrays.
+      measure: maps (config, params, batch) of one trial to a dict of arrays, such as the losses
+        {'loss': [B]} on B rows.
 
     Returns:
-      A function that maps (params [X, ...], batch [B, ...]) to a dict of arrays [X, ...]. Every
-      device gets these arrays in full.
+      A function that maps (params [X, ...], batch [B, ...]) to a dict of arrays such as
+      {'loss': [X, B]}. The arrays are replicated over the mesh.
     """
 
-    def measure_trials(params_of_trials: dict, batch: dict) -> dict[str, jax.Array]:
+    def measure_trials(params_X: dict, batch: dict) -> dict[str, jax.Array]:
         batch_over_devices = jax.lax.with_sharding_constraint(batch, sharding.row_sharding(mesh))
 
         def measure_trial(params: dict) -> dict[str, jax.Array]:
             return measure(config, params, batch_over_devices)
 
         measure_each = map_over_trials(measure_trial, lifting, mesh)
-        # Inside of these blocks, a model splits its activations over the mesh, and chooses an
-        # attention kernel that runs on the devices of the mesh.
+        # Tell the model how to split activations and which devices attention runs on.
         with use_placement(sharding.place_activations(mesh)), choice.tracing_for_mesh(mesh):
-            return measure_each(params_of_trials)
+            return measure_each(params_X)
 
-    on_every_device = NamedSharding(mesh, P())
-    return jax.jit(measure_trials, out_shardings=on_every_device)
+    replicated = NamedSharding(mesh, P())
+    return jax.jit(measure_trials, out_shardings=replicated)
 
 
 def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
-    """Returns the arguments (state, hyper, batch) of `train_steps`, without their values.
+    """Returns abstract arguments (state, hyper, batch) for the function of `train_steps`.
 
-    In place of arrays they have ShapeDtypeStructs, with a sharding over the mesh.
+    They are dicts of ShapeDtypeStructs with shardings over the mesh.
     """
-    leading = leading_shape(config)  # of the batch: steps, trials, microbatches, rows
-    _, X, _, _ = leading
+    C, X, A, B = leading_shape(config)  # steps, trials, microbatches, rows
 
     over_trials = NamedSharding(mesh, P('trial'))
     hyper = {}
@@ -217,32 +200,35 @@ def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
         hyper[name] = jax.ShapeDtypeStruct((X,), dtype, sharding=over_trials)
 
     def with_sharding(
-        leaf: jax.ShapeDtypeStruct, sharding_of_leaf: NamedSharding
+        leaf: jax.ShapeDtypeStruct, leaf_sharding: NamedSharding
     ) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of_leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding)
 
-    shapes = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
-    state = jax.tree.map(with_sharding, shapes, sharding.state_shardings(shapes, mesh))
+    unsharded_state = jax.eval_shape(functools.partial(init_stack, config), hyper['seed'])
+    shardings = sharding.state_shardings(unsharded_state, mesh)
+    state = jax.tree.map(with_sharding, unsharded_state, shardings)
 
     over_rows = sharding.batch_sharding(mesh)
     batch = {}
     for name, (length, array_dtype) in task_of(config).array_shapes(config.model).items():
-        batch[name] = jax.ShapeDtypeStruct((*leading, length), array_dtype, sharding=over_rows)
+        shape = (C, X, A, B, length)
+        batch[name] = jax.ShapeDtypeStruct(shape, array_dtype, sharding=over_rows)
     return state, hyper, batch
 
 
 def lower(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> jax.stages.Lowered:
-    """Lowers the train program, so that it can be compiled.
+    """Lowers the train program for compilation.
 
     Args:
       config: the settings of the run.
-      lifting: 'vmap' computes the trials side by side, 'map' one after another.
+      lifting: 'vmap' computes trials side by side, 'map' one after another.
       mesh: the mesh of the run.
-      state, hyper, batch: the shapes of the program's arguments, as `abstract_inputs` returns them.
+      state, hyper, batch: abstract arguments, as `abstract_inputs` returns them.
 
-    Raises ConfigError if model.kernel cannot compute the attention of the model.
+    Raises:
+      ConfigError: model.kernel cannot compute the attention of the model.
     """
     check_kernel(config, mesh)
     state_shardings = jax.tree.map(lambda a: a.sharding, state)
@@ -260,53 +246,61 @@ def build(config: Config, lifting: str | None = None) -> Program:
 
     Args:
       config: the settings of the run.
-      lifting: how trials are computed: 'vmap', side by side, or 'map', one after another. An
-        earlier start of the run has chosen it. None takes config.train.lifting. If that is 'auto',
-        both programs are compiled, and the faster one is taken.
+      lifting: 'vmap' computes trials side by side, 'map' one after another, 'auto' the faster way,
+        which is measured. None means config.train.lifting.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
     trials = config.trials.trials()
     abstract_state, abstract_hyper, abstract_batch = abstract_inputs(config, mesh)
 
-    # The hyperparameters of all trials, {'seed': [X], ...}, on the devices of the mesh.
+    # The scalars of all trials, {'seed': [X], ...}, on the mesh.
     hyper: dict[str, jax.Array] = {}
     for name, abstract in abstract_hyper.items():
         value_X = np.array([trial[name] for trial in trials])
         hyper[name] = _broadcast_like(value_X, abstract)
     init = _initializer(config, mesh, abstract_state, hyper['seed'])
 
-    # Compile the program for each lifting that may be chosen.
-    candidates = _liftings(lifting or config.train.lifting, len(trials))
-    programs: dict[str, tuple[Callable, float]] = {}
+    if lifting is None:
+        lifting = config.train.lifting
+    candidates = _liftings(lifting, len(trials))
+    steps_by_lifting: dict[str, Callable] = {}
+    compile_seconds: dict[str, float] = {}
     for candidate in candidates:
-        programs[candidate] = _compile_steps(
+        steps_by_lifting[candidate], compile_seconds[candidate] = _compile_steps(
             config, candidate, mesh, abstract_state, abstract_hyper, abstract_batch
         )
 
-    # If there are several, take the one with the faster steps.
-    chosen = candidates[0]
+    fastest = candidates[0]
     seconds_per_step: dict[str, float] = {}
     if len(candidates) > 1:
         batch = constant_batch(config, mesh)
-        for candidate, (steps, _) in programs.items():
+        for candidate, steps in steps_by_lifting.items():
             seconds = seconds_per_dispatch(steps, lambda: (init(None), hyper, batch))
             seconds_per_step[candidate] = seconds / config.train.steps_per_dispatch
-        chosen, seconds_per_step = _fastest(seconds_per_step)
-    chosen_steps, compile_seconds = programs[chosen]
+        fastest, seconds_per_step = _fastest(seconds_per_step)
+    take_steps = steps_by_lifting[fastest]
 
     def train(state: dict, batch: dict) -> tuple[dict, dict]:
-        return chosen_steps(state, hyper, batch)
+        return take_steps(state, hyper, batch)
 
-    return Program(mesh, chosen, abstract_state, train, init, compile_seconds, seconds_per_step)
+    return Program(
+        mesh=mesh,
+        lifting=fastest,
+        abstract_state=abstract_state,
+        train=train,
+        init=init,
+        compile_seconds=compile_seconds[fastest],
+        measured=seconds_per_step,
+    )
 
 
 def _compile_steps(
     config: Config, lifting: str, mesh: Mesh, state: dict, hyper: dict, batch: Any
 ) -> tuple[Callable, float]:
-    """Compiles `train_steps` for the arguments of `lower`.
+    """Compiles the train program; returns (compiled function, compile seconds).
 
-    Returns the compiled function, and the seconds that this took.
+    The arguments are those of `lower`.
     """
     start = time.perf_counter()
     lowered = lower(config, lifting, mesh, state, hyper, batch)
@@ -318,7 +312,7 @@ def _compile_steps(
 def _initializer(
     config: Config, mesh: Mesh, abstract_state: dict, seed_X: jax.Array
 ) -> Callable[[dict | None], dict]:
-    """Returns the function `Program.init`, which makes the state of all trials before step 0."""
+    """Returns a function that makes the state of all trials before step 0, as `Program.init`."""
     draw_initial_state = jax.jit(
         functools.partial(init_stack, config),
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
@@ -327,8 +321,8 @@ def _initializer(
 
     def init(params: dict | None) -> dict:
         state = draw_initial_state(seed_X)
-        # Given parameters replace the drawn ones, and are copied to every trial.
         if params is not None:
+            # Replace the drawn parameters of every trial.
             drawn_params = state['trials'].pop('params')
             state['trials']['params'] = jax.tree.map(_broadcast_like, params, drawn_params)
         return state
@@ -337,11 +331,13 @@ def _initializer(
 
 
 def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """Returns the fastest lifting, and the seconds per step that process 0 has measured.
+    """Returns the fastest lifting, and the seconds per step by lifting.
 
-    `measured` holds what this process has measured, such as {'map': 0.2, 'vmap': 0.1}.
+    Both are from the measurements of process 0, so that all processes choose alike.
+
+    Args:
+      measured: the seconds per step that this process measured, as {'map': 0.2, 'vmap': 0.1}.
     """
-    # All processes of a job have to choose the same lifting, so they use the times of process 0.
     seconds_by_lifting = agreement.call_in_process_0(lambda: measured)
     times = []
     for lifting, seconds in seconds_by_lifting.items():
@@ -352,7 +348,7 @@ def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
 
 
 def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:
-    """Returns the liftings to compile: the one that is set, or all that 'auto' chooses from."""
+    """Returns the liftings to compile for a setting of train.lifting."""
     if setting != 'auto':
         return (setting,)
     if num_trials == 1:
@@ -362,32 +358,33 @@ def _liftings(setting: str, num_trials: int) -> tuple[str, ...]:
 
 def _broadcast_like(value: np.ndarray, like: Any) -> jax.Array:
     """Broadcasts `value` to an array with the shape, dtype and sharding of `like`."""
-    whole = np.broadcast_to(np.asarray(value, like.dtype), like.shape)
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
+    broadcast = np.broadcast_to(np.asarray(value, like.dtype), like.shape)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: broadcast[index])
 
 
 def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
     """Returns a global batch of ones, for timing."""
+    num_steps = config.train.steps_per_dispatch
     local_trials, local_rows = sharding.local_share(config, mesh)
-    leading = (config.train.steps_per_dispatch, len(local_trials), len(local_rows))
-    local = {}
+    local_batch = {}
     for name, (length, dtype) in task_of(config).array_shapes(config.model).items():
-        local[name] = np.ones((*leading, length), dtype)
-    return sharding.place_batch(config, mesh, local)
+        shape = (num_steps, len(local_trials), len(local_rows), length)
+        local_batch[name] = np.ones(shape, dtype)
+    return sharding.place_batch(config, mesh, local_batch)
 
 
 def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
     """Calls a train program twice and returns the seconds of the faster call.
 
     Args:
-      steps: maps (state, *others) to (state, metrics), and donates the state.
-      inputs: makes the arguments (state, *others) of the first call.
+      steps: maps (state, *arguments) to (next state, metrics), and donates the state.
+      inputs: makes (state, *arguments).
     """
-    state, *others = jax.block_until_ready(inputs())
+    state, *arguments = jax.block_until_ready(inputs())
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
-        state, _ = jax.block_until_ready(steps(state, *others))
+        state, _ = jax.block_until_ready(steps(state, *arguments))
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -395,35 +392,31 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
 def warm_up(config: Config) -> tuple[float, float]:
     """Compiles a run's train program and times it on a batch of ones.
 
-    Returns the seconds of a training step, which all trials take together, and the seconds of the
-    compilation. All processes of a job get the times of process 0.
+    Returns:
+      (seconds of a step of all trials, seconds of the compilation), as measured by process 0.
     """
     sharding.require_memory(config)
     with without_cache():
         program = build(config)
-    # `build` has already timed the program if it had to choose the lifting.
-    per_step = program.measured.get(program.lifting)
-    if per_step is None:
+    # `build` may have timed the program to choose the lifting.
+    seconds_per_step = program.measured.get(program.lifting)
+    if seconds_per_step is None:
         batch = constant_batch(config, program.mesh)
         seconds = seconds_per_dispatch(program.train, lambda: (program.init(None), batch))
-        per_step = seconds / config.train.steps_per_dispatch
-    return agreement.call_in_process_0(lambda: (per_step, program.compile_seconds))
+        seconds_per_step = seconds / config.train.steps_per_dispatch
+    return agreement.call_in_process_0(lambda: (seconds_per_step, program.compile_seconds))
 
 
 @contextlib.contextmanager
 def _without_slow_compile_notice(mesh: Mesh) -> Iterator[None]:
-    """Hides XLA's notice that compiling takes more than two minutes, if there is one CPU device.
+    """Hides XLA's notice of a slow compilation inside a `with` block, on a single CPU device.
 
-    The progress display shows the seconds in any case. XLA cannot turn off this notice alone, so
-    all of its messages are hidden inside the `with` block, except fatal ones. A compilation that
-    fails still raises its error.
-
-    With several devices or an accelerator nothing is hidden, because some messages warn of slow
-    programs.
+    On several devices or an accelerator, nothing is hidden.
     """
     if mesh.size > 1 or mesh.devices.flat[0].platform != 'cpu':
-        yield
+        yield  # XLA may warn of slow programs here
         return
+    # XLA cannot hide this notice alone. Failed compilations still raise errors.
     utils.absl_set_min_log_level(_FATAL)
     try:
         yield
@@ -434,10 +427,9 @@ def _without_slow_compile_notice(mesh: Mesh) -> Iterator[None]:
 
 
 def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:
-    """Returns XLA options that compile a program quickly on a CPU; None on other devices.
+    """Returns XLA options for quick compilation on a CPU; None on other devices.
 
-    They are for a program that runs once, where compilation takes most of the time. They change no
-    bit of the result. Options that the user has set in XLA_FLAGS are left out.
+    The options do not change results by a bit. Options set in XLA_FLAGS are left out.
     """
     if mesh.devices.flat[0].platform != 'cpu':
         return None
