@@ -1,4 +1,4 @@
-"""The trials of a run as one stack: what trains and evaluates them."""
+"""The trials of a run, trained and evaluated together."""
 
 import dataclasses
 import functools
@@ -28,46 +28,48 @@ from qkattn.train.step import measure_on_targets
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The measurements of X trials on one split; NaN for trials that diverged."""
+    """Measurements of X trials on the R rows of a split; NaN for trials that diverged."""
 
     # The value of each metric, [X]; None if it is not defined for these data.
     values: Mapping[str, np.ndarray | None]
-    # The metrics that were measured, by name.
+    # The measured metrics by name.
     metrics: Mapping[str, metrics.Metric]
     num_targets: int
+    # The number of rows that have targets.
     num_rows: int
-    # The loss, summed over the targets of each row.
+    # The loss of each row, summed over its targets.
     nats_RX: np.ndarray
-    # The number of targets of each row.
+    # The number of targets in each row.
     targets_R: np.ndarray
 
 
 @dataclasses.dataclass
 class Stack:
-    """The X trials of a run on their mesh: the changing `state`, and the rows that they read."""
+    """The X trials of a run on a mesh, with the data to train and evaluate them."""
 
     config: Config
     program: Program
     rows: Rows
+    # {'step': scalar, 'trials': states of trials, [X, ...]}; each call of `train` replaces it.
     state: dict
     # The corpora of data.evaluate.
     corpora: tuple[EvaluationCorpus, ...] = ()
 
     def batches(self) -> Generator[Batch]:
-        """Yields the part of each batch that this process holds, from the next step to the last.
+        """Yields this process's part of each remaining training batch.
 
         A thread reads ahead until the generator is closed.
         """
         train = self.config.train
         trials = self.config.trials.trials()
-        first_step = self.step
+        next_step = self.step
         local_trials, local_rows_of_batch = local_share(self.config, self.program.mesh)
         return pipeline.train_batches(
             self.rows,
             seeds=[trials[x]['seed'] for x in local_trials],
             batch_size=train.batch_size,
-            start_step=first_step,
-            num_steps=train.num_steps - first_step,
+            start_step=next_step,
+            num_steps=train.num_steps - next_step,
             steps_per_read=train.steps_per_dispatch,
             part=local_rows_of_batch,
         )
@@ -77,13 +79,13 @@ class Stack:
         return place_batch(self.config, self.program.mesh, batch)
 
     def train(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Takes the steps of one dispatch; returns their metrics [C, X]."""
-        self.state, measured = self.program.train(self.state, batch)
-        return measured
+        """Takes the C steps of one dispatch; returns their metrics [C, X]."""
+        self.state, step_metrics = self.program.train(self.state, batch)
+        return step_metrics
 
     @property
     def step(self) -> int:
-        """The number of steps that are done."""
+        """The number of completed steps."""
         return int(self.state['step'])
 
     @property
@@ -98,19 +100,19 @@ class Stack:
     def evaluate(
         self, split: str, should_stop: Callable[[], bool] = lambda: False
     ) -> Evaluation | None:
-        """Evaluates every trial on a split.
+        """Evaluates every trial on a split of the run's data.
 
-        Calls `should_stop` before every batch, and returns None as soon as it returns True.
+        Returns None as soon as `should_stop`, called before every batch, returns True.
         """
         return self._evaluate(self.rows, split, should_stop)
 
     def evaluate_corpora(
         self, should_stop: Callable[[], bool] = lambda: False
     ) -> dict[str, Evaluation] | None:
-        """Evaluates every trial on further corpora, which the setting data.evaluate names.
+        """Evaluates every trial on the corpora of data.evaluate.
 
-        Returns the evaluations by name, such as {'@train': ...}, or None if `should_stop` returns
-        True, as in `evaluate`.
+        Returns:
+          Evaluations by corpus, such as {'@train': ...}; None if `should_stop` returns True.
         """
         evaluations = {}
         for corpus in self.corpora:
@@ -123,7 +125,7 @@ class Stack:
     def _evaluate(
         self, rows: Rows, split: str, should_stop: Callable[[], bool]
     ) -> Evaluation | None:
-        """Evaluates every trial on a split of any rows; see `evaluate`."""
+        """Evaluates every trial on a split of `rows`; None if `should_stop` returns True."""
         batches = pipeline.eval_batches(
             rows,
             split,
@@ -135,18 +137,16 @@ class Stack:
         if sums is None:
             return None
 
-        # The value of each metric. The factor one_or_nan_X makes it NaN for trials that diverged.
         evaluated = metrics.named(self.config.train.metrics)
         one_or_nan_X = self._one_or_nan_X()
         values: dict[str, np.ndarray | None] = {}
-        all_values = metrics.values(sums, rows.bytes_per_token(split), evaluated)
-        for name, value_X in all_values.items():
+        unmasked_values = metrics.values(sums, rows.bytes_per_token(split), evaluated)
+        for name, value_X in unmasked_values.items():
             values[name] = None if value_X is None else one_or_nan_X * value_X
 
-        # The number of targets of each row, and 1 for rows with targets, else 0. All trials are
-        # evaluated on the same rows, so the counts of the first trial hold for all.
+        # All trials have the same targets, so take the counts of the first trial.
         targets_R = sums['weight'][:, 0]
-        has_target_R = sums['rows'][:, 0]
+        has_target_R = sums['rows'][:, 0]  # 1 for rows with targets, else 0
         return Evaluation(
             values=values,
             metrics=evaluated,
@@ -157,9 +157,10 @@ class Stack:
         )
 
     def sums(self, read: Callable[..., Iterable[Batch]]) -> metrics.Sums:
-        """Computes `row_sums` of the R rows that `read` reads; returns arrays [R, X, ...].
+        """Computes `row_sums` of R rows; returns arrays [R, X, ...].
 
-        `read(batch_size=..., part=...)` returns batches, as `pipeline.eval_batches` does.
+        Args:
+          read: returns the batches of rows when called as read(batch_size=..., part=...).
         """
         part = local_rows(self.config, self.program.mesh)
         return self._sums(read(batch_size=self.config.train.batch_size, part=part))
@@ -172,27 +173,26 @@ class Stack:
     def _measure(self, batch: Batch) -> dict[str, jax.Array]:
         """Computes `row_sums` of a batch for every trial; returns arrays [X, B, ...]."""
         mesh = self.program.mesh
-        run = stack_program(self.config, self.program.lifting, mesh, row_sums)
-        return run(self.state['trials']['params'], place_rows(self.config, mesh, batch))
+        compute = stack_program(self.config, self.program.lifting, mesh, row_sums)
+        return compute(self.state['trials']['params'], place_rows(self.config, mesh, batch))
 
     def _sums(
         self, batches: Iterable[Batch], should_stop: Callable[[], bool] = lambda: False
     ) -> metrics.Sums | None:
         """Computes `row_sums` of the R rows of all batches; returns arrays [R, X, ...] in float64.
 
-        Calls `should_stop` before every batch, and returns None as soon as it returns True.
+        Returns None as soon as `should_stop`, called before every batch, returns True.
         """
-        sums_by_batch: list[dict] = []  # of each batch, arrays [X, B, ...] by name
+        sums_by_batch: list[dict] = []  # for each batch, arrays [X, B, ...] by name
         for batch in batches:
             if should_stop():
                 return None
             sums_by_batch.append(self._measure(batch))
-            # The host runs at most one batch ahead of the devices, so that it soon notices a
-            # request to stop.
+            # Stay at most one batch ahead of the devices, to notice a stop request soon.
             if len(sums_by_batch) > 1:
-                jax.block_until_ready(sums_by_batch[-2])
+                previous_sums = sums_by_batch[-2]
+                jax.block_until_ready(previous_sums)
 
-        # Join the rows of all batches, and move them to the first axis.
         sums = {}
         for name in sums_by_batch[0]:
             sums_XR = np.concatenate([arrays[name] for arrays in sums_by_batch], axis=1)
@@ -206,22 +206,19 @@ class Stack:
 
 
 def row_sums(config: Config, params: dict, batch: dict) -> dict[str, jax.Array]:
-    """Returns the `metrics.row_sums` of one trial on a batch, arrays [B, ...] by name.
+    """Sums each metric over the targets of each row; returns arrays [B, ...] by name.
 
     The loss is measured without dropout, label smoothing and z-loss.
     """
     evaluated = metrics.named(config.train.metrics)
-    numbers = measure_on_targets(config, params, batch, functools.partial(per_target, evaluated))
-    return metrics.row_sums(numbers, batch['loss_weights_BT'])
+    measured = measure_on_targets(config, params, batch, functools.partial(per_target, evaluated))
+    return metrics.row_sums(measured, batch['loss_weights_BT'])
 
 
 def per_target(
     evaluated: Mapping[str, metrics.Metric], logits_BTV: jax.Array, targets_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns what each metric measures of each target: arrays [B, T, ...] by name of the metric.
-
-    For example, the metric 'loss' gives the cross-entropies in nats.
-    """
+    """Measures each metric on each target; returns arrays [B, T, ...] by metric name."""
     nats_BT = cross_entropy(logits_BTV, targets_BT)
     correct_BT = jnp.argmax(logits_BTV, -1) == targets_BT
     predictions = metrics.Predictions(logits_BTV, targets_BT, nats_BT, correct_BT)
@@ -235,9 +232,7 @@ def per_target(
 def check_metrics(config: Config) -> None:
     """Raises ConfigError for a metric from outside the package that cannot be used.
 
-    A metric of `train.metrics` has to give arrays of the right shape. This is checked with abstract
-    arrays, without compiling. A metric that a task from outside declares must not have the name of
-    another metric, and a result has to be able to describe it.
+    Checks the metrics that a task declares, and the shapes of train.metrics with abstract arrays.
     """
     evaluated = metrics.named(config.train.metrics)
     if config.data.task is not None:
@@ -252,19 +247,19 @@ def check_metrics(config: Config) -> None:
     if not config.train.metrics:
         return
 
-    texts = ', '.join(config.train.metrics)
-    # The sizes differ, so that mixed up axes cannot have the right size by chance.
+    metric_names = ', '.join(config.train.metrics)
+    # All sizes differ, so that swapped axes are noticed.
     B, T, R, X = 2, 3, 5, 7
     logits_BTV = jax.ShapeDtypeStruct((B, T, config.model.vocab_size), jnp.float32)
     targets_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    numbers = call_with_config_errors(
+    measured = call_with_config_errors(
         'train.metrics',
-        texts,
+        metric_names,
         lambda: jax.eval_shape(functools.partial(per_target, evaluated), logits_BTV, targets_BT),
     )
 
     sums = {'weight': np.ones((R, X)), 'rows': np.ones((R, X))}
-    for name, array in numbers.items():
+    for name, array in measured.items():
         shape = getattr(array, 'shape', ())
         if shape[:2] != (B, T):
             raise ConfigError(
@@ -279,7 +274,7 @@ def check_metrics(config: Config) -> None:
             raise ConfigError(f'metric {name!r} must have per_target, value or both')
         with np.errstate(all='ignore'):
             value_X = call_with_config_errors(
-                'train.metrics', texts, functools.partial(metric.value, sums, 1.0)
+                'train.metrics', metric_names, functools.partial(metric.value, sums, 1.0)
             )
         if value_X is not None and np.shape(value_X) != (X,):
             raise ConfigError(
