@@ -1,4 +1,4 @@
-"""What a run leaves for reports: an object per trial, per evaluation, and per document."""
+"""The results of a run as JSON: per trial, per evaluation and per document."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -50,21 +50,20 @@ def trial_results(
       evaluations: the last evaluation of each split but 'train'.
       costs: the times and the lifting of the run.
       provenance: the software and devices of the run, as `provenance_of` returns them.
-      diverged_at: by trial number, the step at which a trial diverged.
-      corpora: the last evaluation of each entry of data.evaluate.
+      diverged_at: the step at which each diverged trial diverged, by trial number.
+      corpora: the last evaluation of each corpus of data.evaluate.
     """
     validation = evaluations['validation']
     evaluated = {
         name: metric for name, metric in validation.metrics.items() if metric.value is not None
     }
-    of_task = {metric.name: metric for metric in stack.rows.metrics}
-    common = _common(stack, evaluations, costs, corpora)
-    common['provenance'] = provenance
-    # Declarations of metrics from outside the package, so that reports can show them.
-    common |= describe_outside_metrics({**evaluated, **of_task})
+    task_metrics = {metric.name: metric for metric in stack.rows.metrics}
+    shared_fields = _shared_fields(stack, evaluations, costs, corpora)
+    shared_fields['provenance'] = provenance
+    shared_fields |= describe_outside_metrics({**evaluated, **task_metrics})
 
     alive_X = stack.alive_X
-    # A finite gradient in the last step may still have left parameters with an infinite loss.
+    # The update of the last step may have made the loss infinite.
     finished_X = alive_X & np.isfinite(validation.values['loss'])
     end_metrics = _end_metrics(stack, finished_X)
 
@@ -76,7 +75,7 @@ def trial_results(
         result['diverged_at'] = diverged_at.get(x)
         if alive_X[x] and not is_finished:
             result['diverged_at'] = stack.step
-        result |= common
+        result |= shared_fields
         result |= _metrics_of_trial(x, is_finished, evaluated, evaluations, corpora)
         for field, values_X in end_metrics.items():
             result[field] = values_X[x] if is_finished else None
@@ -93,15 +92,15 @@ def _metrics_of_trial(
 ) -> dict[str, float | None]:
     """Returns the metrics of trial x by field, such as 'val_loss' and 'loss[@train]'.
 
-    A metric is None if the trial diverged, if there is no evaluation of the split, or if the metric
-    is not defined for its data.
+    A value is None if the trial diverged, the split was not evaluated, or the metric is not defined
+    for the data.
 
     Args:
       x: the number of the trial.
       is_finished: False if the trial diverged.
-      evaluated: the metrics, by name.
-      evaluations: the last evaluation of each split of the run's data.
-      corpora: the last evaluation of each further corpus, which the setting data.evaluate names.
+      evaluated: the metrics by name.
+      evaluations: the last evaluation of each split.
+      corpora: the last evaluation of each corpus of data.evaluate.
     """
 
     def value_of(evaluation: Evaluation | None, name: str) -> float | None:
@@ -122,33 +121,29 @@ def _metrics_of_trial(
 
 
 def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
-    """Returns what the task measures when training ends, as values [X] by field of a result.
+    """Returns the metrics that the task measures after training, such as {'val_bleu': [X]}.
 
-    A translation task, for example, gives {'val_bleu': [31.2, 30.8]} for two trials. Raises
-    ConfigError for a field that belongs to no metric of the package or of the task.
+    Raises:
+      ConfigError: a field belongs to no metric of the package or of the task.
     """
     measured = stack.rows.end_metrics(stack, finished_X)
-    known = result_fields(with_outside(stack.rows.metrics))
+    known_fields = result_fields(with_outside(stack.rows.metrics))
     for field in measured:
-        if field not in known:
+        if field not in known_fields:
             raise ConfigError(
                 f'end_metrics of {type(stack.rows).__name__} measures {field!r}, which is no field '
-                f'of a metric; valid: {", ".join(known)}'
+                f'of a metric; valid: {", ".join(known_fields)}'
             )
     return measured
 
 
-def _common(
+def _shared_fields(
     stack: Stack,
     evaluations: Mapping[str, Evaluation],
     costs: Mapping[str, Any],
     corpora: Mapping[str, Evaluation],
 ) -> dict[str, Any]:
-    """Returns the fields that the results of all trials share.
-
-    These are the length of training, the size and the costs of the model, the `costs` of the run,
-    the data with the loss of unigram frequencies, and the size of the evaluations.
-    """
+    """Returns the fields that are equal in the results of all trials."""
     config = stack.config
     model = config.model
 
@@ -175,10 +170,7 @@ def _common(
     for corpus, evaluation in corpora.items():
         data[CORPORA][corpus]['eval_tokens'] = evaluation.num_targets
 
-    # A dataset may have no test split.
-    test_tokens = None
-    if 'test' in evaluations:
-        test_tokens = evaluations['test'].num_targets
+    test_tokens = evaluations['test'].num_targets if 'test' in evaluations else None
 
     return {
         'num_steps': stack.step,
@@ -199,7 +191,7 @@ def _common(
 def document_results(
     stack: Stack, evaluations: Mapping[str, Evaluation], results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the loss of each of X trials on each of the C documents of every split.
+    """Returns the loss of each trial on each document of every split.
 
     An example of 2 trials and 3 documents of the test split:
 
@@ -209,47 +201,41 @@ def document_results(
             'nats': [[402.1, 950.7, 644.9], None],  # the second trial diverged
         }}
 
-    'nats' are losses summed over the targets of a document. So the loss of the first trial on the
-    split, in nats per target, is (402.1 + 950.7 + 644.9) / (120 + 310 + 205). Documents without
-    targets are left out.
-
-    If the task has no documents, groups of rows named '0', '1' and so on take their place.
+    'nats' are summed over the targets of a document. Documents without targets are left out. A task
+    without documents has groups of rows instead, named '0', '1' and so on.
     """
-    splits = {}
+    losses_by_split = {}
     for split, evaluation in evaluations.items():
-        # The names of the C documents, or groups. Row r of the R evaluated rows belongs to the
-        # document names[document_R[r]].
+        # C documents, and for each of R evaluated rows the index of its document.
         max_rows = stack.config.data.eval_sequences
         names, document_R = pipeline.clusters(stack.rows, split, max_rows)
-        targets_C = _sums_by_document(evaluation.targets_R, document_R, len(names))
-        has_targets_C = targets_C > 0
+        num_targets_C = _sums_by_document(evaluation.targets_R, document_R, len(names))
+        has_targets_C = num_targets_C > 0
 
-        # The losses of each trial; None if it diverged. Column x of nats_RX belongs to results[x].
-        nats: list[list[float] | None] = []
+        nats_by_trial: list[list[float] | None] = []
         for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
             if result['status'] == FINISHED:
                 nats_C = _sums_by_document(nats_R, document_R, len(names))
-                nats.append(nats_C[has_targets_C].tolist())
+                nats_by_trial.append(nats_C[has_targets_C].tolist())
             else:
-                nats.append(None)
+                nats_by_trial.append(None)
 
-        splits[split] = {
+        losses_by_split[split] = {
             'documents': list(itertools.compress(names, has_targets_C)),
-            'tokens': targets_C[has_targets_C].astype(int).tolist(),
-            'nats': nats,
+            'tokens': num_targets_C[has_targets_C].astype(int).tolist(),
+            'nats': nats_by_trial,
         }
-    return splits
+    return losses_by_split
 
 
 def _sums_by_document(
     values_R: np.ndarray, document_R: np.ndarray, num_documents: int
 ) -> np.ndarray:
-    """Sums the values of rows over each document; returns [C].
+    """Sums the values of rows over each of C documents; returns [C].
 
-    `document_R` holds the number of each row's document. Any further values belong to rows that pad
-    the last batch; they are left out.
+    `document_R` is the index of each row's document.
     """
-    values_R = values_R[: len(document_R)]
+    values_R = values_R[: len(document_R)]  # drop the rows that pad the last batch
     return np.bincount(document_R, weights=values_R, minlength=num_documents)
 
 
@@ -258,9 +244,10 @@ def eval_record(
 ) -> dict[str, Any]:
     """Returns the record of an evaluation in metrics.jsonl, with values [X] by field.
 
-    Fields such as 'val_loss' are from `evaluation`, on the validation split. Fields such as
-    'loss[@train]' are from `corpora`, evaluations on further corpora such as '@train', which the
-    setting data.evaluate names.
+    Args:
+      step: the number of completed steps.
+      evaluation: the evaluation on the validation split, for fields such as 'val_loss'.
+      corpora: the evaluations on corpora of data.evaluate, for fields such as 'loss[@train]'.
     """
     record: dict[str, Any] = {'kind': 'eval', 'step': step}
     logged_metrics = logged(evaluation.metrics)
@@ -273,7 +260,7 @@ def eval_record(
 
 
 def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the last record of metrics.jsonl: the metrics of the results, a value per trial."""
+    """Returns the last record of metrics.jsonl, with the metrics of all trials by field."""
     first = results[0]
     record = {
         'kind': 'final',
@@ -289,40 +276,35 @@ def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def with_code_of_this_start(directory: Path, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the code of all starts of a run: that of earlier starts, `before`, then of this one.
+    """Appends the code version of this start to the versions `before`, without repeats.
 
-    An entry holds the git commit and the modules from outside the package, as provenance.json does.
-    Each version of the code is listed once, and the version of this start is the last entry.
+    A version holds the git commit and the modules from outside the package.
     """
-    start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
-    code = {name: start[name] for name in ('git', 'imported')}
-    others = [earlier for earlier in before if earlier != code]
-    return [*others, code]
+    this_start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
+    code = {name: this_start[name] for name in ('git', 'imported')}
+    other_versions = [version for version in before if version != code]
+    return [*other_versions, code]
 
 
 def provenance_of(
     directory: Path, read_files: Mapping[str, str], code: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the provenance of results: the software and devices of the run's last start.
+    """Returns the software and devices of a run's last start, without user and host.
 
-    A run has several starts if it was interrupted. The fields are those of the last start in
-    provenance.json, without user and host, and two that are left out if they are empty:
-
-        git, python, versions, devices
-        imported   sha256 of modules from outside the package, and of files that the run has read
-        earlier    the code of earlier starts, if it was different
+    The field 'imported' has the sha256 of imported modules and of `read_files`; 'earlier' has the
+    other code versions of the run. Both are absent if empty.
 
     Args:
       directory: the run directory, with provenance.json.
-      read_files: the sha256 of files that the run has read, by setting.
-      code: the code of all starts, as `with_code_of_this_start` returns it.
+      read_files: the sha256 of each file that the run has read, by setting.
+      code: the code versions of all starts, as `with_code_of_this_start` returns them.
     """
-    start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
-    provenance = {name: start[name] for name in START}
-    imported = {**start['imported'], **read_files}
-    earlier = list(code[:-1])  # the last entry is the code of the last start
+    last_start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
+    provenance = {name: last_start[name] for name in START}
+    imported = {**last_start['imported'], **read_files}
+    earlier_versions = list(code[:-1])  # the last version is the current one
     if imported:
         provenance['imported'] = imported
-    if earlier:
-        provenance['earlier'] = earlier
+    if earlier_versions:
+        provenance['earlier'] = earlier_versions
     return provenance
