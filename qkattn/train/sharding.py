@@ -1,7 +1,7 @@
-"""The mesh of a run, and how arrays are split over its devices.
+"""The mesh of a run, and the sharding of arrays over it.
 
-Parameters are split by the letters in their names, batches by their rows. Each process reads only
-the rows of its own devices; `place_batch` and `place_rows` make global arrays of them.
+Parameters are split by the axis letters in their names, batches by rows. Each process reads only
+the rows of its own devices. `place_batch` and `place_rows` turn these rows into global arrays.
 """
 
 import dataclasses
@@ -24,47 +24,54 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.errors import ConfigError
 from qkattn.model import cost
 
-# The letters of array axes that each mesh axis may split. It splits the first of them whose size
-# is a multiple of its own. D is never split over tensor: with the embedding's V over fsdp, jaxlib
-# 0.10.2 and 0.12.0 return wrong sums from a scan over microbatches on a mesh of all three axes.
+# The letters of array axes that each mesh axis may split, in order of preference.
+# D is never split over tensor. With the embedding's V over fsdp, jaxlib 0.10.2 and 0.12.0 would
+# return wrong sums from a scan over microbatches on a mesh of data, fsdp and tensor.
 CANDIDATES = {'fsdp': 'VDERC', 'tensor': 'NKFHV'}
-# The letter that both mesh axes may split together, as logits are split.
+# The letter that both of these mesh axes may split, as in logits.
 JOINT = 'V'
 # The mesh axes that split the rows of a batch.
 BATCH_AXES = ('data', 'fsdp')
-# The name of a parameter at the end of a path, such as w_q_DNH. The group holds its last part, the
-# letters of its axes.
+# A parameter name at the end of a path, such as w_q_DNH. The group matches the axis letters, DNH.
 _PARAMETER = re.compile(r'(?:^|/)[wbg](?:_[a-z\d]+)*_([A-Z]+)$')
 
 log = logging.getLogger(__name__)
 
 
 def require_devices(config: MeshConfig) -> None:
-    """Raises ConfigError if there are too few devices for the mesh.
+    """Raises ConfigError if the devices do not fit the mesh.
 
-    Raises it also if a job of several processes has devices that the mesh does not use.
+    The mesh must use all devices of a job of several processes.
     """
-    needed = math.prod(dataclasses.astuple(config))
-    present = len(jax.devices())
+    num_needed = math.prod(dataclasses.astuple(config))
+    num_devices = len(jax.devices())
     num_processes = jax.process_count()
     mesh = f'mesh {dataclasses.asdict(config)}'
-    if needed > present:
-        message = f'{mesh} needs {needed} devices, but there are {present}'
+    if num_needed > num_devices:
+        message = f'{mesh} needs {num_needed} devices, but there are {num_devices}'
         if jax.default_backend() == 'cpu':
-            message += f'; launch/local.py --devices_per_process={needed} makes as many of a CPU'
+            message += (
+                f'; launch/local.py --devices_per_process={num_needed} makes as many of a CPU'
+            )
         raise ConfigError(message)
-    if needed < present and num_processes > 1:
+    if num_needed < num_devices and num_processes > 1:
         raise ConfigError(
-            f'{mesh} uses {needed} of the {present} devices of {num_processes} processes; '
+            f'{mesh} uses {num_needed} of the {num_devices} devices of {num_processes} processes; '
             'it must use all of them'
         )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh (trial, data, fsdp, tensor) of the first `devices`, by default of the job's.
+    """Makes the mesh (trial, data, fsdp, tensor) from the first of the devices.
 
-    Devices communicate most along tensor and fsdp, so neighbours along these axes are close to each
-    other. Where the sizes allow it, they are in one process, TPU slice or GPU node.
+    Neighbours along `tensor` and `fsdp` are close to each other, because they communicate most.
+
+    Args:
+      config: the sizes of the mesh axes.
+      devices: the devices to use; None for those of the job.
+
+    Raises:
+      ConfigError: the devices of the job do not fit the mesh.
     """
     if devices is None:
         require_devices(config)
@@ -74,38 +81,40 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     size = math.prod(shape)
     if size < len(devices):
         log.warning('the mesh uses %d of %d devices', size, len(devices))
-    # `jax.make_mesh` is not used: it refuses several slices, and a mesh such as 32 x 8 on a torus
-    # of 16 x 16 chips.
-    devices = sorted(devices[:size], key=_slice_of)
-    num_slices = len({_slice_of(device) for device in devices})
+    # `jax.make_mesh` would refuse several TPU slices, and a mesh of 32 x 8 on 16 x 16 chips.
+    devices = sorted(devices[:size], key=_slice_index)
+    num_slices = len({_slice_index(device) for device in devices})
     if num_slices > 1:
-        arranged = np.array(devices).reshape(shape)
+        device_array = np.array(devices).reshape(shape)
     else:
-        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(arranged, axes, axis_types=(AxisType.Auto,) * 4)
+        device_array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(device_array, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
-def _slice_of(device: jax.Device) -> int:
-    """Returns the number of a device's TPU slice; 0 for devices of other kinds."""
+def _slice_index(device: jax.Device) -> int:
+    """Returns the index of a device's TPU slice; 0 for other devices."""
     return getattr(device, 'slice_index', 0)
 
 
 def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Returns the partition of one leaf (array) of the train state, by the letters of its axes.
+    """Returns the PartitionSpec of one leaf of the train state.
 
     For example, 'params/blocks/mlp/w_in_DF' has the axes X (trials), L (layers), D and F. On a mesh
-    with trial=2, fsdp=2 and tensor=2, its partition is P('trial', None, 'fsdp', 'tensor').
+    with trial=2, fsdp=2 and tensor=2, the result is P('trial', None, 'fsdp', 'tensor').
 
-    The letters are known only for leaves with the name of a parameter. Of other leaves, only the
-    axis X is split.
+    Args:
+      path: the path of the leaf. A parameter's name ends in the letters of its axes. A leaf with
+        another name is split only over trials.
+      shape: the shape of the leaf.
+      mesh: the mesh of the run.
     """
-    letters = _letters_of(path, len(shape))
+    letters = _axis_letters(path, len(shape))
     mesh_axes_by_letter = _mesh_axes_by_letter(path, letters, shape, mesh)
 
     partition: list[Any] = []
     for position, letter in enumerate(letters):
         mesh_axes = mesh_axes_by_letter.get(letter, ())
-        # A mesh axis can split only one axis of an array. Of w_talk_NN, it splits the first N.
+        # A mesh axis can split only one axis of an array, such as the first N of w_talk_NN.
         is_repeated = letter in letters[:position]
         if is_repeated or not mesh_axes:
             partition.append(None)
@@ -119,34 +128,32 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
 def _mesh_axes_by_letter(
     path: str, letters: str, shape: tuple[int, ...], mesh: Mesh
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes that split each letter of a leaf: {'X': ('trial',), 'D': ('fsdp',)}.
+    """Returns the mesh axes that split each letter of a leaf, such as {'X': ('trial',)}.
 
-    For example, w_q_DNH has D = 64, N = 6 and H = 16, on a mesh with fsdp=4 and tensor=4. The
-    letters that tensor may split are N K F H V, in this order of preference. 6 is not a multiple of
-    4, so it splits H. The only one of V D E R C in the leaf is D, so fsdp splits D.
+    A mesh axis splits the first of its CANDIDATES that divides evenly and is not split yet. The
+    letter V may be split twice.
 
-    In general, a mesh axis splits the first of its CANDIDATES that divides evenly and that is not
-    split yet. The letter JOINT, which is V, may be split by both: {'V': ('tensor', 'fsdp')}.
+    For example, a leaf w_q_DNH has D = 64, N = 6 and H = 16, on a mesh with fsdp=4 and tensor=4. D
+    is split over fsdp. H is split over tensor, because N does not divide evenly.
     """
-    split: dict[str, tuple[str, ...]] = {'X': ('trial',)}
+    mesh_axes_by_letter: dict[str, tuple[str, ...]] = {'X': ('trial',)}
     for mesh_axis, candidates in CANDIDATES.items():
         if mesh.shape[mesh_axis] == 1:
             continue
-        # Letters that this mesh axis may split, and the mesh axes that would split them together.
+        # The mesh axes that each letter would be split over.
         options: dict[str, tuple[str, ...]] = {}
         for letter in candidates:
             if letter not in letters:
                 continue
-            if letter not in split:
+            if letter not in mesh_axes_by_letter:
                 options[letter] = (mesh_axis,)
             elif letter == JOINT:
-                # fsdp splits V already. Tensor comes first here: a device that gathers V over fsdp
-                # then holds the part of V that it needs for its logits.
-                options[letter] = (mesh_axis, *split[letter])
+                # With tensor before fsdp, gathering V over fsdp gives a device the V of its logits.
+                options[letter] = (mesh_axis, *mesh_axes_by_letter[letter])
         letter_to_split = _first_that_divides(path, letters, shape, options, mesh)
         if letter_to_split is not None:
-            split[letter_to_split] = options[letter_to_split]
-    return split
+            mesh_axes_by_letter[letter_to_split] = options[letter_to_split]
+    return mesh_axes_by_letter
 
 
 def _first_that_divides(
@@ -156,21 +163,16 @@ def _first_that_divides(
     options: Mapping[str, tuple[str, ...]],
     mesh: Mesh,
 ) -> str | None:
-    """Chooses the axis of a leaf (array) to split: the first of `options` that divides evenly.
+    """Returns the first letter of `options` that divides evenly; None if none does.
 
-    Returns its letter; None if no axis divides evenly, so that the leaf is replicated. Logs a
-    message unless it is the first letter of `options`, the preferred one.
-
-    For example, w_q_DNH has N = 6 and H = 16, on a mesh with tensor=4. The options are
-    {'N': ('tensor',), 'H': ('tensor',)}. 6 is not a multiple of 4, so this returns 'H', and logs
+    Logs a message if it is not the first option, such as
     'w_q_DNH: N=6 does not divide over tensor=4; split over H'.
 
     Args:
       path: the path of the leaf.
       letters: the letter of each axis of the leaf.
       shape: the shape of the leaf.
-      options: the letters that may be split, the preferred one first; for each of them, the mesh
-        axes that would split it.
+      options: the mesh axes that each letter would be split over, the preferred letter first.
       mesh: the mesh of the run.
     """
     if not options:
@@ -184,10 +186,10 @@ def _first_that_divides(
 
     preferred = next(iter(options))
     if chosen != preferred:
-        # The first mesh axis is the one that is to split the leaf; a second one splits it already.
         preferred_axes = options[preferred]
         over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in preferred_axes)
         if chosen is None:
+            # Any further axes split the leaf already.
             instead = f'replicated over {preferred_axes[0]}'
         else:
             instead = f'split over {chosen}'
@@ -196,35 +198,33 @@ def _first_that_divides(
     return chosen
 
 
-def _letters_of(path: str, num_axes: int) -> str:
-    """Returns the letter of each axis of a leaf of the train state.
+def _axis_letters(path: str, num_axes: int) -> str:
+    """Returns the letter of each axis of a leaf of the train state, '.' if it has none.
 
-    The letters are those at the end of the leaf's name, after X for the trials and L for the
-    layers. An axis without a letter gets '.', and is not split. For example:
+    The letters are X for trials, L for layers, and the end of a parameter's name. For example:
 
         'params/blocks/attention/w_q_DNH', 5 axes -> 'XLDNH'
         'params/w_embedding_VD', 3 axes -> 'XVD'
         'opt_state/count', 2 axes -> 'X.'
     """
     modules = path.split('/')[:-1]
-    letters = 'X'  # the first axis of every leaf is that of trials
-    parameter = _PARAMETER.search(path)
-    if parameter is not None:
+    letters = 'X'
+    parameter_name = _PARAMETER.search(path)
+    if parameter_name is not None:
         if 'blocks' in modules:
-            letters += 'L'  # blocks are stacked over layers
-        letters += parameter[1]
+            letters += 'L'  # the parameters of blocks are stacked over layers
+        letters += parameter_name[1]
     elif 'params' in modules:
-        # A parameter should have letters; other leaves, such as counters, need none.
         say_once(
             f'{path}: the name does not end in the letters of its axes, as w_q_DNH; replicated'
         )
-    # An optimizer may keep a state with fewer axes than its parameter, so 'XLDNH' may be too long.
+    # The state of an optimizer may have fewer axes than its parameter.
     letters = letters.ljust(num_axes, '.')
     return letters[:num_axes]
 
 
 def _num_devices(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Returns the number of devices along some axes of a mesh together."""
+    """Returns the product of the sizes of mesh axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
@@ -237,22 +237,20 @@ def say_once(message: str) -> None:
 def state_shardings(state: dict, mesh: Mesh) -> dict:
     """Returns a NamedSharding for every leaf of an (abstract) train state."""
 
-    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        name = jax.tree_util.keystr(path, simple=True, separator='/')
-        if name == 'step':
-            return NamedSharding(mesh, P())  # a scalar that all trials share
-        return NamedSharding(mesh, spec(name, leaf.shape, mesh))
+    def sharding_of(key_path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        path = jax.tree_util.keystr(key_path, simple=True, separator='/')
+        if path == 'step':
+            return NamedSharding(mesh, P())  # a scalar, the same for all trials
+        return NamedSharding(mesh, spec(path, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(sharding_of, state)
 
 
 def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
-    """Returns a function that constrains the sharding of activations inside of a model.
+    """Returns a function (array, letters) that constrains the sharding of activations.
 
-    The model calls it, inside a block of `qkattn.model.stack.use_placement`. It splits the rows B
-    over `data` and `fsdp`, splits V over `tensor`, and replicates all other axes. Without it, XLA
-    would split the D of activations over fsdp, like the D of parameters, and copy the batch to
-    every device.
+    Rows B are split over `data` and `fsdp`, tokens V over `tensor`. Other axes are replicated.
+    Without this, XLA would split D over fsdp and copy the batch to every device.
     """
     if mesh.shape['fsdp'] == 1:
         return lambda array, letters: array
@@ -262,23 +260,21 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
         mesh_axes_by_letter['V'] = ('tensor',)
 
     def place(array: jax.Array, letters: str) -> jax.Array:
-        """Constrains the sharding of an array; `letters` name its axes, as in BTD or VD."""
-        # The embedding VD is stored with its V split over fsdp if V is a multiple of fsdp, and with
-        # its D split otherwise. With V split, it is used as it is stored. With D split, XLA would
-        # split the D of activations, too. So it gets the sharding below, in which D is whole.
+        """Constrains the sharding of an array with axes `letters`, such as BTD."""
+        # An embedding VD is stored split over V, or over D if V does not divide evenly. Only a
+        # split D must be gathered, or else XLA would also split the D of activations.
         is_embedding = letters == 'VD'
         if is_embedding:
             V, _ = array.shape
-            is_split_by_V = V % mesh.shape['fsdp'] == 0
-            if is_split_by_V:
+            is_split_over_V = V % mesh.shape['fsdp'] == 0
+            if is_split_over_V:
                 return array
 
-        # Split each axis that divides evenly over the mesh axes of its letter.
         partition = []
         for letter, size in zip(letters, array.shape, strict=True):
             mesh_axes = mesh_axes_by_letter.get(letter)
             if mesh_axes is not None and size % _num_devices(mesh, mesh_axes) != 0:
-                mesh_axes = None
+                mesh_axes = None  # does not divide evenly
             partition.append(mesh_axes)
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*partition)))
 
@@ -286,18 +282,15 @@ def place_activations(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a training batch, [C, X, A, B, ...].
+    """Returns the sharding of a training batch [C, X, A, B, ...].
 
-    X, the trials, is split over `trial`; B, the rows of a microbatch, over `data` and `fsdp`.
+    Trials X are split over `trial`, rows B over `data` and `fsdp`.
     """
     return NamedSharding(mesh, P(None, 'trial', None, BATCH_AXES))
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an evaluation batch, [B, ...], which all trials share.
-
-    B, the rows, is split over `data` and `fsdp`.
-    """
+    """Returns the sharding of an evaluation batch [B, ...]: rows over `data` and `fsdp`."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
@@ -310,51 +303,50 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
 
 
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of the trials and of the batch rows that this process holds, ascending.
+    """Returns the trials and the rows of a training batch that this process holds.
 
-    Row r of a batch with A microbatches is row r // A of microbatch r % A. With A = 2, a process
-    that holds the rows 2 and 3 of each microbatch holds the rows 4, 5, 6 and 7 of the batch.
+    Both are ascending indices. A batch of A microbatches is dealt out row by row: row b of
+    microbatch a is row b * A + a of the batch.
     """
     shape = leading_shape(config)
     _, _, A, _ = shape
-    trials_X = _local_indices(batch_sharding(mesh), shape, axis=1)
-    microbatch_rows_B = _local_indices(batch_sharding(mesh), shape, axis=3)
-    # Row b of microbatch a is row b A + a of the batch.
-    rows_BA = microbatch_rows_B[:, None] * A + np.arange(A)
-    return trials_X, rows_BA.ravel()
+    local_trials_X = _local_indices(batch_sharding(mesh), shape, axis=1)
+    rows_of_microbatch_B = _local_indices(batch_sharding(mesh), shape, axis=3)
+    local_rows_BA = rows_of_microbatch_B[:, None] * A + np.arange(A)
+    return local_trials_X, local_rows_BA.ravel()
 
 
 def local_rows(config: Config, mesh: Mesh) -> np.ndarray:
-    """Returns the numbers of the rows of an evaluation batch that this process holds."""
+    """Returns the indices of the rows of an evaluation batch that this process holds."""
     return _local_indices(row_sharding(mesh), (config.train.batch_size,), axis=0)
 
 
 def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Makes the global batch of one dispatch, [C, X, A, B, T], from the part of this process.
+    """Makes the global batch of one dispatch from the part of this process.
 
-    A dispatch has C steps of X trials. Each step has A microbatches of B rows, of T elements each.
+    Args:
+      config: the settings of the run.
+      mesh: the mesh of the run.
+      local: arrays [C, trials, rows, T] by name, with the trials and rows of `local_share`.
 
-    `local` has arrays [C, trials, rows, T], with the trials and rows that `local_share` returns.
-    They are cut into microbatches here, on the host. Inside of the program, that would move rows
-    between devices.
+    Returns:
+      Arrays [C, X, A, B, T]: steps, trials, microbatches, rows, positions.
     """
     C, X, A, B = leading_shape(config)
 
+    # Cut into microbatches on the host, because the devices would have to exchange rows.
     def place(local_array: np.ndarray) -> jax.Array:
-        """Cuts the rows of one array into A microbatches, and makes the global array."""
-        # Row r belongs to microbatch r % A. For example, A is 2 and the rows are 0 to 5. They are
-        # cut into [[0, 1], [2, 3], [4, 5]]. Swapping the axes gives [[0, 2, 4], [1, 3, 5]].
+        # With A = 2, the rows 0 to 5 become the microbatches [0, 2, 4] and [1, 3, 5].
         _, num_local_trials, num_local_rows, T = local_array.shape
         local_CXBAT = local_array.reshape(C, num_local_trials, num_local_rows // A, A, T)
         local_CXABT = np.swapaxes(local_CXBAT, 2, 3)
-        global_shape = (C, X, A, B, T)
-        return _global_array(local_CXABT, batch_sharding(mesh), global_shape)
+        return _global_array(local_CXABT, batch_sharding(mesh), shape=(C, X, A, B, T))
 
     return jax.tree.map(place, local)
 
 
 def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Makes the global evaluation batch [B, ...] from the rows that `local_rows` returns."""
+    """Makes the global evaluation batch [B, ...] from the rows `local_rows` of this process."""
     B = config.train.batch_size
     return {
         name: _global_array(local_BT, row_sharding(mesh), (B, *local_BT.shape[1:]))
@@ -363,48 +355,44 @@ def place_rows(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dict
 
 
 def fetch(array: jax.Array) -> np.ndarray:
-    """Returns the whole of a global array in every process, all of which have to call it."""
+    """Returns a global array in every process; all processes must call this."""
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _local_indices(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
-    """Returns the indices along one axis of a global array that this process holds, ascending."""
+    """Returns the ascending indices along `axis` of a global array that this process holds."""
     all_indices = np.arange(shape[axis])
     slices_by_device = sharding.addressable_devices_indices_map(shape)
     return np.unique([all_indices[slices[axis]] for slices in slices_by_device.values()])
 
 
 def _global_array(local: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-    """Makes a global array of a shape from the part of it that this process holds, `local`.
-
-    For example, the second of two processes holds the rows 4 to 7 of 8, as the rows 0 to 3 of
-    `local`. The array that both make has 8 rows.
-    """
-    # For each axis along which `local` has only a part: the global indices of this part.
+    """Makes a global array of the given shape from the part `local` of this process."""
+    # The global indices that `local` holds, along each axis where it is only a part.
     global_indices_by_axis = {}
     for axis, local_size in enumerate(local.shape):
         if local_size < shape[axis]:
             global_indices_by_axis[axis] = _local_indices(sharding, shape, axis)
 
-    def part_of_device(global_index: tuple[slice, ...]) -> np.ndarray:
-        """Returns global_array[global_index], the part of one device, as a part of `local`."""
+    def data_of_device(global_index: tuple[slice, ...]) -> np.ndarray:
+        """Returns the data of one device, the part `global_index` of the global array."""
         local_index = list(global_index)
         for axis, global_indices in global_indices_by_axis.items():
-            # If `local` has the global indices [4, 5, 6, 7], then 6:8 is 2:4 in it.
+            # If `local` holds the global rows [4, 5, 6, 7], global rows 6:8 are local rows 2:4.
             start, stop, _ = global_index[axis].indices(shape[axis])
             local_start = int(np.searchsorted(global_indices, start))
             local_index[axis] = slice(local_start, local_start + stop - start)
         return local[tuple(local_index)]
 
-    return jax.make_array_from_callback(shape, sharding, part_of_device)
+    return jax.make_array_from_callback(shape, sharding, data_of_device)
 
 
 def least_memory(config: Config) -> int:
     """Returns a lower bound of a run's memory: bytes of parameters, gradients and a batch."""
     num_trials = len(config.trials.trials())
     num_parameters = int(cost.measured(config.model, 'total'))
-    # A float32 parameter and its gradient take 4 bytes each.
-    bytes_of_floats = 2 * 4 * num_trials * num_parameters
+    bytes_per_parameter = 2 * 4  # a float32 and its gradient
+    bytes_of_floats = bytes_per_parameter * num_trials * num_parameters
 
     num_rows = math.prod(leading_shape(config))
     arrays = task_of(config).array_shapes(config.model).values()
@@ -413,7 +401,7 @@ def least_memory(config: Config) -> int:
 
 
 def require_memory(config: Config) -> None:
-    """Raises ConfigError if the devices of the mesh together have less than `least_memory`."""
+    """Raises ConfigError if the devices of the mesh have less than `least_memory` in total."""
     needed = least_memory(config)
     available = _memory_of_mesh(config.mesh)
     if needed <= available:
@@ -434,7 +422,7 @@ def require_memory(config: Config) -> None:
 def _memory_of_mesh(mesh: MeshConfig) -> int:
     """Returns the bytes of memory of all devices of a mesh.
 
-    It assumes that the other processes of the job have as much memory as this one.
+    Assumes that all processes of the job have as much memory as this one.
     """
     num_devices = math.prod(dataclasses.astuple(mesh))
     devices = jax.devices()[:num_devices]
@@ -445,8 +433,8 @@ def _memory_of_mesh(mesh: MeshConfig) -> int:
         if statistics:
             memory_of_process += statistics['bytes_limit']
     if memory_of_process == 0:
-        # CPU devices report no limit. They share the memory of the machine.
+        # CPU devices report no limit, and share the memory of the machine.
         memory_of_process = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-    # All processes have equally many devices.
+    # Every process has the same number of devices.
     num_processes = len(devices) // len(local_devices)
     return memory_of_process * num_processes
