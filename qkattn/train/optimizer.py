@@ -1,7 +1,4 @@
-"""Optimizers and schedules by name, with learning rate and weight decay as arrays.
-
-Either is a function in OPTIMIZERS or SCHEDULES, or by import path; options are keyword arguments.
-"""
+"""Optimizers and learning rate schedules, by registered name or import path."""
 
 import functools
 import math
@@ -24,17 +21,18 @@ def optimizer(
     weight_decay: jax.Array,
     fraction: jax.Array | float = 1.0,
 ) -> Transformation:
-    """Returns the transformation of gradients into updates: clipping, a step along u, decay.
+    """Returns the optimizer `config.name` with gradient clipping and weight decay.
 
-    The optimizer config.name computes u from gradients that are clipped by their global norm.
-    `fraction` is the value of the learning rate's schedule at the step, from 0 to 1. A parameter p
-    becomes
+    The optimizer computes u from clipped gradients. A parameter p becomes
 
-        p - fraction (learning_rate u + weight_decay p)    if config.decay = 'independent',
-        p - fraction learning_rate (u + weight_decay p)    if config.decay = 'coupled'.
+        p - fraction * (learning_rate * u + weight_decay * p)    if config.decay = 'independent',
+        p - fraction * learning_rate * (u + weight_decay * p)    if config.decay = 'coupled'.
 
-    All numbers may be traced, and the state does not depend on them. So one compiled program serves
-    all trials and steps.
+    Args:
+      config: the settings of the optimizer.
+      learning_rate: the peak learning rate; may be traced, like the other two scalars.
+      weight_decay: the weight decay.
+      fraction: the value of the learning rate schedule, from 0 to 1.
     """
     clip = optax.identity()
     if config.clip_norm is not None:
@@ -43,23 +41,20 @@ def optimizer(
     make = _optimizer_function(config)
     if config.decay == 'coupled':
         return optax.chain(clip, make(config, rate, weight_decay))
-    # Updates are added to p, so the decay has a minus sign. `decay_mask` selects the parameters.
+    # Negative, because updates are added to p.
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decay_mask)
     return optax.chain(clip, make(config, rate, 0.0), decay)
 
 
 def decay_mask(params: dict) -> dict:
-    """Returns which parameters decay: matrices and embeddings (w_...) that are not frozen.
-
-    Biases (b_...) and gains (g_...) do not.
-    """
+    """Returns True for parameters that decay: matrices and embeddings (w_...), unless frozen."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key.startswith('w_') and not _is_frozen(path), params
     )
 
 
 def _is_frozen(path: tuple) -> bool:
-    """Whether a parameter never trains (w_frozen_...): its gradient is 0 and it does not decay."""
+    """Whether a parameter is frozen, by its name (w_frozen_...)."""
     return path[-1].key.startswith('w_frozen_')
 
 
@@ -85,21 +80,20 @@ def sgd(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Tr
 
 
 def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> Transformation:
-    """Muon for the matrices of the blocks (Jordan et al. 2024), Adam for all other parameters.
+    """Muon for the matrices of blocks (Jordan et al. 2024), Adam for other parameters.
 
-    Both use Nesterov momentum, as in optax. Updates of matrices are scaled to the root mean square
-    of Adam's updates (Liu et al. 2025), so that both work with the same learning rate. Each head is
-    a matrix of its own.
+    Muon's updates get the root mean square of Adam's (Liu et al. 2025), so that both work with the
+    same learning rate. Each head is a separate matrix. Both use Nesterov momentum.
     """
     return optax.chain(
         optax.contrib.muon(
-            1.0,  # the rate scales both the update and the decay, below
+            1.0,  # the learning rate is applied below
             beta=config.momentum,
             eps=config.epsilon,
             adam_b1=config.beta1,
             adam_b2=config.beta2,
             muon_weight_dimension_numbers=matrix_axes,
-            consistent_rms=0.2,  # that of Adam's updates (section 2.2)
+            consistent_rms=0.2,  # as Adam's updates (Liu et al. 2025, section 2.2)
         ),
         optax.add_decayed_weights(-weight_decay, mask=decay_mask),
         optax.scale(rate),
@@ -161,13 +155,15 @@ def cosine(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
 def wsd(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
     """Warm-up, stable, decay (Hu et al. 2024): 1, then from 1 to final_fraction on a line.
 
-    The line spans the last optimizer.decay_fraction of all steps, warm-up included. Hu et al. decay
-    exponentially; a line goes to final_fraction, which may be 0.
+    The line takes optimizer.decay_fraction of all steps, warm-up included. Hu et al. decay
+    exponentially instead.
     """
     num_steps = config.warmup_steps + decay_steps
     line_steps = config.wsd_decay_steps(num_steps)
     stable_steps = decay_steps - line_steps
-    return optax.linear_schedule(1.0, config.final_fraction, line_steps, stable_steps)
+    return optax.linear_schedule(
+        1.0, config.final_fraction, transition_steps=line_steps, transition_begin=stable_steps
+    )
 
 
 def constant(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
@@ -196,49 +192,47 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 
 
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Returns the fraction of the peak learning rate as a function of the step, counted from 0.
+    """Returns the fraction of the peak learning rate as a function of the step, from step 0.
 
-    In a warm-up of W steps, step s has the fraction (s + 1) / (W + 1), so that no step has a rate
-    of zero: with W = 3 the fractions are 1/4, 1/2, 3/4 and then 1. Then the decay begins, and
-    reaches final_fraction after the last step. Two schedules
-    ignore final_fraction: 'constant' is 1, and 'inverse_sqrt' is sqrt(W / s) at step s.
+    A warm-up of W = 3 steps has the fractions 1/4, 1/2 and 3/4. Then the schedule goes from 1 to
+    final_fraction, which it reaches after the last step. 'constant' and 'inverse_sqrt' ignore
+    final_fraction.
     """
-    warmup = config.warmup_steps
+    W = config.warmup_steps
     make_decay = _schedule_function(config)
-    decay = make_decay(config, num_steps - warmup)
-    if not warmup:
+    decay = make_decay(config, num_steps - W)
+    if W == 0:
         return decay
-    rise = optax.linear_schedule(1 / (warmup + 1), 1.0, warmup)
+    warmup = optax.linear_schedule(1 / (W + 1), 1.0, transition_steps=W)
     # `decay` counts its steps from the end of the warm-up.
-    return optax.join_schedules([rise, decay], [warmup])
+    return optax.join_schedules([warmup, decay], boundaries=[W])
 
 
 def _optimizer_function(config: OptimizerConfig) -> Callable[..., Any]:
-    """Returns the function that config.name names. Raises ConfigError if it names no optimizer."""
+    """Returns the function that config.name names; raises ConfigError if it is no optimizer."""
     return _function_named(config.name, 'name', OPTIMIZERS, ('learning_rate', 'weight_decay'))
 
 
 def _schedule_function(config: OptimizerConfig) -> Callable[..., Any]:
-    """Returns the function that config.schedule names. Raises ConfigError if it is no schedule."""
+    """Returns the function that config.schedule names; raises ConfigError if it is no schedule."""
     return _function_named(config.schedule, 'schedule', SCHEDULES, ('decay_steps',))
 
 
 def _function_named(
     text: str, field: str, registry: Mapping[str, Any], arguments: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """Returns the function that a setting names, with its options filled in.
+    """Returns the function that a setting names, with its options bound.
 
     For example, 'module:name(a=1)' gives functools.partial(name, a=1).
 
     Args:
-        text: The value of the setting: a registered name such as 'muon', or an import path.
-        field: The name of the setting in OptimizerConfig, for error messages.
-        registry: The registered functions by name.
-        arguments: The names of the positional arguments that the function has to take after a
-            config, such as ('decay_steps',).
+      text: the value of the setting, a registered name such as 'muon' or an import path.
+      field: the name of the setting in OptimizerConfig, for error messages.
+      registry: the registered functions by name.
+      arguments: the names of the function's arguments after `config`, such as ('decay_steps',).
 
     Raises:
-        ConfigError: There is no such function, or it takes other arguments.
+      ConfigError: there is no such function, or it takes other arguments.
     """
     function, options = resolve(
         text,
@@ -251,15 +245,14 @@ def _function_named(
 
 
 def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
-    """Raises ConfigError if the optimizer or the schedule is unknown or does not work.
+    """Raises ConfigError if the optimizer or the schedule is unknown or invalid.
 
-    An optimizer or schedule from outside the package, which the setting names by an import path
-    such as 'module:name', is called once. The optimizer has to return a GradientTransformation. The
-    schedule has to end at final_fraction after `num_steps`.
+    Calls a function that is named by an import path. An optimizer must return a
+    GradientTransformation. A schedule must end at final_fraction after `num_steps`.
     """
     make_optimizer = _optimizer_function(config)
     make_decay = _schedule_function(config)
-    if ':' in config.name:  # an import path
+    if ':' in config.name:  # an import path, module:name
         transform = call_with_config_errors(
             'optimizer.name', config.name, lambda: make_optimizer(config, 1e-3, 0.0)
         )
@@ -276,8 +269,7 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
             return float(decay(decay_steps))
 
         end = call_with_config_errors('optimizer.schedule', config.schedule, fraction_at_end)
-        # Reports tell from final_fraction whether the learning rate decays to the end of a run, so
-        # it has to be true.
+        # Reports rely on final_fraction.
         if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
             raise ConfigError(
                 f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '

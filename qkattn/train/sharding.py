@@ -305,8 +305,7 @@ def leading_shape(config: Config) -> tuple[int, int, int, int]:
 def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
     """Returns the trials and the rows of a training batch that this process holds.
 
-    Both are ascending indices. A batch of A microbatches is dealt out row by row: row b of
-    microbatch a is row b * A + a of the batch.
+    Both are ascending indices. Row b of microbatch a is row b * A + a of the batch.
     """
     shape = leading_shape(config)
     _, _, A, _ = shape
@@ -334,7 +333,7 @@ def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dic
     """
     C, X, A, B = leading_shape(config)
 
-    # Cut into microbatches on the host, because the devices would have to exchange rows.
+    # On the devices, cutting into microbatches would exchange rows. So do it on the host.
     def place(local_array: np.ndarray) -> jax.Array:
         # With A = 2, the rows 0 to 5 become the microbatches [0, 2, 4] and [1, 3, 5].
         _, num_local_trials, num_local_rows, T = local_array.shape
