@@ -1,10 +1,7 @@
-"""Memory and FLOPs of a run on a pod, from a compilation ahead of time on any machine.
+"""Memory and FLOPs of a run on a pod, from ahead-of-time compilation on any machine.
 
-`counts` gives parameters, tokens and FLOPs without a pod or a compilation.
-
-If libtpu is installed, XLA for TPU compiles the program for a TPU slice. Otherwise XLA for CPU
-partitions it over fake devices. The sizes of parameters, optimizer state and batch are then exact;
-the size of temporaries is that of the CPU program.
+With libtpu, XLA compiles for the TPU slice. Otherwise it compiles for fake CPU devices. The sizes
+of parameters, optimizer state and batch are then exact, but temporaries are those of a CPU program.
 """
 
 import contextlib
@@ -37,23 +34,20 @@ from qkattn.train.initial_parameters import InitialParameters
 from qkattn.train.program import abstract_inputs, lower
 from qkattn.train.program_cache import without_cache
 
-# The CPU client of JAX allows no more devices in one process.
+# The largest number of CPU devices that JAX allows in one process.
 MOST_FAKE_DEVICES = 2048
 LOG_COLUMNS = 'run,compiler,devices,tokens,state_gb,memory_gb,model_tflop'
-# LLVM's optimizations take half of the time to compile and do not change the description.
+# Turns off LLVM's optimizations, which take half of the compile time and change no memory size.
 UNOPTIMIZED: dict[str, str | bool] = {
     'xla_backend_optimization_level': '0',
     'xla_llvm_disable_expensive_passes': True,
 }
-# Characters of a line of a page.
+# The number of characters in a line of a page.
 PAGE_WIDTH = 100
 
 
 class Pod:
-    """The chips that a name describes.
-
-    v5p-2x4x4 is a slice of TPUs with three sides; h100-16x8 is 16 hosts with 8 GPUs each.
-    """
+    """A TPU slice such as 'v5p-2x4x4', or GPU hosts such as 'h100-16x8' (16 hosts of 8 GPUs)."""
 
     def __init__(self, name: str):
         """Raises ConfigError for an unknown chip, or a shape with the wrong number of sides."""
@@ -67,7 +61,7 @@ class Pod:
             )
         self.name = name
         self.chip = CHIPS[kind]
-        # The name of the slice in libtpu, as 'v5p:2x4x4'.
+        # The slice's name in libtpu, such as 'v5p:2x4x4'.
         self.slice = f'{kind}:{shape}'
         self.chips = math.prod(int(side) for side in sides)
         self.devices = self.chips * self.chip.devices
@@ -75,45 +69,47 @@ class Pod:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a run takes of its devices."""
+    """The memory and FLOPs that a run needs on a pod."""
 
     # The name of the pod.
     name: str
     compiler: str
-    # The number of devices along each mesh axis.
+    # The size of each mesh axis.
     mesh: dict[str, int]
     # Sentences about the program, warnings last.
     notes: list[str]
+    # The number of trials.
     trials: int
     # Parameters of one trial.
     parameters: int
     # Tokens of one step, summed over trials.
     tokens: int
-    # Bytes that the program takes on one device, by what they hold.
+    # Bytes that the program takes on one device, by content.
     memory: dict[str, int]
     # Bytes of memory of one device.
     capacity: int
     # FLOPs of one step on one device.
     flops: float
-    # Seconds that these FLOPs take at the peak rate of the device.
+    # Seconds for these FLOPs at the peak rate of the device.
     seconds: float
 
 
 def describe(config: Config, topology: str) -> Description:
     """Compiles the train program for a pod and describes its memory and FLOPs.
 
-    Checks the settings as `train` does, except for the devices and the memory of this machine, and
-    raises ConfigError for invalid ones. Data that are not prepared on this machine are not checked;
-    a note says so.
+    Data that need a download are not checked. A note then says so.
 
     Args:
       config: the settings of the run.
-      topology: the name of the pod, such as 'v5p-2x4x4'; see `Pod`.
+      topology: the name of a `Pod`, such as 'v5p-2x4x4'.
+
+    Raises:
+      ConfigError: a setting is invalid or does not fit the pod.
     """
     pod = Pod(topology)
     check_section('', config)
     _require_fit(config, pod)
-    # Before the other checks: they may import code that starts JAX, which fixes its devices.
+    # Get the devices first. Later checks may import code that starts JAX with other devices.
     devices, compiler = _devices(pod)
     unchecked_data = _check_all_but_devices(config)
 
@@ -147,20 +143,21 @@ def describe(config: Config, topology: str) -> Description:
 
 
 def counts(config: Config) -> str:
-    """Counts parameters, tokens and FLOPs of a run, without compiling; returns a page of them.
+    """Returns a page with the numbers of parameters, tokens and FLOPs, without compiling.
 
-    Checks the settings as `describe` does, and raises ConfigError for invalid ones.
+    Raises:
+      ConfigError: a setting is invalid.
     """
     check_section('', config)
     unchecked_data = _check_all_but_devices(config)
     num_steps = config.train.num_steps
     num_trials = len(config.trials.trials())
-    parameters = cost.count(config.model)
+    num_parameters_by_group = cost.count(config.model)
 
     lines = []
-    for group, number in parameters.items():
+    for group, num_parameters in num_parameters_by_group.items():
         name = 'parameters' if group == 'total' else f'parameters of {group}'
-        lines.append(_row(name, number, 'of each trial'))
+        lines.append(_row(name, num_parameters, 'of each trial'))
     lines.append(_row('trials', num_trials))
     lines.append(_row('tokens per step', tokens_per_step(config), 'of all trials'))
     lines.append(_row('steps', num_steps))
@@ -173,9 +170,9 @@ def counts(config: Config) -> str:
 
 
 def _check_all_but_devices(config: Config) -> str | None:
-    """Checks a run as its start does, except for devices and memory.
+    """Raises ConfigError for invalid settings or data of a run.
 
-    Returns why its data were not checked; None if they were. Raises ConfigError.
+    Returns why the data were not checked; None if they were.
     """
     validate(config)
     check_parts(config)
@@ -185,25 +182,24 @@ def _check_all_but_devices(config: Config) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-    """The properties of a compiled program that a description needs."""
+    """Properties of a compiled train program."""
 
+    # 'vmap' computes trials side by side, 'map' one after another.
     lifting: str
-    # Bytes on one device by what they hold.
+    # Bytes on one device, by content.
     memory: dict[str, int]
     # Messages about the choice of attention kernels.
     kernels: list[str]
-    # Messages about arrays that are not split as planned.
+    # Messages about arrays that are not split over the preferred axis.
     fallbacks: list[str]
 
 
 def _compile(config: Config, mesh: Mesh) -> _Compiled:
-    """Compiles the train program for a mesh of a TPU slice or of fake devices of the CPU."""
-    # The lifting says whether trials run side by side ('vmap') or one after another ('map'). A run
-    # with 'auto' would measure both, which needs the real devices.
+    """Compiles the train program for a mesh of a TPU slice or of fake CPU devices."""
+    # 'auto' would measure the program on the real devices.
     lifting = 'vmap' if config.train.lifting == 'auto' else config.train.lifting
 
-    # Collect the messages that lowering logs. `say_once` leaves out messages that this process has
-    # logged for an earlier program, unless its cache is cleared.
+    # Forget the messages of earlier programs, which would not be logged again.
     sharding.say_once.cache_clear()
     choice.say_once.cache_clear()
     with _collect_messages(sharding.log) as fallbacks, _collect_messages(choice.log) as kernels:
@@ -214,30 +210,35 @@ def _compile(config: Config, mesh: Mesh) -> _Compiled:
     options = UNOPTIMIZED if is_fake else None
     with without_cache():
         compiled = lowered.compile(compiler_options=options)
-    return _Compiled(lifting, _memory(compiled, state, batch), kernels, fallbacks)
+    return _Compiled(
+        lifting=lifting,
+        memory=_memory(compiled, state, batch),
+        kernels=kernels,
+        fallbacks=fallbacks,
+    )
 
 
 @contextlib.contextmanager
 def _collect_messages(logger: logging.Logger) -> Iterator[list[str]]:
     """Collects the messages of a logger in a list instead of printing them."""
-    lines: list[str] = []
-    level = logger.level
+    messages: list[str] = []
+    previous_level = logger.level
 
-    def keep(record: logging.LogRecord) -> bool:
-        lines.append(record.getMessage())
-        return False  # the logger does not print the message
+    def collect(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return False  # do not print the message
 
     logger.setLevel(logging.INFO)
-    logger.addFilter(keep)
+    logger.addFilter(collect)
     try:
-        yield lines
+        yield messages
     finally:
-        logger.removeFilter(keep)
-        logger.setLevel(level)
+        logger.removeFilter(collect)
+        logger.setLevel(previous_level)
 
 
 def _require_fit(config: Config, pod: Pod) -> None:
-    """Raises ConfigError unless the mesh has exactly the devices of the pod."""
+    """Raises ConfigError if the mesh and the pod have different numbers of devices."""
     mesh = dataclasses.asdict(config.mesh)
     num_devices = math.prod(mesh.values())
     if num_devices != pod.devices:
@@ -248,15 +249,15 @@ def _require_fit(config: Config, pod: Pod) -> None:
 
 
 def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
-    """Returns the devices of a pod, and the name of the compiler for them.
+    """Returns the devices to compile for, and the name of their compiler.
 
-    These are the devices of a TPU slice if the pod has TPUs and libtpu, their compiler, is
-    installed. Otherwise they are fake devices, into which JAX divides the CPU. Raises ConfigError
-    if libtpu refuses the slice, or if this process has fewer fake devices than the pod.
+    These are TPUs if the pod has TPUs and libtpu is installed, and fake CPU devices otherwise.
+
+    Raises:
+      ConfigError: libtpu refuses the slice, or there are too few fake devices.
     """
-    # Run JAX on the CPU, even if libtpu compiles for TPUs below. Ask it for as many fake devices as
-    # the pod has. If JAX has started already, it raises RuntimeError and keeps the devices that it
-    # has. Whether these are enough is checked at the end.
+    # JAX must run on the CPU in both cases. If it has started already, it raises RuntimeError and
+    # keeps its devices.
     with contextlib.suppress(RuntimeError):
         jax.config.update('jax_num_cpu_devices', min(pod.devices, MOST_FAKE_DEVICES))
         jax.config.update('jax_platforms', 'cpu')
@@ -315,11 +316,7 @@ def _memory(compiled: jax.stages.Compiled, state: dict, batch: Any) -> dict[str,
 
 
 def text(run: Description) -> str:
-    """Formats a description as a page of at most PAGE_WIDTH columns.
-
-    The page lists the notes, and then a table: a quantity, its value, and the value in a larger
-    unit or a remark.
-    """
+    """Formats a description as a page of PAGE_WIDTH columns: the notes, then a table."""
     lines = []
     for note in run.notes:
         lines += textwrap.wrap(note, PAGE_WIDTH, subsequent_indent='  ')
@@ -343,19 +340,19 @@ def text(run: Description) -> str:
 
 
 def _row(name: str, value: float, remark: str = '') -> str:
-    """Formats a line of a page: a quantity, its value, and a remark."""
+    """Formats a row of a table: the name of a quantity, its value, and a remark."""
     return f'{name:<31}{value:>23,.0f}  {remark}'.rstrip()
 
 
 def check_log(path: str | Path) -> None:
-    """Raises ConfigError unless `append_to_log` can append to a path.
+    """Raises ConfigError if `append_to_log` cannot append to a path.
 
-    The path has to be a CSV file with LOG_COLUMNS, an empty file, or the name of a new file in a
-    directory that exists.
+    The path must be a CSV file with LOG_COLUMNS, an empty file, or a new file in an existing
+    directory.
     """
     file = Path(path)
-    is_other_kind = file.exists() and not file.is_file()  # a directory, for example
-    if is_other_kind or not file.parent.is_dir():
+    is_no_file = file.exists() and not file.is_file()  # a directory, for example
+    if is_no_file or not file.parent.is_dir():
         raise ConfigError(
             f'--dry_run_log={path} must be a CSV file, or a name for one in a directory that exists'
         )
@@ -370,8 +367,9 @@ def check_log(path: str | Path) -> None:
 def append_to_log(run: Description, path: str | Path) -> None:
     """Appends a description as a row to a CSV file; writes LOG_COLUMNS first if it is empty."""
     split_axes = {axis: size for axis, size in run.mesh.items() if size > 1}
-    axes = _axes_text(split_axes or {'data': 1})
-    # 1 GB is 1e9 bytes.
+    if not split_axes:
+        split_axes = {'data': 1}
+    axes = _axes_text(split_axes)
     state_gb = (run.memory['parameters'] + run.memory['optimizer state']) / GB
     memory_gb = sum(run.memory.values()) / GB
     fields = [
@@ -390,17 +388,20 @@ def append_to_log(run: Description, path: str | Path) -> None:
 
 
 def _warnings(program: _Compiled, capacity: int, unchecked_data: str | None) -> list[str]:
-    """Returns warnings about a program on devices with `capacity` bytes, a sentence each.
+    """Returns warnings about a program, a sentence each.
 
-    `unchecked_data` says why the data were not checked; None if they were.
+    Args:
+      program: the compiled program.
+      capacity: the bytes of memory of one device.
+      unchecked_data: why the data were not checked; None if they were.
     """
     warnings = []
-    total = sum(program.memory.values())
-    if total > capacity:
+    total_bytes = sum(program.memory.values())
+    if total_bytes > capacity:
         warnings.append(
-            f'WARNING the program DOES NOT FIT: {_size_text(total)} for {_size_text(capacity)} of '
-            'HBM per device; a larger mesh.fsdp, mesh.tensor or train.accumulation, or '
-            'model.remat, takes less'
+            f'WARNING the program DOES NOT FIT: {_size_text(total_bytes)} for '
+            f'{_size_text(capacity)} of HBM per device; a larger mesh.fsdp, mesh.tensor or '
+            'train.accumulation, or model.remat, takes less'
         )
     for fallback in program.fallbacks:
         warnings.append(f'WARNING replication or another axis: {fallback}')
@@ -410,7 +411,7 @@ def _warnings(program: _Compiled, capacity: int, unchecked_data: str | None) -> 
 
 
 def _program_text(config: Config, lifting: str) -> str:
-    """Describes in a line how the program runs over layers, trials and steps."""
+    """Describes how the program runs over layers, trials and steps, in one line."""
     model = config.model
     layers = f'num_layers={model.num_layers}, {model.unroll} in an iteration of the scan'
     return f'{layers}; trials by {lifting}; {config.train.steps_per_dispatch} steps per dispatch'
@@ -430,10 +431,9 @@ def _size_text(num_bytes: float) -> str:
     """Formats a number of bytes in the largest fitting unit, as in '512 B' or '1.50 MiB'."""
     if num_bytes < 1024:
         return f'{num_bytes:,.0f} B'
-    units = ('KiB', 'MiB', 'GiB', 'TiB')
     size = num_bytes / 1024
-    position = 0
-    while size >= 1024 and position < len(units) - 1:
+    for unit in ('KiB', 'MiB', 'GiB'):
+        if size < 1024:
+            return f'{size:,.2f} {unit}'
         size /= 1024
-        position += 1
-    return f'{size:,.2f} {units[position]}'
+    return f'{size:,.2f} TiB'

@@ -1,4 +1,4 @@
-"""Exported parameters: a model without a run. Conversions write it, `train.init_from` reads it.
+"""Exports: the settings and parameters of a model, without a run.
 
 directory/model.safetensors   parameters by path, e.g. blocks.attention.score.w_q_DNH
 directory/qkattn.json         {"model": fields of ModelConfig, "origin": where it came from,
@@ -42,13 +42,16 @@ log = logging.getLogger(__name__)
 def save(
     directory: str | os.PathLike, model: ModelConfig, params: dict, *, origin: dict[str, Any]
 ) -> Path:
-    """Writes a model to `directory`; raises ConfigError if the directory already holds one.
+    """Writes an export to `directory` and returns its absolute path.
 
     Args:
-      directory: is created if it does not exist.
+      directory: created if it does not exist.
       model: the settings of the model.
       params: the parameters of the model, a nested dict.
       origin: where the parameters came from, as JSON.
+
+    Raises:
+      ConfigError: the directory already holds an export.
     """
     path = absolute(directory)
     if (path / PARAMETERS).exists() or (path / ABOUT).exists():
@@ -79,13 +82,13 @@ def load(
 
     Args:
       path: the directory of an export, or of a run, whose first trial is loaded.
-      imports: the import paths that the settings of an export may name. Loading imports them, so
-        only trusted code may be among them.
-      remedy: the end of the error message about any other import path: what the user can do.
+      imports: import paths that an export may name. Loading runs their code, so list only trusted
+        ones.
+      remedy: the end of the error message for other import paths; tells the user what to do.
 
     Raises:
       ConfigError: the directory is neither an export nor a run, is damaged, has parameters that do
-        not fit the model, or names an import path that is not allowed.
+        not fit the model, or names an import path that is not in `imports`.
     """
     path = absolute(path)
     is_export = (path / ABOUT).exists()
@@ -98,20 +101,17 @@ def load(
         model = from_json(ModelConfig, about['model'], 'model.')
         params = _read_parameters(path / PARAMETERS, about)
     else:
-        config, _, stack = load_stack(path)
-        if not stack['alive'][0]:
+        config, _, trials = load_stack(path)
+        if not trials['alive'][0]:
             log.warning('the first trial of %s diverged', path)
         model = config.model
-        params = jax.tree.map(lambda leaf_X: np.asarray(leaf_X[0]), stack['params'])
+        params = jax.tree.map(lambda leaf_X: np.asarray(leaf_X[0]), trials['params'])
     check(model, params, str(path))
     return model, params
 
 
 def _why_nothing_to_load(path: Path) -> str:
-    """Returns an error message for a path that is neither an export nor a run.
-
-    If it is a study, which holds runs, the message names one of them.
-    """
+    """Returns an error message for a path that is neither an export nor a run."""
     if not (path / 'study.json').exists():
         return (
             f'{path} holds neither exported parameters ({ABOUT}) nor a run with checkpoints '
@@ -161,9 +161,9 @@ def is_run(path: Path) -> bool:
 
 
 def check(model: ModelConfig, params: dict, where: str) -> None:
-    """Raises ConfigError unless `params` have the names and shapes of a model's parameters.
+    """Raises ConfigError if names or shapes of `params` do not fit the model.
 
-    `where`, the path of `params`, begins the message.
+    `where` says where `params` are from, for the message.
     """
     expected = traverse_util.flatten_dict(abstract_params(model), sep='.')
     actual = traverse_util.flatten_dict(params, sep='.')
@@ -194,13 +194,18 @@ def _crc32s(param_by_name: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
-    """Loads the newest checkpoint of a run: its settings, its step, and its stacked trials.
+    """Loads the newest checkpoint of a run, or an average of the newest ones.
 
-    The trials are as in `train.step`. Their parameters are the mean over the newest `average`
-    checkpoints (Vaswani et al. 2017, section 6.1).
+    Args:
+      path: the run directory.
+      average: the number of checkpoints whose parameters are averaged (Vaswani et al. 2017, section
+        6.1).
+
+    Returns:
+      (settings, newest step, trials {'params', 'opt_state', 'alive'} with a leading axis [X]).
 
     Raises:
-      ConfigError: there are fewer than `average` checkpoints, or one between them is missing.
+      ConfigError: there are fewer than `average` checkpoints, or there is a gap between them.
       CheckpointError: all checkpoints are damaged, or the newest one is of another run.
     """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
@@ -208,11 +213,10 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
     steps = [int(state['step']) for state in states]
-    # Consecutive checkpoints are at most checkpoint_every steps apart. Without a gap, the steps
-    # 300, 200 and 100 span 200 with average=3 and checkpoint_every=100.
+    # Consecutive checkpoints are at most checkpoint_every steps apart.
     longest_span = (average - 1) * config.train.checkpoint_every
-    is_one_missing = steps[0] - steps[-1] > longest_span
-    if len(states) < average or is_one_missing:
+    has_gap = steps[0] - steps[-1] > longest_span
+    if len(states) < average or has_gap:
         raise ConfigError(
             f'average={average} needs that many in a row, but the newest sound checkpoints of '
             f'{path} are of steps {steps}; train.keep={config.train.keep} there sets how many stay'
@@ -228,16 +232,15 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
 
 
 def _newest_states(path: Path, config: Config, count: int) -> list[dict]:
-    """Reads the newest checkpoints of a run that are not damaged: `count`, or all if fewer.
+    """Reads the newest `count` undamaged checkpoints of a run onto one device.
 
-    Their arrays are on one device.
+    Returns fewer states if there are fewer checkpoints.
     """
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    seeds = jnp.zeros(len(config.trials.trials()), jnp.uint32)
-    shapes = jax.eval_shape(lambda: init_stack(config, seeds))
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    seeds_X = jnp.zeros(len(config.trials.trials()), jnp.uint32)
+    shapes = jax.eval_shape(lambda: init_stack(config, seeds_X))
     target = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
-        shapes,
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one_device), shapes
     )
     checkpoints = Checkpoints(path / 'checkpoints', read_only=True, config_hash=fingerprint(config))
     with contextlib.closing(checkpoints):
