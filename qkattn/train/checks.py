@@ -1,4 +1,4 @@
-"""Checks of a run before anything compiles, for the start of a run, a study and dry runs."""
+"""Checks of a run before anything compiles."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -26,23 +26,22 @@ def check_parts(config: Config) -> None:
 def check_data_if_here(
     config: Config, label: str, check: Callable[[Config], Rows] = rows_of
 ) -> str | None:
-    """Checks the data of a run as training does before its first step, if that needs no download.
+    """Checks the data of a run, if that needs no download.
 
-    Text that comes with Python, or is in the user's own files, is tokenized into the cache, where
-    training finds it. Other data, such as a corpus to download, are checked only if they are
-    prepared already.
+    Local text is tokenized into the cache. Other data are checked only if they are prepared.
 
     Args:
       config: the settings of the run.
-      label: what the display shows.
+      label: the title of the progress display.
       check: opens and returns the rows; raises ConfigError if they do not fit the run.
 
     Returns:
       A sentence on why the data were not checked; None if they were.
+
+    Raises:
+      ConfigError: the data do not fit the run.
     """
-    # The entries of data.evaluate, further texts on which the run is evaluated.
     corpora = [entry.data for entry in entries(config) if entry.data is not None]
-    # Inside `_preparing_local_data`, data that would need a download raise NotPrepared.
     with waiting(label, 'preparing data'):
         try:
             with _preparing_local_data([config.data]):
@@ -55,9 +54,9 @@ def check_data_if_here(
 
 
 def _preparing_local_data(data: Sequence[DataConfig]) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that lets data be prepared only if all of them are on this machine.
+    """A context in which data are prepared only if all of them are on this machine.
 
-    If one of them is not, the context prepares nothing: NotPrepared is raised instead.
+    Otherwise, opening data that are not prepared raises NotPrepared.
     """
     if all(is_local(settings) for settings in data):
         return contextlib.nullcontext()

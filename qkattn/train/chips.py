@@ -1,4 +1,4 @@
-"""Accelerators, and how many FLOPs a step of a run takes on them."""
+"""Accelerators, and the FLOPs of a training step."""
 
 import dataclasses
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from qkattn.config import Config
 from qkattn.model import cost
 
-# Bytes, as sellers of GPUs count them and as sellers of TPUs do.
+# Units of memory, in bytes. Data sheets use GB for GPUs and GiB for TPUs.
 GB = 10**9
 GIB = 2**30
 
@@ -16,21 +16,21 @@ class Chip:
     """An accelerator."""
 
     kind: Literal['TPU', 'GPU']
-    # Bytes of its memory.
+    # Bytes of memory.
     hbm: int
-    # Peak rate of dense bfloat16 products, in FLOP/s.
+    # Peak rate of dense bfloat16 matrix products, in FLOP/s.
     flops: float
-    # `device_kind` of its devices in JAX. GPUs of one name with another peak rate, such as the
-    # H100 PCIe, are not among them.
+    # The `device_kind` of the chip in JAX. Variants with another peak rate, such as the H100 PCIe,
+    # are left out.
     device_kinds: tuple[str, ...]
-    # Numbers in the shape of a pod: sides of a slice of TPUs, or hosts and GPUs of a host.
+    # How many numbers the shape of a pod has, such as 3 in v5p-2x4x4.
     sides: int = 2
-    # Devices of JAX per chip.
+    # The number of JAX devices per chip.
     devices: int = 1
 
 
-# Figures from docs.cloud.google.com/tpu/docs/NAME, nvidia.com/en-us/data-center/NAME; names of TPUs
-# as in jax/_src/pallas/mosaic/tpu_info.py, of GPUs as CUDA reports them.
+# Numbers are from docs.cloud.google.com/tpu/docs/NAME and nvidia.com/en-us/data-center/NAME. Names
+# of TPUs are from jax/_src/pallas/mosaic/tpu_info.py, names of GPUs are those in CUDA.
 CHIPS = {
     'v4': Chip('TPU', 32 * GIB, 275e12, ('TPU v4',), sides=3),
     'v5e': Chip('TPU', 16 * GIB, 197e12, ('TPU v5e', 'TPU v5 lite')),
@@ -46,7 +46,7 @@ CHIPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak rate of one device of JAX, in bfloat16 FLOP/s; None of a CPU or an unknown chip."""
+    """Returns the peak bfloat16 FLOP/s of a JAX device; None for a CPU or an unknown chip."""
     for chip in CHIPS.values():
         if device_kind in chip.device_kinds:
             return chip.flops / chip.devices
@@ -54,15 +54,12 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def tokens_per_step(config: Config) -> int:
-    """The tokens of one step, summed over trials."""
+    """Returns the number of tokens of one step, summed over trials."""
     num_trials = len(config.trials.trials())
     return num_trials * config.train.batch_size * config.model.context
 
 
 def flops_per_step(config: Config) -> float:
-    """The model FLOPs of one step, summed over trials.
-
-    They are those of a forward pass, and of a backward pass of twice its cost. What
-    model.remat computes again does not count.
-    """
+    """Returns the model FLOPs of one step, summed over trials, without rematerialization."""
+    # A backward pass takes twice the FLOPs of a forward pass.
     return 3 * cost.flops_per_token(config.model) * tokens_per_step(config)

@@ -97,7 +97,7 @@ class Description:
 def describe(config: Config, topology: str) -> Description:
     """Compiles the train program for a pod and describes its memory and FLOPs.
 
-    Data that need a download are not checked. A note then says so.
+    Data that would need a download are not checked; a note says so.
 
     Args:
       config: the settings of the run.

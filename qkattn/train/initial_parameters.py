@@ -1,4 +1,4 @@
-"""The parameters of `train.init_from`, from which a run starts instead of random ones."""
+"""Initial parameters of a run from another model, by the setting `train.init_from`."""
 
 import functools
 import logging
@@ -8,35 +8,35 @@ from qkattn.config.imports import import_paths
 from qkattn.jobs import agreement
 from qkattn.train import exported
 
-# Optional settings of a model that change its function, but not the shape of any parameter. Other
-# optional settings are None if they follow from further settings. Any real difference in them
-# shows in the shapes of the parameters, so it needs no warning.
+# Optional settings of a model that do not change the shape of any parameter. Differences in other
+# optional settings are seen in the shapes.
 _WITHOUT_SHAPE = ('logit_cap', 'window', 'encoder_variant', 'cross_variant')
 
 log = logging.getLogger(__name__)
 
 
 class InitialParameters:
-    """The parameters of another model that all trials of a run start from, if there are any.
+    """The parameters that all trials of a run start from, if train.init_from is set.
 
-    They are read on first use. A run that resumes from a checkpoint does not read them, so their
-    directory may be deleted once a run has a checkpoint.
+    They are read on first use, so a resumed run does not need their directory.
     """
 
     def __init__(self, config: Config):
         self._config = config
 
     def load(self) -> dict | None:
-        """Returns the parameters (float32, numpy) of train.init_from; None if it is not set.
+        """Returns the parameters (float32, numpy); None if train.init_from is not set.
 
-        Raises ConfigError if they cannot be read or do not fit the model of the run.
+        Raises:
+          ConfigError: the parameters cannot be read or do not fit the model.
         """
         return self._params
 
     def hashes(self) -> dict[str, str]:
-        """Returns {'train.init_from': sha256 of the parameters}; {} if train.init_from is None.
+        """Returns {'train.init_from': sha256 of the parameters}; {} if there are none.
 
-        Raises ConfigError if the processes of a job have read different parameters.
+        Raises:
+          ConfigError: the processes of a job have read different parameters.
         """
         params = self.load()
         if params is None:
@@ -47,31 +47,28 @@ class InitialParameters:
 
     @functools.cached_property
     def _params(self) -> dict | None:
-        """The parameters that `load` returns, read on first use.
-
-        Logs a warning if the settings of the model at train.init_from differ from those of the
-        run's model.
-        """
+        """The parameters; warns if they are of a model with other settings."""
         source = self._config.train.init_from
         if source is None:
             return None
         model_json = to_json(self._config.model)
 
-        # The settings stored with the parameters may name code by import path. It is imported only
-        # if the run's model names it too. Otherwise `load` raises an error that ends in `advice`.
-        advice = "name it in the model's settings too, or start from other parameters"
-        source_model, params = exported.load(source, import_paths(model_json), advice)
+        # The source may name code to import. Only code that the run's model names is trusted.
+        trusted_imports = import_paths(model_json)
+        remedy = "name it in the model's settings too, or start from other parameters"
+        source_model, params = exported.load(source, trusted_imports, remedy)
         exported.check(self._config.model, params, source)
 
-        # A difference is a text such as 'window: 3 -> null'.
-        all_changes = differences(to_json(source_model), model_json)
-        changes = [change for change in all_changes if _is_worth_a_warning(change)]
-        if changes:
-            log.warning('train.init_from=%s has other settings: %s', source, ', '.join(changes))
+        changes = differences(to_json(source_model), model_json)
+        suspicious_changes = [change for change in changes if _is_suspicious(change)]
+        if suspicious_changes:
+            log.warning(
+                'train.init_from=%s has other settings: %s', source, ', '.join(suspicious_changes)
+            )
         return params
 
 
-def _is_worth_a_warning(change: str) -> bool:
+def _is_suspicious(change: str) -> bool:
     """Whether a difference between two models, such as 'window: 3 -> null', may be a mistake."""
     field = change.partition(':')[0]
     return 'null' not in change or field in _WITHOUT_SHAPE

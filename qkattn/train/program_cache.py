@@ -1,7 +1,7 @@
-"""The cache of compiled programs on disk, from which later processes load them.
+"""The cache of compiled programs on disk, JAX's persistent compilation cache.
 
-JAX keys them by program, options, versions and CPU. XLA also splits loops by the number of
-cores, which changes the last bits of results, so each number of cores has a directory of its own.
+XLA splits loops by the number of CPU cores, which changes the last bits of results. JAX's cache key
+leaves out this number, so each number of cores has its own directory.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, join_without_links
 
-# The most bytes that the cache takes. Beyond them, the least recently used programs are deleted.
+# The maximum size of the cache in bytes. The least recently used programs are deleted first.
 LIMIT = 4 * 2**30
 
-# The environment variable of JAX that names another directory. LIMIT does not apply there.
+# JAX's environment variable for another directory, to which LIMIT does not apply.
 _DIRECTORY_VARIABLE = 'JAX_COMPILATION_CACHE_DIR'
 # Settings of JAX. An environment variable of the same name takes precedence.
 _SETTINGS = {
-    # By default, JAX does not keep programs that compile within a second.
+    # By default, JAX does not cache programs that compile within a second.
     'jax_persistent_cache_min_compile_time_secs': 0,
     'jax_persistent_cache_min_entry_size_bytes': -1,
-    # Most of the time of lowering goes into the source locations of operations.
+    # Source locations of operations take most of the time of lowering.
     'jax_traceback_in_locations_limit': 0,
 }
 
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 def directory() -> Path:
     """Returns the directory of this machine's programs, such as ~/.cache/qkattn/compiled/8-cores.
 
-    The parent directory is JAX_COMPILATION_CACHE_DIR if that is set.
+    If JAX_COMPILATION_CACHE_DIR is set, it takes the place of ~/.cache/qkattn/compiled.
     """
     parent = os.environ.get(_DIRECTORY_VARIABLE)
     if not parent:
         user_cache = os.environ.get('XDG_CACHE_HOME', '')
-        # The XDG specification says that a relative path is to be ignored.
+        # By the XDG specification, a relative path is ignored.
         if not os.path.isabs(user_cache):
             user_cache = '~/.cache'
         parent = f'{user_cache}/qkattn/compiled'
 
-    # XLA also reads the number of cores from NPROC.
+    # XLA reads the number of cores from NPROC first.
     num_cores = os.environ.get('NPROC')
     if not num_cores:
         if hasattr(os, 'sched_getaffinity'):
@@ -61,39 +61,40 @@ def directory() -> Path:
 def keep_programs() -> None:
     """Turns the cache of compiled programs on, for the rest of this process.
 
-    If the directory cannot be used, or other users can write to it, this logs a warning and turns
-    the cache off.
+    If the directory cannot be used, or other users can write to it, logs a warning and turns the
+    cache off.
     """
-    # Environment variables of the user take precedence.
     for name, value in _SETTINGS.items():
-        if name.upper() not in os.environ:
+        if name.upper() not in os.environ:  # JAX reads such environment variables itself
             jax.config.update(name, value)
     if '://' in os.environ.get(_DIRECTORY_VARIABLE, ''):
-        return  # JAX itself writes to a bucket
+        return  # JAX writes to a bucket itself
     try:
         path = directory()
         _make_private(path)
-        if not os.environ.get(_DIRECTORY_VARIABLE):
-            # A directory that the user has named has no limit of size, and this one has. Another
-            # process may delete the same files at the same time.
+        is_default_directory = not os.environ.get(_DIRECTORY_VARIABLE)
+        if is_default_directory:
+            # Another process may delete the same files at the same time.
             with contextlib.suppress(FileNotFoundError):
                 _delete_oldest(path.parent)
-    except (OSError, ConfigError) as error:  # a user may have no home directory
+    except (OSError, ConfigError) as error:  # for example, the user has no home directory
         log.warning(
             'compiled programs are not kept (%s); set %s to a directory', error, _DIRECTORY_VARIABLE
         )
         jax.config.update('jax_enable_compilation_cache', False)
     else:
         jax.config.update('jax_compilation_cache_dir', str(path))
-    # JAX reads these settings once; the reset makes it read them again.
+    # Without a reset, JAX would not read the settings again.
     compilation_cache.reset_cache()
 
 
 def _make_private(path: Path) -> None:
-    """Makes a directory for programs that only this user can write to.
+    """Makes a directory that only this user can write to, since its programs are executed.
 
-    Programs are code that is executed, so other users must not be able to place any there. Raises
-    PermissionError if they can write to the directory, and RunDirectoryError if it is a link.
+    Raises:
+      PermissionError: the directory exists, and other users can write to it.
+      RunDirectoryError: the directory is a link.
+      OSError: the directory cannot be made or written to.
     """
     join_without_links(path.parent, path.name)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,47 +102,38 @@ def _make_private(path: Path) -> None:
     writable_by_others = stat.S_IWGRP | stat.S_IWOTH
     if status.st_uid != os.geteuid() or status.st_mode & writable_by_others:
         raise PermissionError(f'{path} is not a directory that this user alone can write to')
-    # This raises OSError if the file system is read-only.
-    tempfile.TemporaryFile(dir=path).close()
+    tempfile.TemporaryFile(dir=path).close()  # raises OSError on a read-only file system
 
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Turns the cache off inside of a block.
-
-    Programs are then always compiled: only compilation logs the warnings of XLA, and only it takes
-    the time that is to be measured.
-    """
-    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    """Turns the cache off in a `with` block, so that programs are always compiled."""
+    was_enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     try:
         jax.config.update('jax_enable_compilation_cache', False)
-        # JAX reads this setting once; the reset makes it read it again.
+        # Without a reset, JAX would not read the setting again.
         compilation_cache.reset_cache()
         yield
     finally:
-        jax.config.update('jax_enable_compilation_cache', enabled)
+        jax.config.update('jax_enable_compilation_cache', was_enabled)
         compilation_cache.reset_cache()
 
 
 def _delete_oldest(path: Path) -> None:
-    """Deletes the least recently used programs below `path` until LIMIT bytes are left.
-
-    `path` holds the directories N-cores.
-    """
-    status_by_file = {}
+    """Deletes the least recently used programs in `path`/*-cores until LIMIT bytes are left."""
+    stat_by_file = {}
     for folder in path.glob('*-cores'):
         if folder.is_symlink():
             continue
         for file in folder.glob('*-cache'):
-            status_by_file[file] = file.stat()
+            stat_by_file[file] = file.stat()
 
-    def last_use(file: Path) -> float:
-        status = status_by_file[file]
-        return max(status.st_atime, status.st_mtime)
+    def time_of_last_use(file: Path) -> float:
+        return max(stat_by_file[file].st_atime, stat_by_file[file].st_mtime)
 
-    total = sum(status.st_size for status in status_by_file.values())
-    for file in sorted(status_by_file, key=last_use):
-        if total <= LIMIT:
+    total_bytes = sum(file_stat.st_size for file_stat in stat_by_file.values())
+    for file in sorted(stat_by_file, key=time_of_last_use):
+        if total_bytes <= LIMIT:
             break
         file.unlink(missing_ok=True)
-        total -= status_by_file[file].st_size
+        total_bytes -= stat_by_file[file].st_size
