@@ -1,8 +1,8 @@
-"""Attention in blocks of queries and keys, whose memory is linear in the context.
+"""Attention in blocks of queries and keys, with memory linear in the context length.
 
-The forward pass is the online softmax (Rabe & Staats 2021, arXiv 2112.05682). The backward pass is
-that of Dao et al. 2022 and 2023 (arXiv 2205.14135, 2307.08691): it computes the probabilities of a
-block again, from the log-sum-exp of every query. Blocks that the mask hides are not computed.
+The forward pass is the online softmax (Rabe & Staats 2021, arXiv 2112.05682). The backward pass
+recomputes probabilities from the log-sum-exp of each query (Dao et al. 2022 and 2023, arXiv
+2205.14135 and 2307.08691). Blocks that the mask hides are skipped.
 """
 
 import functools
@@ -19,21 +19,20 @@ from qkattn.attention.kernels.einsum import Call, Target
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import SoftmaxOffByOne
 
-# The most queries, and the most keys, in a block. On CPUs this size is measured: the logits of such
-# a block fit into the processor's caches.
-BLOCK = {'cpu': 128}
+# The maximum number of queries, and of keys, in a block, by platform.
+BLOCK = {'cpu': 128}  # measured: the logits fit into the CPU caches
 BLOCK_ELSEWHERE = 512  # not measured
 
-# Subtracted from a query's logit with itself if the mask hides it. The result is far below every
-# other logit, but far above those of masked keys, so a query that sees only itself attends to it.
+# Subtracted from the logit of a token with itself if the mask hides it. Masked keys are far lower,
+# so a query that sees only itself still attends to itself.
 HIDDEN = 1e30
 
 
 class _Grid(NamedTuple):
-    """How T queries and S keys are cut into blocks of equal size; the last ones are padded.
+    """Blocks of equal size into which queries and keys are cut, with padding at the end.
 
-    The letters of array names are I for blocks of queries and J for blocks of keys. Within a block,
-    T and S stand for `q_size` and `k_size`.
+    Axis I is query blocks, and axis J is key blocks. In arrays of one block, axes T and S are the
+    queries and keys of that block.
     """
 
     num_q_blocks: int  # I
@@ -43,10 +42,9 @@ class _Grid(NamedTuple):
 
     @classmethod
     def of_lengths(cls, num_queries: int, num_keys: int, block: int) -> '_Grid':
-        """Returns a grid of as few blocks as possible, of at most `block` queries and `block` keys.
+        """Returns the fewest blocks of at most `block` queries and `block` keys.
 
-        Their sizes are as equal as possible: with block=128, 300 queries are 3 blocks of 100. So
-        there is little padding.
+        Sizes are chosen for little padding. With block=128, 300 queries are 3 blocks of 100.
         """
         num_q_blocks = math.ceil(num_queries / block)
         num_k_blocks = math.ceil(num_keys / block)
@@ -59,26 +57,31 @@ class _Grid(NamedTuple):
 
     @property
     def padded_lengths(self) -> tuple[int, int]:
-        """The numbers of queries and keys in all blocks together."""
+        """The total numbers of queries and keys, padding included."""
         return self.num_q_blocks * self.q_size, self.num_k_blocks * self.k_size
 
 
 class _Options(NamedTuple):
-    """The arguments that are not arrays. They are constants of the compiled program."""
+    """Static arguments, which are constants of the compiled program."""
 
     scale: float
     logit_cap: float | None
-    off_by_one: bool  # as if every query had one more key, of logit 0 and value 0
+    off_by_one: bool  # adds a key of logit 0 and value 0 to every query
     dropout: float
     grid: _Grid
-    pairs: tuple[tuple[int, int], ...]  # (i, j) of the blocks of queries and keys that are computed
+    pairs: tuple[tuple[int, int], ...]  # (i, j) of the query and key blocks to compute
 
 
 def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array:
-    """Computes o_BTNH of `attend` block by block; the normalizer is softmax or softmax_off_by_one.
+    """Computes o_BTNH of `attend` block by block.
 
-    A block has at most `block` queries and `block` keys. The output of a query without visible keys
-    is 0. Dropout draws other numbers than `einsum` does.
+    The normalizer must be softmax or softmax_off_by_one. A query without visible keys gets 0.
+    Dropout draws other random numbers than `einsum`.
+
+    Args:
+      call: the arguments of `attend`.
+      target: the devices.
+      block: the maximum number of queries, and of keys, in a block; None for the default.
     """
     B, _, N, _ = call.q_BTNH.shape
     T, S = call.lengths
@@ -100,40 +103,39 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
 
     b_NR = None
     if call.bias is not None:
-        # A bias depends only on the distance t - s, so it is computed once for each of the R
-        # distances. They ascend from 1 - S, of the first query and the last key, to T - 1, of the
-        # last query and the first key. In decoding, the first query is at position `mask.start`.
+        # One bias for each distance t - s, in ascending order.
         distances_R = mask.start + jnp.arange(1 - padded_S, padded_T)
-        b_NR = call.bias(distances_R[None])[:, 0]
+        b_N1R = call.bias(distances_R[None])
+        b_NR = b_N1R[:, 0]
 
     o_IBNTH = _attention(
         options,
-        _blocks(q_BTNH, grid.num_q_blocks, grid.q_size),
-        _blocks(call.k_BSKH, grid.num_k_blocks, grid.k_size),
-        _blocks(call.v_BSKH, grid.num_k_blocks, grid.k_size),
+        _cut_into_blocks(q_BTNH, grid.num_q_blocks, grid.q_size),
+        _cut_into_blocks(call.k_BSKH, grid.num_k_blocks, grid.k_size),
+        _cut_into_blocks(call.v_BSKH, grid.num_k_blocks, grid.k_size),
         b_NR,
         mask.padded(S, more_queries=padded_T - T, more_keys=padded_S - S),
         call.dropout_key if call.dropout else None,
     )
-    # Joins the blocks of queries again, and cuts off the padding.
+    # Join the query blocks, and cut off the padding.
     o_BITNH = jnp.transpose(o_IBNTH, (1, 0, 3, 2, 4))
     o_BTNH = o_BITNH.reshape(B, padded_T, N, -1)
     return o_BTNH[:, :T]
 
 
-def _blocks(x_BTNH: jax.Array, count: int, size: int) -> jax.Array:
-    """Pads x with zeros and cuts it into I = `count` blocks of `size` positions: x_IBNTH."""
+def _cut_into_blocks(x_BTNH: jax.Array, num_blocks: int, size: int) -> jax.Array:
+    """Pads x_BTNH with zeros and cuts it into blocks of `size` positions, x_IBNTH."""
     B, T, N, H = x_BTNH.shape
-    x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, count * size - T), (0, 0), (0, 0)))
-    return jnp.transpose(x_BTNH.reshape(B, count, size, N, H), (1, 0, 3, 2, 4))
+    padded_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, num_blocks * size - T), (0, 0), (0, 0)))
+    x_BITNH = padded_BTNH.reshape(B, num_blocks, size, N, H)
+    return jnp.transpose(x_BITNH, (1, 0, 3, 2, 4))
 
 
 def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs (i, j) of a query block and a key block that have to be computed.
+    """Returns the pairs (i, j) of query and key blocks to compute.
 
-    Pairs that the causal mask or the window hides entirely are left out. With blocks of 4, queries
-    0 to 3 see no key of 4 to 7 under a causal mask, so (0, 1) is left out. In decoding, the
-    position of the first query is an array without a known value, so all pairs are returned.
+    Leaves out pairs that the causal mask or the window hides entirely. In decoding, all pairs are
+    returned, because the position of the first query is not known at compile time.
     """
     visible_IJ = np.ones((grid.num_q_blocks, grid.num_k_blocks), bool)
     if isinstance(mask.start, int):
@@ -141,60 +143,59 @@ def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
         last_query_I1 = first_query_I1 + grid.q_size - 1
         first_key_J = np.arange(grid.num_k_blocks) * grid.k_size
         last_key_J = first_key_J + grid.k_size - 1
-        # The least and the greatest distance t - s in each pair of blocks.
-        least_IJ = first_query_I1 - last_key_J
-        greatest_IJ = last_query_I1 - first_key_J
+        # The range of distances t - s in each pair of blocks.
+        min_distance_IJ = first_query_I1 - last_key_J
+        max_distance_IJ = last_query_I1 - first_key_J
         if mask.causal:
-            visible_IJ &= greatest_IJ >= 0
+            visible_IJ &= max_distance_IJ >= 0
         if mask.window is not None:
-            visible_IJ &= least_IJ < mask.window
-            visible_IJ &= greatest_IJ > -mask.window
+            visible_IJ &= min_distance_IJ < mask.window
+            visible_IJ &= max_distance_IJ > -mask.window
     return tuple((int(i), int(j)) for i, j in np.argwhere(visible_IJ))
 
 
 def _scan_pairs(options: _Options, step: Callable, carry: tuple) -> tuple:
-    """Runs `carry = step(carry, i, j, number)` for all pairs of blocks; returns the last carry.
+    """Runs `carry = step(carry, i, j, pair_index)` for all pairs of blocks; returns the last carry.
 
     Args:
-      options: options.pairs are the pairs (i, j) of a query block and a key block.
-      step: the function to call; `number` counts the pairs from 0.
+      options: the P pairs (i, j) of query and key blocks are `options.pairs`.
+      step: the function to call.
       carry: the first carry.
     """
-    pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # P may be 0.
+    pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # P may be 0
     i_P = pairs_P2[:, 0]
     j_P = pairs_P2[:, 1]
-    number_P = np.arange(len(pairs_P2), dtype=np.int32)
+    pair_index_P = np.arange(len(pairs_P2), dtype=np.int32)
 
     def body(carry: tuple, pair: tuple) -> tuple[tuple, None]:
-        i, j, number = pair
-        return step(carry, i, j, number), None
+        i, j, pair_index = pair
+        return step(carry, i, j, pair_index), None
 
-    carry, _ = lax.scan(body, carry, (i_P, j_P, number_P))
+    carry, _ = lax.scan(body, carry, (i_P, j_P, pair_index_P))
     return carry
 
 
 def _block(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns block number `index` of an array of blocks."""
+    """Returns the block `index` of an array of blocks."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def _with_block(array: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns an array of blocks in which `block` replaces block number `index`."""
+    """Returns a copy of an array of blocks with block `index` replaced by `block`."""
     return lax.dynamic_update_index_in_dim(array, block.astype(array.dtype), index, 0)
 
 
 def _add_to_block(array: jax.Array, addend: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns an array of blocks in which `addend` is added to block number `index`."""
+    """Returns a copy of an array of blocks with `addend` added to block `index`."""
     return _with_block(array, _block(array, index) + addend, index)
 
 
-def _by_heads(x_BNTS: jax.Array, heads: int) -> jax.Array:
-    """Reshapes [B, N, T, S] to [B, K, Q, S], where K = `heads`.
+def _by_heads(x_BNTS: jax.Array, num_heads: int) -> jax.Array:
+    """Reshapes [B, N, T, S] to [B, K, Q, S], where K = `num_heads` key or value heads.
 
-    M = N / K query heads share a key or value head. Their queries become the Q = M T rows of that
-    head.
+    Axis Q is the T queries of all N / K query heads that share a head.
     """
-    return x_BNTS.reshape(len(x_BNTS), heads, -1, x_BNTS.shape[-1])
+    return x_BNTS.reshape(len(x_BNTS), num_heads, -1, x_BNTS.shape[-1])
 
 
 def _logits(
@@ -206,21 +207,21 @@ def _logits(
     i: jax.Array,
     j: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array | float]:
-    """Computes the logits of one pair of blocks.
+    """Computes the logits of query block i and key block j.
 
     Args:
       options: the scale, the logit cap and the grid.
-      q_BNTH: query block number i.
-      k_BKSH: key block number j.
-      b_NR: the biases by distance, for the distances of all blocks.
+      q_BNTH: query block i.
+      k_BKSH: key block j.
+      b_NR: the biases by distance t - s, of all blocks.
       mask: the mask of all blocks.
-      i: the number of the query block, from 0.
-      j: the number of the key block, from 0.
+      i: the index of the query block.
+      j: the index of the key block.
 
     Returns:
       s_BNTS: the logits, very low where masked.
       mask_B1TS: False where masked.
-      slope_BNTS: the derivative of each logit with respect to the logit before the cap.
+      cap_slope_BNTS: the derivative of the logit cap.
     """
     grid = options.grid
     B, N, T, _ = q_BNTH.shape
@@ -231,55 +232,50 @@ def _logits(
     )
     s_BNTS = s_BKQS.reshape(B, N, T, S) * options.scale
 
-    slope_BNTS: jax.Array | float = 1.0
+    cap_slope_BNTS: jax.Array | float = 1.0
     if options.logit_cap is not None:
         tanh_BNTS = jnp.tanh(s_BNTS / options.logit_cap)
         s_BNTS = options.logit_cap * tanh_BNTS
-        slope_BNTS = 1 - jnp.square(tanh_BNTS)
+        cap_slope_BNTS = 1 - jnp.square(tanh_BNTS)
 
     if b_NR is not None:
-        first, count = _distances(grid, i, j)
-        b_of_blocks_NR = lax.dynamic_slice_in_dim(b_NR, first, count, 1)
+        first_distance, num_distances = _distances(grid, i, j)
+        b_of_blocks_NR = lax.dynamic_slice_in_dim(b_NR, first_distance, num_distances, axis=1)
         s_BNTS = s_BNTS + _toeplitz(b_of_blocks_NR, T, S)
 
-    # The indices of the first query and the first key of the blocks.
     first_query = i * grid.q_size
     first_key = j * grid.k_size
     if mask.hides_self:
-        # In decoding, the positions of queries begin behind the cached keys, at mask.start.
         q_position_T1 = first_query + mask.queries(T)[:, None]
         k_position_S = first_key + jnp.arange(S)
-        is_itself_TS = q_position_T1 == k_position_S
-        s_BNTS = jnp.where(is_itself_TS, s_BNTS - HIDDEN, s_BNTS)
+        is_self_TS = q_position_T1 == k_position_S
+        s_BNTS = jnp.where(is_self_TS, s_BNTS - HIDDEN, s_BNTS)
 
     mask_B1TS = mask.block(first_query, T, first_key, S)[:, None]
     s_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(dtype).min / 2)
-    return s_BNTS, mask_B1TS, slope_BNTS
+    return s_BNTS, mask_B1TS, cap_slope_BNTS
 
 
 def _distances(grid: _Grid, i: jax.Array, j: jax.Array) -> tuple[jax.Array, int]:
-    """Returns which of the R distances occur in blocks i and j: the first one, and how many."""
+    """Returns the index of the first distance in blocks i and j, and the number of distances."""
     first = i * grid.q_size + (grid.num_k_blocks - 1 - j) * grid.k_size
     return first, grid.q_size + grid.k_size - 1
 
 
 def _toeplitz(b_NR: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
-    """Returns the biases b_NTS of T queries and S keys, from one bias for each distance.
+    """Returns biases b_NTS of T queries and S keys from biases b_NR by distance t - s.
 
-    The R = T + S - 1 distances t - s ascend, from 1 - S to T - 1. For 2 queries and 3 keys, they
-    are -2, -1, 0 and 1. Their biases a, b, c, d give [[c b a], [d c b]].
+    The R = T + S - 1 distances are in ascending order. For 2 queries and 3 keys, the biases
+    [a b c d] give [[c b a], [d c b]].
     """
     N = len(b_NR)
     T = num_queries
     S = num_keys
-    # A gather would be slower than these reshapes. In the example, _ is the padding:
-    #
-    # 1. Pad by one element, and repeat:    [a b c d _ a b c d _ a b]
-    # 2. Cut into rows of 6. They are one   [a b c d _ a]
-    #    longer than a b c d _, so each     [b c d _ a b]
-    #    row begins one element later:
-    # 3. Take the first 3 elements of       [c b a]
-    #    each row, backwards:               [d c b]
+    # Reshapes are faster than a gather. In the example, with _ for the padding:
+    #   repeat          [a b c d _ a b c d _ a b]
+    #   cut into rows   [a b c d _ a], [b c d _ a b]
+    #   take 3 of each  [a b c],       [b c d]
+    #   reverse         [c b a],       [d c b]
     padded_NX = jnp.pad(b_NR, ((0, 0), (0, 1)))
     row_length = T + S + 1
     repeated_NX = jnp.tile(padded_NX, (1, T + 1))[:, : T * row_length]
@@ -288,16 +284,17 @@ def _toeplitz(b_NR: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
 
 
 def _dropout_factors(
-    options: _Options, key: jax.Array, number: jax.Array, shape: tuple
+    options: _Options, dropout_key: jax.Array, pair_index: jax.Array, shape: tuple
 ) -> jax.Array:
-    """Returns the factors of dropout for pair number `number` of blocks: 0 or 1 / (1 - rate)."""
-    keep = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - options.dropout, shape)
+    """Returns the dropout factors of a pair of blocks, each 0 or 1 / (1 - rate)."""
+    pair_key = jax.random.fold_in(dropout_key, pair_index)
+    keep = jax.random.bernoulli(pair_key, 1 - options.dropout, shape)
     return keep / (1 - options.dropout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: _Options, *operands: Any) -> jax.Array:
-    """Returns o_IBNTH. It takes the operands of `_forward`, and its gradient is `_backward`."""
+    """Returns o_IBNTH; the operands are those of `_forward`."""
     o_IBNTH, _ = _forward(options, *operands)
     return o_IBNTH
 
@@ -309,78 +306,70 @@ def _forward(
     v_JBKSH: jax.Array,
     b_NR: jax.Array | None,
     mask: Mask,
-    key: jax.Array | None,
+    dropout_key: jax.Array | None,
 ) -> tuple[jax.Array, tuple]:
-    """Returns o_IBNTH, and the arrays that `_backward` needs. `key` is the random key of dropout.
+    """Returns o_IBNTH, and the arrays for the backward pass.
 
-    The online softmax visits one key block after another. For each query it keeps the greatest
-    logit so far (top), the sum of exp(s - top) (sum), and the sum of exp(s - top) v (o). A key
-    block with logits s and values v changes these to
-
-        new top = max(old top, s)
-        shrink  = exp(old top - new top)
-        p       = exp(s - new top)
-        new sum = shrink * old sum + sum of p
-        new o   = shrink * old o + p v
-
-    After the last block, o / sum is the output.
+    Each query has a running maximum of logits (max), a running sum of exp(s - max) (sum), and a
+    running sum of exp(s - max) v (o). At the end, the output is o / sum.
     """
     dtype = jnp.promote_types(q_IBNTH.dtype, jnp.float32)
     num_blocks, B, N, T, _ = q_IBNTH.shape
     K, _, H = v_JBKSH.shape[2:]
 
-    def step(carry: tuple, i: jax.Array, j: jax.Array, number: jax.Array) -> tuple:
-        """Updates o, top and sum of query block i with key block j, by the equations above."""
-        o_IBNTH, top_IBNT, sum_IBNT = carry
+    def step(carry: tuple, i: jax.Array, j: jax.Array, pair_index: jax.Array) -> tuple:
+        """Updates o, max and sum of query block i with key block j."""
+        o_IBNTH, max_IBNT, sum_IBNT = carry
         q_BNTH = _block(q_IBNTH, i)
         k_BKSH = _block(k_JBKSH, j)
         v_BKSH = _block(v_JBKSH, j)
         s_BNTS, mask_B1TS, _ = _logits(options, q_BNTH, k_BKSH, b_NR, mask, i, j)
 
-        old_top_BNT = _block(top_IBNT, i)
-        top_BNT = jnp.maximum(old_top_BNT, s_BNTS.max(-1))
-        shrink_BNT = jnp.exp(old_top_BNT - top_BNT)
-        p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - top_BNT[..., None]), 0)
-        sum_BNT = _block(sum_IBNT, i) * shrink_BNT + p_BNTS.sum(-1)
+        old_max_BNT = _block(max_IBNT, i)
+        max_BNT = jnp.maximum(old_max_BNT, s_BNTS.max(-1))
+        # Changes the running sums from the old maximum to the new one.
+        rescale_BNT = jnp.exp(old_max_BNT - max_BNT)
+        p_BNTS = jnp.where(mask_B1TS, jnp.exp(s_BNTS - max_BNT[..., None]), 0)
+        sum_BNT = _block(sum_IBNT, i) * rescale_BNT + p_BNTS.sum(-1)
 
-        # Dropout acts on the weights of the values, but not on the sum that normalizes them.
+        # Dropout acts on the weights of the values, but not on their sum.
         if options.dropout:
-            p_BNTS = p_BNTS * _dropout_factors(options, key, number, p_BNTS.shape)
+            p_BNTS = p_BNTS * _dropout_factors(options, dropout_key, pair_index, p_BNTS.shape)
         p_BKQS = _by_heads(p_BNTS.astype(v_BKSH.dtype), K)
         pv_BKQH = jnp.einsum('BKQS,BKSH->BKQH', p_BKQS, v_BKSH, preferred_element_type=dtype)
         pv_BNTH = pv_BKQH.reshape(B, N, T, H)
-        o_BNTH = _block(o_IBNTH, i) * shrink_BNT[..., None] + pv_BNTH
+        o_BNTH = _block(o_IBNTH, i) * rescale_BNT[..., None] + pv_BNTH
         return (
             _with_block(o_IBNTH, o_BNTH, i),
-            _with_block(top_IBNT, top_BNT, i),
+            _with_block(max_IBNT, max_BNT, i),
             _with_block(sum_IBNT, sum_BNT, i),
         )
 
     if options.off_by_one:
-        # The sums begin as if a key with logit 0 and value 0 came before all others.
-        first_top = 0.0
+        # Start with a key of logit 0 and value 0.
+        first_max = 0.0
         first_sum = 1.0
     else:
-        first_top = float(jnp.finfo(dtype).min / 2)
+        first_max = float(jnp.finfo(dtype).min / 2)
         first_sum = 0.0
     start = (
         jnp.zeros((num_blocks, B, N, T, H), dtype),
-        jnp.full((num_blocks, B, N, T), first_top, dtype),
+        jnp.full((num_blocks, B, N, T), first_max, dtype),
         jnp.full((num_blocks, B, N, T), first_sum, dtype),
     )
-    o_IBNTH, top_IBNT, sum_IBNT = _scan_pairs(options, step, start)
+    o_IBNTH, max_IBNT, sum_IBNT = _scan_pairs(options, step, start)
 
-    # The sum is 0 for a query without visible keys, whose output is then 0 / 1.
+    # A query without visible keys has sum 0. Avoid 0 / 0, so that its output is 0.
     sum_IBNT = jnp.where(sum_IBNT == 0, 1, sum_IBNT)
     o_IBNTH = (o_IBNTH / sum_IBNT[..., None]).astype(v_JBKSH.dtype)
-    log_sum_exp_IBNT = top_IBNT + jnp.log(sum_IBNT)
-    saved = (q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key, o_IBNTH, log_sum_exp_IBNT)
+    log_sum_exp_IBNT = max_IBNT + jnp.log(sum_IBNT)
+    saved = (q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, dropout_key, o_IBNTH, log_sum_exp_IBNT)
     return o_IBNTH, saved
 
 
 def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
-    """Returns the gradients of all operands, with None for the mask and the key."""
-    q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, key, o_IBNTH, log_sum_exp_IBNT = saved
+    """Returns the gradients of all operands, with None for the mask and the dropout key."""
+    q_IBNTH, k_JBKSH, v_JBKSH, b_NR, mask, dropout_key, o_IBNTH, log_sum_exp_IBNT = saved
     dtype = log_sum_exp_IBNT.dtype
     num_key_heads = k_JBKSH.shape[2]
     num_value_heads = v_JBKSH.shape[2]
@@ -421,7 +410,7 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
         dp_BNTS = dp_BKQS.reshape(p_BNTS.shape)
         p_after_dropout_BNTS = p_BNTS
         if options.dropout:
-            dropout_BNTS = _dropout_factors(options, key, pair_index, p_BNTS.shape)
+            dropout_BNTS = _dropout_factors(options, dropout_key, pair_index, p_BNTS.shape)
             dp_BNTS = dp_BNTS * dropout_BNTS
             p_after_dropout_BNTS = p_BNTS * dropout_BNTS
         p_after_dropout_BNTS = p_after_dropout_BNTS.astype(do_BNTH.dtype)
@@ -457,26 +446,28 @@ def _backward(options: _Options, saved: tuple, do_IBNTH: jax.Array) -> tuple:
 def _add_bias_gradients(
     db_NR: jax.Array, ds_NTS: jax.Array, grid: _Grid, i: jax.Array, j: jax.Array
 ) -> jax.Array:
-    """Returns db_NR plus what query block i and key block j contribute to it.
+    """Adds the bias gradients from query block i and key block j to db_NR.
 
-    db_NR is the gradient of the biases, one for each distance t - s of a query and a key. For 2
-    queries and 3 keys, the biases a, b, c, d are added to the logits as [[c b a], [d c b]]. So the
-    gradient of c is ds[0, 0] + ds[1, 1], a sum of the gradients ds_NTS of logits.
+    Args:
+      db_NR: the gradients of the biases so far, by distance t - s of all blocks.
+      ds_NTS: the gradients of the logits of this pair of blocks.
+      grid: the grid of blocks.
+      i: the index of the query block.
+      j: the index of the key block.
     """
     N, T, S = ds_NTS.shape
-    first, count = _distances(grid, i, j)  # which of the R distances occur in these blocks
+    first_distance, num_distances = _distances(grid, i, j)
 
-    # `_toeplitz` is linear: it copies biases to logits. Its transpose sums over the copies. JAX
-    # derives the transpose from the shape and dtype of the biases.
+    # The forward pass copies a bias to several logits. The transpose sums their gradients.
     def copy_to_logits(b_of_blocks_NR: jax.Array) -> jax.Array:
         return _toeplitz(b_of_blocks_NR, T, S)
 
-    shape_of_biases = jax.ShapeDtypeStruct((N, count), db_NR.dtype)
-    sum_over_logits = jax.linear_transpose(copy_to_logits, shape_of_biases)
+    abstract_biases = jax.ShapeDtypeStruct((N, num_distances), db_NR.dtype)
+    sum_over_logits = jax.linear_transpose(copy_to_logits, abstract_biases)
     (added_NR,) = sum_over_logits(ds_NTS)
 
-    db_of_blocks_NR = lax.dynamic_slice_in_dim(db_NR, first, count, 1)
-    return lax.dynamic_update_slice_in_dim(db_NR, db_of_blocks_NR + added_NR, first, 1)
+    old_NR = lax.dynamic_slice_in_dim(db_NR, first_distance, num_distances, axis=1)
+    return lax.dynamic_update_slice_in_dim(db_NR, old_NR + added_NR, first_distance, axis=1)
 
 
 _attention.defvjp(_forward, _backward)
