@@ -1,9 +1,8 @@
-"""`attend`, the attention of every variant, and the choice of the kernel that computes it.
+"""`attend`, which computes attention with a chosen kernel.
 
-A kernel is a program for one attention: `einsum`, `blockwise`, or one of a library. With
-model.kernel='auto', a library kernel is chosen if the platform has one that can compute the
-attention. Otherwise, and when decoding attends to cached keys, the choice is `blockwise` for long
-contexts and `einsum` for short ones.
+The kernels are `einsum`, `blockwise`, and those of libraries. With model.kernel='auto', a library
+kernel of the platform is preferred. If there is none, or in decoding, long contexts use `blockwise`
+and short ones `einsum`.
 """
 
 import contextvars
@@ -29,16 +28,15 @@ log = logging.getLogger(__name__)
 
 SOFTMAX = Softmax()
 
-# The context length from which `blockwise` is chosen. On CPUs it is faster than `einsum` from here
-# on (measured). Elsewhere the logits of a head begin to take much memory here (not measured).
-BLOCKWISE_FROM = {'cpu': 256}
-BLOCKWISE_FROM_ELSEWHERE = 2048
+# The minimum context length for `blockwise`, by platform.
+BLOCKWISE_FROM = {'cpu': 256}  # measured: `blockwise` is faster than `einsum` from here on
+BLOCKWISE_FROM_ELSEWHERE = 2048  # not measured: the logits take much memory from here on
 
 
 class Library(NamedTuple):
     """A kernel of a library."""
 
-    # Returns why the kernel cannot compute a call; see `why_unsupported`.
+    # Returns why the kernel cannot compute a call; None if it can.
     obstacle: Callable[[Call, Target], str | None]
     compute: Callable[[Call, Target], jax.Array]
 
@@ -51,7 +49,7 @@ LIBRARIES = {
 AUTO = {'gpu': ('dot_product',), 'tpu': ('splash',)}
 KERNELS = ('auto', 'einsum', 'blockwise', *LIBRARIES)
 
-# The devices of the program that is traced; see `tracing_for_mesh`.
+# The devices of the program that is traced, set by `tracing_for_mesh`.
 _target: contextvars.ContextVar[Target] = contextvars.ContextVar('target')
 
 
@@ -71,20 +69,24 @@ def attend(
 ) -> jax.Array:
     """Returns o_BTNH, o[t, n] = sum_s softmax_s(scale * q[t, n] . k[s]) v[s].
 
-    Keys and values may have fewer heads than queries; both numbers must divide N. Such a shared
-    head is not copied to its query heads. Values may have a head size of their own. Probabilities
-    are computed in float32 or wider. The output of a query without visible keys is finite, but
-    means nothing.
+    Probabilities are computed in float32 or wider. The output of a query without visible keys is
+    finite but meaningless.
 
     Args:
+      q_BTNH: queries, N heads of size H.
+      k_BSKH: keys. The number of heads must divide N.
+      v_BSKH: values. The number of heads must divide N. The head size may differ from H.
       mask: a Mask, or a mask_BTS that is True where a query may attend to a key; B may be 1.
-      bias: returns, for distances t - s, what is added to the scaled (and capped) logits.
-      logit_cap: c in c tanh(logit / c); None is off.
-      dropout: the rate at which attention probabilities are dropped; without a key nothing is.
+      scale: multiplies the logits.
+      bias: maps distances t - s to biases, which are added to the scaled and capped logits.
+      logit_cap: c in c * tanh(logit / c); None for no cap.
+      normalizer: takes the place of softmax.
+      dropout: the dropout rate of attention probabilities.
+      dropout_key: the random key of dropout; None for no dropout.
       kernel: the name of a kernel, or 'auto'.
 
     Raises:
-      SpecError: if the kernel cannot compute this attention, or the mask does not fit.
+      SpecError: the kernel cannot compute this attention, or the mask does not fit.
     """
     call = Call(
         q_BTNH=q_BTNH,
@@ -102,18 +104,17 @@ def attend(
     call.mask.check(len(q_BTNH), T, S)
 
     target = _target.get(None)
-    in_run = target is not None
-    if not in_run:
+    is_traced_for_mesh = target is not None
+    if not is_traced_for_mesh:
         if kernel == 'einsum':
-            # The cost of a model is counted this way, possibly before JAX has any devices.
-            return einsum(call)
+            return einsum(call)  # without starting JAX's devices
         target = Target.from_mesh(None)
     name, reason = choose(kernel, call, target)
     if target.platform is None:
-        # The caller traces this only for the shape, and for a SpecError from `choose`.
+        # Only the shape is needed.
         return jnp.zeros((*q_BTNH.shape[:3], v_BSKH.shape[-1]), v_BSKH.dtype)
 
-    if in_run:
+    if is_traced_for_mesh:
         say_once(f'attention of {T:,} queries to {S:,} keys by {name}: {reason}')
     if name == 'einsum':
         return einsum(call)
@@ -123,42 +124,44 @@ def attend(
 
 
 def tracing_for_mesh(mesh: Mesh | None) -> AbstractContextManager[None]:
-    """Declares that attention traced inside the block runs on the devices of a mesh.
+    """A `with` block in which `attend` is traced for the devices of a mesh.
 
-    `attend` then logs each choice of a kernel once. Pass None if the devices are not known yet;
-    then `attend` refuses only a named kernel that no platform could use.
+    `attend` logs its choice of a kernel once. With a mesh of None, the devices are not known yet,
+    and `attend` only checks whether any platform could run the kernel.
     """
     target = Target(None) if mesh is None else Target.from_mesh(mesh)
     return set_context_variable(_target, target)
 
 
 def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
-    """Returns the kernel that computes the call, and the reason for the choice.
+    """Returns the kernel to use for a call, and the reason for this choice.
 
-    `kernel` is the setting model.kernel: the name of a kernel, or 'auto'. A named kernel is chosen,
-    or SpecError is raised if it cannot compute the call. In decoding the name of a library kernel
-    counts as 'auto', because libraries do not take cached keys.
+    Args:
+      kernel: the name of a kernel, or 'auto'.
+      call: the arguments of `attend`.
+      target: the devices.
+
+    Raises:
+      SpecError: the named kernel cannot compute the call.
     """
+    # Libraries do not take the cached keys of decoding.
     is_decoding = call.mask.first_query is not None
     if is_decoding and kernel in LIBRARIES:
         kernel = 'auto'
     if kernel != 'auto':
-        problem = why_unsupported(kernel, call, target)
-        if problem is None:
+        obstacle = why_unsupported(kernel, call, target)
+        if obstacle is None:
             return kernel, 'as model.kernel says'
-        valid = [other for other in KERNELS if why_unsupported(other, call, target) is None]
-        raise SpecError(f'kernel={kernel!r} {problem}; valid: {", ".join(valid)}')
+        valid = [name for name in KERNELS if why_unsupported(name, call, target) is None]
+        raise SpecError(f'kernel={kernel!r} {obstacle}; valid: {", ".join(valid)}')
 
-    # 'auto' prefers the library kernel of the platform.
     for name in AUTO.get(target.platform, ()):
         if why_unsupported(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
 
-    # Without one, it takes `blockwise` if both contexts, of queries and keys, are long enough, and
-    # otherwise `einsum`.
-    problem = why_unsupported('blockwise', call, target)
-    if problem is not None:
-        return 'einsum', f'blockwise {problem}'
+    obstacle = why_unsupported('blockwise', call, target)
+    if obstacle is not None:
+        return 'einsum', f'blockwise {obstacle}'
     blockwise_from = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
     if min(call.lengths) < blockwise_from:
         return 'einsum', f'contexts are below {blockwise_from}'
@@ -166,15 +169,12 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
 
 
 def why_unsupported(kernel: str, call: Call, target: Target) -> str | None:
-    """Returns why a kernel cannot compute a call, or None if it can; 'auto' always can.
-
-    The reason is the end of a sentence: "kernel='splash' does not take cached keys".
-    """
+    """Returns why a kernel cannot compute a call, such as 'is not a kernel'; None if it can."""
     if kernel not in KERNELS:
         return 'is not a kernel'
     if kernel in LIBRARIES:
-        # Only decoding says where the queries begin, behind the cached keys.
-        if call.mask.first_query is not None:
+        is_decoding = call.mask.first_query is not None
+        if is_decoding:
             return 'does not take cached keys'
         return LIBRARIES[kernel].obstacle(call, target)
     if kernel == 'blockwise':
@@ -188,5 +188,5 @@ def why_unsupported(kernel: str, call: Call, target: Target) -> str | None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Logs a message, unless the same message has been logged before."""
+    """Logs a message if this process has not logged it before."""
     log.info(message)

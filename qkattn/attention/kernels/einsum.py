@@ -1,7 +1,4 @@
-"""The arguments of an attention, the devices that compute it, and the plain kernel: two einsums.
-
-The einsums compute the logits of every query and key. Tests compare the other kernels with them.
-"""
+"""The arguments of an attention, the devices that compute it, and the kernel of two einsums."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,14 +11,13 @@ from jax.sharding import Mesh
 from qkattn.attention.mask import Mask
 from qkattn.attention.normalizers import Normalizer
 
-# A Bias returns b_NTS for distance_TS, the distances t - s. b_NTS is added to the scaled and capped
-# logits.
+# Maps distance_TS, the distances t - s, to biases b_NTS for the scaled and capped logits.
 Bias = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """The arguments of `attend`. Without a dropout key, `dropout` is 0."""
+    """The arguments of `attend`. `dropout` is 0 if there is no dropout key."""
 
     q_BTNH: jax.Array
     k_BSKH: jax.Array
@@ -36,22 +32,17 @@ class Call:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """T and S."""
+        """The numbers of queries and keys, T and S."""
         return self.q_BTNH.shape[1], self.k_BSKH.shape[1]
 
     def scaled(self) -> jax.Array:
-        """Returns the queries times the scale.
-
-        The product is computed in float32 or wider, so that bfloat16 does not round the scale.
-        """
-        wide = jnp.promote_types(self.q_BTNH.dtype, jnp.float32)
-        return (self.q_BTNH * jnp.asarray(self.scale, wide)).astype(self.q_BTNH.dtype)
+        """Returns the queries times the scale, multiplied in float32 or wider."""
+        dtype = jnp.promote_types(self.q_BTNH.dtype, jnp.float32)
+        scaled_BTNH = self.q_BTNH * jnp.asarray(self.scale, dtype)
+        return scaled_BTNH.astype(self.q_BTNH.dtype)
 
     def with_static_scale(self) -> tuple[jax.Array, float]:
-        """Returns queries and a scale that is a Python float.
-
-        A scale that is an array is multiplied into the queries, which leaves 1.0.
-        """
+        """Returns (queries, scale), where the scale is a Python float."""
         if isinstance(self.scale, jax.Array):
             return self.scaled(), 1.0
         return self.q_BTNH, self.scale
@@ -60,26 +51,26 @@ class Call:
 class Target(NamedTuple):
     """The devices that compute a call."""
 
-    platform: str | None  # JAX's name of it; None if it is not known yet, and nothing is computed
-    mesh: Mesh | None = None  # the mesh of devices that share the call; None is one device
+    platform: str | None  # such as 'cpu'; None if not known yet
+    mesh: Mesh | None = None  # None for one device
     capability: float = 8.0  # compute capability of CUDA devices; 0 for other GPUs
 
     @classmethod
     def from_mesh(cls, mesh: Mesh | None) -> 'Target':
         """Describes the devices of a mesh, or JAX's first device if mesh is None or abstract."""
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
-        # The capability of a CUDA device is a number such as '8.0', that of another GPU a name such
-        # as 'gfx90a'. CPUs have none.
+        # '8.0' for a CUDA device, a name such as 'gfx90a' for other GPUs, missing for CPUs.
         text = str(getattr(device, 'compute_capability', 8.0))
         is_number = text.replace('.', '', 1).isdigit()
         capability = float(text) if is_number else 0.0
-        return cls(device.platform, mesh, capability)
+        return cls(platform=device.platform, mesh=mesh, capability=capability)
 
 
 def einsum(call: Call) -> jax.Array:
     """Computes o_BTNH of `attend` from the logits of all queries and keys.
 
     A query without visible keys gets the mean of v (softmax, entmax) or 0 (other normalizers).
+    There may be fewer key heads and value heads than query heads N.
     """
     q_BTNH = call.q_BTNH
     k_BSKH = call.k_BSKH
@@ -88,24 +79,24 @@ def einsum(call: Call) -> jax.Array:
     S, K = k_BSKH.shape[1:3]
     logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
 
-    # Logits. M = N / K query heads share a key head, so each key head has Q = M T queries: first
-    # the T queries of one query head, then those of the next. XLA's CPU backend would take up to
-    # twice the time with M as an axis of its own.
+    # Logits. M = N / K query heads share a key head, which has Q = M * T queries in all. With M as
+    # a separate axis, XLA takes up to twice the time on a CPU.
     q_BKMTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3)
     q_BKQH = q_BKMTH.reshape(B, K, -1, H)
     k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
     s_BKQS = jnp.einsum('BKQH,BKSH->BKQS', q_BKQH, k_BKSH, preferred_element_type=logits_dtype)
     s_BNTS = s_BKQS.reshape(B, N, T, S) * call.scale
 
-    # What acts on the logits: the cap, position biases, the mask. The lowest number is halved, so
-    # that normalizers can subtract from it.
+    # Cap, position biases and mask.
     if call.logit_cap is not None:
         s_BNTS = call.logit_cap * jnp.tanh(s_BNTS / call.logit_cap)
     if call.bias is not None:
         distance_TS = call.mask.queries(T)[:, None] - jnp.arange(S)
         s_BNTS = s_BNTS + call.bias(distance_TS)
     mask_B1TS = call.mask.dense(T, S)[:, None]
-    s_BNTS = jnp.where(mask_B1TS, s_BNTS, jnp.finfo(logits_dtype).min / 2)
+    # Half of the lowest number, so that normalizers can subtract from it.
+    masked_logit = jnp.finfo(logits_dtype).min / 2
+    s_BNTS = jnp.where(mask_B1TS, s_BNTS, masked_logit)
 
     # Probabilities.
     p_BNTS = call.normalizer(s_BNTS, mask_B1TS).astype(v_BSKH.dtype)
@@ -113,8 +104,7 @@ def einsum(call: Call) -> jax.Array:
         keep_BNTS = jax.random.bernoulli(call.dropout_key, 1 - call.dropout, p_BNTS.shape)
         p_BNTS = jnp.where(keep_BNTS, p_BNTS / (1 - call.dropout), 0)
 
-    # Averages of the values. As above, the queries that share a value head become its rows. There
-    # may be more or fewer value heads than key heads.
+    # Averages of the values. Here K is the number of value heads, and Q = N / K * T.
     num_value_heads = v_BSKH.shape[2]
     p_BKQS = p_BNTS.reshape(B, num_value_heads, -1, S)
     v_BKSH = jnp.swapaxes(v_BSKH, 1, 2)

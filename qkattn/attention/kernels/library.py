@@ -1,7 +1,7 @@
 """Attention kernels of JAX's own libraries: cuDNN on GPUs and splash attention on TPUs.
 
-Each kernel has an obstacle function. It returns why the kernel cannot compute a call, or None if it
-can. The reason is the end of a sentence: "kernel='splash' cannot hide a token from itself".
+Each kernel has an obstacle function, which returns why the kernel cannot compute a call. The reason
+ends a sentence, as in "kernel='splash' cannot hide a token from itself".
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from qkattn.attention.normalizers import Softmax
 from qkattn.config.imports import load_extra
 
 SPLASH = 'jax.experimental.pallas.ops.tpu.splash_attention'
-# Splash attention uses the largest of these block sizes that divides both context lengths.
+# Splash attention uses the largest of these block sizes that divides T and S.
 SPLASH_BLOCKS = (512, 256, 128)
 SMALLEST_SPLASH_BLOCK = SPLASH_BLOCKS[-1]
 
 
 def _common_obstacle(call: Call) -> str | None:
-    """Returns why neither library kernel can compute a call; None if there is no such reason."""
+    """Returns a reason why no library kernel can compute a call; None if there is none."""
     normalizer = type(call.normalizer)
     if normalizer is not Softmax:
         return f'computes softmax, not normalizer={normalizer.__name__}'
@@ -42,10 +42,9 @@ def _common_obstacle(call: Call) -> str | None:
 
 
 def dot_product_obstacle(call: Call, target: Target) -> str | None:
-    """Returns why `dot_product` cannot compute the attention `call`; None if it can.
+    """Returns why `dot_product` cannot compute a call, such as 'cannot hide a token from itself'.
 
-    `dot_product` is computed by cuDNN on a GPU, and by XLA elsewhere. The reason is the end of a
-    sentence, such as 'cannot hide a token from itself'.
+    Returns None if it can.
     """
     obstacle = _common_obstacle(call)
     if obstacle is not None:
@@ -64,27 +63,28 @@ def dot_product_obstacle(call: Call, target: Target) -> str | None:
     if target.platform != 'gpu':
         return None
 
-    # The other limits are those of cuDNN.
+    # Limits of cuDNN.
     dtype = call.q_BTNH.dtype
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f'needs bfloat16 on a GPU, not {dtype}'
     if target.capability < 8:
         return f'needs a CUDA device of compute capability 8.0, not {target.capability}'
-    size = call.q_BTNH.shape[-1]
-    largest = 256 if target.capability >= 9 else 128
-    if size % 8 or size > largest:
-        return f'needs heads of 8, 16, ... {largest}, not {size}'
+    q_size = call.q_BTNH.shape[-1]
+    max_size = 256 if target.capability >= 9 else 128
+    if q_size % 8 != 0 or q_size > max_size:
+        return f'needs heads of 8, 16, ... {max_size}, not {q_size}'
     return None
 
 
 def dot_product(call: Call, target: Target) -> jax.Array:
-    """Computes o_BTNH with jax.nn.dot_product_attention."""
+    """Computes o_BTNH with jax.nn.dot_product_attention: cuDNN on a GPU, XLA elsewhere."""
     mask = call.mask
     q_BTNH, scale = call.with_static_scale()
     window = None
     if mask.window is not None:
         keys_before = mask.window - 1
-        window = (keys_before, 0)  # The window is causal: no keys after the query.
+        keys_after = 0  # a window is always causal here
+        window = (keys_before, keys_after)
     return jax.nn.dot_product_attention(
         q_BTNH,
         call.k_BSKH,
@@ -97,13 +97,13 @@ def dot_product(call: Call, target: Target) -> jax.Array:
 
 
 def splash_obstacle(call: Call, target: Target) -> str | None:
-    """Returns why `splash` cannot compute the attention `call`; None if it can."""
+    """Returns why `splash` cannot compute a call; None if it can."""
     obstacle = _common_obstacle(call)
     if obstacle is not None:
         return obstacle
     T, S = call.lengths
     block = SMALLEST_SPLASH_BLOCK
-    if T % block or S % block:
+    if T % block != 0 or S % block != 0:
         return f'needs contexts that are multiples of {block}, not {T} and {S}'
     if target.platform not in ('tpu', None):
         return f'runs on a TPU, not on {target.platform}'
@@ -122,22 +122,17 @@ def splash(call: Call, target: Target) -> jax.Array:
     def attention_on_device(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
     ) -> jax.Array:
-        """Computes the attention of the rows and heads that one device holds, with one kernel.
-
-        `segments` are those of `_segments`. The other settings of the call are the same for all
-        devices.
-        """
+        """Computes the attention of the rows and heads of one device."""
         num_heads = q_BTNH.shape[2]
         kernel = splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([head_mask] * num_heads),
             block_sizes=block_sizes,
-            # The kernel does not divide these heads or their queries any further.
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=call.logit_cap,
             interpret=target.platform != 'tpu',
         )
-        # The kernel takes one row, with heads before positions; vmap adds the rows.
+        # The kernel takes one row, with axes NTH and KSH.
         q_BNTH = jnp.swapaxes(q_BTNH, 1, 2)
         k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
         v_BKSH = jnp.swapaxes(v_BSKH, 1, 2)
@@ -149,28 +144,28 @@ def splash(call: Call, target: Target) -> jax.Array:
     if mesh is None or mesh.size == 1:
         return attention_on_device(*arrays)
 
-    # XLA cannot partition a Pallas kernel, so each device runs it on its own rows and heads.
+    # XLA cannot partition a Pallas kernel, so run it on the rows and heads of each device.
     q_spec, kv_spec = _splash_specs(call, mesh)
-    segments_spec = P(q_spec[0])  # Their rows are split as the rows of queries are.
-    sharded = jax.shard_map(
+    rows = q_spec[0]
+    segments_spec = P(rows)
+    sharded_attention = jax.shard_map(
         attention_on_device,
         mesh=mesh,
         in_specs=(q_spec, kv_spec, kv_spec, segments_spec),
         out_specs=q_spec,
-        check_vma=False,  # The kernel does not declare which mesh axes its output varies along.
+        check_vma=False,  # the kernel does not declare which mesh axes its output varies along
     )
-    return sharded(*arrays)
+    return sharded_attention(*arrays)
 
 
 def _splash_mask(call: Call) -> Any:
-    """Returns causality and window as a mask of the splash library, for one head.
+    """Returns the causal mask or window of one head in the splash library.
 
-    Padding and packed sequences are hidden by `_segments`.
+    Padding and packed sequences are left to `_segments`.
     """
     splash_attention = load_extra(SPLASH, 'tpu')
     mask = call.mask
     if mask.window is not None:
-        # How many keys before and after its own position a query sees.
         keys_before = mask.window - 1
         keys_after = 0 if mask.causal else keys_before
         return splash_attention.LocalMask(call.lengths, (keys_before, keys_after), offset=0)
@@ -180,10 +175,10 @@ def _splash_mask(call: Call) -> Any:
 
 
 def _splash_block_sizes(call: Call) -> Any:
-    """Returns the block sizes of splash: for all of them the largest that divides both contexts."""
+    """Returns block sizes for splash attention, all equal."""
     splash_attention = load_extra(SPLASH, 'tpu')
     T, S = call.lengths
-    # The smallest size always divides them, or `splash_obstacle` would have refused the call.
+    # There is one, because `splash_obstacle` refuses other lengths.
     block = max(size for size in SPLASH_BLOCKS if T % size == 0 and S % size == 0)
     return splash_attention.BlockSizes(
         block_q=block,
@@ -198,10 +193,10 @@ def _splash_block_sizes(call: Call) -> Any:
 
 
 def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
-    """Returns how a mesh splits the queries, and how it splits the keys and values.
+    """Returns the PartitionSpecs of queries, and of keys and values.
 
-    The mesh axes 'data' and 'fsdp' split the rows, and 'tensor' splits the heads. If rows or heads
-    cannot be split into equal shards, every device has all of them.
+    Rows are split over 'data' and 'fsdp', heads over 'tensor'. Rows or heads that do not divide
+    evenly are replicated.
     """
     B, _, N, _ = call.q_BTNH.shape
     K = call.k_BSKH.shape[2]
@@ -213,22 +208,21 @@ def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
     q_heads = None
     kv_heads = None
     if K == 1:
-        # All query heads share the key head, so every device has it.
+        # The key head is replicated, because all query heads need it.
         if N % head_shards == 0:
             q_heads = 'tensor'
     elif K % head_shards == 0:
-        # K divides N, so the query heads can be split too.
+        # K divides N, so N divides evenly too.
         q_heads = 'tensor'
         kv_heads = 'tensor'
     return P(rows, None, q_heads), P(rows, None, kv_heads)
 
 
 def _segments(call: Call) -> Any:
-    """Returns the segment ids of the call, which hide padding and other sequences of a row.
+    """Returns splash segment ids, which hide padding and other packed sequences.
 
-    In splash attention, a query sees the keys with its own id. The ids of packed sequences are 1,
-    2, and so on. Without packed sequences, all tokens have the id 1. A key on padding has -1, which
-    no query has. Returns None if the call has neither padding nor packed sequences.
+    A query sees the keys with its own id. Keys on padding have the id -1, which no query has.
+    Returns None if there are neither padding nor packed sequences.
     """
     mask = call.mask
     if mask.valid_BS is None and mask.segments_BS is None:
