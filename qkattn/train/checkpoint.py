@@ -333,13 +333,13 @@ class Checkpoints:
             if saved_step > step:
                 self._manager.delete(saved_step)
 
-        def remove_deleted() -> None:
+        def remove_leftovers() -> None:
             # Orbax has moved checkpoint 8, for example, to trash/8. If step 8 is saved again, orbax
             # can delete it only if trash/8 is gone.
             _remove_all(join_without_links(self.directory, TRASH), '*')
             _remove_all(self.directory, f'*{SET_ASIDE}')
 
-        self._call_in_process_0(remove_deleted)
+        self._call_in_process_0(remove_leftovers)
 
     def _call_in_process_0(self, call: Callable[[], T]) -> T:
         """Returns the result of `call` in process 0; with `read_only`, calls it in each process."""
@@ -424,7 +424,7 @@ def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
 
     Returns [] for other tokenizers, and if no checkpoint can be read.
     """
-    # A name tells which of two tokenizers the run made from a tokenizer.json.
+    # A tokenizer.json can be opened in two ways. The name tells which way.
     if not data.tokenizer.endswith('.json'):
         return []
     for checkpoint in sorted((run / 'checkpoints').glob('*')):
