@@ -60,8 +60,8 @@ def train(
     """Trains all trials of a run and returns one result per trial, in trial order.
 
     A finished run returns its stored results. An unfinished run resumes from its newest undamaged
-    checkpoint. On the same devices and versions, an interruption does not change the results by a
-    bit.
+    checkpoint. With the same devices and versions, its results are bitwise equal to those of an
+    uninterrupted run.
 
     Args:
       config: the settings of the run.

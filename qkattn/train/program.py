@@ -429,7 +429,7 @@ def _without_slow_compile_notice(mesh: Mesh) -> Iterator[None]:
 def _quick_to_compile(mesh: Mesh) -> dict[str, int] | None:
     """Returns XLA options for quick compilation on a CPU; None on other devices.
 
-    The options do not change results by a bit. Options set in XLA_FLAGS are left out.
+    Results stay bitwise equal. Options that the user has set in XLA_FLAGS are left out.
     """
     if mesh.devices.flat[0].platform != 'cpu':
         return None
