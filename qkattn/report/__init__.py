@@ -13,7 +13,8 @@ from qkattn.errors import ConfigError, ReportError
 from qkattn.report import tables
 from qkattn.report.columns import FIRST_SCREEN, PAGE, printed
 from qkattn.report.figures import figures
-from qkattn.report.figures.drawing import FORMATS, Drawing, Picture, picture, write_plots
+from qkattn.report.figures.drawing import FORMATS, Drawing, Picture, write_plots
+from qkattn.report.figures.drawing import picture as draw_picture
 from qkattn.report.figures.style import DARK, LIGHT
 from qkattn.report.prose import environment, macro
 from qkattn.report.tables import headline, terminal_text
@@ -32,32 +33,35 @@ __all__ = ['described', 'documents', 'export', 'headline', 'show_report', 'write
 
 
 def documents(findings: Findings, pictures: Sequence[Picture]) -> dict[str, str]:
-    """Returns the files of a report by name: tables, and a page with the pictures."""
+    """Returns the text of each report file by its name: table.md, table.csv and report.html."""
     texts = tables.files(findings)
     texts[PAGE_NAME] = _page(findings, pictures)
     return texts
 
 
 def show_report(study_dir: str | Path, plots: Sequence[str] = ()) -> str:
-    """Writes the report of a study, see `write_report`; returns a short text for a terminal."""
+    """Writes a study's report as `write_report` does; returns a summary for a terminal."""
     findings, page = write_report(study_dir, plots)
     return terminal_text(findings, page)
 
 
 def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Findings, Path]:
-    """Writes the report of a study; returns its findings and the path of report.html.
+    """Writes table.md, table.csv and report.html to a study's directory.
 
-    The report is table.md, table.csv and report.html in the study's directory. The page holds the
-    figures. A report on more than screening is a look at the results (an interim analysis), and the
-    study's ledger records it.
+    If the study has results beyond screening, the report counts as a look (an interim analysis),
+    which is recorded in the study's ledger.
 
     Args:
-      study_dir: the directory of the study.
-      plots: formats in which the figures are also written to the folder plots/: 'png', 'pdf' or
-        'svg'. Figures of earlier reports are removed from this folder.
+      study_dir: the study directory.
+      plots: formats in which figures are also written to plots/: 'png', 'pdf' or 'svg'. All other
+        figures are removed from plots/.
 
-    Raises ReportError if the directory is not a study, has no result, or has a damaged ledger, and
-    ConfigError for another format.
+    Returns:
+      The study's findings and the path of report.html.
+
+    Raises:
+      ReportError: the directory has no study, no results or a damaged ledger.
+      ConfigError: a format is unknown.
     """
     for plot_format in plots:
         if plot_format not in FORMATS:
@@ -67,63 +71,67 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
     findings = find(study)
     drawings = figures(findings)
     write_plots(study.directory / 'plots', drawings, plots)
-    pictures = [picture(drawing) for drawing in drawings]
-    # The page is the last document, so that it only appears beside complete tables.
+    pictures = [draw_picture(drawing) for drawing in drawings]
+    # report.html is written last, so that its tables already exist.
     for name, text in documents(findings, pictures).items():
         write_atomic(study.directory / name, text)
     return findings, study.directory / PAGE_NAME
 
 
 def _with_look(study: TrainedStudy) -> TrainedStudy:
-    """Records a look (interim analysis) in the study's ledger; returns the updated study.
+    """Records a look (an interim analysis) in the study's ledger; returns the updated study.
 
-    Results of screening alone do not count as a look. A look at the same results is recorded once.
+    Only new results beyond screening count as a look.
     """
-    is_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
-    if not is_beyond_screening:
+    has_results = any(run.stage != SCREENING and run.trials for run in study.runs)
+    if not has_results:
         return study
-    is_new_look = ledger.record_look(study.directory, study.files)
-    if not is_new_look:
+    was_recorded = ledger.record_look(study.directory, study.files)
+    if not was_recorded:
         return study
 
     new_ledger = ledger.read(study.directory / ledger.NAME)
-    # `record_look` returns False if a run was altered, so here no run is altered.
+    # `record_look` refuses altered runs, so none is altered here.
     return dataclasses.replace(study, ledger=new_ledger, altered={})
 
 
 def export(study_dir: str | Path, destination: str | Path) -> Path:
-    """Exports a study: writes its stored form, table.md and table.csv.
+    """Exports a study in a few files, with table.md and table.csv.
 
-    The stored form is a few files in place of a directory for each run; see `qkattn.study.stored`.
-    `experiments.report --study` writes a whole report from an export. A copy of an export is a
-    working directory, in which the study can continue with the runs that have no result.
+    The study can be continued in a copy of the export. The file format is described in
+    `qkattn.study.stored`.
 
-    Raises ReportError if there is no study in `study_dir`, or if `destination` is neither empty nor
-    an earlier export of the same study.
+    Args:
+      study_dir: the study directory.
+      destination: the directory to write; empty, or an earlier export of the same study.
+
+    Returns:
+      The path of the export.
+
+    Raises:
+      ReportError: `study_dir` has no study, or `destination` has other files.
     """
     check_export(study_dir, destination)
     findings = load_findings(study_dir)
     destination = as_path(destination)
     stored.pack(findings.study.files, destination)
     _warn_of_directories(destination / 'study.json')
-    for file, text in tables.files(findings).items():
-        write_atomic(destination / file, text)
+    for name, text in tables.files(findings).items():
+        write_atomic(destination / name, text)
     return destination
 
 
 def _warn_of_directories(declaration: Path) -> None:
-    """Logs a warning if settings in an exported study.json contain paths of this machine.
+    """Logs a warning if an exported study.json contains absolute paths."""
 
-    The export keeps these settings, because the ledger and the names of runs are hashes of them.
-    """
-
-    def has_path(value: Any) -> bool:
+    def has_absolute_path(value: Any) -> bool:
+        # `without_directories` strips the directories of absolute paths.
         return isinstance(value, str) and without_directories(value) != value
 
     settings_with_paths = []
     for setting, value in flat(parse_file(declaration, {})):
         entries = value if isinstance(value, list) else [value]
-        if any(has_path(entry) for entry in entries):
+        if any(has_absolute_path(entry) for entry in entries):
             settings_with_paths.append(setting)
     if settings_with_paths:
         log.warning(
@@ -136,9 +144,10 @@ def _warn_of_directories(declaration: Path) -> None:
 
 
 def check_export(study_dir: str | Path, destination: str | Path) -> None:
-    """Raises ReportError unless a study can be exported to `destination`.
+    """Checks that an export may write to `destination`.
 
-    The destination has to be missing, empty, or an earlier export of the same study.
+    Raises:
+      ReportError: `destination` exists, and is neither empty nor an export of the same study.
     """
     destination = as_path(destination)
     if not destination.exists():
@@ -149,7 +158,7 @@ def check_export(study_dir: str | Path, destination: str | Path) -> None:
 
     name = _study_name(as_path(study_dir))
     has_same_study = _study_name(destination) == name
-    # A study that is being trained has this file. An export has it in its archive.
+    # Only a study directory has plan.jsonl as a file. An export has it inside an archive.
     is_working_directory = (destination / 'plan.jsonl').exists()
     if is_working_directory or not has_same_study:
         raise ReportError(
@@ -159,21 +168,18 @@ def check_export(study_dir: str | Path, destination: str | Path) -> None:
 
 
 def _study_name(directory: Path) -> str | None:
-    """Returns the name of the study in a directory; None if it has no readable study.json."""
+    """Returns the name of a study; None if its study.json cannot be read."""
     with contextlib.suppress(ValueError):
         return parse_file(directory / 'study.json', {'name': str})['name']
 
 
 def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
-    """Returns the whole report as an HTML document without scripts.
-
-    It adapts to light and dark, to wide and narrow screens, and to paper.
-    """
+    """Renders report.html."""
     template = environment(html=True).get_template('report.html.j2')
     return template.render(
         study=findings.study,
         findings=findings,
-        figures=[_figure_values(findings, drawn) for drawn in pictures],
+        figures=[_figure_values(findings, picture) for picture in pictures],
         summary=tables.summary(findings, with_arms=False),
         first_screen=printed(FIRST_SCREEN, findings, findings.arms),
         whole_table=printed(PAGE, findings, findings.arms),
@@ -186,66 +192,63 @@ def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
     )
 
 
-def _figure_values(findings: Findings, drawn: Picture) -> dict[str, Any]:
-    """Returns the values with which the page's template shows a figure.
-
-    These are its title and caption, and its images as URLs: either panels with a legend, or the
-    whole figure in two widths.
-    """
-    values = described(findings, drawn.drawing)
-    grid = drawn.drawing.grid
+def _figure_values(findings: Findings, picture: Picture) -> dict[str, Any]:
+    """Returns the template values of a figure: title, caption, and images as data URLs."""
+    values = described(findings, picture.drawing)
+    grid = picture.drawing.grid
     if grid is None:
-        values['narrow'] = _data_url(drawn.narrow)
-        values['wide'] = _data_url(drawn.wide)
+        # The whole figure, for narrow and for wide screens.
+        values['narrow'] = _data_url(picture.narrow)
+        values['wide'] = _data_url(picture.wide)
         return values
 
     panels = []
-    for panel in drawn.panels:
+    for panel in picture.panels:
         source = _data_url(panel.svg)
         panels.append({'variant': panel.variant, 'notes': panel.notes, 'source': source})
     values['panels'] = panels
-    values['legend'] = _data_url(drawn.legend)
+    values['legend'] = _data_url(picture.legend)
     values['xlabel'] = grid.xlabel
     values['ylabel'] = grid.ylabel
     return values
 
 
 def _data_url(svg: bytes) -> str:
-    """Returns a URL that contains the image itself."""
+    """Returns an SVG image as a data URL."""
     return f'data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'
 
 
 def described(findings: Findings, drawing: Drawing) -> dict[str, Any]:
-    """Returns the stem, kind, title and caption of a figure, as pages show it.
+    """Returns the stem, kind, title and caption of a figure.
 
-    The kind is the first word of the stem. The macro of this name in templates/figures.j2 makes
-    the title and the caption.
+    The kind is the first word of the stem, such as 'sweep'. Title and caption come from the macro
+    of this name in templates/figures.j2.
     """
     kind = drawing.stem.partition('_')[0]
-    shared = {'study': findings.study}
-    title, caption = macro('figures.j2', kind, shared, findings=findings, **drawing.values)
+    context = {'study': findings.study}
+    title, caption = macro('figures.j2', kind, context, findings=findings, **drawing.values)
     return {'stem': drawing.stem, 'kind': kind, 'title': title, 'caption': caption}
 
 
 def _provenance(study: TrainedStudy) -> dict[str, list[str]]:
-    """Collects what the trials record about their origin: the different values of each fact.
+    """Returns the distinct values of each provenance field over all trials.
 
     For example, {'python': ['3.12.1'], 'devices: kind': ['cpu', 'NVIDIA H200']}.
     """
-    values_by_fact = dict[str, list[str]]()
+    values_by_field = dict[str, list[str]]()
     for trial in study.trials:
-        facts = {
+        provenance = {
             'data': trial.data,
             'eval tokens': trial.eval_tokens,
-            'lifting': trial.lifting,  # how the trials of a run were computed together
+            'lifting': trial.lifting,  # how the trials of a run were batched
             **trial.provenance,
         }
-        # A fact may be a mapping of facts: {'devices': {'kind': ...}} gives 'devices: kind'.
-        for fact, value in flat(facts, separator=': '):
+        # {'devices': {'kind': 'cpu'}} becomes ('devices: kind', 'cpu').
+        for field, value in flat(provenance, separator=': '):
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            values = values_by_fact.setdefault(fact, [])
-            if text not in values:
-                values.append(text)
+            field_values = values_by_field.setdefault(field, [])
+            if text not in field_values:
+                field_values.append(text)
     if study.command:
-        values_by_fact['command'] = [study.command]
-    return values_by_fact
+        values_by_field['command'] = [study.command]
+    return values_by_field

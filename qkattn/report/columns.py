@@ -1,9 +1,11 @@
-"""The columns of a report. Each is declared once in `columns`, for all tables.
+"""The columns of report tables.
 
-A column with a heading is printed in its `tables`. These are the full table of report.html and
-table.md (PAGE), the first table of report.html (FIRST_SCREEN), the table of a Markdown page about
-the study (HEADLINE) and the table of controls (CONTROL). A column with a key is also written to
-table.csv, in the unit of the result files.
+A column with a key is written to table.csv. A column with a heading is printed in its `tables`:
+
+    PAGE            the full table of report.html and table.md
+    FIRST_SCREEN    the first table of report.html
+    HEADLINE        the table of a README or a terminal
+    CONTROL         the table of controls
 """
 
 import dataclasses
@@ -24,17 +26,15 @@ from qkattn.verdict.runs import Trial
 from qkattn.verdict.trained_arm import TrainedArm
 
 PAGE = 'page'
-# The columns of PAGE that a reader looks at first.
 FIRST_SCREEN = 'first screen'
 HEADLINE = 'headline'
 CONTROL = 'control'
 EVERYWHERE = (PAGE, FIRST_SCREEN, HEADLINE, CONTROL)
-# The text of a heading, which '|' breaks into two lines, and whether its column is aligned to the
-# left.
+# A heading's text, where '|' is a line break, and whether its column is left-aligned.
 Heading = tuple[str, bool]
-# Headings, and rows of cells.
+# Headings and rows.
 Table = tuple[list[Heading], list[list[str]]]
-# The parts of an estimate, and of a difference, that table.csv has.
+# The attributes of an estimate and of a difference that table.csv has.
 ESTIMATE = tuple(field.name for field in dataclasses.fields(Estimate))
 DIFFERENCE = (
     'mean',
@@ -49,11 +49,11 @@ DIFFERENCE = (
     'tuning_low',
     'tuning_high',
 )
-# The parts of an arm's difference (`Decomposition`) that are printed, with their headings.
+# The parts of a difference (`Decomposition`) that are printed, with their headings.
 _HEADING_OF_PART = {'same_shape': 'at the same shape', 'reinvesting': 'reinvesting'}
-# The parts whose name in table.csv differs from their name in code.
+# The parts that have another name in table.csv.
 _KEY_OF_PART = {'same_shape': 'removing'}
-# The parts of a learning-rate sweep that table.csv has.
+# The attributes of a sweep that table.csv has.
 SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
 
@@ -70,7 +70,7 @@ class Measure:
 
     @property
     def name(self) -> str:
-        """The label of the metric, with the split if it is measured on several splits."""
+        """The metric's label, with the split if the metric has several splits."""
         label = self.metric.label
         if len(self.metric.prefixes) > 1:
             return f'{self.split} {label}'
@@ -78,13 +78,13 @@ class Measure:
 
     @property
     def heading(self) -> str:
-        """The name with the unit, unless the label is the unit, as in 'bits per byte'."""
+        """The name and unit. A label such as 'bits per byte' is already a unit."""
         if self.metric.unit in (None, self.metric.label):
             return self.name
         return f'{self.name}, {self.metric.unit}'
 
     def over_seeds(self, arm: TrainedArm) -> Estimate | None:
-        """Returns the mean over an arm's seeds, in the unit of the result files."""
+        """Returns the mean over an arm's seeds."""
         return arm.over_seeds(self.field)
 
     def printed(self, value: Estimate) -> str:
@@ -94,16 +94,15 @@ class Measure:
 
 VAL_LOSS = Measure(METRICS['loss'], 'val')
 TEST_LOSS = Measure(METRICS['loss'], 'test')
-# The roles of metrics that have a column in addition to the loss, in the order of the columns.
+# The roles of metrics that have a column beside the loss, in column order.
 ROLES = ('score', 'probe')
 
 
 def reported_measures(findings: Findings) -> tuple[Measure, ...]:
-    """Returns the metrics that a report shows, in the order of their columns.
+    """Returns the metrics that a report shows, in column order.
 
-    The first is the loss that decides: the test loss, or the validation loss if there is no test
-    split. Then come scores and probes, each on the test split, or on validation if it has no value
-    on test. If the test loss decides, the validation loss comes last.
+    The order is: test loss, scores, probes, validation loss. Without a test loss, the validation
+    loss is first. Scores and probes are on the test split if they have a value there.
     """
     trials = list[Trial]()
     for arm in findings.arms:
@@ -112,50 +111,49 @@ def reported_measures(findings: Findings) -> tuple[Measure, ...]:
     def has_value(measure: Measure) -> bool:
         return any(trial.metrics.get(measure.field) is not None for trial in trials)
 
-    # All metrics of the results, also those from outside the package.
-    declared = dict[str, Metric]()
+    metric_by_name = dict[str, Metric]()
     for trial in trials:
-        declared |= trial.declared_metrics
-    metrics = shown(declared, [trial.metrics for trial in trials])
+        metric_by_name |= trial.declared_metrics
+    metrics = shown(metric_by_name, [trial.metrics for trial in trials])
 
-    measures = list[Measure]()
+    scores_and_probes = list[Measure]()
     for role in ROLES:
         metrics_of_role = [metric for metric in metrics if metric.role == role]
         for metric in metrics_of_role:
-            # `prefixes` are the splits of the metric, 'val' before 'test'.
-            measure_of_splits = [Measure(metric, split) for split in metric.prefixes]
-            with_values = [measure for measure in measure_of_splits if has_value(measure)]
-            if with_values:
-                measures.append(with_values[-1])  # test, if it has a value there
+            # The prefixes are splits, 'val' before 'test'.
+            measures = [Measure(metric, split) for split in metric.prefixes]
+            measures_with_values = [measure for measure in measures if has_value(measure)]
+            if measures_with_values:
+                scores_and_probes.append(measures_with_values[-1])
 
     if has_value(TEST_LOSS):
-        return (TEST_LOSS, *measures, VAL_LOSS)
-    return (VAL_LOSS, *measures)
+        return (TEST_LOSS, *scores_and_probes, VAL_LOSS)
+    return (VAL_LOSS, *scores_and_probes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column of table.csv, of printed tables, or of both.
 
-    Column('d_ff', 'example.config.d_ff', 'width') is named 'd_ff' in table.csv, has the value
-    arm.example.config.d_ff, and is printed under the heading 'width'.
+    For example, Column('d_ff', 'example.config.d_ff', 'width') has the value
+    arm.example.config.d_ff of each arm. Its name is 'd_ff' in table.csv and 'width' in printed
+    tables.
     """
 
-    # Its name in table.csv; '' for a column that is only printed.
+    # The name in table.csv; '' if the column is only printed.
     key: str
-    # A function of a TrainedArm, or a path of attributes such as 'verdict.p_holm'; see `follow`.
+    # A function of an arm, or an attribute path such as 'verdict.p_holm'.
     value: str | Callable[[TrainedArm], Any]
-    # The printed heading with the unit, which '|' breaks into two lines; '' for a column that is
-    # not printed.
+    # The printed heading, where '|' is a line break; '' if the column is not printed.
     heading: str = ''
     _: dataclasses.KW_ONLY
-    # How a value that is not None is printed: a format specification, or a function.
+    # How to print a value: a format spec or a function. None is printed as '-'.
     text: str | Callable[[Any], str] = ''
     # The tables that print the column.
     tables: Sequence[str] = (PAGE,)
-    # Whether the column is aligned to the left.
+    # Whether the column is left-aligned.
     left: bool = False
-    # Attributes of the value that table.csv has as columns KEY_PART; () for the value itself.
+    # Attributes of the value. table.csv has a column KEY_PART for each; () for the value itself.
     parts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -172,10 +170,10 @@ class Column:
         return follow(arm, self.value)
 
     def cells(self, arm: TrainedArm) -> dict[str, Any]:
-        """Returns the values of an arm by their names in table.csv.
+        """Returns an arm's cells of table.csv, by column name.
 
-        This is {} for a column that is only printed, {'d_ff': 512} for one without parts, and
-        {'loss_mean': 3.2, 'loss_sd': 0.1} for one with the parts 'mean' and 'sd'.
+        For example, {'d_ff': 512}, or with the parts 'mean' and 'sd',
+        {'loss_mean': 3.2, 'loss_sd': 0.1}. A column that is only printed has no cells.
         """
         value = self.get(arm)
         if self.parts:
@@ -185,7 +183,7 @@ class Column:
         return {}
 
     def print(self, arm: TrainedArm) -> str:
-        """Returns the text of an arm's cell in printed tables."""
+        """Returns the printed text of an arm's cell."""
         value = self.get(arm)
         if value is None:
             return NONE
@@ -194,9 +192,10 @@ class Column:
 
 
 def follow(value: Any, path: str) -> Any:
-    """Follows a path of attributes or keys, such as 'verdict.p_holm' of an arm.
+    """Looks up a path of attributes or keys, such as 'verdict.p_holm'.
 
-    Returns None if anything on the way is None. Truth values become 0 and 1, as in table.csv.
+    Returns:
+      The value at the end of the path, with bools as 0 or 1. None if a value on the path is None.
     """
     for name in path.split('.'):
         if isinstance(value, Mapping):
@@ -207,9 +206,12 @@ def follow(value: Any, path: str) -> Any:
 
 
 def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table:
-    """Returns the headings and rows of a table, with a row for each arm.
+    """Returns the headings of a printed table, and a row for each arm.
 
-    `table` is PAGE, FIRST_SCREEN, HEADLINE or CONTROL.
+    Args:
+      table: PAGE, FIRST_SCREEN, HEADLINE or CONTROL.
+      findings: the study, which determines the columns.
+      arms: the arms of the rows.
     """
     shown_columns = []
     for column in columns(findings):
@@ -221,7 +223,7 @@ def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table
 
 
 def columns(findings: Findings) -> Iterator[Column]:
-    """Yields the columns of a study. Results come first, so that a narrow screen shows them."""
+    """Yields the columns of a study's tables, results first."""
     yield from _arm_columns(findings)
     yield from _difference_columns(findings)
     yield from _verdict_columns(findings)
@@ -236,17 +238,14 @@ def columns(findings: Findings) -> Iterator[Column]:
 
 
 def _arm_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the columns that identify an arm.
-
-    If the study has only one size, only the full table prints it. A corpus is printed only if the
-    study has several corpora.
-    """
+    """Yields the columns that identify an arm."""
     study = findings.study
+    # A size or corpus that all arms share is printed in fewer tables.
     tables_with_size = EVERYWHERE if len(study.sizes) > 1 else (PAGE,)
     corpus_heading = 'corpus' if len(study.corpora) > 1 else ''
 
     def is_post_hoc(arm: TrainedArm) -> int:
-        """Returns 1 if the arm was added to the study after a look at results, else 0."""
+        """Returns 1 if the arm was declared after results were seen, else 0."""
         return int(arm.key.declared in study.ledger.post_hoc)
 
     yield Column('variant', 'variant', 'variant', tables=EVERYWHERE, left=True)
@@ -260,7 +259,7 @@ def _arm_columns(findings: Findings) -> Iterator[Column]:
         tables=(CONTROL,),
         left=True,
     )
-    # Without a heading, these two are in table.csv only.
+    # Columns without a heading are only in table.csv.
     yield Column('is_baseline', 'is_baseline')
     yield Column('post_hoc', is_post_hoc)
 
@@ -274,65 +273,58 @@ def _difference_columns(findings: Findings) -> Iterator[Column]:
 
 
 def _verdict_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the columns of the verdict, of longer training, and of the tests behind the verdict.
-
-    A verdict compares the difference from the baseline with the margin: 'worse' is a loss that is
-    higher by more than the margin. A study without tuning has no verdicts. The columns then have no
-    heading, so only table.csv has them.
-    """
+    """Yields the columns of verdicts, longer training and p values."""
     study = findings.study
     margin = f'{study.margin:g}'
 
-    def heading(text: str) -> str:
-        """Returns the heading of a column, or '' if the column is not printed."""
+    def heading_if_tuned(text: str) -> str:
+        """Returns the heading; '' in an untuned study, which prints no verdicts."""
         return text if study.tuned else ''
 
-    # The verdict: table.csv has the decision alone. The printed text also says whether a longer
-    # training confirms it, as in 'worse, settled'.
-    yield Column('verdict', 'verdict.decision.value')
-    yield Column(
+    yield Column('verdict', 'verdict.decision.value')  # table.csv: 'worse'
+    yield Column(  # printed: 'worse, settled'
         '',
         _verdict_text,
-        heading(f'verdict,|margin {margin}'),
+        heading_if_tuned(f'verdict,|margin {margin}'),
         tables=(PAGE, FIRST_SCREEN, HEADLINE),
         left=True,
     )
 
-    # What longer training says about the difference.
+    # The difference after longer training.
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')
 
-    # The p values of the three tests, corrected for multiple comparisons. The headline has only the
-    # one on which the verdict rests.
-    test_by_key = {
-        'p_holm': 'p',
-        'p_margin_holm': f'p of more than {margin}',
-        'p_equivalence_holm': f'p of less than {margin}',
+    # Three tests of a difference: any, more than the margin, less than the margin.
+    heading_by_test = {
+        'p_holm': 'p,|corrected',
+        'p_margin_holm': f'p of more than {margin},|corrected',
+        'p_equivalence_holm': f'p of less than {margin},|corrected',
     }
-    for key, test in test_by_key.items():
-        yield Column(key, f'verdict.{key}', heading(f'{test},|corrected'), text=p_value)
-    yield Column('', _p_of_verdict, heading('p,|corrected'), text=p_value, tables=(HEADLINE,))
+    for test, heading in heading_by_test.items():
+        yield Column(test, f'verdict.{test}', heading_if_tuned(heading), text=p_value)
+    # The headline prints only the test that supports the verdict.
+    yield Column(
+        '', _p_of_verdict, heading_if_tuned('p,|corrected'), text=p_value, tables=(HEADLINE,)
+    )
     yield Column(
         'detectable_holm',
         'verdict.detectable',
-        heading('detectable difference,|nats/token'),
+        heading_if_tuned('detectable difference,|nats/token'),
         text='.4f',
     )
 
 
 def _part_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the parts of a difference, the reasons of the verdict, and the data that decide.
+    """Yields the columns of difference parts, verdict reasons and comparison data.
 
-    For example, the part 'same_shape' is the difference of an arm that has the baseline's
-    dimensions and so fewer parameters. All columns are in table.csv. Of the parts, those in
-    _HEADING_OF_PART are also printed, unless no arm has them.
+    For example, the part 'same_shape' is the difference at the baseline's dimensions.
     """
     for part in PARTS:
-        # A part without a printed heading is in table.csv only.
+        # A column without a heading is only in table.csv.
         heading = ''
-        is_known = any(getattr(arm.parts, part) for arm in findings.arms)
-        if is_known and part in _HEADING_OF_PART:
+        has_values = any(getattr(arm.parts, part) for arm in findings.arms)
+        if has_values and part in _HEADING_OF_PART:
             heading = f'{_HEADING_OF_PART[part]},|nats/token'
         yield Column(
             _KEY_OF_PART.get(part, part),
@@ -349,13 +341,11 @@ def _part_columns(findings: Findings) -> Iterator[Column]:
 
 
 def _metric_columns(findings: Findings) -> Iterator[Column]:
-    """Yields a column for each metric, as its mean over the seeds of an arm.
-
-    The table of controls has only the loss that decides.
-    """
+    """Yields a column for each metric, as mean over seeds."""
     measures = reported_measures(findings)
     deciding_loss = measures[0]
     for measure in measures:
+        # Controls are compared by the deciding loss only.
         tables = (PAGE, CONTROL) if measure == deciding_loss else (PAGE,)
         yield Column(
             measure.field,
@@ -366,83 +356,75 @@ def _metric_columns(findings: Findings) -> Iterator[Column]:
             parts=ESTIMATE,
         )
 
-    # Bits per byte are in table.csv only.
+    # Bits per byte are only in table.csv.
     for split in PREFIXES.values():
-        per_byte = Measure(METRICS['bits_per_byte'], split)
-        if any(per_byte.over_seeds(arm) for arm in findings.arms):
-            yield Column(per_byte.field, per_byte.over_seeds, parts=ESTIMATE)
+        bits_per_byte = Measure(METRICS['bits_per_byte'], split)
+        has_values = any(bits_per_byte.over_seeds(arm) for arm in findings.arms)
+        if has_values:
+            yield Column(bits_per_byte.field, bits_per_byte.over_seeds, parts=ESTIMATE)
 
 
 def corpora(findings: Findings) -> list[str]:
-    """Returns the entries of data.evaluate on which the arms of a study are evaluated."""
+    """Returns the additional evaluation corpora (data.evaluate), each once."""
     trials = [trial for arm in findings.arms for trial in arm.chosen]
     return list(dict.fromkeys(corpus for trial in trials for corpus in trial.corpora))
 
 
 def _corpus_columns(findings: Findings) -> Iterator[Column]:
-    """Yields a column for each further corpus on which models are evaluated (data.evaluate).
-
-    Its value for an arm is the loss on the corpus, as mean and standard deviation over seeds. These
-    columns are for information: verdicts come from the losses on the study's own data.
-    """
+    """Yields a column for the loss on each additional evaluation corpus (data.evaluate)."""
     loss = METRICS['loss']
     for corpus in corpora(findings):
         field = loss.corpus_field(corpus)
-        mean_loss = methodcaller('over_seeds', field)  # the function arm -> arm.over_seeds(field)
+        mean_loss = methodcaller('over_seeds', field)  # arm.over_seeds(field)
         yield Column(
             field,
             mean_loss,
-            f'loss on {corpus}, {loss.unit}|mean ± sd',  # a heading of two lines
-            text=VAL_LOSS.printed,  # with as many digits as the validation loss
+            f'loss on {corpus}, {loss.unit}|mean ± sd',
+            text=VAL_LOSS.printed,  # the same digits as the validation loss
             parts=ESTIMATE,
         )
 
 
 def _setting_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the columns of each setting that a study may tune (a knob): the learning rate, etc.
-
-    The value of every knob is in table.csv. A knob that the study tunes has two more columns: a
-    printed text with the interval of its optimum, such as '0.0042 [0.0038, 0.0047]', and details of
-    its sweep in table.csv, such as 'learning_rate_optimum'. If a study tunes nothing, the learning
-    rate is still printed.
-    """
+    """Yields the columns of each tunable setting (knob), such as the learning rate."""
     for knob in KNOBS:
         yield Column(knob, partial(chosen_setting, knob))
 
-        printed_text = partial(_setting_text, knob)
+        setting_text = partial(_setting_text, knob)
         is_tuned = any(knob in arm.sweeps for arm in findings.arms)
         if is_tuned:
             has_intervals = any(knob in arm.bounded_knobs for arm in findings.arms)
             heading = f'tuned {words(knob)}'
             if has_intervals:
                 heading += '|[95 % interval]'
-            # The printed text has no key, so it is not in table.csv. The sweep has no heading, so
-            # it is only there.
-            yield Column('', printed_text, heading, tables=(PAGE, CONTROL))
+            # Printed: '0.0042 [0.0038, 0.0047]'.
+            yield Column('', setting_text, heading, tables=(PAGE, CONTROL))
+            # In table.csv: 'learning_rate_optimum', 'learning_rate_bracketed', ...
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == 'learning_rate' and not findings.study.tuned:
-            yield Column('', printed_text, 'learning|rate')
+            yield Column('', setting_text, 'learning|rate')
 
 
 def _exchange_rate(findings: Findings) -> Column:
-    """Returns the column of how many baseline parameters one parameter of a variant is worth.
+    """Returns the column of baseline parameters that one parameter of a variant is worth.
 
-    At 1.5, a variant with 1,000,000 parameters has the loss of a baseline with 1,500,000. The
-    number is estimated over all sizes of a variant, so its arms have the same number.
+    At 1.5, a variant with 1M parameters has the same loss as a baseline with 1.5M.
     """
-    worth_of_variant = {}
+    worth_by_variant = {}
     for scaling in findings.scaling:
-        if isinstance(scaling.worth, Interval):
-            worth_of_variant[scaling.variant, scaling.corpus] = scaling.worth
+        has_estimate = isinstance(scaling.worth, Interval)
+        if has_estimate:
+            worth_by_variant[scaling.variant, scaling.corpus] = scaling.worth
 
     def worth(arm: TrainedArm) -> Interval | None:
-        return worth_of_variant.get((arm.variant, arm.corpus))
+        # All sizes of a variant share one estimate.
+        return worth_by_variant.get((arm.variant, arm.corpus))
 
     return Column('multiplier', worth, parts=('value', 'low', 'high'))
 
 
 def _difference_text(arm: TrainedArm) -> str:
-    """Formats the difference of an arm from the baseline; for the baseline, its loss."""
+    """Formats an arm's difference from the baseline, or the baseline's loss."""
     if arm.is_baseline and not arm.chosen:
         return 'baseline, no result yet'
     if arm.is_baseline:
@@ -451,69 +433,64 @@ def _difference_text(arm: TrainedArm) -> str:
 
 
 def _verdict_text(arm: TrainedArm) -> str | None:
-    """Returns the decision, and whether it is settled or holds only at this training length."""
+    """Formats an arm's verdict, such as 'worse, settled' or 'worse at this length'."""
     if arm.verdict is None:
         return None
     return prose.verdict(arm)
 
 
 def _p_of_verdict(arm: TrainedArm) -> float | None:
-    """Returns the p value on which an arm's verdict rests, corrected for multiple tests (Holm).
-
-    The verdicts `better` and `worse` say that the difference from the baseline is larger than the
-    margin, and `equivalent` that it is smaller. The p value is that of the test of this statement.
-    For an arm without one of these verdicts, it is the test of any difference at all.
-    """
-    if arm.verdict is None:
+    """Returns the Holm-corrected p value of the test that supports an arm's verdict."""
+    verdict = arm.verdict
+    if verdict is None:
         return None
-    if arm.verdict.decision == Decision.EQUIVALENT:
-        return arm.verdict.p_equivalence_holm
-    if arm.verdict.decision in (Decision.BETTER, Decision.WORSE):
-        return arm.verdict.p_margin_holm
-    return arm.verdict.p_holm
+    if verdict.decision == Decision.EQUIVALENT:
+        return verdict.p_equivalence_holm  # the difference is below the margin
+    if verdict.decision in (Decision.BETTER, Decision.WORSE):
+        return verdict.p_margin_holm  # the difference is above the margin
+    return verdict.p_holm  # there is a difference
 
 
 def chosen_setting(knob: str, arm: TrainedArm) -> float | None:
-    """Returns the value that an arm uses for a setting such as 'learning_rate'; None if not known.
+    """Returns an arm's value of a tunable setting; None if it is not known yet.
 
-    `knob` is one of KNOBS, the settings that a study may tune. A tuned study first tries values on
-    a few seeds (screening), and then trains the best value on other seeds, which decide the
-    verdict. The result is the value of these seeds. While they are not trained, it is the value
-    that screening has chosen so far.
+    Args:
+      knob: one of KNOBS, such as 'learning_rate'.
+      arm: the arm.
     """
     if knob == 'learning_rate' and arm.tuning is None:
         return arm.learning_rate  # the best of those that were trained
     if arm.verdict_trials:
-        # All trials of the verdict have the same settings, which are in the order of KNOBS.
-        settings = arm.verdict_trials[0].settings
-        return settings[KNOBS.index(knob)]
+        # All verdict trials have the same settings.
+        settings = dict(zip(KNOBS, arm.verdict_trials[0].settings, strict=True))
+        return settings[knob]
     if knob in arm.sweeps:
+        # The best value so far. Its verdict trials are not trained yet.
         return arm.sweeps[knob].chosen
     return None
 
 
 def _setting_text(knob: str, arm: TrainedArm) -> str:
-    """Formats a tuned setting with the interval of its optimum: '0.0042 [0.0038, 0.0047]'.
+    """Formats a setting and the interval of its optimum: '0.0042 [0.0038, 0.0047]'.
 
-    A star, as in '0.016*', says that the optimum may lie beyond the values that were tried.
+    A star, as in '0.016*', means that the optimum may lie outside the values tried.
     """
     value = chosen_setting(knob, arm)
     if value is None:
         return NONE
     sweep = arm.sweeps.get(knob)
     if sweep is not None:
-        may_lie_beyond = not sweep.bracketed
+        may_lie_outside = not sweep.bracketed
     elif arm.tuning is None:
-        # Without tuning, the best learning rate may be the lowest or the highest one.
-        may_lie_beyond = arm.at_edge
+        may_lie_outside = arm.at_edge  # the best learning rate is the lowest or highest
     else:
-        may_lie_beyond = False  # the arm does not tune this setting
-    star = '*' if may_lie_beyond else ''
+        may_lie_outside = False  # this setting is not tuned
+    star = '*' if may_lie_outside else ''
     return f'{value:g}{star} {prose.optimum(sweep)}'
 
 
 def _of_run(field: str, arm: TrainedArm) -> float | None:
-    """Returns a number that all trials of the verdict run share; None if there are no trials."""
+    """Returns a field that all verdict trials share; None without trials."""
     if not arm.verdict_trials:
         return None
     return getattr(arm.verdict_trials[0], field)
@@ -524,9 +501,8 @@ def _signed_percent(fraction: float) -> str:
     return f'{100 * fraction:+.3f}'
 
 
-# The arguments of a column that is printed on the page and for controls.
+# Keyword arguments of columns.
 _BOTH: Mapping[str, Any] = {'tables': (PAGE, CONTROL)}
-# The arguments of a column that is also on the first screen.
 _FIRST: Mapping[str, Any] = {'tables': (PAGE, FIRST_SCREEN, CONTROL)}
 # Seeds, parameters, shape, costs, and how trials ended.
 COSTS = (
