@@ -1,12 +1,10 @@
-"""Compares the ledgers of committed studies with those of earlier commits: a ledger only grows.
+"""Checks with git that the ledgers of committed studies are append-only.
 
-The hashes in a ledger show that a line was edited, but not that all lines were written again. Git
-keeps the version of each commit. Every version of a ledger has to begin with the version before it.
-A ledger may be removed, and come back at its path or in another directory of the same name. Then it
-has to begin with the version that was removed.
+Every version of a ledger has to begin with the version before it. The hashes in a ledger do not
+show this, because a rewrite can compute all of them again. A study may move to another directory
+with the same name. A ledger that comes back has to begin with the removed version.
 
-There is one exception: a study may be declared anew under the name of an earlier one. The file
-rewritten_ledgers.toml beside the studies lists such ledgers with the reasons:
+Accepted rewrites are listed with their reasons in rewritten_ledgers.toml beside the studies:
 
     [[rewritten]]
     ledger = "claims/cpu/NAME/ledger.jsonl"
@@ -38,23 +36,28 @@ class Change:
 
     commit: str
     path: str  # relative to the directory of the studies
-    blob: str | None  # git's name of the content after the commit; None if it removed the ledger
+    blob: str | None  # git hash of the new content; None if the commit removed the ledger
 
 
 @dataclasses.dataclass(frozen=True)
 class Version:
     """A version of a ledger."""
 
-    place: str  # the commit or directory that has it, in words
+    place: str  # where the version is found: 'commit 3f2a...' or 'the working tree'
     content: bytes
 
 
 def check_ledgers(results: Path) -> str:
-    """Checks the ledgers below a directory of studies; returns a sentence about what was compared.
+    """Checks with git that the ledgers below a directory are append-only.
 
-    Raises ReportError, with the ledger and the commit, if a ledger was rewritten and
-    rewritten_ledgers.toml gives no reason. Without a whole git history nothing is compared. The
-    sentence then says why.
+    Args:
+      results: the directory of the studies.
+
+    Returns:
+      A sentence that says how many ledgers were compared, or why none could be.
+
+    Raises:
+      ReportError: a ledger was rewritten, and rewritten_ledgers.toml gives no reason.
     """
     obstacle = _obstacle(results)
     if obstacle is not None:
@@ -63,14 +66,14 @@ def check_ledgers(results: Path) -> str:
     accepted_rewrites = _accepted_rewrites(results / REASONS)
     ledger_files = sorted(results.glob(f'**/{ledger.NAME}'))
     paths = [file.relative_to(results).as_posix() for file in ledger_files]
-    histories = _histories(results, paths)
+    versions_by_path = _versions_by_path(results, paths)
     num_versions = 0
     num_rewritten = 0
-    for path, versions in histories.items():
+    for path, versions in versions_by_path.items():
         num_versions += len(versions)
         for before, after in itertools.pairwise(versions):
-            has_only_grown = after.content.startswith(before.content)
-            if has_only_grown:
+            is_appended = after.content.startswith(before.content)
+            if is_appended:
                 continue
             rewrite = (path, _last_hash(before.content))
             if rewrite not in accepted_rewrites:
@@ -80,17 +83,18 @@ def check_ledgers(results: Path) -> str:
                     'the reason'
                 )
             num_rewritten += 1
-    text = f'{counted(num_versions, "version")} of {counted(histories, "ledger")}'
+    text = f'{counted(num_versions, "version")} of {counted(versions_by_path, "ledger")}'
     return f'ledgers: {text} compared with git, {num_rewritten} rewritten for a stated reason'
 
 
 def _git(directory: Path, *arguments: str, standard_input: str = '') -> bytes:
-    """Returns the output of a git command in a directory.
+    """Runs a git command in a directory; returns its output.
 
-    The command takes no optional locks, so another git command may run at the same time. Raises
-    CalledProcessError if it fails.
+    Raises:
+      CalledProcessError: the command fails.
     """
     command = ['git', '-C', str(directory), '-c', 'core.quotePath=false', *arguments]
+    # Without optional locks, other git commands may run at the same time.
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
     process = subprocess.run(
         command,
@@ -104,7 +108,7 @@ def _git(directory: Path, *arguments: str, standard_input: str = '') -> bytes:
 
 
 def _obstacle(results: Path) -> str | None:
-    """Returns why ledgers cannot be compared with git; None if they can."""
+    """Returns why git has no complete history; None if it has one."""
     try:
         is_shallow = _git(results, 'rev-parse', '--is-shallow-repository').strip() == b'true'
         _git(results, 'rev-parse', '--verify', 'HEAD')
@@ -116,13 +120,11 @@ def _obstacle(results: Path) -> str | None:
 
 
 def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
-    """Returns the ledger rewrites that rewritten_ledgers.toml accepts.
-
-    Without a rewrite, a ledger only grows.
+    """Reads rewritten_ledgers.toml, if it exists.
 
     Returns:
-      Pairs such as ('cpu/NAME/ledger.jsonl', '3f2a...'): the path of a ledger, and the last hash of
-      the replaced version. Empty if the file does not exist.
+      Pairs of a ledger and the last hash of its replaced version, such as
+      ('cpu/NAME/ledger.jsonl', '3f2a...').
 
     Raises:
       ReportError: the file is malformed.
@@ -137,9 +139,9 @@ def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
     rewrites = set()
     entries = document.get('rewritten', [])
     for entry_number, entry in enumerate(entries, start=1):
-        has_all_keys = sorted(entry) == sorted(_ENTRY_KEYS)
-        is_complete = has_all_keys and all(str(value).strip() for value in entry.values())
-        if not is_complete:
+        has_the_keys = sorted(entry) == sorted(_ENTRY_KEYS)
+        is_valid = has_the_keys and all(str(value).strip() for value in entry.values())
+        if not is_valid:
             keys = ', '.join(_ENTRY_KEYS)
             raise ReportError(f'{path}, entry {entry_number} must have {keys}, none empty')
         rewrites.add((entry['ledger'], entry['replaced']))
@@ -147,27 +149,31 @@ def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
 
 
 def _last_hash(content: bytes) -> str | None:
-    """Returns the hash of the last line of a ledger; None if it has none."""
+    """Returns the hash in a ledger's last line; None if there is none."""
     try:
-        return json.loads(content.splitlines()[-1])['hash']
+        last_line = content.splitlines()[-1]
+        return json.loads(last_line)['hash']
     except (ValueError, LookupError, TypeError):
         return None
 
 
-def _histories(results: Path, paths: Sequence[str]) -> dict[str, list[Version]]:
-    """Returns the versions of each ledger by its path, the oldest first.
+def _versions_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Version]]:
+    """Returns the committed versions of each ledger, oldest first, and then the file itself.
 
-    The last version is the file itself. Ledgers that were never committed are left out. `paths` are
-    relative to `results`.
+    Ledgers that were never committed are left out.
+
+    Args:
+      results: the directory of the studies.
+      paths: the ledgers, relative to `results`.
     """
     changes_by_path = _changes_by_path(results, paths)
-    # Read the contents of all commits at once.
+    # One git process reads the contents of all versions.
     blobs = set[str]()
     for changes in changes_by_path.values():
         blobs.update(change.blob for change in changes)
     content_by_blob = _contents(results, sorted(blobs))
 
-    histories = {}
+    versions_by_path = {}
     for path, changes in changes_by_path.items():
         if not changes:
             continue
@@ -176,19 +182,18 @@ def _histories(results: Path, paths: Sequence[str]) -> dict[str, list[Version]]:
             place = f'commit {change.commit[:12]}'
             versions.append(Version(place, content_by_blob[change.blob]))
         versions.append(Version('the working tree', (results / path).read_bytes()))
-        histories[path] = versions
-    return histories
+        versions_by_path[path] = versions
+    return versions_by_path
 
 
 def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Change]]:
-    """Returns the changes of each ledger by its path, the oldest first, without removals.
+    """Returns the committed changes of each ledger, oldest first, without removals.
 
-    A study keeps its history when its directory moves. For example, cpu/a/ledger.jsonl is removed
-    and gpu/a/ledger.jsonl appears. Both are ledgers of the study `a`, so the result for the second
-    path has the changes of both.
+    A study keeps its history when its directory moves, as from cpu/a/ledger.jsonl to
+    gpu/a/ledger.jsonl.
     """
     changes_by_path: dict[str, list[Change]] = {}
-    # The changes of removed ledgers, by study, until the study has a ledger again.
+    # The changes of ledgers that are removed and not yet back at another path.
     removed_by_study: dict[str, list[Change]] = {}
     for change in _changes(results):
         study = Path(change.path).parent.name
@@ -205,7 +210,7 @@ def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Chan
     for path in paths:
         changes = changes_by_path.get(path)
         if changes is None:
-            # No commit has a ledger at this path. The study may have moved here since the last one.
+            # The study may have moved to this path after the last commit.
             study = Path(path).parent.name
             changes = removed_by_study.get(study, [])
         changes_of_paths[path] = changes
@@ -213,41 +218,43 @@ def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Chan
 
 
 def _changes(results: Path) -> list[Change]:
-    """Returns every change of a ledger by a commit, the oldest first.
+    """Returns all committed changes of ledgers, oldest first.
 
-    Within a commit, removals come first, so that a moved ledger is removed before it appears. A
-    merge counts as one commit, with all that it brings into the branch of its first parent.
+    Within a commit, removals come first. A merge counts as one commit on its first parent.
     """
-    order = ('--reverse', '--first-parent', '-m')
-    form = ('--raw', '--no-abbrev', '--no-renames', '--relative', '--format=commit %H')
-    output = _git(results, 'log', *order, *form, '--', f':(glob)**/{ledger.NAME}')
+    commit_options = ('--reverse', '--first-parent', '-m')
+    format_options = ('--raw', '--no-abbrev', '--no-renames', '--relative', '--format=commit %H')
+    all_ledgers = f':(glob)**/{ledger.NAME}'
+    output = _git(results, 'log', *commit_options, *format_options, '--', all_ledgers)
     commit = ''
     changes = []
     for line in output.decode().splitlines():
         if line.startswith('commit '):
             commit = line.removeprefix('commit ')
         elif line.startswith(':'):
-            # ':100644 100644 <blob before> <blob after> M<tab>claims/cpu/a/ledger.jsonl'
+            # ':100644 100644 <old blob> <new blob> M<tab>claims/cpu/a/ledger.jsonl'
             description, path = line.split('\t')
-            _, _, _, blob_after, status = description.split()
+            _, _, _, new_blob, status = description.split()
             is_removal = status == 'D'
-            changes.append(Change(commit, path, None if is_removal else blob_after))
+            changes.append(Change(commit, path, None if is_removal else new_blob))
 
+    # Put removals first in each commit: a moved ledger is removed before it appears.
     ordered_changes = list[Change]()
-    for _, changes_of_commit in itertools.groupby(changes, key=lambda change: change.commit):
-        # False, which stands for a removal, sorts before True.
-        ordered_changes += sorted(changes_of_commit, key=lambda change: change.blob is not None)
+    for _, commit_changes in itertools.groupby(changes, key=lambda change: change.commit):
+        changes_of_commit = list(commit_changes)
+        ordered_changes += [change for change in changes_of_commit if change.blob is None]
+        ordered_changes += [change for change in changes_of_commit if change.blob is not None]
     return ordered_changes
 
 
 def _contents(results: Path, blobs: Sequence[str]) -> dict[str, bytes]:
-    """Returns the content of each blob. One git process reads them all."""
-    output = _git(results, 'cat-file', '--batch', standard_input='\n'.join(blobs))
+    """Returns the content of each blob, read by one git process."""
+    remaining = _git(results, 'cat-file', '--batch', standard_input='\n'.join(blobs))
     content_by_blob = {}
     for blob in blobs:
-        # The answer to a blob is a line '<blob> blob <size>', the content, and a newline.
-        header, _, output = output.partition(b'\n')
+        # For each blob, git prints '<blob> blob <size>\n<content>\n'.
+        header, _, remaining = remaining.partition(b'\n')
         size = int(header.split()[-1])
-        content_by_blob[blob] = output[:size]
-        output = output[size + 1 :]
+        content_by_blob[blob] = remaining[:size]
+        remaining = remaining[size + 1 :]
     return content_by_blob

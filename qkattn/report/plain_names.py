@@ -6,7 +6,7 @@ from qkattn.errors import SpecError
 
 STANDARD = 'all of W_Q, W_K, W_V and W_O'
 
-# What each score of the catalogue does with W_Q and W_K; '' for the standard one.
+# What each score changes in W_Q and W_K; '' for the standard score.
 SCORES = {
     'qk': '',
     'merged': 'W_Q and W_K merged',
@@ -24,7 +24,7 @@ SCORES = {
     'nonlinear_query': 'nonlinear W_Q',
     'latent': 'W_K of a latent',
 }
-# What each value does with W_V and W_O.
+# What each value changes in W_V and W_O; '' for the standard value.
 VALUES = {
     'vo': '',
     'no_v': 'no W_V',
@@ -51,12 +51,12 @@ FIELDS = {
 
 
 def plain_name(variant: str) -> str | None:
-    """Describes in plain words how a variant differs from standard attention.
+    """Describes how a variant differs from standard attention.
 
     For example, 'shared_qk(key_norm=True)/no_v?num_heads=4' gives 'W_Q = W_K (key norm), no W_V,
-    heads: 4'.
+    heads: 4'. Standard attention gives STANDARD.
 
-    Returns STANDARD for standard attention, and None if the score or the value has no plain name.
+    Returns None if the score or the value has no plain name.
     """
     score_and_value, _, settings = variant.partition('?')
     try:
@@ -67,10 +67,10 @@ def plain_name(variant: str) -> str | None:
     if settings:
         for setting in settings.split('&'):
             field, _, field_value = setting.partition('=')
-            words = FIELDS.get(field, field.replace('_', ' '))
-            parts.append(f'{words}: {field_value}')
+            field_name = FIELDS.get(field, field.replace('_', ' '))
+            parts.append(f'{field_name}: {field_value}')
 
-    # A standard score or value is described by ''.
+    # The part of a standard score or value is ''.
     differences = [part for part in parts if part]
     if not differences:
         return STANDARD
@@ -80,19 +80,22 @@ def plain_name(variant: str) -> str | None:
 def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
     """Describes a score or a value with its options; '' for a standard one without options.
 
-    For example, 'low_rank(rank=8)' gives 'W_Q W_K^T of low rank (rank 8)', and
-    'shared_qk(key_norm=True)' gives 'W_Q = W_K (key norm)'.
+    For example, 'low_rank(rank=8)' gives 'W_Q W_K^T of low rank (rank 8)'. `names` is SCORES or
+    VALUES.
 
-    `names` is SCORES or VALUES. Raises KeyError if the circuit has no plain name.
+    Raises:
+      KeyError: the circuit has no plain name.
     """
     name, options = parse_call(circuit, 'variant', SpecError)
-    plain = names[name]
+    description = names[name]
     if not options:
-        return plain
+        return description
 
     option_texts = []
     for option, value in options.items():
-        words = option.replace('_', ' ')
-        option_texts.append(words if value is True else f'{words} {value}')
-    # A standard circuit has no plain name to put before its options.
-    return f'{plain or name} ({", ".join(option_texts)})'
+        option_name = option.replace('_', ' ')
+        option_texts.append(option_name if value is True else f'{option_name} {value}')
+    # A standard score or value has no plain name.
+    if not description:
+        description = name
+    return f'{description} ({", ".join(option_texts)})'

@@ -1,14 +1,14 @@
-"""Checks that numbers in the prose of pages come from logs, from the code or from publications.
+"""Checks that the numbers in Markdown prose have a source.
 
-docs/numbers.toml has an entry for each sentence with such numbers. It also lists complete pages, on
-which every number needs an entry:
+docs/numbers.toml has an entry for each sentence with such a number. On the pages that it lists as
+complete, every number needs an entry:
 
     complete = ["README.md"]
 
     [[logged]]
     page = "docs/recipes.md"
     log = "experiments/results/char_lm_cpu/result.json"
-    text = "**{log[0][val_loss]:.4f}** nats"      # a format string of the parsed log
+    text = "**{log[0][val_loss]:.4f}** nats"      # a format string for the parsed log
 
     [[logged]]
     page = "docs/protocol.md"
@@ -35,8 +35,8 @@ A page has to contain the text of each of its entries; line breaks do not matter
 written with a space.
 
 The text of a logged entry is a format string. `{log}` is the content of its file, as `read_log`
-returns it, and `{count}` the number of entries of the file. The text of a decided entry states
-verdicts. Each key of its `holds` is a format string, which has to give the value beside it.
+returns it, and `{count}` is the number of records. The text of a decided entry states verdicts. In
+its `holds`, each key is a format string that has to give its value.
 """
 
 import ast
@@ -55,7 +55,7 @@ from qkattn.report.prose import one_line
 from qkattn.storage.files import read_whole
 from qkattn.storage.records import parse_json
 
-# The fields of an entry, by kind. The third one says where the number is from.
+# The fields of an entry, by kind. The third field says where the number is from.
 FIELDS = {
     'logged': ('page', 'text', 'log'),
     'decided': ('page', 'text', 'log', 'holds'),
@@ -63,14 +63,14 @@ FIELDS = {
     'stated': ('page', 'text', 'reason'),
 }
 
-# A number that stands alone: '+0.039', '4,096', '1e-5', and the '5' of '5-gram' and '5 %'. It does
-# not match digits in names, such as B4, W_2 or A100, or in versions.
+# Matches '+0.039', '4,096', '1e-5', and the '5' of '5-gram' and '5 %'. Does not match digits in
+# versions or in names such as B4, W_2 or A100.
 NUMBER = re.compile(r'(?<![\w.])(?<!GPT-)[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\w)')
-# The name of a matrix, or of equal matrices: W_Q, W_QK, Q = K, K = V.
+# Matrices: W_Q, W_QK, Q = K, K = V.
 MATRICES = re.compile(r'W_[QKVO]+|[QK] = [KV](?: = V)?')
 
-# Parts of a page whose numbers need no entry: code, blocks that are generated from results,
-# comments, the targets of links, and references such as (Shazeer 2019, arXiv 1911.02150).
+# Parts of a page whose numbers need no entry: code, blocks generated from results, comments, link
+# targets, and references such as (Shazeer 2019, arXiv 1911.02150).
 NOT_PROSE = re.compile(
     r'```.*?```'
     r'|<!-- \w+: \S+ -->.*?<!-- end -->'
@@ -80,17 +80,24 @@ NOT_PROSE = re.compile(
     r'|(?:et al\.|[A-Z]\w+) (?:19|20)\d\d\b(?:, arXiv \d{4}\.\d{5})?',
     re.DOTALL,
 )
-# The text below a table of answers, to the end of its section. It discusses the answers, so the
-# names of matrices in it need an entry, too.
+# The text below a table of answers, to the end of its section. Matrices in this text need an entry,
+# because they stand for answers.
 DISCUSSION = re.compile(r'<!-- answers\w*: .*?<!-- end -->(.*?)(?=\n## |\Z)', re.DOTALL)
 
 
 def check_numbers(path: str | Path) -> dict[str, int]:
-    """Checks all entries of a numbers.toml; returns the number of entries of each kind.
+    """Checks all entries of a numbers.toml.
 
-    Raises ReportError if the file or an entry is malformed, if a page does not contain the text of
-    an entry, or if a complete page has a number without an entry. Pages and logs are relative to
-    the parent of the directory with the file: the repository, for docs/numbers.toml.
+    Args:
+      path: the file, such as docs/numbers.toml. Pages and logs are relative to the parent of its
+        directory, which is the repository.
+
+    Returns:
+      The number of entries of each kind.
+
+    Raises:
+      ReportError: an entry is malformed, a page does not contain the text of an entry, or a
+        complete page has a number without an entry.
     """
     path = Path(path)
     root = path.parents[1]
@@ -98,8 +105,8 @@ def check_numbers(path: str | Path) -> dict[str, int]:
 
     texts_by_page = defaultdict[str, list[str]](list)
     for kind, entries in entries_by_kind.items():
-        for number, entry in enumerate(entries, start=1):
-            where = f'{path}, [[{kind}]] entry {number}'
+        for entry_number, entry in enumerate(entries, start=1):
+            where = f'{path}, [[{kind}]] entry {entry_number}'
             _check_fields(kind, entry, where)
             text = _check_page(kind, entry, root, where)
             texts_by_page[entry['page']].append(text)
@@ -114,29 +121,26 @@ def check_numbers(path: str | Path) -> dict[str, int]:
 
 
 def _read_entries(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """Reads a numbers.toml; returns the complete pages, and the lists of entries by kind.
-
-    Raises ReportError if the file is not TOML, or if `complete` is not a list of pages. The entries
-    are not checked.
-    """
+    """Reads a numbers.toml; returns its complete pages, and its unchecked entries by kind."""
     try:
-        content = tomllib.loads(read_whole(path).decode())
+        entries_by_kind = tomllib.loads(read_whole(path).decode())
     except (OSError, ValueError) as error:
         raise ReportError(f'{path} cannot be read: {error}') from error
-    complete_pages = content.pop('complete', [])
+    # All other keys of the file are kinds of entries.
+    complete_pages = entries_by_kind.pop('complete', [])
     is_list = isinstance(complete_pages, list)
     if not is_list or not all(isinstance(page, str) for page in complete_pages):
         raise ReportError(f'{path}: complete = {complete_pages!r} must be a list of pages')
-    return complete_pages, content
+    return complete_pages, entries_by_kind
 
 
 def _check_page(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
-    """Raises ReportError unless the page of an entry contains the entry's text; returns the text.
+    """Checks that the page of an entry contains the entry's text; returns the text.
 
-    `root` is the directory of pages and logs, and `where` names the entry in the message.
+    `root` is the directory of pages and logs. `where` describes the entry in error messages.
     """
     text = _text_of(kind, entry, root, where)
-    # A format such as {:.0%} writes '5%'; pages have '5 %'.
+    # The format {:.0%} writes '5%', but pages have '5 %'.
     text = one_line(re.sub(r'(?<=\d)%', ' %', text))
     page = entry['page']
     if text not in one_line(read_page(root / page)):
@@ -149,28 +153,26 @@ def _check_page(kind: str, entry: dict[str, Any], root: Path, where: str) -> str
 
 
 def _check_fields(kind: str, entry: Any, where: str) -> None:
-    """Raises ReportError unless an entry has exactly the fields of its kind.
+    """Checks that an entry has exactly the fields of its kind.
 
-    `where` names the entry in the message.
+    `where` describes the entry in the error message.
     """
-    names = sorted(entry) if isinstance(entry, dict) else [str(entry)]
-    if names != sorted(FIELDS.get(kind, ())):
+    fields = sorted(entry) if isinstance(entry, dict) else [str(entry)]
+    expected_fields = sorted(FIELDS.get(kind, ()))
+    if fields != expected_fields:
         valid = [f'[[{kind}]] of {", ".join(fields)}' for kind, fields in FIELDS.items()]
-        raise ReportError(f'{where} has {", ".join(names)}; valid: {", ".join(valid)}')
+        raise ReportError(f'{where} has {", ".join(fields)}; valid: {", ".join(valid)}')
 
 
 def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
     """Returns the text that an entry's page has to contain.
 
-    The text of a logged entry is a format string, which gets its numbers from the log. The text of
-    a decided entry states verdicts, and its `holds` lists what the log then has to give. Entries of
-    other kinds have no log.
-
-    Raises ReportError if the log cannot be read, lacks a value, or gives other verdicts. `where`
-    names the entry in the message.
+    The text of a logged entry is filled with numbers of its log. For a decided entry, the log is
+    checked against `holds`. `where` describes the entry in error messages.
     """
     text = entry['text']
-    if 'log' not in FIELDS[kind]:
+    has_log = kind in ('logged', 'decided')
+    if not has_log:
         return text
 
     source = entry['log']
@@ -191,23 +193,22 @@ def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
 
 
 def uncovered(page: str, texts: list[str]) -> Iterator[str]:
-    """Yields a passage for each number in a page's prose that is in none of the texts.
+    """Yields the passages of a page whose numbers are in none of the texts.
 
-    For example, the page 'It is 3 of 4, and 5.' with the text '3 of 4' gives one passage, the one
-    around '5'. The passage has some characters on each side of the number. In the discussion of a
-    table of answers, names of matrices such as W_Q have to be in a text as well.
+    For example, the page 'It is 3 of 4, and 5.' with the text '3 of 4' gives one passage around
+    '5'. Below a table of answers, matrices such as W_Q need a text as well.
     """
     line = one_line(page)
 
-    # For each character of the line, whether it is inside one of the texts or is not prose.
+    # Whether each character of the line is part of a text, or is not prose.
     is_covered = [False] * len(line)
-    matches = list(NOT_PROSE.finditer(line))
+    covered_spans = list(NOT_PROSE.finditer(line))
     for text in texts:
-        matches += re.finditer(re.escape(text), line)
-    for match in matches:
-        is_covered[match.start() : match.end()] = [True] * len(match[0])
+        covered_spans += re.finditer(re.escape(text), line)
+    for span in covered_spans:
+        is_covered[span.start() : span.end()] = [True] * len(span[0])
 
-    # The numbers, and in discussions the names of matrices, all of which need to be covered.
+    # The numbers and matrices that need a text.
     statements = list(NUMBER.finditer(line))
     for match in DISCUSSION.finditer(page):
         discussion = one_line(match[1])
@@ -223,11 +224,11 @@ def uncovered(page: str, texts: list[str]) -> Iterator[str]:
 
 
 def read_log(path: Path) -> Any:
-    """Reads a log, or a file of the code, into Python objects.
+    """Reads a JSON, JSON Lines, TOML, CSV or Python file.
 
-    JSON Lines give a list, and other JSON and TOML what they contain. CSV gives a list of rows, or
-    if the entries of its first column differ, a dict {entry: row}. A Python file gives a dict of
-    its constants.
+    Returns:
+      The content: a list for JSON Lines; a list of rows for CSV, or a dict of rows by the first
+      column if its entries are unique; a dict of constants for Python.
     """
     text = read_whole(path).decode()
     if path.suffix == '.jsonl':
@@ -247,15 +248,15 @@ def read_log(path: Path) -> Any:
 
 
 def _constants(statements: list[ast.stmt]) -> dict[str, Any]:
-    """Returns the literal values that statements of a Python file assign to names.
+    """Returns the literal constants of a module or class body, by name.
 
-    `ALPHA = 0.05` gives {'ALPHA': 0.05}. A class gives its constants under its name. A field of a
-    config class gives its default:
+    For example,
 
+        ALPHA = 0.05
         class StudyConfig:
             margin: float = setting(0.005, ...)
 
-    gives {'StudyConfig': {'margin': 0.005}}. For this, a call counts as its first argument.
+    gives {'ALPHA': 0.05, 'StudyConfig': {'margin': 0.005}}.
     """
     constants = dict[str, Any]()
     for statement in statements:
@@ -270,17 +271,18 @@ def _constants(statements: list[ast.stmt]) -> dict[str, Any]:
             case _:
                 continue
         if isinstance(value, ast.Call) and value.args:
-            value = value.args[0]
-        # A value that is computed is not a constant.
+            value = value.args[0]  # the default in `setting(default, ...)`
+        # literal_eval raises ValueError for a computed value.
         with contextlib.suppress(ValueError):
             constants[name] = ast.literal_eval(value)
     return constants
 
 
 def read_page(path: Path) -> str:
-    """Returns the text of a page. The page of a Python file is its docstring.
+    """Reads a page; for a Python file, its module docstring.
 
-    Raises ReportError if the file cannot be read.
+    Raises:
+      ReportError: the file cannot be read.
     """
     try:
         text = read_whole(path).decode()
