@@ -1,6 +1,6 @@
-"""Checks that reports and pages print what the logs of their studies give.
+"""Checks that reports and pages match the logs of their studies.
 
-The chain from a log to a printed number:
+Each file is checked against the files before it:
 
     ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
     plan.jsonl     a run's name is the hash of its config, and its results are the config's trials
@@ -15,10 +15,10 @@ The chain from a log to a printed number:
 losses with the sums of documents.json. A stored study has the files of the first lines in a zip
 archive (`qkattn.study.stored`).
 
-Most content is compared exactly: hashes, results, counts, texts and verdicts. Derived numbers are
-not: processors and versions of numpy round exp, log and sums differently, and a fit carries the
-last bits to the ninth digit. A number of claims.json may therefore differ by TOLERANCE before it is
-rounded (`near`), and a printed number by one unit in its last decimal (`close`).
+Hashes, results, counts, texts and verdicts have to be equal. Derived numbers have a tolerance,
+because processors and numpy versions differ in the last bits of exp, log and sums. A number of
+claims.json may differ by TOLERANCE (`near`), and a printed number by one unit in its last decimal
+(`close`).
 """
 
 import itertools
@@ -40,16 +40,20 @@ from qkattn.study.tuning import SCREENING
 from qkattn.verdict import TrainedStudy, load_findings
 from qkattn.verdict.runs import Trial
 
-# How far derived numbers may differ, relative to their size.
+# The largest relative difference of derived numbers.
 TOLERANCE = 1e-6
-# A number as it is printed: '8', '+0.0500', '1.5e-07', '< 0.001'.
+# Printed numbers: '8', '+0.0500', '1.5e-07', '< 0.001'.
 PRINT = re.compile(r'(?:< )?[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?')
 
 
 def check_study(directory: str | Path) -> int:
-    """Checks the report of a study against its logs and returns how many numbers it prints.
+    """Checks a study's report against its logs.
 
-    Raises ReportError at the first difference, which it shows with its file and line.
+    Returns:
+      The number of printed numbers.
+
+    Raises:
+      ReportError: the report differs. The message shows the first difference.
     """
     findings = load_findings(directory)
     study = findings.study
@@ -71,31 +75,32 @@ def check_study(directory: str | Path) -> int:
     return num_printed
 
 
-# A block of a Markdown page is text that a function makes from the logs in a directory:
+# Functions that make the text of blocks, by block name. A block of a Markdown page is
 #
 #     <!-- headline: ../experiments/results/fair_small -->
 #     the text
 #     <!-- end -->
 #
-# This mapping has the function of each name of a block, here 'headline'. It takes the path of the
-# directory, and the directory as the page writes it, which links in the text need.
+# A function gets the directory twice: as a path, and as the page writes it, for links.
 Blocks = Mapping[str, Callable[[Path, str], str]]
 HEADLINE: Blocks = {'headline': lambda path, _: tables.headline(load_findings(path))}
 
 
 def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = False) -> int:
-    """Checks that the blocks of a Markdown page are what their studies give, or writes them.
+    """Checks or writes the generated blocks of a Markdown page.
 
     A block is the text between `<!-- headline: DIRECTORY -->` and `<!-- end -->`.
 
     Args:
         path: The path of the page.
-        blocks: The functions that make the text of blocks, by name. Other blocks stay as they are.
-        write: Whether to write the page with its blocks made again. Otherwise they are compared
-            with the page.
+        blocks: The functions that make the text of blocks, by block name. Other blocks are ignored.
+        write: Whether to write the blocks to the page instead of checking them.
 
-    Returns the number of blocks. Raises ReportError if the page differs and is not to be written.
-    The error shows the first line that differs.
+    Returns:
+        The number of blocks.
+
+    Raises:
+        ReportError: a block is checked and differs. The message shows the first difference.
     """
     path = Path(path)
     page = read_page(path)
@@ -103,14 +108,14 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
     start = rf'<!-- (?P<name>{names}): (?P<directory>\S+) -->\n'
     block = re.compile(rf'(?P<start>{start}).*?(?P<end><!-- end -->)', re.DOTALL)
 
-    def make_again(match: re.Match[str]) -> str:
-        """Returns a block with its text made again between the two comments."""
+    def regenerate(match: re.Match[str]) -> str:
+        """Returns a block with new text between its two comments."""
         make_text = blocks[match['name']]
         directory = match['directory']  # relative to the page
         text = make_text(path.parent / directory, directory)
         return match['start'] + text + match['end']
 
-    expected_page, num_blocks = block.subn(make_again, page)
+    expected_page, num_blocks = block.subn(regenerate, page)
     if write:
         if expected_page != page:
             write_atomic(path, expected_page)
@@ -122,26 +127,22 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
 
 
 def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
-    """Yields a sentence for each way in which a study differs from its ledger.
-
-    The ledger records what the study declared. It also records each look, which is a report on
-    results beyond screening, with the digests of the study's files at that time.
-    """
+    """Yields a sentence for each difference of a study from its ledger."""
     if study.ledger.declaration != study.declaration:
         yield f'study.json is not what the last declaration in {ledger.NAME} says'
     if study.ledger.arms != set(study.arms):
         yield f'study.json has other arms than {ledger.NAME}'
 
-    # Without results beyond screening there was no look to compare with.
+    # A ledger records file digests at each look, a report on results beyond screening.
     has_results = any(run.stage != SCREENING and run.trials for run in study.runs)
     if not has_results:
         return
-    digests_then = study.ledger.looked_files
-    digests_now = ledger.file_digests(study.files)
-    all_files = {**digests_then, **digests_now}  # then or now; a missing file has no digest
+    recorded_digests = study.ledger.looked_files
+    actual_digests = ledger.file_digests(study.files)
+    files = {**recorded_digests, **actual_digests}
     changed_files = []
-    for name in all_files:
-        if digests_then.get(name) != digests_now.get(name):
+    for name in files:
+        if recorded_digests.get(name) != actual_digests.get(name):
             changed_files.append(name)
     if not changed_files:
         return
@@ -156,10 +157,9 @@ def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
 
 
 def _run_problems(study: TrainedStudy) -> Iterator[str]:
-    """Yields a sentence for each way in which a run's results contradict its config or each other.
+    """Yields a sentence for each run name or result that does not follow from the run's config.
 
-    The name of a run is the hash of its config. The config describes the trials of the run. A trial
-    is one seed with one setting of the hyperparameters, and has one result.
+    A result is that of a trial, which is one seed with one choice of hyperparameters.
     """
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
@@ -180,16 +180,13 @@ def _run_problems(study: TrainedStudy) -> Iterator[str]:
 
 
 def _derived_fields(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, float, float]]:
-    """Yields (name, stored value, expected value) of the fields that follow from other fields.
-
-    The number of tokens follows from the number of steps. In a study whose arms match in a quantity
-    such as FLOPs, the residual is the relative distance of this quantity from its target.
-    """
+    """Yields (name, stored value, expected value) of the fields that follow from other fields."""
     run = trial.run
     tokens_per_step = run.config['train']['batch_size'] * run.config['model']['context']
     yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens_per_step
 
-    if study.match is not None and run.target:
+    has_matched_arms = study.match is not None
+    if has_matched_arms and run.target:
         total = trial.parameters['total']
         cost_by_quantity = {
             'total': total,
@@ -198,66 +195,69 @@ def _derived_fields(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, fl
             'cache': trial.cache_floats_per_token,
         }
         cost = cost_by_quantity[study.match]
+        # The relative error of the match.
         yield 'residual', run.residual, cost / run.target - 1
 
 
 def near(stored: float, number: float) -> bool:
-    """Returns whether `stored` is the rounded form of a number within TOLERANCE of `number`."""
-    lowest = number * (1 - TOLERANCE)
-    highest = number * (1 + TOLERANCE)
-    return stored in (rounded(lowest), rounded(number), rounded(highest))
+    """Returns whether a stored number is `number`, up to TOLERANCE and rounding."""
+    smaller = number * (1 - TOLERANCE)
+    larger = number * (1 + TOLERANCE)
+    return stored in (rounded(smaller), rounded(number), rounded(larger))
 
 
 def close(printed: str, expected: str) -> bool:
     """Returns whether two printed numbers differ by at most one unit in the last decimal.
 
-    Two values that agree in all but the last bits may round apart by one unit: '0.082' and '0.083'
-    are close, and so are '< 0.001' and '0.001'. Whole numbers are counts, and must be equal.
+    For example, '0.082' and '0.083' are close, and so are '< 0.001' and '0.001'. Whole numbers have
+    to be equal.
     """
     printed_number = Decimal(printed.removeprefix('< '))
     expected_number = Decimal(expected.removeprefix('< '))
-    # The power of ten of the last digit: -3 for '0.082', 0 for a count.
+    # The exponent of the last digit: -3 for '0.082', 0 for '82'.
     printed_exponent = int(printed_number.as_tuple().exponent)
     expected_exponent = int(expected_number.as_tuple().exponent)
-    exponent = min(printed_exponent, expected_exponent)  # that of the more precise number
+    exponent = min(printed_exponent, expected_exponent)
 
-    are_counts = exponent >= 0
-    if are_counts:
+    are_whole = exponent >= 0
+    if are_whole:
         return printed_number == expected_number
-    one_unit = Decimal(1).scaleb(exponent)  # 10^exponent: 0.001 for -3
-    return abs(printed_number - expected_number) <= one_unit
+    last_decimal = Decimal(1).scaleb(exponent)  # 10^exponent
+    return abs(printed_number - expected_number) <= last_decimal
 
 
 def difference(actual: str, expected: str, agree: Callable[[str, str], bool] = close) -> str | None:
-    """Describes the first difference between two texts, or returns None if the texts agree.
-
-    The description is, for example, "line 3: '0.081', expected '0.085'".
+    """Describes the first difference between two texts.
 
     Args:
         actual: The text to check.
-        expected: The text that it is compared with.
-        agree: Returns whether two printed numbers agree. Everything else has to be equal.
+        expected: The expected text.
+        agree: A function of two printed numbers that returns whether they agree. Everything else
+            has to be equal.
+
+    Returns:
+        A description such as "line 3: '0.081', expected '0.085'"; None if the texts agree.
     """
     actual_lines = actual.splitlines()
     expected_lines = expected.splitlines()
     pairs = zip(actual_lines, expected_lines, strict=False)
-    for number, (line, expected_line) in enumerate(pairs, start=1):
+    for line_number, (line, expected_line) in enumerate(pairs, start=1):
         if not _lines_agree(line, expected_line, agree):
-            # Lines may be long: show 20 characters before the first difference and 40 after it.
+            # Show only the part of the line around the first difference.
             equal_length = len(os.path.commonprefix([line, expected_line]))
             start = max(equal_length - 20, 0)
             end = equal_length + 40
-            return f'line {number}: {line[start:end]!r}, expected {expected_line[start:end]!r}'
+            return f'line {line_number}: {line[start:end]!r}, expected {expected_line[start:end]!r}'
     if len(actual_lines) != len(expected_lines):
         return f'it has {len(actual_lines)} lines, expected {len(expected_lines)}'
     return None
 
 
-def _lines_agree(line: str, expected: str, agree: Callable[[str, str], bool]) -> bool:
-    """Returns whether two lines have equal text, and numbers that are equal or `agree`."""
+def _lines_agree(line: str, expected_line: str, agree: Callable[[str, str], bool]) -> bool:
+    """Returns whether two lines have the same text, with numbers that are equal or `agree`."""
     text = PRINT.sub('0', line)
-    expected_text = PRINT.sub('0', expected)
+    expected_text = PRINT.sub('0', expected_line)
     if text != expected_text:
         return False
-    pairs = zip(PRINT.findall(line), PRINT.findall(expected), strict=True)
-    return all(number == other or agree(number, other) for number, other in pairs)
+    pairs = zip(PRINT.findall(line), PRINT.findall(expected_line), strict=True)
+    return all(number == expected or agree(number, expected) for number, expected in pairs)
