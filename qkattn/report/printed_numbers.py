@@ -160,7 +160,9 @@ def _check_fields(kind: str, entry: Any, where: str) -> None:
     fields = sorted(entry) if isinstance(entry, dict) else [str(entry)]
     expected_fields = sorted(FIELDS.get(kind, ()))
     if fields != expected_fields:
-        valid = [f'[[{kind}]] of {", ".join(fields)}' for kind, fields in FIELDS.items()]
+        valid = []
+        for valid_kind, valid_fields in FIELDS.items():
+            valid.append(f'[[{valid_kind}]] of {", ".join(valid_fields)}')
         raise ReportError(f'{where} has {", ".join(fields)}; valid: {", ".join(valid)}')
 
 

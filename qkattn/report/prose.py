@@ -1,7 +1,6 @@
-"""Makes text from codes and numbers. The sentences of a report are in the templates directory.
+"""Formats numbers, names and codes as text, and renders the templates of a report.
 
-A template marks the end of each sentence with `{{ end }}`, so that sentences may span lines.
-Sentences are plain text, which pages escape.
+A template ends each sentence with `{{ end }}`. Sentences are plain text, which pages escape.
 """
 
 import functools
@@ -31,18 +30,17 @@ from qkattn.verdict.trained_study import TrainedStudy
 
 # The text of a cell without a value.
 NONE = '-'
-# The significant digits of a derived number that is stored.
+# The significant digits of stored derived numbers.
 DIGITS = 6
 NOT_RECORDED = 'not recorded'
 # The character that ends each sentence of a template.
 END = '\x1f'
-# The hexadecimal digits of a hash.
 HASH = re.compile(r'[0-9a-f]{32,}')
-# A long name may go on in the next line after these: low_rank(|rank=8)/|vo?|num_kv_heads=1.
+# Where a long name may break into lines: low_rank(|rank=8)/|vo?|num_kv_heads=1.
 _BREAK = re.compile(r'(?<=[/(,?&:])')
-# The names of splits by their prefixes: 'validation' for 'val'.
+# Split names by prefix: 'validation' for 'val'.
 SPLITS = {prefix: split for split, prefix in PREFIXES.items()}
-# The quantities that a study may match, as nouns in the plural.
+# The quantities that a study may match, in the plural.
 QUANTITIES = {
     'total': 'total parameters',
     'non_embedding': 'non-embedding parameters',
@@ -52,48 +50,44 @@ QUANTITIES = {
 
 
 def rounded(value: Any) -> Any:
-    """Rounds a number to DIGITS significant digits. Whole numbers and text do not change."""
+    """Rounds a float to DIGITS significant digits. Whole numbers and text do not change."""
     if not isinstance(value, float) or value.is_integer():
         return value
     if abs(value) >= 10 ** (DIGITS - 1):
-        # It may be a mean of counts, so all digits before the point stay.
+        # Keep all digits before the point, as the value may be a mean of counts.
         return round(value, 1)
     return float(f'{value:.{DIGITS - 1}e}')
 
 
 def si(value: float | None) -> str:
-    """Formats a number with three significant digits and a decimal prefix: 1234567 -> '1.23M'."""
+    """Formats a number with three significant digits and an SI prefix: 1234567 -> '1.23M'."""
     if value is None:
         return NONE
     scientific = f'{value:.2e}'  # '1.23e+06'
     rounded_value = float(scientific)
     exponent = int(scientific.partition('e')[2])
 
-    # The exponent 6 is 1000^2, which has prefix 2, 'M'. Numbers below 1000 have no prefix.
-    prefixes = ('', 'k', 'M', 'G', 'T', 'P', 'E')
-    thousands = min(exponent // 3, len(prefixes) - 1)
-    if thousands <= 0:
+    prefixes = ('', 'k', 'M', 'G', 'T', 'P', 'E')  # for 1000^0, 1000^1, ...
+    power_of_1000 = min(exponent // 3, len(prefixes) - 1)
+    if power_of_1000 <= 0:
         return f'{rounded_value:.3g}'
-    # '#' keeps zeros at the end, as in '1.20'. It also keeps the point of '123.'.
-    number = f'{rounded_value / 1000**thousands:#.3g}'
-    return number.rstrip('.') + prefixes[thousands]
+    # '#' keeps trailing zeros, as in '1.20', but gives '123.' for 123.
+    number = f'{rounded_value / 1000**power_of_1000:#.3g}'.rstrip('.')
+    return number + prefixes[power_of_1000]
 
 
 def mean_sd(value: Estimate | None, decimals: int, scale: float = 1.0) -> str:
-    """Formats a mean and its standard deviation, both times `scale`: '2.1000 ± 0.0300'.
-
-    The mean of one value has no standard deviation.
-    """
+    """Formats a mean and its standard deviation, times `scale`: '2.1000 ± 0.0300'."""
     if value is None:
         return NONE
     mean = f'{scale * value.mean:.{decimals}f}'
-    if value.sd is None:
+    if value.sd is None:  # a single value has no standard deviation
         return mean
     return f'{mean} ± {scale * value.sd:.{decimals}f}'
 
 
 def interval(difference: Difference | None) -> str:
-    """Formats a difference and its interval, if it has one: '+0.0500 [-0.0245, +0.1245]'."""
+    """Formats a difference and its interval: '+0.0500 [-0.0245, +0.1245]'."""
     if difference is None:
         return NONE
     mean = f'{difference.mean:+.4f}'
@@ -103,9 +97,10 @@ def interval(difference: Difference | None) -> str:
 
 
 def marked(number: str, is_short: bool) -> str:
-    """Puts a dagger after the first number of a text if an arm falls short of its yardstick.
+    """Adds a dagger to the first number of a text if `is_short`.
 
-    For example, '+0.0500 [-0.0245, +0.1245]' becomes '+0.0500† [-0.0245, +0.1245]'.
+    The dagger marks an arm that falls short of its yardstick. For example,
+    '+0.0500 [-0.0245, +0.1245]' becomes '+0.0500† [-0.0245, +0.1245]'.
     """
     if not is_short or number == NONE:
         return number
@@ -114,34 +109,33 @@ def marked(number: str, is_short: bool) -> str:
 
 
 def length_words(settling: Settling | None) -> str:
-    """Says whether a difference from the baseline lasts in longer training; '' if that is unknown.
+    """Says whether a difference lasts in longer training; '' if that is unknown.
 
     The text is one of these:
 
-        settled                                              (four times the steps confirm it)
-        at this length                                       (nothing was trained longer)
+        settled                     (longer training confirms the difference)
+        at this length              (there is no longer training)
         at this length: shrinks to +0.0120 at 4 times the steps, towards better
     """
     if settling is None:
         return ''
     if settling.code in (Length.SETTLED, Length.ONE_LENGTH):
         return settling.code.value
-    # The value of any other code is a verb, such as 'shrinks'.
-    change = f'{settling.code.value} to {settling.longer:+.4f}'
+    verb = settling.code.value  # 'shrinks'
+    change = f'{verb} to {settling.longer:+.4f}'
     steps = f'at {settling.times:g} times the steps'
     return f'{Length.ONE_LENGTH.value}: {change} {steps}, towards {settling.towards}'
 
 
 def verdict(arm: TrainedArm) -> str:
-    """Formats the verdict of an arm, and whether it is settled: 'worse at this length'."""
+    """Formats an arm's verdict: 'undecided', 'worse, settled', 'worse at this length'."""
     return decision_at_length(arm.verdict.decision.value, length_words(arm.settling))
 
 
 def decision_at_length(decision: str, length: str) -> str:
-    """Adds to a decision whether it lasts in longer training: 'worse, settled'.
+    """Joins a decision and the text of `length_words`: 'worse, settled'.
 
-    `length` is the text of `length_words`, such as 'settled' or 'at this length'. A decision other
-    than better, worse or equivalent, such as 'undecided', is returned as it is.
+    A decision other than better, worse and equivalent does not get the text.
     """
     is_decided = decision in [decided.value for decided in DECIDED]
     if not is_decided or not length:
@@ -152,7 +146,7 @@ def decision_at_length(decision: str, length: str) -> str:
 
 
 def optimum(sweep: Sweep | None) -> str:
-    """Formats the interval of a sweep's optimum: '[0.0038, 0.0047]'; '' if it has no bounds."""
+    """Formats the interval of a sweep's optimum: '[0.0038, 0.0047]'; '' without an interval."""
     if sweep is None or sweep.optimum_low is None:
         return ''
     return f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
@@ -166,7 +160,7 @@ def p_value(p: float | None) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Joins names as in a sentence: 'a', 'a and b', 'a, b and c', or '' for none."""
+    """Joins names as in a sentence: 'a', 'a and b', 'a, b and c'."""
     texts = [str(name) for name in names]
     if len(texts) < 2:
         return ''.join(texts)
@@ -175,7 +169,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def counted(number: int | Sized, noun: str) -> str:
-    """Formats a number of things, or the length of a sequence: '1 seed', '8 seeds'."""
+    """Formats a count, or the length of a collection, with a noun: '1 seed', '8 seeds'."""
     count = number if isinstance(number, int) else len(number)
     if count == 1:
         return f'1 {noun}'
@@ -183,25 +177,25 @@ def counted(number: int | Sized, noun: str) -> str:
 
 
 def span(numbers: Iterable[int]) -> str:
-    """Formats the range of numbers: '4-8', '8' if they are all equal, 'no' if there are none."""
-    ordered = sorted(numbers)
-    if not ordered:
+    """Formats the range of numbers: '4-8', '8' if all are equal, 'no' if there are none."""
+    all_numbers = list(numbers)
+    if not all_numbers:
         return 'no'
-    if ordered[0] == ordered[-1]:
-        return str(ordered[0])
-    return f'{ordered[0]}-{ordered[-1]}'
+    lowest = min(all_numbers)
+    highest = max(all_numbers)
+    if lowest == highest:
+        return str(lowest)
+    return f'{lowest}-{highest}'
 
 
 def words(name: str) -> str:
-    """Writes a field name as text: 'learning_rate' -> 'learning rate'.
-
-    A name with spaces, such as 'after W_Q', is text already.
-    """
-    return name if ' ' in name else name.replace('_', ' ')
+    """Writes a field name as text: 'learning_rate' -> 'learning rate'."""
+    is_text = ' ' in name  # such as 'after W_Q'
+    return name if is_text else name.replace('_', ' ')
 
 
 def control_words(control: str) -> str:
-    """Writes the kind of a control as text."""
+    """Writes a control's name as text."""
     return 'same shape' if control == SAME_SHAPE else words(control)
 
 
@@ -217,19 +211,17 @@ def clause(
     intervals: bool = False,
     look: int = 1,
 ) -> str:
-    """Writes a remark, a reason or a problem as a clause, with a macro of templates/clauses.j2.
-
-    For example, a Reason with the code DIVERGED is written by the macro 'reason_diverged', which
-    gets the data of the reason.
+    """Writes a remark, a reason or a problem as a clause: '2 of 8 trials diverged'.
 
     Args:
-      statement: its `code` chooses the macro, and its `data` are the numbers and names of the
-        text.
-      comparisons: how many comparisons the p value in the text is corrected for.
+      statement: its class and code choose a macro of templates/clauses.j2, and its data are the
+        macro's arguments.
+      comparisons: the number of comparisons for which the p value in the clause is corrected.
       study: the study, if the clause depends on it.
       intervals: whether the report shows intervals of differences.
-      look: how many studies have asked the same question, which the p value is corrected for, too.
+      look: the number of studies of the same question, for which p values are also corrected.
     """
+    # For example, 'reason_diverged'.
     macro_name = f'{type(statement).__name__}_{statement.code.name}'.lower()
     context = {
         'comparisons': comparisons,
@@ -242,24 +234,18 @@ def clause(
 
 
 def arm_title(key: ArmKey, study: TrainedStudy | None) -> str:
-    """Formats the key of an arm: 'b/vo at d_model=128', 'b/vo at d_model=128 (same shape)'.
-
-    The text names the corpus only if the study has several.
-    """
+    """Formats an arm's key: 'b/vo at d_model=128', 'b/vo at d_model=128 (same shape)'."""
     has_several_corpora = study is not None and len(study.corpora) > 1
-    text = f'{key.variant} at {key.size}'
+    title = f'{key.variant} at {key.size}'
     if has_several_corpora:
-        text += f' on {key.corpus}'
+        title += f' on {key.corpus}'
     if key.control:
-        text += f' ({control_words(key.control)})'
-    return text
+        title += f' ({control_words(key.control)})'
+    return title
 
 
 def size_and_corpus(study: TrainedStudy, arm: TrainedArm | ArmKey) -> str:
-    """Formats the size and corpus of an arm, or of the key of an arm: 'd_model=128, stdlib'.
-
-    The size is left out if the study has one size only, and the corpus if it has one corpus.
-    """
+    """Formats an arm's size and corpus, where the study has several: 'd_model=128, stdlib'."""
     names = []
     if len(study.sizes) > 1:
         names.append(arm.size)
@@ -269,7 +255,10 @@ def size_and_corpus(study: TrainedStudy, arm: TrainedArm | ArmKey) -> str:
 
 
 def remark(statement: Remark, study: TrainedStudy, intervals: bool = False) -> str:
-    """Writes a remark as a whole sentence, with its arm; `intervals` is as in `clause`."""
+    """Writes a remark as a sentence that begins with the arm, if the remark has one.
+
+    `intervals` is whether the report shows intervals of differences.
+    """
     text = clause(statement, study=study, intervals=intervals)
     if statement.arm:
         return f'{arm_title(statement.arm, study)}: {text}.'
@@ -279,11 +268,11 @@ def remark(statement: Remark, study: TrainedStudy, intervals: bool = False) -> s
 
 
 def reasons(judged: Any) -> str:
-    """Says why an arm, or a comparison of a claim, has its verdict."""
+    """Formats the reasons for the verdict of an arm, or of a claim's comparison."""
     verdict = judged.verdict
     clauses = []
     for reason in verdict.reasons:
-        clauses.append(clause(reason, verdict.num_comparisons, look=verdict.look))
+        clauses.append(clause(reason, comparisons=verdict.num_comparisons, look=verdict.look))
     return '; '.join(clauses)
 
 
@@ -297,21 +286,20 @@ def sentences(template: str, **values: Any) -> list[str]:
 def macro(template: str, name: str, context: Mapping[str, Any], /, **values: Any) -> list[str]:
     """Calls a macro of a template; returns its sentences as plain text.
 
-    A macro with several sentences has `{{ end }}` between them.
-
     Args:
       template: the file name of the template.
-      name: the name of the macro.
-      context: values that all macros of the template see.
+      name: the macro, which has `{{ end }}` between its sentences.
+      context: global values of the template.
       values: the arguments of the macro.
     """
     module = environment(html=False).get_template(template).make_module(dict(context))
-    text = getattr(module, name)(**values)
+    call_macro = getattr(module, name)
+    text = call_macro(**values)
     return [tidy(sentence) for sentence in text.split(END)]
 
 
 def tidy(text: str) -> str:
-    """Puts text on one line, without spaces before commas and other punctuation marks."""
+    """Puts text on one line, without spaces before punctuation marks."""
     return re.sub(r' ([,;:.)])(?=[ ,;.)]|$)', r'\1', one_line(text))
 
 
@@ -328,35 +316,35 @@ def by_size_and_corpus(
 ) -> dict[str, list[TrainedArm]]:
     """Groups arms by size and corpus: {'d_model=128, stdlib': [...], ...}.
 
-    The arms must be in the order of size and corpus. The keys are texts of `size_and_corpus`.
+    The arms have to be sorted by size and corpus.
     """
     groups = itertools.groupby(arms, key=lambda arm: size_and_corpus(study, arm))
     return {name: list(group) for name, group in groups}
 
 
 def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yields (form, score equation, value equation) for each variant of a model.
+    """Yields the form and the equations of each variant of a model.
 
-    The form is the variant with all its options, defaults included. The equations are those of
-    head n. For example:
-
-        ('low_rank(rank=8)/vo', 'W_Q[n] W_K[n]^T, rank R', 'W_V[n] W_O[n]')
-
-    Variants of an encoder, cross-attention or a pattern have a prefix, as in 'pattern: qk/vo'. A
-    score or value from outside the package has the equation '-'.
+    The form is the variant with all its options. Variants of an encoder, cross-attention or a
+    pattern have a prefix, as in 'pattern: qk/vo'.
 
     Args:
         model: The model settings in a run's config.
+
+    Yields:
+        The form, the score equation and the value equation for head n, such as
+        ('low_rank(rank=8)/vo', 'W_Q[n] W_K[n]^T, rank R', 'W_V[n] W_O[n]'). A class from outside
+        the package has the equation '-'.
     """
     main_variant = f'{model["score"]}/{model["value"]}'
     prefixes_and_variants = [('', main_variant)]
     for setting in ('encoder_variant', 'cross_variant', 'pattern'):
-        variants_text = model.get(setting)
-        if not variants_text:
+        variant_names = model.get(setting)
+        if not variant_names:
             continue
         prefix = f'{words(setting)}: '
         # A pattern such as 'qk/vo, qk/no_v, qk/vo' repeats variants.
-        unique_variants = dict.fromkeys(split_pattern(variants_text))
+        unique_variants = dict.fromkeys(split_pattern(variant_names))
         for variant in unique_variants:
             prefixes_and_variants.append((prefix, variant))
 
@@ -368,19 +356,20 @@ def forms(model: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _form(circuit: str, kind: str) -> tuple[str, str]:
-    """Returns the form of a circuit, which is its name with all options, and its equation.
+    """Returns the form and the equation of a score or value.
 
-    'shared_qk' has the form 'shared_qk(self_mask=False)': an option that is not given has its
-    default. `kind` is 'Score' or 'Value'. For a class from outside the package, whose options and
-    equation are not known, returns `circuit` as it is, and NONE.
+    The form has all options: that of 'shared_qk' is 'shared_qk(self_mask=False)'. `kind` is 'Score'
+    or 'Value'.
     """
     class_name, _, _ = circuit.partition('(')
     table_entry = variant_tables.stored()[kind].get(class_name)
     if table_entry is None:
+        # A class from outside the package, whose options and equation are unknown.
         return circuit, NONE
 
+    default_options = table_entry['options']
     _, given_options = parse_call(circuit, kind)
-    options = table_entry['options'] | given_options  # the table has the defaults
+    options = default_options | given_options
     form = class_name
     if options:
         arguments = ', '.join(f'{option}={value!r}' for option, value in options.items())
@@ -390,24 +379,24 @@ def _form(circuit: str, kind: str) -> tuple[str, str]:
 
 @jinja2.pass_context
 def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
-    """Formats an arm, or the key of one, as `arm_title` does, in the study of the template."""
+    """Formats an arm or an arm's key as `arm_title` does, for the template's study."""
     key = arm if isinstance(arm, ArmKey) else arm.key
     return arm_title(key, context.get('study'))
 
 
 def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
-    """Collects the recorded details of how a metric was measured, each value once."""
+    """Returns the distinct recorded values of each detail of a metric, by the detail's name."""
     trials = [trial for arm in arms for trial in arm.chosen]
-    details = dict[str, list]()
-    for name in measure.metric.details:
-        field = f'{measure.split}_{name}'
-        different_values = dict.fromkeys(trial.metrics[field] for trial in trials)
-        details[name] = [value for value in different_values if value is not None]
-    return details
+    values_by_detail = dict[str, list]()
+    for detail in measure.metric.details:
+        field = f'{measure.split}_{detail}'
+        unique_values = dict.fromkeys(trial.metrics[field] for trial in trials)
+        values_by_detail[detail] = [value for value in unique_values if value is not None]
+    return values_by_detail
 
 
 def _by_difference(arms: Iterable[TrainedArm]) -> list[TrainedArm]:
-    """Sorts arms by their difference, the lowest first. Without a comparison, it counts as 0."""
+    """Sorts arms by their difference from the baseline, lowest first; 0 without a comparison."""
 
     def difference(arm: TrainedArm) -> float:
         return arm.comparison.difference.mean if arm.comparison else 0.0
@@ -416,7 +405,7 @@ def _by_difference(arms: Iterable[TrainedArm]) -> list[TrainedArm]:
 
 
 def _withholding(remarks: Iterable[Remark]) -> list[Remark]:
-    """Returns the remarks that withhold a verdict. Those on controls do not: they have none."""
+    """Returns the remarks that withhold a verdict. Controls have no verdicts."""
     withholding = []
     for remark in remarks:
         is_on_control = remark.arm and remark.arm.control
@@ -426,12 +415,12 @@ def _withholding(remarks: Iterable[Remark]) -> list[Remark]:
 
 
 def _rates(arms: Iterable[TrainedArm]) -> list[float]:
-    """Returns the learning rates of arms, each once, in ascending order."""
+    """Returns the distinct learning rates of arms in ascending order."""
     return sorted({rate for arm in arms for rate in arm.learning_rates})
 
 
 def breakable(name: str) -> markupsafe.Markup:
-    """Returns a name as HTML that breaks into lines between its parts, not inside words."""
+    """Returns a name as HTML with line break opportunities between its parts."""
     return markupsafe.Markup('<wbr>').join(_BREAK.split(name))
 
 
@@ -467,19 +456,15 @@ FILTERS = {
 
 @functools.cache
 def environment(html: bool) -> jinja2.Environment:
-    """Returns the Jinja environment of the templates.
-
-    `html` is whether values are escaped for HTML. An undefined value raises an error.
-    """
+    """Returns the Jinja environment of the templates; `html` turns on HTML escaping."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader('qkattn.report'),
         autoescape=html,
-        undefined=jinja2.StrictUndefined,
+        undefined=jinja2.StrictUndefined,  # an undefined value raises an error
         trim_blocks=True,
         lstrip_blocks=True,
     )
     templates.filters |= FILTERS
-    # Values that all templates see.
     templates.globals |= {
         'end': END,
         'DECIDED': DECIDED,

@@ -1,19 +1,19 @@
 """Checks that reports and pages match the logs of their studies.
 
-Each file is checked against the files before it:
+These files are checked:
 
-    ledger.jsonl -> study.json, plan.jsonl, results.jsonl, documents.json    by their hashes
-    plan.jsonl     a run's name is the hash of its config, and its results are the config's trials
-    results.jsonl  tokens and residual follow from the other fields; parameter counts, FLOPs and
-                   the cache follow from the config (`experiments.verify` counts them again)
-    results.jsonl -> table.md, table.csv, a page's headline                  made again
-    results.jsonl -> claims.json                             decided again (experiments.claims)
-    claims.json -> the blocks of pages                                       made again
-    logs -> sentences of pages, by docs/numbers.toml (`printed_numbers`)     made again
+    study.json, plan.jsonl, results.jsonl, documents.json
+                               by the hashes in ledger.jsonl
+    plan.jsonl                 a run's name is the hash of its config
+    results.jsonl              a run's trials are those of its config, and derived fields follow
+                               from other fields; `experiments.verify` counts costs again
+    table.md, table.csv, headlines of pages
+                               made again from results.jsonl
+    claims.json                decided again from results.jsonl by `experiments.claims`
+    other blocks of pages      made again from claims.json
+    numbers in sentences       made again from logs by `printed_numbers`
 
-`load_study` compares results with the last evaluation and the final record of metrics.jsonl, and
-losses with the sums of documents.json. A stored study has the files of the first lines in a zip
-archive (`qkattn.study.stored`).
+`load_study` compares results with metrics.jsonl, and losses with documents.json.
 
 Hashes, results, counts, texts and verdicts have to be equal. Derived numbers have a tolerance,
 because processors and numpy versions differ in the last bits of exp, log and sums. A number of
