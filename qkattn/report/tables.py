@@ -1,8 +1,6 @@
-"""A report as text: table.md, table.csv, and what a terminal shows.
+"""A report as text: table.md, table.csv, and the summary for a terminal.
 
-Besides the main table there are sheets: tables of the parts of differences, the controls, the
-yardsticks, the scaling laws, the variants and the ledger. Each is declared once, as rows of text,
-and printed in every format.
+Sheets are the smaller tables below the main one, such as controls and scaling laws.
 """
 
 import math
@@ -34,22 +32,24 @@ WIDTH = 100
 
 
 def files(findings: Findings) -> dict[str, str]:
-    """Returns table.md and table.csv, which `verify` compares with the logs, by name."""
+    """Returns the text of table.md and table.csv, by file name."""
     return {'table.md': report_markdown(findings), 'table.csv': csv_table(findings)}
 
 
 def csv_table(findings: Findings) -> str:
-    """Returns table.csv: a row per arm, controls last.
+    """Returns table.csv, with a row for each arm and controls last.
 
-    Numbers are rounded to a few significant digits. A cell without a value is empty. Raises
-    ValueError if two columns have the same name.
+    Numbers have DIGITS significant digits. A cell without a value is empty.
+
+    Raises:
+      ValueError: two columns have the same name.
     """
     all_columns = list(columns.columns(findings))
     rows = []
     for arm in findings.every_arm:
         row = dict[str, Any]()
         for column in all_columns:
-            # Most columns have one cell. A loss has several, such as its mean and its sd.
+            # A column may have several cells, such as a mean and its sd.
             cells = column.cells(arm)
             for name in cells:
                 if name in row:
@@ -60,22 +60,20 @@ def csv_table(findings: Findings) -> str:
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Formats rows as CSV, with a line of their names first.
-
-    Text that begins like a formula gets an apostrophe before it, so that a spreadsheet shows it as
-    text. Numbers do not change.
-    """
+    """Formats rows as CSV with a header. Text that a spreadsheet would run is escaped."""
     escaped_rows = []
     for row in rows:
-        escaped_rows.append({_as_text(name): _as_text(value) for name, value in row.items()})
+        escaped_rows.append(
+            {_escape_formula(name): _escape_formula(value) for name, value in row.items()}
+        )
     return pd.DataFrame(escaped_rows, dtype=object).to_csv(index=False, lineterminator='\n')
 
 
-# Text that begins like this is a formula to a spreadsheet.
+# A spreadsheet runs text that begins with one of these as a formula.
 _FORMULA = ('=', '+', '-', '@', '\t', '\r')
 
 
-def _as_text(cell: Any) -> Any:
+def _escape_formula(cell: Any) -> Any:
     """Puts an apostrophe before text that begins like a formula."""
     if isinstance(cell, str) and cell.startswith(_FORMULA):
         return f"'{cell}"
@@ -83,15 +81,17 @@ def _as_text(cell: Any) -> Any:
 
 
 def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a Markdown table. Cells are escaped, unless they are `Markup`.
+    """Formats a Markdown table.
 
-    `titles` are pairs of a title and whether its column is aligned to the left. A bar in a title is
-    a place to break the line. Markdown has no such breaks: 'their|loss' -> 'their loss' and
-    'loss|/token' -> 'loss/token'.
+    Args:
+      titles: pairs of a title and whether its column is left-aligned. In a title, '|' is a line
+        break, which Markdown tables do not have: 'their|loss' -> 'their loss'.
+      rows: the cells of each row. Cells are escaped, except `Markup`.
     """
     headings = []
     alignments = []
     for title, is_left in titles:
+        # 'loss|/token' becomes 'loss/token'.
         unbroken_title = title.replace('|/', '/').replace('|', ' ')
         headings.append(markdown(unbroken_title))
         alignments.append(':--' if is_left else '--:')
@@ -107,12 +107,13 @@ def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> 
 
 
 def markdown(text: str) -> str:
-    """Escapes text for Markdown, which then shows it as it is; the result is one line."""
-    return _MARKUP.sub(lambda match: _ESCAPES[match[0]], escape_control_characters(one_line(text)))
+    """Escapes text for Markdown, on one line."""
+    line = escape_control_characters(one_line(text))
+    return _MARKUP.sub(lambda match: _ESCAPES[match[0]], line)
 
 
-# What Markdown would not show as it is: the '<' of a tag, the '&' of an entity, a backslash, a
-# backtick, and a character after ']' that makes a link: '](', '][' and ']:'.
+# Markdown syntax: the '<' of a tag, the '&' of an entity, a backslash, a backtick, and a character
+# that makes a link after ']', as in '](', '][' and ']:'.
 _MARKUP = re.compile(r'<(?=[A-Za-z/!?])|&(?=#?\w+;)|[\\`]|(?<=\])[(\[:]')
 _ESCAPES = {
     '<': '&lt;',
@@ -125,25 +126,22 @@ _ESCAPES = {
 }
 
 
-# The cells of a row by their headings. A bar in a heading is a place to break the line.
+# The cells of a row by heading. In a heading, '|' is a line break.
 Row = dict[str, str]
 
 
 class Sheet(NamedTuple):
-    """A table as text, with a title and a note under it.
-
-    The title and the note come from the macro `name` in templates/sheets.j2.
-    """
+    """A table as text, with a title and a note."""
 
     name: str
     headings: Sequence[Heading]
     rows: Sequence[Sequence[str]]
     title: str
-    note: str
+    note: str  # printed below the table
 
 
 def sheets(findings: Findings) -> list[Sheet]:
-    """Returns the sheets of a study that have rows, in the order in which they are printed."""
+    """Returns a study's sheets that have rows, in printed order."""
     study = findings.study
     controls = columns.printed(columns.CONTROL, findings, findings.controls)
     table_by_name = {
@@ -157,13 +155,13 @@ def sheets(findings: Findings) -> list[Sheet]:
     sheets_with_rows = []
     for name, (headings, rows) in table_by_name.items():
         if rows:
-            # The macro `name` of the template gives the title and the note of the sheet.
+            # The template has a macro for each sheet.
             title, note = prose.macro('sheets.j2', name, {'study': study}, findings=findings)
             sheets_with_rows.append(Sheet(name, headings, rows, title, note))
     return sheets_with_rows
 
 
-# The headings of columns of text. Text is aligned to the left, numbers to the right.
+# The headings of columns of text, which are left-aligned. Numbers are right-aligned.
 _OF_TEXT = {
     'variant',
     'size',
@@ -179,62 +177,58 @@ _OF_TEXT = {
 
 
 def _table(rows: Iterable[Row]) -> Table:
-    """Makes a table from rows with equal headings. Without rows, it has no headings either."""
+    """Makes a table from rows with equal headings. A table without rows has no headings."""
     all_rows = list(rows)
     if not all_rows:
         return [], []
-    headings = [(name, name in _OF_TEXT) for name in all_rows[0]]
+    first_row = all_rows[0]
+    headings = [(heading, heading in _OF_TEXT) for heading in first_row]
     return headings, [list(row.values()) for row in all_rows]
 
 
-def _identity(study: TrainedStudy, row: Any) -> Row:
-    """Returns the cells that identify a row: its variant, and its size and corpus.
+def _identity(study: TrainedStudy, subject: Any) -> Row:
+    """Returns the cells that identify a row: variant, and size and corpus if there are several.
 
-    The size is left out if the study has one size only, and the corpus if it has one corpus. `row`
-    is what the row is about: an arm, or the scaling of a variant, which has no size.
+    `subject` is an arm, or the scaling of a variant over sizes.
     """
-    cells = {'variant': row.variant}
-    if len(study.sizes) > 1 and hasattr(row, 'size'):
-        cells['size'] = row.size
-    if len(study.corpora) > 1 and hasattr(row, 'corpus'):
-        cells['corpus'] = row.corpus
+    cells = {'variant': subject.variant}
+    if len(study.sizes) > 1 and hasattr(subject, 'size'):
+        cells['size'] = subject.size
+    if len(study.corpora) > 1 and hasattr(subject, 'corpus'):
+        cells['corpus'] = subject.corpus
     return cells
 
 
 def _parts(findings: Findings) -> Iterator[Row]:
-    """Yields a row for each arm with the parts of its difference from the baseline.
-
-    The first part is the difference at the baseline's shape. The second is what reinvesting the
-    saved parameters changes. Their sum is the difference of the matched arm. A fourth column is the
-    difference after longer training, if the study has such runs.
-    """
+    """Yields a row for each arm with the parts of its difference from the baseline."""
     if not findings.has_parts:
         return
-    # The longer runs have this many times the steps; None if the study has no longer runs.
-    times = findings.study.controls.longer
+    step_factor = findings.study.controls.longer  # of longer runs; None if there are none
     for arm in findings.arms:
         if arm.is_baseline:
             continue
-        comparison_of_column = {
+        # The third difference is the sum of the first two.
+        comparison_by_heading = {
             'at the same shape|minus the baseline': arm.parts.same_shape,
             'reinvesting|matched - same shape': arm.parts.reinvesting,
             'both|matched - baseline': arm.comparison,
         }
-        if times:
-            comparison_of_column[f'at {times} x the steps|matched - baseline'] = arm.parts.longer
+        if step_factor:
+            longer_heading = f'at {step_factor} x the steps|matched - baseline'
+            comparison_by_heading[longer_heading] = arm.parts.longer
 
         row = _identity(findings.study, arm)
-        for heading, comparison in comparison_of_column.items():
+        for heading, comparison in comparison_by_heading.items():
             difference = comparison.difference if comparison else None
             row[heading] = interval(difference)
         yield row
 
 
 def _yardsticks(findings: Findings) -> Iterator[Row]:
-    """Yields a row for each baseline: its own numbers, and the yardsticks that it has to beat.
+    """Yields a row for each baseline and its yardstick.
 
-    A yardstick is what a simple method reaches on the same data: n-grams in language modeling, or
-    word by word translation.
+    A yardstick is a simple method on the same data, such as n-grams, which the baseline has to
+    beat.
     """
     loss_heading = f'{prose.SPLITS[findings.split]}|loss'
     for arm in rules.baselines(findings.study, findings.every_arm):
@@ -250,12 +244,7 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
 
 
 def _yardstick_cells(arm: TrainedArm) -> Row:
-    """Returns the cells of a baseline's yardstick; NONE where its task does not define a number.
-
-    The best counts are the n-grams with the lowest loss, counted on the tokens that the baseline
-    has seen, or for a probe, chance. A language model also has its gain from context. A translation
-    has BLEU scores in place of counts, and the baseline's gain from its sources.
-    """
+    """Returns the cells of a baseline's yardstick; NONE for numbers of other tasks."""
     cells = {
         'best counts|of these': NONE,
         'their|loss': NONE,
@@ -268,6 +257,7 @@ def _yardstick_cells(arm: TrainedArm) -> Row:
     if yardstick is None:
         return cells
 
+    # The n-gram model with the lowest loss, or chance for a probe task.
     best_counts = yardstick.best(arm.split)
     if best_counts is not None:
         name, loss = best_counts
@@ -283,16 +273,16 @@ def _yardstick_cells(arm: TrainedArm) -> Row:
     return cells
 
 
-def _recorded(value: float | None, spec: str) -> str:
+def _recorded(value: float | None, format_spec: str) -> str:
     """Formats a number, or says that it was not recorded."""
-    return prose.NOT_RECORDED if value is None else format(value, spec)
+    return prose.NOT_RECORDED if value is None else format(value, format_spec)
 
 
 def _laws(findings: Findings) -> Iterator[Row]:
-    """Yields a row for each variant: its scaling law, and what one of its parameters is worth.
+    """Yields a row for each variant with its scaling law and the worth of its parameters.
 
-    The law gives the loss E + A N^-a at N parameters. The worth is how many parameters the baseline
-    needs in place of one of the variant. If a number is missing, the last column says why.
+    The law is loss = E + A N^-a for N parameters. The worth is the number of baseline parameters
+    that replace one parameter of the variant.
     """
     for scaling in findings.scaling:
         row = {
@@ -308,10 +298,9 @@ def _laws(findings: Findings) -> Iterator[Row]:
 
         law = scaling.law
         if isinstance(law, Problem):
-            # The losses do not determine a law.
             problems.append(law)
         elif law.loose:
-            # There is a law, but the sizes of the study do not determine its exponent.
+            # The study's sizes do not determine the exponent.
             problems.append(law.loose)
         else:
             row['E,|nats/token'] = _bounded(law.E)
@@ -330,25 +319,27 @@ def _laws(findings: Findings) -> Iterator[Row]:
         yield row
 
 
-def _bounded(number: Interval) -> str:
-    """Formats a number with its interval, as in '0.300 [0.281, 0.319]'."""
-    return f'{number.value:.3f} [{number.low:.3f}, {number.high:.3f}]'
+def _bounded(estimate: Interval) -> str:
+    """Formats an estimate with its interval: '0.300 [0.281, 0.319]'."""
+    return f'{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]'
 
 
 def _forms(findings: Findings) -> Iterator[Row]:
     """Yields the equations of each variant, with all its options."""
     arm_by_variant = {arm.variant: arm for arm in findings.arms}
     for variant, arm in arm_by_variant.items():
-        for form, score, value in prose.forms(arm.example.run.config['model']):
-            yield {'variant': variant, 'form': form, 'A[n]': score, 'B[n]': value}
+        model_settings = arm.example.run.config['model']
+        for form, score_equation, value_equation in prose.forms(model_settings):
+            yield {
+                'variant': variant,
+                'form': form,
+                'A[n]': score_equation,
+                'B[n]': value_equation,
+            }
 
 
 def _ledger(study: TrainedStudy) -> Iterator[Row]:
-    """Yields the entries of the study's ledger, which records its declarations and looks.
-
-    A look is a report on results, and has a number. The family is the number of arms that are
-    compared with the baseline, whose p values are corrected for each other.
-    """
+    """Yields a row for each ledger entry, which is a declaration of the study or a look."""
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         # The macro `entered` writes one sentence.
@@ -359,16 +350,16 @@ def _ledger(study: TrainedStudy) -> Iterator[Row]:
             'time, UTC': time,
             'event': words(entry['event']),
             'look': str(entry.get('look', NONE)),
-            'family': str(entry.get('family', NONE)),
+            'family': str(entry.get('family', NONE)),  # the number of compared arms
             'details': details,
         }
 
 
 def headline(findings: Findings) -> str:
-    """Returns the result for a README: a narrow Markdown table and what was held equal.
+    """Returns the results as Markdown for a README: a narrow table and a few sentences.
 
-    Arms are grouped by size and corpus. In each group, the baseline comes first, and the other arms
-    follow in the order of their difference.
+    Arms are grouped by size and corpus. Each group has the baseline first, and then the arms in the
+    order of their differences.
     """
 
     def rank(arm: TrainedArm) -> tuple[bool, float]:
@@ -380,30 +371,27 @@ def headline(findings: Findings) -> str:
         arms += sorted(group, key=rank)
     headings, rows = columns.printed(columns.HEADLINE, findings, arms)
 
-    lines = sentences('headline.j2', study=findings.study, findings=findings)
-    held_equal = summary(findings)[-1]  # the last sentence of a summary states what all arms share
-    text = markdown(' '.join([*lines, held_equal]))
+    headline_sentences = sentences('headline.j2', study=findings.study, findings=findings)
+    what_arms_share = summary(findings)[-1]
+    text = markdown(' '.join([*headline_sentences, what_arms_share]))
     return f'{markdown_table(headings, rows)}\n\n{text}\n'
 
 
 def settings(findings: Findings) -> list[str]:
-    """Returns 'name: value' for the settings that all arms with results share."""
+    """Returns the settings that all arms share, as 'name: value'."""
     return sentences('settings.j2', study=findings.study, findings=findings)
 
 
 def summary(findings: Findings, with_arms: bool = True) -> list[str]:
-    """Returns the result in sentences. The last one states what all arms share.
+    """Returns the results in sentences. The last sentence states what all arms share.
 
-    Without `with_arms`, the sentences that list arms by verdict or difference are left out.
+    `with_arms` adds the sentences that list arms by verdict or difference.
     """
     return sentences('summary.j2', study=findings.study, findings=findings, with_arms=with_arms)
 
 
 def notes(findings: Findings) -> list[str]:
-    """Returns the notes under the table: what the numbers mean, and what they cannot show.
-
-    The template prints the power and the error rates that verdicts are made at.
-    """
+    """Returns the notes below the table: what its numbers mean and cannot show."""
     return sentences(
         'notes.j2',
         study=findings.study,
@@ -416,7 +404,7 @@ def notes(findings: Findings) -> list[str]:
 
 
 def report_markdown(findings: Findings) -> str:
-    """Returns the result, the tables and their notes as a Markdown document."""
+    """Returns the report as a Markdown document."""
     study = findings.study
     parts = [f'# {markdown(study.name)}']
     if study.question:
@@ -443,11 +431,7 @@ def _bullets(items: Iterable[str]) -> str:
 def terminal_text(findings: Findings, page: Path) -> str:
     """Formats a report for a terminal: a summary, two tables and the report's paths.
 
-    Table columns that do not fit into WIDTH are left out.
-
-    Args:
-        findings: The findings to report.
-        page: The path of report.html.
+    Table columns that do not fit into WIDTH are left out. `page` is the path of report.html.
     """
     study = findings.study
     lines = [f'study {study.name}']
@@ -476,15 +460,15 @@ def terminal_text(findings: Findings, page: Path) -> str:
 
 
 def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a table for a terminal, with as many of the first columns as fit into WIDTH.
+    """Formats a table for a terminal, with the first columns that fit into WIDTH.
 
-    Names in the first column that are longer than a quarter of the width are cut in the middle. If
-    two names would become equal, all names keep more characters. The first column always stays.
+    Long names in the first column are cut in the middle.
     """
     names = [escape_control_characters(row[0]) for row in rows]
     name_length = WIDTH // 4
+    # Cut names less if different names would become equal.
     while len({short(name, name_length) for name in names}) < len(set(names)):
-        name_length += 1  # two different names are cut to the same text
+        name_length += 1
     short_rows = []
     for name, row in zip(names, rows, strict=True):
         short_rows.append([short(name, name_length), *row[1:]])
