@@ -339,7 +339,7 @@ def _forms(findings: Findings) -> Iterator[Row]:
 
 
 def _ledger(study: TrainedStudy) -> Iterator[Row]:
-    """Yields a row for each ledger entry, which is a declaration of the study or a look."""
+    """Yields a row for each ledger entry, which is a declaration or a look at results."""
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
         # The macro `entered` writes one sentence.

@@ -22,25 +22,24 @@ from qkattn.verdict.findings import Findings
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy
 
-# The most panels of a figure. With more it would be larger than a page shows and an image may be.
+# The most panels of a figure, which limits the height of images.
 MOST_PANELS = 60
 # Parameter counts are about equal if the largest is at most this many times the smallest.
 LARGEST_EQUAL_RATIO = 1.01
-# Learning curves leave out this first fraction of the training, in which variants do not differ.
+# Learning curves leave out this first fraction of the steps, in which variants do not differ.
 NOT_DRAWN = 0.2
 _VAL_LOSS = 'val loss (nats/token)'
 
 
 def figures(findings: Findings) -> list[Drawing]:
-    """Returns all figures that the results allow, the main one first."""
+    """Returns the figures of a study, the main one first."""
     study = findings.study
     styles = style.styles(study.variants, study.baseline)
     drawings = [forest.differences(findings, styles)]
-    # A group is a size and a corpus, such as 'd_model=128, stdlib'. A study of one size and one
-    # corpus has a single group, '', and its figures need no number.
+    # A group is a size and corpus, such as 'd_model=128, stdlib'; '' if the study has only one.
     arms_by_group = prose.by_size_and_corpus(findings.arms, study)
-    for number, (group, arms) in enumerate(arms_by_group.items(), start=1):
-        suffix = f'_{number}' if group else ''
+    for group_number, (group, arms) in enumerate(arms_by_group.items(), start=1):
+        suffix = f'_{group_number}' if group else ''
         for knob in KNOBS:
             drawings.append(_sweeps(knob, arms, styles, suffix, group))
         drawings.append(_learning_curves(study, arms, styles, suffix, group))
@@ -51,33 +50,41 @@ def figures(findings: Findings) -> list[Drawing]:
 def _drawing_of_grid(stem: str, grid: Grid, group: str, num_arms: int, **values: object) -> Drawing:
     """Returns a figure of panels for the arms of a group.
 
-    `num_arms` is the number of arms that could be drawn. If it exceeds MOST_PANELS, the caption
-    says so. `values` are further values for the caption.
+    Args:
+      stem: the name of the figure.
+      grid: the panels.
+      group: the size and corpus of the arms, for the caption.
+      num_arms: the number of arms without the limit MOST_PANELS, for the caption.
+      **values: further values for the caption.
     """
-    cut = Cut(MOST_PANELS, num_arms) if num_arms > MOST_PANELS else None
-    return Drawing(stem, grid.draw, {'size': group or None, 'cut': cut, **values}, grid)
+    cut = None
+    if num_arms > MOST_PANELS:
+        cut = Cut(num_drawn=MOST_PANELS, num_arms=num_arms)
+    caption_values = {'size': group or None, 'cut': cut, **values}
+    return Drawing(stem, grid.draw, caption_values, grid)
 
 
 def _sweeps(
     knob: str, arms: Sequence[TrainedArm], styles: style.Styles, suffix: str, group: str
 ) -> Drawing | None:
-    """Returns the figure of how a setting was tuned: loss against value, a panel for each arm.
+    """Returns the figure of a setting's tuning sweeps, with a panel for each arm.
 
     Args:
       knob: the setting, such as 'learning_rate'.
       arms: the arms of one size and corpus.
       styles: the style of each variant.
-      suffix: the end of the name of the figure, such as '_2' in 'sweep_learning_rate_2'.
-      group: the size and corpus of the arms, for the caption.
+      suffix: the end of the figure's name, such as '_2' in 'sweep_learning_rate_2'.
+      group: the size and corpus, for the caption.
 
-    Returns None if no arm has tuned the setting.
+    Returns:
+      The figure; None if no arm has tuned the setting.
     """
     tuned_arms = [arm for arm in arms if knob in arm.sweeps]
     if not tuned_arms:
         return None
 
     drawn_arms = tuned_arms[:MOST_PANELS]
-    # All panels have the same x axis, with the values that any of the arms has tried.
+    # All panels have the same x axis.
     tried_values = set[float]()
     for arm in drawn_arms:
         tried_values.update(arm.sweeps[knob].values)
@@ -87,16 +94,15 @@ def _sweeps(
     for arm in drawn_arms:
         sweep = arm.sweeps[knob]
         draw = functools.partial(
-            _draw_sweep, sweep=sweep, values=axis_values, keywords=styles[arm.variant]
+            _draw_sweep, sweep=sweep, axis_values=axis_values, keywords=styles[arm.variant]
         )
-        # The title of the panel gives the chosen value, and the interval of the optimum.
         chosen = f'{sweep.chosen:.3g}'
-        interval = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
-        panels.append(Panel(arm.variant, draw, notes=(chosen, interval)))
+        optimum = prose.optimum(sweep) if sweep.bracketed else 'not bracketed'
+        panels.append(Panel(arm.variant, draw, notes=(chosen, optimum)))
     xlabel = f'{prose.words(knob)} (log scale)'
     grid = Grid(panels, xlabel, _VAL_LOSS, title_length=36)
 
-    # The caption explains why a chosen value is not the vertex of its parabola.
+    # The caption explains chosen values that are not the vertex of their parabola.
     is_any_beside_vertex = any(_is_beside_vertex(arm.sweeps[knob]) for arm in drawn_arms)
     return _drawing_of_grid(
         f'sweep_{knob}{suffix}',
@@ -109,29 +115,30 @@ def _sweeps(
 
 
 def _is_beside_vertex(sweep: Sweep) -> bool:
-    """Returns whether the chosen value differs from the optimum of the parabola.
+    """Returns whether the chosen value differs from the vertex of the fitted parabola."""
+    if sweep.optimum is None:
+        return False
+    # Chosen values are rounded to three significant digits.
+    return sweep.chosen != float(f'{sweep.optimum:.3g}')
 
-    Both are compared with three significant digits. If any differ, the caption says why.
-    """
-    return sweep.optimum is not None and sweep.chosen != float(f'{sweep.optimum:.3g}')
 
-
-def _draw_sweep(ax: Axes, sweep: Sweep, values: Sequence[float], keywords: dict[str, Any]) -> None:
-    """Draws the losses of a sweep, the fitted parabola and the chosen value.
+def _draw_sweep(
+    ax: Axes, sweep: Sweep, axis_values: Sequence[float], keywords: dict[str, Any]
+) -> None:
+    """Draws a tuning sweep: loss against setting, the fitted parabola and the chosen value.
 
     Args:
       ax: the axes of the panel.
-      sweep: the losses at each value of a setting, and what was fitted to them.
-      values: the values that any panel has, ascending; they are the ticks of the x axis.
+      sweep: the sweep of one arm.
+      axis_values: the ticks of the x axis, ascending.
       keywords: the style of the arm, as keywords of `Axes.plot`.
     """
-    # A panel has room for three labels. The largest value always has one: of 7 values, the 7th, the
-    # 4th and the 1st are labelled.
-    label_every = math.ceil(len(values) / 3)
-    labelled_values = values[::-1][::label_every]
-    ax.set(xscale='log', xlim=(values[0] / 1.3, values[-1] * 1.3))
+    # Label at most three ticks from right to left: of 7 values, the 7th, the 4th and the 1st.
+    label_every = math.ceil(len(axis_values) / 3)
+    labelled_values = axis_values[::-1][::label_every]
+    ax.set(xscale='log', xlim=(axis_values[0] / 1.3, axis_values[-1] * 1.3))
     ax.set_xticks(labelled_values, [f'{value:.3g}' for value in labelled_values])
-    ax.set_xticks(values, [''] * len(values), minor=True)
+    ax.set_xticks(axis_values, [''] * len(axis_values), minor=True)
     ax.locator_params(axis='y', nbins=4)
     _draw_sweep_losses(ax, sweep, keywords)
     _draw_sweep_fit(ax, sweep, keywords['color'])
@@ -140,9 +147,7 @@ def _draw_sweep(ax: Axes, sweep: Sweep, values: Sequence[float], keywords: dict[
 def _draw_sweep_losses(ax: Axes, sweep: Sweep, keywords: dict[str, Any]) -> None:
     """Draws a dot for each seed and a marker for each mean.
 
-    The y axis shows the losses at the values to which the parabola is fitted. Other losses may be
-    much higher, or infinite where a seed diverged, and would flatten the parabola. A mean above the
-    axis is an arrowhead at its top.
+    The y axis shows the losses of the fitted values. Higher means are arrowheads at its top.
     """
     color = keywords['color']
     seeds_x = list[float]()
@@ -154,10 +159,14 @@ def _draw_sweep_losses(ax: Axes, sweep: Sweep, keywords: dict[str, Any]) -> None
         if value in sweep.fitted:
             fitted_losses += losses
     ax.scatter(seeds_x, seeds_y, color=color, **style.SEEDS)
-    ax.plot(sweep.values, sweep.means, label='mean', **keywords | {'linestyle': 'none'})
+    markers = keywords | {'linestyle': 'none'}
+    ax.plot(sweep.values, sweep.means, label='mean', **markers)
     if fitted_losses:
-        pad = 0.1 * (max(fitted_losses) - min(fitted_losses)) or 0.01
-        ax.set_ylim(min(fitted_losses) - pad, max(fitted_losses) + pad)
+        # Other losses would flatten the parabola. A diverged seed has an infinite loss.
+        lowest = min(fitted_losses)
+        highest = max(fitted_losses)
+        pad = 0.1 * (highest - lowest) or 0.01
+        ax.set_ylim(lowest - pad, highest + pad)
 
     _, top = ax.get_ylim()
     values_above = []
@@ -170,13 +179,15 @@ def _draw_sweep_losses(ax: Axes, sweep: Sweep, keywords: dict[str, Any]) -> None
 
 
 def _draw_sweep_fit(ax: Axes, sweep: Sweep, color: str) -> None:
-    """Draws the parabola in log(value), the chosen value, and the interval of the optimum."""
-    if sweep.loss is not None and sweep.curvature is not None and sweep.optimum is not None:
-        x = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
-        parabola = sweep.loss + sweep.curvature / 2 * np.log(x / sweep.optimum) ** 2
-        ax.plot(x, parabola, color=color, zorder=3, label='parabola')
+    """Draws the fitted parabola, the chosen value, and the interval of the optimum."""
+    has_parabola = None not in (sweep.loss, sweep.curvature, sweep.optimum)
+    if has_parabola:
+        values = np.geomspace(sweep.fitted[0], sweep.fitted[-1], 60)
+        losses = sweep.loss + sweep.curvature / 2 * np.log(values / sweep.optimum) ** 2
+        ax.plot(values, losses, color=color, zorder=3, label='parabola')
     ax.axvline(sweep.chosen, label='chosen value', **style.REFERENCE)
-    if sweep.optimum_low is not None and sweep.optimum_high is not None:
+    has_interval = None not in (sweep.optimum_low, sweep.optimum_high)
+    if has_interval:
         band = {'color': style.INK, 'alpha': 0.1, 'linewidth': 0, 'zorder': 0}
         label = '95 % interval of the optimum'
         ax.axvspan(sweep.optimum_low, sweep.optimum_high, label=label, **band)
@@ -189,38 +200,47 @@ def _learning_curves(
     suffix: str,
     group: str,
 ) -> Drawing | None:
-    """Returns the figure of validation losses during training, for the arms of a group.
+    """Returns the figure of learning curves, with a panel for each variant.
 
-    There is a panel for each variant, which also shows the baseline. The baseline has a panel of
-    its own only if no other arm has a curve. Returns None if no arm has a curve.
+    Each panel also shows the baseline.
 
-    `group` is the size and corpus of the arms, for the caption. `suffix` ends the name of the
-    figure: '_2' in 'curves_2'.
+    Args:
+      study: the study.
+      arms: the arms of one size and corpus.
+      styles: the style of each variant.
+      suffix: the end of the figure's name, such as '_2' in 'curves_2'.
+      group: the size and corpus, for the caption.
+
+    Returns:
+      The figure; None if no arm has a curve.
     """
     baselines = [arm for arm in arms if arm.is_baseline]
     other_arms = [arm for arm in arms if not arm.is_baseline]
-    curves = dict[str, pd.DataFrame]()
-    for arm in baselines + other_arms[:MOST_PANELS]:
+    drawn_arms = baselines + other_arms[:MOST_PANELS]
+    curve_by_variant = dict[str, pd.DataFrame]()
+    for arm in drawn_arms:
         curve = _curve(arm)
         if not curve.empty:
-            curves[arm.variant] = curve
-    if not curves:
+            curve_by_variant[arm.variant] = curve
+    if not curve_by_variant:
         return None
 
-    variants = [variant for variant in curves if variant != study.baseline]
+    variants = [variant for variant in curve_by_variant if variant != study.baseline]
     if not variants:
-        variants = [study.baseline]
-    limits = _common_limits(curves.values())
+        variants = [study.baseline]  # only the baseline has a curve
+    limits = _common_limits(curve_by_variant.values())
     panels = []
     for variant in variants:
-        draw = functools.partial(_draw_curves, study, curves, variant, styles, limits)
+        draw = functools.partial(
+            _draw_curves, study.baseline, curve_by_variant, variant, styles, limits
+        )
         panels.append(Panel(variant, draw))
     grid = Grid(panels, 'training tokens', _VAL_LOSS, title_length=44, row_height=1.6)
     return _drawing_of_grid(f'curves{suffix}', grid, group, len(other_arms))
 
 
 def _common_limits(curves: Collection[pd.DataFrame]) -> dict[str, tuple[float, float]]:
-    """Returns the ends of axes that show all learning curves, as keywords of `Axes.set`."""
+    """Returns axis limits that show all learning curves, as keywords of `Axes.set`."""
     first_tokens = min(curve.index[0] for curve in curves)
     last_tokens = max(curve.index[-1] for curve in curves)
     lowest_loss = min(curve.min(axis=None) for curve in curves)
@@ -232,17 +252,16 @@ def _common_limits(curves: Collection[pd.DataFrame]) -> dict[str, tuple[float, f
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """Returns the ends of an axis from `low` to `high` with some room on each side."""
+    """Returns the limits of an axis with some room on each side."""
     pad = 0.05 * (high - low) or 0.01
     return low - pad, high + pad
 
 
 def _curve(arm: TrainedArm) -> pd.DataFrame:
-    """Returns the validation losses during training of the trials that decide.
+    """Returns the validation losses of an arm's seeds during training.
 
-    A row is an evaluation, and its index is the number of training tokens before it. A column is a
-    seed. Evaluations in the first fraction NOT_DRAWN of the training are left out. The table is
-    empty without evaluations.
+    Rows are evaluations, indexed by training tokens. Columns are seeds. The table is empty without
+    evaluations.
     """
     losses_of_seeds = []  # for each seed {step: loss}
     for trial in arm.chosen:
@@ -251,9 +270,8 @@ def _curve(arm: TrainedArm) -> pd.DataFrame:
     if not losses_of_seeds:
         return pd.DataFrame()
 
-    # pandas makes each dict a row; transposed, rows are steps. Those without the losses of all
-    # seeds are dropped.
-    curve = pd.DataFrame(losses_of_seeds).T.dropna()
+    losses = pd.DataFrame(losses_of_seeds).T  # rows are steps, columns are seeds
+    curve = losses.dropna()
     last_step = max(curve.index, default=0)
     curve = curve[curve.index >= NOT_DRAWN * last_step]
     tokens_per_step = arm.example.num_tokens / arm.example.num_steps
@@ -261,31 +279,30 @@ def _curve(arm: TrainedArm) -> pd.DataFrame:
 
 
 def _draw_curves(
-    study: TrainedStudy,
-    curves: Mapping[str, pd.DataFrame],
+    baseline: str,
+    curve_by_variant: Mapping[str, pd.DataFrame],
     variant: str,
     styles: style.Styles,
     limits: Mapping[str, tuple[float, float]],
     ax: Axes,
 ) -> None:
-    """Draws the learning curves of the baseline and of a variant into a panel.
+    """Draws the learning curves of the baseline and a variant: the mean and range of seeds.
 
-    A line is the mean over seeds. The band around it is from the lowest seed to the highest.
-    `limits` are the ends of the axes, as keywords of `Axes.set`.
+    `limits` are axis limits, as keywords of `Axes.set`.
     """
-    # If the variant is the baseline, there is one curve.
-    label_by_variant = {study.baseline: f'baseline {short(study.baseline, 34)}'}
+    label_by_variant = {baseline: f'baseline {short(baseline, 34)}'}
+    # A baseline in its own panel is drawn once.
     label_by_variant[variant] = 'the variant named above'
-    for name, label in label_by_variant.items():
-        curve = curves.get(name)
+    for drawn_variant, label in label_by_variant.items():
+        curve = curve_by_variant.get(drawn_variant)
         if curve is None:
             continue
         tokens = curve.index
-        color = styles[name]['color']
+        color = styles[drawn_variant]['color']
         lowest = curve.min(axis=1)
         highest = curve.max(axis=1)
         ax.fill_between(tokens, lowest, highest, color=color, alpha=0.18, linewidth=0)
-        line = styles[name] | {'marker': ''}
+        line = styles[drawn_variant] | {'marker': ''}
         ax.plot(tokens, curve.mean(axis=1), label=label, zorder=3, **line)
     ax.set(**limits)
     ax.locator_params(axis='x', nbins=2)
@@ -298,7 +315,7 @@ def _num_parameters(arm: TrainedArm) -> int:
 
 
 def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Drawing | None:
-    """Returns the figure of the loss of each variant and corpus against the parameter count.
+    """Returns the figure of loss against parameter count.
 
     Returns None without losses, or if all arms have about the same parameter count.
     """
@@ -309,15 +326,13 @@ def _loss_against_parameters(findings: Findings, styles: style.Styles) -> Drawin
     are_equal = max(counts) <= LARGEST_EQUAL_RATIO * min(counts)
     if are_equal:
         return None
-    # The caption explains the scaling laws, if any variant has one.
     has_laws = any(isinstance(scaling.law, Law) for scaling in findings.scaling)
     draw = functools.partial(_draw_loss_against_parameters, findings, styles)
     return Drawing('loss_parameters', draw, {'laws': has_laws})
 
 
 def _draw_loss_against_parameters(findings: Findings, styles: style.Styles, width: float) -> Figure:
-    """Draws a line over the sizes for each variant and corpus. `width` is in inches."""
-    # The arms of each variant and corpus, the smallest first.
+    """Draws a line over sizes for each variant and corpus. `width` is in inches."""
     arms_by_line = dict[tuple[str, str], list[TrainedArm]]()
     for arm in sorted(findings.arms, key=_num_parameters):
         if arm.chosen:
@@ -327,7 +342,7 @@ def _draw_loss_against_parameters(findings: Findings, styles: style.Styles, widt
         if isinstance(scaling.law, Law):
             law_by_line[scaling.variant, scaling.corpus] = scaling.law
 
-    # The legend, which is below 3.4 inches of axes, takes more lines on a narrow figure.
+    # A narrow figure has fewer legend entries beside each other.
     legend_height = 0.2 * len(arms_by_line) * style.WIDTH / width
     figure = Figure(figsize=(width, 3.4 + legend_height))
     ax = figure.subplots()
@@ -349,10 +364,14 @@ def _draw_loss_against_parameters(findings: Findings, styles: style.Styles, widt
 def _draw_losses_of_sizes(
     ax: Axes, arms: Sequence[TrainedArm], law: Law | None, name: str, keywords: dict[str, Any]
 ) -> None:
-    """Draws the losses of a variant against its parameter counts: seeds, means, and a line.
+    """Draws a variant's losses against its parameter counts, with the scaling law as a line.
 
-    The line is the scaling law of the variant. If there is no law, it joins the means. `name` is
-    the label in the legend, and `keywords` are the style of the variant.
+    Args:
+      ax: the axes.
+      arms: the arms of the variant, one for each size.
+      law: the scaling law; None draws a line through the means instead.
+      name: the label in the legend.
+      keywords: the style of the variant, as keywords of `Axes.plot`.
     """
     counts = []
     means = []
@@ -367,8 +386,8 @@ def _draw_losses_of_sizes(
 
     label = short(name, 40)
     if law is None:
-        thin_line = keywords | {'linewidth': 0.8}
-        ax.plot(counts, means, label=label, **thin_line)
+        line = keywords | {'linewidth': 0.8}
+        ax.plot(counts, means, label=label, **line)
         return
     markers = keywords | {'linestyle': 'none'}
     ax.plot(counts, means, label=label, **markers)
