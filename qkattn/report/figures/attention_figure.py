@@ -9,36 +9,38 @@ from matplotlib.figure import Figure
 
 from qkattn.report.figures.style import GRID, legend, panels, rows_of
 
-# The most layers and heads that attention maps show. Of more, they show some, evenly spaced.
+# Attention maps show at most this many layers and heads, evenly spaced.
 MAX_LAYERS = 12
 MAX_HEADS = 16
-# The most tokens that attention maps name.
+# Attention maps of longer texts have no token labels.
 MAX_NAMED_TOKENS = 40
 # Inches.
 _WIDTH = 6.6
 
 
 def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
-    """Draws singular values by their index, with a panel for each layer and a line for each head.
+    """Draws the singular values of each head, relative to the largest, with a panel per layer.
 
     Args:
-      layers: for each layer the singular values s_ND of its heads, descending.
-      circuit: what they are the singular values of, for the label.
+      layers: the singular values s_ND of each layer, with N heads and D values, descending.
+      circuit: the name of the decomposed matrix, for the label.
     """
     columns = min(4, len(layers))
     height = 1.7 * rows_of(len(layers), columns) + 1.0
     figure = Figure(figsize=(max(_WIDTH, 1.9 * columns), height))
     axes = panels(figure, columns, len(layers), sharex=True, sharey=True)
     for ax, (layer, s_ND) in zip(axes, sorted(layers.items()), strict=True):
-        shades = colormaps['viridis'](np.linspace(0, 0.9, len(s_ND)))
-        for head, (s_D, shade) in enumerate(zip(s_ND, shades, strict=True)):
-            # Values below 1e-6 times the largest are rounding errors of float32. NaN is not drawn.
+        num_heads, D = s_ND.shape
+        colors = colormaps['viridis'](np.linspace(0, 0.9, num_heads))
+        for head in range(num_heads):
+            s_D = s_ND[head]
             largest = s_D[0]
-            divisor = largest if largest > 0 else 1.0  # a matrix of zeros has largest = 0
+            divisor = largest if largest > 0 else 1.0  # a matrix of zeros has no positive value
+            # Leave out rounding errors of float32. NaN is not drawn.
             relative_D = np.where(s_D > 1e-6 * largest, s_D / divisor, np.nan)
-            ax.plot(np.arange(1, len(s_D) + 1), relative_D, color=shade, label=f'head {head}')
+            ax.plot(np.arange(1, D + 1), relative_D, color=colors[head], label=f'head {head}')
         ax.set(yscale='log', title=f'layer {layer}')
-        # By default, a logarithmic axis writes its labels as TeX.
+        # The default labels of a logarithmic axis are TeX.
         ax.yaxis.set(major_formatter='{x:g}', minor_formatter='')
     figure.supxlabel('index')
     figure.supylabel(f'singular value of {circuit}\n(largest = 1)')
@@ -49,23 +51,35 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
 def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     """Draws a heat map of each quantity, with layers as rows and heads as columns.
 
-    `quantities` has an array [layers, heads] for each name. It is grey at entries that are not
-    finite.
+    Zero is white, and entries that are not finite are grey.
+
+    Args:
+      quantities: an array [layers, heads] for each name.
     """
     columns = min(2, len(quantities))
     num_layers = max(len(values_LN) for values_LN in quantities.values())
-    height = min(max(0.28 * num_layers, 1.2), 3.2) + 0.75
-    figure = Figure(figsize=(_WIDTH, height * rows_of(len(quantities), columns)))
+    map_height = min(max(0.28 * num_layers, 1.2), 3.2) + 0.75
+    num_rows = rows_of(len(quantities), columns)
+    figure = Figure(figsize=(_WIDTH, map_height * num_rows))
     axes = panels(figure, columns, len(quantities))
     for ax, (name, values_LN) in zip(axes, quantities.items(), strict=True):
-        finite = values_LN[np.isfinite(values_LN)]
-        largest = np.abs(finite).max(initial=1e-6)  # `initial` is for no finite values
-        # White is zero in both colour scales. Negative values are red, positive ones blue.
-        has_negative = finite.min(initial=0.0) < 0
-        shades = colormaps['RdBu' if has_negative else 'Blues'].with_extremes(bad=GRID)
-        lowest = -largest if has_negative else 0.0
-        masked_LN = np.ma.masked_invalid(values_LN)
-        image = ax.imshow(masked_LN, cmap=shades, vmin=lowest, vmax=largest, aspect='auto')
+        finite_values = values_LN[np.isfinite(values_LN)]
+        # `initial` is the result if no value is finite.
+        largest = np.abs(finite_values).max(initial=1e-6)
+        has_negative = finite_values.min(initial=0.0) < 0
+        if has_negative:
+            colors = colormaps['RdBu']  # red is negative, blue is positive
+            lowest = -largest
+        else:
+            colors = colormaps['Blues']
+            lowest = 0.0
+        image = ax.imshow(
+            np.ma.masked_invalid(values_LN),
+            cmap=colors.with_extremes(bad=GRID),
+            vmin=lowest,
+            vmax=largest,
+            aspect='auto',
+        )
         ax.set(title=name, xlabel='head', ylabel='layer')
         ax.grid(visible=False)
         ax.locator_params(integer=True)
@@ -78,21 +92,19 @@ def attention_maps(
 ) -> Figure:
     """Draws the attention probabilities of one text, with a map for each layer and head.
 
-    In a map, a row is a query and a column is a key. The maps at the left and at the bottom name
-    the tokens, if there is room.
-
     Args:
-      layers: for each layer the probabilities p_NTS of its heads.
-      queries: the tokens that attend, as text.
-      keys: the tokens that they attend to.
+      layers: the probabilities p_NTS of each layer: N heads, T queries (rows), S keys (columns).
+      queries: the query tokens as text.
+      keys: the key tokens as text.
     """
     drawn_layers = _spaced(sorted(layers), MAX_LAYERS)
-    num_heads = len(layers[drawn_layers[0]])
+    first_layer, *_ = drawn_layers
+    num_heads = len(layers[first_layer])
     drawn_heads = _spaced(range(num_heads), MAX_HEADS)
-    are_named = max(len(queries), len(keys)) <= MAX_NAMED_TOKENS
+    has_token_labels = max(len(queries), len(keys)) <= MAX_NAMED_TOKENS
 
-    # All sizes are inches. The name of a token needs a row or column of this size.
-    token_size = 0.085 if are_named else 0.0
+    # Sizes are in inches.
+    token_size = 0.085 if has_token_labels else 0.0
     map_width = max(0.8, token_size * len(keys))
     map_height = max(0.8, token_size * len(queries))
     width = max(map_width * len(drawn_heads) + 0.9, 3.6)
@@ -101,19 +113,20 @@ def attention_maps(
     axes = figure.subplots(
         len(drawn_layers), len(drawn_heads), squeeze=False, sharex=True, sharey=True
     )
-    image: Any = None  # any of the maps; they have the same colours
+    image: Any = None  # the last map; all maps have the same colours
     for row_of_axes, layer in zip(axes, drawn_layers, strict=True):
         for ax, head in zip(row_of_axes, drawn_heads, strict=True):
             image = ax.imshow(layers[layer][head], cmap='Blues', vmin=0, vmax=1, aspect='auto')
             ax.grid(visible=False)
-            ax.set_title(f'head {head}' if layer == drawn_layers[0] else '', fontsize=7)
+            ax.set_title(f'head {head}' if layer == first_layer else '', fontsize=7)
         row_of_axes[0].set_ylabel(f'layer {layer}', fontsize=7)
 
-    # The maps share their axes, so ticks are set once for all.
-    axes[0, 0].set(xticks=[], yticks=[])
-    if are_named:
-        axes[0, 0].set_xticks(range(len(keys)), keys)
-        axes[0, 0].set_yticks(range(len(queries)), queries)
+    # The maps share these ticks.
+    first_ax = axes[0, 0]
+    first_ax.set(xticks=[], yticks=[])
+    if has_token_labels:
+        first_ax.set_xticks(range(len(keys)), keys)
+        first_ax.set_yticks(range(len(queries)), queries)
         for ax in axes.flat:
             ax.tick_params(labelsize=6, axis='both')
             ax.tick_params(rotation=90, axis='x')
@@ -124,7 +137,7 @@ def attention_maps(
 
 
 def _spaced(numbers: Sequence[int], most: int) -> list[int]:
-    """Returns at most `most` of the numbers, evenly spaced, with the first and the last."""
+    """Returns at most `most` evenly spaced numbers, with the first and the last."""
     count = min(most, len(numbers))
     indices = np.linspace(0, len(numbers) - 1, count).round().astype(int)
     return [numbers[index] for index in indices]

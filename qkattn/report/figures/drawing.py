@@ -1,7 +1,7 @@
-"""A figure of a report before it has a size: pages and files draw it as wide as they need it.
+"""Figures of a report that can be drawn in any width.
 
-A `Drawing` is such a figure. Many drawings are a `Grid` of small plots, each of them a `Panel`. A
-`Picture` is a drawing as SVG for report.html.
+A `Drawing` is such a figure. It may be a `Grid` of small plots, each a `Panel`. A `Picture` is a
+drawing as SVG for report.html.
 """
 
 import dataclasses
@@ -17,48 +17,48 @@ from qkattn.report.figures import style
 from qkattn.storage.files import join_without_links, write_atomic
 
 FORMATS = ('png', 'pdf', 'svg')
-# Inches of a panel that stands alone on a page.
+# The size of a panel that is a separate image, in inches.
 _PANEL_WIDTH = style.WIDTH / 2
 _PANEL_HEIGHT = 1.45
-# Inches to the left of the axes of such a panel, where the labels of the y axis stand.
+# The left margin of such a panel: the width of each character of the labels, and a gap.
 _CHARACTER_WIDTH = 0.075
 _LABEL_GAP = 0.12
-# Inches of its other margins. The labels of the x axis stand in the bottom margin.
+# The other margins of such a panel.
 _RIGHT_MARGIN = 0.16
 _BOTTOM_MARGIN = 0.24
 _TOP_MARGIN = 0.06
-# Inches of a grid's legend, together with the names of its axes.
+# The height of a grid's legend and axis labels.
 _LEGEND_HEIGHT = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One small plot of one variant. Its title is drawn by a grid, or written by a page."""
+    """One small plot of one variant, without a title."""
 
     variant: str
     draw: Callable[[Axes], None]
-    notes: Sequence[str] = ()  # lines of the title below the variant
+    notes: Sequence[str] = ()  # lines of the title below the variant's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Panels with the same axes. In a file they are one figure, on a page they flow into rows."""
+    """Panels with the same axis labels."""
 
     panels: Sequence[Panel]
     xlabel: str
     ylabel: str
-    title_length: int = 40  # the most characters of the titles in a row of panels, together
+    title_length: int = 40  # the most characters of all titles in a row
     row_height: float = 1.9  # inches
 
     def draw(self, width: float = style.WIDTH) -> Figure:
-        """Draws all panels in one figure. `width` is in inches."""
+        """Draws all panels in one figure, with titles. `width` is in inches."""
         columns = self._num_columns()
-        height = self.row_height * style.rows_of(len(self.panels), columns) + _LEGEND_HEIGHT
+        num_rows = style.rows_of(len(self.panels), columns)
+        height = self.row_height * num_rows + _LEGEND_HEIGHT
         figure = Figure(figsize=(width, height))
         axes = style.panels(figure, columns, len(self.panels))
         for ax, panel in zip(axes, self.panels, strict=True):
             panel.draw(ax)
-            # The titles of panels beside each other share the width of the figure.
             name = short(panel.variant, self.title_length // columns)
             title = '\n'.join([name, *panel.notes])
             ax.set_title(title, fontsize=8, fontweight='normal')
@@ -68,21 +68,16 @@ class Grid:
         return figure
 
     def _num_columns(self) -> int:
-        """Returns the number of columns of the figure.
-
-        It is two, or one if two titles would be cut to the same text.
-        """
+        """Returns two, or one if two titles would be cut to the same text."""
         columns = min(2, len(self.panels))
         titles = {short(panel.variant, self.title_length // columns) for panel in self.panels}
         are_different = len(titles) == len(self.panels)
         return columns if are_different else 1
 
     def draw_alone(self) -> list[Figure]:
-        """Draws each panel as a figure of its own, without its title.
+        """Draws each panel as a separate figure without a title.
 
-        The axes have the same place in all figures. The left margin is estimated from the number of
-        characters of the longest label of a y axis. matplotlib's layout engine would measure it,
-        but takes as long as the drawing.
+        All figures have the same margins.
         """
         figures = []
         longest_label = 0
@@ -90,12 +85,14 @@ class Grid:
             figure = Figure(figsize=(_PANEL_WIDTH, _PANEL_HEIGHT), layout='none')
             ax = figure.subplots()
             panel.draw(ax)
-            for label in ax.yaxis.get_major_formatter().format_ticks(ax.get_yticks()):
+            labels = ax.yaxis.get_major_formatter().format_ticks(ax.get_yticks())
+            for label in labels:
                 longest_label = max(longest_label, len(label))
             figures.append(figure)
 
-        # subplots_adjust takes fractions of the figure.
+        # An estimate. matplotlib's layout engine would double the time.
         left_margin = _LABEL_GAP + _CHARACTER_WIDTH * longest_label
+        # subplots_adjust takes fractions of the figure.
         for figure in figures:
             figure.subplots_adjust(
                 left=left_margin / _PANEL_WIDTH,
@@ -107,12 +104,9 @@ class Grid:
 
 
 class Cut(NamedTuple):
-    """How many arms a figure draws, if there are too many to draw all; the caption says so.
+    """The number of drawn arms in a figure with too many arms."""
 
-    A forest plot draws `num_drawn` arms with the lowest means, and as many with the highest.
-    """
-
-    num_drawn: int
+    num_drawn: int  # in a forest plot, of the lowest means and again of the highest
     num_arms: int
 
 
@@ -120,22 +114,22 @@ class Cut(NamedTuple):
 class Drawing:
     """A figure of a report."""
 
-    stem: str  # the name of its files without the ending; its first word is the kind of figure
+    stem: str  # the file name without suffix; its first word is the kind of figure
     draw: Callable[[float], Figure]  # draws the figure with a width in inches
-    # The values for the title and the caption, which are macros of templates/figures.j2.
+    # Arguments of the macro in templates/figures.j2 that makes the title and caption.
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    grid: Grid | None = None  # its panels, if it is made of panels
-    file_width: float = style.WIDTH  # inches of the figure in a file
+    grid: Grid | None = None  # the panels of a figure of panels
+    file_width: float = style.WIDTH  # the width in a file, in inches
 
     def figure(self, width: float = style.WIDTH) -> Figure:
-        """Draws the figure in the style of reports. `width` is in inches."""
+        """Draws the figure in the report's style. `width` is in inches."""
         with style.style_sheet():
             return self.draw(width)
 
 
 @dataclasses.dataclass(frozen=True)
 class PanelPicture:
-    """A panel of a page as SVG, with the text above it."""
+    """A panel as SVG, with the text above it."""
 
     variant: str
     notes: Sequence[str]
@@ -144,7 +138,7 @@ class PanelPicture:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A drawing as a page shows it, in SVG: panels with a legend, or a figure in two widths."""
+    """A drawing as SVG: either panels with a legend, or a figure in two widths."""
 
     drawing: Drawing
     narrow: bytes = b''
@@ -154,10 +148,10 @@ class Picture:
 
 
 def picture(drawing: Drawing) -> Picture:
-    """Draws a figure as SVG for a page.
+    """Draws a figure as SVG.
 
-    A figure of panels becomes one image for each panel and one for the legend, which the page
-    arranges. Any other figure is drawn in two widths, for narrow and for wide screens.
+    A grid becomes an image for each panel and one for the legend. Any other figure is drawn in two
+    widths, for narrow and wide screens.
     """
     if drawing.grid is None:
         narrow = style.render(drawing.figure(style.WIDTH), 'svg')
@@ -172,14 +166,15 @@ def picture(drawing: Drawing) -> Picture:
         legend_figure.set_figheight(legend_height)
     panels = []
     for panel, figure in zip(drawing.grid.panels, figures, strict=True):
-        panels.append(PanelPicture(panel.variant, panel.notes, style.render(figure, 'svg')))
+        svg = style.render(figure, 'svg')
+        panels.append(PanelPicture(panel.variant, panel.notes, svg))
     return Picture(drawing, panels=panels, legend=style.render(legend_figure, 'svg'))
 
 
 def write_plots(plots: Path, drawings: Sequence[Drawing], formats: Sequence[str]) -> None:
-    """Writes each figure in each of the formats into the folder `plots`.
+    """Writes each figure in each format to the directory `plots`.
 
-    Removes all other figures from the folder, such as those of an earlier report.
+    All other figures in the directory are removed.
     """
     plots = join_without_links(plots.parent, plots.name)
     written_paths = set()
