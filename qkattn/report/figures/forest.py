@@ -1,8 +1,7 @@
-"""Forest plots: mean, interval and seeds of the difference of each arm.
+"""Forest plots of the differences of arms.
 
-A forest plot has a line for each arm, and panels of lines below each other. The x axis is the
-difference. A line has the mean with its interval, the seeds below them, the name of the arm, and a
-text such as its verdict.
+A forest plot has a line for each arm, with the mean difference, its interval, a dot for each seed,
+the arm's name, and a text such as the verdict. The x axis is the difference.
 """
 
 import dataclasses
@@ -26,10 +25,9 @@ from qkattn.verdict.judging import DECIDED
 from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy
 
-# The most lines of a figure. With more it would be too high to read, and an image of 65,536 pixels
-# or more cannot be written.
+# The most lines of a figure, which limits the height of images.
 MOST_LINES = 100
-# Inches of a figure that has room for the names of arms beside the axis.
+# Figures of this width in inches have room for names beside the axis.
 _WIDE = 6.0
 # The marker of a mean, as keywords of `Axes.scatter`.
 _MEAN_MARKER: dict[str, Any] = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4}
@@ -37,48 +35,45 @@ _MEAN_MARKER: dict[str, Any] = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where the parts of a line stand.
-
-    Positions are relative to the mean. They count downwards, in units of the height of a line.
-    """
+    """The positions of a line's parts, downwards from the mean in units of the line height."""
 
     line_height: float  # inches
-    seeds: float  # the position of the dots of seeds
-    top: float = -0.85  # the position of the upper end of the axis, relative to the first mean
-    # Whether the name of the arm stands to the left of the axis, and its text to the right.
+    seeds: float  # the position of the seeds' dots
+    top: float = -0.85  # the upper end of the y axis
+    # Whether names are to the left of the axis, and texts to the right.
     in_margins: bool = False
-    # Otherwise they stand inside the axis, at these positions.
+    # The positions of names and texts inside the axis.
     name: float = 0.0
     text: float = 0.0
 
 
 _IN_MARGINS = _Layout(line_height=0.4, seeds=0.27, top=-0.6, in_margins=True)
 _ABOVE_MEAN = _Layout(line_height=0.66, seeds=0.16, name=-0.53, text=-0.29)
-# For lines without texts, which leave room.
+# A smaller line height for lines without texts.
 _NAME_ABOVE_MEAN = _Layout(line_height=0.46, seeds=0.16, name=-0.4, text=-0.29)
 
 
 class Line(NamedTuple):
     """One arm in one panel."""
 
-    arm: str  # the variant, which decides the style
+    arm: str  # the variant, which determines the style
     mean: float | None = None
-    low: float | None = None  # the ends of the interval
-    high: float | None = None
+    low: float | None = None  # the lower end of the interval
+    high: float | None = None  # the upper end
     seeds: Sequence[float] = ()  # the difference of each seed
     absent: str = ''  # why there is no mean
     right: str = ''  # a text to the right of the axis, or below the name
     is_decided: bool = False  # makes the text bold
-    name: str = ''  # the name of the line, by default `arm`
-    reported: tuple[float, float] | None = None  # the ends of the range that others report
-    meaning: str = 'mean'  # the label of the mean's marker in the legend
+    name: str = ''  # the printed name, by default `arm`
+    reported: tuple[float, float] | None = None  # a published range
+    meaning: str = 'mean'  # the legend label of the mean's marker
 
     def ends(self) -> list[float]:
-        """Returns the mean and the ends of its interval, without those that are None."""
+        """Returns the mean and the ends of its interval that are not None."""
         return [end for end in (self.mean, self.low, self.high) if end is not None]
 
 
-Panels = Mapping[str, Sequence[Line]]  # lines by the title of their panel, from the top
+Panels = Mapping[str, Sequence[Line]]  # lines by panel title, from the top
 Font = dict[str, Any]  # keywords of `Axes.text`
 
 
@@ -93,17 +88,16 @@ def forest(
 ) -> Figure:
     """Draws panels below each other, with a line for each arm.
 
-    On a wide figure, names and texts stand in the margins. On a narrow one, this would leave no
-    room for the axis, and they stand above the mean. A number beyond the ends of the axis is an
-    arrowhead at this end.
+    Names and texts are in the margins of a wide figure, and above the means of a narrow one.
+    Numbers outside the x axis are arrowheads at its ends.
 
     Args:
       lines_by_title: the lines of each panel.
       xlabel: the label of the x axis.
       styles: the style of each arm, as keywords of `Axes.plot`.
-      margin: half the width of the grey band of equivalence; 0 for no band.
-      far: how far beyond a typical line the x axis may reach; see `_limits`.
-      longest: the most characters of a name; longer ones are cut.
+      margin: the half-width of the grey band of equivalence; 0 for no band.
+      far: the x axis leaves out numbers that are this many times as large as typical ones.
+      longest: the most characters of a name.
       width: the width of the figure in inches.
     """
     all_lines = list[Line]()
@@ -112,12 +106,18 @@ def forest(
     limits = _limits(all_lines, margin, far)
     layout = _layout(all_lines, width)
 
-    # A panel has its lines, about half a line above them, and 0.7 inches for title and labels.
-    heights = []
+    panel_heights = []
     for lines in lines_by_title.values():
-        heights.append(layout.line_height * (len(lines) + 0.45) + 0.7)
-    figure = Figure(figsize=(width, sum(heights)))
-    axes = style.panels(figure, 1, len(heights), sharex=limits is not None, height_ratios=heights)
+        title_and_labels = 0.7
+        panel_heights.append(layout.line_height * (len(lines) + 0.45) + title_and_labels)
+    figure = Figure(figsize=(width, sum(panel_heights)))
+    axes = style.panels(
+        figure,
+        columns=1,
+        count=len(panel_heights),
+        sharex=limits is not None,
+        height_ratios=panel_heights,
+    )
     for ax, (title, lines) in zip(axes, lines_by_title.items(), strict=True):
         _draw_references(ax, margin)
         for y, line in enumerate(lines):
@@ -131,12 +131,13 @@ def forest(
         ax.set_title(short(title, 34))
         # Line 0 is at the top, so the y axis points downwards.
         ax.set(xlabel=xlabel, xlim=limits, ylim=(len(lines) - 0.4, layout.top))
-    figure.set_figheight(sum(heights) + style.legend(figure, 'lower'))
+    legend_height = style.legend(figure, loc='lower')
+    figure.set_figheight(sum(panel_heights) + legend_height)
     return figure
 
 
 def _draw_references(ax: Axes, margin: float) -> None:
-    """Draws a vertical line at zero and, if there is a margin, the band of equivalence."""
+    """Draws a vertical line at zero, and the band of equivalence around it."""
     if margin:
         band = {'color': style.GRID, 'alpha': 0.75, 'linewidth': 0, 'zorder': 0}
         ax.axvspan(-margin, margin, label=f'±{margin:g}, equivalent inside', **band)
@@ -144,7 +145,7 @@ def _draw_references(ax: Axes, margin: float) -> None:
 
 
 def _layout(lines: Sequence[Line], width: float) -> _Layout:
-    """Returns the layout of the lines in a figure of `width` inches."""
+    """Returns the layout of lines in a figure of `width` inches."""
     if width >= _WIDE:
         return _IN_MARGINS
     has_texts = any(line.right for line in lines)
@@ -154,22 +155,21 @@ def _layout(lines: Sequence[Line], width: float) -> _Layout:
 def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, float] | None:
     """Returns the limits of the x axis; None if the range is empty.
 
-    The axis shows zero, the margin, and all numbers except outliers. `far` is the limit for
-    outliers, in multiples of a typical line's largest absolute number.
+    The axis shows zero, the margin, and all numbers except outliers. An outlier is more than `far`
+    times as large as the median line's largest number.
     """
-    # Leave some room beyond the margin.
-    shown_numbers = [-1.5 * margin, 1.5 * margin]
-    reaches = []
+    shown_numbers = [-1.5 * margin, 1.5 * margin]  # with room beyond the margin
+    largest_of_lines = []
     for line in lines:
         numbers = [*line.ends(), *line.seeds]
         if line.reported is not None:
             numbers += line.reported
         shown_numbers += numbers
         if numbers:
-            reaches.append(max(abs(number) for number in numbers))
-    median_reach = statistics.median(reaches) if reaches else 0.0
-    # Outliers are clipped, because they would flatten all other lines.
-    outlier_limit = max(4 * margin, far * median_reach)
+            largest_of_lines.append(max(abs(number) for number in numbers))
+    typical_size = statistics.median(largest_of_lines) if largest_of_lines else 0.0
+    # Outliers would flatten all other lines.
+    outlier_limit = max(4 * margin, far * typical_size)
     clipped_numbers = np.clip(shown_numbers, -outlier_limit, outlier_limit)
     lowest = min(clipped_numbers)
     highest = max(clipped_numbers)
@@ -187,9 +187,9 @@ def _draw_numbers(
     limits: tuple[float, float] | None,
     layout: _Layout,
 ) -> None:
-    """Draws the numbers of a line at height y: reported range, interval, seeds and mean.
+    """Draws the reported range, interval, seeds and mean of a line at height y.
 
-    `limits` are the ends of the x axis, beyond which a number is an arrowhead.
+    Numbers outside `limits` are arrowheads.
     """
     if line.mean is None:
         return
@@ -214,25 +214,23 @@ def _draw_numbers(
 def _draw_arrowheads(
     ax: Axes, y: float, numbers: Sequence[float], color: str, limits: tuple[float, float]
 ) -> None:
-    """Draws an arrowhead at each end of the x axis beyond which there are numbers."""
+    """Draws an arrowhead at an end of the x axis if there are numbers beyond this end."""
     low, high = limits
-    keywords = _MEAN_MARKER | {'label': style.BEYOND, 'clip_on': False, 'color': color}
+    arrowhead = _MEAN_MARKER | {'label': style.BEYOND, 'clip_on': False, 'color': color}
     if any(number < low for number in numbers):
-        ax.scatter([low], [y], marker='<', **keywords)
+        ax.scatter([low], [y], marker='<', **arrowhead)
     if any(number > high for number in numbers):
-        ax.scatter([high], [y], marker='>', **keywords)
+        ax.scatter([high], [y], marker='>', **arrowhead)
 
 
 def _draw_names(ax: Axes, lines: Sequence[Line], names: Sequence[str], layout: _Layout) -> None:
-    """Writes the texts of each line: its name, its result such as a verdict, why it has no mean.
+    """Writes the name of each line, its result, and why it has no mean.
 
-    On a wide figure (`layout.in_margins`), the name is a label of the y axis, and the result is to
-    the right of the axis. On a narrow figure, all texts stand inside the axis: the name and the
-    result above the mean, and the reason in its place.
+    Names are labels of the y axis if they are in the margins.
     """
     ax.set_yticks(range(len(names)), names)
     ax.tick_params(axis='y', length=0, labelleft=layout.in_margins)
-    right_margin = 1.01  # in units of the x axis, which ends at 1
+    right_margin = 1.01  # the x axis is from 0 to 1
     for y, (line, name) in enumerate(zip(lines, names, strict=True)):
         result = line.right
         result_font: Font = {'weight': 'bold'} if line.is_decided else {'color': style.MUTED}
@@ -251,7 +249,7 @@ def _draw_names(ax: Axes, lines: Sequence[Line], names: Sequence[str], layout: _
 
 
 def _write(ax: Axes, y: float, text: str, x: float = 0.0, **font: Any) -> None:
-    """Writes a text on white at height y; x is 0 at the left end of the axis and 1 at its right."""
+    """Writes a text on white at height y. The x axis is from x = 0 to x = 1."""
     if text:
         box = {'facecolor': 'white', 'edgecolor': 'none', 'pad': 0.5}
         position = {'transform': ax.get_yaxis_transform(), 'va': 'center'}
@@ -259,12 +257,11 @@ def _write(ax: Axes, y: float, text: str, x: float = 0.0, **font: Any) -> None:
 
 
 def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
-    """Returns the figure of the differences from the baseline; None if a study has none.
+    """Returns the figure of differences from the baseline, with a panel per size and corpus.
 
-    It has a panel for each size and corpus. A panel has all declared arms, the lowest mean first.
-    If these are too many for a figure, it has those with the lowest and the highest means. If the
-    study is tuned, the figure also shows verdicts and the margin. It is drawn even before there are
-    results, and then says what each arm lacks.
+    A tuned study also has verdicts and the margin. Its figure is drawn even without results.
+
+    Returns None if there is nothing to draw.
     """
     study = findings.study
     has_differences = any(arm.difference for arm in findings.arms)
@@ -279,6 +276,7 @@ def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
     for size, corpus in itertools.product(study.sizes, study.corpora):
         lines = _sorted_lines(findings, size, corpus)
         if cut is not None:
+            # Keep the lowest and the highest means.
             lines = lines[: cut.num_drawn] + lines[-cut.num_drawn :]
         title = prose.size_and_corpus(study, ArmKey(study.baseline, size, corpus))
         lines_by_title[title] = lines
@@ -294,11 +292,10 @@ def differences(findings: Findings, styles: style.Styles) -> Drawing | None:
 
 
 def _cut_to_most_lines(study: TrainedStudy) -> Cut | None:
-    """Returns how many arms each panel draws; None if it draws all of them.
+    """Limits the figure to MOST_LINES lines; returns None if all arms can be drawn.
 
-    All panels of a figure together have at most MOST_LINES lines. For example, a study has 4 panels
-    with 40 arms each, and MOST_LINES is 100. Then each panel has room for 25 lines. It draws the 12
-    arms with the lowest means and the 12 with the highest.
+    For example, each of 4 panels has room for 25 of 100 lines. A panel then draws the 12 lowest and
+    the 12 highest means.
     """
     num_panels = len(study.sizes) * len(study.corpora)
     num_arms = len(study.variants) - 1  # without the baseline
@@ -306,13 +303,14 @@ def _cut_to_most_lines(study: TrainedStudy) -> Cut | None:
     if is_small or num_arms <= 2:
         return None
     lines_per_panel = MOST_LINES // num_panels
-    return Cut(num_drawn=max(lines_per_panel // 2, 1), num_arms=num_arms)
+    num_lowest = max(lines_per_panel // 2, 1)
+    return Cut(num_drawn=num_lowest, num_arms=num_arms)
 
 
 def _sorted_lines(findings: Findings, size: str, corpus: str) -> list[Line]:
-    """Returns a line for each declared arm of a size and corpus, except the baseline.
+    """Returns the lines of a size and corpus without the baseline, lowest mean first.
 
-    The lowest mean is first. Lines without a mean are last.
+    Lines without a mean are last.
     """
     study = findings.study
     arm_by_key = {arm.key: arm for arm in findings.arms}
@@ -321,11 +319,15 @@ def _sorted_lines(findings: Findings, size: str, corpus: str) -> list[Line]:
         if variant != study.baseline:
             arm = arm_by_key.get(ArmKey(variant, size, corpus))
             lines.append(_line(variant, arm, study))
-    return sorted(lines, key=lambda line: math.inf if line.mean is None else line.mean)
+
+    def rank(line: Line) -> float:
+        return math.inf if line.mean is None else line.mean
+
+    return sorted(lines, key=rank)
 
 
 def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
-    """Returns the line of an arm: its difference from the baseline, or why it has none.
+    """Returns the line of an arm: its difference from the baseline, or why there is none.
 
     `arm` is None if it has no results.
     """
@@ -334,7 +336,7 @@ def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
     if not arm.chosen:
         return Line(variant, absent='diverged')
 
-    # The text of the line, such as '+0.0500 [+0.0245, +0.0755]  worse  1 diverged'.
+    # Such as '+0.0500 [+0.0245, +0.0755]  worse  1 diverged'.
     decision = arm.verdict.decision if arm.verdict else None
     texts = []
     if arm.difference:
@@ -345,7 +347,6 @@ def _line(variant: str, arm: TrainedArm | None, study: TrainedStudy) -> Line:
         texts.append(f'{arm.num_diverged} diverged')
     line = Line(variant, right='  '.join(texts), is_decided=decision in DECIDED)
 
-    # The arm has losses, but the baseline may have none to compare them with.
     if arm.comparison is None:
         if study.tuned:
             return line._replace(absent='the baseline has not finished')

@@ -1,4 +1,4 @@
-"""The style of figures: the palette, one style per variant, panels, legends, and formats."""
+"""The style of figures: colours, a style for each variant, panels, legends and formats."""
 
 import io
 import math
@@ -13,9 +13,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 
-# Six hues chosen for distance under simulated deuteranopia and protanopia (Machado, Oliveira and
-# Fernandes 2009: at least 16 CIELAB units between any two on white, 20 on dark) and for 3:1
-# contrast with the page. Beyond six, markers tell apart.
+# Six hues that differ under simulated deuteranopia and protanopia (Machado, Oliveira and Fernandes
+# 2009) by at least 16 CIELAB units on white and 20 on dark, with 3:1 contrast to the page.
 HUES = ('#1d4fa0', '#b93a1a', '#1f9f8c', '#c46be7', '#999710', '#6d2138')
 HUES_DARK = ('#4f8df0', '#f0824a', '#35d0b5', '#dba6f5', '#f0e27a', '#c0566e')
 INK = '#1b1f24'
@@ -27,50 +26,47 @@ LIGHT |= {f'hue-{index}': hue for index, hue in enumerate(HUES)}
 DARK = {'ink': '#e6e9ed', 'muted': '#9aa4b0', 'grid': '#343b45', 'surface': '#15181d'}
 DARK |= {f'hue-{index}': hue for index, hue in enumerate(HUES_DARK)}
 MARKERS = ('o', 's', '^', 'v', 'P', 'X')
-# Inches of a figure in a file or on a narrow page, where its text has 11 pixels or more on a screen
+# Inches of a figure in a file or on a narrow page, so that text has 11 pixels or more on a screen
 # of 400 CSS pixels.
 WIDTH = 3.6
-# Inches of a figure that takes the width of a page on a wide screen.
+# Inches of a figure on a wide page.
 WIDE = 11.0
-# The keywords of `Axes.plot` of each variant, the same in every figure of a report.
+# The style of each variant, as keywords of `Axes.plot`.
 Styles = Mapping[str, dict[str, Any]]
 # Keywords of a line at zero, or at a chosen value.
 REFERENCE: dict[str, Any] = {'color': INK, 'linewidth': 1, 'linestyle': (0, (4, 2)), 'zorder': 1}
 # Keywords of the dots of seeds.
 SEEDS: dict[str, Any] = {'s': 8, 'alpha': 0.6, 'linewidths': 0, 'zorder': 3, 'label': 'one seed'}
-# The label of an arrowhead at an edge.
+# The label of an arrowhead for numbers outside the axis.
 BEYOND = 'off the scale'
-# The most marks that a legend shows beside one label, if several styles share the label.
+# The most marks beside a legend label that several styles share.
 MARKS_OF_LABEL = 3
-# Inches of the height of a legend: of each row, and of its margins together.
+# The height of a legend's row, and of all its margins, in inches.
 _LEGEND_ROW = 0.18
 _LEGEND_MARGIN = 0.1
-# How many characters fit into an inch of a legend.
+# The text width of a legend.
 _CHARACTERS_PER_INCH = 13.9
-# The room for the marks beside a label, in characters.
+# The width of the marks beside a label, in characters.
 _MARK_CHARACTERS = 6
 _METADATA = {'png': {'Software': None}, 'pdf': {'CreationDate': None}, 'svg': {'Date': None}}
 
 
 def style_sheet() -> AbstractContextManager[None]:
-    """Returns the context in which figures are built and rendered."""
+    """Returns the matplotlib style context in which figures are drawn and rendered."""
     return matplotlib.style.context(Path(__file__).with_name('qkattn.mplstyle'))
 
 
 def styles(variants: Sequence[str], baseline: str | None) -> dict[str, dict[str, Any]]:
-    """Returns a style for each variant. The baseline is black and thick.
+    """Returns a style for each variant, as keywords of `Axes.plot`.
 
-    Variants 0 to 5 have the hues 0 to 5 and the markers 0 to 5. Variants 6 to 11 have the hues
-    again, each with the next marker: variant 6 has hue 0 and marker 1, and variant 11 has hue 5 and
-    marker 0. So the styles of 36 variants differ.
+    The styles of 36 variants differ. The baseline is black and thick.
     """
     style_by_variant: dict[str, dict[str, Any]] = {}
     others = [variant for variant in variants if variant != baseline]
     for index, variant in enumerate(others):
-        # How many earlier variants have the same hue.
-        num_earlier = index // len(HUES)
-        hue_index = index % len(HUES)
-        marker_index = (hue_index + num_earlier) % len(MARKERS)
+        # When all hues are used, use them again with the next marker.
+        num_rounds, hue_index = divmod(index, len(HUES))
+        marker_index = (hue_index + num_rounds) % len(MARKERS)
         style_by_variant[variant] = {'color': HUES[hue_index], 'marker': MARKERS[marker_index]}
     if baseline is not None:
         style_by_variant[baseline] = {'color': INK, 'marker': 'D', 'linewidth': 2.0}
@@ -83,16 +79,19 @@ def rows_of(count: int, columns: int) -> int:
 
 
 def panels(figure: Figure, columns: int, count: int, **keywords: Any) -> list[Axes]:
-    """Adds a grid of `count` axes with `columns` columns to a figure; returns the axes.
+    """Adds a grid of axes to a figure, row by row, and returns the axes.
 
-    The last row may be incomplete. `keywords` go to `Figure.subplots`, for example `sharex`.
+    Args:
+      figure: the figure.
+      columns: the number of columns.
+      count: the number of axes. The last row may be incomplete.
+      **keywords: arguments of `Figure.subplots`, such as `sharex`.
     """
     grid = figure.subplots(rows_of(count, columns), columns, squeeze=False, **keywords)
     axes = list(grid.flat)
     for ax in axes[count:]:
         ax.remove()
-    # With a shared x axis, matplotlib labels only the last row, which may be incomplete. Label the
-    # lowest axes of each column instead: of 5 axes in 2 columns, these are axes 3 and 4.
+    # With a shared x axis, matplotlib labels only the last row, which may be incomplete.
     lowest_of_each_column = axes[max(count - columns, 0) : count]
     for ax in lowest_of_each_column:
         ax.tick_params(labelbottom=True)
@@ -106,13 +105,13 @@ def legend(
 ) -> float:
     """Adds a legend with one entry for each label; returns its height in inches.
 
-    Several variants may share a label, such as 'mean'. Its entry shows the marks of the first
-    MARKS_OF_LABEL of them.
+    If several variants share a label, the entry shows their marks side by side, at most
+    MARKS_OF_LABEL.
 
     Args:
       figure: the figure that gets the legend.
-      loc: whether the legend is above or below the axes.
-      axes: the axes with the labels, by default those of the figure.
+      loc: whether the legend is above ('upper') or below ('lower') the axes.
+      axes: the axes with the labels, by default all axes of the figure.
     """
     if axes is None:
         axes = figure.axes
@@ -122,8 +121,7 @@ def legend(
     figure.legend(
         [tuple(handles) for handles in handles_by_label.values()],
         labels,
-        # Draws the handles of a tuple side by side.
-        handler_map={tuple: HandlerTuple(ndivide=None)},
+        handler_map={tuple: HandlerTuple(ndivide=None)},  # draws a tuple side by side
         loc=f'outside {loc} center',
         ncols=columns,
     )
@@ -131,55 +129,51 @@ def legend(
 
 
 def _handles_by_label(axes: Iterable[Axes]) -> dict[str, list[Any]]:
-    """Returns the drawn objects (handles) that stand for each label in a legend.
-
-    These are the first MARKS_OF_LABEL handles of the label whose marks look different.
-    """
+    """Returns the legend handles of each label: the first MARKS_OF_LABEL that look different."""
     handles_by_label: dict[str, list[Any]] = {}
     marks_by_label: dict[str, set[str]] = {}
     for ax in axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles = handles_by_label.setdefault(label, [])
+        handles, labels = ax.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            handles_of_label = handles_by_label.setdefault(label, [])
             marks = marks_by_label.setdefault(label, set())
             mark = _mark(handle)
-            if mark not in marks and len(handles) < MARKS_OF_LABEL:
+            if mark not in marks and len(handles_of_label) < MARKS_OF_LABEL:
                 marks.add(mark)
-                handles.append(handle)
+                handles_of_label.append(handle)
     return handles_by_label
 
 
 def _legend_columns(labels: Sequence[str], width: float) -> int:
-    """Returns how many columns of a legend fit into a width in inches.
-
-    A column is as wide as its longest label. In the worst case, the longest labels of the legend
-    are in different columns, so these have to fit beside each other.
-    """
+    """Returns the number of legend columns that fit into a width in inches."""
     available_characters = _CHARACTERS_PER_INCH * width
     lengths = sorted((len(label) for label in labels), reverse=True)
     columns = 1
     while columns < len(lengths):
-        # Try one column more.
-        longest = lengths[: columns + 1]
-        if sum(longest) + _MARK_CHARACTERS * len(longest) > available_characters:
+        more_columns = columns + 1
+        # In the worst case, each column has one of the longest labels.
+        needed_characters = sum(lengths[:more_columns]) + _MARK_CHARACTERS * more_columns
+        if needed_characters > available_characters:
             break
-        columns += 1
+        columns = more_columns
     return columns
 
 
 def _mark(handle: Any) -> str:
-    """Returns a text that is equal for handles that look the same: colour, and marker of a line."""
+    """Returns the colour and marker of a legend handle as text."""
     color = handle.get_color() if hasattr(handle, 'get_color') else handle.get_facecolor()
     marker = handle.get_marker() if hasattr(handle, 'get_marker') else ''
     return f'{color} {marker}'
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """Renders a figure as 'png', 'pdf' or 'svg'. The same figure always gives the same bytes."""
+    """Renders a figure as 'png', 'pdf' or 'svg'. The bytes are reproducible."""
     content = io.BytesIO()
+    metadata = _METADATA[kind]  # without a date or version
     with style_sheet():
         if kind == 'svg':
-            # Figure.savefig draws twice, the first time to learn a size that is known here.
-            FigureCanvasSVG(figure).print_svg(content, metadata=_METADATA[kind])
+            # Faster than Figure.savefig, which draws the figure twice.
+            FigureCanvasSVG(figure).print_svg(content, metadata=metadata)
         else:
-            figure.savefig(content, format=kind, dpi=160, metadata=_METADATA[kind])
+            figure.savefig(content, format=kind, dpi=160, metadata=metadata)
     return content.getvalue()
