@@ -46,7 +46,7 @@ class Norm(nnx.Module):
 
 
 def gelu(x_BTF: jax.Array) -> jax.Array:
-    """Returns 0.5 x (1 + erf(x / sqrt(2))), computed in float32 or wider.
+    """Exact GELU, x (1 + erf(x / sqrt(2))) / 2, computed in float32 or wider.
 
     Faster on a CPU than jax.nn.gelu, which uses erfc.
     """

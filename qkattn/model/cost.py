@@ -1,7 +1,6 @@
 """The cost of a model: parameters, FLOPs per token, cache floats per token.
 
-There are no formulas here. The parameter tree, the program and the caches are built with shapes in
-place of arrays, and their sizes are counted.
+Costs are counted from abstract shapes of the parameters, the traced program and the caches.
 """
 
 import dataclasses
@@ -28,9 +27,10 @@ def abstract_params(config: ModelConfig) -> dict:
 
 
 def group_of(path: str) -> str:
-    """Returns the group in which a parameter is counted: 'blocks/mlp/w_in_DF' -> 'mlp'.
+    """Returns the group of a parameter: 'blocks/mlp/w_in_DF' -> 'mlp'.
 
-    Raises ValueError for a parameter that belongs to no group.
+    Raises:
+      ValueError: the parameter belongs to no group.
     """
     *modules, name = path.split('/')
     if modules and modules[-1].endswith('norm'):
@@ -38,15 +38,14 @@ def group_of(path: str) -> str:
     for group in ('attention', 'mlp'):
         if any(module.endswith(group) for module in modules):
             return group
-    # The embeddings are parameters of the model itself, or of its encoder.
-    is_outside_of_blocks = modules in ([], ['encoder'])
-    if is_outside_of_blocks and name.startswith(('w_embedding', 'w_position', 'w_output')):
+    is_outside_blocks = modules in ([], ['encoder'])
+    if is_outside_blocks and name.startswith(('w_embedding', 'w_position', 'w_output')):
         return 'embedding'
     raise ValueError(f'parameter {path} belongs to no budget group of {", ".join(GROUPS)}')
 
 
 def count(config: ModelConfig) -> dict[str, int]:
-    """Counts the parameters of each group, and of all groups as 'total'."""
+    """Counts the parameters of each group, and the 'total' of all groups."""
     parameters = dict.fromkeys(GROUPS, 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -54,25 +53,24 @@ def count(config: ModelConfig) -> dict[str, int]:
     return {**parameters, 'total': sum(parameters.values())}
 
 
-@functools.lru_cache(maxsize=1024)  # Tracing takes long, and configs come again.
+@functools.lru_cache(maxsize=1024)
 def flops_per_token(config: ModelConfig) -> float:
-    """Counts the floating-point operations of all matrix products in a forward pass, per token.
+    """Counts the FLOPs per token of all matrix products in a forward pass with full context.
 
-    A multiply-add counts as two. The context is full, and masked positions count too, whatever
-    model.kernel is. For an encoder-decoder the count is per target token, and includes the encoding
-    of a full source.
+    A multiply-add counts as two. Masked positions count too. The count of an encoder-decoder is per
+    target token and includes the encoding of a full source.
     """
     return _flops_per_token(config, lambda model, inputs: model(**inputs))
 
 
 def training_flops_per_token(config: ModelConfig) -> float:
-    """Counts the FLOPs of a forward and a backward pass per token, as `flops_per_token` does.
+    """Counts the FLOPs per token of a forward and a backward pass.
 
-    There are about three times as many as in the forward pass alone. There are fewer if some
-    parameters do not train, and more if model.remat repeats parts of the forward pass.
+    The rules are those of `flops_per_token`. Forward computations that model.remat repeats count
+    again.
     """
 
-    # Any scalar of the logits will do: only matrix products are counted.
+    # Only matrix products count, so any scalar function of the logits will do.
     def loss(model: Transformer, inputs: dict[str, jax.Array]) -> jax.Array:
         return jnp.square(model(**inputs)).sum()
 
@@ -81,50 +79,42 @@ def training_flops_per_token(config: ModelConfig) -> float:
 
 def _flops_per_token(config: ModelConfig, program: Callable) -> float:
     """Returns the FLOPs per token of program(model, inputs) on one row of full context."""
+    # The einsum kernel computes every variant, masked positions included.
     config = dataclasses.replace(config, kernel='einsum')
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
     if config.kind == 'encoder_decoder':
         inputs['source_BS'] = jax.ShapeDtypeStruct((1, config.encoder.context), jnp.int32)
-    jaxpr = jax.make_jaxpr(program)(abstract_model(config), inputs)
-    return _matmul_flops(jaxpr.jaxpr) / config.context
+    closed_jaxpr = jax.make_jaxpr(program)(abstract_model(config), inputs)
+    return _matmul_flops(closed_jaxpr.jaxpr) / config.context
 
 
 def _matmul_flops(jaxpr: Jaxpr) -> int:
-    """Returns the FLOPs of all matrix products (dot_general) in a program.
+    """Returns the FLOPs of all matrix products (dot_general) in a jaxpr.
 
-    The compiler merges equations that compute the same value, so they count once. For example,
-
-        a = dot_general x w
-        b = dot_general x w
-        c = dot_general a b
-
-    counts as two products: b is equal to a, because the same primitive with the same parameters is
-    applied to the same inputs.
+    Equations that compute the same value count once, because XLA merges them.
     """
     flops = 0
-    # The id of the value that a variable holds. In the example, a and b have the same id.
+    # Variables that hold the same value have the same id.
     id_of_variable: dict[Any, Any] = {}
-    # The hashes of the computations so far: in the example, of x w and of a b.
-    computed: set[int] = set()
+    counted_computations: set[int] = set()
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
         input_ids: list[Any] = []
         for variable in equation.invars:
             if isinstance(variable, Literal):
-                input_ids.append(repr(variable))  # literals of the same value are equal
+                input_ids.append(repr(variable))
             elif variable in id_of_variable:
                 input_ids.append(id_of_variable[variable])
             else:
-                # An argument of the program, such as x: it is equal to no other variable.
-                input_ids.append(id(variable))
+                input_ids.append(id(variable))  # an argument of the jaxpr
 
-        # Equations with the same hash compute the same value, so their outputs get the same ids.
+        # The same primitive with the same parameters and inputs computes the same value.
         computation = hash((primitive, str(equation.params), tuple(input_ids)))
-        for index, variable in enumerate(equation.outvars):
-            id_of_variable[variable] = (computation, index)
-        if computation in computed:
-            continue  # an earlier equation has counted it, together with its inner programs
-        computed.add(computation)
+        for output_index, variable in enumerate(equation.outvars):
+            id_of_variable[variable] = (computation, output_index)
+        if computation in counted_computations:
+            continue
+        counted_computations.add(computation)
 
         if primitive == 'dot_general':
             flops += _dot_general_flops(equation)
@@ -136,24 +126,24 @@ def _matmul_flops(jaxpr: Jaxpr) -> int:
 
 
 def _inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
-    """Returns the programs among the parameters of an equation, e.g. the body of a scan."""
+    """Returns the jaxprs among an equation's parameters, such as the body of a scan."""
     parameters = list(equation.params.values())
     jaxprs = []
-    for value in jax.tree.leaves(parameters, is_leaf=_is_jaxpr):
-        if isinstance(value, ClosedJaxpr):
-            jaxprs.append(value.jaxpr)
-        elif isinstance(value, Jaxpr):
-            jaxprs.append(value)
+    for leaf in jax.tree.leaves(parameters, is_leaf=_is_jaxpr):
+        if isinstance(leaf, ClosedJaxpr):
+            jaxprs.append(leaf.jaxpr)
+        elif isinstance(leaf, Jaxpr):
+            jaxprs.append(leaf)
     return jaxprs
 
 
 def _dot_general_flops(equation: JaxprEqn) -> int:
-    """Returns 2 * outputs * contracted: each output element sums that many products."""
-    (contracted_axes, _), _ = equation.params['dimension_numbers']
+    """Returns the FLOPs of a matrix product, two per output element and contracted element."""
+    (left_contracted_axes, _), _ = equation.params['dimension_numbers']
     left_shape = equation.invars[0].aval.shape  # type: ignore[attr-defined]
-    out_shape = equation.outvars[0].aval.shape  # type: ignore[attr-defined]
-    contracted = math.prod(left_shape[axis] for axis in contracted_axes)
-    return 2 * math.prod(out_shape) * contracted
+    output_shape = equation.outvars[0].aval.shape  # type: ignore[attr-defined]
+    contracted_size = math.prod(left_shape[axis] for axis in left_contracted_axes)
+    return 2 * math.prod(output_shape) * contracted_size
 
 
 def _is_jaxpr(value: object) -> bool:
@@ -162,20 +152,20 @@ def _is_jaxpr(value: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def cache_floats_per_token(config: ModelConfig) -> int:
-    """Returns how many floats the key/value cache of decoding holds per token, over all layers.
+    """Counts the floats per token in the key/value caches of all layers.
 
-    An encoder-decoder caches target tokens and source tokens. Its number is the floats of one
-    target token plus the floats of one source token. An encoder does not decode: its number is 0.
+    For an encoder-decoder, this is the sum for one target token and one source token. An encoder
+    has no cache.
     """
     if config.kind == 'encoder':
         return 0
-    # The attributes of a block that hold attention layers.
+    # The attention layers of a block.
     sites = ['attention']
     if config.kind == 'encoder_decoder':
         sites.append('cross_attention')
 
-    def cached(model: Transformer, token_11D: jax.Array) -> list[Cache]:
-        """Returns what each layer caches of one token."""
+    def cache_token(model: Transformer, token_11D: jax.Array) -> list[Cache]:
+        """Returns each layer's cache of one token."""
         caches = []
         for site in sites:
             for layer in model.layers(site):
@@ -183,7 +173,7 @@ def cache_floats_per_token(config: ModelConfig) -> int:
         return caches
 
     token_11D = jax.ShapeDtypeStruct((1, 1, config.d_model), jnp.float32)
-    caches = jax.eval_shape(cached, abstract_model(config), token_11D)
+    caches = jax.eval_shape(cache_token, abstract_model(config), token_11D)
     return sum(math.prod(array.shape) for array in jax.tree.leaves(caches))
 
 
@@ -191,8 +181,10 @@ def cache_floats_per_token(config: ModelConfig) -> int:
 def measured(config: ModelConfig, which: str) -> float | int:
     """Returns one cost of a model.
 
-    `which` is 'total' or 'non_embedding', for numbers of parameters; 'flops', for the FLOPs of a
-    forward pass per token; or 'cache', for the floats per token that decoding caches.
+    Args:
+      config: the model settings.
+      which: 'total' or 'non_embedding' for the parameter count; 'flops' for the FLOPs per token of
+        a forward pass; 'cache' for the cached floats per token.
     """
     match which:
         case 'total':

@@ -1,4 +1,4 @@
-"""The attention layers of a model configuration: one specification per site."""
+"""The attention sites of a model: groups of attention layers with one specification."""
 
 import contextlib
 import dataclasses
@@ -37,12 +37,12 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         return attributes[SPEC]
 
     field_names = [field.name for field in dataclasses.fields(AttentionSpec)]
-    field_names.remove('residual_gain')  # the only field that the config lacks
+    field_names.remove('residual_gain')  # the only field that is not in the config
     fields = {name: getattr(config, name) for name in field_names}
     if config.positions not in ('rope', 'alibi'):
         # Learned and sinusoidal positions are added to the stream, outside of attention.
         fields['positions'] = 'none'
-    # The sum of n residual branches has n times the variance of one. The gain cancels the factor n.
+    # The variance of the stream then does not grow with the number of branches.
     residual_gain = config.num_branches**-0.5
     spec = AttentionSpec(**fields, residual_gain=residual_gain)
     attributes[SPEC] = spec
@@ -50,14 +50,12 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
 
 
 def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
-    """Returns, for each attention site of a model, a function that makes its specification.
+    """Returns a function for each attention site that makes the site's specification.
 
     A site is a group of attention layers with one specification. Its key is the setting that
-    decides it: 'model'; with a pattern also 'model.pattern[0]', 'model.pattern[1]', ...; and in an
-    encoder-decoder also 'model.encoder_variant' and 'model.cross_variant'.
+    determines it: 'model', 'model.pattern[0]', 'model.encoder_variant' or 'model.cross_variant'.
 
-    A function raises SpecError if the settings of its site do not fit together. The caller can then
-    name the setting.
+    A function raises SpecError if its settings do not fit together.
     """
 
     def spec_in_pattern(index: int) -> AttentionSpec:
@@ -76,18 +74,21 @@ def sites(config: ModelConfig) -> dict[str, Callable[[], AttentionSpec]]:
 
 
 def validate(config: Config) -> None:
-    """Raises ConfigError for the first invalid setting of a run. It does not compile anything."""
+    """Checks all settings of a run without compiling anything.
+
+    Raises:
+      ConfigError: a setting is invalid.
+    """
     validate_settings(config)
     for setting, make_spec in sites(config.model).items():
         _check_site(config, setting, make_spec)
-    check_kernel(config, None)
+    check_kernel(config, mesh=None)
 
 
 def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionSpec]) -> None:
-    """Raises ConfigError if the attention layers of one site cannot be built.
+    """Raises ConfigError if an attention layer cannot be built.
 
-    A site is a group of layers with one specification, which `make_spec` makes. `setting` decides
-    it, such as 'model' or 'model.encoder_variant'; see `sites`.
+    `setting` determines the layer's specification, such as 'model' or 'model.encoder_variant'.
     """
     with _as_config_error(setting):
         spec = make_spec()
@@ -100,11 +101,11 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
         with _as_config_error(setting):
             registry.check(spec)
 
-    def trace_layer() -> None:
-        # 'einsum' computes every variant. `check_kernel` checks the other kernels.
-        plain_spec = dataclasses.replace(spec, kernel='einsum')
-        x_BTD, out_BTD = _trace_attention(config, setting, plain_spec)
-        # The stream would broadcast an output of another shape without an error.
+    def check_output_shape() -> None:
+        # The einsum kernel computes every variant.
+        einsum_spec = dataclasses.replace(spec, kernel='einsum')
+        x_BTD, out_BTD = _trace_attention(config, setting, einsum_spec)
+        # The residual sum would broadcast another shape without an error.
         if out_BTD.shape != x_BTD.shape:
             raise ConfigError(
                 f'{setting}={joined_names!r} returns an output of shape {out_BTD.shape} for a '
@@ -115,17 +116,20 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
         check_spec()
         return
 
-    # Code from outside may raise anything, and every exception becomes a ConfigError. A trace finds
-    # out whether its arrays fit together.
+    # Code from outside the package may raise any exception, which becomes a ConfigError.
     call_with_config_errors(setting, joined_names, check_spec)
-    call_with_config_errors(setting, joined_names, trace_layer)
+    call_with_config_errors(setting, joined_names, check_output_shape)
 
 
 def check_kernel(config: Config, mesh: Mesh | None) -> None:
-    """Raises ConfigError if the kernel of model.kernel cannot compute a layer in training.
+    """Checks that model.kernel can compute the attention layers in training.
 
-    `mesh` has the devices of the run. It is None if they are not known yet; then only a kernel that
-    no platform could use is refused.
+    Args:
+      config: the settings of the run.
+      mesh: the devices of the run; None, if unknown, accepts a kernel that some platform supports.
+
+    Raises:
+      ConfigError: the kernel cannot compute a layer.
     """
     if config.model.kernel == 'auto':
         return
@@ -136,7 +140,7 @@ def check_kernel(config: Config, mesh: Mesh | None) -> None:
 
 @contextlib.contextmanager
 def _as_config_error(setting: str) -> Iterator[None]:
-    """Turns a SpecError raised inside the block into a ConfigError that names the setting."""
+    """Turns a SpecError inside the block into a ConfigError that names the setting."""
     try:
         yield
     except SpecError as error:
@@ -146,15 +150,15 @@ def _as_config_error(setting: str) -> Iterator[None]:
 def _trace_attention(
     config: Config, setting: str, spec: AttentionSpec
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Traces one attention layer as in training, without computing it.
-
-    Returns the shapes of the stream of the queries and of the output. The trace raises what the
-    layer's code would raise in training.
+    """Traces an attention layer as in training, without computing it.
 
     Args:
       config: the settings of the run.
-      setting: the setting that decides the layer's specification, such as 'model'; see `sites`.
-      spec: the specification of the layer, in which the caller may have replaced the kernel.
+      setting: the setting that determines the specification, such as 'model.encoder_variant'.
+      spec: the specification of the layer.
+
+    Returns:
+      The shapes of the layer's input and output.
     """
     model = config.model
     is_in_encoder = setting == 'model.encoder_variant'
@@ -168,7 +172,7 @@ def _trace_attention(
     has_segments = not config.data.cross_documents or model.kind == 'encoder_decoder'
 
     def attend(layer: Attention, x_BTD: jax.Array, y_BSD: jax.Array) -> jax.Array:
-        """Attends with the mask of this site, as in training."""
+        """Attends with the mask and dropout of training."""
         mask = Mask(
             causal=is_causal,
             window=spec.window,
@@ -184,8 +188,8 @@ def _trace_attention(
             dropout_key=jax.random.key(0),
         )
 
-    # There are only shapes in place of arrays. All have the dtype in which training computes.
     dtype = jnp.dtype(model.compute_dtype)
+    # Shapes stand for arrays.
     layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     layer = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype), layer)
     x_BTD = jax.ShapeDtypeStruct((1, T, model.d_model), dtype)

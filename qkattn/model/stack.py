@@ -1,4 +1,4 @@
-"""The blocks of a model: stacks of layers of one variant each, and the scan over them."""
+"""Stacks of layers of one variant each, and the scan over them."""
 
 import contextvars
 import functools
@@ -15,8 +15,8 @@ from qkattn.attention.parameters import set_context_variable
 from qkattn.config import ModelConfig
 from qkattn.model.blocks import Block
 
-# What a layer keeps for the backward pass: nothing, or its products with weight matrices. The
-# policy tells those from q k^T and p v by their lack of batch axes.
+# What a layer keeps for the backward pass: nothing, or its products with weight matrices. Unlike
+# q k^T and p v, these have no batch axes.
 REMAT_POLICIES = {
     'full': jax.checkpoint_policies.nothing_saveable,
     'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -24,35 +24,31 @@ REMAT_POLICIES = {
 
 
 class Pattern(nnx.Module):
-    """Layers of several variants in turn.
+    """Layers of P variants in turn, with a stack for each variant.
 
-    There is one stack for each of the P variants. Layer l has variant l % P, and it is number
-    l // P in the stack of that variant.
+    Layer l is layer l // P of stack l % P.
     """
 
     def __init__(self, stacks: list[Block]):
         self.period = len(stacks)
-        for number, stack in enumerate(stacks):
-            setattr(self, f'stack_{number}', stack)
+        for stack_index, stack in enumerate(stacks):
+            setattr(self, f'stack_{stack_index}', stack)
 
 
 Blocks = Block | Pattern
 
-# A Placement takes an activation and a letter per axis, and places it on the devices of a mesh.
+# Places an activation on the devices of a mesh, given a letter for each axis.
 Placement = Callable[[jax.Array, str], jax.Array]
 _placement: contextvars.ContextVar[Placement] = contextvars.ContextVar('placement')
 
 
 def use_placement(placement: Placement) -> AbstractContextManager[None]:
-    """Makes models traced inside the block apply a placement to their activations.
-
-    These are the embeddings, the logits, and the stream before and after each layer.
-    """
+    """Returns a context in which traced models apply a placement to their activations."""
     return set_context_variable(_placement, placement)
 
 
 def apply_placement(array: jax.Array, letters: str) -> jax.Array:
-    """Applies the placement in force, if any; `letters` names the axes, as in 'BTD'."""
+    """Applies the placement of the context, if any. `letters` are the axes, as in 'BTD'."""
     placement = _placement.get(None)
     if placement is None:
         return array
@@ -60,47 +56,51 @@ def apply_placement(array: jax.Array, letters: str) -> jax.Array:
 
 
 def stacks_of(blocks: Blocks) -> list[Block]:
-    """Returns the stacks, in the order of their first layers. Without a pattern there is one."""
+    """Returns the stacks of a model. Without a pattern there is one."""
     if isinstance(blocks, Block):
         return [blocks]
-    return [getattr(blocks, f'stack_{number}') for number in range(blocks.period)]
+    return [getattr(blocks, f'stack_{stack_index}') for stack_index in range(blocks.period)]
 
 
 def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> Blocks:
-    """Initializes the blocks of all layers, as one stack for each variant.
+    """Initializes all layers, as one stack for each variant.
 
-    In a stack, every parameter has a leading axis over the layers of that variant. Without a
-    pattern, the only stack is returned as it is.
+    In a stack, every parameter has a leading axis over layers.
+
+    Args:
+      config: the settings of the model.
+      key: the random key.
+      kind: the class of the layers.
     """
     keys_L = jax.random.split(key, config.num_layers)
     num_variants = len(config.cycle)
     stacks = []
-    for number, layer_config in enumerate(config.cycle):
+    for stack_index, layer_config in enumerate(config.cycle):
         # With 2 variants, the stacks have the layers 0, 2, 4, ... and 1, 3, 5, ...
-        keys_of_stack = keys_L[number::num_variants]
-        # A block is initialized by kind(layer_config, key=...). vmap does this for all keys.
+        keys_of_stack = keys_L[stack_index::num_variants]
         make_block = functools.partial(kind, layer_config)
-        stacks.append(jax.vmap(make_block)(key=keys_of_stack))
+        make_stack = jax.vmap(make_block)
+        stacks.append(make_stack(key=keys_of_stack))
     return stacks[0] if num_variants == 1 else Pattern(stacks)
 
 
 def layer_of(blocks: Blocks, index: int) -> Block:
     """Returns layer number `index`, counted from 0."""
     stacks = stacks_of(blocks)
-    row, number = divmod(index, len(stacks))
-    block = _items(stacks[number], row)
+    index_in_stack, stack_index = divmod(index, len(stacks))
+    block = _items(stacks[stack_index], index_in_stack)
     return block.at(index)
 
 
 class _StackInputs(NamedTuple):
-    """What a stack contributes to the scan: arrays whose leading axis is over its layers.
+    """The scan inputs of a stack, with a leading axis over layers.
 
-    In an iteration, it holds the items of one layer.
+    In an iteration of the scan, these are the inputs of one layer.
     """
 
     block: Block
-    number: jax.Array  # the number of the layer in the model
-    number_in_stack: jax.Array
+    layer: jax.Array  # the number of the layer in the model
+    index_in_stack: jax.Array
     row: Any  # the layer's part of the `rows` of `scan_layers`
 
 
@@ -112,18 +112,17 @@ def scan_layers(
     *,
     config: ModelConfig,
 ) -> Any:
-    """Runs `carry = step(carry, block, index, row)` for every layer, and returns the last carry.
+    """Runs `carry = step(carry, block, index, row)` for every layer; returns the last carry.
 
-    The layers run in a scan. With a pattern, each iteration runs one layer of each variant. Layers
-    that do not fill an iteration follow the scan: 7 layers of 3 variants are 2 iterations, and the
-    last layer follows.
+    Each iteration of the scan runs one layer of each of P stacks. The last L % P layers run after
+    the scan.
 
     Args:
-      step: the function of a layer. Its `index` is a pair, the number of the layer's stack and the
-        number of the layer in this stack. Its `row` is the layer's part of `rows`.
-      carry: what the first layer gets.
-      blocks: the layers.
-      rows: a tree of arrays [L, ...].
+      step: the function of a layer. Its `index` is a pair (stack, layer in the stack), and its
+        `row` is the layer's part of `rows`.
+      carry: the input of the first layer.
+      blocks: the L layers.
+      rows: a pytree of arrays [L, ...].
       config: the settings of the model.
     """
     stacks = stacks_of(blocks)
@@ -131,35 +130,34 @@ def scan_layers(
     P = len(stacks)
 
     inputs = []
-    for number, stack in enumerate(stacks):
-        numbers = jnp.arange(number, L, P, dtype=jnp.int32)
-        numbers_in_stack = jnp.arange(len(numbers), dtype=jnp.int32)
-        rows_of_stack = rows if P == 1 else _items(rows, slice(number, None, P))
-        inputs.append(_StackInputs(stack, numbers, numbers_in_stack, rows_of_stack))
+    for stack_index, stack in enumerate(stacks):
+        layers = jnp.arange(stack_index, L, P, dtype=jnp.int32)
+        indices_in_stack = jnp.arange(len(layers), dtype=jnp.int32)
+        rows_of_stack = rows if P == 1 else _items(rows, slice(stack_index, None, P))
+        inputs.append(_StackInputs(stack, layers, indices_in_stack, rows_of_stack))
 
-    def iteration(carry: Any, inputs: list[_StackInputs]) -> tuple[Any, None]:
-        """Runs one layer of each stack in `inputs`."""
-        for number, layer in enumerate(inputs):
-            block = layer.block.at(layer.number)
-            carry = step(carry, block, (number, layer.number_in_stack), layer.row)
+    def iteration(carry: Any, layer_inputs: list[_StackInputs]) -> tuple[Any, None]:
+        """Runs one layer of each given stack."""
+        for stack_index, (block, layer, index_in_stack, row) in enumerate(layer_inputs):
+            carry = step(carry, block.at(layer), (stack_index, index_in_stack), row)
         return carry, None
 
-    # Every stack has a layer in each iteration. The first `num_left` stacks have one more layer.
     num_iterations, num_left = divmod(L, P)
-    scanned = inputs
+    scanned_inputs = inputs
     if num_left > 0:
-        scanned = _items(inputs, slice(num_iterations))
+        scanned_inputs = _items(inputs, slice(num_iterations))
     # config.unroll counts layers, and an iteration has P.
     unroll = max(1, config.unroll // P)
-    carry, _ = jax.lax.scan(iteration, carry, scanned, unroll=unroll)
+    carry, _ = jax.lax.scan(iteration, carry, scanned_inputs, unroll=unroll)
 
-    left = _items(inputs[:num_left], num_iterations)
-    carry, _ = iteration(carry, left)
+    # The first `num_left` stacks have one more layer.
+    left_inputs = _items(inputs[:num_left], num_iterations)
+    carry, _ = iteration(carry, left_inputs)
     return carry
 
 
 def _items(tree: Any, index: int | slice) -> Any:
-    """Returns a tree with array[index] in place of every array."""
+    """Indexes every array of a pytree."""
     return jax.tree.map(lambda array: array[index], tree)
 
 
@@ -172,24 +170,30 @@ def run_blocks(
     dropout_key: jax.Array | None,
     **shared: Any,
 ) -> jax.Array:
-    """Passes x through all layers. Every block gets the arguments in `shared`.
+    """Passes x through all layers.
 
-    With config.remat, the backward pass computes layers again instead of keeping all their values.
+    Args:
+      blocks: the layers.
+      x_BTD: the stream before the first layer.
+      mask: the attention mask.
+      config: the settings of the model. `config.remat` rematerializes layers in the backward pass.
+      dropout_key: the key of all dropout. None is no dropout.
+      **shared: further arguments of every block.
     """
 
-    def layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
-        """Runs one layer, and places the stream on the devices before and after it."""
+    def run_layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
         x_BTD = apply_placement(x_BTD, 'BTD')
-        return apply_placement(block(x_BTD, mask, key, **shared), 'BTD')
+        out_BTD = block(x_BTD, mask, key, **shared)
+        return apply_placement(out_BTD, 'BTD')
 
     if config.remat != 'none':
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[config.remat])
+        policy = REMAT_POLICIES[config.remat]
+        run_layer = jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
 
     def step(
         x_BTD: jax.Array, block: Block, index: tuple[int, jax.Array], key: jax.Array | None
     ) -> jax.Array:
-        """Runs one layer in `scan_layers`, which also passes an index that is not needed."""
-        return layer(x_BTD, block, key)
+        return run_layer(x_BTD, block, key)
 
     keys_L = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
     return scan_layers(step, x_BTD, blocks, keys_L, config=config)
