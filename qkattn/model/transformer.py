@@ -1,4 +1,4 @@
-"""Models: the decoder, the encoder and the encoder-decoder, and what they have in common."""
+"""Models: decoder, encoder and encoder-decoder."""
 
 import functools
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from qkattn.model.stack import apply_placement, layer_of, run_blocks, stack_bloc
 
 
 class Stream(nnx.Module):
-    """Embedding, positions, blocks and final norm: from tokens to the residual stream."""
+    """The part of a transformer from token ids to the residual stream, without the logits."""
 
     def __init__(
         self,
@@ -38,8 +38,11 @@ class Stream(nnx.Module):
     ):
         """Initializes the parameters.
 
-        `block` is the class of the layers. If `own_embedding` is False, there is no embedding
-        matrix, and `embed` takes one as an argument.
+        Args:
+          config: the settings of the model.
+          key: the random key.
+          block: the class of the layers.
+          own_embedding: whether to have an embedding matrix. If not, `embed` needs one.
         """
         D = config.d_model
         V = config.vocab_size
@@ -65,12 +68,12 @@ class Stream(nnx.Module):
         *,
         w_embedding_VD: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns x_BTD, the token embeddings plus learned or sinusoidal position embeddings.
+        """Returns x_BTD: token embeddings plus learned or sinusoidal position embeddings.
 
         Args:
-          tokens_BT: the ids of the tokens.
-          positions_BT: their positions; by default they count from 0 in every row.
-          w_embedding_VD: the embedding matrix, by default the Stream's own.
+          tokens_BT: token ids.
+          positions_BT: token positions, by default 0, 1, 2, ... in every row.
+          w_embedding_VD: the embedding matrix, by default that of the model.
         """
         config = self.config
         if w_embedding_VD is None:
@@ -85,9 +88,9 @@ class Stream(nnx.Module):
             else:
                 x_BTD = x_BTD + w_position_TD[positions_BT]
         elif config.positions == 'sinusoidal':
-            # [B, T], or [T] if they are the same in every row.
+            # [T] if all rows have the same positions, else [B, T].
             positions = jnp.arange(T) if positions_BT is None else positions_BT
-            # Sinusoids have unit variance, and are scaled to the initial std of token embeddings.
+            # Sinusoids get the initial std of token embeddings.
             std = std_of(config.init, D**-0.5) * config.init_embedding
             x_BTD = x_BTD + (sinusoids(positions, D) * std).astype(x_BTD.dtype)
 
@@ -98,9 +101,9 @@ class Stream(nnx.Module):
     def run(
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None, **shared: Any
     ) -> jax.Array:
-        """Passes the embedded tokens x through all blocks and the final norm.
+        """Passes token embeddings through all blocks and the final norm.
 
-        Every block gets the arguments in `shared`, such as the encoder's output.
+        `shared` are further arguments of every block, such as the encoder's output.
         """
         embedding_key, blocks_key = split_key(dropout_key, 2)
         x_BTD = drop(x_BTD, self.config.dropout, embedding_key)
@@ -110,7 +113,7 @@ class Stream(nnx.Module):
         return self.normed(x_BTD)
 
     def normed(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns the final norm of x; with post-norm there is none, and it returns x."""
+        """Applies the final norm, which only pre-norm models have."""
         if self.final_norm is None:
             return x_BTD
         return self.final_norm(x_BTD)
@@ -118,17 +121,18 @@ class Stream(nnx.Module):
     def layers(self, site: str = 'attention') -> list[Attention]:
         """Returns copies of the attention layers, first block to last.
 
-        In a pre-norm model, the input of a layer is the normalized stream. An encoder-decoder
-        returns its decoder layers; `encoder.layers()` returns its encoder layers.
+        For an encoder-decoder, these are the decoder's layers. `model.encoder.layers()` returns the
+        encoder's.
 
         Args:
-          site: the attribute of a block, 'attention' or 'cross_attention'.
+          site: 'attention' or 'cross_attention'.
 
         Raises:
-          ValueError: the blocks have no attention layer at `site`.
+          ValueError: the blocks have no layer at `site`.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
-        attributes = vars(blocks[0])
+        first_block, *_ = blocks
+        attributes = vars(first_block)
         sites = [name for name, module in attributes.items() if isinstance(module, Attention)]
         if site not in sites:
             raise ValueError(f'{site!r} names no layers; known: {", ".join(sites)}')
@@ -143,9 +147,9 @@ class Stream(nnx.Module):
 
 
 class Transformer(Stream):
-    """A Stream and an output matrix, which may be the transposed embedding."""
+    """A Stream with logits."""
 
-    kind: ClassVar[str]  # the value of `ModelConfig.kind` that the class requires
+    kind: ClassVar[str]  # the required value of `ModelConfig.kind`
 
     def __init__(
         self,
@@ -155,10 +159,16 @@ class Transformer(Stream):
         rngs: nnx.Rngs | None = None,
         block: type[Block] = Block,
     ):
-        """Initializes the parameters with `key`, or with a key that is drawn from `rngs`.
+        """Initializes the parameters.
 
-        `block` is the class of the layers. Raises ConfigError for a setting that is out of its
-        bounds, or for a kind of model that is not the kind of the class.
+        Args:
+          config: the settings of the model.
+          key: the random key.
+          rngs: random number generators, in place of `key`.
+          block: the class of the layers.
+
+        Raises:
+          ConfigError: a setting is out of bounds, or `config.kind` is not the kind of the class.
         """
         check_section('model.', config)
         if config.kind != self.kind:
@@ -171,23 +181,23 @@ class Transformer(Stream):
         D = config.d_model
         V = config.vocab_size
         if config.tied_embeddings:
-            self.w_output_DV = None
+            self.w_output_DV = None  # the output matrix is the transposed embedding
         else:
             with initialization(config.init, config.init_embedding):
                 self.w_output_DV = weight(key, 'w_output_DV', (D, V), D**-0.5)
 
     def stream(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Returns the normed stream x_BTD after the last block, the argument of `logits`."""
+        """Returns the normalized stream x_BTD after the last block, the input of `logits`."""
         raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Returns float32 logits_BTV; the arguments are those of `stream`."""
+        """Returns float32 logits_BTV. The arguments are those of `stream`."""
         return self.logits(self.stream(*args, **kwargs))
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns float32 logits_BTV of the normed stream."""
-        tied = self.w_output_DV is None
-        w_output_DV = self.w_embedding_VD[...].T if tied else self.w_output_DV
+        """Returns logits_BTV of the normalized stream, in float32 or wider."""
+        is_tied = self.w_output_DV is None
+        w_output_DV = self.w_embedding_VD[...].T if is_tied else self.w_output_DV
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
         logits_BTV = product(apply_placement(x_BTD, 'BTD'), w_output_DV, dtype=dtype)
         return apply_placement(logits_BTV, 'BTV')
@@ -207,17 +217,18 @@ class Decoder(Transformer):
         segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the residual stream x_BTD after the last block, normalized, for `logits`.
+        """Returns the normalized stream x_BTD after the last block.
 
         Args:
-          tokens_BT: the ids of the tokens.
+          tokens_BT: token ids.
           valid_BT: False on padding, to which no token attends.
-          segments_BT: the number of each token's document in its row, as in [1, 1, 2, 2, 2, 0],
-            where 0 is padding. A token attends to its own document only, and its position counts
-            from the start of the document. By default a row is one document.
+          segments_BT: the document number of each token, with 0 for padding: [1, 1, 2, 2, 2, 0].
+            A token attends only to its document, in which positions count from 0. By default a row
+            is one document.
           dropout_key: the key of all dropout. None is no dropout.
 
-        Raises ValueError if a row has more tokens than config.context.
+        Raises:
+          ValueError: a row has more tokens than config.context.
         """
         self.check_length(tokens_BT)
         positions_BT = None if segments_BT is None else positions_of(segments_BT)
@@ -242,11 +253,7 @@ class Encoder(Decoder):
 
 
 class EncoderDecoder(Transformer):
-    """Encodes a source, then predicts each target token from the source and the tokens before it.
-
-    Vaswani et al. 2017. A row may hold several sentence pairs, which segment numbers tell apart. A
-    token attends to its own pair only, and its position counts from the beginning of the pair.
-    """
+    """Encoder-decoder (Vaswani et al. 2017): logits of the next target token, given a source."""
 
     kind = 'encoder_decoder'
 
@@ -270,20 +277,22 @@ class EncoderDecoder(Transformer):
         segments_BT: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the residual stream x_BTD of the targets after the last block, normalized.
+        """Returns the normalized decoder stream x_BTD after the last block.
 
-        The logits that `logits` computes from it predict the next target token.
+        A row may hold several sentence pairs. A token attends only to its pair, in which positions
+        count from 0.
 
         Args:
-          tokens_BT: the ids of the target tokens.
-          source_BS: the ids of the source tokens.
-          source_segments_BS: the number of each source token's pair in its row, as in
-            [1, 1, 2, 2, 2, 0], where 0 is padding. By default a row is one pair.
-          segments_BT: the number of each target token's pair, in the same way.
+          tokens_BT: target token ids.
+          source_BS: source token ids.
+          source_segments_BS: the pair number of each source token, with 0 for padding:
+            [1, 1, 2, 2, 2, 0]. By default a row is one pair.
+          segments_BT: the pair number of each target token. By default a row is one pair.
           dropout_key: the key of all dropout. None is no dropout.
 
-        Raises ValueError if a row has more tokens than config.context, or more source tokens than
-        config.encoder.context.
+        Raises:
+          ValueError: a row has more tokens than config.context, or more source tokens than
+            config.encoder.context.
         """
         self.check_length(tokens_BT)
         encoder_key, decoder_key = split_key(dropout_key, 2)
@@ -293,7 +302,6 @@ class EncoderDecoder(Transformer):
             segments_BT = jnp.ones_like(tokens_BT)
         y_BSD = self.encode(source_BS, source_segments_BS, dropout_key=encoder_key)
         x_BTD = self.embed(tokens_BT, positions_of(segments_BT))
-        # A target token attends to the targets up to itself, and to all source tokens of its pair.
         window = self.config.window
         mask = Mask(causal=True, window=window, segments_BT=segments_BT, segments_BS=segments_BT)
         cross_mask = Mask(segments_BT=segments_BT, segments_BS=source_segments_BS)
@@ -307,11 +315,11 @@ class EncoderDecoder(Transformer):
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the encoder's output y_BSD. The arguments are those of `stream`."""
-        self.encoder.check_length(source_BS, 'model.source_context')
+        self.encoder.check_length(source_BS, field='model.source_context')
         segments_BS = source_segments_BS
         if segments_BS is None:
             segments_BS = jnp.ones_like(source_BS)
-        # With shared embeddings, the encoder has no embedding matrix of its own.
+        # None selects the encoder's embedding matrix.
         shared_VD = self.w_embedding_VD[...] if self.config.shared_embeddings else None
         x_BSD = self.encoder.embed(source_BS, positions_of(segments_BS), w_embedding_VD=shared_VD)
         window = self.config.window
@@ -321,11 +329,12 @@ class EncoderDecoder(Transformer):
 
 def positions_of(segments_BT: jax.Array) -> jax.Array:
     """Returns each token's position in its own segment: [1, 1, 1, 2, 2] -> [0, 1, 2, 0, 1]."""
-    t_BT = jnp.broadcast_to(jnp.arange(segments_BT.shape[1]), segments_BT.shape)
-    begins_BT = jnp.diff(segments_BT, axis=1, prepend=-1) != 0
-    # The greatest beginning so far is the index of the first token of the token's segment.
-    first_BT = jax.lax.cummax(jnp.where(begins_BT, t_BT, 0), axis=1)
-    return t_BT - first_BT
+    _, T = segments_BT.shape
+    index_BT = jnp.broadcast_to(jnp.arange(T), segments_BT.shape)
+    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=-1) != 0
+    # cummax carries the index of a segment's first token to the tokens after it.
+    first_index_BT = jax.lax.cummax(jnp.where(is_first_BT, index_BT, 0), axis=1)
+    return index_BT - first_index_BT
 
 
 KINDS: dict[str, type[Transformer]] = {
@@ -338,45 +347,49 @@ KINDS: dict[str, type[Transformer]] = {
 def build(
     config: ModelConfig, *, key: jax.Array | None = None, rngs: nnx.Rngs | None = None
 ) -> Transformer:
-    """Initializes a model of config.kind, with parameters drawn with `key` or `rngs`.
+    """Initializes a model of `config.kind`.
 
-    Raises ConfigError for a setting that is out of its bounds.
+    Args:
+      config: the settings of the model.
+      key: the random key.
+      rngs: random number generators, in place of `key`.
+
+    Raises:
+      ConfigError: a setting is out of bounds.
     """
-    # Every class checks all settings, so Decoder raises the error about an unknown kind.
+    # For an unknown kind, which may be unhashable, any class raises ConfigError.
     transformer = KINDS[config.kind] if config.kind in list(KINDS) else Decoder
     return transformer(config, key=key, rngs=rngs)
 
 
 @functools.lru_cache(maxsize=4096)
 def abstract_model(config: ModelConfig) -> Transformer:
-    """Returns the model with shapes in place of arrays, without allocating any."""
+    """Returns a model with shapes in place of arrays, without allocating arrays."""
     with shapes_only():
         return nnx.eval_shape(lambda: build(config, key=jax.random.key(0)))
 
 
 def with_params(config: ModelConfig, params: dict) -> Transformer:
-    """Returns the model with these parameters."""
+    """Returns the model with the given parameters."""
     return nnx.merge(nnx.graphdef(abstract_model(config)), params)
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays of a batch that a model takes: all except targets and loss weights."""
-    of_loss = ('targets_BT', 'loss_weights_BT')
-    return {name: array for name, array in batch.items() if name not in of_loss}
+    """Returns a batch's model inputs: all arrays except targets and loss weights."""
+    loss_arrays = ('targets_BT', 'loss_weights_BT')
+    return {name: array for name, array in batch.items() if name not in loss_arrays}
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Returns -log softmax(logits)[target] in nats, [B, T].
-
-    The target's logit is selected by a mask, not by index as in optax. The gradient of an index is
-    a scatter, for which XLA copies all logits to every device if V is split (fsdp).
-    """
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    """Returns the cross-entropy -log softmax(logits)[target] in nats, [B, T]."""
+    V = logits_BTV.shape[-1]
+    # A mask, because an index would copy all logits to every device if V is sharded (fsdp).
+    is_target_BTV = targets_BT[..., None] == jnp.arange(V)
     target_logits_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(-1)
     return jax.nn.logsumexp(logits_BTV, -1) - target_logits_BT
 
 
 def loss(model: Transformer, batch: Mapping[str, Any]) -> jax.Array:
-    """Returns the cross-entropy of a batch in nats per target, averaged with the loss weights."""
+    """Returns the weighted mean cross-entropy of a batch, in nats per target."""
     nats_BT = cross_entropy(model(**inputs_of(batch)), batch['targets_BT'])
     return jnp.average(nats_BT, weights=batch['loss_weights_BT'])
