@@ -231,7 +231,9 @@ def columns(findings: Findings) -> Iterator[Column]:
     yield from _metric_columns(findings)
     yield from _corpus_columns(findings)
     yield from _setting_columns(findings)
-    yield Column('correlation', 'comparison.correlation', 'correlation|over seeds', text='+.2f')
+    yield Column(
+        'correlation', 'comparison.correlation', heading='correlation|over seeds', text='+.2f'
+    )
     yield from COSTS
     if findings.scaling:
         yield _exchange_rate(findings)
@@ -248,13 +250,13 @@ def _arm_columns(findings: Findings) -> Iterator[Column]:
         """Returns 1 if the arm was declared after results were seen, else 0."""
         return int(arm.key.declared in study.ledger.post_hoc)
 
-    yield Column('variant', 'variant', 'variant', tables=EVERYWHERE, left=True)
-    yield Column('size', 'size', 'size', tables=tables_with_size, left=True)
-    yield Column('corpus', 'corpus', corpus_heading, tables=EVERYWHERE, left=True)
+    yield Column('variant', 'variant', heading='variant', tables=EVERYWHERE, left=True)
+    yield Column('size', 'size', heading='size', tables=tables_with_size, left=True)
+    yield Column('corpus', 'corpus', heading=corpus_heading, tables=EVERYWHERE, left=True)
     yield Column(
         'control',
         'key.control',
-        'control',
+        heading='control',
         text=prose.control_words,
         tables=(CONTROL,),
         left=True,
@@ -268,8 +270,9 @@ def _difference_columns(findings: Findings) -> Iterator[Column]:
     """Yields the columns of the difference from the baseline."""
     unit = 'nats/token [95 % interval]' if findings.has_intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
+    # table.csv has numbers, and printed tables have text.
     yield Column('difference', 'difference', parts=DIFFERENCE)
-    yield Column('', _difference_text, heading, tables=EVERYWHERE)
+    yield Column('', _difference_text, heading=heading, tables=EVERYWHERE)
 
 
 def _verdict_columns(findings: Findings) -> Iterator[Column]:
@@ -281,11 +284,12 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
         """Returns the heading; '' in an untuned study, which prints no verdicts."""
         return text if study.tuned else ''
 
-    yield Column('verdict', 'verdict.decision.value')  # table.csv: 'worse'
-    yield Column(  # printed: 'worse, settled'
+    # table.csv has 'worse', and printed tables have 'worse, settled'.
+    yield Column('verdict', 'verdict.decision.value')
+    yield Column(
         '',
         _verdict_text,
-        heading_if_tuned(f'verdict,|margin {margin}'),
+        heading=heading_if_tuned(f'verdict,|margin {margin}'),
         tables=(PAGE, FIRST_SCREEN, HEADLINE),
         left=True,
     )
@@ -302,15 +306,19 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
         'p_equivalence_holm': f'p of less than {margin},|corrected',
     }
     for test, heading in heading_by_test.items():
-        yield Column(test, f'verdict.{test}', heading_if_tuned(heading), text=p_value)
+        yield Column(test, f'verdict.{test}', heading=heading_if_tuned(heading), text=p_value)
     # The headline prints only the test that supports the verdict.
     yield Column(
-        '', _p_of_verdict, heading_if_tuned('p,|corrected'), text=p_value, tables=(HEADLINE,)
+        '',
+        _p_of_verdict,
+        heading=heading_if_tuned('p,|corrected'),
+        text=p_value,
+        tables=(HEADLINE,),
     )
     yield Column(
         'detectable_holm',
         'verdict.detectable',
-        heading_if_tuned('detectable difference,|nats/token'),
+        heading=heading_if_tuned('detectable difference,|nats/token'),
         text='.4f',
     )
 
@@ -329,7 +337,7 @@ def _part_columns(findings: Findings) -> Iterator[Column]:
         yield Column(
             _KEY_OF_PART.get(part, part),
             f'parts.{part}.difference',
-            heading,
+            heading=heading,
             text=interval,
             tables=(HEADLINE,),
             parts=('mean', 'low', 'high'),
@@ -350,7 +358,7 @@ def _metric_columns(findings: Findings) -> Iterator[Column]:
         yield Column(
             measure.field,
             measure.over_seeds,
-            f'{measure.heading}|mean ± sd',
+            heading=f'{measure.heading}|mean ± sd',
             text=measure.printed,
             tables=tables,
             parts=ESTIMATE,
@@ -379,7 +387,7 @@ def _corpus_columns(findings: Findings) -> Iterator[Column]:
         yield Column(
             field,
             mean_loss,
-            f'loss on {corpus}, {loss.unit}|mean ± sd',
+            heading=f'loss on {corpus}, {loss.unit}|mean ± sd',
             text=VAL_LOSS.printed,  # the same digits as the validation loss
             parts=ESTIMATE,
         )
@@ -397,12 +405,12 @@ def _setting_columns(findings: Findings) -> Iterator[Column]:
             heading = f'tuned {words(knob)}'
             if has_intervals:
                 heading += '|[95 % interval]'
-            # Printed: '0.0042 [0.0038, 0.0047]'.
-            yield Column('', setting_text, heading, tables=(PAGE, CONTROL))
-            # In table.csv: 'learning_rate_optimum', 'learning_rate_bracketed', ...
+            # Printed tables have '0.0042 [0.0038, 0.0047]'.
+            yield Column('', setting_text, heading=heading, tables=(PAGE, CONTROL))
+            # table.csv has 'learning_rate_optimum', 'learning_rate_bracketed', ...
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == 'learning_rate' and not findings.study.tuned:
-            yield Column('', setting_text, 'learning|rate')
+            yield Column('', setting_text, heading='learning|rate')
 
 
 def _exchange_rate(findings: Findings) -> Column:
@@ -445,10 +453,10 @@ def _p_of_verdict(arm: TrainedArm) -> float | None:
     if verdict is None:
         return None
     if verdict.decision == Decision.EQUIVALENT:
-        return verdict.p_equivalence_holm  # the difference is below the margin
+        return verdict.p_equivalence_holm  # tests a difference below the margin
     if verdict.decision in (Decision.BETTER, Decision.WORSE):
-        return verdict.p_margin_holm  # the difference is above the margin
-    return verdict.p_holm  # there is a difference
+        return verdict.p_margin_holm  # tests a difference above the margin
+    return verdict.p_holm  # tests any difference
 
 
 def chosen_setting(knob: str, arm: TrainedArm) -> float | None:
