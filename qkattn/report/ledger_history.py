@@ -83,7 +83,7 @@ def check_ledgers(results: Path) -> str:
                     'the reason'
                 )
             num_rewritten += 1
-    text = f'{counted(num_versions, "version")} of {counted(versions_by_path, "ledger")}'
+    text = f'{counted(num_versions, "version")} of {counted(len(versions_by_path), "ledger")}'
     return f'ledgers: {text} compared with git, {num_rewritten} rewritten for a stated reason'
 
 

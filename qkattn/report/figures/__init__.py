@@ -108,7 +108,7 @@ def _sweeps(
         f'sweep_{knob}{suffix}',
         grid,
         group,
-        len(tuned_arms),
+        num_arms=len(tuned_arms),
         knob=knob,
         beside_vertex=is_any_beside_vertex,
     )
@@ -162,10 +162,12 @@ def _draw_sweep_losses(ax: Axes, sweep: Sweep, keywords: dict[str, Any]) -> None
     markers = keywords | {'linestyle': 'none'}
     ax.plot(sweep.values, sweep.means, label='mean', **markers)
     if fitted_losses:
-        # Other losses would flatten the parabola. A diverged seed has an infinite loss.
+        # Losses of other values may be much higher, and would flatten the parabola.
         lowest = min(fitted_losses)
         highest = max(fitted_losses)
-        pad = 0.1 * (highest - lowest) or 0.01
+        pad = 0.1 * (highest - lowest)
+        if pad == 0:
+            pad = 0.01
         ax.set_ylim(lowest - pad, highest + pad)
 
     _, top = ax.get_ylim()
@@ -236,7 +238,7 @@ def _learning_curves(
         )
         panels.append(Panel(variant, draw))
     grid = Grid(panels, 'training tokens', _VAL_LOSS, title_length=44, row_height=1.6)
-    return _drawing_of_grid(f'curves{suffix}', grid, group, len(other_arms))
+    return _drawing_of_grid(f'curves{suffix}', grid, group, num_arms=len(other_arms))
 
 
 def _common_limits(curves: Collection[pd.DataFrame]) -> dict[str, tuple[float, float]]:
@@ -253,7 +255,9 @@ def _common_limits(curves: Collection[pd.DataFrame]) -> dict[str, tuple[float, f
 
 def _padded(low: float, high: float) -> tuple[float, float]:
     """Returns the limits of an axis with some room on each side."""
-    pad = 0.05 * (high - low) or 0.01
+    pad = 0.05 * (high - low)
+    if pad == 0:
+        pad = 0.01
     return low - pad, high + pad
 
 

@@ -28,7 +28,7 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
     columns = min(4, len(layers))
     height = 1.7 * rows_of(len(layers), columns) + 1.0
     figure = Figure(figsize=(max(_WIDTH, 1.9 * columns), height))
-    axes = panels(figure, columns, len(layers), sharex=True, sharey=True)
+    axes = panels(figure, columns, count=len(layers), sharex=True, sharey=True)
     for ax, (layer, s_ND) in zip(axes, sorted(layers.items()), strict=True):
         num_heads, D = s_ND.shape
         colors = colormaps['viridis'](np.linspace(0, 0.9, num_heads))
@@ -61,7 +61,7 @@ def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     map_height = min(max(0.28 * num_layers, 1.2), 3.2) + 0.75
     num_rows = rows_of(len(quantities), columns)
     figure = Figure(figsize=(_WIDTH, map_height * num_rows))
-    axes = panels(figure, columns, len(quantities))
+    axes = panels(figure, columns, count=len(quantities))
     for ax, (name, values_LN) in zip(axes, quantities.items(), strict=True):
         finite_values = values_LN[np.isfinite(values_LN)]
         # `initial` is the result if no value is finite.

@@ -56,7 +56,7 @@ class Grid:
         num_rows = style.rows_of(len(self.panels), columns)
         height = self.row_height * num_rows + _LEGEND_HEIGHT
         figure = Figure(figsize=(width, height))
-        axes = style.panels(figure, columns, len(self.panels))
+        axes = style.panels(figure, columns, count=len(self.panels))
         for ax, panel in zip(axes, self.panels, strict=True):
             panel.draw(ax)
             name = short(panel.variant, self.title_length // columns)

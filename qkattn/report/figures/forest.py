@@ -108,8 +108,8 @@ def forest(
 
     panel_heights = []
     for lines in lines_by_title.values():
-        title_and_labels = 0.7
-        panel_heights.append(layout.line_height * (len(lines) + 0.45) + title_and_labels)
+        height_of_lines = layout.line_height * (len(lines) + 0.45)
+        panel_heights.append(height_of_lines + 0.7)  # 0.7 inches for title and axis labels
     figure = Figure(figsize=(width, sum(panel_heights)))
     axes = style.panels(
         figure,
