@@ -121,8 +121,8 @@ class Stream(nnx.Module):
     def layers(self, site: str = 'attention') -> list[Attention]:
         """Returns copies of the attention layers, first block to last.
 
-        For an encoder-decoder, these are the decoder's layers. `model.encoder.layers()` returns the
-        encoder's.
+        In a pre-norm model, the input of a layer is the normalized stream. For an encoder-decoder,
+        these are the decoder's layers; `model.encoder.layers()` returns the encoder's.
 
         Args:
           site: 'attention' or 'cross_attention'.
@@ -131,7 +131,7 @@ class Stream(nnx.Module):
           ValueError: the blocks have no layer at `site`.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
-        first_block, *_ = blocks
+        first_block = blocks[0]
         attributes = vars(first_block)
         sites = [name for name, module in attributes.items() if isinstance(module, Attention)]
         if site not in sites:

@@ -98,7 +98,7 @@ def attention_maps(
       keys: the key tokens as text.
     """
     drawn_layers = _spaced(sorted(layers), MAX_LAYERS)
-    first_layer, *_ = drawn_layers
+    first_layer = drawn_layers[0]
     num_heads = len(layers[first_layer])
     drawn_heads = _spaced(range(num_heads), MAX_HEADS)
     has_token_labels = max(len(queries), len(keys)) <= MAX_NAMED_TOKENS
