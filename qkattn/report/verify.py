@@ -157,9 +157,9 @@ def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
 
 
 def _run_problems(study: TrainedStudy) -> Iterator[str]:
-    """Yields a sentence for each run name or result that does not follow from the run's config.
+    """Yields a sentence for each run name or result that contradicts the run's config.
 
-    A result is that of a trial, which is one seed with one choice of hyperparameters.
+    A run has several trials, such as seeds.
     """
     for run in study.runs:
         if fingerprint_of(run.config) != run.name:
@@ -167,7 +167,8 @@ def _run_problems(study: TrainedStudy) -> Iterator[str]:
         if not run.trials:
             continue
         planned_trials = from_json(TrialsConfig, run.config['trials']).trials()
-        if [trial.trial for trial in run.trials] != planned_trials:
+        finished_trials = [trial.trial for trial in run.trials]
+        if finished_trials != planned_trials:
             yield f'run {run.name} has results that are not the trials of its config in their order'
             continue
         for trial in run.trials:
