@@ -420,8 +420,7 @@ def _exchange_rate(findings: Findings) -> Column:
     """
     worth_by_variant = {}
     for scaling in findings.scaling:
-        has_estimate = isinstance(scaling.worth, Interval)
-        if has_estimate:
+        if isinstance(scaling.worth, Interval):  # otherwise a Problem
             worth_by_variant[scaling.variant, scaling.corpus] = scaling.worth
 
     def worth(arm: TrainedArm) -> Interval | None:
