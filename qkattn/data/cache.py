@@ -1,4 +1,4 @@
-"""The directory of prepared data. Data are prepared once, under a lock, and checked when opened."""
+"""The cache of prepared data. Data are prepared once, under a lock, and checked when opened."""
 
 import contextlib
 import contextvars
@@ -25,33 +25,34 @@ class NotPrepared(ConfigError):
     """Data that are not on this machine yet."""
 
 
-_PREPARING: contextvars.ContextVar[bool] = contextvars.ContextVar('preparing', default=True)
+_MAY_PREPARE: contextvars.ContextVar[bool] = contextvars.ContextVar('may_prepare', default=True)
 
 
 @contextlib.contextmanager
 def nothing_prepared() -> Iterator[None]:
-    """Inside of this context, nothing is downloaded or prepared, for dry runs.
-
-    Data that are not prepared yet raise NotPrepared.
-    """
-    token = _PREPARING.set(False)
+    """Makes missing data raise NotPrepared instead of being prepared, for dry runs."""
+    token = _MAY_PREPARE.set(False)
     try:
         yield
     finally:
-        _PREPARING.reset(token)
+        _MAY_PREPARE.reset(token)
 
 
 def require_preparing(name: str) -> None:
-    """Raises NotPrepared for data with this name inside of the context `nothing_prepared`."""
-    if not _PREPARING.get():
+    """Raises NotPrepared inside the context `nothing_prepared`; `name` is for the message."""
+    if not _MAY_PREPARE.get():
         raise NotPrepared(f'{name} is prepared by the first start, or by prepare_data')
 
 
 def local_directory(path: str | os.PathLike[str], field: str) -> Path:
-    """Returns the path of a directory of token files.
+    """Converts a setting to the path of a directory that can be memory-mapped.
 
-    Raises ConfigError for the URL of a bucket, because token files are memory-mapped. `field` names
-    the setting that holds `path`, for the message.
+    Args:
+      path: the value of the setting.
+      field: the name of the setting, for the error message.
+
+    Raises:
+      ConfigError: the path is the URL of a bucket.
     """
     if '://' in os.fspath(path):
         raise ConfigError(
@@ -62,10 +63,7 @@ def local_directory(path: str | os.PathLike[str], field: str) -> Path:
 
 
 def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the directory for prepared data.
-
-    It is `data_dir`, or else the environment variable QKATTN_DATA, or else ~/.cache/qkattn.
-    """
+    """Returns the cache directory: `data_dir`, else $QKATTN_DATA, else ~/.cache/qkattn."""
     chosen = data_dir or os.environ.get('QKATTN_DATA') or '~/.cache/qkattn'
     return local_directory(chosen, 'data.data_dir').absolute()
 
@@ -73,40 +71,38 @@ def data_root(data_dir: str | os.PathLike[str] | None = None) -> Path:
 def read_or_prepare(
     path: Path, read: Callable[[], T], prepare: Callable[[], object], *, root: Path
 ) -> T:
-    """Reads data, and prepares them first if they are missing or damaged.
+    """Reads data, preparing them first if they are missing or damaged.
 
-    Any number of processes may call this at the same time. One of them takes the file `lock` beside
-    `path` and prepares the data. The others wait for it.
+    Processes may call this concurrently. A file lock lets one of them prepare the data.
 
     Args:
-      path: the file that exists once the data are prepared.
-      read: reads the data. It raises DamagedData if they have to be prepared again. This is logged
-        as a warning.
+      path: a file that exists once the data are prepared.
+      read: reads the data, or raises DamagedData to have the data prepared again.
       prepare: writes the data.
-      root: the directory that the user has named; `path` is below it.
+      root: the directory named by the user, above `path`.
 
     Raises:
-      ConfigError: the data have to be prepared, but the directory cannot be written to, or is
-        reached by a link below `root`.
-      NotPrepared: the data have to be prepared, but a `nothing_prepared` block forbids it.
+      ConfigError: the directory is not writable, or is below a symbolic link under `root`.
+      NotPrepared: the data would have to be prepared in a dry run.
     """
 
     def read_if_there() -> T:
-        # Path.exists would raise an error for a directory that may not be entered.
+        # Unlike Path.exists, os.path.exists is False in a directory without access.
         if not os.path.exists(path):
             raise FileNotFoundError(path)
         return read()
 
-    # If the data are there, return them without the lock, so that they may be on a read-only disk.
+    # Intact data are read without a lock, because the disk may be read-only.
     with contextlib.suppress(FileNotFoundError, DamagedData):
         return read_if_there()
 
-    # They are missing or damaged. Refuse to prepare them in a dry run, or below a link.
-    require_preparing(str(path))
-    join_without_links(root, *path.parent.relative_to(root).parts)
+    require_preparing(str(path))  # raises NotPrepared in a dry run
+    # Check the path for links, which could lead outside of `root`.
+    folder_names = path.parent.relative_to(root).parts
+    join_without_links(root, *folder_names)
 
     with locked(path.with_name('lock')):
-        # Another process may have prepared the data before this one got the lock.
+        # Another process may have prepared the data in the meantime.
         try:
             return read_if_there()
         except FileNotFoundError:

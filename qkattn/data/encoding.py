@@ -16,24 +16,24 @@ from qkattn.data.tokenizers.vocabulary import restore_tokenizer, use_recorded_to
 from qkattn.errors import ConfigError
 from qkattn.jobs.children import end_with_parent
 
-# A worker encodes a batch of documents at a time. It ends after this many documents or bytes.
+# A worker encodes a batch of documents at a time, which ends at either limit.
 BATCH_DOCUMENTS = 256
 BATCH_BYTES = 2**20
-# How many batches per worker are in memory at a time.
+# Batches per worker that are waiting or being encoded.
 BATCHES_AHEAD = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """The ids of a document, with the separator at the end, and how many bytes they stand for."""
+    """A document as token ids."""
 
-    ids: np.ndarray
-    num_bytes: int
+    ids: np.ndarray  # ends with the separator
+    num_bytes: int  # of text
 
 
-# The result for one document. A ValueError says why it cannot be encoded.
+# The result for one document; the ValueError if encoding failed.
 Result = Encoded | ValueError
-# A function that takes documents and yields the result for each of them, in their order.
+# A function from documents to their results, in order.
 Encode = Callable[[Iterable[bytes]], Iterator[Result]]
 
 
@@ -74,11 +74,7 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
 
 
 def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
-    """Encodes one document.
-
-    If the text cannot be encoded, or the tokenizer gives invalid ids, a ValueError is returned and
-    not raised. The caller raises it with the number of the document, which it knows.
-    """
+    """Encodes one document, or returns a ValueError if encoding fails or gives invalid ids."""
     try:
         ids = np.append(tokenizer.encode(text), tokenizer.separator)
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
@@ -87,16 +83,22 @@ def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
             raise ValueError(f'its ids hold the separator, {tokenizer.separator}')
         return Encoded(ids, tokenizer.num_bytes(ids))
     except ValueError as error:
+        # A subclass of ValueError may not be picklable.
         return ValueError(str(error))
 
 
 def _encode_in_pool(
     pool: concurrent.futures.Executor, num_ahead: int, texts: Iterable[bytes]
 ) -> Iterator[Result]:
-    """Encodes texts with the workers of a pool, and yields the results in the order of the texts.
+    """Encodes texts in a pool of workers, and yields the results in order.
 
-    At most `num_ahead` batches are waiting or being encoded at a time. Raises ConfigError if a
-    worker was killed.
+    Args:
+      pool: the workers.
+      num_ahead: the most batches that are waiting or being encoded.
+      texts: the documents.
+
+    Raises:
+      ConfigError: a worker was killed.
     """
     pending: collections.deque[concurrent.futures.Future] = collections.deque()
     try:
@@ -115,7 +117,7 @@ def _encode_in_pool(
 
 
 def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Groups texts into lists of BATCH_DOCUMENTS texts, or fewer if they reach BATCH_BYTES."""
+    """Groups texts into lists, each ending at BATCH_DOCUMENTS texts or BATCH_BYTES bytes."""
     batch: list[bytes] = []
     num_bytes = 0
     for text in texts:
@@ -129,24 +131,24 @@ def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield batch
 
 
-# The tokenizer of this process, if it is a worker. `_begin_worker` sets it.
+# In a worker process, its tokenizer.
 _tokenizer: Tokenizer | None = None
 
 
-def _begin_worker(parent: int, kind: str, model: bytes | None, name: str) -> None:
-    """Makes the tokenizer of a worker, before its first batch.
+def _begin_worker(parent_pid: int, kind: str, vocabulary: bytes | None, name: str) -> None:
+    """Initializes a worker process with its copy of the tokenizer.
 
     Args:
-      parent: the id of the process that started the worker. The worker ends with it.
+      parent_pid: the process ID of the parent. The worker exits with the parent.
       kind: the value of data.tokenizer.
-      model: what the method `model` of a learned tokenizer has returned; None for others.
-      name: the name of the tokenizer in the parent, which the one of the worker must have.
+      vocabulary: the vocabulary of a learned tokenizer, else None.
+      name: the tokenizer's name in the parent. The copy must have the same name.
     """
     global _tokenizer
-    end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    end_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     with use_recorded_tokenizers(name):
-        _tokenizer = restore_tokenizer(kind, model)
+        _tokenizer = restore_tokenizer(kind, vocabulary)
     assert _tokenizer.name == name, f'the tokenizer is {_tokenizer.name} in a worker, not {name}'
 
 

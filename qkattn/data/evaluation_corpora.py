@@ -1,9 +1,10 @@
-"""Further corpora on which a language model is evaluated, as `data.evaluate` names them.
+"""Further corpora on which a language model is evaluated, from entries of `data.evaluate`:
 
     NAME[:PATH][?FIELD=VALUE&...][@SPLIT]
 
-The name is one of `data.name`, and a path follows those of 'text' and 'tokens'. Fields are settings
-of the corpus, and the split is 'validation' by default. '@train' is a split of the run's own data.
+NAME is a value of `data.name`. Only 'text' and 'tokens' take a path. FIELD is a setting of the
+corpus. The default SPLIT is 'validation'. Without NAME, as in '@train', the entry is a split of the
+run's own data.
 """
 
 import contextlib
@@ -27,33 +28,33 @@ from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 from qkattn.metrics import CORPORA
 
-# The corpora after whose name a path may stand.
+# Corpora that take a path.
 WITH_PATH = NOT_MODULES['evaluate']
-# The settings of a corpus that an entry may have. The others are those of the run.
+# The settings that an entry may have.
 FIELDS = tuple(field for field in corpus_registry.SETTINGS if field != 'languages')
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An entry of `data.evaluate`: a corpus by its settings, and one of its splits."""
+    """A parsed entry of `data.evaluate`."""
 
-    text: str  # as in data.evaluate
-    data: DataConfig | None  # None for the data of the run itself
+    text: str  # the entry itself
+    data: DataConfig | None  # settings of the corpus; None for the run's own data
     split: str
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationCorpus:
-    """The rows of a split on which a run is evaluated, besides those of its own data."""
+    """An opened entry of `data.evaluate`."""
 
     name: str  # the entry of data.evaluate
     rows: TextRows
     split: str
 
     def identity(self) -> dict[str, Any]:
-        """Identifies the rows in results and checkpoints; JSON."""
-        # The rows describe all splits of their data. Keep what is about this split.
+        """Returns JSON that identifies the split in results and checkpoints."""
         identity = dict(self.rows.identity())
+        # Keep only this split.
         identity['fingerprints'] = {self.split: identity['fingerprints'][self.split]}
         carved = identity.pop('carved', {})
         if self.split in carved:
@@ -62,10 +63,10 @@ class EvaluationCorpus:
 
 
 def entries(config: Config) -> list[Entry]:
-    """Returns the parsed entries of `data.evaluate`, without reading data.
+    """Parses `data.evaluate` without reading data.
 
-    Raises ConfigError if an entry names no text or has an invalid setting, or if the run trains no
-    model of text.
+    Raises:
+      ConfigError: an entry is invalid, or the run does not train a model of text.
     """
     texts = config.data.evaluate
     if not texts:
@@ -84,31 +85,37 @@ def entries(config: Config) -> list[Entry]:
 
 
 def _parse(text: str, run: DataConfig) -> Entry:
-    """Parses an entry; `run` has the settings that all corpora of a run share.
+    """Parses an entry of `data.evaluate`.
 
     For example, 'text:/data/a?documents=blank_line@test' is the test split of
     DataConfig(name='text', path='/data/a', documents='blank_line').
+
+    Args:
+      text: the entry.
+      run: the data settings of the run, some of which all its corpora share.
     """
-    # Take the split off the end. An '@' without the name of a split after it is part of the corpus.
-    corpus, at, split = text.rpartition('@')
-    has_split = bool(at) and split in SPLITS
-    if not has_split:
+    before_at, at, after_at = text.rpartition('@')
+    if at and after_at in SPLITS:
+        corpus = before_at
+        split = after_at
+    else:  # an '@' may be part of a path
         corpus = text
         split = 'validation'
-    if not corpus:  # '@train', for example, is a split of the run's own data
+    if not corpus:  # the entry '@train', for example
         return Entry(text=text, data=None, split=split)
 
     # 'text:/data/a?documents=blank_line' -> 'text:/data/a', 'documents=blank_line'
-    name, fields_text = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus).groups()
+    name_and_path, fields_text = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus).groups()
     fields = _parse_fields(fields_text or '')
-    # 'text:/data/a' -> 'text', '/data/a'. The colon of 'hf:OWNER/NAME' is part of the name.
-    before_colon, colon, path = name.partition(':')
-    has_path = bool(colon) and before_colon in WITH_PATH
-    if has_path:
+
+    before_colon, colon, after_colon = name_and_path.partition(':')
+    if colon and before_colon in WITH_PATH:
         if 'path' in fields:
             raise ConfigError('it has two paths')
         name = before_colon
-        fields['path'] = path
+        fields['path'] = after_colon
+    else:  # the name 'hf:OWNER/NAME' has a colon
+        name = name_and_path
     data = DataConfig(
         name=name,
         data_dir=run.data_dir,
@@ -125,7 +132,7 @@ def _parse(text: str, run: DataConfig) -> Entry:
 
 
 def _parse_fields(text: str) -> dict[str, Any]:
-    """Parses settings of a corpus: 'feature=content&documents=blank_line'."""
+    """Parses settings such as 'feature=content&documents=blank_line'."""
     fields: dict[str, Any] = {}
     for part in filter(None, text.split('&')):
         name, _, value = part.partition('=')
@@ -140,25 +147,31 @@ def _parse_fields(text: str) -> dict[str, Any]:
 def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
     """Opens the corpora of `data.evaluate`, with the tokenizer of the run.
 
-    `rows` are those of the run. Raises ConfigError if a corpus cannot be opened, lacks the split,
-    is too short for a row, or has another tokenizer or ids that the model lacks.
+    Args:
+      config: the configuration of the run.
+      rows: the rows on which the run is trained.
+
+    Raises:
+      ConfigError: a corpus cannot be opened, lacks the split, or is too short for a row; or its
+        token ids do not fit the model.
     """
     corpora = []
     for entry in entries(config):
         assert isinstance(rows, TextRows)  # `entries` has checked the task
         with _errors_naming_entry(entry.text):
-            dataset = rows.dataset
-            if entry.data is not None:  # not the data of the run itself
+            if entry.data is None:
+                dataset = rows.dataset
+            else:
                 dataset = _open_split(entry.data, entry.split, rows.dataset.tokenizer)
                 _require_known_ids(dataset, rows, config)
-            further_rows = rows.on_dataset(dataset)
-            further_rows.count(entry.split)  # raises for a split that is missing or too short
-        corpora.append(EvaluationCorpus(entry.text, further_rows, entry.split))
+            corpus_rows = rows.on_dataset(dataset)
+            corpus_rows.count(entry.split)  # raises ConfigError for a missing or short split
+        corpora.append(EvaluationCorpus(name=entry.text, rows=corpus_rows, split=entry.split))
     return tuple(corpora)
 
 
 def _open_split(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
-    """Opens a corpus in the ids of a tokenizer. Of text, only the split is tokenized."""
+    """Opens a corpus whose `split` is tokenized with a given tokenizer."""
     if data.name == 'tokens':
         return open_tokens(data)
     if isinstance(tokenizer, IdTokenizer):
@@ -170,24 +183,25 @@ def _open_split(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenData
 
 
 def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) -> None:
-    """Raises ConfigError unless the model of the run can read the token ids of a dataset.
+    """Checks that the model of a run can read the token ids of a dataset.
 
-    The ids mean the same to both if the dataset has the tokenizer of the run. Datasets may also
-    consist of ids whose tokenizer is unknown (IdTokenizer). If both do, their ids are taken to mean
-    the same, and the model has to have the largest id of the dataset. For example, ids up to 999
-    need a model with a vocabulary of at least 1000 ids.
+    The tokenizers have to be the same. If both are unknown, they are assumed to be the same, and
+    the ids only have to be in the model's vocabulary.
 
     Args:
       dataset: the dataset on which the run is evaluated.
       rows: the data on which the run is trained.
       config: the configuration of the run.
+
+    Raises:
+      ConfigError: the tokenizers differ, or the model lacks an id of the dataset.
     """
     tokenizer = dataset.tokenizer
     run_tokenizer = rows.dataset.tokenizer
     if tokenizer.name == run_tokenizer.name:
         return
 
-    # The names differ. Those of unknown tokenizers do if they have different numbers of ids.
+    # An IdTokenizer stands for an unknown tokenizer, and has the vocabulary size in its name.
     are_both_unknown = isinstance(tokenizer, IdTokenizer) and isinstance(run_tokenizer, IdTokenizer)
     if not are_both_unknown:
         raise ConfigError(
@@ -197,9 +211,7 @@ def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) ->
 
     num_ids = config.model.vocab_size
     if config.model.kind == 'encoder':
-        # An encoder takes the id after those of the run's data as its mask token, so it cannot be
-        # the id of a token of the dataset.
-        num_ids = rows.dataset.vocab_size
+        num_ids = rows.dataset.vocab_size  # the next id is the encoder's mask token
     if dataset.vocab_size > num_ids:
         raise ConfigError(
             f'it has the id {dataset.vocab_size - 1}, but the model has ids from 0 to '
@@ -208,10 +220,7 @@ def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) ->
 
 
 def identity_with(rows: Rows, corpora: Sequence[EvaluationCorpus]) -> dict[str, Any]:
-    """Identifies the data of a run, its further corpora included; JSON.
-
-    Without further corpora, it is the identity of the rows.
-    """
+    """Returns JSON that identifies the data of a run, including its further corpora."""
     identity = dict(rows.identity())
     if corpora:
         identity[CORPORA] = {corpus.name: corpus.identity() for corpus in corpora}
@@ -220,7 +229,7 @@ def identity_with(rows: Rows, corpora: Sequence[EvaluationCorpus]) -> dict[str, 
 
 @contextlib.contextmanager
 def _errors_naming_entry(text: str) -> Iterator[None]:
-    """Puts an entry of data.evaluate in front of the message of a ConfigError in the block."""
+    """Prefixes the messages of ConfigErrors in the block with an entry of data.evaluate."""
     try:
         yield
     except NotPrepared as missing:
