@@ -1,4 +1,4 @@
-"""Makes token datasets from settings: opens the corpus, its tokenizer, and its tokens.
+"""Opens token datasets from settings.
 
 Tokens are cached in `<data_dir>/tokens/<name>/<version>/<tokenizer>`.
 """
@@ -29,9 +29,12 @@ from qkattn.errors import ConfigError
 def load(config: DataConfig) -> TokenDataset | PairDataset:
     """Opens a dataset, and prepares it the first time.
 
-    Raises ConfigError if it is unknown or cannot be prepared.
+    Raises:
+      ConfigError: the dataset is unknown or cannot be prepared.
     """
-    return load_pairs(config) if config.languages else load_text(config)
+    if config.languages:
+        return load_pairs(config)
+    return load_text(config)
 
 
 def load_text(config: DataConfig) -> TokenDataset:
@@ -43,7 +46,7 @@ def load_text(config: DataConfig) -> TokenDataset:
 
 
 def open_tokens(config: DataConfig) -> TokenDataset:
-    """Opens the tokens at `config.path`, of prepare_data or of another tool; see `load`."""
+    """Opens the tokens at `config.path`, made by prepare_data or another tool."""
     path = local_directory(config.path, 'data.path')
     if not is_prepared(path):
         files = token_files(path)
@@ -53,11 +56,15 @@ def open_tokens(config: DataConfig) -> TokenDataset:
 
 
 def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
-    """Opens one split of a text in the ids of a tokenizer; see `load`.
+    """Opens one split of a text, tokenized with a given tokenizer.
 
-    The tokenizer is of the kind `config.tokenizer`, but may be learned from another text. Only this
-    split is tokenized, into a directory of its own. Raises ConfigError if the text does not have
-    the split.
+    Args:
+      config: the settings of the text.
+      split: the only split that is tokenized and opened.
+      tokenizer: a tokenizer of the kind `config.tokenizer`, even one trained on another text.
+
+    Raises:
+      ConfigError: the text has no such split or cannot be prepared.
     """
     corpus = find(config)
     if split not in corpus.splits:
@@ -66,11 +73,9 @@ def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDat
         )
     root = data_root(config.data_dir)
     directory = root / 'tokens' / corpus.name / corpus.version / tokenizer.name / split
-    carved = {}
-    if split in corpus.carved:
-        carved[split] = corpus.carved[split]
-    only_split = dataclasses.replace(corpus, splits=(split,), carved=carved)
-    return _open_or_write_tokens(directory, only_split, config.tokenizer, tokenizer, root=root)
+    carved = {name: share for name, share in corpus.carved.items() if name == split}
+    corpus_of_split = dataclasses.replace(corpus, splits=(split,), carved=carved)
+    return _open_or_write_tokens(directory, corpus_of_split, config.tokenizer, tokenizer, root)
 
 
 def load_pairs(config: DataConfig) -> PairDataset:
@@ -80,20 +85,19 @@ def load_pairs(config: DataConfig) -> PairDataset:
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:
-    """Returns the tokenizer of a dataset, which is learned from its train split the first time."""
+    """Returns the tokenizer of a dataset, and trains it the first time if it is learned."""
     if config.name == 'tokens':
         return open_tokens(config).tokenizer
     return _tokenizer_of_corpus(config, find(config))
 
 
 def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
-    """Opens the tokenizer of a corpus, and trains it the first time if it is a learned one.
-
-    Both languages of parallel text share one tokenizer.
-    """
+    """Opens the tokenizer of a corpus, and trains it the first time if it is learned."""
 
     def training_texts() -> Iterator[bytes]:
-        for language in corpus.languages or (None,):
+        # The languages of parallel text share one tokenizer.
+        languages = corpus.languages or (None,)
+        for language in languages:
             yield from corpus.documents(language)['train']
 
     try:
@@ -111,18 +115,18 @@ def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _load_sides(config: DataConfig) -> list[TokenDataset]:
-    """Opens the tokens of a corpus: two datasets for parallel text, source and target, else one."""
+    """Opens source and target datasets of parallel text, or the one dataset of other text."""
     corpus = find(config)
     root = data_root(config.data_dir)
     tokenizer = _tokenizer_of_corpus(config, corpus)
-    # Each language of parallel text is tokenized as a corpus of its own.
-    sides = [corpus]
     if corpus.languages:
         sides = [_one_language(corpus, language) for language in corpus.languages]
+    else:
+        sides = [corpus]
     datasets = []
     for side in sides:
         directory = root / 'tokens' / side.name / side.version / tokenizer.name
-        dataset = _open_or_write_tokens(directory, side, config.tokenizer, tokenizer, root=root)
+        dataset = _open_or_write_tokens(directory, side, config.tokenizer, tokenizer, root)
         datasets.append(dataset)
     return datasets
 
@@ -145,23 +149,23 @@ def _open_or_write_tokens(
     root: Path,
     workers: int = 1,
 ) -> TokenDataset:
-    """Opens the tokens of a corpus, and writes them first if they are missing or damaged.
+    """Opens the tokens of a corpus, writing them first if they are missing or damaged.
 
     Args:
       directory: the directory of the tokens.
-      corpus: the text in one language.
-      kind: the value of data.tokenizer, which is stored beside the tokens.
+      corpus: a text in one language.
+      kind: the value of data.tokenizer.
       tokenizer: the tokenizer of this kind.
-      root: the directory that the user has named: `directory` itself or a parent of it.
-      workers: the number of processes that tokenize.
+      root: the directory named by the user, `directory` or a parent.
+      workers: number of processes that tokenize.
 
     Raises:
       ConfigError: the directory holds tokens of another corpus or tokenizer.
     """
 
     def read() -> TokenDataset:
-        """Opens the tokens; raises DamagedData if they have to be written again."""
-        index = read_index(directory, corpus.splits[:1])
+        first_split = corpus.splits[:1]
+        index = read_index(directory, required=first_split)
         expected = (corpus.name, corpus.version, tokenizer.name)
         stored = (index.name, index.version, index.tokenizer_name)
         if stored != expected:
@@ -177,17 +181,16 @@ def _open_or_write_tokens(
 
 
 def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
-    """Tokenizes all splits of a dataset into a directory, unless they are there already.
+    """Tokenizes all splits of a dataset into a directory, unless this was done before.
 
     Args:
       config: names the dataset and its tokenizer.
-      out: the directory. It may be new, empty, or hold the tokens of an earlier call, even of one
-        that was killed.
-      workers: the number of processes that tokenize. The files do not depend on it.
+      out: the directory: new, empty, or from an earlier call that may have been killed.
+      workers: number of processes that tokenize. The result is the same for any number.
 
     Raises:
       ConfigError: the dataset cannot be read, is a translation set, or has no text; or the
-        directory cannot be written to, or holds other tokens or other files.
+        directory is not writable, or holds other tokens or files.
     """
     directory = local_directory(out, '--out')
     if not _may_hold_tokens(directory):
@@ -198,29 +201,29 @@ def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
             'one language'
         )
     corpus = find(config)
-    # A tokenizer.json can be used with either of two separators between documents. If the directory
-    # has tokens already, the name of their tokenizer tells which one they have.
+    # A tokenizer.json allows two separators between documents. Use that of existing tokens, which
+    # is part of their tokenizer's name.
     with use_recorded_tokenizers(*_stored_tokenizer(directory)):
         tokenizer = _tokenizer_of_corpus(config, corpus)
     return _open_or_write_tokens(directory, corpus, config.tokenizer, tokenizer, directory, workers)
 
 
 def _may_hold_tokens(directory: Path) -> bool:
-    """Whether a directory is missing, empty, or one into which `prepare` has written."""
+    """Whether a directory is missing, empty, or written by `prepare`."""
     if not directory.is_dir():
         return True
     file_names = {path.name for path in directory.iterdir()}
     if not file_names:
         return True
-    # The directory of a run or a study has a file `lock`, too.
-    if 'config.json' in file_names or 'study.json' in file_names:
+    is_run_or_study = 'config.json' in file_names or 'study.json' in file_names
+    if is_run_or_study:  # has a file `lock`, too
         return False
-    # If `prepare` was killed, it has left `lock`, but no index.
+    # A killed `prepare` has left `lock`, but no index.
     return INDEX in file_names or 'lock' in file_names
 
 
 def _stored_tokenizer(directory: Path) -> list[str]:
-    """Returns the name of the tokenizer of the tokens in a directory; [] if it cannot be read."""
+    """Returns [tokenizer name] of the tokens in a directory, or [] if it cannot be read."""
     try:
         return [read_index(directory).tokenizer_name]
     except DamagedData:

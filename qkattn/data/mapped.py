@@ -1,4 +1,4 @@
-"""Token files that are mapped into memory: rows are read at random, whole splits in order."""
+"""Memory-mapped token files."""
 
 import mmap
 import os
@@ -10,39 +10,43 @@ from qkattn.config.paths import open_regular
 
 
 def map_ids(path: str | os.PathLike[str], dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
-    """Maps the ids of a regular file into memory, from byte `offset` on.
+    """Memory-maps the ids of a regular file, from byte `offset` on, for random access.
 
-    They are for rows that are read at random. The kernel is told to read only the pages that are
-    used. By default, it also reads the pages around them, up to several MB for a row of a few kB.
-    `read_ahead` is for ids that are read in order.
+    To read ids in order, call `read_ahead` first.
 
-    Raises OSError if the file cannot be opened, and ValueError if it is empty or its last id is
-    cut.
+    Raises:
+      OSError: the file cannot be opened.
+      ValueError: the file is empty or its last id is incomplete.
     """
     with open_regular(path) as file:
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    pages.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(pages, dtype, offset=offset)
+        whole_file = 0
+        memory = mmap.mmap(file.fileno(), whole_file, access=mmap.ACCESS_READ)
+    # By default, the kernel would read up to several MB for a row of a few kB.
+    memory.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(memory, dtype, offset=offset)
 
 
 def read_ahead(ids: np.ndarray) -> None:
-    """Makes the kernel begin to read mapped ids; does nothing for other arrays."""
-    for pages in _owners(ids):
-        if isinstance(pages, mmap.mmap):
-            file_address = np.frombuffer(pages, np.uint8).ctypes.data
-            first_byte = ids.ctypes.data - file_address
-            # The kernel takes ranges of bytes that begin with a page.
-            start = first_byte // mmap.PAGESIZE * mmap.PAGESIZE
-            pages.madvise(mmap.MADV_WILLNEED, start, first_byte + ids.nbytes - start)
+    """Makes the kernel begin to read memory-mapped ids; does nothing for other arrays."""
+    for owner in _owners(ids):
+        if isinstance(owner, mmap.mmap):
+            address_of_file = np.frombuffer(owner, np.uint8).ctypes.data
+            begin = ids.ctypes.data - address_of_file
+            end = begin + ids.nbytes
+            # madvise needs the start of a page.
+            page_begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            owner.madvise(mmap.MADV_WILLNEED, page_begin, end - page_begin)
 
 
 def _owners(ids: np.ndarray) -> Iterator[object]:
-    """Yields the objects that hold the memory of an array, from the nearest to the farthest.
+    """Yields an array, its base, the base of its base and so on.
 
-    A slice of mapped ids, for example, is a view of an array, which is a view of a memoryview,
-    which is a view of the mapped file.
+    For example: a slice, the array, a memoryview, the mapped file.
     """
     owner: object = ids
     while owner is not None:
         yield owner
-        owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, 'base', None)
+        if isinstance(owner, memoryview):
+            owner = owner.obj
+        else:
+            owner = getattr(owner, 'base', None)
