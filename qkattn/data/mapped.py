@@ -19,8 +19,8 @@ def map_ids(path: str | os.PathLike[str], dtype: str | np.dtype, offset: int = 0
       ValueError: the file is empty or its last id is incomplete.
     """
     with open_regular(path) as file:
-        whole_file = 0
-        memory = mmap.mmap(file.fileno(), whole_file, access=mmap.ACCESS_READ)
+        # Length 0 is the whole file.
+        memory = mmap.mmap(file.fileno(), length=0, access=mmap.ACCESS_READ)
     # By default, the kernel would read up to several MB for a row of a few kB.
     memory.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(memory, dtype, offset=offset)
@@ -46,7 +46,4 @@ def _owners(ids: np.ndarray) -> Iterator[object]:
     owner: object = ids
     while owner is not None:
         yield owner
-        if isinstance(owner, memoryview):
-            owner = owner.obj
-        else:
-            owner = getattr(owner, 'base', None)
+        owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, 'base', None)

@@ -163,7 +163,7 @@ def _eval_batch(rows: Rows, split: str, row_R: np.ndarray, position_B: np.ndarra
         rows of zeros.
     """
     is_real_B = position_B < len(row_R)
-    readable_position_B = np.where(is_real_B, position_B, 0)  # reads row 0 for padding
+    readable_position_B = np.where(is_real_B, position_B, 0)  # padding reads any row
     row_B = row_R[readable_position_B]
     # Each row draws its random numbers from the pair (0, row index).
     draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)

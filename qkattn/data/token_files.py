@@ -37,9 +37,9 @@ from qkattn.storage.records import parse_file, read_dataclass
 
 INDEX = 'tokens.json'
 MODEL = 'tokenizer.json'
-# What an error advises if a corpus cannot be read.
+# The advice in errors if a corpus cannot be read.
 RESTORE = 'restore the source'
-# What libraries raise, besides OSError, if they cannot read a corpus.
+# Errors, besides OSError, that libraries raise if a corpus cannot be read.
 READ_ERRORS = (RuntimeError, UnicodeError)
 # Seconds between two lines of progress.
 SECONDS_PER_LOG = 10
@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index:
-    """The content of `tokens.json`. It is written last, so its directory is complete."""
+    """The content of `tokens.json`, which is written after all other files."""
 
     name: str  # name and version of the corpus
     version: str
-    carved: Mapping[str, float]  # each split that was carved from train: its fraction of train
-    tokenizer: str  # data.tokenizer; if this is a file, without its directory
+    carved: Mapping[str, float]  # splits carved from train, as fractions of train: {'test': 0.1}
+    tokenizer: str  # data.tokenizer; a file is without its directory
     tokenizer_name: str  # `Tokenizer.name`, e.g. 'byte-bpe4096-0123456789ab'
     dtype: Literal['uint8', 'uint16', 'uint32']  # of an id
     splits: Mapping[str, SplitInfo]
@@ -63,16 +63,14 @@ class Index:
 def write_tokens(
     directory: Path, kind: str, corpus: Corpus, tokenizer: Tokenizer, workers: int = 1
 ) -> None:
-    """Tokenizes all splits of a corpus, and writes the files of a directory of tokens.
-
-    The caller holds a lock on the directory.
+    """Tokenizes a corpus and writes its directory of tokens, on which the caller holds a lock.
 
     Args:
       directory: where the files go.
       kind: the value of data.tokenizer.
-      corpus: the corpus to tokenize.
+      corpus: a text in one language.
       tokenizer: the tokenizer of this kind.
-      workers: the number of processes that tokenize. The files are the same for any number.
+      workers: number of processes that tokenize. The files are the same for any number.
 
     Raises:
       ConfigError: the text cannot be read or encoded, or a split has no document.
@@ -83,21 +81,21 @@ def write_tokens(
     if hasattr(tokenizer, 'model'):
         write_atomic(directory / MODEL, tokenizer.model())
     with explain_read_errors(corpus.name, RESTORE, *READ_ERRORS):
-        # By split. One side of parallel text is a corpus by itself, so the language is None, too.
-        documents = corpus.documents(None)
+        documents_of_split = corpus.documents(None)  # the language of a single text is None
 
-    splits = {}
+    infos = {}
     with encoder(kind, tokenizer, workers) as encode:
         for split in corpus.splits:
             source = f'split {split!r} of {corpus.name}'
             names = None
             if corpus.names and split != 'train':
                 names = tuple(corpus.names(split))
-            results = _require_encoded(encode(documents[split]), source)
-            info = _write_split(directory / f'{split}.bin', results, tokenizer, names)
+            results = encode(documents_of_split[split])
+            documents = _require_encoded(results, source)
+            info = _write_split(directory / f'{split}.bin', documents, tokenizer, names)
             if not info.num_documents:
                 raise ConfigError(f'{source} has no document; it must hold text')
-            splits[split] = info
+            infos[split] = info
 
     index = Index(
         name=corpus.name,
@@ -106,9 +104,10 @@ def write_tokens(
         tokenizer=_without_directory(kind),
         tokenizer_name=tokenizer.name,
         dtype=_dtype(tokenizer).name,  # type: ignore[arg-type]
-        splits=splits,
+        splits=infos,
     )
-    write_atomic(directory / INDEX, json.dumps(dataclasses.asdict(index), indent=1) + '\n')
+    text = json.dumps(dataclasses.asdict(index), indent=1)
+    write_atomic(directory / INDEX, text + '\n')
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -117,15 +116,19 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def _without_directory(kind: str) -> str:
-    """Removes the directory from a value of data.tokenizer: '/data/a.json' gives 'a.json'."""
-    return kind.rpartition('/')[2] if kind.endswith('.json') else kind
+    """Removes the directory from a file in data.tokenizer: '/data/a.json' gives 'a.json'."""
+    is_file = kind.endswith('.json')
+    if is_file:
+        return kind.split('/')[-1]
+    return kind
 
 
 def _require_encoded(results: Iterable[Result], source: str) -> Iterator[Encoded]:
-    """Yields the encoded documents of `source`, which is named in errors.
+    """Yields encoded documents, or raises ConfigError for the first one that cannot be encoded.
 
-    A result is an encoded document, or the ValueError with which encoding failed. The first such
-    error raises ConfigError with the number of the document.
+    Args:
+      results: for each document, its encoding or the ValueError that encoding raised.
+      source: the name of the text, for error messages.
     """
     with explain_read_errors(source, RESTORE, *READ_ERRORS):
         for number, result in enumerate(results, start=1):
@@ -137,27 +140,34 @@ def _require_encoded(results: Iterable[Result], source: str) -> Iterator[Encoded
 
 
 class _Progress:
-    """Logs every SECONDS_PER_LOG how many tokens of a split are written, and how fast."""
+    """Logs the progress of a split, at most every SECONDS_PER_LOG seconds."""
 
     def __init__(self, split: str):
         self._split = split
-        self._start = time.monotonic()
-        self._next = self._start + SECONDS_PER_LOG
+        self._start_time = time.monotonic()
+        self._next_time = self._start_time + SECONDS_PER_LOG
 
     def log(self, num_tokens: int) -> None:
-        seconds = time.monotonic()
-        if seconds >= self._next:
-            rate = num_tokens / (seconds - self._start)
+        now = time.monotonic()
+        if now >= self._next_time:
+            rate = num_tokens / (now - self._start_time)
             log.info('%s: %s tokens, %s tokens/s', self._split, f'{num_tokens:,}', f'{rate:,.0f}')
-            self._next = seconds + SECONDS_PER_LOG
+            self._next_time = now + SECONDS_PER_LOG
 
 
 def _write_split(
     path: Path, documents: Iterator[Encoded], tokenizer: Tokenizer, names: tuple[str, ...] | None
 ) -> SplitInfo:
-    """Writes the ids of a split to a file, and returns the counts of the split.
+    """Writes the token ids of a split to a file.
 
-    `names` holds the names of the documents; None if they have no names.
+    Args:
+      path: the file.
+      documents: the encoded documents.
+      tokenizer: the tokenizer of the documents.
+      names: the document names, or None.
+
+    Returns:
+      The statistics of the split.
     """
     dtype = _dtype(tokenizer)
     digest = hashlib.sha256()
@@ -174,13 +184,12 @@ def _write_split(
                 num_tokens += len(document.ids)
                 num_bytes += document.num_bytes
                 progress.log(num_tokens)
-        # Ids are counted afterwards, in large blocks of the file: bincount fills an array of the
-        # whole vocabulary, which takes too long for each document. The file is not memory-mapped,
-        # because its pages would count as memory of this process.
+        # Count ids in large blocks, because bincount is slow on many short documents. A
+        # memory-mapped file would count as memory of this process.
         with temporary.open('rb') as file:
-            while len(ids := np.fromfile(file, dtype, BLOCK)):
+            while len(ids := np.fromfile(file, dtype, count=BLOCK)):
                 digest.update(ids.data)
-                counts_V += np.bincount(ids, minlength=len(counts_V))
+                counts_V += np.bincount(ids, minlength=tokenizer.vocab_size)
     return SplitInfo(
         num_documents=num_documents,
         document_names=names,
@@ -194,27 +203,29 @@ def _write_split(
 def read_index(directory: Path, required: Sequence[str] = ('train',)) -> Index:
     """Reads and checks the index of a directory of tokens.
 
-    Raises DamagedData if it cannot be read, if its values cannot be true, or if it lacks one of the
-    splits `required`.
+    Args:
+      directory: the directory of tokens.
+      required: splits that the index must have.
+
+    Raises:
+      DamagedData: the index cannot be read, is invalid, or lacks a required split.
     """
     try:
         record = parse_file(directory / INDEX, {'splits': {}})  # requires an object `splits`
         _check_splits(record['splits'], required)
-        splits = {
-            split: read_dataclass(SplitInfo, entry) for split, entry in record['splits'].items()
-        }
-        for split, info in splits.items():
+        infos = {}
+        for split, entry in record['splits'].items():
+            infos[split] = read_dataclass(SplitInfo, entry)
+        for split, info in infos.items():
             _check_counts(split, info)
-        return read_dataclass(Index, record, splits=splits)
+        return read_dataclass(Index, record, splits=infos)
     except ValueError as error:
         raise DamagedData(f'{directory / INDEX} cannot be read ({error})') from error
 
 
 def _check_splits(names: Iterable[str], required: Sequence[str]) -> None:
-    """Raises ValueError unless these are names of splits, the required ones among them.
-
-    Paths of files are made from the names, so a name such as '../other' must not pass.
-    """
+    """Raises ValueError for an unknown or a missing split name."""
+    # The names become file names, so '../other' must not pass.
     for name in names:
         if name not in SPLITS:
             raise ValueError(f'split {name!r:.80} is none of {", ".join(SPLITS)}')
@@ -224,57 +235,66 @@ def _check_splits(names: Iterable[str], required: Sequence[str]) -> None:
 
 
 def _check_counts(split: str, info: SplitInfo) -> None:
-    """Raises ValueError if the counts of a split cannot be true.
-
-    Without this check, a damaged number of documents could fill the memory, because other code
-    makes lists of this length. The number of tokens is checked by `open_index`, which knows the
-    size of the file.
-    """
-    documents = info.num_documents
-    if not 1 <= documents <= info.num_tokens:
-        raise ValueError(f'{split} has {documents} documents in {info.num_tokens} tokens')
+    """Raises ValueError for impossible counts, such as more documents than tokens."""
+    num_documents = info.num_documents
+    if not 1 <= num_documents <= info.num_tokens:
+        raise ValueError(f'{split} has {num_documents} documents in {info.num_tokens} tokens')
     if info.num_bytes is None or info.num_bytes < 1:
         raise ValueError(f'{split} has {info.num_bytes} bytes')
     names = info.document_names
-    if names is not None and len(names) != documents:
-        raise ValueError(f'{split} has {len(names)} document_names of {documents} documents')
+    if names is not None and len(names) != num_documents:
+        raise ValueError(f'{split} has {len(names)} document_names of {num_documents} documents')
 
 
 def open_index(
     directory: Path, index: Index, tokenizer: Tokenizer, *, compare: bool
 ) -> TokenDataset:
-    """Opens the dataset in a directory of tokens. The ids are memory-mapped.
+    """Opens the dataset in a directory of tokens, with memory-mapped ids.
 
-    The sizes of the files are compared with the index. With `compare`, all ids are read, and their
-    sha256 is compared as well. Raises DamagedData if a file is missing or does not match the index.
+    Args:
+      directory: the directory of tokens.
+      index: the index of the directory.
+      tokenizer: the tokenizer of the ids.
+      compare: whether to read all ids and compare their sha256 with the index.
+
+    Raises:
+      DamagedData: a file is missing, or its size or sha256 differs from the index.
     """
     tokens: dict[str, TokenIds] = {}
     for split, info in index.splits.items():
         path = directory / f'{split}.bin'
         try:
             ids = map_ids(path, index.dtype)
-            is_whole = len(ids) == info.num_tokens
-            if is_whole and compare:
+            is_intact = len(ids) == info.num_tokens
+            if is_intact and compare:
                 with open_regular(path) as file:
                     digest = hashlib.file_digest(file, 'sha256')  # type: ignore[arg-type]
-                is_whole = digest.hexdigest() == info.fingerprint
+                is_intact = digest.hexdigest() == info.fingerprint
         except (OSError, ValueError):
-            is_whole = False
-        if not is_whole:
+            is_intact = False
+        if not is_intact:
             raise DamagedData(f'{path} is missing, or does not hold what {INDEX} describes')
         tokens[split] = ids
-    return TokenDataset(index.name, index.version, tokenizer, index.splits, tokens, index.carved)
+    return TokenDataset(
+        name=index.name,
+        version=index.version,
+        tokenizer=tokenizer,
+        infos=index.splits,
+        tokens=tokens,
+        carved=index.carved,
+    )
 
 
 def is_prepared(directory: Path) -> bool:
-    """Whether a directory of tokens is one that prepare_data has written, or has begun to write."""
+    """Whether prepare_data has written, or begun to write, a directory of tokens."""
     return (directory / INDEX).exists() or (directory / 'lock').exists()
 
 
 def open_prepared(config: DataConfig) -> TokenDataset:
-    """Opens the dataset in `config.path`, which prepare_data has written.
+    """Opens the dataset that prepare_data has written to `config.path`.
 
-    Raises ConfigError if the files are damaged, or if settings do not fit them.
+    Raises:
+      ConfigError: the files are damaged, or do not fit the settings.
     """
     directory = local_directory(config.path, 'data.path')
     if not (directory / INDEX).exists():
@@ -282,15 +302,15 @@ def open_prepared(config: DataConfig) -> TokenDataset:
     advice = 'copy it or prepare_data again'
     try:
         index = read_index(directory)
-        # A tokenizer.json can be used with either of two separators between documents. The name of
-        # the tokenizer in the index tells which one these tokens have.
+        # A tokenizer.json allows two separators between documents. Use that of these tokens, which
+        # is part of their tokenizer's name.
         with use_recorded_tokenizers(index.tokenizer_name):
             tokenizer = _tokenizer_beside(directory, index, config.tokenizer, advice)
-        # The sha256 of the files are not compared: that would read all of them at each start.
+        # Comparing sha256 would read all tokens at each start.
         dataset = open_index(directory, index, tokenizer, compare=False)
     except DamagedData as error:
         raise ConfigError(f'{error}; {advice}') from error
-    if tokenizer.name != index.tokenizer_name:  # its source code, for example, has changed
+    if tokenizer.name != index.tokenizer_name:  # for example, its source code has changed
         raise ConfigError(
             f'{directory} was tokenized with {index.tokenizer_name}, but tokenizer='
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
@@ -300,24 +320,21 @@ def open_prepared(config: DataConfig) -> TokenDataset:
 
 
 def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str) -> Tokenizer:
-    """Opens the tokenizer with which the tokens in a directory were made.
-
-    A vocabulary is read only from this directory. The directory may come from someone else, so its
-    index must not decide which code is imported: a tokenizer with an import path, such as
-    'module:Class', is imported only if the user requests the same one.
+    """Opens the tokenizer of the tokens in a directory, whose vocabulary is stored there, too.
 
     Args:
-      directory: a directory of tokens.
-      index: its index, which names the tokenizer.
+      directory: the directory of tokens.
+      index: the index of the directory, which names the tokenizer.
       requested: the value of data.tokenizer.
-      advice: what an error advises if the vocabulary cannot be read.
+      advice: the advice in the error if the vocabulary cannot be read.
 
     Raises:
-      ConfigError: the tokenizer has an import path that the user does not request, or the
-        vocabulary cannot be read.
+      ConfigError: the vocabulary cannot be read, or the tokenizer is code that the user has not
+        requested.
       DamagedData: the vocabulary is missing.
     """
     kind = index.tokenizer
+    # The directory may come from someone else, who must not decide which code is imported.
     if is_import_path(kind) and kind != requested:
         raise ConfigError(
             f'{directory / INDEX} names the tokenizer {kind!r:.200}, which is code, and '
@@ -325,23 +342,19 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
         )
     model = directory / MODEL
     if model.exists():
-        # The library of sub-words raises a plain Exception.
+        # The `tokenizers` library raises a plain Exception.
         with explain_read_errors(str(model), advice, Exception):
             return restore_tokenizer(kind, read_whole(model))
 
-    # The name alone is enough for bytes and for encodings of tiktoken. A tokenizer with an import
-    # path has a vocabulary only if it is learned.
-    is_whole_by_name = kind == 'bytes' or kind.startswith(PREFIX) or is_import_path(kind)
-    if not is_whole_by_name:
+    # A class with an import path need not have a vocabulary.
+    needs_no_vocabulary = kind == 'bytes' or kind.startswith(PREFIX) or is_import_path(kind)
+    if not needs_no_vocabulary:
         raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
-    return restore_tokenizer(kind, None)
+    return restore_tokenizer(kind, model=None)
 
 
 def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
-    """Raises ConfigError for a setting that would have to change tokens that exist already.
-
-    For example, data.lowercase=True has no effect, because the text is not tokenized again.
-    """
+    """Raises ConfigError for settings that cannot change existing tokens, such as lowercase."""
     if config.lowercase:
         field = 'lowercase'
     elif config.carve_test and 'test' not in index.splits:
@@ -361,11 +374,7 @@ def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
 
 
 def _is_same_tokenizer(requested: str, index: Index) -> bool:
-    """Whether data.tokenizer agrees with the tokenizer that made the tokens of an index.
-
-    It agrees if it has its default value, or the value in the index. The index names a file without
-    its directory, so the file is opened, and must hold the same vocabulary.
-    """
+    """Whether the setting data.tokenizer is left at its default or names the index's tokenizer."""
     if requested == DataConfig.tokenizer:
         return True
     if _without_directory(requested) != index.tokenizer:
@@ -373,6 +382,7 @@ def _is_same_tokenizer(requested: str, index: Index) -> bool:
     is_file = requested.endswith('.json')
     if not is_file:
         return True
+    # Another directory may have another file of this name, so compare the vocabularies.
     with use_recorded_tokenizers(index.tokenizer_name):
-        tokenizer = restore_tokenizer(requested, None)
+        tokenizer = restore_tokenizer(requested, model=None)
     return tokenizer.name == index.tokenizer_name

@@ -1,4 +1,4 @@
-"""Tokenized corpora: the token ids of their splits, and the counts of each split."""
+"""Tokenized corpora: the token ids and statistics of each split."""
 
 import copy
 import dataclasses
@@ -13,30 +13,29 @@ from qkattn.data.mapped import read_ahead
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.errors import ConfigError
 
-# How many ids are read at a time when a whole split is read.
+# Ids per read of a whole split.
 BLOCK = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """The counts of a split, and what else is known about it without reading its tokens."""
+    """Statistics of a split."""
 
     num_documents: int
     # None for 'train', and for a corpus without names.
     document_names: tuple[str, ...] | None = None
-    # Includes the separator after each document.
+    # Includes a separator after each document.
     num_tokens: int
-    # The bytes of text that the tokens stand for; a separator counts as one byte. None if the
-    # vocabulary is unknown.
+    # Bytes of the text, and one for each separator. None if the vocabulary is unknown.
     num_bytes: int | None
-    # The entropy of the token frequencies.
+    # Entropy of the token frequencies.
     unigram_nats_per_token: float
-    # The sha256 of all tokens.
+    # sha256 of the token ids.
     fingerprint: str
 
 
 class TokenIds(Protocol):
-    """The ids of a split: an array, or several files that behave like one array."""
+    """The ids of a split: an array, or several files that are sliced as one array."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +43,7 @@ class TokenIds(Protocol):
 
 
 def blocks(ids: TokenIds, start: int = 0) -> Iterator[np.ndarray]:
-    """Yields all ids from position `start` on, in order, BLOCK at a time."""
+    """Yields the ids from position `start` on, BLOCK at a time."""
     for first in range(start, len(ids), BLOCK):
         block = ids[first : first + BLOCK]
         read_ahead(block)
@@ -52,15 +51,21 @@ def blocks(ids: TokenIds, start: int = 0) -> Iterator[np.ndarray]:
 
 
 def entropy(counts_V: np.ndarray) -> float:
-    """Returns the entropy of the frequencies of ids, in nats per token."""
-    frequencies = counts_V[counts_V > 0] / counts_V.sum()
-    return -float(np.sum(frequencies * np.log(frequencies)))
+    """Returns the entropy of token counts, in nats per token."""
+    probabilities = counts_V[counts_V > 0] / counts_V.sum()
+    return -float(np.sum(probabilities * np.log(probabilities)))
 
 
 class TokenDataset:
-    """The token ids of the splits of one corpus, and their counts. Ids are below vocab_size.
+    """The token ids and statistics of a corpus.
 
-    The attribute `splits` holds the names of the splits, 'train' first.
+    Attributes:
+      name: the name of the corpus.
+      version: the version of the text.
+      tokenizer: the tokenizer of the ids.
+      vocab_size: all ids are below this number.
+      splits: the split names, 'train' first.
+      carved: the splits cut off the train split, each with its fraction of train.
     """
 
     def __init__(
@@ -73,18 +78,18 @@ class TokenDataset:
         carved: Mapping[str, float] | None = None,
         document_ends: Callable[[str], np.ndarray] | None = None,
     ):
-        """Takes the parts of the dataset.
+        """Creates a dataset.
 
         Args:
           name: the name of the corpus.
-          version: the version of its text, e.g. 'py3.11.7-1.0.0'.
+          version: the version of the text, e.g. 'py3.11.7-1.0.0'.
           tokenizer: the tokenizer of the ids.
-          infos: the counts of each split, such as its number of documents.
+          infos: the statistics of each split.
           tokens: the ids of each split.
-          carved: the splits that were cut off the train split of the corpus, each with its fraction
-            of train, as in {'test': 0.1}.
-          document_ends: a function of a split that returns the position after each document. By
-            default a document ends with the separator of the tokenizer.
+          carved: the splits cut off the train split, each with its fraction of train. For example,
+            {'test': 0.1}.
+          document_ends: a function from a split to the position after each document. By default,
+            documents end with the separator of the tokenizer.
         """
         self.name = name
         self.version = version
@@ -94,18 +99,22 @@ class TokenDataset:
         self.carved = dict(carved or {})
         self._infos = infos
         self._tokens = tokens
-        # Cached by split, because finding the ends may read the whole split.
+        # Cached, because finding the ends may read the whole split.
         self._ends = functools.cache(document_ends or self._document_ends)
 
     def in_ids_of(self, tokenizer: Tokenizer) -> 'TokenDataset':
-        """Returns the same tokens with another tokenizer, which gives ids the same meaning."""
+        """Returns a copy of the dataset with a tokenizer that gives ids the same meaning."""
         dataset = copy.copy(self)
         dataset.tokenizer = tokenizer
         dataset.vocab_size = tokenizer.vocab_size
         return dataset
 
     def info(self, split: str) -> SplitInfo:
-        """Returns the counts of a split; raises ConfigError for an unknown split."""
+        """Returns the statistics of a split.
+
+        Raises:
+          ConfigError: the split is unknown.
+        """
         if split not in self._infos:
             raise ConfigError(
                 f'split={split!r} is not in dataset {self.name!r}; valid: '
@@ -114,38 +123,41 @@ class TokenDataset:
         return self._infos[split]
 
     def split(self, split: str) -> TokenIds:
-        """Returns the token ids of a split, memory-mapped."""
+        """Returns the memory-mapped token ids of a split."""
         self.info(split)  # raises ConfigError for an unknown split
         return self._tokens[split]
 
     def windows(self, split: str, first_B: np.ndarray, size: int) -> np.ndarray:
-        """Returns rows of `size` consecutive tokens, int32 [B, size].
+        """Returns rows of consecutive tokens.
 
-        Row b begins at position first_B[b] of the split.
+        Args:
+          split: the split.
+          first_B: the position of each row's first token.
+          size: number of tokens in a row, T.
+
+        Returns:
+          ids_BT, int32.
         """
         ids = self.split(split)
         if isinstance(ids, np.ndarray):
-            positions_BT = first_B[:, None] + np.arange(size)
-            return ids[positions_BT].astype(np.int32)
+            position_BT = first_B[:, None] + np.arange(size)
+            return ids[position_BT].astype(np.int32)
         # Ids of several files can only be sliced.
-        rows_BT = np.empty((len(first_B), size), np.int32)
-        for row_T, first in zip(rows_BT, first_B.tolist(), strict=True):
-            row_T[:] = ids[first : first + size]
-        return rows_BT
+        ids_BT = np.empty((len(first_B), size), np.int32)
+        for b, first in enumerate(first_B.tolist()):
+            ids_BT[b] = ids[first : first + size]
+        return ids_BT
 
     def document_ends(self, split: str) -> np.ndarray:
         """Returns the position after each document of a split, ascending."""
         return self._ends(split)
 
     def document_names(self, split: str) -> list[str]:
-        """Returns the names of the documents of a split, in order.
-
-        If the documents have no names, these are their numbers: '0', '1' and so on.
-        """
+        """Returns the document names of a split; without names, '0', '1' and so on."""
         info = self.info(split)
         if info.document_names:
             return list(info.document_names)
-        return [str(number) for number in range(info.num_documents)]
+        return [str(index) for index in range(info.num_documents)]
 
     def identity(self) -> dict[str, Any]:
         """Returns JSON that identifies the data in results and checkpoints."""
@@ -165,7 +177,7 @@ class TokenDataset:
         return self.info(split).unigram_nats_per_token
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Returns the mean bytes of text per token of a split; None if they are unknown."""
+        """Returns the mean bytes of text per token of a split, or None if unknown."""
         info = self.info(split)
         if info.num_bytes is None:
             return None
@@ -173,24 +185,33 @@ class TokenDataset:
 
     def _document_ends(self, split: str) -> np.ndarray:
         """Returns the position after each separator of a split."""
-        ends = [np.zeros(0, np.int64)]
-        num_read = 0
+        no_ends = np.zeros(0, np.int64)
+        ends_of_blocks = [no_ends]  # for a split without blocks
+        block_begin = 0
         for ids in blocks(self.split(split)):
-            separators = num_read + np.flatnonzero(ids == self.tokenizer.separator)
-            ends.append(separators + 1)
-            num_read += len(ids)
-        return np.concatenate(ends)
+            separator_positions = block_begin + np.flatnonzero(ids == self.tokenizer.separator)
+            ends_of_blocks.append(separator_positions + 1)
+            block_begin += len(ids)
+        return np.concatenate(ends_of_blocks)
 
 
 class PairDataset:
-    """Tokenized parallel text: sentence i of a split is document i of source and target.
+    """Tokenized parallel text: document i of the target translates document i of the source.
 
-    Source and target have one tokenizer, so they share `vocab_size` and `separator`. `splits` holds
-    the splits that both of them have.
+    Attributes:
+      source: the dataset in the source language. Each document is a sentence.
+      target: the dataset in the target language, with the same tokenizer.
+      splits: the splits that source and target have.
+      vocab_size: the size of the shared vocabulary.
+      separator: the id at the end of each sentence.
     """
 
     def __init__(self, source: TokenDataset, target: TokenDataset):
-        """Pairs the sentences; raises ConfigError if a split has more of them on one side."""
+        """Pairs the sentences.
+
+        Raises:
+          ConfigError: source and target have different numbers of sentences in a split.
+        """
         self.source = source
         self.target = target
         self.splits = tuple(split for split in source.splits if split in target.splits)
@@ -209,31 +230,34 @@ class PairDataset:
             self._bounds[split] = (np.append(0, source_ends), np.append(0, target_ends))
 
     def bounds(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the bounds [pairs + 1] of the sentences of a split, in source and in target.
+        """Returns the sentence bounds of a split in the source and in the target.
 
-        Sentence i has the tokens [bounds[i], bounds[i + 1]). Its last token is the separator.
-        Raises ConfigError for an unknown split.
+        Sentence i is tokens[bounds[i]:bounds[i + 1]], including the separator at its end.
+
+        Raises:
+          ConfigError: the split is unknown.
         """
-        self.source.info(split)
+        self.source.info(split)  # raises ConfigError for an unknown split
         return self._bounds[split]
 
     def tokens(self, split: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns all source tokens and all target tokens of a split."""
-        return np.asarray(self.source.split(split)), np.asarray(self.target.split(split))
+        source_ids = np.asarray(self.source.split(split))
+        target_ids = np.asarray(self.target.split(split))
+        return source_ids, target_ids
 
     def sentences(self, split: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Returns all source and all target sentences of a split in file order.
+        """Returns all source and all target sentences of a split, as ids without the separator."""
 
-        Each sentence is an array of ids, without the separator.
-        """
+        def cut_sentences(ids: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
+            # The last id of a sentence is the separator.
+            return [ids[begin : end - 1] for begin, end in itertools.pairwise(bounds)]
 
-        def cut_sentences(tokens: np.ndarray, bounds: np.ndarray) -> list[np.ndarray]:
-            # The last token of a sentence is the separator.
-            return [tokens[start : end - 1] for start, end in itertools.pairwise(bounds)]
-
-        source, target = self.tokens(split)
+        source_ids, target_ids = self.tokens(split)
         source_bounds, target_bounds = self.bounds(split)
-        return cut_sentences(source, source_bounds), cut_sentences(target, target_bounds)
+        source_sentences = cut_sentences(source_ids, source_bounds)
+        target_sentences = cut_sentences(target_ids, target_bounds)
+        return source_sentences, target_sentences
 
     def identity(self) -> dict[str, Any]:
         """Returns JSON that identifies the data in results and checkpoints."""
