@@ -1,4 +1,4 @@
-"""Tasks of text: the next tokens, or hidden tokens, of windows of text are predicted."""
+"""Language modeling tasks: predict the next tokens, or masked tokens, of windows of text."""
 
 import copy
 from typing import Any, ClassVar, Self
@@ -26,12 +26,12 @@ from qkattn.data.tasks.rows import (
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 
-# How many tokens are a short context: the loss of the EARLY-th target of a row is measured.
+# The number of context tokens in the loss after a short context.
 EARLY = 4
 
 
 class TextRows(Rows):
-    """Windows of `length` tokens of a text; subclasses choose which of them are predicted."""
+    """Windows of `length` tokens of a text; subclasses choose the targets."""
 
     data: ClassVar[DataForm] = 'text in one language'
 
@@ -42,25 +42,25 @@ class TextRows(Rows):
         self.vocab_size = dataset.vocab_size
 
     def on_dataset(self, dataset: TokenDataset) -> Self:
-        """Returns the same task on the tokens of another dataset, in ids of the same meaning."""
+        """Returns the same task on another dataset, whose ids must have the same meaning."""
         rows = copy.copy(self)
         rows.dataset = dataset.in_ids_of(self.dataset.tokenizer)
         rows.splits = dataset.splits
         return rows
 
-    def _check_length(self, split: str, longest: int) -> None:
-        """Raises ConfigError if a window is longer than `longest` tokens."""
-        if self.length > longest:
+    def _check_length(self, split: str, max_length: int) -> None:
+        """Raises ConfigError if windows are longer than `max_length` tokens."""
+        if self.length > max_length:
             raise ConfigError(
                 f'model.context={self.length} is too long for split {split!r} of '
-                f'{self.dataset.name}; it must be at most {max(longest, 0)}.'
+                f'{self.dataset.name}; it must be at most {max(max_length, 0)}.'
             )
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray]:
-        """Assigns each row to the document of the token in its middle."""
-        first_R = np.arange(self.count(split)) * self.length
-        middle_R = first_R + (self.length + 1) // 2
-        # The index of a token's document is the number of documents that end before the token.
+        """Assigns each row to the document of its middle token."""
+        begin_R = np.arange(self.count(split)) * self.length
+        middle_R = begin_R + (self.length + 1) // 2
+        # The index of a document is the number of documents that have ended before.
         ends = self.dataset.document_ends(split)
         document_R = np.searchsorted(ends, middle_R, side='right')
         return self.dataset.document_names(split), document_R
@@ -76,15 +76,13 @@ class TextRows(Rows):
 
 
 class LanguageRows(TextRows):
-    """Windows of text. Each token is predicted from the tokens before it in its window.
+    """Windows of text for next-token prediction.
 
-    Window w of a split holds the tokens from `w * length` to `(w + 1) * length`, both included. Its
-    last token is also the first token of window w + 1. So every token except the first one of a
-    split is a target exactly once. Targets at the end of a split that do not fill a window are left
-    out.
+    Window w holds the tokens [w * length, (w + 1) * length] of a split. Windows overlap by one
+    token, so every token but the first is a target once. An incomplete last window is left out.
 
-    With `shift`, training windows begin `offset` tokens later, and there is one window less. The
-    offset, 0 <= offset < length, is drawn once for each (seed, epoch).
+    With `shift`, all training windows of an epoch begin `offset` tokens later, and there is one
+    window less. The offset is drawn from [0, length) for each (seed, epoch).
     """
 
     kind: ClassVar[str] = 'decoder'
@@ -101,7 +99,7 @@ class LanguageRows(TextRows):
         self.shift = shift
 
     def on_dataset(self, dataset: TokenDataset) -> Self:
-        """Returns the same task on another dataset, whose training windows are not shifted."""
+        """Returns the same task on another dataset, without shifted windows."""
         rows = super().on_dataset(dataset)
         rows.shift = False
         return rows
@@ -115,24 +113,28 @@ class LanguageRows(TextRows):
         return (num_tokens - 1) // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Reads windows by number; every token of a window is a target."""
-        first_B = rows_B * self.length
+        """Reads windows by index; every position has a target."""
+        begin_B = rows_B * self.length
         if self.shift and split == 'train':
-            first_B = first_B + self._offsets_B(draws_B2)
+            begin_B = begin_B + self._offsets_B(draws_B2)
         # Windows have T + 1 tokens, because the last target is not an input.
-        tokens_BT1 = self.dataset.windows(split, first_B, self.length + 1)
-        weights_BT = np.ones((len(rows_B), self.length), FLOAT)
-        return token_batch(tokens_BT1[:, :-1], tokens_BT1[:, 1:], weights_BT)
+        tokens_BT1 = self.dataset.windows(split, begin_B, self.length + 1)
+        return token_batch(
+            tokens_BT=tokens_BT1[:, :-1],
+            targets_BT=tokens_BT1[:, 1:],
+            loss_weights_BT=np.ones((len(rows_B), self.length), FLOAT),
+        )
 
     def _offsets_B(self, draws_B2: np.ndarray) -> np.ndarray:
-        """Returns the offsets of training windows; rows of one (seed, epoch) have the same."""
-        seeds_B = draws_B2[:, 0]
-        epochs_B = draws_B2[:, 1] // self.count('train')
-        keys = list(zip(seeds_B.tolist(), epochs_B.tolist(), strict=True))
-        offset_by_key = {}
-        for key in set(keys):
-            offset_by_key[key] = np.random.default_rng(key).integers(self.length)
-        return np.array([offset_by_key[key] for key in keys])
+        """Returns the offsets of training windows, one for each (seed, epoch)."""
+        seed_B = draws_B2[:, 0]
+        epoch_B = draws_B2[:, 1] // self.count('train')
+        seeds_and_epochs = list(zip(seed_B.tolist(), epoch_B.tolist(), strict=True))
+        offsets = {}
+        for seed_and_epoch in set(seeds_and_epochs):
+            rng = np.random.default_rng(seed_and_epoch)
+            offsets[seed_and_epoch] = rng.integers(self.length)
+        return np.array([offsets[seed_and_epoch] for seed_and_epoch in seeds_and_epochs])
 
     def end_metrics(self, trained: TrainedTrials, finished_X: np.ndarray) -> dict[str, np.ndarray]:
         return induction(self, trained)
@@ -141,30 +143,28 @@ class LanguageRows(TextRows):
         return ngram_yardsticks(self, config)
 
     def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
-        """Measures the loss after a short context, 'early', and after a long one, 'late'.
+        """Measures the losses of X trials after short and long contexts.
 
-        'early' is the loss at the EARLY-th position. 'late' is the mean loss over the second half
-        of the positions. Both are arrays [X], in nats/token. Returns {} if the rows are too short
-        to compare them.
+        Returns:
+          Losses [X] in nats/token: 'early' at position EARLY, 'late' over the second half of all
+          positions. {} if rows are too short.
         """
         half = self.length // 2
         if half < EARLY:
             return {}
-        # Evaluate the X trials on these rows. At each position, the losses and the weights of the
-        # targets are summed over rows.
-        nats_XT, weights_T = losses_by_position(self)
+        nats_XT, weights_T = losses_by_position(self)  # sums over rows
+        early = EARLY - 1  # positions are numbered from 0
         return {
-            'early': nats_XT[:, EARLY - 1] / weights_T[EARLY - 1],
+            'early': nats_XT[:, early] / weights_T[early],
             'late': nats_XT[:, half:].sum(1) / weights_T[half:].sum(),
         }
 
 
 class DocumentRows(LanguageRows):
-    """Windows of text as in LanguageRows, in which a token attends to its own document only.
+    """LanguageRows in which a token attends only to its own document.
 
-    Segments number the documents of a window from 1. A separator is the last target of a document.
-    As an input, it is the first token of the next document. With '|' for the separator, the inputs
-    'a b | c' have the segments 1 1 2 2 and the positions 0 1 0 1.
+    Segments number the documents of a window. As an input, a separator begins the next document.
+    For example, the inputs 'a b | c' with the separator '|' have the segments 1 1 2 2.
     """
 
     @staticmethod
@@ -174,21 +174,20 @@ class DocumentRows(LanguageRows):
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         batch = super().read(split, rows_B, draws_B2)
         begins_document_BT = batch['tokens_BT'] == self.dataset.tokenizer.separator
-        # Segments begin with 1, because 0 is padding.
+        # Segment 0 is padding.
         batch['segments_BT'] = 1 + begins_document_BT.cumsum(axis=1, dtype=INT)
         return batch
 
 
 class MaskedRows(TextRows):
-    """Windows of text in which an encoder restores hidden tokens (Devlin et al. 2019, 3.1).
+    """Windows of text for masked language modeling (Devlin et al. 2019, section 3.1).
 
-    Window w of a split holds the tokens from `w * length` up to, not including, `(w + 1) * length`.
-    Tokens at the end of a split that do not fill a window are left out.
+    Window w holds the tokens [w * length, (w + 1) * length) of a split. An incomplete last window
+    is left out.
 
-    In each row, max(1, round(mask_rate * length)) positions are drawn without replacement. Only
-    these are targets. A target becomes the mask with probability 0.8, and a random token other than
-    the separator with probability 0.1. Otherwise it stays. In training, a row that is read again is
-    masked differently; in an evaluation, it is always masked in the same way.
+    Each row has max(1, round(mask_rate * length)) random targets. The input at a target is the mask
+    token (probability 0.8), a random token (0.1) or the target itself (0.1). Random tokens are
+    never the separator. Evaluations always mask a row in the same way, and training epochs do not.
     """
 
     kind: ClassVar[str] = 'encoder'
@@ -197,13 +196,14 @@ class MaskedRows(TextRows):
     def open(cls, config: Config) -> Self:
         not_taken = ('shift_windows', 'drop_long', 'cross_documents')
         refuse_unused(config.data, not_taken, 'an encoder')
-        return cls(load_text(config.data), config.model.context, config.data.mask_rate)
+        dataset = load_text(config.data)
+        return cls(dataset, length=config.model.context, mask_rate=config.data.mask_rate)
 
     def __init__(self, dataset: TokenDataset, length: int, mask_rate: float = 0.15):
         super().__init__(dataset, length)
         self.mask_rate = mask_rate
         self.num_masked = max(1, round(mask_rate * length))
-        self.mask = dataset.vocab_size  # the id of a hidden token, after the tokenizer's
+        self.mask = dataset.vocab_size  # the mask token is the first id after the tokenizer's
         self.vocab_size = dataset.vocab_size + 1
 
     def count(self, split: str) -> int:
@@ -212,37 +212,37 @@ class MaskedRows(TextRows):
         return num_tokens // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Reads windows by number, and hides tokens in them at random."""
-        targets_BT = self.dataset.windows(split, np.asarray(rows_B) * self.length, self.length)
+        """Reads windows by index, and masks random tokens."""
+        begin_B = np.asarray(rows_B) * self.length
+        text_BT = self.dataset.windows(split, begin_B, self.length)
 
-        # Each position has three random numbers in [0, 1).
+        # Three uniform numbers in [0, 1) for each position.
         u_B3T = uniform(draws_B2, (3, self.length))
         u_order_BT = u_B3T[:, 0]
         u_action_BT = u_B3T[:, 1]
         u_token_BT = u_B3T[:, 2]
 
-        # The targets are the positions with the smallest numbers. This draws them without
-        # replacement.
-        order_BT = np.argsort(u_order_BT, axis=1)
-        target_positions = order_BT[:, : self.num_masked]
-        is_target_BT = np.zeros(targets_BT.shape, bool)
+        # Draw targets without replacement.
+        random_order_BT = np.argsort(u_order_BT, axis=1)
+        target_positions = random_order_BT[:, : self.num_masked]
+        is_target_BT = np.zeros(text_BT.shape, bool)
         np.put_along_axis(is_target_BT, target_positions, True, axis=1)
 
-        # Of the targets, 80 % become the mask, and 10 % a random token. The others stay.
+        # Mask 80 % of the targets, and replace 10 % with random tokens.
         is_masked_BT = is_target_BT & (u_action_BT < 0.8)
         is_random_BT = is_target_BT & (u_action_BT >= 0.8) & (u_action_BT < 0.9)
-        tokens_BT = np.where(is_masked_BT, self.mask, targets_BT)
+        tokens_BT = np.where(is_masked_BT, self.mask, text_BT)
         tokens_BT = np.where(is_random_BT, self._random_tokens(u_token_BT), tokens_BT)
-        return token_batch(tokens_BT, targets_BT, is_target_BT)
+        return token_batch(tokens_BT, targets_BT=text_BT, loss_weights_BT=is_target_BT)
 
     def _random_tokens(self, u_BT: np.ndarray) -> np.ndarray:
-        """Converts uniform numbers in [0, 1) to ids, uniform over all tokens but the separator."""
+        """Converts uniform numbers in [0, 1) to uniform ids, excluding the separator."""
         vocab_size = self.dataset.vocab_size
         separator = self.dataset.tokenizer.separator
         if separator is None:
             return (u_BT * vocab_size).astype(np.int32)
         ids_BT = (u_BT * (vocab_size - 1)).astype(np.int32)
-        # The ids from the separator's on move up by one, so that none is the separator.
+        # Skip the separator's id.
         return ids_BT + (ids_BT >= separator)
 
     def identity(self) -> dict[str, Any]:

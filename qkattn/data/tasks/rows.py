@@ -1,4 +1,4 @@
-"""The interface between tasks and training: examples of a fixed shape, read by their number."""
+"""The interface between tasks and training: examples of a fixed shape, read by index."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.metrics import PREFIXES, Metric, Sums
 
 Batch = dict[str, np.ndarray]
-# The length and dtype of each array of a row.
+# The length and dtype of each array of a row, by name.
 ArrayShapes = dict[str, tuple[int, np.dtype]]
 DataForm = Literal[
     'text in one language', 'a translation set', 'a causal probe', 'a labelling probe'
@@ -22,22 +22,22 @@ FLOAT = np.dtype(np.float32)
 
 
 class Rows(Protocol):
-    """A task: a dataset that is cut into rows, the examples of one kind of model."""
+    """A task: a dataset of rows, each an example of fixed shape."""
 
     # The model.kind that the task trains.
     kind: ClassVar[str]
     # The form of data that the task reads.
     data: ClassVar[DataForm]
-    # Metrics that `end_metrics` measures and that `qkattn.metrics` does not have.
+    # Metrics that `end_metrics` returns in addition to those in `qkattn.metrics`.
     metrics: ClassVar[tuple[Metric, ...]] = ()
-    # 'train', 'validation' and, if the data have one, 'test'.
+    # 'train', 'validation' and optionally 'test'.
     splits: tuple[str, ...]
     # Token ids are in [0, vocab_size).
     vocab_size: int
 
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
-        """Returns the length and dtype of the arrays of one row, by name, without reading data."""
+        """Returns the length and dtype of each array of a row."""
         T = model.context
         return {'tokens_BT': (T, INT), 'targets_BT': (T, INT), 'loss_weights_BT': (T, FLOAT)}
 
@@ -45,13 +45,15 @@ class Rows(Protocol):
     def open(cls, config: Config) -> Self:
         """Opens the rows of a configuration.
 
-        Raises ConfigError if the data cannot be opened or do not fit the model.
+        Raises:
+          ConfigError: the data cannot be opened or do not fit the model.
         """
 
     def count(self, split: str) -> int:
-        """Returns the number of rows of a split; for 'train' those of one epoch.
+        """Returns the number of rows in a split; for 'train', in one epoch.
 
-        Raises ConfigError if there are none.
+        Raises:
+          ConfigError: the split has no rows.
         """
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
@@ -69,98 +71,108 @@ class Rows(Protocol):
         """
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:
-        """Returns the names of a split's documents, and the index of the document of each row.
+        """Returns the document names of a split, and the index of each row's document.
 
-        Returns None if the task has no documents, so that its rows are independent.
+        Returns None if the task has no documents. Its rows are then independent.
         """
         return None
 
     def identity(self) -> dict[str, Any]:
-        """Returns what identifies the data in results and checkpoints, as JSON."""
+        """Returns JSON that identifies the data in results and checkpoints."""
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Returns the mean bytes of text per target; None if rows are not text."""
+        """Returns the mean bytes of text per target, or None if rows are not text."""
         return None
 
     def unigram_nats(self, split: str) -> float | None:
-        """Returns the loss per target of the best model that knows only token frequencies.
-
-        Returns None if that is unknown.
-        """
+        """Returns the loss of predicting token frequencies, in nats/token; None if unknown."""
         return None
 
     def end_metrics(
         self, trained: 'TrainedTrials', finished_X: np.ndarray
     ) -> Mapping[str, Sequence[Any] | np.ndarray]:
-        """Measures the X trials of a run when training ends, in addition to the evaluations.
+        """Computes the metrics that are measured only at the end of training.
 
-        Returns values [X] by field of a result, such as 'val_bleu'. A field is that of a metric, or
-        one of the details of a metric. Values of trials for which `finished_X` is false are not
-        used; their results have None.
+        Args:
+          trained: the X trials of a run.
+          finished_X: which trials are finished. Values of other trials are not used.
+
+        Returns:
+          Values [X] by field of a result. A field is a prefixed metric or one of its details, such
+          as 'val_bleu'.
         """
         return {}
 
     def yardsticks(self, config: Config) -> 'Yardsticks':
-        """Measures on the data what the models of a configuration have to beat.
+        """Computes baselines for the models of a configuration.
 
-        By default, this is the loss of a model that knows only token frequencies. If that is
-        unknown, it is the loss of a uniform prediction.
+        The default baseline predicts token frequencies. If these are unknown, it predicts all
+        tokens with equal probability.
         """
         losses = {}
-        for split in self.splits[1:]:  # the first one is 'train'
+        for split in self.splits[1:]:  # the first split is train
             chance = self.unigram_nats(split)
             if chance is None:
                 chance = float(np.log(self.vocab_size))
-            losses[PREFIXES[split]] = {'chance': chance}  # by 'val' or 'test'
+            losses[PREFIXES[split]] = {'chance': chance}
         return Yardsticks(task='probe', losses=losses)
 
     def context_losses(self, losses_by_position: 'LossesByPosition') -> Mapping[str, np.ndarray]:
-        """Measures losses [X], in nats/token, that show whether trained models use their context.
+        """Measures losses that show whether X trained models use their context.
 
-        Returns them by field of yardsticks.json: 'early' and 'late' are losses early and late in
-        the context; 'shuffled' is the loss of translations with the sources of other sentences.
+        Args:
+          losses_by_position: evaluates the trials on rows.
+
+        Returns:
+          Losses [X] in nats/token: 'early' and 'late' in the context, or 'shuffled' for translation
+          with the sources of other sentences.
         """
         return {}
 
 
-# The loss of X trials summed over rows, [X, T], and the summed weights of the targets, [T].
+# A function from R rows to the losses of X trials summed over R, [X, T], and the summed loss
+# weights, [T].
 LossesByPosition = Callable[[Rows], tuple[np.ndarray, np.ndarray]]
 
 
 class TrainedTrials(Protocol):
-    """What a task needs of the X trained trials of a run to measure them."""
+    """The X trained trials of a run, as tasks see them to measure metrics."""
 
     config: Config
 
     def sums(self, read: Callable[..., Iterable[Batch]]) -> Sums:
-        """Computes `qkattn.metrics.row_sums` of R rows; returns arrays [R, X, ...] by metric.
+        """Sums the metrics of each row over its targets.
 
-        `read(batch_size=..., part=...)` returns the batches of the rows, with the arguments of
-        `qkattn.data.pipeline.eval_batches`.
+        Args:
+          read: returns the batches of R rows; called with the arguments `batch_size` and `part` of
+            `qkattn.data.pipeline.eval_batches`.
+
+        Returns:
+          Arrays [R, X, ...] by metric; see `qkattn.metrics.row_sums`.
         """
 
     def translate(self, x: int, tokenizer: Tokenizer, sources: Sequence[np.ndarray]) -> list[str]:
-        """Translates sources (token ids without separators) with the model of trial x."""
+        """Translates sources, token ids without separators, with the model of trial x."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yardsticks:
-    """What models of a task have to beat, measured on the data alone."""
+    """Baselines that models of a task should beat."""
 
-    # 'language', 'masked', 'translation' or 'probe'; it decides what a report shows.
+    # 'language', 'masked', 'translation' or 'probe'; decides what a report shows.
     task: str
-    # The number of training tokens that were counted, if any were.
+    # The number of training tokens that the baselines count, if any.
     tokens: int | None = None
-    # Losses in nats/token by prefix of a split ('val' or 'test') and name of the yardstick.
+    # Losses in nats/token by split ('val' or 'test') and baseline.
     losses: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    # BLEU by prefix of a split; None for tasks other than translation.
+    # BLEU by split; None for tasks other than translation.
     bleu: Mapping[str, float] | None = None
 
 
 def token_batch(
     tokens_BT: np.ndarray, targets_BT: np.ndarray, loss_weights_BT: np.ndarray
 ) -> Batch:
-    """Returns a batch of rows whose only input is tokens, in the dtypes of `array_shapes`."""
+    """Makes a batch whose only input is tokens, in the dtypes of `Rows.array_shapes`."""
     return {
         'tokens_BT': np.asarray(tokens_BT, INT),
         'targets_BT': np.asarray(targets_BT, INT),
@@ -169,17 +181,20 @@ def token_batch(
 
 
 def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], stream: int = 0) -> np.ndarray:
-    """Draws random numbers in [0, 1) for B rows: an array [B, *shape].
+    """Draws uniform random numbers in [0, 1) for B rows.
 
     Args:
-      draws_B2: two uint64 for each row, the seed of its numbers.
-      shape: the shape of the numbers of a row.
-      stream: 0, 1, ...; the numbers of different streams are independent of each other.
+      draws_B2: the random seed of each row, two uint64.
+      shape: the shape of a row's numbers.
+      stream: 0, 1, ...; different streams are independent.
+
+    Returns:
+      An array [B, *shape].
     """
     u = np.empty((len(draws_B2), *shape))
-    for draws_2, u_row in zip(np.asarray(draws_B2, np.uint64), u, strict=True):
-        # Philox has a counter of 256 bits, which numbers its draws. Streams begin 2^192 draws
-        # apart, so they never overlap.
-        generator = np.random.Philox(key=draws_2, counter=stream << 192)
-        np.random.Generator(generator).random(out=u_row)
+    seeds_B2 = np.asarray(draws_B2, np.uint64)
+    for seed_2, u_of_row in zip(seeds_B2, u, strict=True):
+        # Streams are 2^192 draws apart, so they never overlap.
+        bit_generator = np.random.Philox(key=seed_2, counter=stream << 192)
+        np.random.Generator(bit_generator).random(out=u_of_row)
     return u
