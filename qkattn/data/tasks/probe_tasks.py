@@ -1,7 +1,7 @@
-"""Probes: synthetic tasks with known answers, each of which tests one ability of attention.
+"""Probes: synthetic tasks that test one ability of attention each.
 
-A probe is named by a call, such as 'recall(pairs=8)'. Rows are generated from random numbers when
-they are read. Training rows repeat only by chance; validation and test rows are fixed.
+A configuration names a probe by a call, such as 'recall(pairs=8)'. Rows are generated from random
+numbers as they are read. Validation and test rows are fixed.
 """
 
 import abc
@@ -21,11 +21,11 @@ from qkattn.data.tasks.repeats import induction
 from qkattn.data.tasks.rows import Batch, DataForm, Rows, TrainedTrials, token_batch, uniform
 from qkattn.errors import ConfigError
 
-# Changes whenever the same draws would make other rows.
+# Changes whenever the same random numbers would make other rows.
 VERSION = 1
-# Rows of an epoch.
+# Rows per epoch.
 TRAIN_ROWS = 2**24
-# Rows of each evaluation split.
+# Rows per evaluation split.
 EVAL_ROWS = 1024
 # Settings that have no effect on a probe.
 SETTINGS_OF_TEXT = (
@@ -45,67 +45,71 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 class Sizes(NamedTuple):
     """Sizes of a probe's rows."""
 
-    # How many ids there are.
+    # Number of token ids.
     vocabulary: int
-    # How many different ids an answer may have.
+    # Number of ids that a target can have.
     answers: int
-    # How many uniform random numbers a row is made from.
+    # Number of uniform random numbers that make a row.
     draws: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probe(abc.ABC):
-    """A synthetic task. Its options are the fields of the dataclass, whole numbers.
+    """A synthetic task, whose integer options are the fields of the dataclass."""
 
-    If the probe is causal, a decoder predicts the next tokens of a sequence. Otherwise an encoder
-    labels each of a set of tokens.
-    """
-
+    # Whether a decoder predicts next tokens. Otherwise, an encoder labels each token.
     causal: ClassVar[bool] = True
 
     @property
     @abc.abstractmethod
     def least(self) -> dict[str, int]:
-        """The smallest value of each option. It may depend on the options before it."""
+        """The smallest value of each option, which may depend on earlier options."""
 
     @property
     @abc.abstractmethod
     def sizes(self) -> Sizes:
-        """The sizes of a row, which follow from the options."""
+        """The sizes of the probe's rows."""
 
     @abc.abstractmethod
     def make(self, u_BU: np.ndarray) -> Arrays:
-        """Makes rows from uniform random numbers [rows, sizes.draws].
+        """Makes rows from uniform random numbers.
 
-        Returns tokens_BT, targets_BT and loss_weights_BT.
+        Args:
+          u_BU: numbers in [0, 1), U = `sizes.draws` for each row.
+
+        Returns:
+          tokens_BT, targets_BT and loss_weights_BT.
         """
 
 
-def _to_whole_numbers(u: np.ndarray, bound: int) -> np.ndarray:
-    """Converts uniform numbers in [0, 1) to uniform whole numbers in [0, bound)."""
+def _to_integers(u: np.ndarray, bound: int) -> np.ndarray:
+    """Converts uniform numbers in [0, 1) to uniform integers in [0, bound)."""
     return (u * bound).astype(np.int64)
 
 
-def _next_token_rows(sequence_BT1: np.ndarray, is_predicted: np.ndarray) -> Arrays:
-    """Makes rows of next-token prediction from sequences of T + 1 tokens.
+def _next_token_rows(sequence_BT1: np.ndarray, has_target: np.ndarray) -> Arrays:
+    """Makes rows for next-token prediction.
 
-    `is_predicted`, [T] or [B, T], says at which positions the next token is a target.
+    Args:
+      sequence_BT1: sequences of T + 1 tokens.
+      has_target: the positions at which the next token is predicted, [T] or [B, T].
     """
     tokens_BT = sequence_BT1[:, :-1]
     targets_BT = sequence_BT1[:, 1:]
-    return tokens_BT, targets_BT, np.broadcast_to(is_predicted, tokens_BT.shape)
+    loss_weights_BT = np.broadcast_to(has_target, tokens_BT.shape)
+    return tokens_BT, targets_BT, loss_weights_BT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy(Probe):
-    """Sequences x_1 .. x_n, a separator, x_1 .. x_n, in which the second half is predicted."""
+    """Sequences x_1 .. x_n, a separator, x_1 .. x_n; the second half is predicted."""
 
     least = {'length': 1, 'symbols': 2}
-    # The order of the second half: 1 if it is that of the first half, -1 if it is reversed.
+    # Slice step that makes the second half from the first; -1 reverses.
     step: ClassVar[int] = 1
     # n, the length of each half.
     length: int = 16
-    # How many symbols there are. Each x is drawn from them independently.
+    # Number of symbols, from which each x is drawn.
     symbols: int = 64
 
     @property
@@ -114,52 +118,50 @@ class Copy(Probe):
 
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`."""
-        x_BN = _to_whole_numbers(u_BU, self.symbols)
+        first_half_BN = _to_integers(u_BU, self.symbols)
         separator_B1 = np.full((len(u_BU), 1), self.symbols)
-        second_half_BN = x_BN[:, :: self.step]
-        sequence_BT1 = np.concatenate([x_BN, separator_B1, second_half_BN], axis=1)
-        # The first token of the second half is predicted at the separator, position n.
+        second_half_BN = first_half_BN[:, :: self.step]
+        sequence_BT1 = np.concatenate([first_half_BN, separator_B1, second_half_BN], axis=1)
+
         position_T = np.arange(2 * self.length)
-        return _next_token_rows(sequence_BT1, position_T >= self.length)
+        separator_position = self.length
+        return _next_token_rows(sequence_BT1, has_target=position_T >= separator_position)
 
 
 class Reversal(Copy):
-    """Sequences x_1 .. x_n, a separator, x_n .. x_1, in which the second half is predicted.
-
-    The options are those of Copy.
-    """
+    """Sequences x_1 .. x_n, a separator, x_n .. x_1; the second half is predicted."""
 
     step = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Induction(Probe):
-    """Random symbols in which some bigrams `a b` occur twice: b is predicted after the second a.
+    """Random symbols in which some bigrams `a b` occur twice (Olsson et al. 2022).
 
-    All other symbols of a row occur once. So the answer is the symbol that followed the only
-    earlier a (Olsson et al. 2022). Bigrams do not overlap, and stand at random positions.
+    After the second a, b is predicted. All other symbols of a row occur once.
     """
 
-    # Tokens of a row.
+    # Tokens in a row.
     length: int = 32
-    # How many bigrams occur twice in a row.
+    # Bigrams that occur twice in a row.
     repeats: int = 4
-    # How many symbols there are. Those of a row are drawn without replacement.
+    # Number of symbols, drawn for a row without replacement.
     symbols: int = 64
 
     @property
     def num_units(self) -> int:
-        """The number of units of a row: bigrams, each of which occurs twice, and single symbols.
-
-        A row is made from length + 1 tokens, as the last target is not an input.
-        """
-        return self.length + 1 - 2 * self.repeats
+        """The number of units in a row: each bigram twice, and each single symbol."""
+        num_tokens = self.length + 1  # the last target is not an input
+        num_bigram_units = 2 * self.repeats
+        num_singles = num_tokens - 2 * num_bigram_units
+        return num_bigram_units + num_singles
 
     @property
     def least(self) -> dict[str, int]:
-        # The R bigrams take 4 R of the length + 1 tokens. A row has as many different symbols as
-        # units, because a bigram has two symbols and makes two units.
-        return {'repeats': 1, 'length': 4 * self.repeats - 1, 'symbols': self.num_units}
+        tokens_of_bigrams = 4 * self.repeats
+        # Two units of a bigram share two symbols, so a row has as many symbols as units.
+        num_symbols = self.num_units
+        return {'repeats': 1, 'length': tokens_of_bigrams - 1, 'symbols': num_symbols}
 
     @property
     def sizes(self) -> Sizes:
@@ -205,15 +207,15 @@ class Induction(Probe):
 class Recall(Probe):
     """Multi-query associative recall (Arora et al. 2023).
 
-    A row holds pairs of a key and a value, and then every key again, in a random order and followed
-    by its value. The values of the second half are predicted.
+    A row holds pairs of a key and a value, and then the same pairs in random order. The values of
+    the second half are predicted.
     """
 
-    # How many pairs a row has. Their keys are all different.
+    # Pairs in a row, with different keys.
     pairs: int = 8
-    # How many keys there are.
+    # Number of keys.
     keys: int = 32
-    # How many values there are, with other ids than keys. Those of a row are drawn independently.
+    # Number of values, drawn for each pair independently. Their ids follow the keys.
     values: int = 32
 
     @property
@@ -228,53 +230,49 @@ class Recall(Probe):
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`.
 
-        With two pairs, for example, a sequence of keys k and values v is k1 v1 k2 v2 k2 v2 k1 v1.
+        With two pairs of keys k and values v, a sequence may be k1 v1 k2 v2 k2 v2 k1 v1.
         """
         P = self.pairs
         u_keys_BK, u_values_BP, u_order_BP = np.split(u_BU, [self.keys, self.keys + P], axis=1)
 
-        # The first half: P different keys, each followed by its value. Keys have the ids from 0 on,
-        # values the ids after them.
-        keys_BP = np.argsort(u_keys_BK, axis=1)[:, :P]
-        values_BP = self.keys + _to_whole_numbers(u_values_BP, self.values)
-        pairs_BP2 = np.stack([keys_BP, values_BP], axis=2)
+        # The first half: P different keys with random values.
+        shuffled_keys_BK = np.argsort(u_keys_BK, axis=1)
+        keys_BP = shuffled_keys_BK[:, :P]
+        first_value_id = self.keys
+        values_BP = first_value_id + _to_integers(u_values_BP, self.values)
+        first_half_BP2 = np.stack([keys_BP, values_BP], axis=2)
 
-        # The second half: the same pairs in a random order.
-        order_BP = np.argsort(u_order_BP, axis=1)
-        queries_BP2 = np.take_along_axis(pairs_BP2, order_BP[..., None], axis=1)
-        sequence_BT1 = np.concatenate([pairs_BP2, queries_BP2], axis=1).reshape(len(u_BU), -1)
+        # The second half: the same pairs in random order.
+        order_BP1 = np.argsort(u_order_BP, axis=1)[..., None]
+        second_half_BP2 = np.take_along_axis(first_half_BP2, order_BP1, axis=1)
+        pairs = np.concatenate([first_half_BP2, second_half_BP2], axis=1)
+        sequence_BT1 = pairs.reshape(len(u_BU), 4 * P)
 
-        # The value that comes next is predicted at each key of the second half. Keys are at even
-        # positions. The sequence has 4 P tokens, the last of which is not an input.
-        position_T = np.arange(4 * P - 1)
+        # Predict the next token at each key of the second half.
+        position_T = np.arange(4 * P - 1)  # the last token is not an input
         is_second_half_T = position_T >= 2 * P
         is_key_T = position_T % 2 == 0
-        return _next_token_rows(sequence_BT1, is_second_half_T & is_key_T)
+        return _next_token_rows(sequence_BT1, has_target=is_second_half_T & is_key_T)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Successor(Probe):
-    """A label for each key of a circle: the payload of the next key.
+    """A labelling task that needs asymmetric attention scores.
 
-    A row holds all keys in a random order, each with a random payload. The token of a key with its
-    payload is key * payloads + payload. The label of key k is the payload of key (k + 1) mod keys
-    in the same row. Positions carry no information.
+    A row holds all keys in random order. Each key has a random payload, and both make one token,
+    key * payloads + payload. The label of key k is the payload of key (k + 1) mod keys.
 
-    The task tests whether a score can tell directions apart. To attend to its successor and not to
-    its predecessor, every key k needs s(k, k + 1) > s(k, k - 1). A symmetric score has
-    s(k, k - 1) = s(k - 1, k), so its scores would have to grow with every step around the circle,
-    which is impossible. Without positions, one head with a symmetric score thus finds the successor
-    of all keys except one, at best: its accuracy is at most 1 - (1 - 1 / payloads) / keys. A model
-    can exceed this only if its MLP separates a mixture of both neighbours' values. Within a
-    thousand steps, this was learned with 6 keys at width 64 and with 8 keys at width 128, but not
-    with 16 keys at either width.
+    To attend to its successor, every key k needs s(k, k + 1) > s(k, k - 1). With a symmetric score,
+    s(k, k + 1) would have to grow with k all around the circle, which is impossible. One head with
+    a symmetric score and without positions therefore misses at least one successor. Its accuracy is
+    at most 1 - (1 - 1 / payloads) / keys, if no MLP separates a mixture of both neighbours.
     """
 
     causal = False
     least = {'keys': 3, 'payloads': 2}
-    # How many keys are on the circle, and so how many tokens a row has.
+    # Number of keys on the circle, and of tokens in a row.
     keys: int = 16
-    # How many payloads there are. Those of a row are drawn independently.
+    # Number of payloads, drawn for each key independently.
     payloads: int = 16
 
     @property
@@ -285,31 +283,31 @@ class Successor(Probe):
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`.
 
-        With payloads=10, for example, the token 37 is key 3 with payload 7. If the payload of key 4
-        is 2 in the same row, the target of token 37 is 2.
+        For example, token 37 is key 3 with payload 7 if payloads=10. If key 4 has payload 2, the
+        target of token 37 is 2.
         """
-        # A row has a random number for the place of each key, and one for the payload of each key.
         u_order_BT, u_payloads_BK = np.split(u_BU, 2, axis=1)
-        keys_BT = np.argsort(u_order_BT, axis=1)  # a random order of all keys
-        payload_of_key_BK = _to_whole_numbers(u_payloads_BK, self.payloads)
+        keys_BT = np.argsort(u_order_BT, axis=1)  # all keys in random order
+        payload_of_key_BK = _to_integers(u_payloads_BK, self.payloads)
 
         payloads_BT = np.take_along_axis(payload_of_key_BK, keys_BT, axis=1)
         tokens_BT = keys_BT * self.payloads + payloads_BT
 
-        # The target is the payload of the next key. Key 0 comes after the last key.
+        # The target is the payload of the next key on the circle.
         next_keys_BT = (keys_BT + 1) % self.keys
         targets_BT = np.take_along_axis(payload_of_key_BK, next_keys_BT, axis=1)
         return tokens_BT, targets_BT, np.ones(keys_BT.shape)
 
 
-# The probes of the package, by the value of data.name.
+# The built-in probes, by the value of data.name.
 PROBES = {cls.__name__.lower(): cls for cls in (Copy, Reversal, Induction, Recall, Successor)}
 
 
 def is_probe(text: str) -> bool:
     """Whether `text` names a probe, with or without options.
 
-    Raises ConfigError as `resolve` does, for an import path that cannot be imported.
+    Raises:
+      ConfigError: an import path cannot be imported.
     """
     name, _ = parse_call(text, 'data.name')
     is_import_path = ':' in name and not in_catalogue(name)
@@ -324,10 +322,10 @@ def _is_probe_class(target: Any) -> bool:
 
 
 def find(text: str) -> tuple[str, Probe]:
-    """Returns the name of a probe without its options, and the probe.
+    """Returns the name of a probe and the probe; 'recall(pairs=8)' has the name 'recall'.
 
-    The name is 'recall' for 'recall(pairs=8)'. Raises ConfigError if the probe is unknown, or an
-    option is not a whole number or is too small.
+    Raises:
+      ConfigError: the probe is unknown, or an option is not an integer or is too small.
     """
     probe_class, options = resolve(
         text, PROBES, 'data.name', needs='a subclass of Probe', is_valid=_is_probe_class
@@ -344,10 +342,9 @@ def find(text: str) -> tuple[str, Probe]:
 
 
 class ProbeRows(Rows):
-    """The rows of a probe: endless training rows, and EVAL_ROWS fixed rows each to evaluate.
+    """The rows of a probe, made from independent random numbers for each split.
 
-    A training row is a function of its draws. A row of validation or test is a function of its
-    split and its number. The three splits use different parts of the random streams.
+    A training row is a function of its random seed. An evaluation row is a function of its index.
     """
 
     splits: tuple[str, ...] = SPLITS
@@ -356,8 +353,8 @@ class ProbeRows(Rows):
     def open(cls, config: Config) -> Self:
         """Opens the probe that data.name names.
 
-        Raises ConfigError unless its rows have model.context tokens, and for settings of other
-        tasks.
+        Raises:
+          ConfigError: rows do not have model.context tokens, or a setting is for other tasks.
         """
         refuse_unused(config.data, (*SETTINGS, *SETTINGS_OF_TEXT))
         name, probe = find(config.data.name)
@@ -373,7 +370,8 @@ class ProbeRows(Rows):
         self.name = name
         self._probe = probe
         self.vocab_size = probe.sizes.vocabulary
-        self.length = self.read('test', np.arange(1), np.zeros((1, 2)))['tokens_BT'].shape[1]
+        batch = self.read('test', rows_B=np.arange(1), draws_B2=np.zeros((1, 2)))
+        self.length = batch['tokens_BT'].shape[1]
 
     def count(self, split: str) -> int:
         if split not in SPLITS:
@@ -381,9 +379,9 @@ class ProbeRows(Rows):
         return TRAIN_ROWS if split == 'train' else EVAL_ROWS
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Makes the rows with these numbers from random numbers."""
+        """Makes rows from random numbers."""
         if split != 'train':
-            # An evaluation row depends on its number only, whatever draws the caller passes.
+            # An evaluation row depends only on its index, whatever seed the caller passes.
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
         u_BU = uniform(draws_B2, (self._probe.sizes.draws,), stream=SPLITS.index(split))
         tokens_BT, targets_BT, loss_weights_BT = self._probe.make(u_BU)
@@ -391,7 +389,7 @@ class ProbeRows(Rows):
 
     def identity(self) -> dict[str, Any]:
         version: int | str = VERSION
-        if ':' in self.name:  # of a probe from outside
+        if ':' in self.name:  # an import path
             version = f'{VERSION}-{source_digest(self.name)}'
         options = dataclasses.asdict(self._probe)
         return {'name': self.name, 'version': version, 'options': options}
@@ -407,7 +405,7 @@ class CausalProbeRows(ProbeRows):
     data: ClassVar[DataForm] = 'a causal probe'
 
     def end_metrics(self, trained: TrainedTrials, finished_X: np.ndarray) -> dict[str, np.ndarray]:
-        """Measures induction if the probe predicts every token, which no built-in probe does."""
+        """Measures induction if the probe predicts every next token; no built-in probe does."""
         return induction(self, trained)
 
 

@@ -130,8 +130,8 @@ class Rows(Protocol):
         return {}
 
 
-# A function from R rows to the losses of X trials summed over R, [X, T], and the summed loss
-# weights, [T].
+# A function that evaluates X trials on rows. It returns losses [X, T] and loss weights [T], both
+# summed over rows.
 LossesByPosition = Callable[[Rows], tuple[np.ndarray, np.ndarray]]
 
 

@@ -1,4 +1,4 @@
-"""The registry of tasks; `rows_of` opens the task that a configuration trains on."""
+"""The registry of tasks, and functions that open the task of a configuration."""
 
 import functools
 import itertools
@@ -31,24 +31,30 @@ INTERFACE = ('kind', 'data', *(name for name in vars(Rows) if not name.startswit
 
 
 def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[Batch]:
-    """Returns the batches that a run with this configuration reads, arrays [batch_size, length].
+    """Returns the batches that a run reads, arrays [batch_size, length] by name.
 
-    For 'train' these are the batches of a trial with this seed, without end. For 'validation' and
-    'test' these are the batches of one evaluation of data.eval_sequences rows. Raises ConfigError
-    as `rows_of`, `train_batch` and `eval_batches` do.
+    Args:
+      config: the configuration of the run.
+      split: 'train' for endless training batches; 'validation' or 'test' for one evaluation.
+      seed: the seed of the trial that is trained.
+
+    Raises:
+      ConfigError: the rows cannot be opened or do not fit the model, or the split is unknown.
     """
     rows = rows_of(config)
-    size = config.train.batch_size
+    batch_size = config.train.batch_size
     if split == 'train':
         steps = itertools.count()
-        return (train_batch(rows, seed=seed, step=step, batch_size=size) for step in steps)
-    return eval_batches(rows, split, batch_size=size, max_rows=config.data.eval_sequences)
+        return (train_batch(rows, seed=seed, step=step, batch_size=batch_size) for step in steps)
+    max_rows = config.data.eval_sequences
+    return eval_batches(rows, split, batch_size=batch_size, max_rows=max_rows)
 
 
 def task_of(config: Config) -> type[Rows]:
-    """Returns the class of the task of a configuration, without reading its data.
+    """Returns the task class of a configuration, without reading data.
 
-    Raises ConfigError if no task fits the model and the data.
+    Raises:
+      ConfigError: no task fits the model and the data.
     """
     task, _ = _task_and_options(config)
     return task
@@ -75,10 +81,7 @@ def rows_of(config: Config) -> Rows:
 
 
 def _open_rows(config: Config, task: type[Rows], options: Mapping[str, Any]) -> Rows:
-    """Opens the rows of a task.
-
-    Raises ConfigError if the model has fewer ids than the rows, or if a split is too short.
-    """
+    """Opens the rows of a task and checks the sizes of their vocabulary and splits."""
     rows = task.open(config, **options)
     if rows.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -86,86 +89,70 @@ def _open_rows(config: Config, task: type[Rows], options: Mapping[str, Any]) -> 
             f'for data.name={config.data.name!r}.'
         )
     for split in rows.splits:
-        rows.count(split)  # raises ConfigError for a split that is too short
+        rows.count(split)  # raises ConfigError if the split is too short
     return rows
 
 
 def _check_arrays(config: Config, rows: Rows) -> None:
-    """Reads the first row of each split of a task from outside the package.
-
-    Raises ConfigError if `read` fails, or gives other arrays than `array_shapes` describes.
-    """
-    name = str(config.data.task)
-    shapes = {}
-    for array_name, (length, _) in rows.array_shapes(config.model).items():
-        shapes[array_name] = (1, length)
-    first_row_B = np.zeros(1, int)
+    """Raises ConfigError if a row has other arrays than `array_shapes`, in any split."""
+    task_name = str(config.data.task)
+    expected_shapes = {}
+    for name, (length, _) in rows.array_shapes(config.model).items():
+        expected_shapes[name] = (1, length)
+    row_0 = np.zeros(1, int)
     draws_B2 = np.zeros((1, 2), np.uint64)
     for split in rows.splits:
-        read = functools.partial(rows.read, split, first_row_B, draws_B2)
-        batch = call_with_config_errors('data.task', name, read)
-        shapes_read = {array_name: np.shape(array) for array_name, array in batch.items()}
-        if shapes_read != shapes:
+        read = functools.partial(rows.read, split, row_0, draws_B2)
+        batch = call_with_config_errors('data.task', task_name, read)
+        shapes = {name: np.shape(array) for name, array in batch.items()}
+        if shapes != expected_shapes:
             raise ConfigError(
-                f'read of data.task={name!r} gives {_shapes_text(shapes_read)} for one row of '
-                f'split {split!r}; it must give {_shapes_text(shapes)}'
+                f'read of data.task={task_name!r} gives {_shapes_text(shapes)} for one row of '
+                f'split {split!r}; it must give {_shapes_text(expected_shapes)}'
             )
 
 
 def _shapes_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns names of arrays with their shapes: 'tokens_BT (1, 64), targets_BT (1, 64)'."""
+    """Formats array shapes: 'tokens_BT (1, 64), targets_BT (1, 64)'."""
     return ', '.join(f'{name} {shape}' for name, shape in shapes.items())
 
 
 def _task_and_options(config: Config) -> tuple[type[Rows], dict[str, Any]]:
-    """Returns the class of the task of a configuration, and the options of its method `open`.
-
-    If data.task is set, it names the task and its options. Otherwise the task of TASKS is taken
-    that trains this model.kind on data of this form. Raises ConfigError if no task fits the model
-    and the data.
-    """
+    """Returns the task class of a configuration, and the options of its method `open`."""
     options: dict[str, Any] = {}
     if config.data.task is None:
         task = _default_task(config)
     else:
         task, options = _named_task(config)
-    # Windows of text in which tokens attend to their own document only are another class.
+    # DocumentRows are LanguageRows in which tokens attend only to their own document.
     if task is LanguageRows and not config.data.cross_documents:
         task = DocumentRows
     return task, options
 
 
 def _default_task(config: Config) -> type[Rows]:
-    """Returns the task of TASKS for the kind of model and the form of the data.
-
-    Raises ConfigError if there is none: a translation set, for example, needs an encoder-decoder.
-    """
+    """Returns the task in TASKS that fits the kind of model and the form of data."""
     form = _data_form(config.data)
     kind = config.model.kind
-    task_of_form = {task.data: task for task in TASKS.values() if task.kind == kind}
-    if form not in task_of_form:
-        needed = ' or '.join(task_of_form)
+    tasks_by_form = {task.data: task for task in TASKS.values() if task.kind == kind}
+    if form not in tasks_by_form:
+        needed = ' or '.join(tasks_by_form)
         raise ConfigError(
             f'data.name={config.data.name!r} is {form}, but model.kind={kind!r} needs {needed}.'
         )
-    return task_of_form[form]
+    return tasks_by_form[form]
 
 
 def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
-    """Returns the task that data.task names, and the options that follow the name.
+    """Returns the task that data.task names, and its options.
 
-    For example, 'my_file:MyRows(size=9)' gives (MyRows, {'size': 9}). Raises ConfigError if there
-    is no such task, or if it does not fit the model or the data.
+    For example, 'my_file:MyRows(size=9)' gives (MyRows, {'size': 9}).
     """
     form = _data_form(config.data)
     kind = config.model.kind
 
-    def is_task(target: Any) -> bool:
-        return all(hasattr(target, attribute) for attribute in INTERFACE)
-
-    def function_with_options(task: Any) -> Any:
-        """Returns the method of a task that takes the options, as keyword-only parameters."""
-        return task.open
+    def is_task(imported: Any) -> bool:
+        return all(hasattr(imported, attribute) for attribute in INTERFACE)
 
     task, options = resolve(
         config.data.task,
@@ -173,7 +160,7 @@ def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
         'data.task',
         needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
         is_valid=is_task,
-        call=function_with_options,
+        call=lambda task: task.open,  # the method that takes the options
     )
     if (task.kind, task.data) != (kind, form):
         raise ConfigError(
@@ -184,10 +171,7 @@ def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
 
 
 def _data_form(data: DataConfig) -> DataForm:
-    """Returns the form of the data that data.name names, such as 'text in one language'.
-
-    Raises ConfigError if the name is unknown.
-    """
+    """Returns the form of a dataset, such as 'text in one language'."""
     if probe_tasks.is_probe(data.name):
         _, probe = probe_tasks.find(data.name)
         return 'a causal probe' if probe.causal else 'a labelling probe'

@@ -1,4 +1,4 @@
-"""The task of translation: sentence pairs in rows of a fixed shape for an encoder-decoder."""
+"""The translation task: sentence pairs, packed into rows, for an encoder-decoder."""
 
 import copy
 import functools
@@ -30,25 +30,20 @@ from qkattn.stats import ibm1
 
 # Changes whenever the same pairs would be packed differently.
 PACKING = 1
-# How many rows are filled at a time. More rows pack a little tighter, but take longer, because each
-# pair is compared with all of them.
+# The number of rows that are filled at a time. More rows pack tighter, but take longer.
 OPEN_ROWS = 64
 
 log = logging.getLogger(__name__)
 
 
 class TranslationRows(Rows):
-    """Rows of several sentence pairs each, in which the targets are predicted from the sources.
+    """Rows of packed sentence pairs, in which targets are predicted from sources.
 
-    A source x_1 .. x_m takes m + 1 tokens of the encoder: x_1 .. x_m and the separator. A target
-    y_1 .. y_n takes n + 1 tokens of the decoder: its inputs are the separator and y_1 .. y_n, its
-    targets y_1 .. y_n and the separator.
+    With '|' for the separator, the pair of source 'x y' and target 'a b' has the encoder input
+    'x y |', the decoder input '| a b' and the targets 'a b |'.
 
-    Rows hold whole pairs, and every pair is in exactly one row. `source_segments_BS` and
-    `segments_BT` number the pairs of a row from 1; 0 is padding, with token 0 and loss weight 0.
-    Which pairs share a row depends only on the data and on the lengths S and T of a row. A pair
-    that is longer than a row raises ConfigError, unless `drop_long` is set, which leaves such pairs
-    out of every split.
+    Every pair is in one row. Segments number the pairs of a row from 1, and segment 0 is padding.
+    The packing depends only on the data and the lengths of a row.
     """
 
     kind: ClassVar[str] = 'encoder_decoder'
@@ -67,53 +62,58 @@ class TranslationRows(Rows):
         data = config.data
         not_taken = ('mask_rate', 'shift_windows', 'cross_documents')
         refuse_unused(data, not_taken, 'an encoder-decoder')
-        return cls(load_pairs(data), model.encoder.context, model.context, drop_long=data.drop_long)
+        return cls(
+            load_pairs(data),
+            source_length=model.encoder.context,
+            length=model.context,
+            drop_long=data.drop_long,
+        )
 
     def __init__(
         self, pairs: PairDataset, source_length: int, length: int, *, drop_long: bool = False
     ):
-        """Packs the sentence pairs of all splits into rows, several pairs to a row.
-
-        Raises ConfigError if a pair is too long for a row, unless `drop_long` leaves it out.
+        """Packs the sentence pairs of all splits into rows.
 
         Args:
-          pairs: the tokens of the source and target sentences, by split.
-          source_length: the number of source tokens of a row.
-          length: the number of target tokens of a row.
-          drop_long: whether pairs that are too long for a row are left out.
+          pairs: the tokens of the source and target sentences.
+          source_length: number of source tokens in a row.
+          length: number of target tokens in a row.
+          drop_long: whether to leave out pairs that are too long for a row.
+
+        Raises:
+          ConfigError: a pair is too long for a row, and `drop_long` is False.
         """
         self.pairs = pairs
         self.source_length = source_length
         self.length = length
         self.splits = pairs.splits
         self.vocab_size = pairs.vocab_size
-        # By split: how many of its pairs are too long for a row.
+        # By split, the number of pairs that are too long for a row.
         self.num_dropped: dict[str, int] = {}
-        # By split: for each row, the numbers of the pairs in it. [[4, 0], [2]] are two rows.
-        self._packed: dict[str, list[np.ndarray]] = {}
-        # By split: for each pair, the number of the pair from which it takes its source sentence.
-        # With [1, 0, 2], the pairs 0 and 1 exchange their sources. `with_shuffled_sources` sets it;
-        # without it, all pairs have their own sources.
-        self._sources: dict[str, np.ndarray] = {}
+        # By split, the indices of the pairs in each row: [[4, 0], [2]] are two rows.
+        self._pairs_of_row: dict[str, list[np.ndarray]] = {}
+        # By split, the index of each pair's source if sources are shuffled: in [1, 0, 2], pairs 0
+        # and 1 have swapped sources.
+        self._shuffled_sources: dict[str, np.ndarray] = {}
 
         for split in self.splits:
-            # The numbers of tokens of the sources, sizes_2I[0], and of the targets, sizes_2I[1].
             sizes_2I = self._sizes(split)
             source_sizes_I, target_sizes_I = sizes_2I
             fits_I = (source_sizes_I <= source_length) & (target_sizes_I <= length)
             kept = np.flatnonzero(fits_I)
             self.num_dropped[split] = len(fits_I) - len(kept)
-            self._packed[split] = pack(sizes_2I, kept, capacity_2=(source_length, length))
+            capacity_2 = (source_length, length)
+            self._pairs_of_row[split] = pack(sizes_2I, kept, capacity_2)
         if not drop_long:
             self._refuse_dropped()
 
     def _sizes(self, split: str) -> np.ndarray:
-        """Returns how many tokens the source and the target of each pair have, [2, pairs]."""
+        """Returns the numbers of source and target tokens of I pairs, [2, I]."""
         source_bounds, target_bounds = self.pairs.bounds(split)
         return np.stack([np.diff(source_bounds), np.diff(target_bounds)])
 
     def _refuse_dropped(self) -> None:
-        """Raises ConfigError, which names the longest pairs, if a pair is too long for a row."""
+        """Raises ConfigError if a pair is too long for a row."""
         num_dropped = sum(self.num_dropped.values())
         if not num_dropped:
             return
@@ -129,52 +129,54 @@ class TranslationRows(Rows):
     def count(self, split: str) -> int:
         """Returns the number of rows of a split; raises ConfigError if there are none."""
         self.pairs.bounds(split)  # raises ConfigError for an unknown split
-        if not self._packed[split]:
+        if not self._pairs_of_row[split]:
             raise ConfigError(
                 f'split {split!r} of {self.pairs.source.name} has no sentence pair that fits into '
                 f'model.source_context={self.source_length} and model.context={self.length}.'
             )
-        return len(self._packed[split])
+        return len(self._pairs_of_row[split])
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
-        """Reads rows by number. The rows have no randomness, so `draws_B2` is not used."""
-        pairs_of_row = [self._packed[split][row] for row in rows_B]
-        sources_of_row = pairs_of_row
-        if split in self._sources:  # the sources are shuffled
-            sources_of_row = [self._sources[split][pairs] for pairs in pairs_of_row]
+        """Reads rows by index; `draws_B2` is not used, because rows are not random."""
+        # The indices of the target and source sentences in each row.
+        targets_of_row = [self._pairs_of_row[split][row] for row in rows_B]
+        sources_of_row = targets_of_row
+        if split in self._shuffled_sources:
+            source_of_pair = self._shuffled_sources[split]
+            sources_of_row = [source_of_pair[pairs] for pairs in targets_of_row]
 
         source_tokens, target_tokens = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
         source_BS, source_segments_BS = _lay_out(
             source_tokens, source_bounds, sources_of_row, self.source_length
         )
-        targets_BT, segments_BT = _lay_out(target_tokens, target_bounds, pairs_of_row, self.length)
+        targets_BT, segments_BT = _lay_out(
+            target_tokens, target_bounds, targets_of_row, self.length
+        )
 
-        # The inputs are the targets one position later, with a separator at the beginning. With '|'
-        # for the separator, the targets 'a b | c |' have the inputs '| a b | c'.
+        # Shift right: with '|' for the separator, targets 'a b | c |' have inputs '| a b | c'.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
-        is_used_BT = segments_BT > 0
+        is_target_BT = segments_BT > 0
+        tokens_BT = np.where(is_target_BT, tokens_BT, 0)
         return {
             'source_BS': source_BS,
             'source_segments_BS': source_segments_BS,
             'segments_BT': segments_BT,
-            **token_batch(np.where(is_used_BT, tokens_BT, 0), targets_BT, is_used_BT),
+            **token_batch(tokens_BT, targets_BT, loss_weights_BT=is_target_BT),
         }
 
     def with_shuffled_sources(self) -> Self:
-        """Returns the same rows, except that each target gets the source of another pair.
+        """Returns the same rows with sources shuffled among pairs of equal source length.
 
-        The other source has the same length. So a model loses the information in the words of the
-        sources, but keeps the information in their lengths. A source stays where it is if no other
-        source has its length.
+        A source whose length is unique stays in its pair.
         """
-        shuffled = copy.copy(self)
-        shuffled._sources = {}
+        rows = copy.copy(self)
+        rows._shuffled_sources = {}
         for split in self.splits:
             source_sizes_I, _ = self._sizes(split)
-            shuffled._sources[split] = _exchange_at_random(source_sizes_I)
-        return shuffled
+            rows._shuffled_sources[split] = _exchange_at_random(source_sizes_I)
+        return rows
 
     def identity(self) -> dict[str, Any]:
         lengths = {'source_length': self.source_length, 'length': self.length}
@@ -182,10 +184,7 @@ class TranslationRows(Rows):
         return self.pairs.identity() | packing
 
     def bytes_per_token(self, split: str) -> float:
-        """Returns the mean bytes per target token of the whole split.
-
-        Like `unigram_nats`, it includes the pairs that `drop_long` leaves out.
-        """
+        """Returns the mean bytes per target token of a split, including dropped pairs."""
         return self.pairs.target.bytes_per_token(split)
 
     def unigram_nats(self, split: str) -> float:
@@ -194,25 +193,22 @@ class TranslationRows(Rows):
     def end_metrics(
         self, trained: TrainedTrials, finished_X: np.ndarray
     ) -> Mapping[str, Sequence[Any]]:
-        """Scores the translations of every finished trial with BLEU and the other scores.
-
-        All splits except 'train' are scored; see `score_split`.
+        """Scores the translations of finished trials on the evaluation splits.
 
         Returns:
-          The scores of the X trials by field of a result: {'val_bleu': [21.5, None], ...}. Trials
-          that are not finished have None.
+          The scores of all X trials by field of a result: {'val_bleu': [21.5, None], ...}. The
+          score of an unfinished trial is None.
         """
         config = trained.config
         values: dict[str, list[Any]] = {}
         for x in np.flatnonzero(finished_X).tolist():
-            # The function by which trial x translates a list of sources.
             translate = functools.partial(trained.translate, x, self.pairs.source.tokenizer)
-            for split in self.splits[1:]:  # the first one is 'train'
+            for split in self.splits[1:]:  # the first split is train
                 scores = score_split(
                     self.pairs,
                     split,
                     translate,
-                    longest_source=self.source_length - 1,  # one position is the separator's
+                    longest_source=self.source_length - 1,  # without the separator
                     max_sources=config.decode.max_sources,
                     lowercase=config.data.lowercase,
                 )
@@ -223,15 +219,11 @@ class TranslationRows(Rows):
         return values
 
     def yardsticks(self, config: Config) -> Yardsticks:
-        """Measures the BLEU of IBM model 1, which translates word by word.
-
-        The model learns a dictionary from the train split. It translates the same sentences as
-        models of this configuration.
-        """
+        """Measures the BLEU of IBM model 1, a word-by-word translation, fitted to train."""
         decode = self.pairs.source.tokenizer.decode
 
         def texts(split: str) -> tuple[list[str], list[str]]:
-            """All source sentences and all target sentences of a split."""
+            """Returns all source sentences and all target sentences of a split."""
             sources, targets = self.pairs.sentences(split)
             return [decode(source) for source in sources], [decode(target) for target in targets]
 
@@ -239,64 +231,67 @@ class TranslationRows(Rows):
         dictionary = ibm1.fit(list(zip(training_sources, training_targets, strict=True)))
 
         bleu = {}
-        for split in self.splits[1:]:  # the first one is 'train'
+        max_sources = config.decode.max_sources
+        for split in self.splits[1:]:  # the first split is train
             sources, references = texts(split)
-            sources = sources[: config.decode.max_sources]
-            references = references[: config.decode.max_sources]
-            translations = [dictionary.translate(source) for source in sources]
-            scores = translation_scores(translations, references, lowercase=config.data.lowercase)
-            bleu[PREFIXES[split]] = float(scores['bleu'])  # 'val' or 'test', as in results
+            translations = [dictionary.translate(source) for source in sources[:max_sources]]
+            scores = translation_scores(
+                translations, references[:max_sources], lowercase=config.data.lowercase
+            )
+            bleu[PREFIXES[split]] = float(scores['bleu'])
         return Yardsticks(task='translation', bleu=bleu)
 
     def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
-        """Measures the loss if every target gets the source of another sentence."""
-        nats_XT, weights_T = losses_by_position(self.with_shuffled_sources())
+        """Measures the loss of each trial with shuffled sources, [X], in nats/token."""
+        nats_XT, weights_T = losses_by_position(self.with_shuffled_sources())  # sums over rows
         return {'shuffled': nats_XT.sum(1) / weights_T.sum()}
 
 
 def _exchange_at_random(sizes_I: np.ndarray) -> np.ndarray:
-    """Gives every sentence the number of another sentence of equal size, at random.
+    """Returns a random permutation that moves every sentence to another one of equal size.
 
-    For the sizes [3, 5, 3, 3], it may return [2, 1, 3, 0]. Sentence 1 keeps its number, because it
-    is the only one of its size.
+    For example, the sizes [3, 5, 3, 3] may give [2, 1, 3, 0]. A unique size, here of sentence 1,
+    does not move.
     """
-    # Sort the sentences by size, and at random among equal sizes: [0, 2, 3, 1] in the example.
-    draw_I = np.random.Generator(np.random.Philox(key=0)).random(len(sizes_I))
-    order_I = np.lexsort((draw_I, sizes_I))
-    # Cut them where the size changes: [0, 2, 3] and [1].
-    first_of_size = np.flatnonzero(np.diff(sizes_I[order_I])) + 1
-    groups = np.split(order_I, first_of_size)
-    # In a group, each sentence gets the next one, and the last one gets the first.
-    exchanged_I = np.empty_like(order_I)
+    u_I = np.random.Generator(np.random.Philox(key=0)).random(len(sizes_I))
+    # Sort by size, in random order within a size. In the example: [0, 2, 3, 1].
+    order_I = np.lexsort((u_I, sizes_I))
+    # Group equal sizes: [0, 2, 3] and [1].
+    size_changes = np.diff(sizes_I[order_I])
+    first_of_group = np.flatnonzero(size_changes) + 1
+    groups = np.split(order_I, first_of_group)
+    # Replace each sentence by the next of its group, and the last by the first.
+    permutation_I = np.empty_like(order_I)
     for group in groups:
-        exchanged_I[group] = np.roll(group, -1)
-    return exchanged_I
+        permutation_I[group] = np.roll(group, -1)
+    return permutation_I
 
 
 def _lay_out(
     tokens: np.ndarray, bounds: np.ndarray, sentences_of_row: Sequence[np.ndarray], length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Writes the sentences of each row one after the other, and zeros after the last one.
+    """Concatenates the sentences of each row, and pads with zeros.
 
     Args:
       tokens: the tokens of all sentences of a split.
-      bounds: sentence i has the tokens from bounds[i] to bounds[i + 1].
-      sentences_of_row: the numbers i of the sentences in each of the B rows.
-      length: T, the number of tokens of a row.
+      bounds: sentence i is tokens[bounds[i]:bounds[i + 1]].
+      sentences_of_row: the indices of the sentences in each row.
+      length: number of tokens in a row, T.
 
     Returns:
-      tokens_BT, and segments_BT, which number the sentences of a row from 1. 0 is padding.
+      tokens_BT.
+      segments_BT: numbers the sentences of a row from 1; 0 is padding.
     """
     tokens_BT = np.zeros((len(sentences_of_row), length), INT)
     segments_BT = np.zeros((len(sentences_of_row), length), INT)
-    for row, sentences in enumerate(sentences_of_row):
-        start = 0
-        for segment, sentence in enumerate(sentences.tolist(), start=1):
-            sentence_tokens = tokens[bounds[sentence] : bounds[sentence + 1]]
-            end = start + len(sentence_tokens)
-            tokens_BT[row, start:end] = sentence_tokens
-            segments_BT[row, start:end] = segment
-            start = end
+    for b, sentences in enumerate(sentences_of_row):
+        begin = 0
+        for segment, i in enumerate(sentences.tolist(), start=1):
+            sentence_tokens = tokens[bounds[i] : bounds[i + 1]]
+            end = begin + len(sentence_tokens)
+            tokens_BT[b, begin:end] = sentence_tokens
+            segments_BT[b, begin:end] = segment
+            begin = end
     return tokens_BT, segments_BT
 
 
@@ -309,18 +304,15 @@ def score_split(
     max_sources: int | None,
     lowercase: bool,
 ) -> dict[str, float | int | str]:
-    """Scores translations of the first `max_sources` sentences of a split, or of all.
+    """Scores translations of a split with `translation_scores`.
 
     Args:
-      pairs: the sentences and their references.
+      pairs: the sources and reference translations.
       split: 'train', 'validation' or 'test'.
-      translate: translates sources, given as token ids without separators.
-      longest_source: the most tokens of a source that `translate` takes. Longer sources are
-        truncated and scored as well; the log says how many there are.
-      max_sources: None for all.
+      translate: translates sources, token ids without separators.
+      longest_source: longer sources are truncated to this number of tokens, with a warning.
+      max_sources: number of sources to translate; None for all.
       lowercase: whether scores ignore case.
-
-    Returns the scores of `translation_scores`.
     """
     sources, targets = pairs.sentences(split)
     sources = sources[:max_sources]
@@ -340,41 +332,36 @@ def score_split(
 
 
 def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) -> list[np.ndarray]:
-    """Packs sentence pairs into rows by best fit, in a shuffled order.
+    """Packs sentence pairs into rows by best fit, in a random order.
 
-    A row has two sides, one for source tokens and one for target tokens. OPEN_ROWS rows are open
-    at a time. A pair goes into the open row in which it leaves the least free space, summed over
-    both sides. If it fits into none, the open row with the least free space on one of its sides is
-    closed. An empty row takes its place, and gets the pair.
+    Axes of length 2 are sources and targets. O = OPEN_ROWS rows are filled at a time.
 
     Args:
-      sizes_2I: the number of tokens of the source and of the target of each pair.
-      kept: the numbers of the pairs to pack. Each of them fits into an empty row.
-      capacity_2: the tokens that a row has for sources and for targets.
+      sizes_2I: the numbers of source and target tokens of each pair.
+      kept: the indices of the pairs to pack. Each pair fits into an empty row.
+      capacity_2: the numbers of source and target tokens in a row.
 
     Returns:
-      The numbers of the pairs in each row.
+      The indices of the pairs in each row.
     """
     draws = np.random.Generator(np.random.Philox(key=0)).random(len(kept))
-    order = kept[np.argsort(draws)]
+    random_order = kept[np.argsort(draws)]
 
-    # There is a slot for each of the O open rows. The arrays hold the number of the row in each
-    # slot, and its free space on both sides.
+    # The index and the free space of each open row.
     row_O = np.arange(OPEN_ROWS)
     free_2O = np.tile(np.array(capacity_2)[:, None], OPEN_ROWS)
-    num_rows = OPEN_ROWS  # how many rows have been opened so far
-    # The pairs in each row, in the order in which they were packed.
+    num_rows = OPEN_ROWS  # open and closed rows
     pairs_of_row: dict[int, list[int]] = {}
-    for pair in order.tolist():
+    for pair in random_order.tolist():
         size_2 = sizes_2I[:, pair]
-        # The space that the pair would leave in each open row; negative if it does not fit.
-        left_2O = free_2O - size_2[:, None]
-        fits_O = (left_2O >= 0).all(axis=0)
+        free_after_2O = free_2O - size_2[:, None]
+        fits_O = (free_after_2O >= 0).all(axis=0)
         if fits_O.any():
-            total_left_O = left_2O.sum(axis=0)
-            slot = np.where(fits_O, total_left_O, np.inf).argmin()
+            # Take the row with the least space left, summed over both sides.
+            total_free_after_O = free_after_2O.sum(axis=0)
+            slot = np.where(fits_O, total_free_after_O, np.inf).argmin()
         else:
-            # Close the fullest row, and open an empty one in its slot.
+            # Replace the fullest row by an empty one.
             least_free_O = free_2O.min(axis=0)
             slot = least_free_O.argmin()
             free_2O[:, slot] = capacity_2
