@@ -1,4 +1,4 @@
-"""Rules for where the documents end in token files of other tools."""
+"""Rules that divide token files of other tools into documents."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from qkattn.data.token_formats.shards import Shards
 from qkattn.data.tokens import blocks
 from qkattn.errors import ConfigError
 
-# The tokens of a document if nothing says where documents end.
+# The tokens in a block, which serves as a document if the real documents are unknown.
 BLOCK_TOKENS = 8192
 # A value of data.documents, such as 'id=50256' or 'tokens=1024'.
 RULE = re.compile(r'(id|tokens)=(\d{1,9})')
@@ -22,71 +22,57 @@ class Documents(Protocol):
     name: str  # part of the version of the dataset
 
     def ends(self, ids: Shards) -> np.ndarray:
-        """Returns the position after each document, ascending. The last one is `len(ids)`."""
+        """Returns the position after each document, ascending. The last position is len(ids)."""
 
     def next_end(self, ids: Shards, position: int) -> int:
         """Returns the first end of a document at `position` or later."""
 
 
 class SeparatedDocuments(Documents):
-    """A separator stands at the end of each document, or at the beginning of each.
-
-    If the very first id is the separator, separators begin documents. Otherwise they end them.
-    """
+    """Documents that end with a separator, or begin with one if the first id is a separator."""
 
     def __init__(self, separator: int):
         self.separator = separator
         self.name = f'id{separator}'
 
     def ends(self, ids: Shards) -> np.ndarray:
-        """Returns the position after each document; see `Documents.ends`.
+        """Returns the position after each document, ascending.
 
         With the separator 0, the ids 5 6 0 7 are the documents 5 6 0 and 7, which end at 3 and 4.
         The ids 0 5 6 0 7 are the documents 0 5 6 and 0 7, which end at 3 and 5.
         """
-        # A document ends at each separator, or after it.
-        offset = self._offset(ids)
-        parts = []
-        num_read = 0
+        offset = self._end_offset(ids)
+        ends_of_blocks = []
+        block_begin = 0
         for block in blocks(ids):
-            separators = num_read + np.flatnonzero(block == self.separator)
-            parts.append(separators + offset)
-            num_read += len(block)
-        ends = np.concatenate(parts)
+            separator_positions = block_begin + np.flatnonzero(block == self.separator)
+            ends_of_blocks.append(separator_positions + offset)
+            block_begin += len(block)
+        ends = np.concatenate(ends_of_blocks)
 
-        # But no document ends at the separator that begins the first document.
-        ends = ends[ends > 0]
-        # The last document ends with the ids. If a separator has given this end already, `unique`
-        # drops the second one.
-        return np.unique(np.append(ends, len(ids)))
+        ends = ends[ends > 0]  # a separator at 0 ends no document
+        ends = np.append(ends, len(ids))
+        return np.unique(ends)
 
     def next_end(self, ids: Shards, position: int) -> int:
-        # A document ends `offset` ids after its separator.
-        offset = self._offset(ids)
-        start = max(position - offset, 0)
-        for block in blocks(ids, start):
-            separators = np.flatnonzero(block == self.separator)
-            if len(separators):
-                return start + int(separators[0]) + offset
-            start += len(block)
+        offset = self._end_offset(ids)
+        block_begin = max(position - offset, 0)
+        for block in blocks(ids, block_begin):
+            separators_in_block = np.flatnonzero(block == self.separator)
+            if len(separators_in_block):
+                return block_begin + int(separators_in_block[0]) + offset
+            block_begin += len(block)
         return len(ids)
 
-    def _offset(self, ids: Shards) -> int:
-        """Returns 1 if documents end after a separator, and 0 if they end at a separator.
-
-        They end after it if separators are the last ids of documents, and at it if separators are
-        the first ids of documents.
-        """
-        begins_documents = ids[:1][0] == self.separator
-        return 0 if begins_documents else 1
+    def _end_offset(self, ids: Shards) -> int:
+        """Returns the distance from a separator to the end of its document, 0 or 1."""
+        first_id = ids[:1][0]
+        separators_begin_documents = first_id == self.separator
+        return 0 if separators_begin_documents else 1
 
 
 class Blocks(Documents):
-    """Every `size` ids are a document, because the real documents are unknown.
-
-    Evaluation treats the rows of a document as dependent on each other, so blocks serve as its
-    clusters.
-    """
+    """Blocks of `size` ids in place of documents, if the real documents are unknown."""
 
     def __init__(self, size: int):
         self.size = size
@@ -94,7 +80,8 @@ class Blocks(Documents):
 
     def ends(self, ids: Shards) -> np.ndarray:
         """Returns the position after each block: 4, 8 and 10 for 10 ids in blocks of 4."""
-        return np.append(np.arange(self.size, len(ids), self.size), len(ids))
+        inner_ends = np.arange(self.size, len(ids), self.size)
+        return np.append(inner_ends, len(ids))
 
     def next_end(self, ids: Shards, position: int) -> int:
         num_blocks = math.ceil(position / self.size)
@@ -102,13 +89,13 @@ class Blocks(Documents):
 
 
 class IndexedDocuments(Documents):
-    """The documents of the files' own index, `Shard.document_ends`."""
+    """The documents in an index of the files, `Shard.document_ends`."""
 
     name = 'index'
 
     def ends(self, ids: Shards) -> np.ndarray:
         return np.concatenate(
-            [first + shard.document_ends for first, shard in ids.shards_with_start()]
+            [start + shard.document_ends for start, shard in ids.shards_with_start()]
         )
 
     def next_end(self, ids: Shards, position: int) -> int:
@@ -117,15 +104,14 @@ class IndexedDocuments(Documents):
 
 
 def parse_documents_rule(rule: str | None, separator: int | None, *, indexed: bool) -> Documents:
-    """Returns the rule that `rule`, the value of data.documents, names.
+    """Parses the value of data.documents.
 
-    For example, 'id=50256' gives `SeparatedDocuments(50256)`, and 'tokens=1024' gives
-    `Blocks(1024)`. If `rule` is None, it is the first of these that is available: the index of the
-    files, the separator of the tokenizer, blocks of BLOCK_TOKENS.
+    For example, 'id=50256' gives SeparatedDocuments(50256), and 'tokens=1024' gives Blocks(1024).
 
     Args:
-      rule: the value of data.documents.
-      separator: the id that the tokenizer puts between documents; None if this is unknown.
+      rule: the value of data.documents. None chooses the index of the files, else the separator of
+        the tokenizer, else blocks.
+      separator: the id that the tokenizer puts between documents, or None if unknown.
       indexed: whether the files have an index of their documents.
 
     Raises:

@@ -9,20 +9,18 @@ from qkattn.data.token_formats.shards import Shard, TokenFormat, memory_map_ids
 from qkattn.errors import ConfigError
 
 DTYPE = 'uint16'  # the type of nanoGPT's ids
-SAMPLE = 4096  # how many ids are examined to guess their type
-# Ids are below 2**20. So the upper 16 bits of an id in uint32 are below this number.
+SAMPLE = 4096  # number of ids that are examined to guess their type
+# The upper 16 bits of ids in uint32 are below this number, because ids are below 2**20.
 UPPER_HALF_END = 16
-# A header of llm.c, and of tools like it, has 256 fields of type int32. At most the first 8 are in
-# use; the others are 0.
+# A header of llm.c, or a tool like it, has 256 int32 fields. All but the first few are 0.
 HEADER_FIELDS = 256
 USED_FIELDS = 8
 HEADER_BYTES = 4 * HEADER_FIELDS
 
 
 class Headerless(TokenFormat):
-    """A file that holds ids and nothing else.
+    """A file that holds only ids, by default uint16 as in nanoGPT.
 
-    The ids are uint16, unless data.token_dtype names another type. As in nanoGPT:
     https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py
     """
 
@@ -42,23 +40,20 @@ class Headerless(TokenFormat):
 
 
 def _refuse_header(path: Path, ids: np.ndarray) -> None:
-    """Raises ConfigError if a file seems to begin with a header of an unknown format.
-
-    A header of llm.c begins with three fields that are never 0, and has zeros in its unused part.
-    Files with a header of a known format do not come here, because that format opens them.
+    """Raises ConfigError if a file seems to begin with a header like that of llm.c.
 
     Args:
       path: the file.
-      ids: what the file holds, read as ids from its first byte on.
+      ids: the whole file, read as ids.
     """
-    # The first HEADER_BYTES bytes. An id has one byte or more, so no more ids are needed.
-    start = ids[:HEADER_BYTES].tobytes()[:HEADER_BYTES]
-    if len(start) < HEADER_BYTES:
+    first_ids = ids[:HEADER_BYTES]  # ids have at least one byte
+    first_bytes = first_ids.tobytes()[:HEADER_BYTES]
+    if len(first_bytes) < HEADER_BYTES:
         return  # the file is shorter than a header
-    header = np.frombuffer(start, '<i4')
+    header = np.frombuffer(first_bytes, '<i4')
     magic, version, num_ids = header[:3]
     is_unused_part_zero = not header[USED_FIELDS:].any()
-    if magic and version and num_ids and is_unused_part_zero:
+    if magic != 0 and version != 0 and num_ids != 0 and is_unused_part_zero:
         raise ConfigError(
             f'data.path: {path} begins with a header whose magic number is {magic}; those of '
             'llm.c are 20240520 and 20240801'
@@ -66,12 +61,11 @@ def _refuse_header(path: Path, ids: np.ndarray) -> None:
 
 
 def _refuse_wider_ids(path: Path, ids: np.ndarray) -> None:
-    """Raises ConfigError if ids, which were read as uint16, are probably uint32.
+    """Raises ConfigError if ids that were read as uint16 are probably uint32.
 
-    In this case each id was read as two: its lower half, which may have any value, and its upper
-    half, which is small. For example, the ids 70000 and 9 appear as 4464, 1, 9, 0.
+    For example, the uint32 ids 70000 and 9 would be read as 4464, 1, 9, 0. Lower and upper halves
+    alternate, and upper halves are small.
     """
-    # Lower and upper halves alternate.
     lower_halves = ids[::2]
     upper_halves = ids[1::2]
     if len(upper_halves) == 0:

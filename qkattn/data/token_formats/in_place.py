@@ -1,7 +1,7 @@
-"""Opens token files that another tool wrote, without copying them.
+"""Opens token files of other tools without copying them.
 
-The first time, all ids are read, to check them and to count them. The counts are kept in
-`<data_dir>/tokens/in_place/`, and are used until a file or a setting changes.
+The ids are checked and counted the first time. The counts are cached in
+`<data_dir>/tokens/in_place/` until a file or a setting changes.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from qkattn.errors import ConfigError
 from qkattn.storage.files import version_of, write_atomic
 from qkattn.storage.records import parse_file, read_dataclass
 
-# The formats of token files. A file has the first format whose `reads` is true for it.
+# The formats of token files. A file has the first format whose `reads` returns True.
 FORMATS: tuple[type[TokenFormat], ...] = (Megatron, LlmC, Headerless)
 SUFFIX = '.bin'
 
@@ -41,41 +41,40 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The counts of token files, for which all ids have to be read. They are stored as JSON."""
+    """Statistics of token files, cached as JSON."""
 
-    vocab_size: int  # the tokenizer's; without a tokenizer, the largest id plus one
+    vocab_size: int  # of the tokenizer; if this is unknown, the largest id plus one
     splits: Mapping[str, SplitInfo]
 
 
 def token_files(path: Path) -> dict[str, list[Path]]:
-    """Finds the token files at `path`, the value of data.path; returns the paths of each split.
+    """Finds token files.
 
-    The path is one of these:
+    Args:
+      path: a directory whose file names tell their split, or one file for 'train'. '/data/a' finds
+        '/data/a.bin', too.
 
-    - a directory: the names of its files say to which split they belong.
-    - a file, with or without its suffix: '/data/a' finds '/data/a.bin'. It is the train split.
-
-    The result is empty if there are no token files.
+    Returns:
+      The paths of each split; {} if there are no token files.
     """
     if path.is_dir():
         return files_by_split(path, [SUFFIX])
-    for file in (path, path.with_name(path.name + SUFFIX)):
+    path_with_suffix = path.with_name(path.name + SUFFIX)
+    for file in (path, path_with_suffix):
         if file.is_file():
             return {'train': [file]}
     return {}
 
 
 def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenDataset:
-    """Opens token files as a dataset. The ids are memory-mapped.
-
-    Headers are checked each time. Ids are checked the first time that the files are opened.
+    """Opens token files as a dataset, with memory-mapped ids.
 
     Args:
       config: the settings of the data.
-      files: the paths of each split, as `token_files` returns them.
+      files: the paths of each split.
 
     Raises:
-      ConfigError: files are damaged, do not fit each other, or do not fit the settings.
+      ConfigError: the files are damaged, or do not fit each other or the settings.
     """
     if config.lowercase:
         raise ConfigError('data.lowercase=True has no effect on tokens; leave it at False')
@@ -84,16 +83,15 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
     if token_format is Headerless and config.token_dtype is None:
         _refuse_lost_index(files)
 
-    # The shards of each split, and the rule for where their documents end.
     shards_of_split = _open_shards(files, token_format, config.token_dtype)
     first_shard = shards_of_split['train'].shards[0]
     documents = parse_documents_rule(
         config.documents,
-        tokenizer.separator if tokenizer else None,
+        separator=tokenizer.separator if tokenizer else None,
         indexed=first_shard.document_ends is not None,
     )
 
-    # The splits that have no files are carved from train.
+    # Carve splits without files from train.
     carved = _missing_splits(tuple(files), config.carve_test)
     if carved:
         shards_of_split |= _carve(shards_of_split['train'], documents, carved)
@@ -108,7 +106,7 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         shards = {split: shards_of_split[split] for split in splits}
         return _count_splits(shards, document_ends, tokenizer)
 
-    # The counts depend on the files and on these settings.
+    # The cache key holds everything that the counts depend on.
     settings = [
         token_format.name,
         first_shard.ids.dtype.name,
@@ -116,10 +114,11 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         carved,
         tokenizer.name if tokenizer else None,
     ]
-    counts = _read_or_count(config, [settings, _versions(files)], count)
+    cache_key = [settings, _versions(files)]
+    counts = _read_or_count(config, cache_key, count)
 
     if tokenizer is None:
-        # Only `SeparatedDocuments` know the id of the separator.
+        # Only SeparatedDocuments have a separator.
         separator = getattr(documents, 'separator', None)
         tokenizer = IdTokenizer(counts.vocab_size, separator)
     fingerprints = [counts.splits[split].fingerprint for split in splits]
@@ -136,9 +135,9 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
 
 
 def _requested_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """Returns the tokenizer that data.tokenizer names; None if the setting has its default value.
+    """Returns the tokenizer that data.tokenizer names, or None at the default.
 
-    Raises ConfigError for a tokenizer such as 'bpe', which is learned from text: there is no text.
+    Raises ConfigError for a tokenizer that is learned from text, such as 'bpe'.
     """
     if config.tokenizer == DataConfig.tokenizer:
         return None
@@ -149,14 +148,14 @@ def _requested_tokenizer(config: DataConfig) -> Tokenizer | None:
             f'data.tokenizer={config.tokenizer!r} is learned from text, which tokens have not; '
             'name the tokenizer.json that they were made with, or leave it unset'
         )
-    return vocabulary.restore_tokenizer(config.tokenizer, None)
+    return vocabulary.restore_tokenizer(config.tokenizer, model=None)
 
 
 def _find_format(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
     """Returns the format of all files; raises ConfigError if they have several formats."""
     first_file_of_format: dict[type[TokenFormat], Path] = {}
     for path in itertools.chain(*files.values()):
-        # Check the file against every format: a check raises if the file cannot be opened.
+        # Try every format, because `reads` raises errors of unreadable files.
         formats_of_file = [token_format for token_format in FORMATS if token_format.reads(path)]
         if not formats_of_file:
             raise ConfigError(f'data.path: {path} is no token file; its name must end in {SUFFIX}')
@@ -172,10 +171,8 @@ def _find_format(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
 
 
 def _refuse_lost_index(files: Mapping[str, list[Path]]) -> None:
-    """Raises ConfigError if the files are probably those of prepare_data, without their index.
-
-    prepare_data calls the file of a split 'validation.bin'; most other tools call it 'val.bin'.
-    """
+    """Raises ConfigError if the files are probably from prepare_data, without their index."""
+    # Most other tools write 'val.bin'.
     for path in files.get('validation', []):
         if path.name == 'validation.bin':
             raise ConfigError(
@@ -187,9 +184,15 @@ def _refuse_lost_index(files: Mapping[str, list[Path]]) -> None:
 def _open_shards(
     files: Mapping[str, list[Path]], token_format: type[TokenFormat], dtype: str | None
 ) -> dict[str, Shards]:
-    """Opens the shards of each split; raises ConfigError if their ids have several types.
+    """Opens the shards of each split.
 
-    `dtype` is data.token_dtype.
+    Args:
+      files: the paths of each split.
+      token_format: the format of all files.
+      dtype: the value of data.token_dtype.
+
+    Raises:
+      ConfigError: a file is damaged, or the ids have several types.
     """
     shards_of_split = {}
     first_shard_of_dtype: dict[str, Shard] = {}
@@ -205,28 +208,24 @@ def _open_shards(
 
 
 def _missing_splits(splits: tuple[str, ...], carve_test: bool) -> list[str]:
-    """Returns the splits to carve from train, by the rule of `corpus.carve_missing_splits`.
-
-    All missing splits are carved, except that a missing test split is left out if it is the only
-    one and `carve_test` is not set.
-    """
+    """Returns the splits to carve from train, as `corpus.carve_missing_splits` would."""
     missing = [split for split in SPLITS if split not in splits]
-    if missing == ['test'] and not carve_test:
+    only_test_is_missing = missing == ['test']
+    if only_test_is_missing and not carve_test:
         return []
     return missing
 
 
 def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str, Shards]:
-    """Carves the missing splits from the end of train; returns them and the rest, which is train.
+    """Cuts train into a smaller train and the missing splits, at ends of documents.
 
-    A carved split gets about a tenth of the ids. If two are missing, train is cut at the first ends
-    of documents after 80 % and after 90 % of the ids. Raises ConfigError if there are too few
-    documents.
+    Each missing split gets about a tenth of the ids. For example, two missing splits cut train
+    after about 80 % and 90 %. Raises ConfigError if there are too few documents.
     """
     kept_fraction = 1 - CARVED_FRACTION * len(missing)
     cuts = []
-    for number in range(len(missing)):
-        position = int(len(train) * (kept_fraction + CARVED_FRACTION * number))
+    for index in range(len(missing)):
+        position = int(len(train) * (kept_fraction + CARVED_FRACTION * index))
         cuts.append(documents.next_end(train, position))
 
     bounds = [0, *cuts, len(train)]
@@ -241,7 +240,7 @@ def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str,
 
 
 def _versions(files: Mapping[str, list[Path]]) -> list[list]:
-    """Returns the split, path, size and time of change of each file."""
+    """Returns the split, path, size and modification time of each file."""
     versions = []
     for split, paths in files.items():
         for path in paths:
@@ -254,14 +253,14 @@ def _count_splits(
     document_ends: Callable[[str], np.ndarray],
     tokenizer: Tokenizer | None,
 ) -> Counts:
-    """Reads all ids, and counts those of each split. `document_ends` takes the name of a split."""
+    """Computes the statistics of each split; reads all ids."""
     infos = {}
     vocab_size = tokenizer.vocab_size if tokenizer else 0
     for split, shards in shards_of_split.items():
         ends = document_ends(split)
         info, largest_id = _count(shards, len(ends), tokenizer)
         if tokenizer and split != 'train':
-            # Only these splits report bits per byte. Decoding train would take long.
+            # Bits per byte are reported only for evaluation splits. Decoding train would take long.
             info = dataclasses.replace(info, num_bytes=_num_bytes(shards, ends, tokenizer))
         infos[split] = info
         vocab_size = max(vocab_size, largest_id + 1)
@@ -269,22 +268,21 @@ def _count_splits(
 
 
 def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tuple[SplitInfo, int]:
-    """Reads the ids of a split; returns its counts, without bytes, and its largest id.
+    """Computes the statistics of a split, without bytes of text, and its largest id.
 
-    Raises ConfigError, which names the file and the position, for an id that is not valid. Ids must
-    be in the vocabulary of the tokenizer, or below MAX_SIZE without one.
+    Raises ConfigError for an id outside the vocabulary.
     """
-    num_valid_ids = tokenizer.vocab_size if tokenizer else MAX_SIZE
+    max_vocab_size = tokenizer.vocab_size if tokenizer else MAX_SIZE
     digest = hashlib.sha256()
-    counts_V = np.zeros(num_valid_ids, np.int64)
+    counts_V = np.zeros(max_vocab_size, np.int64)
     for shard in ids.shards:
-        num_read = 0  # ids of this shard before the block
+        block_begin = 0
         for block in blocks(shard.ids):
-            if block.min() < 0 or block.max() >= num_valid_ids:
-                raise _invalid_id(block, num_read, shard.path, num_valid_ids, tokenizer)
+            if block.min() < 0 or block.max() >= max_vocab_size:
+                raise _invalid_id(block, block_begin, shard.path, max_vocab_size, tokenizer)
             digest.update(block.data)
-            counts_V += np.bincount(block, minlength=num_valid_ids)
-            num_read += len(block)
+            counts_V += np.bincount(block, minlength=max_vocab_size)
+            block_begin += len(block)
     info = SplitInfo(
         num_documents=num_documents,
         num_tokens=len(ids),
@@ -293,29 +291,34 @@ def _count(ids: Shards, num_documents: int, tokenizer: Tokenizer | None) -> tupl
         fingerprint=digest.hexdigest(),
     )
     ids_that_occur = np.flatnonzero(counts_V)
-    return info, int(ids_that_occur[-1])
+    largest_id = int(ids_that_occur[-1])
+    return info, largest_id
 
 
 def _invalid_id(
-    block: np.ndarray, num_read: int, path: Path, num_valid_ids: int, tokenizer: Tokenizer | None
+    block: np.ndarray,
+    block_begin: int,
+    path: Path,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
 ) -> ConfigError:
-    """Returns the error about the first id of a block that is not in [0, num_valid_ids).
+    """Returns the error for the first id of a block that is not in [0, vocab_size).
 
-    The block has the ids of the file `path` after the first `num_read` ones.
+    `block_begin` is the position of the block in the file.
     """
-    is_invalid = (block < 0) | (block >= num_valid_ids)
+    is_invalid = (block < 0) | (block >= vocab_size)
     index = int(np.flatnonzero(is_invalid)[0])
     requirement = 'valid are'
     if tokenizer:
         requirement = f'data.tokenizer={tokenizer.name!r} has'
     return ConfigError(
-        f'data.path: {path} holds id {block[index]} at token {num_read + index:,}, but '
-        f'{requirement} ids from 0 to {num_valid_ids - 1:,}'
+        f'data.path: {path} holds id {block[index]} at token {block_begin + index:,}, but '
+        f'{requirement} ids from 0 to {vocab_size - 1:,}'
     )
 
 
 def _num_bytes(ids: Shards, ends: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Returns the number of bytes of text that ids stand for, decoded document by document."""
+    """Returns the bytes of text in documents; `ends` are the positions after them."""
     num_bytes = 0
     start = 0
     for end in ends.tolist():
@@ -325,12 +328,12 @@ def _num_bytes(ids: Shards, ends: np.ndarray, tokenizer: Tokenizer) -> int:
 
 
 def _read_or_count(config: DataConfig, key: list, count: Callable[[], Counts]) -> Counts:
-    """Returns stored counts, or calls `count` and stores what it returns.
+    """Reads counts from the cache, or calls `count` and caches the result.
 
     Args:
-      config: names the directory of prepared data.
-      key: describes all that the counts depend on, as JSON. They are stored under its hash.
-      count: counts the ids.
+      config: names the cache directory.
+      key: JSON of everything that the counts depend on.
+      count: computes the counts.
     """
     root = data_root(config.data_dir)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
@@ -339,14 +342,15 @@ def _read_or_count(config: DataConfig, key: list, count: Callable[[], Counts]) -
     def read_counts() -> Counts:
         try:
             record = parse_file(path, {'splits': {}})  # requires an object `splits`
-            splits = {
-                split: read_dataclass(SplitInfo, info) for split, info in record['splits'].items()
-            }
-            return read_dataclass(Counts, record, splits=splits)
+            infos = {}
+            for split, info in record['splits'].items():
+                infos[split] = read_dataclass(SplitInfo, info)
+            return read_dataclass(Counts, record, splits=infos)
         except ValueError as error:
             raise DamagedData(f'{path} cannot be read ({error})') from error
 
     def write_counts() -> None:
-        write_atomic(path, json.dumps(dataclasses.asdict(count()), indent=1) + '\n')
+        text = json.dumps(dataclasses.asdict(count()), indent=1)
+        write_atomic(path, text + '\n')
 
     return read_or_prepare(path, read_counts, write_counts, root=root)

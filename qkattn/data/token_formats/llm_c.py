@@ -9,10 +9,9 @@ from qkattn.config.paths import open_regular
 from qkattn.data.token_formats.shards import Shard, TokenFormat, memory_map_ids, refuse_other_dtype
 from qkattn.errors import ConfigError
 
-# The first bytes of a file are a header of 256 int32.
+# A file begins with a header of 256 int32.
 HEADER_BYTES = 256 * 4
-# Maps the magic number of a header to the version and the type of the ids. The first kind of file
-# has tokens of GPT-2, the second tokens of Llama 3.
+# The version and the type of ids for each magic number, of GPT-2 and Llama 3 tokens.
 KINDS = {20240520: (1, 'uint16'), 20240801: (7, 'uint32')}
 
 
@@ -28,18 +27,20 @@ class LlmC(TokenFormat):
     @staticmethod
     def reads(path: Path) -> bool:
         header = _read_header(path)
-        return len(header) > 0 and int(header[0]) in KINDS  # the magic number
+        if len(header) == 0:
+            return False
+        magic = int(header[0])
+        return magic in KINDS
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        """Opens a file, memory-mapped, and checks its header; see `TokenFormat.open`."""
+        """Memory-maps a file and checks its header; see `TokenFormat.open`."""
         header = _read_header(path)
         if len(header) < HEADER_BYTES // 4:
             raise ConfigError(
                 f'data.path: {path} ends inside of its header of {HEADER_BYTES} bytes'
             )
         magic, version, num_ids = header[:3].tolist()
-        # The magic number stands for a version and a type of ids. `reads` has checked it.
         expected_version, stated_dtype = KINDS[magic]
         if version != expected_version:
             raise ConfigError(
@@ -57,11 +58,11 @@ class LlmC(TokenFormat):
 
 
 def _read_header(path: Path) -> np.ndarray:
-    """Returns the first 256 int32 of a file, or all of a shorter file."""
+    """Returns the first 256 int32 of a file, or fewer if the file is shorter."""
     try:
         with open_regular(path) as file:
-            start = file.read(HEADER_BYTES)
+            first_bytes = file.read(HEADER_BYTES)
     except OSError as error:
         raise ConfigError(f'data.path: {path} cannot be read ({error.strerror})') from error
-    num_fields = len(start) // 4
-    return np.frombuffer(start, '<i4', count=num_fields)
+    num_fields = len(first_bytes) // 4
+    return np.frombuffer(first_bytes, '<i4', count=num_fields)

@@ -1,4 +1,4 @@
-"""Token files of Megatron-LM: ids in `NAME.bin`, and where documents end in `NAME.idx`."""
+"""Token files of Megatron-LM: ids in `NAME.bin`, documents in the index `NAME.idx`."""
 
 import struct
 from pathlib import Path
@@ -12,20 +12,16 @@ from qkattn.storage.files import read_whole
 
 MAGIC = b'MMIDIDX\x00\x00'
 VERSION = 1
-# The fields after the magic number: the version, the code of the type of the ids, the number of
-# sequences, and the length of the list of documents.
+# The fields after the magic number: version, code of the dtype, number of sequences, number of
+# document bounds.
 HEADER = struct.Struct('<QBQQ')
-# Maps a code to its type. Other codes stand for floats, or for signed types that are too narrow for
-# ids; they are refused.
+# The dtype of each code. Other codes, which are not for ids, are refused.
 DTYPES = {1: 'uint8', 4: 'int32', 5: 'int64', 8: 'uint16'}
 
 
 class Megatron(TokenFormat):
-    """Sequences of ids in one file, and an index of the sequences and documents in another.
+    """Documents of several sequences of ids, with an index in a file of its own.
 
-    The index has a header and three arrays: the length of each sequence in ids (int32), the byte at
-    which it begins (int64), and the bounds of the documents (int64). Document i has the sequences
-    from bounds[i] to bounds[i + 1].
     https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
     """
 
@@ -37,26 +33,27 @@ class Megatron(TokenFormat):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        """Opens a file, memory-mapped, and checks its index; see `TokenFormat.open`."""
+        """Memory-maps a file and checks its index; see `TokenFormat.open`."""
         index_path = path.with_suffix('.idx')
         index = _read_index(index_path, dtype)
         ids = memory_map_ids(path, np.dtype(index.dtype).newbyteorder('<'))
 
-        # Sequence i has the ids from sequence_bounds[i] to sequence_bounds[i + 1].
-        sequence_bounds = np.append(0, np.cumsum(index.lengths, dtype=np.int64))
+        # Sequence i is ids[sequence_bounds[i]:sequence_bounds[i + 1]].
+        sequence_ends = np.cumsum(index.lengths, dtype=np.int64)
+        sequence_bounds = np.append(0, sequence_ends)
         num_ids = sequence_bounds[-1]
         if num_ids != len(ids):
             raise ConfigError(
                 f'data.path: {path} holds {len(ids):,} tokens, but {index_path.name} states '
                 f'{num_ids:,}; copy both files again'
             )
-        # The pointers are the bytes at which the sequences begin.
-        if not np.array_equal(index.pointers, sequence_bounds[:-1] * ids.itemsize):
+        first_bytes = sequence_bounds[:-1] * ids.itemsize
+        if not np.array_equal(index.pointers, first_bytes):
             raise ConfigError(
                 f'data.path: {index_path} has sequences that do not follow one another'
             )
 
-        # Document i has the sequences from document_bounds[i] to document_bounds[i + 1].
+        # Document i is the sequences document_bounds[i] to document_bounds[i + 1] - 1.
         document_bounds = index.document_bounds
         num_sequences = len(index.lengths)
         if not _cover_all_sequences(document_bounds, num_sequences):
@@ -65,21 +62,19 @@ class Megatron(TokenFormat):
                 f'and end at {num_sequences:,}'
             )
 
-        # For example, three sequences of 3, 2 and 4 ids have the bounds [0, 3, 5, 9]. A document of
-        # the first two, and one of the third, have the bounds [0, 2, 3]. They end at [5, 9].
+        # With sequence bounds [0, 3, 5, 9], document bounds [0, 2, 3] give the ends [5, 9].
         document_ends = sequence_bounds[document_bounds[1:]]
-        # A document without ids is left out. It ends where the one before it does, or at 0.
-        different_ends = np.unique(document_ends)
-        return Shard(path, ids, different_ends[different_ends > 0])
+        # Leave out empty documents, which end where the document before ends, or at 0.
+        document_ends = np.unique(document_ends)
+        document_ends = document_ends[document_ends > 0]
+        return Shard(path, ids, document_ends)
 
 
 def _cover_all_sequences(document_bounds: np.ndarray, num_sequences: int) -> bool:
-    """Whether documents with these bounds follow one another from the first sequence to the last.
-
-    For example, [0, 2, 3] are the bounds of two documents that cover three sequences.
-    """
-    if len(document_bounds) < 2:
-        return False  # there is no document
+    """Whether document bounds cover all sequences; [0, 2, 3] are two documents of 3 sequences."""
+    num_documents = len(document_bounds) - 1
+    if num_documents < 1:
+        return False
     begins_at_first = document_bounds[0] == 0
     is_ascending = (np.diff(document_bounds) >= 0).all()
     ends_at_last = document_bounds[-1] == num_sequences
@@ -87,18 +82,23 @@ def _cover_all_sequences(document_bounds: np.ndarray, num_sequences: int) -> boo
 
 
 class _Index(NamedTuple):
-    """The content of an index."""
+    """The content of an index file."""
 
     dtype: str  # of the ids
-    lengths: np.ndarray  # how many ids each sequence has
-    pointers: np.ndarray  # the byte at which each sequence begins
-    document_bounds: np.ndarray  # document i has the sequences from bounds[i] to bounds[i + 1]
+    lengths: np.ndarray  # number of ids in each sequence
+    pointers: np.ndarray  # first byte of each sequence
+    document_bounds: np.ndarray  # document i is the sequences bounds[i] to bounds[i + 1] - 1
 
 
 def _read_index(path: Path, dtype: str | None) -> _Index:
-    """Reads the index of a file of ids.
+    """Reads an index file.
 
-    `dtype` is data.token_dtype. Raises ConfigError if the index is damaged, or states another type.
+    Args:
+      path: the index file.
+      dtype: the value of data.token_dtype, or None.
+
+    Raises:
+      ConfigError: the index is damaged, or states another dtype.
     """
     try:
         content = read_whole(path, most=None)
@@ -118,7 +118,7 @@ def _read_index(path: Path, dtype: str | None) -> _Index:
         raise ConfigError(f'data.path: {path} has ids of type {code}; valid are {valid}')
     refuse_other_dtype(path, DTYPES[code], dtype)
 
-    # The three arrays follow the header. These are the bytes at which they begin.
+    # Three arrays follow the header: int32, int64, int64.
     lengths_at = len(MAGIC) + HEADER.size
     pointers_at = lengths_at + 4 * num_sequences
     bounds_at = pointers_at + 8 * num_sequences
@@ -130,7 +130,7 @@ def _read_index(path: Path, dtype: str | None) -> _Index:
         )
     return _Index(
         dtype=DTYPES[code],
-        lengths=np.frombuffer(content, '<i4', num_sequences, lengths_at),
-        pointers=np.frombuffer(content, '<i8', num_sequences, pointers_at),
-        document_bounds=np.frombuffer(content, '<i8', num_bounds, bounds_at),
+        lengths=np.frombuffer(content, '<i4', count=num_sequences, offset=lengths_at),
+        pointers=np.frombuffer(content, '<i8', count=num_sequences, offset=pointers_at),
+        document_bounds=np.frombuffer(content, '<i8', count=num_bounds, offset=bounds_at),
     )

@@ -1,4 +1,4 @@
-"""Token files that other tools write. Each file is a shard; a split has one or more shards."""
+"""Token files of other tools. Each file is a shard, and a split has one or more shards."""
 
 import bisect
 import dataclasses
@@ -16,24 +16,20 @@ from qkattn.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The ids of one file, memory-mapped."""
+    """The memory-mapped ids of one file."""
 
     path: Path
     ids: np.ndarray
-    # The position after each document, ascending. None if the file does not say.
+    # The position after each document, ascending. None without an index of documents.
     document_ends: np.ndarray | None = None
 
     def cut(self, start: int, end: int) -> 'Shard':
-        """Returns the part of the shard from `start` to `end`.
-
-        If the file says where documents end, both must be bounds of documents.
-        """
+        """Returns a shard of ids[start:end]; both positions must be bounds of documents."""
         ends = self.document_ends
         if ends is not None:
-            # Take the ends of the documents in the part, and count them from its beginning.
-            is_in_part = (ends > start) & (ends <= end)
-            ends = ends[is_in_part] - start
-        return Shard(self.path, self.ids[start:end], ends)
+            is_inside = (ends > start) & (ends <= end)
+            ends = ends[is_inside] - start
+        return Shard(self.path, self.ids[start:end], document_ends=ends)
 
 
 class TokenFormat(Protocol):
@@ -47,19 +43,24 @@ class TokenFormat(Protocol):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        """Opens a file, memory-mapped; raises ConfigError if it is damaged.
+        """Memory-maps a file.
 
-        `dtype` is data.token_dtype, the type of the ids for formats that do not state it.
+        Args:
+          path: the file.
+          dtype: the value of data.token_dtype, for formats that do not state the type of ids.
+
+        Raises:
+          ConfigError: the file is damaged.
         """
 
 
 class Shards:
-    """The ids of several shards, which behave like one array: len(shards), shards[first:end]."""
+    """Several shards that are sliced like one array of ids: shards[start:end]."""
 
     def __init__(self, shards: Sequence[Shard]):
         self.shards = tuple(shards)
         self.dtype = shards[0].ids.dtype
-        # Shard i holds the positions from _bounds[i] to _bounds[i + 1].
+        # Shard i holds the positions [_bounds[i], _bounds[i + 1]).
         sizes = [len(shard.ids) for shard in shards]
         self._bounds = list(itertools.accumulate(sizes, initial=0))
 
@@ -67,49 +68,49 @@ class Shards:
         return self._bounds[-1]
 
     def __getitem__(self, positions: slice) -> np.ndarray:
-        """Returns the ids of a range of positions; a view if they are all in one shard."""
+        """Returns the ids of a slice; a view if all are in one shard."""
         start, end, _ = positions.indices(len(self))
-        # Begin with the shard that holds `start`, and take the ids up to `end` from it, or up to
-        # its end. Go on with the next shard.
-        number = bisect.bisect_right(self._bounds, start) - 1
+        i = bisect.bisect_right(self._bounds, start) - 1  # the shard that holds `start`
         parts = []
         while start < end:
-            first = self._bounds[number]
-            part = self.shards[number].ids[start - first : end - first]
+            shard_begin = self._bounds[i]
+            ids_of_shard = self.shards[i].ids
+            part = ids_of_shard[start - shard_begin : end - shard_begin]
             parts.append(part)
             start += len(part)
-            number += 1
+            i += 1
         if len(parts) == 1:
             return parts[0]
         for part in parts:
             read_ahead(part)
-        # The empty array sets the type if the range is empty.
-        return np.concatenate([np.zeros(0, self.dtype), *parts])
+        no_ids = np.zeros(0, self.dtype)  # for an empty slice
+        return np.concatenate([no_ids, *parts])
 
     def shards_with_start(self) -> Iterator[tuple[int, Shard]]:
         """Yields (position of the first id, shard) for each shard."""
         return zip(self._bounds[:-1], self.shards, strict=True)
 
     def cut(self, positions: Sequence[int]) -> list['Shards']:
-        """Cuts the ids at ascending positions: n positions give n + 1 parts."""
+        """Cuts the ids at n ascending positions into n + 1 parts."""
         bounds = [0, *positions, len(self)]
         parts = []
-        for start, end in itertools.pairwise(bounds):
-            # Take from each shard, whose ids begin at `first`, what lies between the two bounds.
+        for part_begin, part_end in itertools.pairwise(bounds):
             shards = []
-            for first, shard in self.shards_with_start():
-                start_in_shard = max(start - first, 0)
-                end_in_shard = min(end - first, len(shard.ids))
-                if start_in_shard < end_in_shard:
-                    shards.append(shard.cut(start_in_shard, end_in_shard))
+            for shard_begin, shard in self.shards_with_start():
+                # The overlap of the part and the shard, as positions in the shard.
+                begin = max(part_begin - shard_begin, 0)
+                end = min(part_end - shard_begin, len(shard.ids))
+                if begin < end:
+                    shards.append(shard.cut(begin, end))
             parts.append(Shards(shards))
         return parts
 
 
 def memory_map_ids(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.ndarray:
-    """Returns the ids of a file, memory-mapped, from byte `offset` to its end.
+    """Memory-maps the ids of a file, from byte `offset` on.
 
-    Raises ConfigError if there are no ids, or if the bytes of the last one are incomplete.
+    Raises:
+      ConfigError: the file cannot be read, has no ids, or ends with an incomplete id.
     """
     try:
         require_regular(path, most=None)  # of any size
@@ -129,10 +130,7 @@ def memory_map_ids(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.nda
 
 
 def refuse_other_dtype(path: Path, stated: str, requested: str | None) -> None:
-    """Raises ConfigError if data.token_dtype differs from the type that a file states.
-
-    `requested` is data.token_dtype; None agrees with every file.
-    """
+    """Raises ConfigError if a file states another dtype than data.token_dtype requests."""
     if requested is not None and requested != stated:
         raise ConfigError(
             f'data.token_dtype={requested!r} does not fit {path}, whose header states {stated}; '
