@@ -16,22 +16,23 @@ from qkattn.attention.parameters import key_or_from_rngs, products_once, rms_nor
 from qkattn.attention.rope import linear_bias, rotate_last
 from qkattn.attention.spec import AttentionSpec
 
-# Added to the mean square of a query or key in QK-norm.
+# The epsilon of RMS norm in QK-norm.
 QK_NORM_EPSILON = 1e-6
 
 
 class Attention(nnx.Module):
     """out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T + b[n, t - s]) y_s B[n].
 
-    Several steps act between the projections and the softmax (or `spec.normalizer`), in this order:
-    QK-norm, rotary positions, the scale, the logit cap, position biases, the mask.
+    The logits pass these steps in order: QK-norm, rotary positions, scale, logit cap, position
+    biases, mask. `spec.normalizer` may replace the softmax.
 
     Args:
       spec: the variant, its sizes and its options.
-      key: the random key that draws the parameters; `rngs` may replace it.
-      rngs: random streams of flax; the key is the next one of its stream 'params'.
+      key: the random key of the parameters.
+      rngs: gives the key from its stream 'params', in place of `key`.
 
-    Raises SpecError if `spec` cannot be built.
+    Raises:
+      SpecError: `spec` cannot be built.
     """
 
     def __init__(
@@ -40,8 +41,7 @@ class Attention(nnx.Module):
         self.spec = spec
         self.score, self.value = registry.build(spec, key=key_or_from_rngs(key, rngs))
         if spec.qk_norm:
-            # The gains have the size of queries and keys. It need not be the head size, so it is
-            # read from the shape of the Score's queries; eval_shape computes nothing.
+            # The width of queries may differ from spec.head_size.
             x_BTD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
             q_BTNH = jax.eval_shape(self.score.queries, x_BTD)
             H = q_BTNH.shape[-1]
@@ -54,15 +54,13 @@ class Attention(nnx.Module):
     def matrix(self) -> tuple[jax.Array, jax.Array]:
         """Returns A_NDE and B_NDE.
 
-        Raises NotImplementedError unless the Score is bilinear and the Value is linear.
+        Raises:
+          NotImplementedError: the Score is not bilinear, or the Value is not linear.
         """
         return self.score.matrix(), self.value.matrix(self.score)
 
     def at(self, layer: int | jax.Array) -> 'Attention':
-        """Returns a copy that computes as layer number `layer` of a model, counted from 0.
-
-        The copy holds the same arrays. Only circuits with `uses_layer` depend on the number.
-        """
+        """Returns a copy for the layer with index `layer`, which holds the same arrays."""
         copy = jax.tree.map(lambda leaf: leaf, self)
         for circuit in (copy.score, copy.value):
             if circuit.uses_layer:
@@ -70,33 +68,28 @@ class Attention(nnx.Module):
         return copy
 
     def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
-        """Returns the arrays [B, S, ...] that decoding caches for the tokens y, by name.
+        """Returns the arrays [B, S, ...] by name from which `attend_to` computes keys and values.
 
-        `attend_to` computes keys and values from these arrays. Where possible, keys are cached
-        after QK-norm and rotation, so that later steps need not repeat them. `first` is the
-        position of the first token of y.
+        Args:
+          y_BSD: the stream of keys and values.
+          first: the position of the first token of y.
         """
         cache_of_score = self.score.cached(y_BSD)
         cache_of_value = self.value.cached(y_BSD, self.score)
         cache = cache_of_score | cache_of_value
 
-        keys_name = self._name_of_finished_keys(cache)
+        # If possible, cache keys after QK-norm and rotation.
+        keys_name = self._name_of_final_keys(cache)
         if keys_name is not None:
             cache[keys_name] = self._norm_and_rotate(cache[keys_name], self.g_k_H, first)
         return cache
 
-    def _name_of_finished_keys(self, cache: Cache) -> str | None:
-        """Returns the name of the array that caches keys after QK-norm and rotation, as 'k_BSKH'.
-
-        Returns None if the cache has no such array, for one of three reasons:
-
-        - The spec asks for neither QK-norm nor rotation.
-        - The Value needs the keys without them: `k_is_v` takes the keys as values.
-        - The Score does not cache its keys, but the stream or a latent.
-        """
-        changes_keys = self.spec.qk_norm or self.spec.positions == 'rope'
-        if not changes_keys:
+    def _name_of_final_keys(self, cache: Cache) -> str | None:
+        """Returns the cache name of keys after QK-norm and rotation, such as 'k_BSKH', or None."""
+        has_norm_or_rotation = self.spec.qk_norm or self.spec.positions == 'rope'
+        if not has_norm_or_rotation:
             return None
+        # As in `k_is_v`, the Value may need the projected keys.
         if 'key' in self.value.shares:
             return None
         # If the Score caches its keys, `keys` returns the cached array itself.
@@ -109,9 +102,12 @@ class Attention(nnx.Module):
     def _norm_and_rotate(
         self, heads_BTNH: jax.Array, gain_H: nnx.Param | None, first: int | jax.Array
     ) -> jax.Array:
-        """Applies QK-norm and rotary positions to queries or keys, if the spec asks for them.
+        """Applies QK-norm and rotary positions to queries or keys, if they are in the spec.
 
-        `gain_H` is the gain of QK-norm. The tokens have the positions `first`, `first` + 1, ...
+        Args:
+          heads_BTNH: the queries or keys.
+          gain_H: the gain of QK-norm, or None without QK-norm.
+          first: the position of the first token.
         """
         if self.spec.qk_norm:
             heads_BTNH = rms_norm(heads_BTNH, epsilon=QK_NORM_EPSILON) * gain_H[...]
@@ -134,11 +130,11 @@ class Attention(nnx.Module):
 
         Args:
           x_BTD: the stream of the queries.
-          cache: what `cached` returned for the attended tokens.
+          cache: the cache of the attended tokens, from `cached`.
           mask: a Mask, or a mask_BTS that is True at visible keys.
-          cross: True if the cache comes from another stream, which has no position of the query.
-          dropout: the rate at which attention probabilities are dropped.
-          dropout_key: the key of the dropout; without it nothing is dropped.
+          cross: whether the cache comes from another stream than x.
+          dropout: the dropout rate of attention probabilities.
+          dropout_key: the random key of the dropout; None disables it.
         """
         spec = self.spec
         mask = Mask.from_array(mask)
@@ -148,22 +144,22 @@ class Attention(nnx.Module):
         q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
         v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
         q_BTNH = self._norm_and_rotate(q_BTNH, self.g_q_H, mask.start)
-        if self._name_of_finished_keys(cache) is None:
-            k_BSKH = self._norm_and_rotate(k_BSKH, self.g_k_H, 0)
+        cache_has_final_keys = self._name_of_final_keys(cache) is not None
+        if not cache_has_final_keys:
+            k_BSKH = self._norm_and_rotate(k_BSKH, self.g_k_H, first=0)
 
         bias = self.bias(cross)
-        drops = dropout_key is not None and dropout != 0
-        # A Score whose heads all have the same logits returns one query head in place of N. Biases
-        # and dropout differ between heads, so with either, every head needs its own logits.
-        one_pattern = q_BTNH.shape[2] < spec.num_heads
-        heads_differ = bias is not None or drops
-        if one_pattern and heads_differ:
+        uses_dropout = dropout_key is not None and dropout != 0
+        # A Score returns one query head if all heads have the same logits.
+        heads_share_logits = q_BTNH.shape[2] < spec.num_heads
+        # Biases and dropout differ between heads.
+        if heads_share_logits and (bias is not None or uses_dropout):
             q_BTNH = jnp.repeat(q_BTNH, spec.num_heads, axis=2)
-            one_pattern = False
+            heads_share_logits = False
 
         B, S, K, H = v_BSKH.shape
-        if one_pattern:
-            # One wide head holds the values of all heads side by side.
+        if heads_share_logits:
+            # Concatenate the values of all heads into one wide head.
             v_BSKH = v_BSKH.reshape(B, S, 1, K * H)
 
         o_BTNH = attend(
@@ -180,39 +176,37 @@ class Attention(nnx.Module):
             kernel=spec.kernel,
         )
 
-        if one_pattern:
-            # Separates the values of the heads again.
+        if heads_share_logits:
+            # Split the wide head.
             o_BTKH = o_BTNH.reshape(B, -1, K, H)
             o_BTNH = jnp.repeat(o_BTKH, spec.num_heads // K, axis=2)
         return output(o_BTNH, self.score, x_BTD)
 
     def bias(self, cross: bool) -> Bias | None:
-        """Returns a function that computes the biases b_NTS of the logits from distances t - s.
+        """Returns a function from distances t - s to logit biases b_NTS, or None without biases.
 
-        ALiBi and the Score may each have biases. With both, the function returns their sum; with
-        neither, the result is None.
+        The biases are the sum of ALiBi and, except in cross-attention, the biases of the Score.
         """
         alibi: Bias | None = None
         if self.spec.positions == 'alibi':
             alibi = functools.partial(linear_bias, self.spec.num_heads)
 
-        # Cross-attention leaves out the biases of the Score: t and s count different sequences.
-        relative: Bias | None = None
+        score_bias: Bias | None = None
         if not cross:
-            # Whether the Score has biases: if not, it returns None for any distance.
+            # A Score without biases returns None for any distance.
             distance_11 = jnp.zeros((1, 1), int)
             if self.score.relative_bias(distance_11) is not None:
-                relative = self.score.relative_bias
+                score_bias = self.score.relative_bias
 
-        if relative is None:
+        if score_bias is None:
             return alibi
         if alibi is None:
-            return relative
+            return score_bias
 
-        def sum_of_both(distance_TS: jax.Array) -> jax.Array:
-            return alibi(distance_TS) + relative(distance_TS)
+        def alibi_plus_score_bias(distance_TS: jax.Array) -> jax.Array:
+            return alibi(distance_TS) + score_bias(distance_TS)
 
-        return sum_of_both
+        return alibi_plus_score_bias
 
     def __call__(
         self,
@@ -227,16 +221,16 @@ class Attention(nnx.Module):
 
         Args:
           x_BTD: the stream of the queries; in self-attention also of the keys and values.
-          mask: which keys a query may attend to. By default, self-attention is causal and within
-            spec.window, and cross-attention sees all of y. A given mask replaces these limits.
+          mask: a Mask, or a mask_BTS that is True at visible keys. The default is causal with
+            spec.window in self-attention, and all keys in cross-attention.
           y_BSD: the stream of keys and values in cross-attention.
-          dropout: the rate at which attention probabilities are dropped.
-          dropout_key: the key of the dropout; without it nothing is dropped.
+          dropout: the dropout rate of attention probabilities.
+          dropout_key: the random key of the dropout; None disables it.
         """
         cross = y_BSD is not None
         if mask is None:
             mask = Mask() if cross else Mask(causal=True, window=self.spec.window)
-        # In `k_is_v`, for example, keys and values have one projection, which is computed once.
+        # Variants such as `k_is_v` use one projection for keys and values.
         with products_once():
             cache = self.cached(y_BSD if cross else x_BTD)
             return self.attend_to(

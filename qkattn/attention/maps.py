@@ -1,4 +1,4 @@
-"""Linear maps from the stream to heads; methods take the parameters' owner, a Score or Value."""
+"""Linear maps from the stream to heads, whose parameters belong to a Score or Value."""
 
 import dataclasses
 from typing import Any
@@ -14,16 +14,16 @@ Cache = dict[str, jax.Array]
 class Map:
     """A linear map x -> x M[n] from the stream to heads.
 
-    By default the cache holds the stream, and `heads` applies the map to it. A subclass may cache
-    the heads in place of the stream.
+    The methods take the Score or Value that owns the parameters. By default, the cache holds the
+    stream.
     """
 
     def __call__(self, owner: Any, x_BTD: jax.Array) -> jax.Array:
-        """x_BTKH, the heads."""
+        """Returns the heads x_BTKH."""
         raise NotImplementedError
 
     def cached(self, owner: Any, y_BSD: jax.Array) -> Cache:
-        """Returns the arrays, by name, from which `heads` computes the heads of y."""
+        """Returns the arrays by name from which `heads` computes the heads of y."""
         return {'x_BSD': y_BSD}
 
     def heads(self, owner: Any, cache: Cache) -> jax.Array:
@@ -31,22 +31,18 @@ class Map:
         return self(owner, cache['x_BSD'])
 
     def matrix(self, owner: Any) -> jax.Array:
-        """Returns M_DKH, which has D + 1 rows if the owner has biases."""
+        """Returns M_DKH; with biases it has D + 1 rows and acts on (x, 1)."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Projection(Map):
-    """x W[n] + b[n]; with `inner`, inner(x) W[n] + b[n].
+    """x W[n] + b[n]; with `inner`, inner(x) W[n] + b[n]."""
 
-    `matrix_name` and `bias_name` are the owner's attributes with W and b. The cache holds the heads
-    under the name `cached_as`. `inner` projects x to a latent that all heads share.
-    """
-
-    matrix_name: str
-    bias_name: str
-    cached_as: str = ''
-    inner: 'Projection | None' = None
+    matrix_name: str  # the owner's attribute with W
+    bias_name: str  # the owner's attribute with b
+    cached_as: str = ''  # the name of the heads in the cache
+    inner: 'Projection | None' = None  # projects x to a latent that all heads share
 
     def __call__(self, owner: Any, x_BTD: jax.Array) -> jax.Array:
         if self.inner is not None:

@@ -1,4 +1,4 @@
-"""Which keys a query may attend to: a small structure, and the dense mask that it stands for."""
+"""Attention masks: a compact description, and the dense mask."""
 
 import dataclasses
 import functools
@@ -17,30 +17,30 @@ from qkattn.errors import SpecError
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Mask:
-    """A query may attend to a key that every field allows; Mask() allows all of them."""
+    """A query may attend to a key that every field allows. Mask() allows all keys.
 
-    causal: bool = False  # query position t attends to key positions s <= t only
-    window: int | None = None  # only to distances |t - s| < window
-    # Position of the first query, in decoding the number of cached tokens; None is 0. Keys are at
-    # positions 0 to S - 1.
+    Queries have positions t, keys have positions s = 0 .. S - 1.
+    """
+
+    causal: bool = False  # allows s <= t
+    window: int | None = None  # allows |t - s| < window
+    # The position of the first query. In decoding, the number of cached tokens; None is 0.
     first_query: jax.Array | int | None = None
     valid_BS: jax.Array | None = None  # False on padding
-    # Numbers, from 1, of the sequences in a row: a query attends to its own only; 0 is padding.
+    # The index, from 1, of each token's sequence in its row. Allows keys of the same sequence. 0 is
+    # padding.
     segments_BT: jax.Array | None = None
     segments_BS: jax.Array | None = None
-    mask_BTS: jax.Array | None = None  # any other, True where a query may attend; B may be 1
-    hides_self: bool = False  # a query attends to itself only if it may attend to nothing else
+    mask_BTS: jax.Array | None = None  # any other mask; B may be 1
+    hides_self: bool = False  # allows t = s only if no other key is allowed
 
     @classmethod
     def from_array(cls, mask: 'Mask | jax.Array') -> 'Mask':
-        """Returns a Mask as it is, and wraps an array mask_BTS in one."""
+        """Converts an array mask_BTS to a Mask; returns a Mask unchanged."""
         return mask if isinstance(mask, Mask) else cls(mask_BTS=mask)
 
     def check(self, num_rows: int, num_queries: int, num_keys: int) -> None:
-        """Raises SpecError if the shape or dtype of an array does not fit the attention.
-
-        Without this check, slices of an array of another shape could be cropped or shifted.
-        """
+        """Raises SpecError if an array has a wrong shape or dtype."""
         if (self.segments_BT is None) != (self.segments_BS is None):
             raise SpecError('a mask must have both segments_BT and segments_BS, or neither')
         sizes = {'B': num_rows, 'T': num_queries, 'S': num_keys}
@@ -48,38 +48,40 @@ class Mask:
             array = getattr(self, field)
             if array is None:
                 continue
-            axes = field.partition('_')[2]  # 'valid_BS' -> 'BS'
+            _, _, axes = field.partition('_')  # 'valid_BS' -> 'BS'
             shape = tuple(sizes[letter] for letter in axes)
             shape_for_all_rows = (1, *shape[1:])
             has_wrong_shape = array.shape not in (shape, shape_for_all_rows)
             must_be_boolean = field in ('valid_BS', 'mask_BTS')
             has_wrong_dtype = must_be_boolean and array.dtype != bool
-            if not has_wrong_shape and not has_wrong_dtype:
-                continue
-            dtype_text = 'boolean and ' if must_be_boolean else ''
-            raise SpecError(
-                f'{field} is {array.dtype} of shape {array.shape}; it must be {dtype_text}of shape '
-                f'{shape}, where B may be 1'
-            )
+            if has_wrong_shape or has_wrong_dtype:
+                dtype_text = 'boolean and ' if must_be_boolean else ''
+                raise SpecError(
+                    f'{field} is {array.dtype} of shape {array.shape}; it must be {dtype_text}of '
+                    f'shape {shape}, where B may be 1'
+                )
 
     @property
     def start(self) -> jax.Array | int:
-        """Position of the first query."""
+        """The position of the first query."""
         return 0 if self.first_query is None else self.first_query
 
     def queries(self, num_queries: int) -> jax.Array:
-        """Positions of the queries, t_T."""
+        """Returns the positions of the queries, t_T."""
         return self.start + jnp.arange(num_queries)
 
     def dense(self, num_queries: int, num_keys: int) -> jax.Array:
         """Returns mask_BTS, True where a query may attend to a key; B is 1 if no field has rows."""
-        mask_BTS = self.block(0, num_queries, 0, num_keys)
+        mask_BTS = self.block(
+            query_begin=0, num_queries=num_queries, key_begin=0, num_keys=num_keys
+        )
         if not self.hides_self:
             return mask_BTS
-        is_other_TS = self.queries(num_queries)[:, None] != jnp.arange(num_keys)
-        others_BTS = mask_BTS & is_other_TS
-        sees_others_BT1 = others_BTS.any(-1, keepdims=True)
-        return jnp.where(sees_others_BT1, others_BTS, mask_BTS)
+        query_position_T1 = self.queries(num_queries)[:, None]
+        key_position_S = jnp.arange(num_keys)
+        others_BTS = mask_BTS & (query_position_T1 != key_position_S)
+        has_others_BT1 = others_BTS.any(-1, keepdims=True)
+        return jnp.where(has_others_BT1, others_BTS, mask_BTS)
 
     def block(
         self,
@@ -136,20 +138,20 @@ class Mask:
         return mask_BTS
 
     def padded(self, num_keys: int, *, more_queries: int, more_keys: int) -> 'Mask':
-        """Returns the mask with queries and keys added at the end; the added keys are hidden."""
+        """Returns the mask with queries and hidden keys added at the end."""
 
-        def pad(array: jax.Array | None, *lengths: int) -> jax.Array | None:
-            """Appends zeros to the axes after the first; `lengths` says how many to each."""
+        def pad(array: jax.Array | None, *num_zeros: int) -> jax.Array | None:
+            """Appends zeros to each axis after the batch axis."""
             if array is None:
                 return None
-            widths = [(0, 0)]
-            for length in lengths:
-                widths.append((0, length))
-            return jnp.pad(array, widths)
+            widths_before_and_after = [(0, 0)]
+            for number in num_zeros:
+                widths_before_and_after.append((0, number))
+            return jnp.pad(array, widths_before_and_after)
 
         valid_BS = self.valid_BS
         if more_keys and valid_BS is None:
-            valid_BS = jnp.ones((1, num_keys), bool)  # `pad` appends False, which hides keys
+            valid_BS = jnp.ones((1, num_keys), bool)  # padded with False, which hides keys
         return dataclasses.replace(
             self,
             valid_BS=pad(valid_BS, more_keys),
@@ -160,5 +162,5 @@ class Mask:
 
 
 def visible(num_queries: int, num_keys: int, *, causal: bool, **fields: Any) -> jax.Array:
-    """The dense mask_BTS of a `Mask` with these fields."""
+    """Returns the dense mask_BTS of a `Mask` with these fields."""
     return Mask(causal=causal, **fields).dense(num_queries, num_keys)
