@@ -1,4 +1,4 @@
-"""Normalizers: how the logits of a query become the probabilities with which it mixes values."""
+"""Normalizers, which turn the logits of attention into probabilities."""
 
 import functools
 from typing import ClassVar
@@ -18,12 +18,12 @@ class Normalizer:
     """
 
     source: ClassVar[str]  # the publication of the form
-    # True if the probabilities of a query sum to 1, and stay the same when a constant is added to
-    # all of its logits. Conversions that move biases through attention rely on both.
+    # Whether the probabilities of a query sum to 1, and do not change if a constant is added to all
+    # of its logits.
     simplex: ClassVar[bool] = True
 
     def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
-        """Returns p_BNTS, which is 0 at the masked keys of every query that has a visible key.
+        """Returns p_BNTS, which is 0 at masked keys if the query has a visible key.
 
         Args:
           s_BNTS: logits in float32 or wider; -1e38 or lower at masked keys.
@@ -32,7 +32,7 @@ class Normalizer:
         raise NotImplementedError
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
-        """Computes p_S of the visible keys of one query again, in float64 and only with numpy."""
+        """Returns p_S of the visible keys of one query, a test reference in float64 numpy."""
         raise NotImplementedError
 
 
@@ -50,28 +50,28 @@ class Softmax(Normalizer):
 
 
 class SoftmaxOffByOne(Normalizer):
-    """exp(s) / (1 + sum exp(s)), as if there were one more key with logit 0 and value 0.
-
-    So a query may attend to nothing.
-    """
+    """exp(s) / (1 + sum exp(s)), as if there were one more key with logit 0 and value 0."""
 
     source = 'Miller 2023, "Attention is off by one"'
     simplex = False
 
     def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
-        top_BNT1 = jax.lax.stop_gradient(jnp.maximum(s_BNTS.max(-1, keepdims=True), 0))
-        p_BNTS = jnp.exp(s_BNTS - top_BNT1)
-        return p_BNTS / (jnp.exp(-top_BNT1) + p_BNTS.sum(-1, keepdims=True))
+        # Subtract the maximum, including the logit 0, to avoid overflow.
+        max_BNT1 = jnp.maximum(s_BNTS.max(-1, keepdims=True), 0)
+        max_BNT1 = jax.lax.stop_gradient(max_BNT1)
+        exp_BNTS = jnp.exp(s_BNTS - max_BNT1)
+        return exp_BNTS / (jnp.exp(-max_BNT1) + exp_BNTS.sum(-1, keepdims=True))
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
         return np.exp(s_S - np.logaddexp(0, scipy.special.logsumexp(s_S)))
 
 
 class Sigmoid(Normalizer):
-    """sigmoid(s + b), independently for each key. `bias` is b.
+    """sigmoid(s + b), independently for each key.
 
-    With bias=None, b is -log S, where S is the number of keys that the query sees, without padding
-    and free cache slots. The probabilities then sum to about 1 at initialization.
+    Args:
+      bias: b. None is -log S, where S is the number of visible keys of the query. The probabilities
+        then sum to about 1 at initialization.
     """
 
     source = 'Ramapuram et al. 2024, arXiv 2409.04431'
@@ -86,8 +86,8 @@ class Sigmoid(Normalizer):
     def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
         if self.bias is not None:
             return jax.nn.sigmoid(s_BNTS + self.bias)
-        seen_B1T1 = mask_B1TS.sum(-1, keepdims=True, dtype=s_BNTS.dtype)
-        return jax.nn.sigmoid(s_BNTS - jnp.log(jnp.maximum(seen_B1T1, 1)))
+        num_visible_B1T1 = mask_B1TS.sum(-1, keepdims=True, dtype=s_BNTS.dtype)
+        return jax.nn.sigmoid(s_BNTS - jnp.log(jnp.maximum(num_visible_B1T1, 1)))
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
         bias = -np.log(len(s_S)) if self.bias is None else self.bias
@@ -97,8 +97,7 @@ class Sigmoid(Normalizer):
 class Entmax15(Normalizer):
     """max(s / 2 - tau, 0)^2, where tau makes the sum 1. Keys with low logits get exactly 0.
 
-    tau is found by sorting, algorithm 2 of the source. A query without visible keys attends to all
-    keys equally.
+    A query without visible keys attends to all keys equally.
     """
 
     source = 'Peters et al. 2019, arXiv 1905.05702'
@@ -119,10 +118,7 @@ class Entmax15(Normalizer):
 
 
 class Sparsemax(Entmax15):
-    """max(s - tau, 0), where tau makes the sum 1. Keys with low logits get exactly 0.
-
-    tau is found by sorting, algorithm 1 of the source.
-    """
+    """max(s - tau, 0), where tau makes the sum 1. Keys with low logits get exactly 0."""
 
     source = 'Martins & Astudillo 2016, arXiv 1602.02068'
     alpha = 2.0
@@ -130,37 +126,31 @@ class Sparsemax(Entmax15):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
-    """Returns p = max(z - tau, 0)^(1 / (alpha - 1)) over the last axis, where z = (alpha - 1) s.
+    """Returns max(z - tau, 0)^(1 / (alpha - 1)), where tau makes the sum over the last axis 1.
 
-    tau is the number with which the probabilities sum to 1, and `alpha` is 1.5 or 2. For example,
-    with alpha = 2 the logits [3, 2.5, 0] have tau = 2.25 and p = [0.75, 0.25, 0].
+    Here z = (alpha - 1) (s - max(s)), and alpha is 1.5 or 2. For example, alpha = 2 and
+    s = [3, 2.5, 0] give z = [0, -0.5, -3], tau = -0.75 and p = [0.75, 0.25, 0].
 
-    The keys with a probability above 0, which have the largest logits, are the support. If its size
-    k were known, tau would follow from the sum. So the function computes a tau for each possible
-    size, and then finds which size is the right one.
+    Algorithm 2 of Peters et al. 2019 for alpha = 1.5, and algorithm 1 of Martins & Astudillo 2016
+    for alpha = 2.
     """
     z_BNTS = (alpha - 1) * (s_BNTS - s_BNTS.max(-1, keepdims=True))
-    # The largest z is 0 here, so tau lies in [-1, 0] and every z below -1 has probability 0. The
-    # bound is -2, because a z at exactly -1 could enter the support by rounding.
+    # Clip masked logits. All z below -1 have p = 0, and -2 leaves a margin for rounding.
     z_BNTS = jnp.maximum(z_BNTS, -2)
 
-    # With tau[k - 1], the probabilities of the k largest z sum to 1. It follows from the mean m and
-    # the variance v of these z.
+    # For each k, compute tau as if only the k largest z had p > 0.
     sorted_BNTS = -jnp.sort(-z_BNTS, axis=-1)
     k_S = jnp.arange(1, z_BNTS.shape[-1] + 1, dtype=z_BNTS.dtype)
     mean_BNTS = jnp.cumsum(sorted_BNTS, -1) / k_S
     if alpha == 2:
-        # 1 = sum (z - tau) = k (m - tau)
-        tau_BNTS = mean_BNTS - 1 / k_S
+        tau_of_k_BNTS = mean_BNTS - 1 / k_S
     else:
-        # 1 = sum (z - tau)^2 = k v + k (m - tau)^2
         variance_BNTS = jnp.cumsum(sorted_BNTS**2, -1) / k_S - mean_BNTS**2
-        tau_BNTS = mean_BNTS - jnp.sqrt(jnp.maximum(1 / k_S - variance_BNTS, 0))
+        tau_of_k_BNTS = mean_BNTS - jnp.sqrt(jnp.maximum(1 / k_S - variance_BNTS, 0))
 
-    # The support is the largest k whose smallest z is not below its tau. All smaller k have this
-    # property too, so the size is their number.
-    size_BNT1 = (tau_BNTS <= sorted_BNTS).sum(-1, keepdims=True)
-    tau_BNT1 = jnp.take_along_axis(tau_BNTS, size_BNT1 - 1, axis=-1)
+    # The true k is the number of k for which the k-th largest z reaches tau.
+    k_BNT1 = (tau_of_k_BNTS <= sorted_BNTS).sum(-1, keepdims=True)
+    tau_BNT1 = jnp.take_along_axis(tau_of_k_BNTS, k_BNT1 - 1, axis=-1)
     return jnp.maximum(z_BNTS - tau_BNT1, 0) ** (1 / (alpha - 1))
 
 
@@ -168,7 +158,7 @@ def _entmax(alpha: float, s_BNTS: jax.Array) -> jax.Array:
 def _entmax_jvp(
     alpha: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The derivative dp = g (ds - <g, ds> / sum(g)), where g = p^(2 - alpha) on the support.
+    """Returns p and dp = g (ds - <g, ds> / sum(g)), where g = p^(2 - alpha) if p > 0, else 0.
 
     Peters et al. 2019, proposition 2.
     """
@@ -177,7 +167,8 @@ def _entmax_jvp(
     p_BNTS = _entmax(alpha, s_BNTS)
     g_BNTS = jnp.where(p_BNTS > 0, p_BNTS ** (2 - alpha), 0)
     inner_BNT1 = (g_BNTS * ds_BNTS).sum(-1, keepdims=True)
-    dp_BNTS = g_BNTS * (ds_BNTS - inner_BNT1 / g_BNTS.sum(-1, keepdims=True))
+    sum_BNT1 = g_BNTS.sum(-1, keepdims=True)
+    dp_BNTS = g_BNTS * (ds_BNTS - inner_BNT1 / sum_BNT1)
     return p_BNTS, dp_BNTS
 
 

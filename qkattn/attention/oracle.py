@@ -1,11 +1,10 @@
-"""The slow reference in float64 numpy: attention from its two equations, head by head.
+"""Reference implementation of attention in float64 numpy, which shares no code with the layers.
 
     logits:  s[n, t, s] = scale * x_t A[n] y_s^T
     output:  out_t = sum_n sum_s p[n, t, s] y_s B[n]
 
-A[n] is the QK circuit of head n, and B[n] its OV circuit. With biases they have D + 1 rows, which
-act on (x, 1) and (y, 1). The probabilities p are the `reference` of a normalizer. No code is shared
-with the fast path.
+A[n] is the QK circuit of head n, and B[n] the OV circuit. With biases, both have D + 1 rows and act
+on (x, 1) and (y, 1). The probabilities p come from `Normalizer.reference`.
 """
 
 import numpy as np
@@ -27,9 +26,12 @@ def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: fl
 def probabilities(
     s_BNTS: np.ndarray, mask_BTS: np.ndarray, normalizer: Normalizer | None = None
 ) -> np.ndarray:
-    """Returns p_BNTS: the logits of every query, normalized over its visible keys.
+    """Returns p_BNTS, normalized over the visible keys; hidden keys have p = 0.
 
-    Hidden keys have probability 0. The default normalizer is softmax.
+    Args:
+      s_BNTS: the logits.
+      mask_BTS: True at visible keys; B may be 1.
+      normalizer: the normalizer; None is softmax.
     """
     if normalizer is None:
         normalizer = Softmax()
@@ -48,9 +50,12 @@ def mix(
 ) -> np.ndarray:
     """Returns out_BTD = sum_n sum_s p[n, t, s] y_s B[n].
 
-    With biases, the last row of B[0] includes the output bias b_o. If the probabilities of head 0
-    sum to 1, the output contains b_o once. If they sum to 0.7, as they may without softmax, it
-    contains only 0.7 b_o. With the argument b_o_D, the missing 0.3 b_o is added.
+    Args:
+      p_BNTS: the probabilities.
+      B_NDE: the OV circuits.
+      y_BSD: the stream of the values.
+      b_o_D: the output bias, if the probabilities do not sum to 1. B[0] contains b_o, which is then
+        scaled by the sum of head 0. This argument corrects the difference.
     """
     p_BNTS = np.asarray(p_BNTS, np.float64)
     B_NDE = np.asarray(B_NDE, np.float64)
@@ -60,8 +65,9 @@ def mix(
     for b, n, t in np.ndindex(B, N, T):
         out_BTD[b, t] += p_BNTS[b, n, t] @ y_BSE[b] @ B_NDE[n]
     if b_o_D is not None:
-        missing_BT = 1 - p_BNTS[:, 0].sum(-1)
-        out_BTD += missing_BT[..., None] * np.asarray(b_o_D, np.float64)
+        sum_of_head_0_BT = p_BNTS[:, 0].sum(-1)
+        missing_BT1 = (1 - sum_of_head_0_BT)[..., None]
+        out_BTD += missing_BT1 * np.asarray(b_o_D, np.float64)
     return out_BTD
 
 
@@ -74,14 +80,14 @@ def attention(
     *,
     scale: float,
 ) -> np.ndarray:
-    """Computes out_BTD of attention with softmax, by the two equations of this module."""
+    """Returns out_BTD of attention with softmax; see the equations of this module."""
     s_BNTS = logits(A_NDE, x_BTD, y_BSD, scale=scale)
     p_BNTS = probabilities(s_BNTS, mask_BTS)
     return mix(p_BNTS, B_NDE, y_BSD)
 
 
 def with_ones(z_BTD: np.ndarray, width: int) -> np.ndarray:
-    """Returns what a matrix with `width` rows acts on: z if width is D, (z, 1) if it is D + 1."""
+    """Returns z if `width` is D, and (z, 1) if `width` is D + 1."""
     z_BTD = np.asarray(z_BTD, np.float64)
     if z_BTD.shape[-1] == width:
         return z_BTD

@@ -1,4 +1,4 @@
-"""Initialization of parameters, and the operations of which Scores and Values consist."""
+"""Initialization of parameters, and the operations of Scores and Values."""
 
 import contextlib
 import contextvars
@@ -23,14 +23,14 @@ _shapes_only = contextvars.ContextVar('shapes_only', default=False)
 
 
 class _Product(NamedTuple):
-    """One output of `project` inside `products_once`, and what it was computed from."""
+    """A cached output of `project`."""
 
     factors: tuple[Any, ...]  # stream, matrix and bias
-    trace: Any  # the trace of JAX to which the output belongs
+    trace: Any  # the JAX trace of the output
     out_BTNH: jax.Array
 
 
-# The products computed so far inside `products_once`; None outside of it.
+# The cache of `project` inside `products_once`, else None.
 _products: contextvars.ContextVar[list[_Product] | None] = contextvars.ContextVar(
     'products', default=None
 )
@@ -41,7 +41,7 @@ NANOGPT_STD = 0.02
 
 @contextlib.contextmanager
 def set_context_variable(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
-    """Sets a context variable inside the block, and restores its former value afterwards."""
+    """Sets a context variable inside the block."""
     token = variable.set(value)
     try:
         yield
@@ -52,27 +52,26 @@ def set_context_variable(variable: contextvars.ContextVar, value: Any) -> Iterat
 def initialization(init: str, factor: float) -> AbstractContextManager[None]:
     """Sets the initialization of all matrices that `weight` draws inside the block.
 
-    With init='fan_in' a matrix has the std that the caller of `weight` asks for. With 'nanogpt' it
-    has std 0.02 (Radford et al. 2019). Both are multiplied by `factor`.
+    Args:
+      init: 'fan_in' for the `std` argument of `weight`, 'nanogpt' for std 0.02 in its place
+        (Radford et al. 2019).
+      factor: multiplies every std.
     """
     return set_context_variable(_initialization, (init, factor))
 
 
 def std_of(init: str, std: float) -> float:
-    """Returns the std of a matrix whose caller asks for `std`, before any factor."""
+    """Returns the std of a matrix: `std` with init='fan_in', 0.02 with init='nanogpt'."""
     return NANOGPT_STD if init == 'nanogpt' else std
 
 
 def shapes_only() -> AbstractContextManager[None]:
-    """Makes `weight` return zeros inside the block.
-
-    `eval_shape` needs shapes only, and traces zeros six times as fast as random draws.
-    """
+    """Makes `weight` return zeros inside the block, which trace faster than random draws."""
     return set_context_variable(_shapes_only, True)
 
 
 def products_once() -> AbstractContextManager[None]:
-    """Makes `project` compute each product of a stream and a parameter once inside the block.
+    """Makes `project` reuse equal products inside the block.
 
     The compiler would merge equal products, but not the products of their gradients.
     """
@@ -80,9 +79,9 @@ def products_once() -> AbstractContextManager[None]:
 
 
 def key_or_from_rngs(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
-    """Returns `key`, or the next key of the stream 'params' of `rngs`.
+    """Returns `key`, or the next key of the stream 'params' in `rngs`.
 
-    Raises SpecError unless exactly one of them is given.
+    Raises SpecError if both or neither are given.
     """
     if (key is None) == (rngs is None):
         raise SpecError('give either key=jax.random.key(0) or rngs=nnx.Rngs(0)')
@@ -92,37 +91,38 @@ def key_or_from_rngs(key: jax.Array | None, rngs: nnx.Rngs | None) -> jax.Array:
 def weight(
     key: jax.Array, name: str, shape: tuple[int, ...], std: float, gain: float = 1.0
 ) -> nnx.Param:
-    """Draws a float32 matrix whose entries are normal, with mean 0 and deviation gain * std.
+    """Draws a normal float32 matrix with mean 0 and standard deviation gain * std.
 
-    Entry (i, j, k), divided by the deviation, depends on the key and the name, but not on the
-    shape. So models of different width or head count start from the same random numbers, and so do
-    variants that share a matrix.
+    The underlying standard normal entry (i, j, k) depends only on the key and the name. Matrices
+    of different shapes therefore start from the same random numbers.
 
     Args:
-      key: the random key; all matrices of a layer are drawn with the same one.
+      key: the random key, the same for all matrices of a layer.
       name: the name of the parameter, e.g. 'w_q_DNH'.
-      shape: the sizes of its axes.
-      std: the standard deviation. Inside a `with initialization(init, factor)` block it is
-        multiplied by `factor`, and with init='nanogpt' replaced by 0.02 before.
+      shape: the shape of the matrix.
+      std: the standard deviation, which `initialization` may replace or multiply.
       gain: a further factor, for the last matrix of a residual branch.
     """
     if _shapes_only.get():
         return nnx.Param(jnp.zeros(shape, jnp.float32))
     init, factor = _initialization.get()
     std = std_of(init, std)
-    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    return nnx.Param(factor * (gain * std) * _normal(key, shape))
+    key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    return nnx.Param(factor * (gain * std) * _normal(key_of_name, shape))
 
 
 @functools.partial(jax.jit, static_argnames='shape')
 def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draws standard normal numbers; entry (i, j, k) does not depend on the shape."""
     if len(shape) == 1:
-        # With counter-based bits (jax_threefry_partitionable), a longer draw begins with the
-        # numbers of a shorter one.
+        # With jax_threefry_partitionable, longer draws begin with the numbers of shorter draws.
         return jax.random.normal(key, shape, jnp.float32)
+
+    def draw_row(row: jax.Array) -> jax.Array:
+        return _normal(jax.random.fold_in(key, row), shape[1:])
+
     rows = jnp.arange(shape[0], dtype=jnp.uint32)
-    return jax.vmap(lambda row: _normal(jax.random.fold_in(key, row), shape[1:]))(rows)
+    return jax.vmap(draw_row)(rows)
 
 
 def bias(spec: AttentionSpec, shape: tuple[int, ...]) -> nnx.Param | None:
@@ -138,17 +138,17 @@ def affine(
     gain: float = 1.0,
     **sizes: int,
 ) -> tuple[nnx.Param, nnx.Param | None]:
-    """Returns the parameters W and b of x W + b; b is None if the spec has no biases.
+    """Returns the parameters W and b of x W + b; b is None without biases.
 
-    `affine(spec, key, 'w_q_DNH')` returns W of shape [D, N, H] and b of shape [N, H].
+    For example, `affine(spec, key, 'w_q_DNH')` returns W [D, N, H] and b [N, H].
 
     Args:
       spec: gives the sizes D, N, K and H.
-      key: the random key of `weight`.
-      name: the name of W, which ends in the letters of its axes.
-      std: the initial standard deviation of W; by default D^-1/2, where D is its first axis.
-      gain: a further factor, as in `weight`.
-      sizes: the sizes of other letters: affine(spec, key, 'w_down_DR', R=8).
+      key: the random key of W.
+      name: the name of W, which ends in a letter for each axis.
+      std: the standard deviation of W. The default is D^-1/2, where D is the first axis.
+      gain: a further factor; see `weight`.
+      sizes: the sizes of other letters, such as R=8 for 'w_down_DR'.
     """
     shape = _shape_of(name, spec, **sizes)
     if std is None:
@@ -180,10 +180,7 @@ def output_projection(
 
 
 def _shape_of(name: str, spec: AttentionSpec, **sizes: int) -> tuple[int, ...]:
-    """Returns the sizes of the axes in a parameter's name: 'w_q_DNH' -> (D, N, H).
-
-    Raises SpecError for an axis whose size neither the spec nor `sizes` gives.
-    """
+    """Returns the shape of a parameter from its name: 'w_q_DNH' -> (D, N, H)."""
     size_of_letter = spec.letters | sizes
     letters = name.rpartition('_')[2]
     for letter in letters:
@@ -200,25 +197,22 @@ def project(
 ) -> jax.Array:
     """Returns x W + b, a sum over the last `axes` axes of x and the first `axes` axes of W.
 
-    Inside a `with products_once()` block, a second call with the same arrays returns the first
-    result: if keys and values are the same projection, for example, it is computed once.
+    Inside a `with products_once()` block, calls with the same arrays return the same result.
     """
-    # The products of the innermost block so far; None outside of such a block.
-    products = _products.get()
-    if products is None:
+    cache = _products.get()
+    if cache is None:  # outside of `products_once`
         return _product_and_bias(x_BTD, w_DNH, b_NH, axes)
 
-    # Reuse an earlier product of the same arrays, if the same trace computed it. JAX traces the
-    # body of a scan or of a checkpoint separately, and its arrays must not be used outside of it.
     factors = (x_BTD, w_DNH, b_NH)
+    # An array from another trace, such as the body of a scan, must not be used here.
     trace = get_opaque_trace_state()
-    for earlier in products:
-        same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
-        if same_factors and earlier.trace == trace:
-            return earlier.out_BTNH
+    for cached in cache:
+        has_same_factors = all(a is b for a, b in zip(cached.factors, factors, strict=True))
+        if has_same_factors and cached.trace == trace:
+            return cached.out_BTNH
 
     out_BTNH = _product_and_bias(x_BTD, w_DNH, b_NH, axes)
-    products.append(_Product(factors, trace, out_BTNH))
+    cache.append(_Product(factors, trace, out_BTNH))
     return out_BTNH
 
 
@@ -263,9 +257,9 @@ def product(
 
 
 def rms_norm(x_BTD: jax.Array, *, epsilon: float) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + epsilon) over the last axis. Zhang & Sennrich 2019.
+    """Returns x / sqrt(mean(x^2) + epsilon) over the last axis (Zhang & Sennrich 2019).
 
-    The computation is in float32 or wider, and the result in the dtype of x.
+    Computes in float32 or wider. The result has the dtype of x.
     """
     wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
     scale_BT1 = jax.lax.rsqrt(jnp.square(wide_BTD).mean(-1, keepdims=True) + epsilon)
@@ -280,7 +274,7 @@ def homogeneous(w_DNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
 
 
 def composed(inner_DR: jax.Array, w_RNH: jax.Array, b_NH: jax.Array | None) -> jax.Array:
-    """Returns the matrix of inner(x) W + b; `inner_DR` is the `homogeneous` matrix of inner."""
+    """Returns the `homogeneous` matrix of inner(x) W + b, from that of `inner`."""
     product_DNH = jnp.tensordot(inner_DR, w_RNH[...], axes=1)
     if b_NH is None:
         return product_DNH
@@ -293,12 +287,12 @@ def grouped(w_DKH: jax.Array, num_heads: int) -> jax.Array:
 
 
 def heads_of(x_BTD: jax.Array, num_heads: int) -> jax.Array:
-    """Cuts the stream into N consecutive slices: [B, T, D] -> [B, T, N, D / N]."""
+    """Splits the channels into N slices: [B, T, D] -> [B, T, N, D / N]."""
     return x_BTD.reshape(*x_BTD.shape[:-1], num_heads, -1)
 
 
 def slices_DNH(spec: AttentionSpec) -> jax.Array:
-    """Returns the constant P_DNH with heads_of(x) = x P; with biases it has one more row, zeros."""
+    """Returns P_DNH with heads_of(x) = x P; with biases, P has one more row of zeros."""
     identity_DNH = jnp.eye(spec.d_model).reshape(spec.d_model, spec.num_heads, -1)
     if not spec.biases:
         return identity_DNH
