@@ -14,7 +14,7 @@ def rotate(x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
     Channels h and h + H/2 at position t are rotated by the angle t BASE^(-h / (H/2)). Su et al.
     2021 (RoFormer), section 3.2.
     """
-    half = x_BTNH.shape[-1] // 2  # H/2, the size of axis F
+    half = x_BTNH.shape[-1] // 2  # F, the number of frequencies
     dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
     frequency_F = jnp.asarray(BASE ** (-np.arange(half) / half), dtype)
     angle_T1F = positions_T[:, None, None].astype(dtype) * frequency_F
@@ -64,7 +64,7 @@ def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     Returns:
       Embeddings [T, D], or [B, T, D] for positions [B, T].
     """
-    half = (d_model + 1) // 2  # the size of axis F
+    half = (d_model + 1) // 2  # F, the number of frequencies
     frequency_F = jnp.asarray(BASE ** (-np.arange(half) / half), jnp.float32)
     angle_TF = positions_T[..., None].astype(jnp.float32) * frequency_F
     sin_cos = jnp.concatenate([jnp.sin(angle_TF), jnp.cos(angle_TF)], axis=-1)

@@ -1,4 +1,4 @@
-"""The specification of one attention layer, and checks that Scores and Values share."""
+"""The specification of an attention layer, and checks of options for Scores and Values."""
 
 import dataclasses
 import math
@@ -13,23 +13,23 @@ from qkattn.errors import SpecError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Sizes and options of one attention layer; see `ModelConfig` for fields without comment."""
+    """Sizes and options of an attention layer; `ModelConfig` documents fields without comment."""
 
     score: str = 'qk'
     value: str = 'vo'
     d_model: int
     num_heads: int
-    num_kv_heads: int = None  # K, divides N; None is replaced by N when the spec is built
-    head_size: int = None  # H; None is replaced by D / N
+    num_kv_heads: int = None  # K, divides N; None becomes N
+    head_size: int = None  # H; None becomes D / N
     biases: bool = False
-    # Factor on the initial std of the last matrix of the OV circuit: 1/sqrt(2 L) in a network of L
-    # layers (Radford et al. 2019, section 2.3).
+    # Factor on the std of the OV circuit's last matrix: 1/sqrt(2 L) in a model of L layers (Radford
+    # et al. 2019, section 2.3).
     residual_gain: float = 1.0
-    # 'fan_in' is the std that Scores and Values document, 'nanogpt' 0.02 for every matrix.
+    # 'fan_in' is the std that Scores and Values choose, 'nanogpt' is 0.02 for every matrix.
     init: Literal['fan_in', 'nanogpt'] = 'fan_in'
     init_qk: float = 1.0
     init_vo: float = 1.0
-    # Learned and sinusoidal positions are added to the stream, outside of attention.
+    # Other position encodings are added to the stream, outside of attention.
     positions: Literal['none', 'rope', 'alibi'] = 'none'
     qk_norm: bool = False
     score_scale: float = 1.0
@@ -39,14 +39,13 @@ class AttentionSpec:
     kernel: str = 'auto'
 
     def __post_init__(self) -> None:
-        # The sizes, and the defaults of those that are None. The dataclass is frozen, so they are
-        # set by object.__setattr__.
-        self._set_size('d_model')
-        self._set_size('num_heads')
+        # Check sizes, and set those that are None. A frozen dataclass needs object.__setattr__.
+        self._convert_size('d_model')
+        self._convert_size('num_heads')
 
         if self.num_kv_heads is None:
             object.__setattr__(self, 'num_kv_heads', self.num_heads)
-        self._set_size('num_kv_heads')
+        self._convert_size('num_kv_heads')
 
         if self.head_size is None:
             if self.d_model % self.num_heads:
@@ -55,23 +54,21 @@ class AttentionSpec:
                     f'num_heads={self.num_heads}, or head_size must be given'
                 )
             object.__setattr__(self, 'head_size', self.d_model // self.num_heads)
-        self._set_size('head_size')
+        self._convert_size('head_size')
 
         if self.window is not None:
-            self._set_size('window', 'a whole number of at least 1, or None')
+            self._convert_size('window', 'a whole number of at least 1, or None')
 
         if self.num_heads % self.num_kv_heads:
             raise SpecError(
                 f'num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}'
             )
 
-        # Choices from a list.
         if self.positions not in ('none', 'rope', 'alibi'):
             raise SpecError(f'positions={self.positions!r} must be none, rope or alibi')
         if self.init not in ('fan_in', 'nanogpt'):
             raise SpecError(f'init={self.init!r} must be fan_in or nanogpt')
 
-        # Factors. The residual gain may be 0, and the logit cap may be None.
         for field in ('score_scale', 'init_qk', 'init_vo'):
             number = getattr(self, field)
             if not _is_finite(number) or number <= 0:
@@ -84,15 +81,15 @@ class AttentionSpec:
         if cap is not None and (not _is_finite(cap) or cap <= 0):
             raise SpecError(f'logit_cap={cap!r} must be a finite number above 0, or None')
 
-    def _set_size(self, field: str, valid: str = 'a whole number of at least 1') -> None:
-        """Replaces a whole number such as numpy.int64(8) by an int.
+    def _convert_size(self, field: str, valid: str = 'a whole number of at least 1') -> None:
+        """Converts an integer field, such as numpy.int64(8), to int.
 
-        Raises SpecError for anything below 1 or not whole; `valid` is the end of its message.
+        Raises SpecError if the field is not an integer of at least 1; `valid` ends the message.
         """
-        number = getattr(self, field)
-        if not _is_whole(number) or number < 1:
-            raise SpecError(f'{field}={number!r} must be {valid}')
-        object.__setattr__(self, field, int(number))
+        size = getattr(self, field)
+        if not _is_whole(size) or size < 1:
+            raise SpecError(f'{field}={size!r} must be {valid}')
+        object.__setattr__(self, field, int(size))
 
     @property
     def variant(self) -> Variant:
@@ -100,7 +97,7 @@ class AttentionSpec:
 
     @property
     def letters(self) -> dict[str, int]:
-        """The size of each axis letter in array names. E is a second axis of size D."""
+        """The size of each axis letter in array names; E is a second axis of size D."""
         return {
             'D': self.d_model,
             'E': self.d_model,
@@ -119,35 +116,32 @@ def _is_finite(number: Any) -> bool:
     return is_number and -math.inf < number < math.inf
 
 
-# A Check raises SpecError if the value of an option is not valid. Its arguments are the spec, the
-# name of the Score or Value, the name of the option, and the value. For 'low_rank(rank=8)' the last
-# three are 'low_rank', 'rank' and 8.
+# A function (spec, name, option, value) that raises SpecError for an invalid option. For
+# 'low_rank(rank=8)', the last three arguments are 'low_rank', 'rank' and 8.
 Check = Callable[[AttentionSpec, str, str, Any], None]
 
 
 def whole(low: int, top: Literal['d_model', 'd_model // 2'] | None = None) -> Check:
-    """Returns a check that an option is None or a whole number from `low` to `top`.
+    """Returns a check that an option is None or an integer in [low, top].
 
-    `whole(1, 'd_model')`, for example, accepts None and 1 to 64 in a spec with d_model=64. Without
-    `top`, the limit is the largest d_model that any model may have.
+    For example, `whole(1, 'd_model')` accepts None and 1 to 64 if d_model=64. The default of `top`
+    is the largest d_model of any model.
     """
 
-    def check(spec: AttentionSpec, name: str, option: str, number: Any) -> None:
-        """Raises SpecError unless `number` is None or from `low` to `top`, as above."""
-        if number is None:
+    def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
+        if value is None:
             return
 
-        # The largest valid number, and how the error names it.
         if top is None:
-            high = WIDTH['most']
-            high_text = f'{high}'
+            largest = WIDTH['most']
+            largest_text = f'{largest}'
         else:
-            high = spec.d_model if top == 'd_model' else spec.d_model // 2
-            high_text = f'{top}={high}'
+            largest = spec.d_model if top == 'd_model' else spec.d_model // 2
+            largest_text = f'{top}={largest}'
 
-        if not _is_whole(number) or not low <= number <= high:
+        if not _is_whole(value) or not low <= value <= largest:
             raise SpecError(
-                f'{name}({option}={number!r}) must be a whole number from {low} to {high_text}'
+                f'{name}({option}={value!r}) must be a whole number from {low} to {largest_text}'
             )
 
     return check
@@ -157,9 +151,8 @@ def one_of(*valid: Any) -> Check:
     """Returns a check that an option has one of these values."""
 
     def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
-        """Raises SpecError unless `value` is one of `valid`."""
         for choice in valid:
-            # The types are compared too, because 1 == True.
+            # Compare the types too, because 1 == True.
             if value == choice and type(value) is type(choice):
                 return
         listed = ', '.join(repr(choice) for choice in valid)

@@ -350,7 +350,7 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
     needs_no_vocabulary = kind == 'bytes' or kind.startswith(PREFIX) or is_import_path(kind)
     if not needs_no_vocabulary:
         raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
-    return restore_tokenizer(kind, model=None)
+    return restore_tokenizer(kind, None)
 
 
 def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
@@ -384,5 +384,5 @@ def _is_same_tokenizer(requested: str, index: Index) -> bool:
         return True
     # Another directory may have another file of this name, so compare the vocabularies.
     with use_recorded_tokenizers(index.tokenizer_name):
-        tokenizer = restore_tokenizer(requested, model=None)
+        tokenizer = restore_tokenizer(requested, None)
     return tokenizer.name == index.tokenizer_name
