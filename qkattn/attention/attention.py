@@ -142,17 +142,17 @@ class Attention(nnx.Module):
             mask = dataclasses.replace(mask, hides_self=True)
 
         q_BTNH, k_BSKH = self.score.queries_and_keys(x_BTD, cache)
-        v_BSKH, output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
+        v_BSKH, project_output = self.value.values_and_output(cache, self.score, x_BTD.shape[1])
         q_BTNH = self._norm_and_rotate(q_BTNH, self.g_q_H, mask.start)
-        cache_has_final_keys = self._name_of_final_keys(cache) is not None
-        if not cache_has_final_keys:
+        # Cached keys may have passed QK-norm and rotation already.
+        has_final_keys = self._name_of_final_keys(cache) is not None
+        if not has_final_keys:
             k_BSKH = self._norm_and_rotate(k_BSKH, self.g_k_H, first=0)
 
         bias = self.bias(cross)
         uses_dropout = dropout_key is not None and dropout != 0
-        # A Score returns one query head if all heads have the same logits.
+        # A Score may return one query head for all heads. Biases and dropout differ between heads.
         heads_share_logits = q_BTNH.shape[2] < spec.num_heads
-        # Biases and dropout differ between heads.
         if heads_share_logits and (bias is not None or uses_dropout):
             q_BTNH = jnp.repeat(q_BTNH, spec.num_heads, axis=2)
             heads_share_logits = False
@@ -180,7 +180,7 @@ class Attention(nnx.Module):
             # Split the wide head.
             o_BTKH = o_BTNH.reshape(B, -1, K, H)
             o_BTNH = jnp.repeat(o_BTKH, spec.num_heads // K, axis=2)
-        return output(o_BTNH, self.score, x_BTD)
+        return project_output(o_BTNH, self.score, x_BTD)
 
     def bias(self, cross: bool) -> Bias | None:
         """Returns a function from distances t - s to logit biases b_NTS, or None without biases.

@@ -44,7 +44,7 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     Args:
       kind: the value of data.tokenizer.
       tokenizer: the tokenizer of this kind. Each worker process makes its own copy.
-      workers: the number of worker processes; 1 encodes in this process. Results are the same.
+      workers: the number of worker processes; 1 encodes in this process, with equal results.
     """
     if workers == 1:
 

@@ -122,7 +122,7 @@ def _parse(text: str, run: DataConfig) -> Entry:
         lowercase=run.lowercase,
         tokenizer=run.tokenizer,
         tokenizer_size=run.tokenizer_size,
-        # The validation split is the same with and without a carved test split.
+        # Carving a test split changes train, but not validation.
         carve_test=run.carve_test and split != 'validation',
         **fields,
     )

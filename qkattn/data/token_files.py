@@ -78,10 +78,11 @@ def write_tokens(
     log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
     for split, share in corpus.carved.items():
         log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
-    if hasattr(tokenizer, 'model'):
+    has_vocabulary_file = hasattr(tokenizer, 'model')
+    if has_vocabulary_file:
         write_atomic(directory / MODEL, tokenizer.model())
     with explain_read_errors(corpus.name, RESTORE, *READ_ERRORS):
-        documents_of_split = corpus.documents(None)  # the language of a single text is None
+        documents_of_split = corpus.documents(None)  # `corpus` is not parallel text
 
     infos = {}
     with encoder(kind, tokenizer, workers) as encode:
@@ -106,8 +107,8 @@ def write_tokens(
         dtype=_dtype(tokenizer).name,  # type: ignore[arg-type]
         splits=infos,
     )
-    text = json.dumps(dataclasses.asdict(index), indent=1)
-    write_atomic(directory / INDEX, text + '\n')
+    index_json = json.dumps(dataclasses.asdict(index), indent=1)
+    write_atomic(directory / INDEX, index_json + '\n')
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
