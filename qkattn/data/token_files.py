@@ -78,8 +78,7 @@ def write_tokens(
     log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
     for split, share in corpus.carved.items():
         log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
-    has_vocabulary_file = hasattr(tokenizer, 'model')
-    if has_vocabulary_file:
+    if hasattr(tokenizer, 'model'):  # a learned vocabulary
         write_atomic(directory / MODEL, tokenizer.model())
     with explain_read_errors(corpus.name, RESTORE, *READ_ERRORS):
         documents_of_split = corpus.documents(None)  # `corpus` is not parallel text

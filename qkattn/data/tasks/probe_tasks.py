@@ -265,7 +265,9 @@ class Successor(Probe):
     To attend to its successor, every key k needs s(k, k + 1) > s(k, k - 1). With a symmetric score,
     s(k, k + 1) would have to grow with k all around the circle, which is impossible. One head with
     a symmetric score and without positions therefore misses at least one successor. Its accuracy is
-    at most 1 - (1 - 1 / payloads) / keys, if no MLP separates a mixture of both neighbours.
+    at most 1 - (1 - 1 / payloads) / keys, if no MLP separates a mixture of both neighbours. Within
+    a thousand steps, an MLP learns this with 6 keys at width 64 and with 8 keys at width 128, but
+    not with 16 keys at either width.
     """
 
     causal = False
