@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from qkattn.errors import ConfigError
 
-# A control that stays at the baseline's shape, where it has fewer parameters. Settings and stored
-# results call it `equal_shape`.
+# A control that keeps the baseline's shape and so has fewer parameters.
 SAME_SHAPE = 'equal_shape'
 # A control that is trained longer.
 LONGER = 'longer'
@@ -18,8 +17,8 @@ EXPECTED = ('better', 'worse', 'not better', 'not worse')
 class ArmKey(NamedTuple):
     """Identifies an arm within its study."""
 
-    # The label: the variant, followed by ' [destination]' if the study has several destinations of
-    # saved parameters. A control at the baseline's shape saves none, so its label is the variant.
+    # The label, such as 'qk/no_o'. If the study spends saved parameters in several ways, the label
+    # names the dimension that gets them, as in 'qk/no_o [d_ff]'.
     variant: str
     size: str  # as written in the study, such as 'd_model=128'
     corpus: str  # data.name
@@ -27,7 +26,7 @@ class ArmKey(NamedTuple):
 
     @property
     def declared(self) -> 'ArmKey':
-        """The key in study.json, which has no control for arms that are trained longer."""
+        """The key of this arm in study.json, which lists no arms that are trained longer."""
         if self.control == LONGER:
             return self._replace(control=None)
         return self
@@ -42,27 +41,29 @@ class ArmKey(NamedTuple):
 class Expected(NamedTuple):
     """A positive control: the expected decision on a variant with a known effect."""
 
-    variant: str  # its label
+    variant: str  # the label of an arm
     decision: str  # one of EXPECTED
-    same_shape: bool  # whether the variant at the baseline's shape is meant, not the matched one
+    same_shape: bool  # whether the arm has the baseline's shape, instead of the baseline's cost
 
 
 def parse_expected(text: str) -> Expected:
-    """Parses a positive control, which states the decision on a variant with a known effect.
+    """Parses a positive control: a variant with a known effect, and the expected decision.
 
-    'qk/vo is worse' -> Expected('qk/vo', 'worse', same_shape=False)
-    'qk/no_o [d_ff] is not better at equal shape' -> Expected('qk/no_o [d_ff]', 'not better', True)
+    For example:
 
-    The brackets hold the destination of the saved parameters. 'at equal shape' means the variant
-    with the sizes of the baseline. Raises ConfigError for any other text.
+        'qk/no_o [d_ff] is worse' -> Expected('qk/no_o [d_ff]', 'worse', same_shape=False)
+        'qk/vo is worse at equal shape' -> Expected('qk/vo', 'worse', same_shape=True)
+
+    Raises:
+        ConfigError: The text does not have this form.
     """
-    label = r'\S+(?: \[\w+\])?'
-    decision = '|'.join(EXPECTED)
-    match = re.fullmatch(rf'({label}) is ({decision})( at equal shape)?', text)
+    label_pattern = r'\S+(?: \[\w+\])?'
+    decision_pattern = '|'.join(EXPECTED)
+    match = re.fullmatch(rf'({label_pattern}) is ({decision_pattern})( at equal shape)?', text)
     if match is None:
         raise ConfigError(
             f'expected={text!r} must be a variant and a decision, {", ".join(EXPECTED)}, as in '
             "'qk/vo?num_heads=1 is worse' or 'shared_qk/vo is worse at equal shape'"
         )
-    variant, decision, shape = match.groups()
-    return Expected(variant, decision, same_shape=shape is not None)
+    variant, decision, at_equal_shape = match.groups()
+    return Expected(variant, decision, same_shape=at_equal_shape is not None)

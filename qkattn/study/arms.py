@@ -29,54 +29,64 @@ from qkattn.train.trials import check_metrics
 
 @dataclasses.dataclass(frozen=True)
 class PlannedArm:
-    """A planned arm: a variant at one size, on one corpus, with the model that was solved for."""
+    """A variant at one size and on one corpus, with its model."""
 
     variant: str  # as written in the study
-    # The dimension that receives the saved parameters, such as 'd_model'. None for the baseline and
-    # for controls at the baseline's shape.
+    # The dimension that gets the saved parameters, such as 'd_model'. None for the baseline and for
+    # controls at the baseline's shape.
     destination: str | None
     key: ArmKey
     model: ModelConfig
-    target: float | int  # the baseline's cost, in the unit of the cost that is made equal
+    target: float | int  # the baseline's cost, such as a number of parameters
     residual: float  # (cost - target) / target
 
     @property
     def title(self) -> str:
-        """The label, size and control of the arm in one text, without the corpus."""
+        """The label, size and control of the arm, separated by spaces."""
         parts = (self.key.variant, self.key.size, self.key.control)
         return ' '.join(part for part in parts if part)
 
 
 def parse_fields(text: str, context: str) -> dict[str, Any]:
-    """Parses model fields: 'd_model=128&kind=encoder' is {'d_model': 128, 'kind': 'encoder'}.
+    """Parses model fields such as 'd_model=128&kind=encoder'.
 
-    A value that is not a Python literal is taken as a string. Raises ConfigError for an unknown
-    field, a field that is set twice, or a part without '='. The message begins with `context`.
+    This example returns {'d_model': 128, 'kind': 'encoder'}. A value that is not a Python literal
+    stays a string.
+
+    Args:
+        text: The fields.
+        context: The beginning of error messages.
+
+    Raises:
+        ConfigError: A field is unknown or set twice, or has no '='.
     """
     valid_names = typing.get_type_hints(ModelConfig)
     fields: dict[str, Any] = {}
-    for part in text.split('&'):
-        if not part:
+    for assignment in text.split('&'):
+        if not assignment:
             continue
-        name, equals, value = part.partition('=')
+        name, equals, value_text = assignment.partition('=')
         if not equals or name not in valid_names:
             raise ConfigError(
-                f'{context}: {part!r} must be a model field as in d_model=128; '
+                f'{context}: {assignment!r} must be a model field as in d_model=128; '
                 f'fields are {", ".join(valid_names)}'
             )
         if name in fields:
             raise ConfigError(f'{context} sets {name} twice')
         try:
-            fields[name] = ast.literal_eval(value)
+            fields[name] = ast.literal_eval(value_text)
         except (SyntaxError, ValueError):
-            fields[name] = value
+            fields[name] = value_text
     return fields
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """Parses a variant of a study, 'score/value?field=value&...', into model fields.
+    """Parses a variant such as 'qk/no_o?num_heads=1' into model fields.
 
-    Raises ConfigError for a Score, Value or field that does not exist.
+    This example returns {'score': 'qk', 'value': 'no_o', 'num_heads': 1}.
+
+    Raises:
+        ConfigError: The Score, the Value or a field does not exist.
     """
     name, _, fields_text = text.partition('?')
     try:
@@ -88,14 +98,14 @@ def parse_variant(text: str) -> dict[str, Any]:
 
 
 def build_arms(study: Study) -> list[PlannedArm]:
-    """Returns all arms of a study, validated and matched in cost. Compiles nothing.
+    """Returns all arms of a study, validated and matched in cost.
 
-    The arms are ordered by corpus, then by size.
+    The arms are ordered by corpus, then by size. Nothing is compiled.
 
     Raises:
-        ConfigError: A variant, a size or a setting is impossible.
-        MatchError: Some variants have no model that costs as much as the baseline. The message has
-            the reasons, and a last line that suggests flags with which all arms match.
+        ConfigError: A variant, a size or a setting is invalid.
+        MatchError: Some variants cannot be matched in cost. The last line of the message suggests
+            flags with which all arms match.
     """
     check_section('', study)
     check_protocol(study)
@@ -103,18 +113,9 @@ def build_arms(study: Study) -> list[PlannedArm]:
     check_sinks(study.base.train.sinks)
     check_metrics(study.base)
     study = resolved(study)
+    _check_corpora(study)
 
-    # The task of each corpus has to exist and to fit the config. Its data are not opened.
-    for corpus in study.corpora:
-        data = dataclasses.replace(study.base.data, name=corpus)
-        base = dataclasses.replace(study.base, data=data)
-        try:
-            task_of(base)
-        except ConfigError as error:
-            raise ConfigError(f'corpora={study.corpora}: {error}') from error
-        evaluation_corpora.entries(base)  # raises ConfigError for an invalid entry
-
-    # The arms on the first corpus.
+    # All corpora have the same models, so arms are matched once, on the first corpus.
     arms_on_first_corpus: list[PlannedArm] = []
     refusals: list[Refusal] = []
     for size in study.sizes:
@@ -126,7 +127,6 @@ def build_arms(study: Study) -> list[PlannedArm]:
     _require_different_models(arms_on_first_corpus)
     _require_expected_arms(study, arms_on_first_corpus)
 
-    # The other corpora have the same arms.
     arms: list[PlannedArm] = []
     for corpus in study.corpora:
         for arm in arms_on_first_corpus:
@@ -135,70 +135,72 @@ def build_arms(study: Study) -> list[PlannedArm]:
     return arms
 
 
+def _check_corpora(study: Study) -> None:
+    """Raises ConfigError if a corpus has no task that fits the config. Opens no data."""
+    for corpus in study.corpora:
+        data = dataclasses.replace(study.base.data, name=corpus)
+        base = dataclasses.replace(study.base, data=data)
+        try:
+            task_of(base)
+        except ConfigError as error:
+            raise ConfigError(f'corpora={study.corpora}: {error}') from error
+        evaluation_corpora.entries(base)  # raises ConfigError for an invalid entry
+
+
 def _require_different_models(arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if two arms have the same model."""
     arm_of_model: dict[ModelConfig, PlannedArm] = {}
     for arm in arms:
-        # d_ff=None stands for the default width, so it is made explicit before models are compared.
-        with_explicit_d_ff = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
-        first_arm = arm_of_model.setdefault(with_explicit_d_ff, arm)
-        if first_arm is not arm:
+        # Equal models may differ in d_ff=None, the default width, and the width itself.
+        model = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
+        if model in arm_of_model:
             raise ConfigError(
-                f'{first_arm.key} and {arm.key} are the same model; leave one out, or choose sizes '
-                'whose steps are finer than the parameters saved'
+                f'{arm_of_model[model].key} and {arm.key} are the same model; leave one out, or '
+                'choose sizes whose steps are finer than the parameters saved'
             )
+        arm_of_model[model] = arm
 
 
 def _require_expected_arms(study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Checks that each positive control of the study names an arm that is compared.
+    """Raises ConfigError if a positive control of the study names no arm that is compared.
 
-    A positive control is a known effect that the study has to find. An arm is a variant of the
-    model. If the study matches costs, a variant can have arms of two sizes:
+    A positive control is an effect that the study has to find:
 
-    - 'qk/vo?num_heads=1 is worse' names the arm that is resized to the cost of the baseline;
-    - 'qk/vo?num_heads=1 is worse at equal shape' names the arm that keeps the shape of the baseline
-      (SAME_SHAPE), whatever it costs.
-
-    Raises ConfigError if the study has no arm of this variant and size.
+    - 'qk/no_o is worse' names the arm that is matched in cost to the baseline.
+    - 'qk/no_o is worse at equal shape' names the arm at the baseline's shape.
     """
     for text in study.expected:
         expected = parse_expected(text)
-
-        # The variants that are compared with the baseline in the size that the control names.
-        compared: list[str] = []
+        labels_compared: list[str] = []
         for arm in arms:
             is_baseline = arm.variant == study.baseline
             has_same_shape = arm.key.control == SAME_SHAPE
-            has_expected_size = has_same_shape == expected.same_shape
-            if has_expected_size and not is_baseline:
-                compared.append(arm.key.variant)
-        if expected.variant in compared:
+            if not is_baseline and has_same_shape == expected.same_shape:
+                labels_compared.append(arm.key.variant)
+        if expected.variant in labels_compared:
             continue
 
-        # The error lists the variants that can be named. Arms at the baseline's shape exist only
-        # under a condition, which it says too.
         restriction = ''
         if expected.same_shape:
             restriction = ' at the same shape (cheaper ones, with controls.equal_shape and a match)'
-        labels = ', '.join(repr(label) for label in dict.fromkeys(compared))
+        valid_labels = ', '.join(repr(label) for label in dict.fromkeys(labels_compared))
         raise ConfigError(
             f'expected={text!r}: {expected.variant!r} is not among the arms{restriction} that '
-            f'are compared with {study.baseline!r}; they are {labels or "none"}'
+            f'are compared with {study.baseline!r}; they are {valid_labels or "none"}'
         )
 
 
 def _refusal_text(study: Study, refusals: Sequence[Refusal]) -> str:
-    """Returns the message of an error about arms that no model matches in cost.
+    """Returns the error message for arms without a match.
 
-    It has one line for each reason, which names the variants. The last line suggests flags with
-    which all arms match.
+    It has one line for each reason, and a last line that suggests flags.
     """
-    variants_of_reason: dict[tuple[str, str], list[str]] = {}  # by size and reason
+    variants_by_reason: dict[tuple[str, str], list[str]] = {}  # by (size, reason)
     for refusal in refusals:
-        variants = variants_of_reason.setdefault((refusal.size, refusal.reason), [])
+        variants = variants_by_reason.setdefault((refusal.size, refusal.reason), [])
         variants.append(repr(refusal.variant))
     lines: list[str] = []
-    for (size, reason), variants in variants_of_reason.items():
+    for (size, reason), variants in variants_by_reason.items():
         subject = f'variant {variants[0]}'
         if len(variants) > 1:
             subject = f'each of the variants {", ".join(variants)}'
@@ -221,20 +223,19 @@ def _all_arms_match(study: Study, size: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Baseline:
-    """The baseline at one size, whose cost the other arms of this size have to match."""
+    """The baseline at one size. The other arms of this size are matched to its cost."""
 
     size: str  # as written in the study, such as 'd_model=128'
     model: ModelConfig
-    which: str  # the cost that is made equal, one of COSTS
+    which: str  # the cost that is matched, one of COSTS
     cost: float | int
 
 
 def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refusal]]:
-    """Returns the arms of a size on the first corpus, in the order of the variants.
+    """Returns the arms of one size on the first corpus, and refusals of variants without a match.
 
-    Each variant has one arm for each destination of the saved parameters, matched in cost to the
-    baseline. The variant's control at the baseline's shape follows, if the study asks for it and
-    the variant costs less there. Arms that no model matches are returned as refusals.
+    A variant has one arm for each destination. If `controls.equal_shape` is set and the variant
+    costs less than the baseline at its shape, it also has a control at this shape.
     """
     size_fields = parse_fields(size, f'size {size!r}')
     baseline = _baseline_at_size(study, size, size_fields)
@@ -244,34 +245,16 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
         if variant == study.baseline:
             arms.append(_planned_arm(study, baseline, variant, baseline.model))
             continue
-
-        # One arm for each destination.
         unmatched = _model_at_baseline_shape(study, size_fields, variant)
         check_section(f'variant {variant!r}: model.', unmatched)
         for destination in study.destinations:
-            model = unmatched
-            if study.match is not None:
-                solve = functools.partial(
-                    match,
-                    unmatched,
-                    baseline.cost,
-                    which=baseline.which,
-                    fill=study.fill,
-                    tolerance=study.tolerance,
-                    destination=destination,
-                )
-                try:
-                    if ':' in variant:
-                        # An import path: code from outside the package may raise anything.
-                        model = call_with_config_errors('variants', variant, solve)
-                    else:
-                        model = solve()
-                except MatchError as error:
-                    refusals.append(Refusal(size, baseline.model, variant, str(error)))
-                    continue
+            try:
+                model = _matched_model(study, baseline, variant, unmatched, destination)
+            except MatchError as error:
+                refusals.append(Refusal(size, baseline.model, variant, str(error)))
+                continue
             arms.append(_planned_arm(study, baseline, variant, model, destination))
 
-        # The control at the baseline's shape.
         if study.controls.equal_shape:
             d_ff = unmatched.d_ff or baseline.model.d_ff
             model = dataclasses.replace(unmatched, d_ff=d_ff)
@@ -282,14 +265,54 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
     return arms, refusals
 
 
-def _baseline_at_size(study: Study, size: str, size_fields: dict[str, Any]) -> _Baseline:
-    """Returns the baseline of a study at a size; `size_fields` are the model fields of the size.
+def _matched_model(
+    study: Study, baseline: _Baseline, variant: str, unmatched: ModelConfig, destination: str
+) -> ModelConfig:
+    """Returns the model of a variant, matched in cost to the baseline if the study asks for it.
 
-    Raises ConfigError for an invalid model, and MatchError if the model has no cache to match.
+    Args:
+        study: The study.
+        baseline: The baseline at the size of the model.
+        variant: The variant.
+        unmatched: The model of the variant at the baseline's shape.
+        destination: The dimension that gets the saved parameters.
+
+    Raises:
+        MatchError: No model of the variant costs as much as the baseline.
+    """
+    if study.match is None:
+        return unmatched
+    solve = functools.partial(
+        match,
+        unmatched,
+        baseline.cost,
+        which=baseline.which,
+        fill=study.fill,
+        tolerance=study.tolerance,
+        destination=destination,
+    )
+    if ':' in variant:
+        # The variant is imported from outside the package, so its code may raise anything.
+        return call_with_config_errors('variants', variant, solve)
+    return solve()
+
+
+def _baseline_at_size(study: Study, size: str, size_fields: dict[str, Any]) -> _Baseline:
+    """Returns the baseline of a study at one size.
+
+    Args:
+        study: The study.
+        size: The size, such as 'd_model=128'.
+        size_fields: The parsed size, such as {'d_model': 128}.
+
+    Raises:
+        ConfigError: The model is invalid.
+        MatchError: The study matches caches, and the model has no cache.
     """
     model = _model_at_baseline_shape(study, size_fields, study.baseline)
     validate(dataclasses.replace(study.base, model=model))
     if study.match is not None:
+        # Matched arms have an explicit d_ff, so the baseline gets one too.
         model = dataclasses.replace(model, d_ff=model.mlp_width)
     which = study.match or 'total'
     baseline_cost = cost.measured(model, which)
@@ -306,18 +329,14 @@ def _planned_arm(
     destination: str | None = None,
     control: str | None = None,
 ) -> PlannedArm:
-    """Returns the arm of a variant with a model. Raises ConfigError for an invalid model.
-
-    The label of the arm names the destination of the saved parameters only if the study has
-    several, as in 'qk/no_o [d_ff]'.
-    """
+    """Returns the arm of a variant on the first corpus. Raises ConfigError for an invalid model."""
     validate(dataclasses.replace(study.base, model=model))
     label = variant
     if destination is not None and len(study.destinations) > 1:
-        label = f'{variant} [{destination}]'
+        label = f'{variant} [{destination}]'  # such as 'qk/no_o [d_ff]'
     key = ArmKey(label, baseline.size, study.corpora[0], control)
     residual = cost.measured(model, baseline.which) / baseline.cost - 1
-    return PlannedArm(variant, destination, key, model, baseline.cost, residual)
+    return PlannedArm(variant, destination, key, model, target=baseline.cost, residual=residual)
 
 
 def _model_at_baseline_shape(
@@ -326,39 +345,41 @@ def _model_at_baseline_shape(
     """Returns the model of a variant at the baseline's shape, before it is matched in cost.
 
     Args:
-        study: The study, which has the base model.
+        study: The study.
         size_fields: The model fields that the size sets, such as {'d_model': 128}.
-        variant: The variant, which sets fields of its own: 'qk/no_o?qk_norm=True' sets score, value
-            and qk_norm.
+        variant: The variant, such as 'qk/no_o?qk_norm=True'.
 
     Raises:
-        ConfigError: The variant sets a field that the size also sets or that is tuned.
+        ConfigError: The variant sets a field that the size also sets, or that is tuned.
     """
     variant_fields = parse_variant(variant)
-    set_twice = sorted(variant_fields.keys() & size_fields.keys())
-    if set_twice:
-        raise ConfigError(f'variant {variant!r} and sizes both set {set_twice[0]}')
-
-    # A study tunes a model field, such as score_scale, if its grid has values: `score_scales`.
+    fields_set_twice = sorted(variant_fields.keys() & size_fields.keys())
+    if fields_set_twice:
+        raise ConfigError(f'variant {variant!r} and sizes both set {fields_set_twice[0]}')
     for name in MODEL_KNOBS:
-        grid = getattr(study.tuning, f'{name}s')
-        if name in variant_fields and grid:
+        is_tuned = bool(getattr(study.tuning, f'{name}s'))  # such as tuning.score_scales
+        if name in variant_fields and is_tuned:
             raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
     return dataclasses.replace(study.base.model, **size_fields, **variant_fields)
 
 
 def row_title(key: ArmKey, keys: Iterable[ArmKey]) -> str:
-    """Returns the title of an arm in a table of the arms `keys`, as in 'qk/no_o (longer)'.
+    """Returns the title of an arm in a table, such as 'qk/no_o (longer)'.
 
-    The title has the variant and the control. The size and the corpus follow if the arms of the
-    table have several.
+    The title has the size if the arms in the table differ in size, and likewise the corpus.
+
+    Args:
+        key: The key of the arm.
+        keys: The keys of all arms in the table.
     """
     parts = [key.variant]
-    if key.control is not None:
-        parts.append({SAME_SHAPE: '(same shape)', LONGER: '(longer)'}[key.control])
+    if key.control == SAME_SHAPE:
+        parts.append('(same shape)')
+    elif key.control == LONGER:
+        parts.append('(longer)')
     for name in ('size', 'corpus'):
-        values = {getattr(other, name) for other in keys}
-        if len(values) > 1:
+        values_in_table = {getattr(arm_key, name) for arm_key in keys}
+        if len(values_in_table) > 1:
             parts.append(getattr(key, name))
     return ' '.join(parts)
 
@@ -366,8 +387,10 @@ def row_title(key: ArmKey, keys: Iterable[ArmKey]) -> str:
 def table(arms: Sequence[PlannedArm], matched_cost: str | None) -> str:
     """Returns a table of all arms: shape, parameters by group, residual, FLOPs and cache.
 
-    `matched_cost` is the cost that was made equal, such as 'total' (see COSTS). A first line above
-    the table names it. It is None for a study without matching.
+    Args:
+        arms: The arms.
+        matched_cost: The cost that was matched, one of COSTS. The first line names it. None for a
+            study without matching.
     """
     keys = [arm.key for arm in arms]
     rows: list[dict[str, str]] = []
@@ -381,8 +404,8 @@ def table(arms: Sequence[PlannedArm], matched_cost: str | None) -> str:
             'head_size': f'{attention_spec(config).head_size}',
             'layers': f'{config.num_layers}',
         }
-        for group, number in cost.count(config).items():
-            row[group] = f'{number:,}'
+        for group, num_parameters in cost.count(config).items():
+            row[group] = f'{num_parameters:,}'
         row['residual'] = f'{arm.residual:+.4%}'
         row['FLOP/token'] = f'{cost.flops_per_token(config):,.0f}'
         row['cache/token'] = f'{cost.cache_floats_per_token(config):,}'
