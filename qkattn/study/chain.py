@@ -1,10 +1,11 @@
-"""The chain of a study: the study that it repeats, then the study repeated by that one, and so on.
+"""Chains of studies: study A repeats study B, which repeats study C.
 
-If a study leaves a question open, another study may repeat it with other seeds. The ledger of the
-repeat names the repeated study and the hash of the last line of its ledger at that time.
+A study repeats an earlier study with other seeds, to decide arms that the earlier study left
+undecided. The ledger of a repeat has the name of the repeated study, and the hash of the last line
+in the ledger of the repeated study.
 
-A comparison that both studies make is pooled over their seeds. It is corrected for the arms of both
-and tested at the error rate of a second look (`qkattn.stats.decision.level`).
+An arm that both studies compare with the baseline is decided from the seeds of both, corrected for
+the arms of both. It is tested at the error rate of a second look (`qkattn.stats.decision.level`).
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from qkattn.storage.records import read_json
 from qkattn.study.arm_key import SAME_SHAPE, ArmKey
 from qkattn.study.family import primary_arms
 
-# Committed studies of claims, by scale and name; not part of an installation.
+# The committed studies, in COMMITTED/scale/name. An installation does not have them.
 COMMITTED = Path(__file__).parents[2] / 'experiments/results/claims'
 # Settings that do not affect results.
 HARMLESS = (
@@ -35,10 +36,9 @@ HARMLESS = (
     'model.remat',
     'model.scan_unroll',
 )
-# A repeat has to share these fields of study.json with the study that it repeats. It may have other
-# variants, seeds, learning rates and controls.
+# Fields of study.json that are equal in a repeat and in the study that it repeats.
 _EQUAL = ('baseline', 'sizes', 'corpora', 'margin')
-# A repeat that matches its arms has to share these fields, too.
+# Fields that are also equal if the repeat matches its arms in cost.
 _EQUAL_IF_MATCHED = ('matched', 'destinations', 'fill', 'tolerance')
 # The fields of study.json that this module reads.
 _SCHEMA = {
@@ -53,73 +53,74 @@ _SCHEMA = {
 
 
 def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
-    """Returns the question that an arm asks: a key by which arms of several studies are compared.
+    """Returns the key of an arm in a form that is the same in all studies.
 
-    Two studies may write the same arm in different ways. For example, a study that spends saved
-    parameters only on d_model has the arm 'qk/no_o'. A study that spends them on d_model or on d_ff
-    calls the same arm 'qk/no_o [d_model]'. Both ask 'qk/no_o [d_model]'. There are three cases:
+    The key of an arm in its own study depends on the other settings of the study. For example, the
+    arm 'qk/no_o [d_model]' is just 'qk/no_o' in a study whose only destination is d_model.
 
-    - The label of the arm lacks the destination of the saved parameters, because its study has only
-      one. The question adds it.
-    - The study matches no cost, so the arm has the shape of the baseline. Its question is that of a
-      same-shape control in a study that matches.
-    - All other arms, and baselines: the question is the key of the arm.
+    - In a study without matching, all arms have the baseline's shape. The key gets the control
+      SAME_SHAPE.
+    - In a study with one destination, a matched arm does not name it. The label gets the
+      destination, as in 'qk/no_o [d_model]'.
+    - All other keys stay, as do the keys of baselines.
 
-    `declared` has the fields `baseline`, `destinations` and `matched` of study.json.
+    Args:
+        key: The key of the arm in its study.
+        declared: The content of study.json. `baseline`, `destinations` and `matched` are read.
     """
-    if key.variant == declared['baseline']:
+    is_baseline = key.variant == declared['baseline']
+    if is_baseline:
         return key
     if declared['matched'] is None:
         return key._replace(control=SAME_SHAPE)
 
     destinations = declared['destinations']
-    if key.control == SAME_SHAPE or len(destinations) > 1:
+    names_destination = len(destinations) > 1
+    if key.control == SAME_SHAPE or names_destination:
         return key
     return key._replace(variant=f'{key.variant} [{destinations[0]}]')
 
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """An earlier study in the chain of a study."""
+    """A study that a later study repeats."""
 
-    repeat: Repeat
-    path: Path | None  # its directory; None if it is lost
+    repeat: Repeat  # what the ledger of the later study says about this study
+    path: Path | None  # the directory of the study; None if the study is lost
     seeds: frozenset[int]  # the seeds of its verdicts
-    questions: frozenset[ArmKey]  # the questions of all arms that it ever declared
-    family: frozenset[ArmKey]  # the questions of its primary arms, without the baseline
+    questions: frozenset[ArmKey]  # `question` of each arm that it ever declared
+    family: frozenset[ArmKey]  # `question` of each arm that it compares with its baseline
     expected: tuple[str, ...] = ()  # its positive controls
 
     @property
     def name(self) -> str:
-        """The name of its directory."""
+        """The name of the study's directory."""
         return self.repeat.study
 
 
 class _Pooled(NamedTuple):
-    """What a study of a chain contributes to pooled comparisons."""
+    """The arms and seeds of one study that are pooled with other studies."""
 
-    name: str
-    questions: frozenset[ArmKey]  # those that the last study of the chain asks, too
+    name: str  # of the study
+    questions: frozenset[ArmKey]  # `question` of each arm that the last study compares, too
     seeds: frozenset[int]
 
 
 def earlier_studies(
     directory: Path, study_ledger: Ledger, declared: Mapping[str, Any]
 ) -> list[Earlier]:
-    """Returns the earlier studies in the chain of a study.
+    """Returns the studies that a study repeats, directly or through another study.
 
     If study A repeats B, and B repeats C, the result for A is [B, C].
 
     Args:
         directory: The directory of the study.
-        study_ledger: Its ledger.
-        declared: The content of its study.json.
+        study_ledger: The ledger of the study.
+        declared: The content of study.json.
 
-    Raises ReportError if
-
-    - the chain has a circle;
-    - a study of the chain is missing, or its ledger is damaged or not the one that was declared;
-    - two studies of the chain ask the same question with the same seed.
+    Raises:
+        ReportError: The repeats form a circle, a repeated study is missing or has another ledger
+            than declared, or two studies train the same arm on the same seed.
     """
     name = declared.get('repeats')
     if name is not None and name not in [repeat.study for repeat in study_ledger.repeats]:
@@ -130,13 +131,13 @@ def earlier_studies(
     if not study_ledger.repeats:
         return []
 
-    # If several studies of the chain repeat the same study, it is listed once. The hash of the last
-    # line of its ledger (`repeat.entry`) identifies it.
-    chain: dict[str, Earlier] = {}
-    for earlier in _all_repeated(directory, study_ledger, declared, (directory.resolve(),)):
-        chain.setdefault(earlier.repeat.entry, earlier)
-    _require_different_seeds(directory, study_ledger, declared, list(chain.values()))
-    return list(chain.values())
+    # Two studies may repeat the same study, which is listed once.
+    study_by_hash: dict[str, Earlier] = {}
+    for earlier in _all_repeated(directory, study_ledger, declared, route=(directory.resolve(),)):
+        study_by_hash.setdefault(earlier.repeat.entry, earlier)
+    repeated_studies = list(study_by_hash.values())
+    _require_different_seeds(directory, study_ledger, declared, repeated_studies)
+    return repeated_studies
 
 
 def _require_different_seeds(
@@ -145,24 +146,22 @@ def _require_different_seeds(
     declared: Mapping[str, Any],
     repeated_studies: Sequence[Earlier],
 ) -> None:
-    """Raises ReportError if two studies of a chain ask the same question with the same seed.
+    """Raises ReportError if two studies train the same arm on the same seed.
 
-    Seeds of all studies that ask a question are pooled, so no seed may count twice. Only questions
-    that the last study of the chain asks are pooled.
+    The results of an arm are pooled over studies, and such a seed would count twice.
 
     Args:
         directory: The directory of the last study.
-        study_ledger: Its ledger.
-        declared: The content of its study.json.
-        repeated_studies: The studies that it repeats, and those that they repeat.
+        study_ledger: The ledger of the last study.
+        declared: The study.json of the last study.
+        repeated_studies: The earlier studies.
     """
     questions = _questions(study_ledger.arms, declared)
     compared = frozenset(key for key in questions if key.variant != declared['baseline'])
-
-    # What each study adds to the pooled comparisons. Seeds of lost studies are not pooled.
     pools = [_Pooled(directory.name, compared, frozenset(declared['seeds']))]
     for earlier in repeated_studies:
-        if earlier.path is not None:
+        is_lost = earlier.path is None
+        if not is_lost:  # a lost study has no results to pool
             pools.append(_Pooled(earlier.name, earlier.questions & compared, earlier.seeds))
     for first, second in combinations(pools, 2):
         shared_seeds = sorted(first.seeds & second.seeds)
@@ -177,27 +176,24 @@ def _require_different_seeds(
 def _all_repeated(
     directory: Path, study_ledger: Ledger, declared: Mapping[str, Any], route: tuple[Path, ...]
 ) -> list[Earlier]:
-    """Returns the studies that a study repeats, followed by the studies that those repeat.
+    """Returns the studies that a study repeats, directly or through another study.
 
-    If A repeats B, and B repeats C, the result for A is [B, C]. If two studies repeat the same
-    study, it appears twice.
+    If A repeats B, and B repeats C, the result for A is [B, C]. A study may appear several times.
 
     Args:
         directory: The directory of the study.
-        study_ledger: Its ledger.
-        declared: The content of its study.json.
-        route: The directories of the studies on the way from the first study to this one, both
-            included. When the function calls itself for B, this is (A, B).
+        study_ledger: The ledger of the study.
+        declared: The content of study.json.
+        route: The directories from the first study to this one. For study B above, it is (A, B).
 
     Raises:
-        ReportError: A repeated study is on the route, so the repeats form a circle; or it cannot be
-            read.
+        ReportError: The repeats form a circle, or a repeated study cannot be read.
     """
     repeated = [_repeated_study(directory, repeat, declared) for repeat in study_ledger.repeats]
     studies = list(repeated)
     for earlier in repeated:
         if earlier.path is None:
-            continue  # the study is lost, so what it repeats is not known
+            continue  # a lost study has no ledger that could name further studies
         if earlier.path.resolve() in route:
             names = ' -> '.join(path.name for path in (*route, earlier.path))
             raise ReportError(f'{directory / ledger.NAME} closes a circle of repeats: {names}')
@@ -214,16 +210,16 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
     """Finds and reads a study that another study repeats.
 
     Args:
-        directory: The directory of the study that repeats it.
-        repeat: What the ledger in `directory` says about the repeated study: its name, and the
-            hash of the last line of its ledger at that time (`repeat.entry`).
+        directory: The directory of the other study.
+        repeat: What the ledger in `directory` says about the repeated study. `repeat.entry` is the
+            hash of a line in the ledger of the repeated study.
         declared: The content of study.json in `directory`.
 
     Raises:
-        ReportError: The repeated study is not found, or its ledger has no line with that hash.
+        ReportError: No study of this name is found, or no ledger has this line.
     """
-    # The files of a lost study are gone. Its seeds and arms are known from `repeat`.
     if repeat.is_lost:
+        # The files of the repeated study are gone, but `repeat` has its seeds and arms.
         return Earlier(
             repeat,
             path=None,
@@ -238,7 +234,7 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
             f'{directory.parent / repeat.study} nor in {COMMITTED}; copy it there'
         )
 
-    # Several studies may have this name. The hash tells which one was repeated.
+    # Several studies may have this name. The repeated one has the line `repeat.entry`.
     for path in paths:
         repeated_ledger = ledger.read(path / ledger.NAME)
         hashes = [entry['hash'] for entry in repeated_ledger.entries]
@@ -259,18 +255,18 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
 
 
 def _questions(arms: ArmKeys, declared: Mapping[str, Any]) -> frozenset[ArmKey]:
-    """Returns the questions of arms of a study; `declared` is its study.json."""
+    """Returns `question` of each arm; `declared` is the study.json of the arms."""
     return frozenset(question(ArmKey(*key), declared) for key in arms)
 
 
 def _family(arms: ArmKeys, declared: Mapping[str, Any]) -> frozenset[ArmKey]:
-    """Returns the questions of the primary arms, without the baseline."""
+    """Returns `question` of each arm that is compared with the baseline."""
     primary = primary_arms([ArmKey(*key) for key in arms], declared['baseline'])
     return frozenset(question(key, declared) for key in primary)
 
 
 def directories_of(name: str, directory: Path) -> list[Path]:
-    """Finds the studies with a name: beside `directory`, and among the committed studies."""
+    """Returns the directories of all studies with a name, beside `directory` and in COMMITTED."""
     paths = [directory.parent / name, *sorted(COMMITTED.glob(f'*/{name}'))]
     return [path for path in paths if (path / 'study.json').is_file()]
 
@@ -278,26 +274,66 @@ def directories_of(name: str, directory: Path) -> list[Path]:
 def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] | None:
     """Returns what the ledger of a new study declares about the study that it repeats.
 
-    `path` is the directory of the new study, `declared` its study.json. The result is {'study':
-    name, 'entry': hash of the last line of its ledger}, or None if the new study repeats none.
-    Raises ReportError with the reason if it cannot repeat that study.
+    Args:
+        path: The directory of the new study.
+        declared: The study.json of the new study.
+
+    Returns:
+        {'study': the name of the repeated study, 'entry': the hash of the last line in its ledger},
+        or None if the new study repeats none.
+
+    Raises:
+        ReportError: The new study cannot repeat the study that it names.
     """
     name = declared.get('repeats')
     if name is None:
         return None
-    valid = 'give the name of a study beside the workdir, or of one in experiments/results/claims'
+    repeated = _find_repeatable(name, path, declared)
+    repeated_ledger = ledger.read(repeated / ledger.NAME)
+    repeated_declared = read_json(repeated / 'study.json', _SCHEMA)
+    repeated_by_it = earlier_studies(repeated, repeated_ledger, repeated_declared)
+
+    # A repeat needs other seeds than all earlier studies.
+    used_seeds = set(repeated_declared['seeds'])
+    for earlier in repeated_by_it:
+        used_seeds |= earlier.seeds
+    shared_seeds = sorted(used_seeds.intersection(declared['seeds']))
+    if shared_seeds:
+        raise ReportError(
+            f'the verdicts of {name!r}, or of a study that it repeats, have the seeds '
+            f'{tuple(shared_seeds)}, too; trials.seeds={tuple(declared["seeds"])} must be others'
+        )
+    earlier_paths = [
+        earlier.path.resolve() for earlier in repeated_by_it if earlier.path is not None
+    ]
+    if path.resolve() in earlier_paths:
+        raise ReportError(f'{name!r} repeats this study, which would close a circle')
+    return {'study': name, 'entry': repeated_ledger.last}
+
+
+def _find_repeatable(name: str, path: Path, declared: Mapping[str, Any]) -> Path:
+    """Returns the directory of the first study of a name that a new study can repeat.
+
+    Args:
+        name: The name.
+        path: The directory of the new study.
+        declared: The study.json of the new study.
+
+    Raises:
+        ReportError: There is no such study.
+    """
+    advice = 'give the name of a study beside the workdir, or of one in experiments/results/claims'
     if name in ('.', '..') or Path(name).name != name:
-        raise ReportError(f'{name!r} is no name of a directory; {valid}')
+        raise ReportError(f'{name!r} is no name of a directory; {advice}')
     if name == path.name:
-        raise ReportError(f'a study does not repeat itself; {valid}')
+        raise ReportError(f'a study does not repeat itself; {advice}')
     candidates = directories_of(name, path)
     if not candidates:
         raise ReportError(
             f'there is no study {name!r} in {path.parent}, nor in experiments/results/claims; '
-            f'{valid}'
+            f'{advice}'
         )
 
-    # Several studies may have this name. The first one that can be repeated is chosen.
     repeatable: list[Path] = []
     reasons: list[str] = []
     for candidate in candidates:
@@ -308,32 +344,15 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
             reasons.append(reason)
     if not repeatable:
         raise ReportError(reasons[0])
-
-    repeated = repeatable[0]
-
-    # No study of the chain may have a seed of this study, or be this study.
-    ledger_there = ledger.read(repeated / ledger.NAME)
-    declared_there = read_json(repeated / 'study.json', _SCHEMA)
-    chain = earlier_studies(repeated, ledger_there, declared_there)
-    used_seeds = set(declared_there['seeds'])
-    for earlier in chain:
-        used_seeds |= earlier.seeds
-    shared_seeds = sorted(used_seeds.intersection(declared['seeds']))
-    if shared_seeds:
-        raise ReportError(
-            f'the verdicts of {name!r}, or of a study that it repeats, have the seeds '
-            f'{tuple(shared_seeds)}, too; trials.seeds={tuple(declared["seeds"])} must be others'
-        )
-    paths_of_chain = [earlier.path.resolve() for earlier in chain if earlier.path is not None]
-    if path.resolve() in paths_of_chain:
-        raise ReportError(f'{name!r} repeats this study, which would close a circle')
-    return {'study': name, 'entry': ledger_there.last}
+    return repeatable[0]
 
 
 def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
-    """Returns why a study cannot repeat the one in `path`; None if it can.
+    """Returns why a study cannot repeat the study in `path`; None if it can.
 
-    `declared` is the content of study.json of the study that would repeat it.
+    Args:
+        declared: The study.json of the study that is to repeat the other one.
+        path: The directory of the study to repeat.
     """
     candidate = read_json(path / 'study.json', _SCHEMA)
     are_matched = declared['matched'] is not None
@@ -355,26 +374,26 @@ def _why_not_repeatable(declared: Mapping[str, Any], path: Path) -> str | None:
 
 
 def _settings_to_share(study: Mapping[str, Any], are_matched: bool) -> dict[str, Any]:
-    """Returns the settings that have to be equal in a repeat and in the study that it repeats.
+    """Returns the settings that are equal in a repeat and in the study that it repeats.
 
     Args:
-        study: The content of study.json of either study.
-        are_matched: Whether the repeat matches its arms in cost. If not, all arms that are compared
-            have the baseline's shape, so the two studies need not match in the same way.
+        study: The study.json of one of the two studies.
+        are_matched: Whether the repeat matches its arms in cost.
     """
     names = [*_EQUAL]
     if are_matched:
         names += _EQUAL_IF_MATCHED
     settings = {name: study[name] for name in names}
 
-    # The base config has to be equal, too, except for some settings: the trials, a whole section
-    # such as 'mesh', or a field of a section such as 'train.log_every'.
-    base = {section: fields for section, fields in study['base'].items() if section != 'trials'}
+    # The base config, without the settings that may differ.
+    base = dict(study['base'])
+    base.pop('trials', None)
     for name in (*HARMLESS, *OF_MACHINE):
         section, _, field = name.partition('.')
-        if not field:
+        is_whole_section = not field
+        if is_whole_section:  # such as 'mesh'
             base.pop(section, None)
-        elif isinstance(base.get(section), Mapping):
+        elif isinstance(base.get(section), Mapping):  # a field such as 'train.log_every'
             fields = dict(base[section])
             fields.pop(field, None)
             base[section] = fields
