@@ -1,7 +1,7 @@
-"""study.json: the declaration of a study before its first run, and checks that a directory fits it.
+"""study.json: the declaration of a study, written before its first run.
 
-A directory keeps the settings that its study began with. Variants, sizes and corpora may grow; any
-other change takes another directory.
+A study that continues in its directory may gain variants, sizes and corpora. All other settings
+stay as declared.
 """
 
 import dataclasses
@@ -30,10 +30,9 @@ from qkattn.study.arm_key import LONGER
 from qkattn.study.arms import PlannedArm
 from qkattn.study.protocol import resolved
 
-# Fields of study.json that may gain values when a directory is used again.
+# Fields of study.json that may gain values when a study continues.
 GROWING = ('variants', 'sizes', 'corpora', 'arms')
-# Fields that may change when a directory is used again. They grow, follow from other fields, or do
-# not matter.
+# Fields of study.json that may change when a study continues.
 EXTENSIBLE = (*GROWING, 'question', 'command', 'looks', 'base_hash')
 
 
@@ -47,52 +46,48 @@ def require_no_run(path: Path) -> None:
 
 
 def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
-    """Returns the content of study.json in a new directory.
+    """Returns the content of study.json for a new study.
 
     It is the study as JSON, with these differences:
 
     - `match` is called `matched`.
-    - `variants` are the labels of the arms, such as 'qk/no_o [d_ff]'.
+    - `variants` has the labels of the arms, such as 'qk/no_o [d_ff]'.
     - `tuning` also has the grid of each setting, such as `learning_rates`. It is None without
       tuning.
-    - `arms` has the key of each arm. `seeds`, `looks`, `base_hash` and `command` are added.
+    - `seeds`, `looks`, `base_hash`, `arms` and `command` are added.
     """
     study = resolved(study)
     seeds = study.base.trials.seeds
     is_tuned = bool(study.tuning.seeds)
-    primary_arms = [arm for arm in arms if arm.key.control is None]
     declared = to_json(study)
     declared['matched'] = declared.pop('match')
-    declared['variants'] = list(dict.fromkeys(arm.key.variant for arm in primary_arms))
+    labels = [arm.key.variant for arm in arms if arm.key.control is None]
+    declared['variants'] = list(dict.fromkeys(labels))
     if is_tuned:
-        # The grid of a setting that is not tuned has one value. It is that of the baseline, though
-        # a variant may set another one.
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
         for knob, grid in plan.grids(study, baseline).items():
             declared['tuning'][f'{knob}s'] = grid
     else:
         declared['tuning'] = None
     declared['seeds'] = seeds
-    # `looks` lists the numbers of seeds at which results are analyzed. They are analyzed once, with
-    # all seeds. The hash that ledgers record includes this field, so it stays.
+    # The results of a tuned study are analyzed once, with all seeds.
     declared['looks'] = [len(seeds)] if is_tuned else []
     declared['base_hash'] = fingerprint(study.base)
     declared['arms'] = [arm.key._asdict() for arm in arms]
-    # Exports copy this file and ledgers hash it, so it must not contain directories of a user.
-    declared['command'] = shlex.join(without_directories(part) for part in command_line())
+    # study.json may be published, so it must not name directories of a user.
+    command = [without_directories(argument) for argument in command_line()]
+    declared['command'] = shlex.join(command)
     return records.to_jsonable(declared)
 
 
 def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
     """Declares a study in its directory, and returns the content of study.json.
 
-    There are two cases:
+    Writes study.json, and records the hash of its content in the ledger. If the directory holds the
+    same study already, the files are written only if the study has grown.
 
-    - The directory is new. study.json gets the study, and the ledger gets the hash of this file.
-    - The directory holds the same study already, which continues. If it has grown, for example by a
-      variant, both files are written again.
-
-    Raises ConfigError if the directory holds another study, or parts of one.
+    Raises:
+        ConfigError: The directory holds another study, or parts of one.
     """
     declared = content(study, arms)
     study_file = path / 'study.json'
@@ -100,7 +95,7 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
         is_new = not (study_file.exists() or ledger_file.exists() or (path / 'runs').exists())
-        earlier = None  # what study.json holds already
+        earlier = None  # the present content of study.json
         if study_file.exists():
             earlier = records.read_json(study_file, {})
             declared = _continued(study_file, study, earlier, declared)
@@ -109,11 +104,12 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
         _check_runs(path, study, arms)
         repeats = _repeats(path, declared) if is_new else None
 
-        # The ledger is written first; see `_require_declared`.
+        # The ledger is written first, so that the study can continue after a crash in between.
         ledger.declare(path, declared, repeats)
-        if earlier is None or ledger.declaration_digest(earlier) != ledger.declaration_digest(
-            declared
-        ):
+        is_written = earlier is not None and (
+            ledger.declaration_digest(earlier) == ledger.declaration_digest(declared)
+        )
+        if not is_written:
             records.write_json(study_file, declared)
     return declared
 
@@ -121,15 +117,15 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
 def _require_declared(
     study_file: Path, earlier: dict[str, Any] | None, declared: dict[str, Any]
 ) -> None:
-    """Raises ConfigError unless the ledger has recorded the hash of study.json.
+    """Raises ConfigError unless the ledger has the hash of the old or new content of study.json.
 
-    The ledger is written before study.json. If a worker crashed between the two, the ledger already
-    has the hash of the content that study.json still has to get.
+    The ledger is written before study.json. It has the hash of the new content if a worker crashed
+    before it wrote study.json.
 
     Args:
-        study_file: The study.json.
-        earlier: Its content; None if there is no such file.
-        declared: The content that it has to get.
+        study_file: The path of study.json.
+        earlier: The present content of study.json; None without this file.
+        declared: The content to write to study.json.
     """
     ledger_file = study_file.parent / ledger.NAME
     valid_hashes = [ledger.declaration_digest(declared)]
@@ -143,7 +139,11 @@ def _require_declared(
 
 
 def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if `declare` would refuse the study; writes nothing."""
+    """Makes the checks of `declare`, without writing any file.
+
+    Raises:
+        ConfigError: The study cannot be declared in this directory.
+    """
     require_no_run(path)
     require_chain(path, study, arms)
     study_file = path / 'study.json'
@@ -154,13 +154,13 @@ def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
 
 
 def require_chain(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if a new study in `path` cannot repeat the study that it names."""
+    """Raises ConfigError if a new study cannot repeat the study named by `study.repeats`."""
     if study.repeats is not None and not (path / ledger.NAME).exists():
         _repeats(path, content(study, arms))
 
 
 def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
-    """Returns what a ledger declares about the repeated study (`chain.declared_repeat`).
+    """Returns the name and hash of the repeated study, from `chain.declared_repeat`.
 
     Raises ConfigError if the study cannot be repeated.
     """
@@ -173,20 +173,19 @@ def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
 def _continued(
     file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checks that a study may continue in its directory; returns the content of its study.json.
+    """Checks that a study may continue in its directory, and returns the new study.json.
 
-    It may have gained variants, sizes and corpora. Settings of the machine may have changed too,
-    but the result has those of `earlier`. All other content is that of `declared`.
+    Returns `declared`, but with the settings of the machine (such as `mesh`) of `earlier`.
 
     Args:
-        file: The study.json in the directory.
+        file: The path of study.json.
         study: The study to continue with.
-        earlier: The present content of `file`.
+        earlier: The present content of study.json.
         declared: What `content` returns for `study`.
 
     Raises:
-        ConfigError: The study leaves out a variant, a size or a corpus of `earlier`, or has another
-            value of any other setting; or this version does not know a setting of `earlier`.
+        ConfigError: The study lacks a variant, size or corpus of `earlier`, changes another
+            setting, or has a setting that is unknown to this version.
         RunDirectoryError: `earlier` is damaged.
     """
     try:
@@ -198,17 +197,17 @@ def _continued(
         raise records.damaged_file_error(file, error, records.ADVICE) from error
     base: Config = with_machine_of(study.base, earlier_base)
 
-    # What is left out? If a variant is, so are all its arms, and naming the variant is enough.
     left_out = []
     for name in GROWING:
         for value in earlier[name]:
             if value not in declared[name]:
                 left_out.append(f'{name}: {value!r} is left out')
+    # The arms of a missing variant are missing too, so only the first entry is reported.
     changes = left_out[:1]
 
-    # Which other settings have changed?
     earlier_settings = _fixed_settings(study, earlier, earlier_base)
-    changes += differences(earlier_settings, _fixed_settings(study, declared, base))
+    new_settings = _fixed_settings(study, declared, base)
+    changes += differences(earlier_settings, new_settings)
     if changes:
         raise ConfigError(
             f'workdir={file.parent} holds a study with other settings:\n  '
@@ -222,20 +221,19 @@ def _continued(
 def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dict[str, Any]:
     """Returns the settings in a study.json that must not change when the study continues.
 
-    The file may have been written by an earlier version, which did not have all settings of this
-    version. Such settings get their defaults, so that the files of both versions can be compared.
+    A file of an earlier version may lack settings. They get their defaults.
 
     Args:
-        study: Any study; its class has the defaults.
+        study: A study, whose class has the defaults.
         declared: The content of study.json.
-        base: The base config in this content.
+        base: The base config in `declared`.
     """
-    cls: Any = type(study)
-    # Every file has the settings of schema 1, the oldest one.
-    fields_of_schema_1 = serialize.fields_added_by_schema('1', cls)
+    study_class: Any = type(study)
+    # Schema 1 is the oldest one, so all files have its fields.
+    fields_of_all_files = serialize.fields_added_by_schema('1', study_class)
     settings: dict[str, Any] = {}
-    for name, default in serialize.defaults(cls).items():
-        if name not in fields_of_schema_1:
+    for name, default in serialize.defaults(study_class).items():
+        if name not in fields_of_all_files:
             settings[name] = default
     settings |= declared
     for name in EXTENSIBLE:
@@ -245,11 +243,10 @@ def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dic
 
 
 def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
-    """Raises ConfigError if this version of qkattn would train a finished run again.
+    """Raises ConfigError if a finished run of plan.jsonl is not in the plan of this version.
 
-    Two versions may plan different runs for the same study. For example, an earlier version has
-    trained an arm with d_model=104, and this version matches the arm at d_model=112. The finished
-    run is then in plan.jsonl, but not in the plan that this version makes.
+    Two versions may plan different runs for the same study. For example, an earlier version may
+    have matched an arm at d_model=104, and this version matches it at d_model=112.
 
     Raises RunDirectoryError for a damaged line of plan.jsonl.
     """
@@ -261,8 +258,7 @@ def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     schema = {'run': str, 'directory': str, 'control': str | None}
     for run in records.read_lines(file, schema, advice, stored.check_run_directory):
         is_planned = run['run'] in planned_ids
-        # Only decided arms are trained longer. If arms are added, the tests become stricter, and an
-        # arm may no longer be decided. Its longer runs may then leave the plan.
+        # Only decided arms are trained longer, and added arms may leave an arm undecided.
         may_leave_plan = run['control'] == LONGER
         if is_planned or may_leave_plan:
             continue
