@@ -1,7 +1,7 @@
-"""Several workers of a study on one machine, each on cores or GPUs of its own.
+"""Several workers of a study on one machine, each with its own cores or GPUs.
 
-The parent trains nothing. It starts the workers (python -m qkattn.study.local_workers), prints
-their lines behind their numbers, and ends with them; where one crashes, the others go on.
+The parent process does not train. It starts the workers as child processes (python -m
+qkattn.study.local_workers), and prints their output. If a worker crashes, the other workers go on.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 AUTO = 'auto'
 COMMAND = [sys.executable, '-m', 'qkattn.study.local_workers']
-# Seconds between two looks at the workers.
+# The longest wait for output of the workers, in seconds.
 _TICK = 0.2
 # Bytes of memory that a process takes before it trains.
 _PROCESS = 2**30
@@ -39,9 +39,9 @@ _TRAINING = 4
 
 
 def parse(text: str) -> int | None:
-    """Parses the value of --workers: a number, or 'auto', which is None.
+    """Parses the value of --workers: a number of at least 1, or 'auto', which returns None.
 
-    Raises ConfigError for other text, and for a number below 1.
+    Raises ConfigError for any other text.
     """
     if text == AUTO:
         return None
@@ -60,51 +60,50 @@ def count_workers(
 ) -> int:
     """Returns how many workers to start on this machine, at least 1.
 
-    For example, a machine with 4 GPUs has room for 4 workers if each trains on one GPU. If only 3
-    runs are left, 3 workers are started, as a worker trains one run at a time.
-
-    - With GPUs, each worker takes the GPUs of its mesh and one core.
-    - Without GPUs, each worker takes one core. If `max_workers` is None, the workers also have to
-      fit into memory.
-    - An accelerator that cannot be divided has one worker.
+    A worker takes one core and, if the machine has GPUs, the GPUs of the study's mesh. No more
+    workers are started than there are runs to train.
 
     Args:
         study: The study.
-        arms: Its arms.
-        max_workers: The number that the user asks for. Fewer are started if there is no room for
-            them. None asks for as many as there is room for.
-        runs_left: The runs planned so far that have no result.
+        arms: The arms of the study.
+        max_workers: The largest number of workers. If None, it is limited by the machine only. On
+            a machine without GPUs, the workers then also have to fit into memory.
+        runs_left: The planned runs without a result, longest first.
     """
     gpus = _gpus()
     if gpus is None:
-        # One process drives all chips of such an accelerator.
+        # The accelerator cannot be divided: one process drives all its chips.
         return 1
 
-    # How many workers does the machine have room for?
-    room = float(len(machine.usable_cores()))
+    # How many workers fit on the machine?
+    num_fitting = float(len(machine.usable_cores()))
     if gpus:
-        gpus_of_worker = math.prod(dataclasses.astuple(study.base.mesh))
-        room = min(room, len(gpus) // gpus_of_worker)
+        gpus_per_worker = math.prod(dataclasses.astuple(study.base.mesh))
+        num_fitting = min(num_fitting, len(gpus) // gpus_per_worker)
     elif max_workers is None and runs_left:
-        memory_of_worker = _PROCESS + _TRAINING * least_memory(runs_left[0].config)
-        room = min(room, machine.free_memory() / memory_of_worker)
+        longest_run = runs_left[0]
+        bytes_per_worker = _PROCESS + _TRAINING * least_memory(longest_run.config)
+        num_fitting = min(num_fitting, machine.free_memory() / bytes_per_worker)
 
-    # How many workers have something to do? The plan of a tuned study grows: each arm has further
-    # runs once its first one is finished.
-    num_busy = len(runs_left)
+    # How many workers are needed? In a tuned study, each arm gets further runs as others finish.
+    num_needed = len(runs_left)
     if runs_left and study.tuning.seeds:
-        num_busy = max(num_busy, len(arms))
-    number = min(room, num_busy)
+        num_needed = max(num_needed, len(arms))
+    num_workers = min(num_fitting, num_needed)
     if max_workers is not None:
-        number = min(number, max_workers)
-    return max(1, int(number))
+        num_workers = min(num_workers, max_workers)
+    return max(1, int(num_workers))
 
 
 def run(study: Study, workdir: str | Path, arms: list[PlannedArm], max_workers: int | None) -> Path:
-    """Trains until every run of the study has its result; returns the study's directory.
+    """Trains until every run of the study has a result; returns the study's directory.
 
-    Starts at most `max_workers` workers, each a process of its own. If `max_workers` is None, it
-    starts as many as there is room for. A single worker trains in this process.
+    Args:
+        study: The study.
+        workdir: The directory of the study.
+        arms: The arms of the study.
+        max_workers: The largest number of workers; None for as many as the machine can run. A
+            single worker trains in this process.
 
     Raises:
         ConfigError, Stopped: As in `worker.run`.
@@ -112,19 +111,20 @@ def run(study: Study, workdir: str | Path, arms: list[PlannedArm], max_workers: 
     """
     path = check_directory(workdir)
     declaration.require_chain(path, study, arms)
-    number = 1
+    num_workers = 1
     if max_workers != 1:
         declaration.require_no_run(path)
         runs_left = worker.runs_without_result(study, arms, path)
-        number = count_workers(study, arms, max_workers, runs_left)
-        log.info('%s: workers on this machine: %d', study.name, number)
-    if number == 1:
+        num_workers = count_workers(study, arms, max_workers, runs_left)
+        log.info('%s: workers on this machine: %d', study.name, num_workers)
+    if num_workers == 1:
         return worker.run(study, path, arms=arms)
 
     with StopRequest() as stop:
-        # This process ends after its workers, which save their state first.
+        # After a stop signal, this process waits until the workers have saved their state.
         stop.defer_exit()
-        last_crash = _train(number, (study, path, arms, sys.orig_argv), stop)
+        task = (study, path, arms, sys.orig_argv)
+        last_crash = _train(num_workers, task, stop)
     runs_left = worker.runs_without_result(study, arms, path)
     if runs_left:
         reason = last_crash or 'no worker is left'
@@ -134,27 +134,35 @@ def run(study: Study, workdir: str | Path, arms: list[PlannedArm], max_workers: 
     return path
 
 
-def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
-    """Sends the task to `number` workers and prints their lines until all have ended.
+def _train(num_workers: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
+    """Starts workers on a task, and prints their output until all of them have ended.
 
-    The workers share the cores and GPUs of the machine. Returns a sentence about the last worker
-    that crashed, or None. Raises Stopped if a stop was requested. Otherwise, if workers refused the
-    task, raises ConfigError with their last lines.
+    Args:
+        num_workers: The number of workers. They share the cores and GPUs of the machine.
+        task: The arguments of `children.Child.send`.
+        stop: Tells whether the workers have to stop.
+
+    Returns:
+        A sentence about the last worker that crashed, or None.
+
+    Raises:
+        Stopped: A stop was requested.
+        ConfigError: Workers refused the task. The message has their last lines.
     """
     workers: dict[int, children.Child] = {}  # the running workers by number
     last_line: dict[int, str] = {}  # the last line that each worker printed
     refusals: list[str] = []  # the last lines of workers that refused the task
     last_crash = None
     is_stopping = False
-    cores_of_worker = machine.split_evenly(machine.usable_cores(), number)
-    gpus_of_worker = machine.split_evenly(_gpus() or [], number)
+    cores_of_worker = machine.split_evenly(machine.usable_cores(), num_workers)
+    gpus_of_worker = machine.split_evenly(_gpus() or [], num_workers)
     try:
-        for i in range(number):
-            variables = {}
+        for i in range(num_workers):
+            environment = {}
             if gpus_of_worker[i]:
-                variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus_of_worker[i])
-            workers[i] = children.Child(COMMAND, cores_of_worker[i], variables)
-        # A child takes seconds to start, so all are started before the first one is sent its task.
+                environment['CUDA_VISIBLE_DEVICES'] = ','.join(gpus_of_worker[i])
+            workers[i] = children.Child(COMMAND, cores_of_worker[i], environment)
+        # A child takes seconds to start. All of them start at once, before any gets its task.
         for child in workers.values():
             child.send(*task)
 
@@ -166,8 +174,7 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
                 for child in workers.values():
                     child.stop()
             for i, child in list(workers.items()):
-                # The exit code is asked for before the lines are read: if the child has ended, its
-                # output is then complete.
+                # Ask for the exit code first: the output of an ended child is complete.
                 exit_code = child.ended()
                 for line in child.lines(last=exit_code is not None):
                     say(f'[{i}] {line}\n', sys.stderr)
@@ -175,7 +182,6 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
                 if exit_code is None:
                     continue
 
-                # The child has ended: it refused the task, crashed, or is done.
                 child.close()
                 del workers[i]
                 if exit_code == EXIT_CONFIG:
@@ -196,21 +202,21 @@ def _train(number: int, task: tuple[Any, ...], stop: StopRequest) -> str | None:
 
 
 def _crash(number: int, exit_code: int) -> str:
-    """Describes how a worker crashed. An exit code below zero is the number of a signal."""
-    if exit_code < 0:
+    """Describes how a worker crashed."""
+    if exit_code < 0:  # minus the number of a signal
         return f'worker {number} crashed (ended by signal {-exit_code})'
     return f'worker {number} crashed (exit code {exit_code})'
 
 
 @signals.exit_on_signal()
 def main() -> None:
-    """Trains the study that the parent sends."""
+    """Trains the study that the parent process sends."""
     keep_programs()
     pipe = children.pipe_to_parent()
     if pipe is None:
         raise ConfigError('qkattn.study.local_workers is started by ablate --workers')
-    # The command that is recorded is that of the parent.
-    study, workdir, arms, sys.orig_argv = pipe.recv()
+    study, workdir, arms, parent_command = pipe.recv()
+    sys.orig_argv = parent_command  # the command that study.json records
     worker.run(study, workdir, arms=arms)
 
 
