@@ -1,4 +1,4 @@
-"""What the runs of a study take of a pod: a dry run of each model, on any machine."""
+"""Memory and FLOPs of a study's runs on a pod, from a dry run on any machine."""
 
 from collections.abc import Sequence
 
@@ -12,20 +12,22 @@ from qkattn.train.chips import GB
 
 
 def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> str:
-    """Returns a table of memory and FLOPs on a pod, with a row for each model of a study.
+    """Returns a table of memory and FLOPs on a pod, with notes below.
 
-    Of each model, the run with the most trials is compiled. Notes on the programs and warnings
-    follow the table. Raises ConfigError as `dry_run.describe` does.
+    The table has a row for each model. Its run with the most trials is compiled.
 
     Args:
       study: the study.
-      arms: its arms.
+      arms: the arms of the study.
       topology: the name of the pod, such as 'h100-1x8'; see `dry_run.Pod`.
+
+    Raises:
+      ConfigError: as in `dry_run.describe`.
     """
     largest_runs = _largest_runs(fewest_runs(study, arms))
     keys = [run.arm.key for run in largest_runs]
     rows: list[list[str]] = []
-    arms_of_note: dict[str, list[str]] = {}  # titles of arms by note
+    arms_by_note: dict[str, list[str]] = {}  # titles of arms
     for run in largest_runs:
         title = row_title(run.arm.key, keys)
         with waiting(study.name, f'compiling {title}'):
@@ -45,24 +47,25 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
             ]
         )
         for note in description.notes:
-            arms_of_note.setdefault(note, []).append(title)
+            arms_by_note.setdefault(note, []).append(title)
 
-    # Each column has a title, and whether it is flush left. '|' is a line break in a title.
-    titles = [('arm', True)]
+    # Pairs (title, whether the column is left-aligned). '|' is a line break.
+    columns = [('arm', True)]
     names = ('trials', 'tokens|per step', 'state|GB', 'memory|GB', 'of HBM', 'TFLOP', 'ms at|peak')
-    titles += [(name, False) for name in names]
-    lines = [text_table(titles, rows), 'state, memory and TFLOP are per device, and of one step']
-    for note, titles_of_arms in arms_of_note.items():
-        applies_to_all = len(titles_of_arms) == len(rows)
-        lines.append(note if applies_to_all else f'{", ".join(titles_of_arms)}: {note}')
+    columns += [(name, False) for name in names]
+    lines = [text_table(columns, rows), 'state, memory and TFLOP are per device, and of one step']
+    for note, arms_with_note in arms_by_note.items():
+        if len(arms_with_note) != len(rows):
+            note = f'{", ".join(arms_with_note)}: {note}'
+        lines.append(note)
     return '\n'.join(lines)
 
 
 def _largest_runs(planned: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Returns the run with the most trials of each model, in the order of the plan."""
-    largest: dict[object, PlannedRun] = {}
+    """Returns for each model the run with the most trials."""
+    largest: dict[object, PlannedRun] = {}  # by model
     for run in planned:
-        earlier = largest.setdefault(run.config.model, run)
-        if len(run.config.trials.trials()) > len(earlier.config.trials.trials()):
+        largest_so_far = largest.setdefault(run.config.model, run)
+        if len(run.config.trials.trials()) > len(largest_so_far.config.trials.trials()):
             largest[run.config.model] = run
     return list(largest.values())
