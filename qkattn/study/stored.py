@@ -1,13 +1,12 @@
-"""A stored study: a study's directory as a few files, from which reports can be made again.
+"""Stored studies: a study as a few files, enough for reports and to continue the study.
 
     study.json, ledger.jsonl, yardsticks.json   as in the study's directory
     logs.zip        plan.jsonl, results.jsonl, and for each run
         metrics.jsonl       without training records
-        documents.json      for runs other than screening runs
-        documents.sha256    for screening runs: the hash of documents.json, which the ledger needs
+        documents.json      not for screening runs
+        documents.sha256    for screening runs: the hash of documents.json, for the ledger
 
-Reports read the files inside the archive. A copy of a stored study can be continued: `ablate`
-unpacks the files first.
+Reports read the files inside the archive. `ablate` unpacks the archive before it continues a study.
 """
 
 import functools
@@ -33,25 +32,25 @@ from qkattn.study.tuning import SCREENING
 
 LOGS = 'logs.zip'
 MAX_LOGS = 2**30  # bytes; they are kept in memory
-# The files of a stored study beside its logs.
+# The files of a stored study outside the archive.
 WHOLE_FILES = ('study.json', 'ledger.jsonl', 'yardsticks.json')
 PLAN = 'plan.jsonl'
 RESULTS = 'results.jsonl'
 METRICS = 'metrics.jsonl'
 DOCUMENTS = 'documents.json'
-# The files of a run in the logs.
+# The files of a run in the archive.
 RUN_FILES = (METRICS, DOCUMENTS, DOCUMENTS_SHA256)
-# A run's directory must not have one of these names, as they are names of files.
+# Names of files, which a run's directory must not have.
 _TAKEN = {*WHOLE_FILES, *RUN_FILES, LOGS, PLAN, RESULTS, 'lock'}
 _ADVICE = 'restore it from a copy'
-# A line of results.jsonl has these fields in addition to those of an entry in result.json.
+# The fields of results.jsonl that result.json does not have.
 _ONLY_IN_RESULTS = ('study', 'run', *ARM_KEY, 'stage', 'knob', 'target_parameters', 'residual')
 
 Record = dict[str, Any]
 
 
 class StoredFiles:
-    """The files of a stored study. `files / name` is a file, as with a study's directory."""
+    """The files of a stored study. `files / name` opens a file, as with the path of a directory."""
 
     def __init__(self, directory: Path, logs: bytes):
         """Opens a stored study and checks which files its archive has.
@@ -91,33 +90,35 @@ class StoredFiles:
 def open_files(directory: str | Path) -> Path | StoredFiles:
     """Opens the files of a study: `open_files(directory) / 'plan.jsonl'` can be read.
 
-    Returns the directory itself, or for a stored study, which has its logs in an archive, a
-    StoredFiles. Callers cache what they compute from these files, with the returned object as the
-    key. So a stored study gets the same object again until one of its files changes.
+    Returns the path of the directory or, for a stored study, a StoredFiles. The StoredFiles is the
+    same object in all calls until a file changes, so it can be the key of a cache.
 
-    Raises ReportError if the stored study is damaged.
+    Raises:
+        ReportError: The stored study is damaged.
     """
     path = as_path(directory)
-    logs = path / LOGS
-    if not logs.is_file():
+    logs_file = path / LOGS
+    if not logs_file.is_file():
         return path
-    size = version_of(logs)[0]
+    size, _ = version_of(logs_file)
     if size > MAX_LOGS:
-        raise ReportError(f'{logs} has {size:,} bytes, more than {MAX_LOGS:,}; {_ADVICE}')
+        raise ReportError(f'{logs_file} has {size:,} bytes, more than {MAX_LOGS:,}; {_ADVICE}')
     with read_errors(path):
-        content = logs.read_bytes()
+        logs = logs_file.read_bytes()
         other_files = [_bytes_or_none(path / name) for name in WHOLE_FILES]
-    return _same_stored_files(path, content, tuple(other_files))
+    return _same_stored_files(path, logs, tuple(other_files))
 
 
 @functools.lru_cache(maxsize=64)
 def _same_stored_files(
     directory: Path, logs: bytes, other_files: tuple[bytes | None, ...]
 ) -> StoredFiles:
-    """Returns a StoredFiles: the same object for the same arguments.
+    """Returns a StoredFiles, which is the same object for the same content of all files.
 
-    `logs` is the content of logs.zip. `other_files`, the content of WHOLE_FILES, is an argument
-    only so that a change in one of these files gives another object.
+    Args:
+        directory: The directory of the stored study.
+        logs: The content of logs.zip.
+        other_files: The content of WHOLE_FILES. It is only part of the cache key.
     """
     return StoredFiles(directory, logs)
 
@@ -128,20 +129,20 @@ def _bytes_or_none(file: Path) -> bytes | None:
 
 
 def pack(study: Files, destination: Path) -> None:
-    """Writes a study in its stored form to the directory `destination`.
+    """Writes a study as a stored study.
 
-    The stored form is an archive of the logs, and the files WHOLE_FILES, such as study.json, as
-    they are. Checkpoints, training records and provenance.json, which names machines and users, are
-    left out. If the result could not be read again, raises ReportError and writes nothing.
+    Leaves out checkpoints, training records and provenance.json.
 
-    `study` is the directory of the study, or the files of a study that is stored already. Of both,
-    `study / 'study.json'` is a file.
+    Args:
+        study: The files of the study, from `open_files`.
+        destination: The directory to write to.
+
+    Raises:
+        ReportError: The stored study could not be read again. Nothing is written then.
     """
     logs = zip_bytes(dict(_stored_logs(study)))
-    # Opens the archive as a reader will, which raises ReportError if that fails.
-    StoredFiles(destination, logs)
-    # The logs are written last, and study.json first. If the export is interrupted, it can be
-    # repeated: study.json shows that `destination` holds the same study.
+    StoredFiles(destination, logs)  # raises ReportError if the logs cannot be read
+    # study.json is written first: it identifies the study if the export has to be repeated.
     for name in WHOLE_FILES:
         if (study / name).is_file():
             write_atomic(destination / name, (study / name).read_bytes())
@@ -149,11 +150,9 @@ def pack(study: Files, destination: Path) -> None:
 
 
 def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
-    """Yields the name and the content of each file for the logs.zip of a study.
+    """Yields the name and content of each file to store in logs.zip.
 
-    They are the plan, the results, and for each run its metrics and its documents. Of the documents
-    of a screening run, only the SHA-256 is stored: no verdict uses them, but the ledger has to
-    check them.
+    Documents of a screening run are stored as their SHA-256.
     """
     yield PLAN, _complete_lines(study / PLAN)
     yield RESULTS, _complete_lines(study / RESULTS)
@@ -164,9 +163,9 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
             yield f'{directory}/{METRICS}', _complete_lines(metrics)
 
         documents = study / directory / DOCUMENTS
-        digest: str | None = None  # of documents that are left out
+        digest: str | None = None
         if not documents.is_file():
-            # `study` may be a stored study, which has only the SHA-256.
+            # If `study` is a stored study, it may have the SHA-256.
             digest = left_out_documents(study / directory)
         elif run['stage'] == SCREENING:
             digest = hashlib.sha256(documents.read_bytes()).hexdigest()
@@ -177,7 +176,7 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
 
 
 def _complete_lines(path: Readable) -> bytes:
-    """Returns the lines of a file without training records and without an unfinished last line.
+    """Returns a file without training records and without an unfinished last line.
 
     Returns b'' if the file does not exist.
     """
@@ -190,9 +189,11 @@ def _complete_lines(path: Readable) -> bytes:
 def unpack_in_place(directory: Path) -> None:
     """Unpacks a stored study, so that workers can continue it. Does nothing for other studies.
 
-    A run with results is finished. It also gets a result.json, because workers look for this file.
-    A run without results starts again from step 0, because checkpoints are not stored. If the
-    stored study is damaged, or a run's directory is a link, raises ReportError and writes nothing.
+    Finished runs get a result.json. Unfinished runs start again, as checkpoints are not stored.
+
+    Raises:
+        ReportError: The stored study is damaged, or a run's directory is a link. Nothing is
+            written then.
     """
     files = open_files(directory)
     if not isinstance(files, StoredFiles):
@@ -202,7 +203,7 @@ def unpack_in_place(directory: Path) -> None:
         _refuse_links(directory, run['directory'])
     results_by_run = _results_by_run(files)
 
-    # All files of the archive, but not the metrics of runs that start again and write their own.
+    # Unfinished runs will write new metrics.
     names_left_out: set[str] = set()
     for run in runs:
         if run['run'] not in results_by_run:
@@ -215,28 +216,24 @@ def unpack_in_place(directory: Path) -> None:
         if run['run'] in results_by_run:
             file = directory / run['directory'] / 'result.json'
             write_json(file, results_by_run[run['run']])
-    # The archive is removed last, so that a crash before this line does no harm.
+    # The archive is removed last, so that the call can be repeated after a crash.
     (directory / LOGS).unlink()
 
 
 def _results_by_run(files: StoredFiles) -> dict[str, list[Record]]:
-    """Returns the content of result.json for each run with results, by its id.
-
-    It is a list with one entry for each trial: the line of the trial in results.jsonl, without the
-    fields that describe the run.
-    """
+    """Returns the content of result.json for each finished run, by id: a list of its trials."""
     results_by_run: dict[str, list[Record]] = {}
     for line in read_lines(files / RESULTS, {'run': str}):
-        entry = {name: value for name, value in line.items() if name not in _ONLY_IN_RESULTS}
-        results_by_run.setdefault(line['run'], []).append(entry)
+        trial = {name: value for name, value in line.items() if name not in _ONLY_IN_RESULTS}
+        results_by_run.setdefault(line['run'], []).append(trial)
     return results_by_run
 
 
 def planned(plan: Readable) -> list[Record]:
     """Reads the runs of plan.jsonl; returns [] if the file does not exist.
 
-    Raises ReportError for a damaged line, and for a run whose directory is not one or two
-    components below the study.
+    Raises:
+        ReportError: A line is damaged, or `check_run_directory` refuses its directory.
     """
     if not plan.is_file():
         return []
@@ -248,7 +245,7 @@ def planned(plan: Readable) -> list[Record]:
 
 
 def check_run_directory(run: Mapping[str, Any]) -> None:
-    """Raises ValueError unless a run's directory is one or two components below its study."""
+    """Raises ValueError unless `run['directory']` is a valid path such as 'runs/qk-vo-0123'."""
     directory = run['directory']
     parts = directory.split('/')
     if not is_clean(directory) or len(parts) > 2 or not _TAKEN.isdisjoint(parts):
@@ -258,7 +255,7 @@ def check_run_directory(run: Mapping[str, Any]) -> None:
 
 
 def _refuse_links(directory: Path, name: str) -> None:
-    """Raises ReportError if `name`, a directory below the study to write into, is a link."""
+    """Raises ReportError if part of the path `name` in a study's directory is a link."""
     link = first_link(directory, *name.split('/'))
     if link is not None:
         raise ReportError(f'{link} is a link, but files of {directory / LOGS} go there; remove it')
