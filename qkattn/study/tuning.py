@@ -1,7 +1,6 @@
-"""Coordinate-wise tuning: the settings of an arm one at a time, each bracketed on a geometric grid.
+"""Coordinate-wise tuning: the settings of an arm are tuned one at a time, on geometric grids.
 
-Tuning is a pure function of the grids and the losses measured so far. So a plan and a report derive
-the same settings.
+Tuning is a pure function of the first grids and of the losses measured so far.
 """
 
 import dataclasses
@@ -12,22 +11,22 @@ from qkattn.config import INDEPENDENT_END, TuningConfig
 from qkattn.stats import sweep
 from qkattn.stats.sweep import Sweep
 
-# A knob is a setting that may be tuned. Trials of one program may have different values of these.
+# Knobs are settings that may be tuned. The values of these knobs may differ between the trials of a
+# run.
 TRIAL_KNOBS = ('learning_rate', 'weight_decay')
-# The values of these knobs are compiled into a program.
+# The values of these knobs are compiled into the program of a run.
 MODEL_KNOBS = ('score_scale', 'init_embedding', 'init_qk', 'init_vo', 'init_mlp')
-# All knobs, in the order of tuning. While a knob is tuned, earlier ones have their chosen values.
-# Later ones have the middle of their grids.
+# All knobs, in the order of tuning.
 KNOBS = TRIAL_KNOBS + MODEL_KNOBS
 
-# What a run is for: screening values of one knob.
+# The stage of a run that screens values of one knob.
 SCREENING = 'screening'
-# Training on the seeds of the verdict, at the chosen values.
+# The stage of a run at the tuned settings.
 VERDICT = 'verdict'
-# Both at once, in a study without tuning.
+# The stage of a run in a study without tuning.
 SINGLE = 'single'
 
-# A value of every knob, in the order of KNOBS.
+# A value of each knob, in the order of KNOBS.
 Settings = tuple[float, ...]
 # The losses by settings and seed; None for a diverged trial.
 Measured = Mapping[Settings, Mapping[int, float | None]]
@@ -35,19 +34,16 @@ Measured = Mapping[Settings, Mapping[int, float | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The state of an arm's tuning."""
+    """The state of an arm's tuning, and what to screen next."""
 
-    # The sweep of each knob that was screened so far. The last one may be unfinished.
-    sweeps: dict[str, Sweep]
-    # The chosen value of each tuned knob, and the middle of the grid of each other one.
-    settings: Settings
-    # The knob to screen next, with its values and seeds. None and () once tuning has ended.
-    knob: str | None
-    values: tuple[float, ...]
-    seeds: tuple[int, ...]
+    sweeps: dict[str, Sweep]  # by knob; the last one may be unfinished
+    settings: Settings  # the chosen value of each tuned knob, else the middle of the grid
+    knob: str | None  # to screen next; None once tuning has ended
+    values: tuple[float, ...]  # the values of `knob` to screen next
+    seeds: tuple[int, ...]  # the seeds to screen next
 
     def at(self, value: float) -> Settings:
-        """Returns the settings with `value` for the knob to screen next."""
+        """Returns the settings with `value` for `knob`."""
         assert self.knob is not None
         return with_knob(self.settings, self.knob, value)
 
@@ -57,21 +53,19 @@ def tune(
 ) -> Tuning:
     """Tunes one knob after the other, as far as the measured losses allow.
 
-    First the grid of a knob grows until it has worse values on both sides of the best one. Then its
-    values get further seeds, as many at a time as at first, for as long as one of these holds:
+    The grid of a knob grows until it has worse values on both sides of the best value. Then the
+    values get further seeds, up to `limits.max_seeds`, until both conditions hold:
 
-    - the best value is not significantly better than values on both sides;
-    - the bound on the excess loss at the chosen value is above `limits.max_excess`.
-
-    A value at which a seed diverged is worse than all others, so it gets no further seeds.
+    - the best value is significantly better than values on both sides;
+    - the bound on the excess loss at the chosen value is at most `limits.max_excess`.
 
     Args:
         grids: The first values of each knob, ascending by one factor. A knob with a single value is
             not tuned.
-        limits: The seeds of the screening, and how far grids and seeds may grow.
-        measured: The losses so far. It may hold more settings and seeds than needed.
-        decay: The optimizer's kind of weight decay. The optimizer refuses an 'independent' weight
-            decay of INDEPENDENT_END or more, so grids stay below.
+        limits: The first seeds, and how far grids and seeds may grow.
+        measured: The losses so far, by settings and seed.
+        decay: The optimizer's kind of weight decay. The grid of 'independent' weight decay stays
+            below INDEPENDENT_END.
 
     Returns:
         What to screen next, or the chosen settings.
@@ -89,58 +83,56 @@ def tune(
         seeds = limits.seeds
         is_chosen = False
         while not is_chosen:
-            # Are losses missing? Then they have to be measured before tuning goes on.
-            losses_of_value = {}
+            losses_by_value = {}
             for value in values:
-                loss_of_seed = measured.get(with_knob(settings, knob, value), {})
-                losses_of_value[value] = _losses_at_value(loss_of_seed, seeds)
-            next_to_screen = _next_to_screen(losses_of_value, seeds)
+                loss_by_seed = measured.get(with_knob(settings, knob, value), {})
+                losses_by_value[value] = _losses_at_value(loss_by_seed, seeds)
+            next_to_screen = _next_to_screen(losses_by_value, seeds)
             if next_to_screen is not None:
-                return Tuning(sweeps, settings, knob, *next_to_screen)
+                next_values, next_seeds = next_to_screen
+                return Tuning(sweeps, settings, knob, next_values, next_seeds)
 
-            # Do they ask for further values, or for further seeds? If not, they choose a value.
-            swept = sweep.fit(losses_of_value, limits.choice)
+            # All losses are measured. Add values, add seeds, or choose a value.
+            swept = sweep.fit(losses_by_value, limits.choice)
             sweeps[knob] = swept
             further_values = sweep.next_values(swept, ratio, limits.max_points, end)
             if further_values:
                 values += further_values
             elif len(seeds) < limits.max_seeds and _needs_seeds(swept, limits):
-                number = min(len(seeds) + len(limits.seeds), limits.max_seeds)
-                seeds = screening_seeds(limits, number)
+                num_seeds = min(len(seeds) + len(limits.seeds), limits.max_seeds)
+                seeds = screening_seeds(limits, num_seeds)
             else:
                 settings = with_knob(settings, knob, swept.chosen)
                 is_chosen = True
-    return Tuning(sweeps, settings, None, (), ())
+    return Tuning(sweeps, settings, knob=None, values=(), seeds=())
 
 
 def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[int, ...]:
-    """Returns the first `number` seeds of the screening, by default all that it may use.
+    """Returns the first `number` screening seeds.
 
-    They are `limits.seeds`, followed by the integers after the largest of these.
+    For example, `limits.seeds` = (3, 5) continues as (3, 5, 6, 7, ...).
+
+    Args:
+        limits: The config of the tuning.
+        number: The number of seeds; by default `limits.max_seeds`.
     """
     if number is None:
         number = limits.max_seeds
-    first_drawn = max(limits.seeds) + 1
-    num_drawn = number - len(limits.seeds)
-    return (*limits.seeds, *range(first_drawn, first_drawn + num_drawn))
+    first_added = max(limits.seeds) + 1
+    num_added = number - len(limits.seeds)
+    return (*limits.seeds, *range(first_added, first_added + num_added))
 
 
 def _losses_at_value(
-    loss_of_seed: Mapping[int, float | None], seeds: tuple[int, ...]
+    loss_by_seed: Mapping[int, float | None], seeds: tuple[int, ...]
 ) -> dict[int, float | None]:
     """Returns the losses of the given seeds at one value of a knob, such as learning_rate=0.003.
 
-    The loss of a diverged seed is None. A seed that still has to be trained has no entry. With the
-    seeds 0, 1 and 2, for example:
-
-        loss_of_seed          returned
-        {0: 2.9, 1: 3.0}      {0: 2.9, 1: 3.0}             seed 2 still has to be trained
-        {0: 2.9, 1: None}     {0: 2.9, 1: None, 2: None}   seed 2 need not be trained
-
-    A value of a knob with a diverged seed ranks behind all values without one. Further seeds would
-    not change that, so they are not trained, and count as diverged.
+    The loss of a diverged seed is None. Seeds that still have to be trained are left out. If any
+    seed diverged, the value cannot be the best one, so no further seeds are trained. They count as
+    diverged: {0: 2.9, 1: None} becomes {0: 2.9, 1: None, 2: None} for the seeds (0, 1, 2).
     """
-    measured = {seed: loss_of_seed[seed] for seed in seeds if seed in loss_of_seed}
+    measured = {seed: loss_by_seed[seed] for seed in seeds if seed in loss_by_seed}
     has_diverged_seed = None in measured.values()
     if not has_diverged_seed:
         return measured
@@ -148,33 +140,34 @@ def _losses_at_value(
 
 
 def _next_to_screen(
-    losses_of_value: Mapping[float, Mapping[int, float | None]], seeds: tuple[int, ...]
+    losses_by_value: Mapping[float, Mapping[int, float | None]], seeds: tuple[int, ...]
 ) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """Returns the values and the seeds to screen next; None if no loss is missing.
+    """Returns the values and seeds to screen in the next run; None if no loss is missing.
 
-    One run trains the same seeds at all its values. For example, 0.001 and 0.004 lack seed 2, and
-    0.008 lacks seeds 1 and 2. The result is ((0.001, 0.004), (2,)), and 0.008 has its turn later.
+    All values of a run have the same seeds. If seed 2 is missing at 0.001 and 0.004, and seeds 1
+    and 2 are missing at 0.008, the result is ((0.001, 0.004), (2,)).
     """
-    missing_of_value: dict[float, tuple[int, ...]] = {}
-    for value, losses in losses_of_value.items():
-        missing = tuple(seed for seed in seeds if seed not in losses)
-        if missing:
-            missing_of_value[value] = missing
-    if not missing_of_value:
+    missing_by_value: dict[float, tuple[int, ...]] = {}
+    for value, losses in losses_by_value.items():
+        missing_seeds = tuple(seed for seed in seeds if seed not in losses)
+        if missing_seeds:
+            missing_by_value[value] = missing_seeds
+    if not missing_by_value:
         return None
-    # The seeds that the first such value lacks, and all values that lack the same ones.
-    missing_first = list(missing_of_value.values())[0]
-    values = [value for value, missing in missing_of_value.items() if missing == missing_first]
-    return tuple(values), missing_first
+    first_value = next(iter(missing_by_value))
+    next_seeds = missing_by_value[first_value]
+    next_values = [value for value, missing in missing_by_value.items() if missing == next_seeds]
+    return tuple(next_values), next_seeds
 
 
 def _needs_seeds(swept: Sweep, limits: TuningConfig) -> bool:
-    """Returns whether further seeds may show the best value, or bound the excess of its loss."""
+    """Returns whether the best value or its excess loss is uncertain, so that seeds may help."""
     if swept.needs_seeds:
         return True
-    if limits.max_excess is None or swept.at_worst is None:
+    max_excess_loss = swept.at_worst
+    if limits.max_excess is None or max_excess_loss is None:
         return False
-    return swept.at_worst > limits.max_excess
+    return max_excess_loss > limits.max_excess
 
 
 def with_knob(settings: Settings, knob: str, value: float) -> Settings:
@@ -187,24 +180,23 @@ def with_knob(settings: Settings, knob: str, value: float) -> Settings:
 def grids_around(
     grids: Mapping[str, tuple[float, ...]], settings: Settings
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the grids of an arm that is trained longer, around its tuned settings.
+    """Returns the first grids of an arm that is trained longer.
 
-    The learning rate has three values, with the tuned one in the middle. All other knobs keep their
-    tuned value. For example, a tuned rate of 0.003 gives (0.0015, 0.003, 0.006) if neighbours in
-    the first grid differ by a factor of 2.
+    Only the learning rate is tuned again, on three values around the tuned value. For example,
+    0.003 gives (0.0015, 0.003, 0.006) if the first grid ascends by a factor of 2.
 
     Args:
-        grids: The first grids of the arm at the usual length.
-        settings: Its tuned settings at the usual length.
+        grids: The first grids of the arm at the usual length of training.
+        settings: The tuned settings at the usual length.
     """
-    grid_of_knob: dict[str, tuple[float, ...]] = {}
+    grid_by_knob: dict[str, tuple[float, ...]] = {}
     for knob, tuned_value in zip(KNOBS, settings, strict=True):
-        grid_of_knob[knob] = (tuned_value,)
+        grid_by_knob[knob] = (tuned_value,)
 
     rates = grids['learning_rate']
     ratio = rates[1] / rates[0]
     tuned_rate = settings[KNOBS.index('learning_rate')]
     around = [tuned_rate * ratio**power for power in (-1, 0, 1)]
-    # Rounded like the values of grids that have grown.
-    grid_of_knob['learning_rate'] = tuple(float(f'{rate:.10g}') for rate in around)
-    return grid_of_knob
+    # Without rounding errors, so that 0.1 * 3.0 is 0.3.
+    grid_by_knob['learning_rate'] = tuple(float(f'{rate:.10g}') for rate in around)
+    return grid_by_knob
