@@ -9,12 +9,12 @@ Catalogue = dict[str, dict[str, dict[str, Any]]]
 
 
 def stored() -> Catalogue:
-    """The output of `qkattn.study.variant_catalogue.measured`, as stored in the package."""
+    """Returns the catalogue that the package contains."""
     return json.loads(STORED.read_text('utf-8'))
 
 
 def text(catalogue: Catalogue) -> str:
-    """The whole catalogue for a terminal, a paragraph per Score or Value."""
+    """Returns the catalogue as plain text, with a paragraph for each Score and Value."""
     paragraphs = ['cache: floats per token; of a Value, those beyond what its Score caches']
     for kind, entries in catalogue.items():
         for name, entry in entries.items():
@@ -28,7 +28,8 @@ def text(catalogue: Catalogue) -> str:
 def table(catalogue: Catalogue, kind: str) -> str:
     """Returns a Markdown table of all Scores (kind 'Score') or all Values ('Value')."""
     is_score = kind == 'Score'
-    titles = [kind, 'A[n]' if is_score else 'B[n]', 'parameters', 'cache, floats per token']
+    matrix = 'A[n]' if is_score else 'B[n]'
+    titles = [kind, matrix, 'parameters', 'cache, floats per token']
     if is_score:
         titles.append('RoPE')
     rows = [titles]
@@ -38,10 +39,11 @@ def table(catalogue: Catalogue, kind: str) -> str:
             row.append('yes' if entry['rope'] else 'no')
         rows.append(row)
     lines = [f'| {" | ".join(cells)} |' for cells in rows]
-    lines.insert(1, '|---' * len(titles) + '|')  # Markdown needs a rule below the titles
+    rule_below_titles = '|---' * len(titles) + '|'
+    lines.insert(1, rule_below_titles)
     return '\n'.join(lines).replace('*', '·')
 
 
 def markdown(catalogue: Catalogue) -> str:
-    """The tables of all Scores and all Values."""
+    """Returns Markdown tables of all Scores and all Values."""
     return f'{table(catalogue, "Score")}\n\n{table(catalogue, "Value")}\n'

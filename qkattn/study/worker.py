@@ -1,8 +1,8 @@
 """A worker of a study: acquires the lease of a run, trains it, extends the plan, and repeats.
 
-Any number of workers may share a study's directory. One worker at a time trains a run. If a worker
-dies, another one resumes its run from the last checkpoint. A worker may be a job of several
-processes. Its process 0 then holds the leases and writes the files of the study.
+Any number of workers may share a study's directory. If a worker dies, another worker resumes its
+run from the last checkpoint. A worker may be a job of several processes, of which process 0 holds
+the leases and writes the files of the study.
 """
 
 import contextlib
@@ -52,84 +52,77 @@ from qkattn.train.sharding import require_memory
 log = logging.getLogger(__name__)
 
 
-# While other workers hold all runs, a worker looks for a free run again after this many seconds.
+# Seconds until a worker looks for a free run again, while other workers hold runs.
 _WAIT_FOR_OTHERS = 10.0
-# If no worker holds a run, because one was just refused or given up, it looks again after these.
+# Seconds until a worker looks for a free run again, if no worker holds one.
 _WAIT_FOR_REFUSED = 1.0
-# While it waits, a worker checks every this many seconds whether a run has finished.
+# Seconds between checks whether a run has finished, during these waits.
 _TICK = 0.1
-# What `lease_next` returns instead of a run if other workers hold all remaining runs.
+# The result of `lease_next` if there are runs left, but none is free.
 _WAITED: dict[str, Any] = {}
 
 
 def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = None) -> Path:
-    """Trains until every run of the study has its result; returns the study's directory.
+    """Trains until every run of the study has a result; returns the study's directory.
 
-    The same call resumes a study. Several processes may make it beside each other: each trains the
-    runs that no other one trains, and waits if there are none. A run that cannot be trained does
-    not stop the others.
+    The same call resumes a study. Several workers may share the directory: each run is trained by
+    one worker. A run that cannot be trained is skipped.
 
     Args:
         study: The study.
-        workdir: Its directory.
-        arms: The arms of the study, if the caller has built them.
+        workdir: The directory of the study.
+        arms: The arms of the study, if they are built already.
 
     Raises:
-        ConfigError: A setting or the directory is impossible; or, at the end, runs could not be
-            trained.
+        ConfigError: A setting or the directory is invalid, or runs were skipped.
         Stopped: SIGTERM or Ctrl-C arrived. The state is saved.
     """
     require_same_settings(study)
     path = check_directory(workdir)
-    reason_of_failed: dict[str, str] = {}  # by the id of a run that cannot be trained
+    reason_by_run: dict[str, str] = {}  # why a run cannot be trained, by its id
     with StopRequest() as stop:
-        # In a job of several processes, process 0 chooses the runs, and all of them train.
+        # In a job of several processes, process 0 chooses each run, and all processes train it.
         worker = make_in_process_0(lambda: _Worker(study, path, arms or build_arms(study), stop))
         while True:
-            leased = agreement.call_in_process_0(lambda: worker.lease_next(reason_of_failed))
+            leased = agreement.call_in_process_0(lambda: worker.lease_next(reason_by_run))
             if leased is None:
                 break
             if leased != _WAITED:
-                _train(path, leased, worker, reason_of_failed)
+                _train(path, leased, worker, reason_by_run)
             if agreement.any_process(stop.requested):
                 raise Stopped('stopped between two runs')
-    if reason_of_failed:
-        number = '1 run' if len(reason_of_failed) == 1 else f'{len(reason_of_failed)} runs'
-        reasons = [f'{run_id}: {reason}' for run_id, reason in reason_of_failed.items()]
-        raise ConfigError(f'{number} could not be trained: {"; ".join(reasons)}')
+    if reason_by_run:
+        count = '1 run' if len(reason_by_run) == 1 else f'{len(reason_by_run)} runs'
+        reasons = [f'{run_id}: {reason}' for run_id, reason in reason_by_run.items()]
+        raise ConfigError(f'{count} could not be trained: {"; ".join(reasons)}')
     return path
 
 
 @dataclasses.dataclass
 class _Worker:
-    """Chooses the next run to train. In a job of several processes, it lives on process 0."""
+    """Chooses the next run to train. Only process 0 of a job has a _Worker."""
 
     study: Study
-    path: Path
+    path: Path  # the directory of the study
     arms: list[PlannedArm]
     stop: StopRequest
-    # The lease of the run that `lease_next` returned last, and the run.
-    lease: leases.Lease | None = None
-    _leased: PlannedRun | None = None
-    # Ids of runs that were in use or lost to another worker. This worker prefers other runs.
+    lease: leases.Lease | None = None  # of the run to train
+    _leased: PlannedRun | None = None  # the run to train
+    # Ids of runs that another worker has taken. They are tried again after all other runs.
     refused: set[str] = dataclasses.field(default_factory=set)
-    # The holder of each lease when the worker last waited.
+    # The holder of each lease, by the id of the run, when the worker last waited.
     _last_holders: dict[str, str] = dataclasses.field(default_factory=dict)
-    # The other runs without a result, and the ids of all runs that a worker holds. `study_left`
-    # keeps both up to date.
+    # The other runs without a result.
     _others: list[PlannedRun] = dataclasses.field(default_factory=list)
+    # Ids of the runs that any worker holds.
     _held: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Checks the study, creates its directory and declares the study there.
-
-        The checks come first, so a study that is refused leaves no directory behind. Only the
-        checks of `declaration.declare` need the directory.
-        """
+        """Checks the study, creates its directory and declares the study in it."""
         study = self.study
         path = self.path
         declaration.require_no_run(path)
-        # A link in place of one of these would lead workers to write outside the directory.
+        # Through a link, workers would write outside the directory.
         for name in ('lock', 'leases', 'runs', 'plots'):
             join_without_links(path, name)
         declaration.require_chain(path, study, self.arms)
@@ -143,22 +136,16 @@ class _Worker:
         self._declared = ledger.declaration_digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
-        """Acquires the lease of the next run, which is the right to train it.
+        """Acquires the lease of the next free run, for `self.lease`.
 
-        There are three cases:
-
-        - A run is free. Its lease is held in `self.lease`, and the run is returned.
-        - Other workers hold all remaining runs. Waits for a while, then returns _WAITED.
-        - No run remains. Returns None.
-
-        Runs that were in use a moment ago (`self.refused`) are tried only after all others.
+        Waits for a while if other workers hold all runs that are left.
 
         Args:
-            failed: The ids of runs that cannot be trained. They do not count as remaining runs.
+            failed: The ids of runs that cannot be trained.
 
         Returns:
-            In the first case, a dict that the other processes of a job receive as JSON. It has the
-            id of the run ('run'), its 'config' and 'directory', and a 'label' for messages.
+            The run as JSON: its id ('run'), 'config', 'directory', and 'label' for messages.
+            _WAITED if no run is free, None if no run is left.
         """
         runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
@@ -171,7 +158,7 @@ class _Worker:
                 self._others = [other for other in runs_left if other is not run]
                 label = run.arm.title
                 if run.stage != SINGLE:
-                    label += f' {run.knob or run.stage}'
+                    label += f' {run.knob or run.stage}'  # such as 'learning_rate' or 'verdict'
                 return {
                     'run': run.id,
                     'config': to_json(run.config),
@@ -186,43 +173,37 @@ class _Worker:
         return _WAITED
 
     def study_left(self) -> StudyLeft:
-        """Returns what remains of the study while this worker trains its run.
+        """Returns what is left of the study, apart from the run of this worker.
 
-        `waiting_work` is the work of the runs that no worker has taken, divided by the work of this
-        worker's run.
+        The work of runs that no worker has taken is given relative to the run of this worker.
         """
-        # If the directory cannot be read, the runs of the last call are counted again.
+        # If the directory cannot be read, the values of the last call are used.
         with contextlib.suppress(OSError, ReadError):
             self._others = [run for run in self._others if not self._is_finished(run)]
             self._held = set(leases.holders(self.path / 'leases'))
         assert self._leased is not None
         waiting_work = sum(run.work for run in self._others if run.id not in self._held)
-        # A worker holds one run, so the held runs are as many as the workers. The run of this
-        # worker is among them, even if the leases could not be read.
         held_runs = {self._leased.id, *self._held}
         return StudyLeft(
             runs=len(self._others),
             waiting_work=waiting_work / self._leased.work,
-            workers=len(held_runs),
+            workers=len(held_runs),  # each worker holds one run
         )
 
     def _is_finished(self, run: PlannedRun) -> bool:
-        """Returns whether a run has its result; always False in a bucket.
-
-        There, each question would be a request over the network.
-        """
-        return not is_url(self.path) and (self.path / run.directory / 'result.json').exists()
+        """Returns whether a run has a result; always False in a bucket, to save requests."""
+        is_bucket = is_url(self.path)
+        return not is_bucket and (self.path / run.directory / 'result.json').exists()
 
     def _write_plan(self) -> list[PlannedRun]:
         """Writes plan.jsonl and results.jsonl; returns the runs without result, longest first.
 
-        If another process has added arms or seeds to the study, this worker does not know them, and
-        its plan would lack them. It then leaves the files to the workers that know them.
+        Writes nothing if the study has grown since this worker started. The plan of this worker
+        would lack the new arms.
         """
         study = self.study
         path = self.path
-        # Other workers write the same files. The lock keeps a worker with older results from
-        # overwriting a later plan.
+        # Under the lock, no other worker can write a newer plan that this one would overwrite.
         with locked(path / 'lock'):
             results = plan.results_in(path)
             runs = plan.runs(study, self.arms, results)
@@ -233,18 +214,17 @@ class _Worker:
         return plan.without_result(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:
-        """Waits until a run may have become free: 10 seconds, or 1 second if no worker holds a run.
+        """Waits for a few seconds, or until a run is finished or a stop is requested.
 
-        Returns earlier if one of the runs is finished or if the worker should stop. Logs which
-        worker holds which run, if this has changed since the last call.
+        Logs the holders of the runs if they have changed since the last call.
         """
         holders = leases.holders(self.path / 'leases')  # by the id of the run
         if holders and holders != self._last_holders:
-            directory_of_run = {run.id: run.directory for run in runs_left}
-            held = []
+            directory_by_id = {run.id: run.directory for run in runs_left}
+            held_runs = []
             for run_id, holder in holders.items():
-                held.append(f'{directory_of_run.get(run_id, run_id)}, held by {holder}')
-            log.info('waiting for %s', '; '.join(held))
+                held_runs.append(f'{directory_by_id.get(run_id, run_id)}, held by {holder}')
+            log.info('waiting for %s', '; '.join(held_runs))
         self._last_holders = holders
 
         seconds = _WAIT_FOR_OTHERS if holders else _WAIT_FOR_REFUSED
@@ -256,16 +236,19 @@ class _Worker:
 
 
 def _train(
-    path: Path, leased: dict[str, Any], worker: _Worker, reason_of_failed: dict[str, str]
+    path: Path, leased: dict[str, Any], worker: _Worker, reason_by_run: dict[str, str]
 ) -> None:
-    """Trains the run whose lease `worker` holds; `leased` describes the run (see `lease_next`).
+    """Trains a run.
 
-    There are three kinds of errors:
+    If another worker has the run, its id is added to `worker.refused`. If only this run cannot be
+    trained, for example for lack of memory, the reason is added to `reason_by_run`. All other
+    errors are raised.
 
-    - Another worker has the run. `worker.refused` gets its id, and the worker goes on.
-    - Only this run cannot be trained, for example because it is out of memory. `reason_of_failed`
-      gets the reason under its id, and the worker goes on.
-    - No run could be trained, for example because the disk is full. The error is raised.
+    Args:
+        path: The directory of the study.
+        leased: The run, as returned by `worker.lease_next`.
+        worker: The worker, which holds the lease of the run.
+        reason_by_run: Why a run cannot be trained, by its id.
     """
     run_id = leased['run']
     with cast(leases.Lease, worker.lease) as lease:
@@ -281,34 +264,32 @@ def _train(
             log.warning('%s; continuing with another run', error)
             worker.refused.add(run_id)
         except DiskError:
-            # No other run could be saved either.
+            # It is a ConfigError too, but no other run could be saved either.
             raise
         except (ConfigError, CheckpointError, JaxRuntimeError) as error:
             outcome = cli.outcome(error)
-            if outcome is None:
-                # An XLA error other than a lack of memory is a bug or a fault of the machine.
+            if outcome is None:  # a bug or a hardware fault, not a lack of memory
                 raise
             if isinstance(error, JaxRuntimeError) and jax.process_count() > 1:
-                # The other processes of the job may not have the error. They would wait for this
-                # one.
+                # Processes without this error would wait for this process forever.
                 raise
             log.error('skipping %s: %s', leased['directory'], outcome.sentence)
-            reason_of_failed[run_id] = outcome.sentence
+            reason_by_run[run_id] = outcome.sentence
 
 
 def longest_of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
-    """Returns the longest run of each model on each corpus. `runs` are sorted, longest first."""
-    run_of_model = {}
+    """Returns the longest run of each model on each corpus; `runs` are sorted longest first."""
+    longest = {}
     for run in reversed(runs):
-        # A longer run replaces a shorter one.
-        run_of_model[run.config.data, run.config.model] = run
-    return list(run_of_model.values())
+        longest[run.config.data, run.config.model] = run  # replaces a shorter run
+    return list(longest.values())
 
 
 def check_data(study: Study, config: Config) -> Rows:
-    """Opens and returns the rows of a run.
+    """Opens the rows of a run.
 
-    Raises ConfigError if they do not fit the run or have too few documents for a verdict.
+    Raises:
+        ConfigError: The rows do not fit the config, or have too few documents for a verdict.
     """
     rows = rows_of(config)
     if study.tuning.seeds:
@@ -317,20 +298,18 @@ def check_data(study: Study, config: Config) -> Rows:
 
 
 def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list[str]:
-    """Makes the checks that `run` makes before it trains, but writes nothing.
-
-    Devices and memory are not checked, because the study may be trained elsewhere.
+    """Makes the checks of `run`, except of devices and memory. Writes nothing to the directory.
 
     Args:
         study: The study.
-        arms: Its arms.
-        path: Its directory. If None, all runs of a study that has not begun are checked.
+        arms: The arms of the study.
+        path: The directory of the study. None for a study that has no directory yet.
 
     Returns:
-        One sentence for each kind of data that could not be checked here.
+        A sentence for each kind of data that is not on this machine and so was not checked.
 
     Raises:
-        ConfigError: As in `run`.
+        ConfigError: The study cannot be trained.
     """
     if path is not None:
         declaration.check(path, study, arms)
@@ -338,20 +317,20 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
     else:
         runs_left = plan.without_result(plan.runs(study, arms, _no_results), _no_results)
     reasons: list[str] = []
+    check_data_of_config = functools.partial(check_data, study)
     for run in longest_of_each_model(runs_left):
         check_parts(run.config)
-        check = functools.partial(check_data, study)  # takes a config
-        reason = check_data_if_here(run.config, study.name, check)
+        reason = check_data_if_here(run.config, study.name, check_data_of_config)
         if reason is not None and reason not in reasons:
             reasons.append(reason)
     return reasons
 
 
 def _no_results(run: PlannedRun) -> None:
-    """Returns the results of a run in a study that has not begun: None."""
+    """Returns None, as no run of a new study has results."""
 
 
 def runs_without_result(study: Study, arms: list[PlannedArm], path: Path) -> list[PlannedRun]:
-    """Returns the runs planned so far that have no result, in the order that workers take them."""
+    """Returns the runs planned so far that have no result, longest first."""
     results = plan.results_in(path)
     return plan.without_result(plan.runs(study, arms, results), results)
