@@ -1,18 +1,15 @@
-"""Yardsticks of a study: what its baseline has to beat before arms are compared.
+"""Yardsticks of a study: what the baseline has to beat before arms are compared with it.
 
-They are recorded in yardsticks.json once training is finished, from the data that the models saw
-and from those checkpoints of the baseline's verdict runs that still exist. The file has two lists:
+Yardsticks are recorded in yardsticks.json once training is finished. The file has two lists:
 
-    groups   One entry for each size, corpus and length of training. It holds the task, the number
-             of tokens that the models saw, and what `Rows.yardsticks` measures: the number of
-             tokens counted and, for each evaluation split, the losses of counts of these tokens
-             (nats/token, by name). A translation task adds the BLEU of IBM model 1 on the sentences
-             that the models translate. The entry also names the version of its definition
+    groups   One entry for each size, corpus and length of training. It has the task, the number of
+             tokens that the models were trained on, and the measurements of `Rows.yardsticks`, such
+             as n-gram losses in nats per token. `definition` is the version of the measurements
              (`yardstick_definitions`).
-    runs     One entry for each verdict run of the baseline. It holds, for each trial, the loss and
-             `Rows.context_losses`: a language model's loss at position 4 ('early') and over the
-             last half of the context ('late'), or a translator's loss with shuffled sources. If
-             these could not be measured, it says why.
+    runs     One entry for each verdict run of the baseline. It has the loss and the measurements of
+             `Rows.context_losses` for each trial, computed from the checkpoint. For example, these
+             are a language model's losses early and late in the context. If they could not be
+             measured, the entry says why.
 """
 
 import logging
@@ -48,8 +45,7 @@ from qkattn.train.exported import load_stack
 from qkattn.train.program import stack_program
 from qkattn.train.sharding import make_mesh
 
-# A loss measured from a checkpoint, perhaps on another machine, may differ from the logged loss by
-# this much.
+# The largest difference between a loss measured from a checkpoint and the logged loss.
 ROUNDING = 1e-3
 
 log = logging.getLogger(__name__)
@@ -60,17 +56,15 @@ _Record = dict[str, Any]
 def record(directory: str | Path, imports: Collection[str] | None = None) -> list[str]:
     """Records the yardsticks of a study in yardsticks.json in its directory.
 
-    Entries that the file already has are kept, except groups of an earlier definition, which are
-    recorded again.
+    Entries that the file already has are kept, unless their definition has changed.
 
     Args:
         directory: The directory of the study.
-        imports: The import paths that configs of the study may name. None allows any path; pass it
-            only for a study that this process has trained.
+        imports: The import paths that configs of the study may name. None allows any path, for a
+            study that was trained by this process.
 
     Returns:
-        One sentence for each size and corpus whose yardsticks could not be computed, with the
-        reason.
+        A sentence for each size and corpus whose yardsticks could not be measured.
 
     Raises:
         ConfigError: The directory lacks the files of a study.
@@ -80,59 +74,58 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
     path = absolute(directory)
     files = stored.open_files(path)
     stored_groups, stored_runs = _stored_entries(path)
-    group_by_run = {group['run']: group for group in stored_groups}
-    measured_by_run = {run['run']: run for run in stored_runs}
+    group_by_id = {group['run']: group for group in stored_groups}
+    measured_by_id = {run['run']: run for run in stored_runs}
 
     groups: list[_Record] = []
     runs: list[_Record] = []
     problems: list[str] = []
-    # Baselines of different widths that read the same data share a group.
-    group_of_data: dict[tuple, _Record] = {}
+    # Runs with models of different sizes may read the same data, which is measured once.
+    measured_by_data: dict[tuple, _Record] = {}
     for run, results in _finished_runs(path, files):
         if imports is not None:
             _require_allowed_imports(path, run, imports)
-        name = run['run']
+        run_id = run['run']
         config: Config = from_json(Config, run['config'])
         try:
-            if name not in group_by_run or not is_current(group_by_run[name]):
+            if run_id not in group_by_id or not is_current(group_by_id[run_id]):
                 data_read = (
                     config.data,
                     config.model.context,
                     config.train.num_steps,
                     config.trials.seeds[0],
                 )
-                if data_read not in group_of_data:
-                    group_of_data[data_read] = _measure_group(config, results[0])
-                group_by_run[name] = {
-                    'run': name,
+                if data_read not in measured_by_data:
+                    measured_by_data[data_read] = _measure_group(config, results[0])
+                group_by_id[run_id] = {
+                    'run': run_id,
                     'size': run['size'],
                     'corpus': run['corpus'],
                     'longer': run['control'] == LONGER,
-                    **group_of_data[data_read],
+                    **measured_by_data[data_read],
                 }
 
-            is_measured = measured_by_run.get(name, {}).get('trials') is not None
+            is_measured = measured_by_id.get(run_id, {}).get('trials') is not None
             if run['stage'] == VERDICT and not is_measured:
                 arm_key = {field: run[field] for field in records.ARM_KEY}
-                measured_by_run[name] = {
-                    'run': name,
+                measured_by_id[run_id] = {
+                    'run': run_id,
                     **arm_key,
                     **_measure_run(path, run, config, results),
                 }
         except ConfigError as error:
-            # An entry that the file already has is kept below.
             problem = f'{run["size"]}, {run["corpus"]}: {error}'
             if problem not in problems:
                 problems.append(problem)
 
-        if name in group_by_run:
-            groups.append(group_by_run[name])
-        if name in measured_by_run:
-            runs.append(measured_by_run[name])
+        if run_id in group_by_id:
+            groups.append(group_by_id[run_id])
+        if run_id in measured_by_id:
+            runs.append(measured_by_id[run_id])
 
-    has_changed = any(group not in stored_groups for group in groups)
-    has_changed |= any(run not in stored_runs for run in runs)
-    if has_changed:
+    has_new_groups = any(group not in stored_groups for group in groups)
+    has_new_runs = any(run not in stored_runs for run in runs)
+    if has_new_groups or has_new_runs:
         start = describe_start()
         content = {
             'recorded': start['started'],
@@ -145,7 +138,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
 
 
 def _stored_entries(path: Path) -> tuple[list[_Record], list[_Record]]:
-    """Returns the `groups` and `runs` of the yardsticks.json of a study; [] without this file."""
+    """Returns the `groups` and `runs` of yardsticks.json; empty lists without this file."""
     if not (path / YARDSTICKS).exists():
         return [], []
     schema = {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]}
@@ -156,10 +149,12 @@ def _stored_entries(path: Path) -> tuple[list[_Record], list[_Record]]:
 def _require_allowed_imports(path: Path, run: _Record, imports: Collection[str]) -> None:
     """Raises ConfigError if a config of the run names an import path that is not in `imports`.
 
-    Both the config in the plan and the run's own config.json are checked. `path` is the directory
-    of the study.
+    Args:
+        path: The directory of the study.
+        run: The run's line of plan.jsonl.
+        imports: The allowed import paths.
     """
-    advice = 'if you trust it, give --imports={}'  # {} stands for the import path
+    advice = 'if you trust it, give --imports={}'  # {} becomes the import path
     require_named(run['config'], imports, path / 'plan.jsonl', advice)
     file = path / run['directory'] / 'config.json'
     if file.exists():
@@ -168,22 +163,19 @@ def _require_allowed_imports(path: Path, run: _Record, imports: Collection[str])
 
 
 def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Record]]]:
-    """Yields the finished runs of the baseline, without screening runs, each with its results.
-
-    A run is finished if at least one of its trials is. The baseline that was trained longer counts
-    as well. Same-shape controls are no baselines.
+    """Yields the baseline's runs that have a finished trial, except screening runs.
 
     Args:
         path: The directory of the study.
-        files: The files of the study, which may be in an archive: `files / name`.
+        files: The files of the study, from `stored.open_files`.
 
     Yields:
         The run's line of plan.jsonl, and its lines of results.jsonl.
     """
     study = records.read_json(path / 'study.json', {'baseline': str})
-    results_by_run: dict[str, list[_Record]] = {}
+    results_by_id: dict[str, list[_Record]] = {}
     for result in records.read_lines(files / 'results.jsonl', {}, take=records.check_result):
-        results_by_run.setdefault(result['run'], []).append(result)
+        results_by_id.setdefault(result['run'], []).append(result)
 
     schema = records.ARM_KEY | {
         'run': str,
@@ -197,13 +189,13 @@ def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Re
             continue
         if run['variant'] != study['baseline'] or run['control'] == SAME_SHAPE:
             continue
-        results = results_by_run.get(run['run'], [])
+        results = results_by_id.get(run['run'], [])
         if any(result['status'] == records.FINISHED for result in results):
             yield run, results
 
 
 def record_finished(directory: Path) -> None:
-    """Records the yardsticks of a finished study. Logs a warning for each that it cannot record."""
+    """Records the yardsticks of a study, and logs a warning for each yardstick that it cannot."""
     with waiting(directory.name, 'recording yardsticks'):
         problems = record(directory)
     command = f'python -m experiments.report --study={shlex.quote(str(directory))} --yardsticks'
@@ -244,40 +236,44 @@ def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
 def _measure_yardsticks(config: Config, rows: Rows) -> Yardsticks:
     """Measures the yardsticks of a task.
 
-    Raises ConfigError if a task from outside the package fails, or returns something else than
-    Yardsticks with losses by prefix of a split.
+    Raises ConfigError if a task from outside the package fails or returns invalid yardsticks.
     """
-    name = config.data.task
-    if name is None or ':' not in name:
+    task = config.data.task
+    if task is None or ':' not in task:  # not an import path
         return rows.yardsticks(config)
-    measured = call_with_config_errors('data.task', name, lambda: rows.yardsticks(config))
+    measured = call_with_config_errors('data.task', task, lambda: rows.yardsticks(config))
     if not isinstance(measured, Yardsticks):
         raise ConfigError(
-            f'yardsticks of data.task={name!r} must return Yardsticks, not {measured!r:.80}'
+            f'yardsticks of data.task={task!r} must return Yardsticks, not {measured!r:.80}'
         )
-    valid = [PREFIXES[split] for split in rows.splits[1:]]  # the first one is 'train'
+    evaluation_splits = rows.splits[1:]  # without 'train'
+    valid_prefixes = [PREFIXES[split] for split in evaluation_splits]
     for prefix in measured.losses:
-        if prefix not in valid:
+        if prefix not in valid_prefixes:
             raise ConfigError(
-                f'yardsticks of data.task={name!r} have losses of {prefix!r}; the prefixes of '
-                f'splits are {", ".join(valid)}'
+                f'yardsticks of data.task={task!r} have losses of {prefix!r}; the prefixes of '
+                f'splits are {", ".join(valid_prefixes)}'
             )
     return measured
 
 
 def _open_same_data(config: Config, result: Mapping[str, Any]) -> Rows:
-    """Opens the data that a trial was trained on, from its config and its result.
+    """Opens the data that a trial was trained on.
 
-    Raises ConfigError if this machine has other data.
+    Args:
+        config: The config of the run.
+        result: The result of the trial. `result['data']` identifies the data.
+
+    Raises:
+        ConfigError: This machine does not have the same data.
     """
-    # The result has the names of the tokenizers. A tokenizer file may give two tokenizers, and the
-    # name says which of them the trial had.
-    tokenizer_names = names_in(result['data'])
+    recorded_data = result['data']
+    tokenizer_names = names_in(recorded_data)
     with use_recorded_tokenizers(*tokenizer_names):
         rows = rows_of(config)
-    identity = records.to_jsonable(rows.identity())
-    for name, value in identity.items():
-        if result['data'].get(name) != value:
+    data_here = records.to_jsonable(rows.identity())
+    for name, value in data_here.items():
+        if recorded_data.get(name) != value:
             raise ConfigError(
                 f'data.name={config.data.name!r} gives other data on this machine than the study '
                 'was trained on; record its yardsticks where the same versions are installed'
@@ -286,20 +282,20 @@ def _open_same_data(config: Config, result: Mapping[str, Any]) -> Rows:
 
 
 def _measure_run(path: Path, run: _Record, config: Config, results: list[_Record]) -> _Record:
-    """Measures the losses of a verdict run of the baseline again, from its checkpoint.
+    """Measures the losses of a verdict run again, from the checkpoint.
 
     Args:
         path: The directory of the study.
         run: The run's line of plan.jsonl.
         config: The config of the run.
-        results: The results of its trials.
+        results: The results of the trials of the run.
 
     Returns:
-        {'trials': [losses of a finished trial, ...], 'why': None}. If the losses cannot be measured
-        or are not those of the results, {'trials': None, 'why': the reason}.
+        {'trials': [losses of each finished trial], 'why': None}, or {'trials': None, 'why': reason}
+        if the losses cannot be measured or differ from the results.
 
     Raises:
-        ConfigError: This machine has other data than the run read.
+        ConfigError: This machine does not have the same data.
     """
     directory = path / run['directory']
     if not (directory / 'checkpoints').is_dir():
@@ -314,13 +310,13 @@ def _measure_run(path: Path, run: _Record, config: Config, results: list[_Record
     rows = _open_same_data(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
     measured_trials = _measure_trials(config, rows, state['params'])
-    logged_field = f'{PREFIXES[rows.splits[-1]]}_loss'  # such as 'test_loss'
+    loss_field = f'{PREFIXES[rows.splits[-1]]}_loss'  # such as 'test_loss'
     trials = []
     for result, measured in zip(results, measured_trials, strict=True):
         if result['status'] != records.FINISHED:
             continue
         loss = measured['loss']
-        logged_loss = result[logged_field]
+        logged_loss = result[loss_field]
         if not np.isclose(loss, logged_loss, atol=ROUNDING):
             why = f'its checkpoint has a loss of {loss:.4f}, its result {logged_loss:.4f}'
             return {'trials': None, 'why': why}
@@ -331,24 +327,22 @@ def _measure_run(path: Path, run: _Record, config: Config, results: list[_Record
 def _measure_trials(config: Config, rows: Rows, params: dict) -> Iterator[_Record]:
     """Yields the losses of each of the X stacked trials on the last split, in nats per token.
 
-    For example {'early': 3.1, 'late': 2.4, 'shuffled': None, 'loss': 2.5}. The mean loss is 'loss'.
-    The task may define the others (`Rows.context_losses`): the losses early and late in the
-    context, and the loss with shuffled source sentences.
+    For example {'early': 3.1, 'late': 2.4, 'shuffled': None, 'loss': 2.5}. 'loss' is the mean
+    loss. `rows.context_losses` gives the other losses, as far as the task defines them.
     """
     nats_XT, weights_T = _losses_by_position(config, rows, params)
     loss_X = nats_XT.sum(1) / weights_T.sum()
 
-    def measure(task_rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-        """Measures the rows that the task needs: `rows`, or rows with shuffled sources."""
-        if task_rows is rows:
-            return nats_XT, weights_T  # measured already
-        return _losses_by_position(config, task_rows, params)
+    def measure(rows_to_measure: Rows) -> tuple[np.ndarray, np.ndarray]:
+        if rows_to_measure is rows:
+            return nats_XT, weights_T
+        return _losses_by_position(config, rows_to_measure, params)
 
     context_losses = rows.context_losses(measure)
     for x, loss in enumerate(loss_X):
         trial = {'early': None, 'late': None, 'shuffled': None, 'loss': float(loss)}
-        for name, value_X in context_losses.items():
-            trial[name] = float(value_X[x])
+        for name, context_loss_X in context_losses.items():
+            trial[name] = float(context_loss_X[x])
         yield trial
 
 
@@ -357,25 +351,24 @@ def _losses_by_position(config: Config, rows: Rows, params: dict) -> tuple[np.nd
 
     Returns:
         nats_XT: the cross-entropy times the loss weight, summed over rows.
-        weights_T: the loss weight, summed over rows. nats_XT / weights_T is the mean loss.
+        weights_T: the loss weight, summed over rows. The mean loss is nats_XT / weights_T.
     """
-    # One device measures one trial after the other ('map').
-    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
-    measure = stack_program(config, 'map', mesh, _weighted_nats)
+    one_device = make_mesh(MeshConfig(), jax.local_devices()[:1])
+    # 'map' measures one trial after the other.
+    measure = stack_program(config, 'map', one_device, _weighted_nats)
     batches = pipeline.eval_batches(
         rows,
         rows.splits[-1],
         batch_size=config.train.batch_size,
         max_rows=config.data.eval_sequences,
     )
-    # Sum over the B rows of each batch, then over all batches.
-    nats = []
-    weights = []
+    nats_of_batches = []
+    weights_of_batches = []
     for batch in batches:
-        nats_XBT = measure(params, batch)['nats_BT']  # with a leading axis of trials
-        nats.append(np.sum(nats_XBT, axis=1, dtype=float))
-        weights.append(np.sum(batch['loss_weights_BT'], axis=0, dtype=float))
-    return np.sum(nats, axis=0), np.sum(weights, axis=0)
+        nats_XBT = measure(params, batch)['nats_BT']  # stacked over X trials
+        nats_of_batches.append(np.sum(nats_XBT, axis=1, dtype=float))
+        weights_of_batches.append(np.sum(batch['loss_weights_BT'], axis=0, dtype=float))
+    return np.sum(nats_of_batches, axis=0), np.sum(weights_of_batches, axis=0)
 
 
 def _weighted_nats(config: Config, params: dict, batch: Batch) -> dict[str, jax.Array]:
