@@ -1,9 +1,9 @@
-"""The metrics of a trial: result files, tables and figures follow from one `Metric` for each.
+"""The metrics of a trial. A `Metric` defines how a metric is computed, stored and printed.
 
-Every run has the METRICS. `train.metrics` names more metrics, from outside the package.
+Every run has the METRICS. `train.metrics` names further metrics from outside the package.
 
-An evaluated metric has a number for each target, and computes its value from the sums of these
-numbers over rows. Other metrics are measured when a run ends, by `Rows.end_metrics` of the task.
+Evaluated metrics are computed from sums over targets. The other metrics, such as BLEU, are measured
+at the end of a run by `Rows.end_metrics`.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ import numpy as np
 from qkattn.config.calls import accepts_arguments, call_with_config_errors, resolve
 from qkattn.errors import ConfigError
 
-# Where the data of a result describe the corpora of data.evaluate, by their entries there.
+# The key in the `data` of a result that has the corpora of data.evaluate.
 CORPORA = 'evaluate'
-# The prefix of a split's fields in result files.
+# The prefixes of field names in result files, by split.
 PREFIXES = {'validation': 'val', 'test': 'test'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """A model's predictions for one batch, or for a part of each row, as numpy or jax arrays."""
+    """A model's predictions for a batch, or for a part of each row, as numpy or jax arrays."""
 
     logits_BTV: Any  # float32
     targets_BT: Any
@@ -34,73 +34,70 @@ class Predictions:
     correct_BT: Any  # whether the target is the argmax prediction
 
 
-# The results of `row_sums` for R rows and X trials, each an array [R, X, ...] in float64.
+# The result of `row_sums` for R rows and X trials: arrays [R, X, ...] in float64, by name.
 Sums = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A number that is measured for every trial of a run, and how it is printed."""
+    """A number that is measured for each trial of a run."""
 
-    name: str  # result files add the prefix of a split: 'loss' is val_loss and test_loss
-    # A 'loss' is the objective in some unit. A 'score' is another result, a 'probe' a property of
-    # the trained model, an 'error' the uncertainty of another metric.
+    name: str  # fields of result files add a prefix, as in 'val_loss' and 'test_loss'
+    # 'loss': the training objective, in some unit. 'score': another measure of quality. 'probe': a
+    # property of the trained model. 'error': the uncertainty of another metric.
     role: Literal['loss', 'score', 'probe', 'error']
     description: str
     _: dataclasses.KW_ONLY
     label: str = ''  # the name in tables and figures; by default `name`
     unit: str | None = None
-    scale: float = 1.0  # factor on the value when it is printed
-    decimals: int = 4
-    # Which values are better. By default lower ones for a loss or an error, higher ones otherwise.
+    scale: float = 1.0  # a factor on printed values
+    decimals: int = 4  # of printed values
+    # Which values are better; by default 'lower' for a loss or an error, else 'higher'.
     direction: Literal['lower', 'higher'] | None = None
-    prefixes: tuple[Literal['val', 'test'], ...] = ('val', 'test')  # the splits that it is for
-    # Whether an evaluation during training writes val_NAME to metrics.jsonl. By default it does if
-    # the metric has `per_target`.
+    prefixes: tuple[Literal['val', 'test'], ...] = ('val', 'test')  # the splits to measure
+    # Whether evaluations during training log the metric; by default if it has `per_target`.
     logged: bool | None = None
-    for_text: bool = True  # whether reports show it for text, where they also show bits per byte
-    # More fields that the same measurement gives, with their types.
+    for_text: bool = True  # whether reports show the metric for text data
+    # Further fields of result files, with their types.
     details: Mapping[str, type] = dataclasses.field(default_factory=dict)
-    # Computes one or more numbers for each target, [B, T, ...], which do not depend on the other
-    # targets; jittable. `row_sums` sums them.
+    # A jittable function that returns one or more numbers for each target, [B, T, ...].
     per_target: Callable[[Predictions], Any] | None = None
-    # Called with the sums and, if the targets are text, the bytes per target. Returns the value of
-    # every trial [X], or None if the value is not defined. The default is the mean over targets, or
-    # nothing for a metric without `per_target`.
+    # Maps (sums, bytes per target) to the value of each trial [X], or to None if it is undefined.
+    # The bytes per target are None if the targets are not text. By default, the value is the mean
+    # of `per_target` over targets.
     value: Callable[[Sums, float | None], Any] | None = None
 
     def __post_init__(self) -> None:
-        """Sets label, direction, logged and value to their defaults if they were left out.
-
-        The default value is the mean over targets of the numbers that `per_target` computes.
-        """
+        """Sets the defaults of label, direction, logged and value."""
         lower_is_better = self.role in ('loss', 'error')
-        has_number_per_target = self.per_target is not None
+        has_per_target = self.per_target is not None
         defaults = {
             'label': self.name.replace('_', ' '),
             'direction': 'lower' if lower_is_better else 'higher',
-            'logged': has_number_per_target,
-            'value': functools.partial(_mean, self.name) if has_number_per_target else None,
+            'logged': has_per_target,
+            'value': functools.partial(_mean, self.name) if has_per_target else None,
         }
         for field, default in defaults.items():
-            if getattr(self, field) in (None, ''):
+            is_left_out = getattr(self, field) in (None, '')
+            if is_left_out:
                 object.__setattr__(self, field, default)  # the dataclass is frozen
 
     def field(self, prefix: str) -> str:
-        """Returns the name of its field in a result: 'val_loss' for the prefix 'val'.
+        """Returns the name of the field in a result, such as 'val_loss' for the prefix 'val'.
 
-        Raises ValueError if the metric is not measured on this split.
+        Raises:
+          ValueError: the metric is not measured on this split.
         """
         if prefix not in self.prefixes:
             raise ValueError(f'{self.name} has no prefix {prefix!r}, only {self.prefixes}')
         return f'{prefix}_{self.name}'
 
     def corpus_field(self, corpus: str) -> str:
-        """Returns the name of its field for an entry of data.evaluate: 'loss[stdlib@test]'."""
+        """Returns the name of the field for an entry of data.evaluate: 'loss[stdlib@test]'."""
         return f'{self.name}[{corpus}]'
 
     def text(self, value: float) -> str:
-        """Returns a value as printed, with its label and unit: 'loss 3.2189 nats/token'."""
+        """Formats a value with label and unit, as in 'loss 3.2189 nats/token'."""
         text = f'{self.label} {self.scale * value:.{self.decimals}f}'
         if self.unit is None or self.unit == self.label:
             return text
@@ -108,24 +105,24 @@ class Metric:
 
 
 def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, Any]:
-    """Sums the numbers of each metric over the targets of a row; works with numpy and in jax.jit.
+    """Sums metrics over the targets of each row. Works with numpy and in jax.jit.
 
     Args:
-      per_target: for each metric its numbers of each target, [B, T, ...].
-      loss_weights_BT: the weight of each target in the loss; 0 if a position has no target.
+      per_target: the numbers of each metric for each target, [B, T, ...].
+      loss_weights_BT: the weight of each target; 0 at positions without a target.
 
     Returns:
-      For each metric its weighted sums, [B, ...]. Numbers at positions without a target do not
-        count, even if they are NaN.
-      'weight': the sum of the weights, [B].
-      'rows': whether the row has a target, [B]. Its sum over rows is the number of such rows.
+      The weighted sums of each metric by name, [B, ...], and
+      'weight': the sum of the weights, [B];
+      'rows': whether the row has any target, [B].
     """
     array_library = loss_weights_BT.__array_namespace__()  # numpy or jax.numpy
     sums = {}
     for name, values in per_target.items():
-        # The weights get the axes that values have after B and T: [B, T, 1] for values [B, T, 5].
+        # Weights [B, T] become [B, T, 1] for values [B, T, 5].
         trailing_axes = (1,) * (values.ndim - 2)
         weights = loss_weights_BT.reshape(loss_weights_BT.shape + trailing_axes)
+        # `where` drops values without a target, which may be NaN.
         weighted_values = array_library.where(weights > 0, values * weights, 0)
         sums[name] = weighted_values.sum(1)
     sums['weight'] = loss_weights_BT.sum(-1)
@@ -161,21 +158,25 @@ mean_loss = functools.partial(_mean, 'loss')  # cross-entropy per target [X]
 def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndarray:
     """Returns the standard error of the loss over rows [X]; NaN for fewer than two rows.
 
-    `bytes_per_target` has no effect, but every `Metric.value` takes it. The loss is the ratio
-    sum(n) / sum(w) over R rows, with n the nats and w the weight of a row. The variance of this
-    ratio is
+    The loss is a ratio of sums over R rows, loss = sum(n) / sum(w), where a row has n nats and the
+    weight w. Its standard error is
 
-        R / (R - 1) * sum (n - loss * w)^2 / (sum w)^2
+        sqrt(R / (R - 1) * sum((n - loss * w)^2)) / sum(w)
 
-    (Cochran 1977, 'Sampling techniques', ch. 6), without the correction for a finite population,
-    because a split is a sample of all text of its kind.
+    Source: Cochran 1977, 'Sampling techniques', ch. 6, without the correction for a finite
+    population.
+
+    Args:
+      sums: the results of `row_sums`, [R, X] for X trials.
+      bytes_per_target: unused; every `Metric.value` function takes this argument.
     """
     excess_RX = sums['loss'] - mean_loss(sums) * sums['weight']
     squares_X = (excess_RX**2).sum(0)
-    num_rows_X = sums['rows'].sum(0)  # R, without rows that have no target
+    num_rows_X = sums['rows'].sum(0)  # R, the number of rows with a target
     num_rows_X = np.where(num_rows_X > 1, num_rows_X, np.nan)
     correction_X = num_rows_X / (num_rows_X - 1)
-    return np.sqrt(correction_X * squares_X) / sums['weight'].sum(0)
+    total_weight_X = sums['weight'].sum(0)
+    return np.sqrt(correction_X * squares_X) / total_weight_X
 
 
 def perplexity(nats_per_token: float) -> float:
@@ -185,9 +186,10 @@ def perplexity(nats_per_token: float) -> float:
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Returns nats_per_token / (ln 2 * bytes_per_token).
+    """Converts nats per token to bits per byte: nats_per_token / (ln 2 * bytes_per_token).
 
-    Raises ConfigError unless bytes_per_token is above 0.
+    Raises:
+      ConfigError: bytes_per_token is not above 0.
     """
     if not bytes_per_token > 0:
         raise ConfigError(f'bytes_per_token={bytes_per_token} must be above 0')
@@ -207,15 +209,14 @@ def _perplexity(sums: Sums, bytes_per_target: float | None) -> np.ndarray:
 
 
 def _solved(sums: Sums, bytes_per_target: float | None) -> np.ndarray:
-    """Returns the fraction of rows whose predictions are all right [X].
+    """Returns the fraction of rows [X] whose predictions are all correct."""
+    has_target_RX = sums['rows']
+    num_wrong_RX = sums['solved']
+    is_solved_RX = has_target_RX * (num_wrong_RX == 0)
+    return is_solved_RX.sum(0) / has_target_RX.sum(0)
 
-    sums['solved'] counts the wrong predictions of a row. Rows without a target do not count.
-    """
-    is_solved_RX = sums['rows'] * (sums['solved'] == 0)
-    return is_solved_RX.sum(0) / sums['rows'].sum(0)
 
-
-# Times of a run with their descriptions. Each covers all trials of the run together.
+# The times of a run and their descriptions. The trials of a run are timed together.
 TIMES = {
     'train_seconds': 'training steps, over all starts',
     'input_seconds': 'of these, waiting for the next batch on the devices',
@@ -224,8 +225,8 @@ TIMES = {
     'compile_seconds': 'compilation of the training program, in the last start',
     'tokens_per_second': 'training tokens per second of the last start',
 }
-# Of a training record: of the whole run, all its trials together, over the steps since the record
-# before, without evaluations and checkpoints. Other starts of a run measure others.
+# The speeds in a training record and their descriptions. A speed is of all trials together, over
+# the steps since the previous record, without evaluations and checkpoints.
 SPEEDS = {
     'tokens_per_second': 'training tokens per second',
     'mfu': 'model FLOPs per second over the peak rate of the devices; absent where it is unknown',
@@ -235,7 +236,7 @@ SPEEDS = {
 NATS: dict[str, Any] = {'unit': 'nats/token'}
 PERCENT: dict[str, Any] = {'unit': '%', 'scale': 100.0, 'decimals': 2}
 OF_TARGETS: dict[str, Any] = {**PERCENT, 'for_text': False}
-# Tables and figures keep this order, with the main score first.
+# Tables and figures list metrics in this order.
 _METRICS = (
     Metric(
         'loss',
@@ -324,8 +325,7 @@ _METRICS = (
     ),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _METRICS}
-# Names that metrics from outside the package cannot have: names of metrics, of other fields of a
-# result, and of sums.
+# Names that metrics from outside the package cannot have.
 _RESERVED_NAMES = {*METRICS, 'tokens', 'weight', 'rows'}
 for _metric in _METRICS:
     _RESERVED_NAMES.update(_metric.details)
@@ -334,8 +334,9 @@ for _metric in _METRICS:
 def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
     """Returns METRICS and metrics from outside the package, by name.
 
-    Raises ConfigError if a metric from outside has a role other than 'score', a malformed name, or
-    the name of another metric, field or sum.
+    Raises:
+      ConfigError: a metric from outside has another role than 'score', or its name is malformed or
+        taken.
     """
     metrics = dict(METRICS)
     for metric in outside:
@@ -354,9 +355,10 @@ def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
 
 
 def named(texts: Sequence[str]) -> Mapping[str, Metric]:
-    """Returns METRICS and the metrics that `train.metrics` names by import path, by name.
+    """Returns METRICS and the metrics that the import paths `texts` name, by name.
 
-    Raises ConfigError if a text does not name a metric.
+    Raises:
+      ConfigError: a text does not name a metric.
     """
     return with_outside([_imported_metric(text) for text in texts])
 
@@ -364,12 +366,14 @@ def named(texts: Sequence[str]) -> Mapping[str, Metric]:
 def _imported_metric(text: str) -> Metric:
     """Imports the metric that an entry of train.metrics names.
 
-    `text` is the import path of a Metric, as in 'my_file:METRIC', or of a function that returns
-    one. Options of the function may follow, as in 'my_file:top(k=5)'. Raises ConfigError if this
-    gives no Metric.
+    Args:
+      text: the import path of a Metric, as in 'my_file:METRIC', or of a function that returns a
+        Metric, perhaps with options, as in 'my_file:top(k=5)'.
+
+    Raises:
+      ConfigError: the import fails, or gives no Metric.
     """
-    # Import the Metric or function, and check that it takes the options, such as {'k': 5}.
-    target, options = resolve(
+    metric_or_function, options = resolve(
         text,
         {},
         'train.metrics',
@@ -377,8 +381,9 @@ def _imported_metric(text: str) -> Metric:
         is_valid=_is_metric_or_function,
         call=_as_function,
     )
-    # The function is not ours, so its exceptions become ConfigErrors that blame train.metrics.
-    metric = call_with_config_errors('train.metrics', text, lambda: _as_function(target)(**options))
+    make_metric = _as_function(metric_or_function)
+    # Code from outside the package may raise anything, which becomes a ConfigError.
+    metric = call_with_config_errors('train.metrics', text, lambda: make_metric(**options))
     if not isinstance(metric, Metric):
         raise ConfigError(f'train.metrics={text!r} must return a Metric, not {metric!r:.80}')
     return metric
@@ -386,15 +391,15 @@ def _imported_metric(text: str) -> Metric:
 
 def _is_metric_or_function(target: Any) -> bool:
     """Returns whether an object is a Metric, or can be called without positional arguments."""
-    can_be_called = accepts_arguments()  # a check that takes the object
+    can_be_called = accepts_arguments()
     return isinstance(target, Metric) or can_be_called(target)
 
 
-def _as_function(target: Any) -> Callable[..., Any]:
-    """Returns the function that gives the metric. For a Metric, it takes no options."""
-    if isinstance(target, Metric):
-        return lambda: target
-    return target
+def _as_function(metric_or_function: Any) -> Callable[..., Any]:
+    """Returns a function that returns the metric."""
+    if isinstance(metric_or_function, Metric):
+        return lambda: metric_or_function
+    return metric_or_function
 
 
 def outside(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -405,12 +410,12 @@ def outside(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 def values(
     sums: Sums, bytes_per_target: float | None, metrics: Mapping[str, Metric] = METRICS
 ) -> dict[str, np.ndarray | None]:
-    """Computes the value [X] of every evaluated metric, by name.
+    """Computes the value [X] of each metric that has a `value` function, by name.
 
     Args:
-      sums: the sums of R rows and X trials, [R, X, ...], from `row_sums`.
+      sums: the results of `row_sums` for R rows and X trials, [R, X, ...].
       bytes_per_target: the mean number of bytes of a target; None if the targets are not text.
-      metrics: the metrics. Those without a `value` are not evaluated, and are left out.
+      metrics: the metrics by name.
     """
     value_by_name = {}
     for name, metric in metrics.items():
@@ -422,15 +427,19 @@ def values(
 def result_fields(
     metrics: Mapping[str, Metric] = METRICS, corpora: Iterable[str] = ()
 ) -> dict[str, type]:
-    """Returns the fields that metrics have in a result, with their types.
+    """Returns the fields of metrics in a result, with their types.
 
-    The metric 'bleu' has the fields 'val_bleu' and 'test_bleu', further ones for its details, such
-    as 'val_num_sentences', and one for each of `corpora`, such as 'bleu[wmt@test]'. These are
-    entries of data.evaluate. A field may also be null, if the metric was not measured.
+    For example, the metric 'bleu' has the fields 'val_bleu', 'val_num_sentences' (a detail) and, if
+    'wmt@test' is in `corpora`, 'bleu[wmt@test]'. The value of a metric that was not measured is
+    None.
+
+    Args:
+      metrics: the metrics by name.
+      corpora: entries of data.evaluate.
     """
     fields: dict[str, type] = {}
     for metric in metrics.values():
-        for prefix in metric.prefixes:  # 'val' and 'test'
+        for prefix in metric.prefixes:
             fields[metric.field(prefix)] = float
             for detail, detail_type in metric.details.items():
                 fields[f'{prefix}_{detail}'] = detail_type
@@ -441,14 +450,16 @@ def result_fields(
 
 
 def logged(metrics: Mapping[str, Metric]) -> list[Metric]:
-    """Returns the metrics that an evaluation writes to metrics.jsonl."""
+    """Returns the metrics that evaluations write to metrics.jsonl."""
     return [metric for metric in metrics.values() if metric.logged and 'val' in metric.prefixes]
 
 
 def logged_fields(metrics: Mapping[str, Metric], corpora: Iterable[str] = ()) -> tuple[str, ...]:
-    """Returns the fields that an evaluation writes to metrics.jsonl, with a value per trial.
+    """Returns the fields that evaluations write to metrics.jsonl.
 
-    `corpora` are entries of data.evaluate.
+    Args:
+      metrics: the metrics by name.
+      corpora: entries of data.evaluate.
     """
     fields = [metric.field('val') for metric in logged(metrics)]
     for corpus in corpora:
@@ -457,9 +468,9 @@ def logged_fields(metrics: Mapping[str, Metric], corpora: Iterable[str] = ()) ->
 
 
 def shown(metrics: Mapping[str, Metric], results: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """Returns the metrics that reports show for some results.
+    """Returns the metrics that reports show, given the results that they are about.
 
-    Results on text have bits per byte. For them, reports leave out metrics that are not `for_text`.
+    If any result has bits per byte, the data are text, and metrics need `for_text`.
     """
     is_text = any(result.get('val_bits_per_byte') is not None for result in results)
     return [metric for metric in metrics.values() if metric.for_text or not is_text]

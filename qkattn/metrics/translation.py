@@ -7,26 +7,25 @@ from collections.abc import Sequence
 def translation_scores(
     hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False
 ) -> dict[str, float | int | str]:
-    """Scores the translations of a whole test set.
+    """Scores translations against references.
 
     Args:
       hypotheses: the translations, as detokenized text.
-      references: one reference translation of each.
+      references: one reference for each translation.
       lowercase: whether the scores ignore case.
 
     Returns:
-      'bleu' and 'chrf': corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent,
+      'bleu', 'chrf': corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent,
         computed by sacrebleu (Post 2018).
-      'bleu_signature' and 'chrf_signature': how sacrebleu computed them. Scores are comparable if
-        their signatures are equal.
-      'exact_match': the fraction of hypotheses that equal their reference.
-      'num_sentences': the number of hypotheses.
+      'bleu_signature', 'chrf_signature': the settings of sacrebleu. Scores are comparable if their
+        signatures are equal.
+      'exact_match': the fraction of translations that equal their reference.
+      'num_sentences': the number of translations.
     """
-    metrics = importlib.import_module('sacrebleu.metrics')  # slow to import, and rarely needed
+    metrics = importlib.import_module('sacrebleu.metrics')  # slow to import
     bleu = metrics.BLEU(lowercase=lowercase)
     chrf = metrics.CHRF(lowercase=lowercase)
-    # The signatures below are complete only after a score was computed: they name the number of
-    # references.
+    # sacrebleu completes the signatures when it computes scores.
     bleu_score = bleu.corpus_score(hypotheses, [references]).score
     chrf_score = chrf.corpus_score(hypotheses, [references]).score
 
