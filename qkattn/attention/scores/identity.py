@@ -1,4 +1,4 @@
-"""Scores with an identity in place of W_Q, of W_K, or of both; and one with an MLP for W_Q."""
+"""Scores with an identity in place of W_Q or W_K or both, and one with an MLP for W_Q."""
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ EPSILON = 1e-5
 class QueryFree(TwoMaps):
     """A[n] = P[n] W_K[n]^T: no W_Q; the query of head n is the n-th slice of the stream, x P[n].
 
-    The gain of the norm before attention acts on the queries like a diagonal W_Q without weight
-    decay. (On keys and values it has no effect of its own, because W_K and W_V can absorb it.)
+    The gain of the norm before attention acts on the queries like a diagonal W_Q.
 
     The source uses the scale 1/(2 sqrt(H)), which is `query_free/vo?score_scale=0.5` here, and the
-    weight decay 2^-5. configs/query_free_recipe.py compares both with the defaults.
+    weight decay 2^-5. configs/query_free_recipe.py compares these values with the defaults.
     """
 
     equation = 'P[n] W_K[n]^T'
@@ -59,8 +58,7 @@ class KeyFree(TwoMaps):
 class Neither(TwoMaps):
     """A[n] = P[n] P[n]^T: neither W_Q nor W_K; head n compares the n-th slices of x and y.
 
-    A token's logit with itself is |x P[n]|^2 * scale, about sqrt(H). This Score is the control for
-    `query_free` and `key_free`: it shows what the remaining matrix is worth.
+    A token's logit with itself is |x P[n]|^2 * scale, about sqrt(H).
     """
 
     equation = 'P[n] P[n]^T'
@@ -78,8 +76,8 @@ class Neither(TwoMaps):
 class QueryFreeFull(TwoMaps):
     """A[n] = W_K[n]^T with W_K[n] D x D: the query of every head is the whole stream.
 
-    It can represent the same functions as `merged`. But each head caches its own key, while
-    `merged` caches the stream once for all heads.
+    This Score can represent the same functions as `merged`. It caches a key for each head, and
+    `merged` caches the stream once.
     """
 
     equation = 'W_K[n]^T, D x D'
@@ -102,15 +100,14 @@ class QueryFreeFull(TwoMaps):
         A_NED = jnp.transpose(k_DNE, (1, 2, 0))
         if self.b_k_NE is None:
             return A_NED
-        # Queries have no bias, so the row of the constant 1 is zero.
+        # Queries have no bias: the last row of A, for the constant 1, is zero.
         return jnp.pad(A_NED, ((0, 0), (0, 1), (0, 0)))
 
 
 class NeitherFull(TwoMaps):
     """A[n] = I: the logits are x y^T over the whole stream, the same for all heads.
 
-    So all heads have the same attention pattern, and the layer acts as one head with the OV circuit
-    sum_n B[n]. A token's logit with itself is |x|^2 * scale, about sqrt(D).
+    A token's logit with itself is |x|^2 * scale, about sqrt(D).
     """
 
     equation = 'I'
@@ -125,9 +122,9 @@ class NeitherFull(TwoMaps):
         self.spec = spec
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
-        # One query head in place of N, because all heads have the same logits.
-        x_BT1D = x_BTD[:, :, None, :]
-        return x_BT1D, self.keys(cache)
+        # All heads have the same logits, so one query head is enough.
+        q_BT1D = x_BTD[:, :, None, :]
+        return q_BT1D, self.keys(cache)
 
     def matrix(self) -> jax.Array:
         A_DE = jnp.eye(self.spec.d_model)
@@ -139,13 +136,12 @@ class NeitherFull(TwoMaps):
 class NonlinearQuery(TwoMaps):
     """s[n] = Q(x) P[n] W_K[n]^T y^T with Q(x) = (x + f(x)) / 2: `query_free` with an MLP for W_Q.
 
-    f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), and both norms have a gain. With R = D / 2 and K = N
-    it has as many parameters as `qk`, plus 2 D gains.
+    f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), where both norms have a gain. With R = D / 2 and
+    K = N, this Score has 2 D more parameters than `qk`.
 
     Args:
-      form: 'residual' is Q(x) above; 'bottleneck' is Q(x) = f(x). Residual queries have variance
-        1/2 at initialization, so without QK-norm the scale is sqrt(2 / H).
-      rank: R, the width of f; by default D // 2.
+      form: 'residual' for Q(x) = (x + f(x)) / 2, 'bottleneck' for Q(x) = f(x).
+      rank: R, the width of the MLP; by default D // 2.
     """
 
     equation = '(I + f)/2 P[n] W_K[n]^T'
@@ -175,9 +171,8 @@ class NonlinearQuery(TwoMaps):
         self.g_out_D = nnx.Param(jnp.ones((D,), jnp.float32))  # of the LayerNorm
         self.residual = form == 'residual'
 
-        # A logit is scale times a sum of H products of a query channel and a key channel, and the
-        # scale gives it variance 1 at initialization. x, f(x) and keys have variance 1. So the
-        # queries (x + f(x)) / 2 have variance 1/2, unless QK-norm gives them 1.
+        # The scale gives the logits variance 1. Residual queries are the mean of two uncorrelated
+        # vectors, so their variance is 1/2. QK-norm gives all queries variance 1.
         query_variance = 1.0
         if self.residual and not spec.qk_norm:
             query_variance = 0.5
@@ -185,16 +180,16 @@ class NonlinearQuery(TwoMaps):
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns q_BTNH: the stream (x + f(x)) / 2, or f(x), cut into one slice for each head."""
-        # f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2). First all but the LayerNorm:
+        """Returns q_BTNH: Q(x), cut into one slice for each head."""
+        # gelu(RMSNorm(x) W_1) W_2
         normed_BTD = rms_norm(x_BTD, epsilon=EPSILON) * self.g_in_D[...]
         hidden_BTR = project(normed_BTD, self.w_in_DR, self.b_in_R)
-        f_BTD = jax.nn.gelu(hidden_BTR, approximate=False) @ self.w_out_RD[...]
+        out_BTD = jax.nn.gelu(hidden_BTR, approximate=False) @ self.w_out_RD[...]
 
-        # Then the LayerNorm, in float32 or wider.
-        wide_BTD = f_BTD.astype(jnp.promote_types(f_BTD.dtype, jnp.float32))
-        f_BTD = jax.nn.standardize(wide_BTD, epsilon=EPSILON).astype(x_BTD.dtype)
-        f_BTD = f_BTD * self.g_out_D[...]
+        # LayerNorm, in float32 or wider
+        wide_BTD = out_BTD.astype(jnp.promote_types(out_BTD.dtype, jnp.float32))
+        standardized_BTD = jax.nn.standardize(wide_BTD, epsilon=EPSILON).astype(x_BTD.dtype)
+        f_BTD = standardized_BTD * self.g_out_D[...]
         if self.b_out_D is not None:
             f_BTD = f_BTD + self.b_out_D[...]
 
@@ -207,27 +202,30 @@ class NonlinearQuery(TwoMaps):
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
         """Computes s_BNTS / scale in float64, without `queries` and `keys`."""
 
-        def array(parameter: nnx.Param | None) -> np.ndarray:
-            """A parameter in float64; a bias that the spec leaves out is 0."""
+        def float64(parameter: nnx.Param | None) -> np.ndarray:
+            """Returns a parameter in float64; 0 for a bias that is None."""
             return np.zeros(()) if parameter is None else np.asarray(parameter[...], np.float64)
 
         x_BTD = np.asarray(x_BTD, np.float64)
         y_BSD = np.asarray(y_BSD, np.float64)
 
         # RMSNorm(x) W_1
-        unit_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + EPSILON)
-        normed_BTD = unit_BTD * array(self.g_in_D)
-        hidden_BTR = normed_BTD @ array(self.w_in_DR) + array(self.b_in_R)
+        normed_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + EPSILON)
+        scaled_BTD = normed_BTD * float64(self.g_in_D)
+        hidden_BTR = scaled_BTD @ float64(self.w_in_DR) + float64(self.b_in_R)
 
-        # LayerNorm(gelu(h) W_2), where gelu(h) = h Phi(h) with the normal distribution Phi.
-        activated_BTR = hidden_BTR * scipy.special.ndtr(hidden_BTR)
-        f_BTD = activated_BTR @ array(self.w_out_RD)
-        f_BTD = f_BTD - f_BTD.mean(-1, keepdims=True)
-        f_BTD = f_BTD / np.sqrt((f_BTD**2).mean(-1, keepdims=True) + EPSILON)
-        f_BTD = f_BTD * array(self.g_out_D) + array(self.b_out_D)
+        # gelu(h) W_2, where gelu(h) = h Phi(h)
+        gelu_BTR = hidden_BTR * scipy.special.ndtr(hidden_BTR)
+        out_BTD = gelu_BTR @ float64(self.w_out_RD)
+
+        # LayerNorm
+        centered_BTD = out_BTD - out_BTD.mean(-1, keepdims=True)
+        variance_BT1 = (centered_BTD**2).mean(-1, keepdims=True)
+        standardized_BTD = centered_BTD / np.sqrt(variance_BT1 + EPSILON)
+        f_BTD = standardized_BTD * float64(self.g_out_D) + float64(self.b_out_D)
 
         q_BTD = (x_BTD + f_BTD) / 2 if self.residual else f_BTD
         q_BTNH = q_BTD.reshape(*q_BTD.shape[:2], self.spec.num_heads, -1)
-        k_BSKH = np.tensordot(y_BSD, array(self.w_k_DKH), axes=1) + array(self.b_k_KH)
+        k_BSKH = np.tensordot(y_BSD, float64(self.w_k_DKH), axes=1) + float64(self.b_k_KH)
         k_BSNH = np.repeat(k_BSKH, self.spec.num_heads // k_BSKH.shape[2], axis=2)
         return np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)

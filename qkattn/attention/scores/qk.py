@@ -1,4 +1,4 @@
-"""Scores W_Q W_K^T: of rank H or another, over-parameterized, or merged."""
+"""Scores W_Q W_K^T: standard, low-rank, full-rank, over-parameterized, or merged."""
 
 import dataclasses
 
@@ -37,7 +37,8 @@ class LowRank(TwoMaps):
 
     With R = H this is `qk`. Rotary positions need an even R.
 
-    `rank` is R, from 1 to D. By default it is half the head size, but at least 1 and at most D.
+    Args:
+      rank: R, from 1 to D; by default H // 2, but at least 1 and at most D.
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank R'
@@ -49,7 +50,8 @@ class LowRank(TwoMaps):
     key_map = Projection('w_k_DKR', 'b_k_KR', 'k_BSKR')
 
     def __init__(self, spec: AttentionSpec, *, key: jax.Array, rank: int | None = None):
-        R = min(max(1, spec.head_size // 2), spec.d_model) if rank is None else rank
+        half_head_size = max(1, spec.head_size // 2)
+        R = min(half_head_size, spec.d_model) if rank is None else rank
         self.w_q_DNR, self.b_q_NR = affine(spec, key, 'w_q_DNR', R=R)
         self.w_k_DKR, self.b_k_KR = affine(spec, key, 'w_k_DKR', R=R)
         self.scale = R**-0.5
@@ -58,7 +60,7 @@ class LowRank(TwoMaps):
 class FullSize(LowRank):
     """A[n] = W_Q[n] W_K[n]^T of rank D.
 
-    It can represent the same functions as `merged`, with twice the parameters if K = N.
+    This Score can represent the same functions as `merged`. With K = N it has twice the parameters.
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank D'
@@ -73,12 +75,12 @@ class FullSize(LowRank):
 class Double(TwoMaps):
     """A[n] = (O_Q W_Q[n]) (O_K W_K[n])^T: a matrix shared by all heads, then one per head.
 
-    Each side folds into one matrix, O W[n]. So with R >= D the functions are those of `qk`, and
-    only training differs. W has std R^-1/2.
+    With R >= D, this Score can represent the same functions as `qk`, and only training differs.
+    W has std R^-1/2.
 
     Args:
-      size: R; by default D.
-      which: the side that has a shared matrix, 'q', 'k' or 'both'. The other side is as in `qk`.
+      size: R, the width between the two matrices; by default D.
+      which: which side has a shared matrix O, 'q', 'k' or 'both'. The other side is as in `qk`.
     """
 
     equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
@@ -91,37 +93,33 @@ class Double(TwoMaps):
     ):
         R = spec.d_model if size is None else size
 
-        # Each side has its parameters, a map that uses them, and a part of the equation and of the
-        # parameter count. A map is a Projection: it has the names of the attributes that hold the
-        # matrix and the bias. With `inner`, it applies that map first.
-
-        # Queries: x O_Q W_Q[n], or with which='k' x W_Q[n], as in `qk`.
-        if which == 'k':
-            self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
-            self.query_map = QK.query_map
-            query_equation = 'W_Q[n]'
-            query_count = 'D*N*H'
-        else:
+        # Queries: x O_Q W_Q[n], or x W_Q[n] as in `qk`.
+        if which in ('q', 'both'):
             self.w_q_outer_DR, self.b_q_outer_R = affine(spec, key, 'w_q_outer_DR', R=R)
             self.w_q_RNH, self.b_q_NH = affine(spec, key, 'w_q_RNH', R=R)
             o_q = Projection('w_q_outer_DR', 'b_q_outer_R')
             self.query_map = Projection('w_q_RNH', 'b_q_NH', inner=o_q)
             query_equation = 'O_Q W_Q[n]'
             query_count = 'D*R + R*N*H'
-
-        # Keys, cached as 'k_BSKH': y O_K W_K[n], or with which='q' y W_K[n], as in `qk`.
-        if which == 'q':
-            self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
-            self.key_map = QK.key_map
-            key_equation = 'W_K[n]^T'
-            key_count = 'D*K*H'
         else:
+            self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
+            self.query_map = QK.query_map
+            query_equation = 'W_Q[n]'
+            query_count = 'D*N*H'
+
+        # Keys: y O_K W_K[n], or y W_K[n] as in `qk`.
+        if which in ('k', 'both'):
             self.w_k_outer_DR, self.b_k_outer_R = affine(spec, key, 'w_k_outer_DR', R=R)
             self.w_k_RKH, self.b_k_KH = affine(spec, key, 'w_k_RKH', R=R)
             o_k = Projection('w_k_outer_DR', 'b_k_outer_R')
             self.key_map = Projection('w_k_RKH', 'b_k_KH', cached_as='k_BSKH', inner=o_k)
             key_equation = '(O_K W_K[n])^T'
             key_count = 'D*R + R*K*H'
+        else:
+            self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
+            self.key_map = QK.key_map
+            key_equation = 'W_K[n]^T'
+            key_count = 'D*K*H'
 
         self.equation = f'{query_equation} {key_equation}'
         self.parameter_count = f'{query_count} + {key_count}'
@@ -131,8 +129,9 @@ class Double(TwoMaps):
 class Merged(TwoMaps):
     """A[n] = W_QK[n], one D x D matrix of full rank per head; the keys are the stream itself.
 
-    With init='dense' every entry is drawn independently. With init='product' W_QK starts as
-    W_Q[n] W_K[n]^T of `qk` under the same seed, with rank H, and the rank may grow in training.
+    Args:
+      init: 'dense' draws every entry independently. 'product' starts at W_Q[n] W_K[n]^T of `qk`
+        with the same seed, of rank H. The rank may grow in training.
     """
 
     equation = 'W_QK[n]'
@@ -147,13 +146,11 @@ class Merged(TwoMaps):
         D = spec.d_model
         N = spec.num_heads
         if init == 'product':
-            # Biases start at 0, so `qk` without biases has the same logits.
-            qk = QK(dataclasses.replace(spec, biases=False), key=key)
-            A_NDE = qk.matrix()
-            # `qk` multiplies A by H^-1/2, this Score by D^-1/2. With this factor the logits are
-            # the same.
-            rescale = (D / spec.head_size) ** 0.5
-            self.w_qk_DNE = nnx.Param(rescale * jnp.moveaxis(A_NDE, 0, 1))
+            spec_without_biases = dataclasses.replace(spec, biases=False)
+            A_NDE = QK(spec_without_biases, key=key).matrix()
+            # The scale of `qk` is H^-1/2, and the scale of this Score is D^-1/2.
+            scale_ratio = (D / spec.head_size) ** 0.5
+            self.w_qk_DNE = nnx.Param(scale_ratio * jnp.moveaxis(A_NDE, 0, 1))
         else:  # 'dense'
             self.w_qk_DNE = weight(key, 'w_qk_DNE', (D, N, D), D**-0.5)
         self.b_q_NE = bias(spec, (N, D))
@@ -163,5 +160,5 @@ class Merged(TwoMaps):
         A_NDE = jnp.moveaxis(homogeneous(self.w_qk_DNE, self.b_q_NE), 1, 0)
         if self.b_q_NE is None:
             return A_NDE
-        # Keys have no bias, so the column of the constant 1 is zero.
+        # Keys have no bias: the last column of A, for the constant 1, is zero.
         return jnp.pad(A_NDE, ((0, 0), (0, 0), (0, 1)))

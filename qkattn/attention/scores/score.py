@@ -1,11 +1,11 @@
 """The interface of a Score, one way to write A[n] in the logits scale * x_t A[n] y_s^T.
 
-x is the normed stream of the queries, y that of the keys (y = x in self-attention). With biases, x
-and y stand for (x, 1) and (y, 1), and A[n] has one more row and column.
+x is the normed stream of the queries, and y the normed stream of the keys (y = x in
+self-attention). With biases, x and y stand for (x, 1) and (y, 1), and A[n] has one more row and
+column.
 
-At initialization, the logits have standard deviation 1 for independent x and y of unit variance.
-Differences in training then come from the form of A[n], not from the size of the first logits. A
-Score with another standard deviation declares it as `initial_logit_std`; no registered one does.
+At initialization, the logits of all registered Scores have standard deviation 1, for independent x
+and y of unit variance.
 """
 
 from collections.abc import Mapping
@@ -24,25 +24,21 @@ from qkattn.attention.spec import AttentionSpec, Check
 class Circuit(nnx.Module):
     """A Score or a Value: a factorization of A[n] or of B[n].
 
-    A subclass builds its parameters in `__init__`, with the key and its options as keyword-only
-    arguments, and overrides the defaults below where it differs. If an option changes a class
-    attribute, `__init__` sets the attribute on the instance.
-
-    The name of a parameter says its role and axes: matrices `w_q_DNH`, biases `b_q_NH`, gains
-    `g_q_H`. The axes decide how a parameter is sharded.
+    A subclass creates its parameters in `__init__`, which takes the key and the options as
+    keyword-only arguments. The names of parameters end in their axes, which decide how they are
+    sharded: matrices `w_q_DNH`, biases `b_q_NH`, gains `g_q_H`.
     """
 
     equation: str  # A[n] or B[n] as text
     source: ClassVar[str]  # the publication of the form
-    # The number of parameters in axis letters, without biases: 'D*N*H'. The Score counts the
-    # parameters that a Value shares with it.
+    # The number of parameters without biases, in axis letters, such as 'D*N*H'. A Value does not
+    # count the parameters of its Score.
     parameter_count: str
     uses_kv_heads: ClassVar[bool] = False  # whether num_kv_heads changes this circuit
     uses_slices: ClassVar[bool] = False  # whether heads are slices of the stream; then N H = D
-    # The check of each option by itself. `check` is for conditions that involve more than one.
-    options: ClassVar[Mapping[str, Check]] = {}
+    options: ClassVar[Mapping[str, Check]] = {}  # the check of each option
     uses_layer: ClassVar[bool] = False  # whether this circuit reads `layer`
-    # The index of the layer in its decoder or encoder, from 0, set after `__init__`. It is an array
+    # The index of the layer in its decoder or encoder, from 0; set after `__init__`. It is an array
     # inside the scan over layers.
     layer: int | jax.Array
 
@@ -54,33 +50,29 @@ class Circuit(nnx.Module):
 class Score(Circuit):
     """A factorization of A[n], built by `__init__(spec, *, key, **options)`."""
 
-    scale: float  # the factor on q k^T, which `__init__` sets
-    initial_logit_std: float = 1.0
-    # Whether queries and keys may be rotated. Merged maps, and identity maps of full width, have no
-    # rotary form.
-    supports_rope: ClassVar[bool] = True
-    # The projections that a Value may use, as the attribute names of their matrix and bias.
-    # 'query' means x W + b = queries(x), 'key' means y W + b = keys(cached(y)), and 'latent' means
-    # that y W + b is cached as 'latent_BSR'.
+    scale: float  # the factor on q k^T; set by `__init__`
+    initial_logit_std: float = 1.0  # the standard deviation of logits at initialization
+    supports_rope: ClassVar[bool] = True  # whether queries and keys may be rotated
+    # The attribute names (matrix, bias) of the projections that a Value may use: 'query' for
+    # queries(x) = x W + b, 'key' for keys(cached(y)) = y W + b, and 'latent' for the array
+    # 'latent_BSR' of the cache, y W + b.
     shareable: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
-    # Whether the logits are scale * x A[n] y^T. If not, the Score defines `reference_logits` in
-    # place of `matrix`.
+    # Whether the logits are scale * x A[n] y^T. If not, a subclass defines `reference_logits`
+    # instead of `matrix`.
     bilinear: bool = True
-    # How many of the last channels of queries and keys are rotated; None is all.
-    rope_size: int | None = None
-    # Whether a query attends to itself only if no other key is visible.
-    hides_self: bool = False
+    rope_size: int | None = None  # the last `rope_size` channels are rotated; None for all channels
+    hides_self: bool = False  # whether a token attends to itself only if it sees no other token
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """Returns q_BTNH."""
         raise NotImplementedError
 
     def cached(self, y_BSD: jax.Array) -> Cache:
-        """Returns the arrays [B, S, ...] that decoding caches, from which `keys` computes the keys.
+        """Returns the arrays [B, S, ...] to cache in decoding, by name.
 
-        Names end in axes, e.g. 'k_BSKH'. If the Value caches an array under the same name, it is
-        stored once for both.
+        Names end in axes, as in 'k_BSKH'. An array that the Value caches under the same name is
+        stored once.
         """
         raise NotImplementedError
 
@@ -89,36 +81,35 @@ class Score(Circuit):
         raise NotImplementedError
 
     def queries_and_keys(self, x_BTD: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
-        """Returns q_BTNH and k_BSKH, or arrays with the same products that cost less.
+        """Returns q_BTNH and k_BSKH, or cheaper arrays with the same products q k^T.
 
-        Which form costs less may depend on T and S. If all N heads have the same logits, the
-        result may have one query head and one key head.
+        If all heads have the same logits, the arrays may have a single head.
         """
         return self.queries(x_BTD), self.keys(cache)
 
     def relative_bias(self, distance_TS: jax.Array) -> jax.Array | None:
-        """Returns b_NTS for the distances t - s, or None without such biases.
+        """Returns the biases b_NTS for the distances t - s, or None.
 
-        They are added to the capped logits in self-attention, and left out in cross-attention.
+        In self-attention, the biases are added to the capped logits.
         """
         return None
 
     def matrix(self) -> jax.Array:
-        """Returns A_NDD without the scale; with biases (D + 1) x (D + 1), acting on (x, 1)."""
+        """Returns A_NDD without the scale; with biases, (D + 1) x (D + 1) for (x, 1) and (y, 1)."""
         raise NotImplementedError
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
-        """Computes s_BNTS / scale again in float64, without `queries` and `keys`."""
+        """Computes s_BNTS / scale in float64, without `queries` and `keys`."""
         raise NotImplementedError
 
     def shared(self, which: str) -> tuple[jax.Array, jax.Array | None]:
-        """Returns matrix and bias of a shareable projection; the bias is None without biases."""
+        """Returns the matrix and the bias (or None) of a projection in `shareable`."""
         matrix_name, bias_name = self.shareable[which]
         return getattr(self, matrix_name), getattr(self, bias_name)
 
 
 class TwoMaps(Score):
-    """A[n] = Q[n] K[n]^T; a subclass declares the maps to the queries x Q[n] and keys y K[n]."""
+    """A[n] = Q[n] K[n]^T, where `query_map` is x -> x Q[n] and `key_map` is y -> y K[n]."""
 
     query_map: Map
     key_map: Map

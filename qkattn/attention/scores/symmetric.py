@@ -27,20 +27,17 @@ class Tied(TwoMaps):
 class SharedQK(Tied):
     """A[n] = W[n] W[n]^T, symmetric and positive semi-definite: one matrix for queries and keys.
 
-    x W W^T y has variance H (1 + H/D) std^4 D^2 for independent x and y. So W has
-    std D^-1/2 (1 + H/D)^-1/4.
+    W has std D^-1/2 (1 + H/D)^-1/4, so that logits start with variance 1.
 
     A token's logit with itself is |x W|^2 * scale, about sqrt(H) / sqrt(1 + H/D). So at
-    initialization every token attends mostly to itself. The options counter that; Reformer uses
-    key_norm and self_mask.
+    initialization, every token attends mostly to itself. The options reduce this effect. Reformer
+    uses key_norm and self_mask.
 
     Args:
-      key_norm: whether each key is divided by its length, k = q / |q|. The cache holds q. A token's
-        logit with itself stays as large, but no key is longer than another. The logits are then not
-        bilinear in x and y.
-      self_mask: whether a token attends to itself only if nothing else is visible.
-      temperature: a number that divides the logits. With 'learned', the logits of head n are
-        multiplied by a gain that starts at 1. None is off.
+      key_norm: whether keys have length 1, k = q / |q|. The logits are then not bilinear.
+      self_mask: whether a token attends to itself only if it sees no other token.
+      temperature: a number that divides the logits, or 'learned' for a learned factor on the logits
+        of each head, which starts at 1.
     """
 
     equation = 'W_Q[n] W_Q[n]^T'
@@ -65,10 +62,9 @@ class SharedQK(Tied):
                 'or None'
             )
 
-        # `key_norm` and a learned temperature change the length of keys or queries. QK-norm comes
-        # after them and divides by that length, so they would have no effect.
-        sets_size = key_norm or temperature == 'learned'
-        if spec.qk_norm and sets_size:
+        # QK-norm would undo a change of the length of queries or keys.
+        changes_length = key_norm or temperature == 'learned'
+        if spec.qk_norm and changes_length:
             raise SpecError(
                 'qk_norm=True undoes key_norm and a learned temperature of shared_qk; leave it out'
             )
@@ -85,21 +81,21 @@ class SharedQK(Tied):
         D = spec.d_model
         N = spec.num_heads
         H = spec.head_size
-        std = D**-0.5 * (1 + H / D) ** -0.25  # The docstring of the class derives it.
+        # q . k has variance D^2 std^4 H (1 + H/D), which is H for this std.
+        std = D**-0.5 * (1 + H / D) ** -0.25
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std)
         self.key_norm = key_norm
         self.bilinear = not key_norm
         self.hides_self = self_mask
 
-        # The scale is 1 / sqrt(variance of q . k), so that the logits start with variance 1.
+        # The scale is 1 / sqrt(variance of q . k), so that logits start with variance 1.
         if key_norm:
-            self.scale = (1 + H / D) ** -0.25  # The variance is sqrt(1 + H/D).
+            self.scale = (1 + H / D) ** -0.25  # the variance is (1 + H/D)^1/2
         elif spec.qk_norm:
-            self.scale = H**-0.5 * (1 + H / D) ** -0.5  # The variance is H (1 + H/D).
+            self.scale = H**-0.5 * (1 + H / D) ** -0.5  # the variance is H (1 + H/D)
         else:
-            self.scale = H**-0.5  # With this std, the variance is H.
+            self.scale = H**-0.5  # the variance is H
 
-        # A learned temperature is a gain of each head. A number divides the scale.
         if temperature == 'learned':
             self.g_temperature_N = nnx.Param(jnp.ones((N,), jnp.float32))
             self.equation = 'g[n] W_Q[n] W_Q[n]^T'
@@ -119,9 +115,11 @@ class SharedQK(Tied):
         k_BSNH = super().keys(cache)
         if not self.key_norm:
             return k_BSNH
+        # Divide keys by their length, in float32 or wider.
         wide_BSNH = k_BSNH.astype(jnp.promote_types(k_BSNH.dtype, jnp.float32))
-        square_BSN1 = jnp.square(wide_BSNH).sum(-1, keepdims=True)
-        return (wide_BSNH * jax.lax.rsqrt(square_BSN1 + 1e-12)).astype(k_BSNH.dtype)
+        squared_length_BSN1 = jnp.square(wide_BSNH).sum(-1, keepdims=True)
+        unit_BSNH = wide_BSNH * jax.lax.rsqrt(squared_length_BSN1 + 1e-12)
+        return unit_BSNH.astype(k_BSNH.dtype)
 
     def matrix(self) -> jax.Array:
         if self.key_norm:
@@ -134,15 +132,16 @@ class SharedQK(Tied):
 
     def reference_logits(self, x_BTD: np.ndarray, y_BSD: np.ndarray) -> np.ndarray:
         """Computes s_BNTS / scale in float64, without `queries` and `keys`."""
-        # Queries and keys have one matrix. With biases, it has one more row for them, and acts on
-        # x with a 1 appended, which `with_ones` does.
+        # E is D, or D + 1 with biases: x becomes (x, 1), and the last row of w is the bias.
         w_ENH = np.asarray(homogeneous(self.w_q_DNH, self.b_q_NH), np.float64)
-        x_BTE = oracle.with_ones(x_BTD, len(w_ENH))
-        y_BSE = oracle.with_ones(y_BSD, len(w_ENH))
+        E = len(w_ENH)
+        x_BTE = oracle.with_ones(x_BTD, E)
+        y_BSE = oracle.with_ones(y_BSD, E)
         q_BTNH = np.einsum('BTE,ENH->BTNH', x_BTE, w_ENH)
         k_BSNH = np.einsum('BSE,ENH->BSNH', y_BSE, w_ENH)
         if self.key_norm:
-            k_BSNH = k_BSNH / np.sqrt((k_BSNH**2).sum(-1, keepdims=True) + 1e-12)
+            squared_length_BSN1 = (k_BSNH**2).sum(-1, keepdims=True)
+            k_BSNH = k_BSNH / np.sqrt(squared_length_BSN1 + 1e-12)
         if self.g_temperature_N is not None:
             q_BTNH = q_BTNH * np.asarray(self.g_temperature_N[...], np.float64)[:, None]
         return np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
@@ -151,11 +150,9 @@ class SharedQK(Tied):
 class Symmetric(Tied):
     """A[n] = W[n] L[n] W[n]^T, symmetric but not definite: L[n] is a learned signed diagonal.
 
-    Every symmetric A[n] of rank <= H has this form. L starts as +1, -1, +1, ..., so that a token
-    does not prefer itself: its logit with itself has mean 0 (H even) and variance 2.
-
-    There is no rotary form: A[n] would stay symmetric only if L had equal entries on the two
-    channels of each rotated pair.
+    Every symmetric A[n] of rank <= H has this form. L starts as +1, -1, +1, ..., so that a token's
+    logit with itself has mean 0 (H even) and variance 2. Rotary positions are not supported,
+    because A[n] would not stay symmetric.
     """
 
     equation = 'W[n] L[n] W[n]^T'
@@ -179,8 +176,8 @@ class Symmetric(Tied):
 class Pairwise(Tied):
     """A[n] = W[n] F[n] W[n]^T with a free H x H form F[n]: neither symmetric nor definite.
 
-    F has no bias. Its std is H^-1/2, so that W F is as large as W. The source's code has std 1,
-    which makes the logits sqrt(H) times as large.
+    F has no bias, and std H^-1/2. The source's code has std 1, which makes the logits sqrt(H) times
+    as large.
     """
 
     equation = 'W[n] F[n] W[n]^T'
@@ -204,4 +201,5 @@ class Pairwise(Tied):
 
 def _signs(num_heads: int, size: int) -> jax.Array:
     """Returns signs_NH in float32: +1, -1, +1, ... for each head."""
-    return jnp.tile((-1.0) ** jnp.arange(size, dtype=jnp.float32), (num_heads, 1))
+    signs_H = (-1.0) ** jnp.arange(size, dtype=jnp.float32)
+    return jnp.tile(signs_H, (num_heads, 1))

@@ -1,4 +1,4 @@
-"""Values with an identity in place of W_V, of W_O, or of both."""
+"""Values with an identity in place of W_V or W_O or both."""
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +44,16 @@ class NoO(Factored):
         return o_BTNH.reshape(*o_BTNH.shape[:-2], -1)  # the heads side by side
 
     def output_matrix(self, score: Score) -> jax.Array:
-        # P^T, without the row of zeros that P has with biases.
-        p_DNH = slices_DNH(self.spec)[: self.spec.d_model]
-        return jnp.moveaxis(p_DNH, 0, -1)
+        D = self.spec.d_model
+        p_DNH = slices_DNH(self.spec)[:D]  # without the row for the constant 1
+        return jnp.moveaxis(p_DNH, 0, -1)  # P^T
 
 
 class NoVO(NoO):
     """B[n] = P[n] P[n]^T: neither W_V nor W_O; head n copies the n-th slice of the stream.
 
-    It has no parameters, so residual_gain has no effect. The source removes both matrices in a
-    block of a different shape.
+    Without parameters, residual_gain has no effect. The source has no W_V and W_O either, in a
+    block of another form.
     """
 
     equation = 'P[n] P[n]^T'

@@ -1,4 +1,4 @@
-"""Values that share a projection with their Score, or that share one between W_V and W_O."""
+"""Values that share a projection with their Score, or use one projection as W_V and W_O."""
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,15 @@ from qkattn.errors import SpecError
 
 
 def _outward(w_DKH: jax.Array, num_heads: int) -> jax.Array:
-    """Returns o_NHD, the transposed matrix W[n]^T of each of the N query heads."""
+    """Returns W[n]^T as o_NHD, with a head for each of the N query heads."""
     return jnp.moveaxis(grouped(w_DKH[...], num_heads), 0, -1)
 
 
 class KIsV(Factored):
     """B[n] = W_K[n] W_O[n]: the values are the cached keys (K = V).
 
-    The values are the keys before rotation and QK-norm, which is how they are cached. With the
-    score `shared_qk` this is Q = K = V.
+    The values are the keys before rotation and QK-norm. With the score `shared_qk` this is
+    Q = K = V.
     """
 
     equation = 'W_K[n] W_O[n]'
@@ -97,15 +97,17 @@ class VIsKTransposed(QIsV):
     def projection(self, score: Score) -> tuple[jax.Array, jax.Array | None]:
         w_k, _ = score.shared('key')
         w_k_DNH = w_k[...]
-        w_k_DE = w_k_DNH.reshape(len(w_k_DNH), -1)  # the heads side by side, D = E
-        w_v_DNH = w_k_DE.T.reshape(w_k_DNH.shape)
+        D = len(w_k_DNH)
+        w_k_DD = w_k_DNH.reshape(D, -1)  # the heads side by side, N H = D
+        w_v_DNH = w_k_DD.T.reshape(w_k_DNH.shape)
         return w_v_DNH, self.b_v_NH
 
 
 class OIsV(Factored):
     """B[n] = W_V[n] W_V[n]^T, symmetric and positive semi-definite: a head writes where it reads.
 
-    The sum over heads has variance N H (D + H) std^4. Setting it to residual_gain^2 gives the std.
+    W_V has std residual_gain^1/2 (N H (D + H))^-1/4. The output, which has variance
+    N H (D + H) std^4, then has std residual_gain.
     """
 
     equation = 'W_V[n] W_V[n]^T'
@@ -119,7 +121,8 @@ class OIsV(Factored):
         N = spec.num_heads
         H = spec.head_size
         std = (N * H * (D + H)) ** -0.25
-        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, spec.residual_gain**0.5)
+        gain = spec.residual_gain**0.5
+        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, gain)
         self.b_o_D = bias(spec, (D,))
         self.num_heads = N
 
@@ -130,7 +133,7 @@ class OIsV(Factored):
 class OIsK(Factored):
     """B[n] = W_V[n] W_K[n]^T: a head writes into the directions that its keys read.
 
-    W_V has std residual_gain (N H)^-1/2. W_K, which has std D^-1/2, takes the place of W_O.
+    W_V has std residual_gain (N H)^-1/2.
     """
 
     equation = 'W_V[n] W_K[n]^T'
@@ -163,8 +166,8 @@ class OIsQ(OIsK):
 class Subspace(KIsV):
     """B[n] = c W_K[n] W_K[n]^T: keys, values and output are one matrix, owned by the Score.
 
-    With `shared_qk` all four matrices are one, as in CRATE. c = residual_gain is the step size. The
-    output has standard deviation c sqrt(N H / D) with `shared_qk`, and sqrt(1 + H/D) times that
+    With `shared_qk`, queries have the same matrix too, as in CRATE. c = residual_gain is the step
+    size. The output has std c sqrt(N H / D) with `shared_qk`, and c sqrt(N H / D) sqrt(1 + H/D)
     with `qk`.
     """
 

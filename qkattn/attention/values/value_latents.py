@@ -14,8 +14,7 @@ from qkattn.attention.values.value import Factored, Output
 class Latent(Factored):
     """B[n] = W_D W_UV[n] W_O[n]: values are computed from the latent that the Score caches.
 
-    W_UV has std R^-1/2, for the latent's size in place of D. In decoding the absorbed form is
-    cheaper: it averages the latents as a single value head, and applies W_UV to the average.
+    The latent has size R, and W_UV has std R^-1/2.
     """
 
     equation = 'W_D W_UV[n] W_O[n]'
@@ -39,28 +38,24 @@ class Latent(Factored):
     def values_and_output(
         self, cache: Cache, score: Score, num_queries: int
     ) -> tuple[jax.Array, Output]:
-        """Returns the values to average, and the function that maps the average to the output.
+        """Returns the values and the output function in the cheaper of two forms.
 
-        They have two forms, which give the same output. Each key s has a latent c[s] and, in head
-        n, a probability p[s]. The head computes
+        In both forms, a head with probabilities p[s] and latents c[s] computes the same output:
 
-            explicit   (sum_s p[s] (c[s] W_UV[n])) W_O[n]   with the values c[s] W_UV[n]
-            absorbed   (sum_s p[s] c[s]) W_UV[n] W_O[n]     with the values c[s]
-
-        The form with fewer multiplications is chosen.
+            explicit: (sum_s p[s] (c[s] W_UV)) W_O, with the values c[s] W_UV
+            absorbed: (sum_s p[s] c[s]) W_UV W_O, with the values c[s]
         """
-        # The absorbed form has no place for a bias b_V: its average is b_V only if probabilities
-        # sum to 1, which not every normalizer gives.
+        # The absorbed form has no place for the bias of the values.
         has_bias = self.b_v_NH is not None
         latent_BSR = cache['latent_BSR']
         is_absorbed_cheaper = absorbing_is_cheaper(num_queries, latent_BSR, self.w_up_v_RNH)
         if has_bias or not is_absorbed_cheaper:
             return super().values_and_output(cache, score, num_queries)  # the explicit form
-        v_BS1R = latent_BSR[:, :, None, :]  # one value head, which all heads share
+        v_BS1R = latent_BSR[:, :, None, :]  # a single value head
         return v_BS1R, self._absorbed_output
 
     def _absorbed_output(self, o_BTNR: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
-        """Maps the averaged latents to the values of each head, then to the output."""
+        """Applies W_UV to the averaged latents, and then `output`."""
         o_BTNH = jnp.einsum('BTNR,RNH->BTNH', o_BTNR, self.w_up_v_RNH[...])
         return self.output(o_BTNH, score, x_BTD)
 

@@ -1,4 +1,4 @@
-"""Values W_V W_O: of rank H or another, over-parameterized, or merged."""
+"""Values W_V W_O: standard, low-rank, over-parameterized, or merged."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ class LowRank(Factored):
 
     With R = H this is `vo`. In the source, queries and keys have rank R too.
 
-    `rank` is R, from 1 to D. By default it is half the head size, but at least 1 and at most D.
+    Args:
+      rank: R, from 1 to D; by default H // 2, but at least 1 and at most D.
     """
 
     equation = 'W_V[n] W_O[n], rank R'
@@ -43,7 +44,8 @@ class LowRank(Factored):
     def __init__(
         self, spec: AttentionSpec, score: Score, *, key: jax.Array, rank: int | None = None
     ):
-        R = min(max(1, spec.head_size // 2), spec.d_model) if rank is None else rank
+        half_head_size = max(1, spec.head_size // 2)
+        R = min(half_head_size, spec.d_model) if rank is None else rank
         self.w_v_DKR, self.b_v_KR = affine(spec, key, 'w_v_DKR', R=R)
         self.w_o_NRD, self.b_o_D = output_projection(spec, key, 'w_o_NRD', R=R)
 
@@ -54,8 +56,11 @@ class LowRank(Factored):
 class Double(Factored):
     """B[n] = O_V W_V[n] W_O[n]: all heads read one shared projection, then their own.
 
-    O_V and W_V[n] fold into one matrix. So with R >= D the functions are those of `vo`, and only
-    training differs. W_V has std R^-1/2. `size` is R, by default D.
+    With R >= D, this Value can represent the same functions as `vo`, and only training differs.
+    W_V has std R^-1/2.
+
+    Args:
+      size: R, the width between the two matrices; by default D.
     """
 
     equation = 'O_V W_V[n] W_O[n]'
@@ -79,11 +84,11 @@ class Double(Factored):
 class MergedVO(Factored):
     """B[n] = W_OV[n], one D x D matrix of full rank per head; the values are the stream itself.
 
-    The cache holds the stream, once even if the Score caches it too.
+    The cache holds the stream, only once if the Score caches the stream too.
 
-    With init='dense' W_OV has std residual_gain (D N)^-1/2, because N heads of D channels add up.
-    With init='product' it starts as W_V[n] W_O[n] of `vo` under the same seed, with rank H, and the
-    rank may grow in training.
+    Args:
+      init: 'dense' draws every entry with std residual_gain (D N)^-1/2. 'product' starts at
+        W_V[n] W_O[n] of `vo` with the same seed, of rank H. The rank may grow in training.
     """
 
     equation = 'W_OV[n]'
@@ -99,7 +104,6 @@ class MergedVO(Factored):
         D = spec.d_model
         N = spec.num_heads
         if init == 'product':
-            # Starts as the product W_V W_O of `vo` with the same key.
             vo = VO(spec, score, key=key)
             w_v_DNH = grouped(vo.w_v_DKH[...], N)  # a value head for each query head
             w_ov_NDE = jnp.einsum('DNH,NHE->NDE', w_v_DNH, vo.w_o_NHD[...])
@@ -119,6 +123,6 @@ class MergedVO(Factored):
         B_NDE = self.w_ov_NDE[...]
         if self.b_o_D is None:
             return B_NDE
-        # Values have no bias, so the row of the constant 1 is zero before the output bias is added.
+        # Add a row for the constant 1: the output bias in head 0, and zero in the other heads.
         B_NDE = jnp.pad(B_NDE, ((0, 0), (0, 1), (0, 0)))
         return B_NDE.at[0, -1].add(self.b_o_D[...])
