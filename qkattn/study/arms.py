@@ -151,7 +151,7 @@ def _require_different_models(arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if two arms have the same model."""
     arm_of_model: dict[ModelConfig, PlannedArm] = {}
     for arm in arms:
-        # Equal models may differ in d_ff=None, the default width, and the width itself.
+        # d_ff=None means the default width, which is made explicit to compare models.
         model = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
         if model in arm_of_model:
             raise ConfigError(
@@ -232,10 +232,10 @@ class _Baseline:
 
 
 def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refusal]]:
-    """Returns the arms of one size on the first corpus, and refusals of variants without a match.
+    """Returns the arms of one size on the first corpus, and the refused arms.
 
-    A variant has one arm for each destination. If `controls.equal_shape` is set and the variant
-    costs less than the baseline at its shape, it also has a control at this shape.
+    A variant has an arm for each destination, matched in cost to the baseline. With
+    `controls.equal_shape`, it also has a control at the baseline's shape if it costs less there.
     """
     size_fields = parse_fields(size, f'size {size!r}')
     baseline = _baseline_at_size(study, size, size_fields)

@@ -53,16 +53,14 @@ _SCHEMA = {
 
 
 def question(key: ArmKey, declared: Mapping[str, Any]) -> ArmKey:
-    """Returns the key of an arm in a form that is the same in all studies.
+    """Returns a key by which arms of different studies can be compared.
 
-    The key of an arm in its own study depends on the other settings of the study. For example, the
-    arm 'qk/no_o [d_model]' is just 'qk/no_o' in a study whose only destination is d_model.
+    The key of an arm in its study lacks what all arms of the study have in common. This is added:
 
-    - In a study without matching, all arms have the baseline's shape. The key gets the control
-      SAME_SHAPE.
-    - In a study with one destination, a matched arm does not name it. The label gets the
-      destination, as in 'qk/no_o [d_model]'.
-    - All other keys stay, as do the keys of baselines.
+    - Without matching, all arms have the baseline's shape: `control` becomes SAME_SHAPE.
+    - With a single destination, labels do not name it: 'qk/no_o' becomes 'qk/no_o [d_model]'.
+
+    The key of the baseline stays.
 
     Args:
         key: The key of the arm in its study.
@@ -102,7 +100,7 @@ class _Pooled(NamedTuple):
     """The arms and seeds of one study that are pooled with other studies."""
 
     name: str  # of the study
-    questions: frozenset[ArmKey]  # `question` of each arm that the last study compares, too
+    questions: frozenset[ArmKey]  # `question` of each arm that the last study also compares
     seeds: frozenset[int]
 
 
@@ -210,7 +208,7 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
     """Finds and reads a study that another study repeats.
 
     Args:
-        directory: The directory of the other study.
+        directory: The directory of the study that repeats it.
         repeat: What the ledger in `directory` says about the repeated study. `repeat.entry` is the
             hash of a line in the ledger of the repeated study.
         declared: The content of study.json in `directory`.
