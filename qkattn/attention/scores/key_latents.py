@@ -19,7 +19,7 @@ _QUERY_LATENT = Projection('w_q_down_DC', 'b_q_down_C')
 class Latent(Score):
     """A[n] = W_Q[n] W_K[n]^T W_D^T: the keys of all heads are computed from one latent c = y W_D.
 
-    Only the latent is cached, R floats per token. The logits are computed in one of two forms:
+    The cache has R floats per token, the latent. The logits are computed in one of two forms:
 
     - explicit: the queries q with the keys c W_K[n] of each head;
     - absorbed: the queries q W_K[n]^T with the latent c as a single key head.
@@ -27,8 +27,8 @@ class Latent(Score):
     The form with fewer multiplications is chosen. QK-norm and biases require the explicit form.
 
     Latent keys cannot be rotated. So positions='rope' requires `rope_size`, which adds G rotated
-    channels to every head. All heads share one key in these channels. It is cached before its
-    rotation, G floats per token.
+    channels to every head. All heads share the key in these channels. The cache has G more floats
+    per token, this key before rotation.
 
     The std of a matrix that acts on a latent of size R is R^-1/2. The source also normalizes the
     latents. This Score does not, and so stays bilinear.
