@@ -136,7 +136,7 @@ class _Worker:
         self._declared = ledger.declaration_digest(declaration.declare(path, study, self.arms))
 
     def lease_next(self, failed: Collection[str]) -> dict[str, Any] | None:
-        """Acquires the lease of the next free run, for `self.lease`.
+        """Acquires the lease of the next free run, and keeps it in `self.lease`.
 
         Waits for a while if other workers hold all runs that are left.
 
@@ -173,9 +173,9 @@ class _Worker:
         return _WAITED
 
     def study_left(self) -> StudyLeft:
-        """Returns what is left of the study, apart from the run of this worker.
+        """Returns what is left of the study besides the run of this worker.
 
-        The work of runs that no worker has taken is given relative to the run of this worker.
+        `waiting_work` is the work of runs that no worker holds, relative to this worker's run.
         """
         # If the directory cannot be read, the values of the last call are used.
         with contextlib.suppress(OSError, ReadError):
