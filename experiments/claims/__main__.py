@@ -50,7 +50,7 @@ EXPORT = cli.define_path(
 def main() -> None:
     keep_programs()
 
-    # Check the flags before anything is trained.
+    # Check the flags before training.
     if CLAIMS.value == []:
         raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
     if CLAIMS.value and EXPORT.value:
@@ -68,7 +68,7 @@ def main() -> None:
     if DRY_RUN.value:
         print(studies.costs(configs))
         return
-    directory = _workdir()
+    directory = _check_workdir()
     studies.check_workdir(configs, SCALE.value, directory)
     if TRAIN.value:
         _check_studies_exist(claims, configs, directory)
@@ -87,12 +87,8 @@ def main() -> None:
         print(f'exported to {pages.write_page(EXPORT.value)}')
 
 
-def _workdir() -> Path:
-    """Returns the directory of --workdir.
-
-    Raises ConfigError if the flag is missing, if the directory is in a bucket, or if --notrain is
-    given and the directory does not exist.
-    """
+def _check_workdir() -> Path:
+    """Returns --workdir, which must be on a file system, and must exist with --notrain."""
     workdir = cli.required(WORKDIR)
     if is_url(workdir):
         raise ConfigError(f'workdir={workdir} is in a bucket; claims need one on a file system')
@@ -103,7 +99,7 @@ def _workdir() -> Path:
 
 
 def _check_studies_exist(claims: Iterable[Claim], configs: Container[str], directory: Path) -> None:
-    """Raises ConfigError for a study of a claim that has no config and is not in the directory."""
+    """Raises ConfigError if a study has neither a config nor a subdirectory of `directory`."""
     for claim in claims:
         for name in claim.studies:
             if name not in configs and not (directory / name).is_dir():
@@ -114,11 +110,11 @@ def _check_studies_exist(claims: Iterable[Claim], configs: Container[str], direc
 
 
 def _text(claim: ClaimResult) -> str:
-    """Formats a claim with its verdict, and below it the reasons for the verdict, line by line."""
+    """Formats a claim: a line with its verdict, then an indented line for each reason."""
     lines = [f'{claim.name:<3} {claim.verdict:<14} {claim.statement}']
-    number = pages.decisive(claim)
-    if number:
-        lines.append(number)
+    evidence = pages.decisive(claim)
+    if evidence:
+        lines.append(evidence)
     if claim.condition:
         lines.append(f'only if {claim.condition}')
     if claim.needed:

@@ -10,33 +10,32 @@ from qkattn.stats.decision import Decision
 from qkattn.stats.inference import Difference
 from qkattn.verdict.judging import ABOVE_ZERO, BELOW_ZERO
 
-# A one-sided finding on an undecided arm: its difference in loss lies above minus the margin.
-NOT_BETTER = 'not better by the margin'
-# A one-sided finding on an undecided arm: its difference in loss lies below the margin.
-NOT_WORSE = 'not worse by the margin'
-# The verdicts and findings that imply NOT_BETTER.
-_AT_LEAST_AS_HIGH = (Decision.EQUIVALENT, *ABOVE_ZERO, NOT_BETTER)
-# The verdicts and findings that imply NOT_WORSE.
-_AT_MOST_AS_HIGH = (Decision.EQUIVALENT, *BELOW_ZERO, NOT_WORSE)
+# One-sided findings on an undecided arm. Its difference is its loss minus the baseline's.
+NOT_BETTER = 'not better by the margin'  # the difference is above -margin
+NOT_WORSE = 'not worse by the margin'  # the difference is below +margin
+# The decisions and findings that imply NOT_BETTER.
+_IMPLY_NOT_BETTER = (Decision.EQUIVALENT, *ABOVE_ZERO, NOT_BETTER)
+# The decisions and findings that imply NOT_WORSE.
+_IMPLY_NOT_WORSE = (Decision.EQUIVALENT, *BELOW_ZERO, NOT_WORSE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Relation:
-    """A relation between two arms. Verdicts and findings that are not listed leave it open."""
+    """When a relation between two arms is true or false. All other decisions leave it open."""
 
-    true: tuple[Decision | str, ...]  # the verdicts and one-sided findings that make it true
-    false: tuple[Decision | str, ...]  # the verdicts and one-sided findings that make it false
+    true: tuple[Decision | str, ...]  # decisions and one-sided findings
+    false: tuple[Decision | str, ...]  # decisions and one-sided findings
 
 
 RELATIONS = {
-    'better': Relation(true=(Decision.BETTER,), false=_AT_LEAST_AS_HIGH),
-    'worse': Relation(true=(Decision.WORSE,), false=_AT_MOST_AS_HIGH),
+    'better': Relation(true=(Decision.BETTER,), false=_IMPLY_NOT_BETTER),
+    'worse': Relation(true=(Decision.WORSE,), false=_IMPLY_NOT_WORSE),
     'different': Relation(true=(Decision.BETTER, Decision.WORSE), false=(Decision.EQUIVALENT,)),
     'equivalent': Relation(true=(Decision.EQUIVALENT,), false=(Decision.BETTER, Decision.WORSE)),
-    'not_better': Relation(true=_AT_LEAST_AS_HIGH, false=(Decision.BETTER,)),
-    'not_worse': Relation(true=_AT_MOST_AS_HIGH, false=(Decision.WORSE,)),
+    'not_better': Relation(true=_IMPLY_NOT_BETTER, false=(Decision.BETTER,)),
+    'not_worse': Relation(true=_IMPLY_NOT_WORSE, false=(Decision.WORSE,)),
 }
-# A further relation: the 95 % interval of a difference lies within the range that a source reports.
+# A further relation: the difference's 95 % interval lies within the range that a source reports.
 AS_REPORTED = 'as_reported'
 UNIT = 'nats/token'
 
@@ -44,8 +43,8 @@ UNIT = 'nats/token'
 class ClaimVerdict(enum.StrEnum):
     """The verdict on a claim at one scale.
 
-    A claim that training decides needs two settings to hold or fail. With results of one setting
-    only, it is HOLDS_HERE or FAILS_HERE.
+    A claim about trained models holds or fails if it was tested in two settings, such as two model
+    sizes. After one setting, the verdict is HOLDS_HERE or FAILS_HERE.
     """
 
     HOLDS = 'holds'
@@ -57,13 +56,13 @@ class ClaimVerdict(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """The kind of value that a row holds."""
+    """The kind of value that a row holds. MATCHED = SAME_SHAPE + REINVESTED."""
 
     EXACT = 'exact'  # an algebraic check
-    SAME_SHAPE = 'removed'  # the arm at the same shape minus the baseline
-    REINVESTED = 'reinvested'  # the arm at equal parameter count minus the arm at that shape
-    MATCHED = 'matched'  # the arm at equal parameter count minus the baseline: the sum of both
-    LONGER = 'longer'  # the same difference in a study that trains both longer
+    SAME_SHAPE = 'removed'  # arm at the baseline's shape - baseline
+    REINVESTED = 'reinvested'  # arm at equal parameter count - arm at the baseline's shape
+    MATCHED = 'matched'  # arm at equal parameter count - baseline
+    LONGER = 'longer'  # like MATCHED, after longer training of both
     MEASURED = 'measured'  # anything else
 
 
@@ -73,34 +72,34 @@ class Speaks(enum.StrEnum):
     FOR = 'for'
     AGAINST = 'against'
     OPEN = 'open'
-    BESIDE = 'beside'  # the row is shown, but takes no part in the decision
+    BESIDE = 'beside'  # shown only, not counted
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A row of evidence: one comparison or measurement of a claim or an answer."""
 
-    quantity: str  # the variant that is compared, or a phrase for what is measured
+    quantity: str  # the compared variant, or a phrase for what is measured
     kind: str  # a value of `Kind`
     context: Mapping[str, str]  # by factor: model, size, corpus, steps, destination
     value: float
     speaks: str  # a value of `Speaks`
     unit: str = ''  # '' for a pure number
-    low: float | None = None  # the lower end of the 95 % interval
-    high: float | None = None  # its upper end
-    expected: float | None = None  # an exact check asks for |value - expected| <= tolerance
+    low: float | None = None  # lower end of the 95 % interval
+    high: float | None = None  # upper end of the 95 % interval
+    expected: float | None = None  # an exact check passes if |value - expected| <= tolerance
     tolerance: float | None = None
     relation: str | None = None  # what the claim expects of the arm, e.g. 'not_better'
     decision: str | None = None  # the arm's verdict, or a one-sided finding
-    study: str | None = None  # the study it comes from, a directory beside claims.json
-    tokens: int | None = None  # training tokens of each model of the arm
-    loss: float | None = None  # of the arm, nats/token
+    study: str | None = None  # a directory beside claims.json
+    tokens: int | None = None  # training tokens per model
+    loss: float | None = None  # the arm's loss, nats/token
     yardstick: str | None = None  # what the arm's baseline has to beat, e.g. '5-gram 1.457'
-    is_short: bool = False  # whether the arm falls short of that yardstick
-    length: str | None = None  # whether the difference is settled, or holds at this length
+    is_short: bool = False  # whether the arm falls short of the yardstick
+    length: str | None = None  # 'settled' if longer training confirms it, else 'at this length ...'
 
     def __post_init__(self) -> None:
-        # A stored row holds text. These lines raise ValueError if the text is not valid.
+        # Both raise ValueError for an unknown value.
         Kind(self.kind)
         Speaks(self.speaks)
 
@@ -108,17 +107,17 @@ class Row:
 def exact_row(
     quantity: str, value: float, expected: float, tolerance: float = 0.0, **context: Any
 ) -> Row:
-    """Returns the row of an exact check.
+    """Returns the row of an exact check: FOR if |value - expected| <= tolerance, else AGAINST.
 
-    It is FOR the claim if |value - expected| <= tolerance, and otherwise AGAINST it. The `context`
-    is stored as text: `head_size=8` becomes {'head_size': '8'}.
+    The `context` is stored as text: `head_size=8` becomes {'head_size': '8'}.
     """
+    agrees = abs(value - expected) <= tolerance
     return Row(
         quantity,
         Kind.EXACT,
         context={name: str(setting) for name, setting in context.items()},
         value=float(value),
-        speaks=Speaks.FOR if abs(value - expected) <= tolerance else Speaks.AGAINST,
+        speaks=Speaks.FOR if agrees else Speaks.AGAINST,
         expected=float(expected),
         tolerance=float(tolerance),
     )
@@ -135,14 +134,14 @@ def difference_row(
 ) -> Row:
     """Returns the row of a difference in loss with its 95 % interval, in nats/token.
 
-    It decides nothing unless `speaks` is given. `fields` are further fields of `Row`.
+    By default, the row is only shown (BESIDE). `fields` are further fields of `Row`.
     """
     return Row(
         quantity,
         kind,
         context,
-        difference.mean,
-        speaks,
+        value=difference.mean,
+        speaks=speaks,
         unit=UNIT,
         low=difference.low,
         high=difference.high,
@@ -152,28 +151,26 @@ def difference_row(
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """What a claim expects of an arm of a study, at each size and on each corpus of the study.
+    """What a claim expects of a variant, at each size and on each corpus of a study.
 
-    `Expectation('lm_dropped', 'qk/no_v', 'not_worse')` expects of the arm without W_V at equal
-    parameter count: its loss is not higher than the baseline's loss by more than the margin.
+    Example:
+      `Expectation('lm_dropped', 'qk/no_v', 'not_worse')`: without W_V and at equal parameter count,
+      the loss exceeds the baseline's by at most the margin.
 
-    Raises ConfigError for an unknown `relation` or `at`, and for 'as_reported' without `reported`.
+    Raises:
+      ConfigError: `relation` or `at` is unknown, or 'as_reported' lacks `reported`.
     """
 
-    # The name of a file in configs/claims. If a repeat of the study has the arm, it decides.
-    study: str
-    # As written in the study. If the study has several destinations, all arms of the variant.
-    variant: str
+    study: str  # the name of a file in configs/claims
+    variant: str  # 'qk/no_v [d_ff]', or without '[d_ff]' for all destinations
     relation: str  # to the baseline: a key of RELATIONS, or AS_REPORTED
-    # MATCHED: at the baseline's parameter count. SAME_SHAPE: at the baseline's shape, with fewer
-    # parameters.
-    at: str = Kind.MATCHED
-    versus: str | None = None  # the variant to compare with, instead of the baseline
-    # Further factors of the context that distinguish it from other expectations of the claim.
+    at: str = Kind.MATCHED  # MATCHED: equal parameter count. SAME_SHAPE: the baseline's shape.
+    versus: str | None = None  # a variant that replaces the baseline
+    # Added to the context of the rows, to tell expectations of one claim apart.
     context: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reported: tuple[float, float] | None = None  # lowest and highest difference, nats/token
-    label: str | None = None  # what is compared, in place of the variants
-    scales: tuple[str, ...] = ()  # the scales at which the study has this variant; () for all
+    label: str | None = None  # replaces the variants in the `quantity` of the rows
+    scales: tuple[str, ...] = ()  # the scales whose study has this variant; () for all
 
     def __post_init__(self) -> None:
         valid_values: dict[str, list[str]] = {
@@ -193,7 +190,7 @@ class Expectation:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The variant, and the variant that it is compared with instead of the baseline, if any."""
+        """The variant, and `versus` if given."""
         if self.versus is None:
             return (self.variant,)
         return (self.variant, self.versus)
@@ -201,13 +198,13 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """Evidence other than verdicts on arms, computed from the logs of a study."""
+    """Evidence that is computed from the logs of a study rather than from verdicts on arms."""
 
     study: str  # the name of a file in configs/claims
-    read: Callable[[Any], list[Row]]  # takes the findings of the study
+    read: Callable[[Any], list[Row]]  # takes the study's findings
 
 
-# An exact check in float64. It should take seconds, because `experiments.verify` repeats it.
+# An exact check in float64, which should take seconds.
 Check = Callable[[], Iterable[Row]]
 
 
@@ -215,12 +212,12 @@ Check = Callable[[], Iterable[Row]]
 class Statement:
     """The statement of a claim."""
 
-    name: str  # 'B2'; its letter is the group
-    title: str  # the statement in a few words, for tables of all claims
+    name: str  # 'B2' is in group B
+    title: str  # the statement in a few words
     statement: str  # a sentence
     source: str  # who says so
-    rule: str  # a sentence: in which case the claim holds
-    reported: str | None = None  # the number that was reported, in words
+    rule: str  # a sentence that says when the claim holds
+    reported: str | None = None  # the reported number, in words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,12 +227,11 @@ class Claim(Statement):
     checks: tuple[Check, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     measures: tuple[Measure, ...] = ()
-    # Texts to show after 'holds only if'. Each key is the text of `verdicts.condition_of` that the
-    # value replaces.
+    # Replacements for the text after 'holds only if', by the text of `verdicts.condition_of`.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for evidence that is no tuple, and for a claim without any."""
+        """Raises ConfigError if the claim has no evidence, or evidence that is not a tuple."""
         for field in ('checks', 'expectations', 'measures'):
             evidence = getattr(self, field)
             if not isinstance(evidence, tuple):
@@ -249,9 +245,10 @@ class Claim(Statement):
 
     @property
     def studies(self) -> tuple[str, ...]:
-        """The names of the claim's studies, in the order of declaration, each once."""
-        parts: tuple[Expectation | Measure, ...] = (*self.expectations, *self.measures)
-        return tuple(dict.fromkeys(part.study for part in parts))
+        """The names of the claim's studies, each once, in the order of declaration."""
+        evidence: tuple[Expectation | Measure, ...] = (*self.expectations, *self.measures)
+        names = dict.fromkeys(item.study for item in evidence)
+        return tuple(names)
 
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
         """Returns the expectations whose arms are trained at a scale."""
@@ -267,27 +264,30 @@ class ClaimResult(Statement):
     """A claim as decided at one scale."""
 
     scale: str
-    verdict: str  # of `ClaimVerdict`
+    verdict: str  # a value of `ClaimVerdict`
     rows: tuple[Row, ...] = ()
-    condition: str | None = None  # a clause: where a claim that 'holds only if' is true
-    needed: str | None = None  # what would decide an undecided claim: seeds, tokens, parameters
-    missing: tuple[str, ...] = ()  # results that are missing, sentence by sentence
+    condition: str | None = None  # what follows 'holds only if', such as 'size: d_model=64'
+    needed: str | None = None  # what would decide an undecided claim, e.g. more seeds
+    missing: tuple[str, ...] = ()  # a sentence for each missing result
     studies: tuple[str, ...] = ()
     commit: str | None = None
     hardware: str | None = None
-    seconds: float | None = None  # of training and checks together
-    models: tuple[str, ...] = ()  # of each baseline: size, training, loss and yardstick
+    seconds: float | None = None  # training and checks together
+    models: tuple[str, ...] = ()  # a text for each baseline: size, training, loss, yardstick
 
     def __post_init__(self) -> None:
         ClaimVerdict(self.verdict)
 
     @property
     def decisive(self) -> Row | None:
-        """The row whose number stands for the claim: the first one that agrees with the verdict."""
+        """The first row that agrees with the verdict, if any. Its number stands for the claim."""
         if self.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
-            speaks = Speaks.AGAINST
+            agreeing = Speaks.AGAINST
         elif self.verdict == ClaimVerdict.UNDECIDED:
-            speaks = Speaks.OPEN
+            agreeing = Speaks.OPEN
         else:
-            speaks = Speaks.FOR
-        return next((row for row in self.rows if row.speaks == speaks), None)
+            agreeing = Speaks.FOR
+        for row in self.rows:
+            if row.speaks == agreeing:
+                return row
+        return None

@@ -1,8 +1,4 @@
-"""What claims measure: early losses, growth, untuned differences.
-
-Each function reads the logs of a study and returns rows of evidence that are not simply differences
-between tuned arms.
-"""
+"""Rows of evidence beyond verdicts on arms: early losses, growth, untuned differences."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -17,39 +13,39 @@ from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 
 
 def early(findings: Findings) -> list[Row]:
-    """Counts the differences that change between an early evaluation and the end of training.
+    """Counts arms whose difference from the baseline changes between an early step and the end.
 
-    Returns a row for each fraction of training. The differences are those of primary arms on the
-    validation split, paired by seed. A row supports the claim if a difference changes by more than
-    the margin. A row refutes the claim if all early differences are equivalent to the final ones.
+    The differences in validation loss are paired by seed. Controls are left out. A change is tested
+    like the difference of a verdict, but without the errors of documents and tuning. All steps
+    share the error rate. The change of an arm stays undecided if a trial diverged or a rule is
+    broken.
 
-    A change is tested like the difference of a verdict, but without the errors of documents and
-    tuning. All fractions share the error rate. If a trial diverged, or a rule withholds the verdict
-    of an arm, the arm's change stays undecided.
+    Returns:
+      A row for each early step. The row supports the claim if any difference changes by more than
+      the margin. The row refutes the claim if every change is equivalent to zero.
     """
     margin = findings.study.margin
-    curves: dict[ArmKey, list[dict[int, float]]] = {}
+    curves_by_arm: dict[ArmKey, list[dict[int, float]]] = {}  # a curve for each seed
     looks: dict[ArmKey, int] = {}
-    # `decision.judge` leaves an arm undecided if trials of both it and its baseline diverged. So a
-    # change that must stay undecided is passed with one diverged trial of each.
-    diverged: dict[ArmKey, tuple[int, int]] = {}
+    diverged: dict[ArmKey, tuple[int, int]] = {}  # numbers of trials, (the arm's, the baseline's)
     for arm, baseline in _arms_with_baselines(findings):
         if arm.key.control is None:
-            curves[arm.key] = _differences_by_step(arm, baseline)
+            curves_by_arm[arm.key] = _differences_by_step(arm, baseline)
             looks[arm.key] = findings.study.look(arm.key, baseline.key)
+            # `decision.judge` leaves an arm undecided if a trial of each diverged.
             diverged[arm.key] = (1, 1) if _is_withheld(arm, baseline) else (0, 0)
 
     steps: set[int] = set()
-    for curves_of_arm in curves.values():
-        for curve in curves_of_arm:
+    for curves in curves_by_arm.values():
+        for curve in curves:
             steps.update(curve)
-    last = max(steps, default=0)
-    early_steps = sorted(steps - {last})
+    last_step = max(steps, default=0)
+    early_steps = sorted(steps - {last_step})
     rows = []
     for step in early_steps:
-        changes = {
-            key: _change(curves_of_arm, step, last, margin) for key, curves_of_arm in curves.items()
-        }
+        changes = {}
+        for key, curves in curves_by_arm.items():
+            changes[key] = _change(curves, step, last_step, margin)
         judged = decision.judge(
             changes,
             diverged=diverged,
@@ -66,17 +62,23 @@ def early(findings: Findings) -> list[Row]:
         else:
             speaks = Speaks.OPEN
         quantity = 'arms whose difference changes by more than the margin'
-        context = {'arms': str(len(curves)), 'fraction of the steps': f'{step / last:g}'}
+        context = {
+            'arms': str(len(curves_by_arm)),
+            'fraction of the steps': f'{step / last_step:g}',
+        }
         rows.append(Row(quantity, Kind.MEASURED, context, float(num_changed), speaks))
     return rows
 
 
 def growth(findings: Findings, variant: str) -> list[Row]:
-    """Measures how far the losses of a same-shape control and its baseline drift apart in training.
+    """Measures how much the loss difference between a variant and the baseline grows in training.
 
-    Returns a row for each size and corpus: the difference at the last step minus the difference at
-    the first evaluation, paired by seed, on the validation split. The claim is that the difference
-    does not grow. An interval below the margin supports it; an interval above zero refutes it.
+    The variant has the baseline's shape. The growth is the difference in validation loss at the
+    last evaluation minus the difference at the first one, paired by seed.
+
+    Returns:
+      A row for each size and corpus. The claim is that the difference does not grow. The claim is
+      supported if the 95 % interval lies below the margin, and refuted if it lies above zero.
     """
     margin = findings.study.margin
     rows = []
@@ -86,25 +88,26 @@ def growth(findings: Findings, variant: str) -> list[Row]:
         curves = _differences_by_step(arm, baseline)
         if not curves or len(curves[0]) < 2:
             continue
-        first = min(curves[0])
-        last = max(curves[0])
-        growth_by_seed = [curve[last] - curve[first] for curve in curves]
-        grown = inference.paired_test(growth_by_seed, margin)
-        quantity = f'growth of the difference from {first / last:.0%} of the steps on'
-        speaks = _speaks_of_interval(arm, baseline, grown, below=margin, above=0.0)
+        first_step = min(curves[0])
+        last_step = max(curves[0])
+        growth_by_seed = [curve[last_step] - curve[first_step] for curve in curves]
+        mean_growth = inference.paired_test(growth_by_seed, margin)
+        quantity = f'growth of the difference from {first_step / last_step:.0%} of the steps on'
+        speaks = _speaks_of_interval(arm, baseline, mean_growth, below=margin, above=0.0)
         context = context_of(findings, arm)
-        rows.append(difference_row(quantity, Kind.MEASURED, context, grown, speaks=speaks))
+        rows.append(difference_row(quantity, Kind.MEASURED, context, mean_growth, speaks=speaks))
     return rows
 
 
 def at_one_rate(findings: Findings, variant: str) -> list[Row]:
-    """Reads the difference of a variant in an untuned study, whose arms share a learning rate.
+    """Measures the loss difference of a variant and its baseline at one learning rate for both.
 
-    Returns a row for each size and corpus. The claim is that the variant is better by more than the
-    margin. An interval below minus the margin supports it; an interval above minus the margin
-    refutes it.
+    Returns:
+      A row for each size and corpus. The claim is that the variant is better by more than the
+      margin. The claim is supported if the 95 % interval lies below -margin, and refuted if it lies
+      above -margin.
     """
-    bound = -findings.study.margin
+    margin = findings.study.margin
     rows = []
     for arm, baseline in _arms_with_baselines(findings):
         if findings.study.bare(arm.variant) != variant or arm.difference is None:
@@ -112,13 +115,13 @@ def at_one_rate(findings: Findings, variant: str) -> list[Row]:
         quantity = f'{variant} at one learning rate for both'
         context = context_of(findings, arm)
         context |= {'baseline': 'untuned', 'learning rate': f'{arm.learning_rate:g}'}
-        speaks = _speaks_of_interval(arm, baseline, arm.difference, below=bound, above=bound)
+        speaks = _speaks_of_interval(arm, baseline, arm.difference, below=-margin, above=-margin)
         rows.append(difference_row(quantity, Kind.MEASURED, context, arm.difference, speaks=speaks))
     return rows
 
 
 def _is_withheld(arm: TrainedArm, baseline: TrainedArm) -> bool:
-    """Returns whether a difference must not decide: a trial diverged or a rule is broken."""
+    """Returns whether no verdict is allowed, because a trial diverged or a rule is broken."""
     has_diverged = arm.num_diverged > 0 or baseline.num_diverged > 0
     return has_diverged or bool(arm.blocks) or bool(baseline.blocks)
 
@@ -126,11 +129,7 @@ def _is_withheld(arm: TrainedArm, baseline: TrainedArm) -> bool:
 def _speaks_of_interval(
     arm: TrainedArm, baseline: TrainedArm, difference: Difference, below: float, above: float
 ) -> Speaks:
-    """Returns whether the 95 % interval of a difference supports a claim.
-
-    Returns FOR if the whole interval lies below `below`, AGAINST if it lies above `above`, and
-    otherwise OPEN. A difference that must not decide (`_is_withheld`) is also OPEN.
-    """
+    """Returns FOR if the 95 % interval lies below `below`, AGAINST if above `above`, else OPEN."""
     if _is_withheld(arm, baseline) or difference.low is None or difference.high is None:
         return Speaks.OPEN
     if difference.high < below:
@@ -141,37 +140,33 @@ def _speaks_of_interval(
 
 
 def _arms_with_baselines(findings: Findings) -> Iterator[tuple[TrainedArm, TrainedArm]]:
-    """Yields each arm or control with its baseline, if the baseline has results."""
+    """Yields each arm, controls included, with its baseline if the baseline has results."""
     for arm, baseline in with_baselines((*findings.arms, *findings.controls)):
         if baseline is not None and not arm.is_baseline:
             yield arm, baseline
 
 
 def _change(
-    curves: Iterable[Mapping[int, float]], step: int, last: int, margin: float
+    curves: Iterable[Mapping[int, float]], step: int, last_step: int, margin: float
 ) -> Difference | None:
-    """Returns the difference at a step minus the difference at the last step, paired by seed.
-
-    `curves` are the differences of each seed by step. Returns None if no seed has both steps.
-    """
-    changes = [curve[step] - curve[last] for curve in curves if step in curve and last in curve]
-    if not changes:
+    """Returns the mean over seeds of curve[step] - curve[last_step]; None if no seed has both."""
+    change_by_seed = []
+    for curve in curves:
+        if step in curve and last_step in curve:
+            change_by_seed.append(curve[step] - curve[last_step])
+    if not change_by_seed:
         return None
-    return inference.paired_test(changes, margin)
+    return inference.paired_test(change_by_seed, margin)
 
 
 def _differences_by_step(arm: TrainedArm, baseline: TrainedArm) -> list[dict[int, float]]:
-    """Returns the differences in validation loss by step, one dict for each seed.
-
-    The seeds are those that both arms finished.
-    """
-    trials = arm.by_seed
+    """Returns the validation loss minus the baseline's by step: a dict for each shared seed."""
     baseline_trials = baseline.by_seed
     curves = []
-    for seed in trials:
+    for seed, trial in arm.by_seed.items():
         if seed not in baseline_trials:
             continue
-        losses = trials[seed].evaluations
+        losses = trial.evaluations
         baseline_losses = baseline_trials[seed].evaluations
         if losses and baseline_losses:
             steps = [step for step in losses if step in baseline_losses]
