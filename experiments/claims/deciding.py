@@ -1,15 +1,12 @@
 """Decides a claim from its checks and from the studies of a directory.
 
-Checks and studies give rows of evidence. From the rows follow the truth of the claim in each
-context and its verdict (`verdicts`), and what an undecided claim needs (`needs`).
-
 Error rates. All rows of a claim together err with probability at most ALPHA:
 
-- "True in every context" is shown if every row rejects at ALPHA, without a correction. The null
-  hypothesis is that the claim is false in some context, so requiring all rejections errs with
-  probability ALPHA at most (intersection-union test, Berger 1982, Technometrics 24:295).
-- "False in every context" is shown in the same way. Any row of a context can make it false, so the
-  rows of one context share ALPHA.
+- "True in every context" needs every row to reject at ALPHA, without a correction. The null
+  hypothesis is that the claim is false in some context (intersection-union test, Berger 1982,
+  Technometrics 24:295).
+- "False in every context" needs a rejection in every context. Any row of a context can make the
+  claim false there, so the rows of a context share ALPHA.
 - "True here, false there" selects rows, so all rows share ALPHA.
 """
 
@@ -53,12 +50,12 @@ from qkattn.verdict.trained_arm import TrainedArm
 
 
 class Case(NamedTuple):
-    """An arm that an expectation is about, and the arm that it is compared with."""
+    """An arm of an expectation, and the arm to compare it with."""
 
     expected: Expectation
     findings: Findings  # the study of both arms
-    key: ArmKey
-    arm: TrainedArm | None  # with its comparison with `other`; None without results
+    key: ArmKey  # of `arm`
+    arm: TrainedArm | None  # compared with `other`; None without results
     other: TrainedArm | None  # None without results
     blocks: tuple[Remark, ...]  # the remarks that withhold the verdict
 
@@ -70,21 +67,18 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The rows and the verdict of a claim, after all arms were tested at the same error rate."""
+    """The rows and the verdict of a claim, with all arms tested at one error rate."""
 
-    rows: list[Row]  # all rows of the claim
-    arms: list[tuple[Row, TrainedArm]]  # the rows about arms, each with its arm and verdict
+    rows: list[Row]
+    arms: list[tuple[Row, TrainedArm]]  # each arm with its row
     verdict: ClaimVerdict
 
 
 def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
-    """Decides a claim from the results in a directory, and names missing results.
+    """Decides a claim from the results in a directory, and lists missing results.
 
-    The rows of a claim come from its exact checks, from the arms of its expectations, from the
-    other parts of these arms' differences, and from its measures.
-
-    Raises ConfigError if the claim expects an arm that its study does not declare, or if a check or
-    a measure of the claim raises.
+    Raises:
+        ConfigError: An expected arm is not declared in its study, or a check or measure raises.
     """
     started = time.perf_counter()
     checked = call_with_config_errors('claim', claim.name, lambda: _rows_of_checks(claim))
@@ -97,7 +91,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     for expected, findings in trained:
         every_case.extend(cases(expected, findings, results))
     studies = _studies(claim, every_case, results)
-    problems: dict[str, str] = {}  # what studies lack, by their names
+    problems: dict[str, str] = {}  # by study, such as 'has no results'
     for name in dict.fromkeys([*claim.studies, *studies]):
         problem = results.problem(name)
         if problem is not None:
@@ -107,8 +101,8 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     outcome = _outcome(
         every_case,
         num_untrained=len(claim.expected_at(scale)) - len(trained),
-        checked=checked,
-        others=[*_rows_beside(every_case), *measured],
+        first_rows=checked,
+        last_rows=[*_rows_beside(every_case), *measured],
         complete=not missing,
     )
     condition: str | None = None
@@ -119,11 +113,13 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
     elif outcome.verdict == ClaimVerdict.UNDECIDED:
         needs = _needs(claim, scale, problems, outcome.arms)
 
-    statement = {field.name: getattr(claim, field.name) for field in fields(Statement)}
-    commit, hardware, seconds = _provenance(studies.values())
-    models = [text for name, findings in studies.items() for text in _models(name, findings)]
+    statement_fields = {field.name: getattr(claim, field.name) for field in fields(Statement)}
+    commit, hardware, train_seconds = _provenance(studies.values())
+    models: list[str] = []
+    for name, findings in studies.items():
+        models += _models(name, findings)
     return ClaimResult(
-        **statement,
+        **statement_fields,
         scale=scale,
         verdict=outcome.verdict,
         rows=tuple(outcome.rows),
@@ -133,7 +129,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         studies=tuple(studies),
         commit=commit,
         hardware=hardware,
-        seconds=round(seconds + time.perf_counter() - started, 1),
+        seconds=round(train_seconds + time.perf_counter() - started, 1),
         models=tuple(models),
     )
 
@@ -151,17 +147,18 @@ def _rows_of_checks(claim: Claim) -> list[Row]:
 
 
 def _rows_of_measures(claim: Claim, scale: str, results: Results) -> list[Row]:
-    """Computes the rows of a claim's measures. At scale smoke they decide nothing."""
+    """Computes the rows of a claim's measures."""
+    is_decisive = scale != 'smoke'
     rows: list[Row] = []
     for measure in claim.measures:
-        rows.extend(results.rows(measure, decisive=scale != 'smoke'))
+        rows.extend(results.rows(measure, decisive=is_decisive))
     return rows
 
 
 def _expectations_with_results(
     claim: Claim, scale: str, results: Results
 ) -> list[tuple[Expectation, Findings]]:
-    """Returns the expectations of a claim whose study has results, each with the study."""
+    """Returns each expectation whose study has results, with the study."""
     trained = []
     for expected in claim.expected_at(scale):
         findings = results.study(expected.study)
@@ -171,10 +168,7 @@ def _expectations_with_results(
 
 
 def _studies(claim: Claim, every_case: Iterable[Case], results: Results) -> dict[str, Findings]:
-    """Returns the studies with results that decide a claim, by name.
-
-    The studies that the claim names come first, then the repeats that decide in their place.
-    """
+    """Returns the studies with results, by name: first the claim's own, then repeats of them."""
     studies: dict[str, Findings] = {}
     for name in claim.studies:
         findings = results.study(name)
@@ -191,10 +185,7 @@ def _missing(
     trained: Iterable[tuple[Expectation, Findings]],
     scale: str,
 ) -> list[str]:
-    """Returns what a claim lacks, in sentences: results of studies, results of arms, and controls.
-
-    `problems` says what each study lacks, by the name of the study.
-    """
+    """Returns a sentence for each missing study, difference and control; `problems` is by study."""
     missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
     for case in every_case:
         if case.arm is None or case.arm.comparison is None:
@@ -216,40 +207,36 @@ def _outcome(
     every_case: Sequence[Case],
     *,
     num_untrained: int,
-    checked: Sequence[Row],
-    others: Sequence[Row],
+    first_rows: Sequence[Row],
+    last_rows: Sequence[Row],
     complete: bool,
 ) -> _Outcome:
     """Tests the arms of a claim; returns its rows and its verdict.
 
-    How strict the tests have to be depends on the verdict (see the docstring of this module), and
-    the verdict depends on the tests. So the arms are tested without a correction first, and again
-    if the verdict asks for stricter tests.
+    The arms are first tested without a correction. Some verdicts need a second, stricter test.
 
     Args:
-      every_case: the arms, with a row each.
-      num_untrained: the number of expectations whose study has no results.
-      checked: the rows of exact checks, which come before the rows of arms.
-      others: the rows that come after the rows of arms.
-      complete: whether no results are missing.
+        every_case: The arms.
+        num_untrained: The number of expectations whose study has no results.
+        first_rows: Rows to put before those of the arms.
+        last_rows: Rows to put after those of the arms.
+        complete: Whether no results are missing.
     """
 
     def test_arms(num_sharing: int) -> _Outcome:
         """Tests each arm at the error rate ALPHA / num_sharing."""
         arms = list(judge_cases(every_case, num_sharing))
-        rows_of_arms = [row for row, _ in arms]
-        rows = [*checked, *rows_of_arms, *others]
+        arm_rows = [row for row, _ in arms]
+        rows = [*first_rows, *arm_rows, *last_rows]
         return _Outcome(rows, arms, verdict_on(rows, complete))
 
-    # "True in every context" needs no correction.
     outcome = test_arms(num_sharing=1)
     if outcome.arms and outcome.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
-        # The claim is false in a context if any row of it is false, so these rows share the rate.
-        num_rows = Counter(tuple(row.context.items()) for row, _ in outcome.arms)
-        outcome = test_arms(num_sharing=max(num_rows.values()))
+        # A single false row makes the claim false in its context. So rows of a context share ALPHA.
+        num_rows_by_context = Counter(tuple(row.context.items()) for row, _ in outcome.arms)
+        outcome = test_arms(num_sharing=max(num_rows_by_context.values()))
     if outcome.verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
-        # The verdict is about single rows, so all rows share the rate. An expectation without
-        # results counts as one row.
+        # The verdict is about single rows, so all rows share ALPHA.
         outcome = test_arms(num_sharing=max(1, len(every_case) + num_untrained))
     return outcome
 
@@ -257,112 +244,115 @@ def _outcome(
 def _needs(
     claim: Claim, scale: str, problems: Iterable[str], arms: Iterable[tuple[Row, TrainedArm]]
 ) -> str:
-    """Returns what an undecided claim needs, in words.
+    """Returns what an undecided claim needs, such as '40 seeds in place of 16, to tell ...'.
 
-    If studies lack results (`problems`), it is these. Otherwise it is the largest need of an arm
-    that leaves the claim open, such as '40 seeds in place of 16, to tell ...'.
+    `problems` are the names of studies that lack results.
     """
-    names = ', '.join(problems)
-    if names:
-        return f'the results of {names} at scale {scale}'
-    needs_of_arms = [needed(row, arm) for row, arm in arms if row.speaks == Speaks.OPEN]
-    if needs_of_arms:
-        # Needs are compared by their number of seeds.
-        return max(needs_of_arms).text
+    incomplete_studies = ', '.join(problems)
+    if incomplete_studies:
+        return f'the results of {incomplete_studies} at scale {scale}'
+    needs_of_open_arms = [needed(row, arm) for row, arm in arms if row.speaks == Speaks.OPEN]
+    if needs_of_open_arms:
+        largest_need = max(needs_of_open_arms)
+        return largest_need.text
     larger_scale = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
     return f'--scale={larger_scale}: {", ".join(claim.studies)}'
 
 
 def cases(expected: Expectation, findings: Findings, results: Results) -> Iterator[Case]:
-    """Yields the cases that decide an expectation: one for each size and corpus of its study.
+    """Yields the arms of an expectation, one for each size and corpus.
 
-    `findings` is the study that the expectation names. If later studies in `results` train an arm
-    again with other seeds, the last of them gives its case. Raises ConfigError if the study does
-    not declare the arm.
+    If later studies repeat an arm with other seeds, the arm is taken from the newest of them.
+
+    Args:
+        expected: The expectation.
+        findings: The study that the expectation names.
+        results: All studies.
+
+    Raises:
+        ConfigError: The study does not declare the arm.
     """
     study = findings.study
     if expected.at == Kind.SAME_SHAPE and not study.tuned:
-        # A study without tuning trains no arm at the baseline's shape.
+        # Only tuned studies train controls at the baseline's shape.
         return
-    # An arm at the baseline's shape is a control of an arm that is matched in size. If a study
-    # matches no sizes, all its arms are at this shape, and it needs no controls.
+    # Without parameter matching, all arms have the baseline's shape. Then none is a control.
     is_control = expected.at == Kind.SAME_SHAPE and study.match is not None
     control = SAME_SHAPE if is_control else None
-    keys = [key for key in study.arms if key.control == control]
+    declared_keys = [key for key in study.arms if key.control == control]
     for variant in expected.variants:
-        if not any(study.is_variant(key.variant, variant) for key in keys):
-            declared = ', '.join(dict.fromkeys(key.variant for key in keys))
+        if not any(study.is_variant(key.variant, variant) for key in declared_keys):
+            declared = ', '.join(dict.fromkeys(key.variant for key in declared_keys))
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
                 f'{declared or "none"}'
             )
 
-    keys = [key for key in keys if study.is_variant(key.variant, expected.variant)]
+    keys = [key for key in declared_keys if study.is_variant(key.variant, expected.variant)]
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     for key in keys:
-        deciding, key_there = _last_repeat(key, findings, expected, results)
-        yield _case(expected, deciding, key_there)
+        newest, key_in_newest = _newest_repeat(key, findings, expected, results)
+        yield _case(expected, newest, key_in_newest)
 
 
-def _last_repeat(
+def _newest_repeat(
     key: ArmKey, findings: Findings, expected: Expectation, results: Results
 ) -> tuple[Findings, ArmKey]:
-    """Finds the newest study that trains an arm again with other seeds; returns it and the arm.
+    """Finds the newest study that trains an arm with other seeds; returns the arm's key there, too.
 
-    Such a study repeats the question of the arm. It also needs the variant `expected.versus` that
-    the arm is compared with, if any. Returns the study itself, and its own arm, if no study repeats
-    it. Arms are given by their keys.
+    A study counts only if it also trains the variant `expected.versus`, if any. Without a repeat,
+    `findings` and `key` are returned.
     """
-    question = findings.study.question_of(key)
+    shared_key = findings.study.question_of(key)  # the same in all repeats
     for name in results.newest_first(expected.study):
         repeat = results.study(name)
         if name == expected.study or repeat is None:
             continue
-        arms = repeat.study.arms
-        key_by_question = {repeat.study.question_of(other): other for other in arms}
-        has_reference = True
+        keys = repeat.study.arms
+        key_by_shared_key = {
+            repeat.study.question_of(repeat_key): repeat_key for repeat_key in keys
+        }
+        has_versus = True
         if expected.versus is not None:
-            has_reference = any(
-                repeat.study.is_variant(other.variant, expected.versus) for other in arms
+            has_versus = any(
+                repeat.study.is_variant(repeat_key.variant, expected.versus) for repeat_key in keys
             )
-        if question in key_by_question and has_reference:
-            return repeat, key_by_question[question]
+        if shared_key in key_by_shared_key and has_versus:
+            return repeat, key_by_shared_key[shared_key]
     return findings, key
 
 
 def _case(expected: Expectation, findings: Findings, key: ArmKey) -> Case:
-    """Builds the case of an arm in a study.
-
-    The arm is compared with its baseline, or with the variant `expected.versus` at the same size
-    and on the same corpus. The blocks of a case are remarks that withhold its verdict: those on the
-    study, and those on the baseline of two variants that are compared.
-    """
+    """Compares an arm with its baseline, or with the variant `expected.versus` if given."""
     study = findings.study
     arms = {arm.key: arm for arm in findings.every_arm}
     arm = arms.get(key)
     if arm is None:
-        return Case(expected, findings, key, None, None, findings.blocks)
+        return Case(expected, findings, key, arm=None, other=None, blocks=findings.blocks)
     baseline = arms.get(arm.baseline_key)
     if expected.versus is None:
-        return Case(expected, findings, key, arm, baseline, findings.blocks)
-    reference = None
-    for other in arms.values():
-        # The other variant at the same size, on the same corpus and as the same control.
-        is_alike = other.key._replace(variant=key.variant) == key
-        if is_alike and findings.study.is_variant(other.variant, expected.versus):
-            reference = other
+        return Case(expected, findings, key, arm, other=baseline, blocks=findings.blocks)
+
+    versus_arm = None
+    for candidate in arms.values():
+        # The keys differ in the variant at most: size, corpus and control are the same.
+        is_alike = candidate.key._replace(variant=key.variant) == key
+        if is_alike and study.is_variant(candidate.variant, expected.versus):
+            versus_arm = candidate
             break
-    comparison = compare(arm, reference, study.margin) if reference else None
-    blocks = findings.blocks + (baseline.blocks if baseline else ())
-    return Case(expected, findings, key, replace(arm, comparison=comparison), reference, blocks)
+    comparison = compare(arm, versus_arm, study.margin) if versus_arm else None
+    arm = replace(arm, comparison=comparison)
+    baseline_blocks = baseline.blocks if baseline else ()
+    blocks = findings.blocks + baseline_blocks
+    return Case(expected, findings, key, arm, other=versus_arm, blocks=blocks)
 
 
 def judge_cases(
     every_case: Iterable[Case], num_sharing: int = 1
 ) -> Iterator[tuple[Row, TrainedArm]]:
-    """Judges each case that has results; yields its row, and the arm with its verdict.
+    """Judges each case that has results; yields its row, and its arm with the verdict.
 
-    `num_sharing` is the number of comparisons that share the error rate ALPHA.
+    `num_sharing` comparisons share the error rate ALPHA.
     """
     for case in every_case:
         arm = case.arm
@@ -371,8 +361,7 @@ def judge_cases(
         expected = case.expected
         study = case.findings.study
         verdict = judging.verdict_on_pair(study, arm, case.other, case.blocks, num_sharing)
-        # In a study that matches no sizes, the arms do not have equal parameter counts. Their rows
-        # may not say so.
+        # Without parameter matching, the arms do not have the equal parameter counts of MATCHED.
         is_unmatched = study.match is None and expected.at != Kind.SAME_SHAPE
         kind = Kind.MEASURED if is_unmatched else Kind(expected.at)
         row = _row_of_difference(arm, arm.comparison, kind, expected, case.findings)
@@ -382,12 +371,9 @@ def judge_cases(
 
 
 def _rows_beside(every_case: Iterable[Case]) -> list[Row]:
-    """Returns rows that are shown beside those of the cases, but decide nothing; each row once.
-
-    They are the other parts of the differences that the cases are about.
-    """
+    """Returns the distinct rows of `_other_parts`, which are shown but decide nothing."""
     rows: list[Row] = []
-    # The cases of an expectation have the same rows beside them, if they are from the same study.
+    # The rows depend on the expectation and the study only, which several cases may share.
     done: set[tuple[int, str]] = set()
     for case in every_case:
         expectation_and_study = (id(case.expected), case.name)
@@ -401,22 +387,21 @@ def _rows_beside(every_case: Iterable[Case]) -> list[Row]:
 
 
 def _other_parts(expected: Expectation, findings: Findings) -> Iterator[Row]:
-    """Yields the parts of an arm's difference from the baseline that an expectation is not about.
+    """Yields rows for the parts of a difference from the baseline, except the part `expected.at`.
 
-    The difference at equal parameter count (MATCHED) is the sum of two parts: first, parameters are
-    removed (SAME_SHAPE), and then they are spent elsewhere (REINVESTED). If the expectation is
-    about MATCHED, this yields the rows of the other two. If it compares two variants with each
-    other, it is about none of these, and all three rows of both variants are yielded.
+    MATCHED is the sum of two parts: parameters are removed (SAME_SHAPE), and spent elsewhere
+    (REINVESTED). If the expectation compares two variants with each other, all three rows of each
+    variant are yielded.
     """
     study = findings.study
     for arm in findings.arms:
         if not any(study.is_variant(arm.variant, variant) for variant in expected.variants):
             continue
-        expectation_of_arm = expected
+        expected_of_arm = expected
         if expected.versus:
             # The rows compare each variant with the baseline.
             variant = study.bare(arm.variant)
-            expectation_of_arm = Expectation(expected.study, variant, expected.relation)
+            expected_of_arm = Expectation(expected.study, variant, expected.relation)
         comparison_by_kind = {
             Kind.SAME_SHAPE: arm.parts.same_shape,
             Kind.REINVESTED: arm.parts.reinvesting,
@@ -425,53 +410,51 @@ def _other_parts(expected: Expectation, findings: Findings) -> Iterator[Row]:
         for kind, comparison in comparison_by_kind.items():
             is_expected = kind == expected.at and not expected.versus
             if comparison and not is_expected:
-                yield _row_of_difference(arm, comparison, kind, expectation_of_arm, findings)
+                yield _row_of_difference(arm, comparison, kind, expected_of_arm, findings)
 
 
 def _row_of_difference(
     arm: TrainedArm, comparison: Comparison, kind: Kind, expected: Expectation, findings: Findings
 ) -> Row:
-    """Builds the row of an arm's difference from the baseline, or of a part of it.
+    """Builds the row of an arm's difference from the baseline, or of a part of the difference.
 
     Args:
         arm: The arm.
-        comparison: The whole difference, which is `arm.comparison`, or a part of it.
-        kind: Which of these it is.
+        comparison: The difference, which is `arm.comparison`, or one of its parts.
+        kind: The kind of the row.
         expected: The expectation that the row is shown for.
         findings: The study of the arm.
     """
-    fields_of_row: dict[str, Any] = {
+    row_fields: dict[str, Any] = {
         'study': findings.study.directory.name,
         'tokens': arm.example.num_tokens,
         'length': Length.ONE_LENGTH.value,
     }
     if expected.reported:
-        # A row holds the range that a source reports as its middle, and half its width.
+        # A row holds the reported range as middle and half width.
         low, high = expected.reported
-        fields_of_row['expected'] = (low + high) / 2
-        fields_of_row['tolerance'] = (high - low) / 2
+        row_fields['expected'] = (low + high) / 2
+        row_fields['tolerance'] = (high - low) / 2
     if comparison is arm.comparison:
-        # Only the whole difference says how well the models are trained and whether it is settled.
-        fields_of_row['loss'] = arm.loss.mean if arm.loss else None
-        fields_of_row['is_short'] = bool(arm.shortfalls)
-        fields_of_row['yardstick'] = yardstick_text(findings, arm)
-        # The settling is about the difference from the baseline, and the row perhaps about another.
+        row_fields['loss'] = arm.loss.mean if arm.loss else None
+        row_fields['is_short'] = bool(arm.shortfalls)
+        row_fields['yardstick'] = yardstick_text(findings, arm)
+        # With `expected.versus`, this is not the difference whose settling is known.
         if arm.settling and arm.settling.short == comparison.difference.mean:
-            fields_of_row['length'] = length_words(arm.settling)
+            row_fields['length'] = length_words(arm.settling)
     return difference_row(
         expected.label or ' - '.join(expected.variants),
         kind,
         context_of(findings, arm) | dict(expected.context),
         comparison.difference,
-        **fields_of_row,
+        **row_fields,
     )
 
 
 def yardstick_text(findings: Findings, arm: TrainedArm) -> str | None:
     """Returns what an arm's baseline has to beat: '5-gram 1.457' or 'IBM model 1: BLEU 16.5'.
 
-    Such a yardstick is the loss of the best n-gram model, in nats/token, or the BLEU of a
-    translation word by word. Returns None if it was not recorded.
+    Losses are in nats/token. Returns None if no yardstick was recorded.
     """
     yardstick = (findings.study.yardsticks or {}).get(arm.baseline_key)
     if yardstick is None:
@@ -482,12 +465,12 @@ def yardstick_text(findings: Findings, arm: TrainedArm) -> str | None:
     best = yardstick.best(arm.split)
     if best is None:
         return None
-    name, loss = best
-    return f'{name} {loss:.3f}'
+    model, loss = best
+    return f'{model} {loss:.3f}'
 
 
 def _models(study_name: str, findings: Findings) -> Iterator[str]:
-    """Yields a text for each baseline: its size, training and loss, and what it has to beat.
+    """Yields a text for each baseline with its size, training, loss and yardstick, such as
 
     'lm, d_model=96 on stdlib: 297,632 parameters, 2,000 steps, 4,096,000 tokens, test loss 1.272
     (5-gram 1.457)'
@@ -510,23 +493,23 @@ def _models(study_name: str, findings: Findings) -> Iterator[str]:
 
 
 def _provenance(studies: Iterable[Findings]) -> tuple[str, str, float]:
-    """Returns the commits and the hardware of all runs, and the seconds of their training.
+    """Returns commits, devices and total training seconds of all runs.
 
-    Without runs, the commit and the hardware are those of this process.
+    Without runs, the commit and the device are those of this process.
     """
-    # All trials of a run share its start and its seconds, so the first one stands for the run.
+    # All trials of a run have the same provenance and training time.
     first_trials: list[Trial] = []
     for findings in studies:
         first_trials += [run.trials[0] for run in findings.study.runs if run.trials]
-    starts = [trial.provenance for trial in first_trials]
-    if not starts:
-        starts = [describe_start()]
+    provenances = [trial.provenance for trial in first_trials]
+    if not provenances:
+        provenances = [describe_start()]
 
     commits = set()
     devices = set()
-    for start in starts:
-        commit = dict(flat(start)).get('git.commit') or NOT_RECORDED
+    for provenance in provenances:
+        commit = dict(flat(provenance)).get('git.commit') or NOT_RECORDED
         commits.add(commit[:12])
-        devices.add(device(start))
+        devices.add(device(provenance))
     seconds = sum(trial.train_seconds or 0.0 for trial in first_trials)
     return ', '.join(sorted(commits)), ', '.join(sorted(devices)), seconds
