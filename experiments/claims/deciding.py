@@ -185,7 +185,7 @@ def _missing(
     trained: Iterable[tuple[Expectation, Findings]],
     scale: str,
 ) -> list[str]:
-    """Returns a sentence for each missing study, difference and control; `problems` is by study."""
+    """Returns a sentence for each incomplete study, missing difference and missing control."""
     missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
     for case in every_case:
         if case.arm is None or case.arm.comparison is None:
@@ -217,7 +217,7 @@ def _outcome(
 
     Args:
         every_case: The arms.
-        num_untrained: The number of expectations whose study has no results.
+        num_untrained: The number of expectations without results, which count as a row each.
         first_rows: Rows to put before those of the arms.
         last_rows: Rows to put after those of the arms.
         complete: Whether no results are missing.
@@ -298,24 +298,22 @@ def cases(expected: Expectation, findings: Findings, results: Results) -> Iterat
 def _newest_repeat(
     key: ArmKey, findings: Findings, expected: Expectation, results: Results
 ) -> tuple[Findings, ArmKey]:
-    """Finds the newest study that trains an arm with other seeds; returns the arm's key there, too.
+    """Returns the newest study that trains an arm again, and the arm's key in that study.
 
-    A study counts only if it also trains the variant `expected.versus`, if any. Without a repeat,
-    `findings` and `key` are returned.
+    The study must also train the variant `expected.versus`, if given. If no study does, `findings`
+    and `key` are returned.
     """
     shared_key = findings.study.question_of(key)  # the same in all repeats
     for name in results.newest_first(expected.study):
         repeat = results.study(name)
         if name == expected.study or repeat is None:
             continue
-        keys = repeat.study.arms
-        key_by_shared_key = {
-            repeat.study.question_of(repeat_key): repeat_key for repeat_key in keys
-        }
+        study = repeat.study
+        key_by_shared_key = {study.question_of(own_key): own_key for own_key in study.arms}
         has_versus = True
         if expected.versus is not None:
             has_versus = any(
-                repeat.study.is_variant(repeat_key.variant, expected.versus) for repeat_key in keys
+                study.is_variant(own_key.variant, expected.versus) for own_key in study.arms
             )
         if shared_key in key_by_shared_key and has_versus:
             return repeat, key_by_shared_key[shared_key]

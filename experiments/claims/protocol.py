@@ -1,7 +1,7 @@
 """The protocol of the claims' studies at each scale: model sizes, data, steps, seeds, tuning.
 
-'smoke' trains every arm for seconds, which shows that it runs and decides nothing; 'cpu' is the
-fair protocol at the size of two CPU cores; 'gpu' is the same protocol at published sizes.
+The scale 'smoke' trains every arm for seconds and decides nothing. The scale 'cpu' is the full
+protocol for two CPU cores, and 'gpu' is the same protocol at published sizes.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from qkattn.errors import ConfigError
 SCALES = ('smoke', 'cpu', 'gpu')
 T = TypeVar('T')
 
-SCREENING = 100  # the first seed of the screening; those of the verdicts are below
+SCREENING = 100  # the first seed for tuning; verdicts use seeds below
 
 
 def pick(scale: str, *, smoke: T, cpu: T, gpu: T) -> T:
@@ -34,44 +34,51 @@ def language_model(
     times_as_long: int = 1,
     **fields: Any,
 ) -> config.Config:
-    """A byte-level language model that gets beyond n-grams: 1.2 epochs of 3.4 MB at scale cpu.
+    """Returns the config of a language model, trained for 1.2 epochs of 3.4 MB at scale cpu.
 
-    It has two layers; at scale gpu, twelve and BPE pieces. With `kind='encoder'` it restores masked
-    tokens.
+    The model has two layers and reads bytes. At scale gpu, it has twelve layers and reads BPE
+    tokens. `kind='encoder'` makes it a masked language model.
 
     Args:
-      scale: one of SCALES.
-      learning_rates: those of the screening at scale cpu; at scale gpu, a sixteenth of them.
-      seeds: the number of seeds of the verdict at scale cpu.
-      first_seed: the first of them, so that a study may be repeated with others.
-      evaluations: how often a run is evaluated, evenly spaced.
-      times_as_long: a factor of the number of steps.
-      fields: fields of `ModelConfig` that replace those of the scale.
+        scale: One of SCALES.
+        learning_rates: The learning rates of the tuning at scale cpu. At scale gpu, each is divided
+            by 16.
+        seeds: The number of seeds for the verdict at scale cpu.
+        first_seed: The first of these seeds. A repeat of a study needs other seeds.
+        evaluations: The number of evenly spaced evaluations of a run.
+        times_as_long: A factor of the number of steps.
+        **fields: Fields of `ModelConfig` that replace those of the scale.
     """
     is_large = scale == 'gpu'
     num_steps = times_as_long * pick(scale, smoke=20, cpu=2000, gpu=10000)
-    pieces = 16384 if is_large else 256
-    model: dict[str, Any] = {
+    batch_size = pick(scale, smoke=8, cpu=16, gpu=64)
+    num_tokens = 16384 if is_large else 256
+    model_fields: dict[str, Any] = {
         'num_layers': pick(scale, smoke=2, cpu=2, gpu=12),
         'num_heads': pick(scale, smoke=2, cpu=4, gpu=12),
         'context': pick(scale, smoke=16, cpu=128, gpu=1024),
-        'vocab_size': pieces,
+        'vocab_size': num_tokens,
     }
     if fields.get('kind') == 'encoder':
-        model['vocab_size'] = pieces + 1  # one more, for the mask
-    corpus: dict[str, Any] = {}
+        model_fields['vocab_size'] = num_tokens + 1  # the mask token
+    data_fields: dict[str, Any] = {}
     if is_large:
-        model |= {'compute_dtype': 'bfloat16'}
-        corpus = {'name': 'tfds:wiki40b/en', 'tokenizer': 'bpe', 'tokenizer_size': pieces}
+        model_fields['compute_dtype'] = 'bfloat16'
+        data_fields = {
+            'name': 'tfds:wiki40b/en',
+            'tokenizer': 'bpe',
+            'tokenizer_size': num_tokens,
+        }
+    model_fields |= fields
     return config.Config(
-        model=config.ModelConfig(**model | fields),
+        model=config.ModelConfig(**model_fields),
         data=config.DataConfig(
-            **corpus,
-            # At scale cpu 100 documents, which a verdict needs.
+            **data_fields,
+            # 4096 sequences are 100 documents at scale cpu. A verdict needs as many.
             eval_sequences=pick(scale, smoke=512, cpu=4096, gpu=4096),
         ),
         optimizer=_optimizer(scale),
-        train=_train(scale, num_steps, pick(scale, smoke=8, cpu=16, gpu=64), evaluations),
+        train=_train(scale, num_steps, batch_size, evaluations),
         trials=_trials(scale, learning_rates, seeds, first_seed),
     )
 
@@ -85,14 +92,14 @@ def translator(
 ) -> config.Config:
     """Returns the config of an encoder-decoder that translates English to German.
 
-    It is trained on Multi30k, or at scale smoke on cldr. At scale gpu, the model is larger. The
-    arguments are those of `language_model`.
+    The arguments are those of `language_model`.
     """
     is_large = scale == 'gpu'
-    pieces = pick(scale, smoke=500, cpu=1000, gpu=8192)
+    num_tokens = pick(scale, smoke=500, cpu=1000, gpu=8192)
     num_steps = pick(scale, smoke=20, cpu=2200, gpu=6000)
-    train = _train(scale, num_steps, pick(scale, smoke=8, cpu=32, gpu=64))
-    sources = pick(scale, smoke=8, cpu=64, gpu=None)
+    batch_size = pick(scale, smoke=8, cpu=32, gpu=64)
+    train = _train(scale, num_steps, batch_size)
+    max_sources = pick(scale, smoke=8, cpu=64, gpu=None)
     return config.Config(
         model=config.ModelConfig(
             kind='encoder_decoder',
@@ -100,7 +107,7 @@ def translator(
             num_encoder_layers=6 if is_large else 4,
             num_heads=4 if is_large else 2,
             context=128 if is_large else 64,
-            vocab_size=pieces,
+            vocab_size=num_tokens,
             dropout=0.1,
             attention_dropout=0.0,
         ),
@@ -108,14 +115,14 @@ def translator(
             name=pick(scale, smoke='cldr', cpu='multi30k', gpu='multi30k'),
             languages='en-de',
             tokenizer='bpe',
-            tokenizer_size=pieces,
+            tokenizer_size=num_tokens,
             drop_long=True,
             eval_sequences=pick(scale, smoke=128, cpu=None, gpu=None),
         ),
         optimizer=dataclasses.replace(_optimizer(scale), beta2=0.98),
         train=dataclasses.replace(train, label_smoothing=0.1),
         trials=_trials(scale, learning_rates, seeds, first_seed),
-        decode=config.DecodeConfig(beam=4 if is_large else 1, max_sources=sources),
+        decode=config.DecodeConfig(beam=4 if is_large else 1, max_sources=max_sources),
     )
 
 
@@ -132,11 +139,11 @@ def protocol(
     Args:
         scale: One of SCALES.
         equal_shape: Whether each arm is also trained at the baseline's shape.
-        max_excess: How much higher than at the optimum the loss of a tuned arm may be at scale cpu,
-            nats/token; None for no limit.
-        screening: The number of seeds that tune an arm at scale cpu. More are added while its
-            optimum is not clear.
-        max_screening: The most seeds that tune an arm; by default 4, or 8 with `max_excess`.
+        max_excess: The largest excess loss that tuning may leave at scale cpu, in nats/token; None
+            for no limit.
+        screening: The number of tuning seeds at scale cpu. An arm with an unclear optimum gets
+            more.
+        max_screening: The largest number of tuning seeds; by default 4, or 8 with `max_excess`.
     """
     if max_screening is None:
         most_seeds = 4 if max_excess is None else 8
@@ -159,34 +166,33 @@ def protocol(
 
 
 def _optimizer(scale: str) -> config.OptimizerConfig:
-    """The optimizer of a study, of which only the warm-up depends on the scale."""
+    """Returns an optimizer config with the warm-up of the scale."""
     return config.OptimizerConfig(warmup_steps=pick(scale, smoke=5, cpu=50, gpu=500))
 
 
 def _train(scale: str, num_steps: int, batch_size: int, evaluations: int = 2) -> config.TrainConfig:
-    """Returns how the runs of a study are trained: steps, batch, and evenly spaced evaluations.
-
-    `lifting` says how the trials of a run are computed together. It is set here, so that no time is
-    spent on measuring which way is faster.
-    """
+    """Returns a training config with evenly spaced evaluations and checkpoints."""
     interval = num_steps // evaluations
-    dispatch = 5 if interval < 25 else 25
+    steps_per_dispatch = 5 if interval < 25 else 25
     return config.TrainConfig(
         num_steps=num_steps,
         batch_size=batch_size,
-        steps_per_dispatch=dispatch,
-        log_every=dispatch,
+        steps_per_dispatch=steps_per_dispatch,
+        log_every=steps_per_dispatch,
         eval_every=interval,
         checkpoint_every=interval,
+        # A fixed value saves measuring which one is faster.
         lifting=pick(scale, smoke='map', cpu='map', gpu='vmap'),
     )
 
 
-def _trials(scale: str, rates: tuple[float, ...], seeds: int, first: int) -> config.TrialsConfig:
-    """The seeds of the verdict, `seeds` from `first` at scale cpu, and learning rates to screen."""
+def _trials(
+    scale: str, learning_rates: tuple[float, ...], seeds: int, first_seed: int
+) -> config.TrialsConfig:
+    """Returns the seeds and learning rates of a scale. The arguments are those of scale cpu."""
     num_seeds = pick(scale, smoke=2, cpu=seeds, gpu=5)
-    rates_of_large_model = tuple(rate / 16 for rate in rates)
+    rates_at_gpu = tuple(rate / 16 for rate in learning_rates)
     return config.TrialsConfig(
-        seeds=tuple(range(first, first + num_seeds)),
-        learning_rates=pick(scale, smoke=rates[:1], cpu=rates, gpu=rates_of_large_model),
+        seeds=tuple(range(first_seed, first_seed + num_seeds)),
+        learning_rates=pick(scale, smoke=learning_rates[:1], cpu=learning_rates, gpu=rates_at_gpu),
     )
