@@ -1,7 +1,7 @@
 """Exports decided claims and answers with their evidence, and decides them again to check them.
 
-claims.json holds the decided claims. answers.json says what each matrix is worth: for each change
-of attention and each kind of model, the difference between an arm and its baseline in one study.
+claims.json holds the decided claims. answers.json holds the loss difference from the baseline for
+each change of attention, such as 'drop W_V', in each kind of model.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 CLAIMS = 'claims.json'
 ANSWERS = 'answers.json'
 WITHHELD = Decision.NO_VERDICT.value
-# This study belongs to no claim, but is exported with the claims.
+# A study that belongs to no claim, but is exported with the claims.
 SCALING = 'lm_scaling'
 # The fields of a claim that depend on the machine or the commit.
 _OF_MACHINE = ('commit', 'hardware', 'seconds')
-# Each change of attention by its name in the table of answers, with the variant that makes it.
+# The variant of each change of attention.
 CHANGES = {
     'drop W_Q': 'query_free/vo',
     'drop W_K': 'key_free/vo',
@@ -57,12 +57,9 @@ CHANGES = {
 class _Model:
     """A kind of model in which changes of attention are compared."""
 
-    # The name of an arm, with '{}' for the variant of its attention.
-    template: str
-    # The studies that compare the variants, the best one first. Their repeats are used, too.
-    studies: tuple[str, ...]
-    # Studies that train the same arms for four times the steps.
-    longer_studies: tuple[str, ...] = ()
+    template: str  # an arm's variant, with '{}' for the changed attention
+    studies: tuple[str, ...]  # the preferred study first
+    longer_studies: tuple[str, ...] = ()  # the same arms, trained for four times the steps
 
 
 MODELS = {
@@ -78,18 +75,17 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A change of attention and what it costs, in each kind of model and at each shape."""
+    """A change of attention and the resulting loss differences."""
 
     name: str  # a key of CHANGES
     variant: str
-    # The change in attention's parameters at the same shape, as a fraction: -0.25 saves a quarter.
+    # Relative change in attention's parameters at the same shape: -0.25 saves a quarter.
     attention: float | None
-    # At most one row for each model and kind. The kind is SAME_SHAPE, MATCHED (equal parameter
-    # count) or LONGER. The decision of a row without a verdict is 'no verdict'.
+    # At most one row for each model and each of the kinds SAME_SHAPE, MATCHED and LONGER.
     rows: tuple[Row, ...] = ()
 
     def row(self, model: str, kind: Kind) -> Row | None:
-        """Returns the row of a model and kind; None without results."""
+        """Returns the row of a model and kind, if any."""
         for row in self.rows:
             if row.context['model'] == model and row.kind == kind:
                 return row
@@ -107,11 +103,7 @@ class _Difference(NamedTuple):
 
 
 def answers(results: Results) -> tuple[Answer, ...]:
-    """Returns one answer for each change of attention that a study of the directory has trained.
-
-    For example, the answer 'drop W_V' has a row for the difference of qk/no_v in a decoder at equal
-    parameter count, another one at the same shape, and so on for each kind of model.
-    """
+    """Returns an answer for each change of attention that has results."""
     all_answers = []
     for name, variant in CHANGES.items():
         differences: list[_Difference] = []
@@ -120,22 +112,21 @@ def answers(results: Results) -> tuple[Answer, ...]:
         if not differences:
             continue
 
-        # Attention's parameters are counted in the decoder, if it has results.
-        share = None
+        attention = None
         for difference in differences:
             if difference.row.context['model'] == 'decoder':
-                share = _added_to_attention(difference.baseline, variant)
+                attention = _change_in_attention(difference.baseline, variant)
                 break
         rows = tuple(difference.row for difference in differences)
-        all_answers.append(Answer(name, variant, share, rows))
+        all_answers.append(Answer(name, variant, attention, rows))
     return tuple(all_answers)
 
 
 def _differences_of_variant(results: Results, model_name: str, variant: str) -> list[_Difference]:
-    """Returns the differences of a variant in one kind of model: one for each kind of row.
+    """Returns a variant's differences in one kind of model, at most one of each `Kind`.
 
-    Several studies may have a difference of a kind. The first one with a verdict is chosen, in the
-    order of the model's studies and of their sizes. If none has a verdict, it is the first one.
+    Among several differences of a kind, those with a verdict are preferred, then earlier studies of
+    the model, then larger sizes.
     """
     model = MODELS[model_name]
     arm_variant = model.template.format(variant)
@@ -146,22 +137,23 @@ def _differences_of_variant(results: Results, model_name: str, variant: str) -> 
     for study in model.longer_studies:
         for difference in _differences_in(results, study, model_name, arm_variant):
             if difference.row.kind == Kind.MATCHED:
-                # Whether a difference is settled is said of the shorter training.
+                # Whether the difference lasts is stated in the row of the shorter training.
                 row = dataclasses.replace(difference.row, kind=Kind.LONGER, length=None)
                 differences.append(_Difference(row, difference.baseline))
-    # The sort is stable: rows with a verdict come first, and each group keeps its order.
+
+    # False sorts before True, so differences with a verdict come first. The sort is stable.
     differences.sort(key=lambda difference: difference.row.decision == WITHHELD)
-    chosen: dict[str, _Difference] = {}  # by kind
+    first_by_kind: dict[str, _Difference] = {}
     for difference in differences:
-        chosen.setdefault(difference.row.kind, difference)
-    return list(chosen.values())
+        first_by_kind.setdefault(difference.row.kind, difference)
+    return list(first_by_kind.values())
 
 
 def _differences_in(results: Results, name: str, model: str, variant: str) -> Iterator[_Difference]:
-    """Yields the differences of a variant in a study, the largest size first.
+    """Yields a variant's differences in a study, the largest size first.
 
-    Each size and corpus has the difference at the baseline's shape, if that is trained, and then
-    the difference at equal parameter count.
+    At each size and corpus, the difference at the baseline's shape comes first, if trained, and the
+    difference at equal parameter count second.
     """
     findings = results.study(name)
     if findings is None:
@@ -180,9 +172,8 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
         decision = arm.verdict.decision.value if arm.verdict else WITHHELD
         at_same_shape = arm.parts.same_shape
         if at_same_shape:
-            # A part of a difference has no verdict. It is withheld if the arm's verdict is.
             control_key = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
-            is_short = any(
+            is_control_short = any(
                 control.shortfalls for control in findings.controls if control.key == control_key
             )
             row = difference_row(
@@ -190,9 +181,10 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
                 Kind.SAME_SHAPE,
                 context,
                 at_same_shape.difference,
+                # Only the whole difference has a verdict.
                 decision=WITHHELD if decision == WITHHELD else None,
                 study=name,
-                is_short=is_short,
+                is_short=is_control_short,
             )
             yield _Difference(row, baseline)
         if arm.comparison:
@@ -209,34 +201,41 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
             yield _Difference(row, baseline)
 
 
-def _added_to_attention(baseline: TrainedArm, variant: str) -> float:
-    """Returns the change in attention's parameters at the baseline's shape, as a fraction."""
+def _change_in_attention(baseline: TrainedArm, variant: str) -> float:
+    """Returns the relative change in attention's parameters at the baseline's shape."""
     config = from_json(ModelConfig, baseline.example.config)
-    # A variant may set num_heads. None lets these two fields follow from it.
-    fields = {'num_kv_heads': None, 'head_size': None} | parse_variant(variant)
-    changed_config = dataclasses.replace(config, **fields)
+    # None derives num_kv_heads and head_size from num_heads, which a variant may set.
+    changed_fields = {'num_kv_heads': None, 'head_size': None} | parse_variant(variant)
+    changed_config = dataclasses.replace(config, **changed_fields)
     parameters = cost.count(config)['attention']
-    return cost.count(changed_config)['attention'] / parameters - 1
+    changed_parameters = cost.count(changed_config)['attention']
+    return changed_parameters / parameters - 1
 
 
 def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
-    """Writes claims or answers into the file `name`, CLAIMS or ANSWERS; returns its path.
+    """Writes claims or answers as JSON with checksums, with the numbers of rows `rounded`.
 
-    Each record becomes a JSON object with a checksum. Fields that have their default are left out.
-    Numbers of rows are `rounded`.
+    Args:
+        directory: The directory of the file.
+        name: The name of the file, CLAIMS or ANSWERS.
+        records: Claims or answers. Fields that have their default are left out.
+
+    Returns:
+        The path of the file.
     """
     objects = []
     for record in records:
         rows = []
         for row in record.rows:
-            rows.append({field: rounded(value) for field, value in _set_fields(row).items()})
-        objects.append(_set_fields(record) | {'rows': rows})
+            row_fields = _non_default_fields(row)
+            rows.append({field: rounded(value) for field, value in row_fields.items()})
+        objects.append(_non_default_fields(record) | {'rows': rows})
     path = as_path(directory) / name
     write_json(path, objects)
     return path
 
 
-def _set_fields(record: Any) -> dict[str, Any]:
+def _non_default_fields(record: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass instance that do not have their default."""
     values = {}
     for field in dataclasses.fields(record):
@@ -260,28 +259,30 @@ def read_answers(directory: str | Path) -> tuple[Answer, ...]:
 def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
     """Reads the records of a file that `write` wrote.
 
-    Raises ReportError if the file does not exist. Raises RunDirectoryError if it was edited or is
-    not a file of `write`.
+    Raises:
+        ReportError: The file does not exist.
+        RunDirectoryError: The file was edited, or another program wrote it.
     """
-    again = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
+    remedy = f'make it again with python -m experiments.claims --workdir=DIR --export={path.parent}'
     if not path.is_file():
-        raise ReportError(f'{path} does not exist; {again}.')
+        raise ReportError(f'{path} does not exist; {remedy}.')
     records = []
-    where = ''
+    where = ''  # the name of the record, for error messages
     try:
         for record in parse_file(path, [{'name': str, 'rows': list}]):
             where = f'{record["name"]}: '
             rows = tuple(read_dataclass(Row, row) for row in record['rows'])
             records.append(read_dataclass(cls, record, rows=rows))
     except ValueError as error:
-        raise damaged_file_error(path, ValueError(f'{where}{error}'), again) from error
+        raise damaged_file_error(path, ValueError(f'{where}{error}'), remedy) from error
     return tuple(records)
 
 
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> None:
-    """Writes claims.json, answers.json and their studies into a directory.
+    """Writes claims.json, answers.json and the studies behind them into a directory.
 
-    Raises ReportError if the destination holds something else.
+    Raises:
+        ReportError: The destination holds something else.
     """
     decided = list(decided)
     destination = as_path(destination)
@@ -303,44 +304,46 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
 def check(directory: str | Path) -> int:
     """Decides the claims and answers of an exported directory again and compares them.
 
-    Returns the number of rows, which all agree. Raises ReportError if claims.json or answers.json
-    has undeclared claims or other results.
+    Returns:
+        The number of compared rows.
+
+    Raises:
+        ReportError: The stored claims or answers differ from the recomputed ones.
     """
     results = Results(directory)
     directory = Path(directory)
-    stored = read_claims(directory)
-    scale = stored[0].scale
+    stored_claims = read_claims(directory)
+    scale = stored_claims[0].scale
     decided = [decide(claim, scale, results) for claim in declared.claims().values()]
     stored_answers = read_answers(directory)
-    _check_equal(directory / CLAIMS, stored, decided)
+    _check_equal(directory / CLAIMS, stored_claims, decided)
     _check_equal(directory / ANSWERS, stored_answers, answers(results))
-    num_rows = sum(len(claim.rows) for claim in stored)
+    num_rows = sum(len(claim.rows) for claim in stored_claims)
     return num_rows + sum(len(answer.rows) for answer in stored_answers)
 
 
-def _check_equal(file: Path, stored: Sequence[Record], again: Sequence[Record]) -> None:
+def _check_equal(file: Path, stored: Sequence[Record], recomputed: Sequence[Record]) -> None:
     """Raises ReportError unless the stored records of a file equal the recomputed ones."""
-    names = [record.name for record in stored]
-    names_again = [record.name for record in again]
-    if names != names_again:
-        unequal = ', '.join(sorted(set(names) ^ set(names_again)))
+    stored_names = [record.name for record in stored]
+    recomputed_names = [record.name for record in recomputed]
+    if stored_names != recomputed_names:
+        unequal = ', '.join(sorted(set(stored_names) ^ set(recomputed_names)))
         raise ReportError(f'{file} differs from what is declared: {unequal}')
-    for record, record_again in zip(stored, again, strict=True):
-        difference = mismatch(record, record_again)
+    for stored_record, recomputed_record in zip(stored, recomputed, strict=True):
+        difference = mismatch(stored_record, recomputed_record)
         if difference:
             raise ReportError(f'{file}: {difference}')
 
 
-def mismatch(stored: Record, again: Record) -> str | None:
+def mismatch(stored: Record, recomputed: Record) -> str | None:
     """Describes the first difference between a stored record and the recomputed one, if any.
 
-    Numbers of rows may differ by rounding, as `report.verify` allows, and those of exact checks by
-    their tolerance. The field `needed` is a text, such as '40 seeds in place of 16, ...'. Its
-    counts may differ by one.
+    Numbers in rows may differ by rounding, or in exact checks by the tolerance. Counts in the text
+    `needed`, such as '40 seeds in place of 16', may differ by one.
     """
     # Values by names such as 'verdict' and 'rows.0.value'.
     old = _values(stored)
-    new = _values(again)
+    new = _values(recomputed)
     for name in old | new:
         if name in _OF_MACHINE:
             continue
@@ -365,7 +368,7 @@ def mismatch(stored: Record, again: Record) -> str | None:
 
 def _values(record: ClaimResult | Answer) -> dict[str, Any]:
     """Returns the values of a claim or answer by name, such as 'verdict' or 'rows.0.value'."""
-    rows = {number: vars(row) for number, row in enumerate(record.rows)}
+    rows = {index: vars(row) for index, row in enumerate(record.rows)}
     return dict(flat(vars(record) | {'rows': rows}))
 
 

@@ -74,7 +74,7 @@ def language_model(
         model=config.ModelConfig(**model_fields),
         data=config.DataConfig(
             **data_fields,
-            # 4096 sequences are 100 documents at scale cpu. A verdict needs as many.
+            # A verdict needs 100 documents, which are 4096 sequences at scale cpu.
             eval_sequences=pick(scale, smoke=512, cpu=4096, gpu=4096),
         ),
         optimizer=_optimizer(scale),

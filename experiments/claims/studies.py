@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
-    """Returns what an arm was trained with, by factor, for the context of a row of evidence.
+    """Returns the model, size, corpus and number of steps of an arm, for the context of a row.
 
     For example, {'model': 'decoder', 'size': 'd_model=96', 'corpus': 'stdlib', 'steps': '2000'}. An
-    arm named 'qk/no_v [d_ff]' also has the destination of its saved parameters, 'd_ff'.
+    arm 'qk/no_v [d_ff]' also has 'destination': 'd_ff', where its saved parameters are spent.
     """
     study = findings.study
     context = {
@@ -42,22 +42,22 @@ def context_of(findings: Findings, arm: TrainedArm) -> dict[str, str]:
         'corpus': arm.corpus,
         'steps': str(arm.example.run.num_steps),
     }
-    # What `bare` removes from the name: ' [d_ff]'.
-    destination = arm.variant.removeprefix(study.bare(arm.variant)).strip(' []')
+    suffix = arm.variant.removeprefix(study.bare(arm.variant))  # ' [d_ff]' or ''
+    destination = suffix.strip(' []')
     if destination:
         context['destination'] = destination
     return context
 
 
 class Results:
-    """The studies of a directory, which is the workdir or an exported copy. Each is read once."""
+    """The studies of a directory, with a cache of their findings."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self._read: dict[str, Findings | ReportError] = {}
 
     def study(self, name: str) -> Findings | None:
-        """Returns the findings of a study; None if it has no results that can be read."""
+        """Returns the findings of a study; None without readable results."""
         if name not in self._read:
             try:
                 self._read[name] = load_findings(self.directory / name)
@@ -67,13 +67,10 @@ class Results:
         return None if isinstance(findings, ReportError) else findings
 
     def newest_first(self, name: str) -> list[str]:
-        """Returns the names of a study and of all studies that repeat it, the newest first.
-
-        Repeats of repeats are included.
-        """
+        """Returns the names of a study's repeats, direct and indirect, newest first, then `name`."""
         names = [name]
         for earlier in names:
-            # The list grows while the loop goes through it, so repeats of repeats are found, too.
+            # Appending to the list during the loop also finds repeats of repeats.
             for repeat in self._repeats.get(earlier, ()):
                 if repeat not in names:
                     names.append(repeat)
@@ -81,10 +78,7 @@ class Results:
         return names
 
     def with_repeats(self, claims: Iterable[Claim | ClaimResult]) -> list[str]:
-        """Returns the names of the studies of claims, each followed by the studies that repeat it.
-
-        Each name occurs once.
-        """
+        """Returns the distinct study names of claims, each followed by its repeats."""
         names: dict[str, None] = {}
         for claim in claims:
             for study in claim.studies:
@@ -93,32 +87,26 @@ class Results:
 
     @functools.cached_property
     def _repeats(self) -> dict[str, list[str]]:
-        """For each study, the names of the studies that repeat it, in the order of their start.
-
-        A repeat asks the question of an earlier study again, with other seeds. Its ledger names
-        that study.
-        """
-        # (start, name, names of the studies that it repeats) of each study in the directory.
-        studies: list[tuple[str, str, list[str]]] = []
+        """The names of the studies that repeat a study with other seeds, oldest first, by study."""
+        studies: list[tuple[str, str, list[str]]] = []  # (start time, name, repeated studies)
         for path in self.directory.glob(f'*/{ledger.NAME}'):
             try:
                 ledger_of_study = ledger.read(path)
             except ReportError:
-                # `problem` returns the reason.
+                # `problem` returns the error.
                 continue
-            start = ledger_of_study.entries[0]['time']
-            # A study that was repeated may be lost: there is only a record of it.
-            earlier = [repeat.study for repeat in ledger_of_study.repeats if not repeat.is_lost]
-            studies.append((start, path.parent.name, earlier))
+            start_time = ledger_of_study.entries[0]['time']
+            repeated = [repeat.study for repeat in ledger_of_study.repeats if not repeat.is_lost]
+            studies.append((start_time, path.parent.name, repeated))
 
         repeats: dict[str, list[str]] = {}
-        for _, name, earlier in sorted(studies):
-            for earlier_name in earlier:
-                repeats.setdefault(earlier_name, []).append(name)
+        for _, name, repeated in sorted(studies):
+            for repeated_name in repeated:
+                repeats.setdefault(repeated_name, []).append(name)
         return repeats
 
     def problem(self, name: str) -> str | None:
-        """Returns what is wrong with a study, such as 'has no results'; None if it is complete."""
+        """Returns what a study lacks, such as 'has no results'; None if it is complete."""
         findings = self.study(name)
         if findings is None:
             if (self.directory / name / 'study.json').exists():
@@ -132,11 +120,10 @@ class Results:
         return None
 
     def rows(self, measure: Measure, decisive: bool) -> Iterator[Row]:
-        """Yields the rows that a measure reads from its study; none without results.
+        """Yields the rows that a measure reads from its study, if the study has results.
 
-        A row decides nothing (OPEN) in three cases: if `decisive` is False, if remarks withhold
-        every verdict of the study (`blocks`), or if a baseline has not learned enough or breaks a
-        rule. Rows that are only shown (BESIDE) stay so.
+        FOR and AGAINST become OPEN if `decisive` is False, or if the study or a baseline breaks a
+        rule.
         """
         findings = self.study(measure.study)
         if findings is None:
@@ -144,7 +131,8 @@ class Results:
         baselines = rules.baselines(findings.study, findings.arms)
         may_decide = decisive and bool(baselines) and not findings.blocks
         for baseline in baselines:
-            if baseline.blocks or list(rules.why_untrained(baseline)):
+            reasons_untrained = list(rules.why_untrained(baseline))
+            if baseline.blocks or reasons_untrained:
                 may_decide = False
         for row in measure.read(findings):
             speaks = row.speaks
@@ -154,10 +142,9 @@ class Results:
 
 
 def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
-    """Returns the configs of claims' studies, from configs/claims/NAME.py, by name.
+    """Returns the configs of claims' studies and their repeats, from configs/claims/NAME.py.
 
-    A study that repeats one of them, or repeats a repeat, is included. It comes after the study
-    that it repeats.
+    The configs are sorted so that every study comes before its repeats.
     """
     configs: dict[str, Study] = {}
     for name, file in cli.shipped(CONFIGS).items():
@@ -166,24 +153,23 @@ def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
 
     names = [name for claim in claims for name in claim.studies]
     for name in names:
-        # The list grows while the loop goes through it, so repeats of repeats are found, too.
-        names += [other for other, study in configs.items() if study.repeats == name]
+        # Appending to the list during the loop also finds repeats of repeats.
+        names += [repeat for repeat, study in configs.items() if study.repeats == name]
 
     ordered: dict[str, Study] = {}
     for name in names:
-        # Go back from the study to the first one that it repeats, and add them in reverse.
-        chain = []
-        member: str | None = name
-        while member in configs and member not in ordered:
-            chain.append(member)
-            member = configs[member].repeats
-        for earliest_first in reversed(chain):
-            ordered[earliest_first] = configs[earliest_first]
+        newest_first = []  # the study, the study that it repeats, and so on
+        study_name: str | None = name
+        while study_name in configs and study_name not in ordered:
+            newest_first.append(study_name)
+            study_name = configs[study_name].repeats
+        for name_in_chain in reversed(newest_first):
+            ordered[name_in_chain] = configs[name_in_chain]
     return ordered
 
 
 def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> None:
-    """Raises ConfigError if `directory` is a study or run, or has studies of another scale."""
+    """Raises ConfigError if `directory` is a study or run, or its studies are of another scale."""
     if any((directory / file).exists() for file in ('study.json', 'config.json')):
         raise ConfigError(
             f'workdir={directory} is the directory of a study or run; claims need a directory '
@@ -202,34 +188,36 @@ def check_workdir(studies: Mapping[str, Study], scale: str, directory: Path) -> 
 
 
 def train(studies: Mapping[str, Study], scale: str, directory: Path, workers: int | None) -> None:
-    """Trains each study in a directory of its name; the same call resumes.
+    """Trains each study in a subdirectory, or resumes; then records yardsticks to beat.
 
-    Then records the yardsticks of all studies, except at scale smoke, which decides nothing.
-    `workers` is the number of processes on this machine, as in `local_workers.run`; 1 is this
-    process. Raises like `local_workers.run`. Raises DiskError if nothing can be written, and
-    Stopped on SIGTERM or Ctrl-C, with the state saved.
+    Args:
+        studies: The configs by name.
+        scale: One of SCALES. Scale smoke has no yardsticks.
+        directory: The parent directory.
+        workers: The number of processes, as in `local_workers.run`.
+
+    Raises:
+        DiskError: Nothing can be written.
+        Stopped: On SIGTERM or Ctrl-C, with the state saved.
     """
     path = check_directory(directory)
-    for number, (name, study) in enumerate(studies.items(), start=1):
-        log.info('study %s, %d of %d', name, number, len(studies))
+    for position, (name, study) in enumerate(studies.items(), start=1):
+        log.info('study %s, %d of %d', name, position, len(studies))
         local_workers.run(study, path / name, build_arms(study), workers)
-    # This process takes memory of a GPU as soon as it computes, so it does this after all training.
+    # This process takes GPU memory once it computes, so yardsticks wait until workers are done.
     if scale != 'smoke':
         for name in studies:
             yardsticks.record_finished(path / name)
 
 
 def report(claims: Iterable[Claim], directory: Path) -> None:
-    """Writes the reports of the claims' studies, unless there are no results newer than a report.
-
-    Each report counts as a look at results, which the study's ledger records.
-    """
+    """Writes a report for each study with new results, which counts as a look at the results."""
     for name in Results(directory).with_repeats(claims):
-        trained = directory / name / 'results.jsonl'
-        page = directory / name / 'report.html'
-        if not trained.exists() or not trained.stat().st_size:
+        results_file = directory / name / 'results.jsonl'
+        report_file = directory / name / 'report.html'
+        if not results_file.exists() or not results_file.stat().st_size:
             continue
-        if page.exists() and page.stat().st_mtime >= trained.stat().st_mtime:
+        if report_file.exists() and report_file.stat().st_mtime >= results_file.stat().st_mtime:
             continue
         try:
             with waiting(name, 'writing the report'):
@@ -240,17 +228,22 @@ def report(claims: Iterable[Claim], directory: Path) -> None:
 
 
 def costs(studies: Mapping[str, Study]) -> str:
-    """Returns a table of what the plans of studies cost: a row for each study, and their sum."""
-    planned: dict[str, list[PlannedRun]] = {}
+    """Returns a table of the planned cost: a line for each study, and the total."""
+    runs_by_study: dict[str, list[PlannedRun]] = {}
     for name, study in studies.items():
         with waiting(name, 'planning'):
-            planned[name] = plan.fewest_runs(study, build_arms(study))
-    planned['total'] = [run for runs in planned.values() for run in runs]
+            runs_by_study[name] = plan.fewest_runs(study, build_arms(study))
+    runs_by_study['total'] = [run for runs in runs_by_study.values() for run in runs]
     rows = []
-    for name, runs in planned.items():
+    for name, runs in runs_by_study.items():
         num_runs, num_trials, tokens, flops = plan.cost(runs)
         rows.append([name, f'{num_runs:,}', f'{num_trials:,}', f'{tokens:.3g}', f'{flops:.3g}'])
-    # Each title with whether its column is aligned to the left.
-    titles = [('study', True), ('runs', False), ('trials', False), ('tokens', False)]
-    titles.append(('FLOPs', False))
+    # (title, whether the column is aligned to the left)
+    titles = [
+        ('study', True),
+        ('runs', False),
+        ('trials', False),
+        ('tokens', False),
+        ('FLOPs', False),
+    ]
     return text_table(titles, rows)

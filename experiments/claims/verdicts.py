@@ -1,9 +1,8 @@
-"""Derives the truth of a claim in each context from the verdicts of arms, and then its verdict.
+"""Derives the truth of a claim in each context, and its verdict, from the verdicts of arms.
 
-`RELATIONS`, the table in docs/claims.md, says which decisions of `qkattn.stats` and which one-sided
-findings make a relation true or false. All others leave it open. "Better" and "worse" mean by more
-than the margin. "Better (below margin)" leaves both "better" and "equivalent" open: the sign of the
-difference is known, but with more seeds the arm may turn out to be either.
+`RELATIONS` says which decisions of `qkattn.stats` make a relation true or false. "Better" and
+"worse" mean by more than the margin. "Better (below margin)" leaves "better" and "equivalent" open,
+because more seeds may show either.
 """
 
 from collections.abc import Iterable
@@ -32,18 +31,19 @@ SETTING = ('size', 'corpus', 'steps')
 def decide_relation(
     row: Row, relation: str, verdict: Verdict, comparison: Comparison
 ) -> tuple[str, Speaks]:
-    """Decides whether an arm is as the claim expects; returns the reason, and FOR, AGAINST or OPEN.
+    """Decides whether an arm is as the claim expects.
 
-    The reason is the decision of the verdict: an arm that is 'worse' speaks FOR the relation
-    'worse' and AGAINST 'better'. An arm whose verdict is 'undecided' may still be, for example,
-    'not worse by the margin', which speaks AGAINST 'worse'. Such a one-sided finding does not count
-    if trials diverged.
+    Example:
+      An arm with the decision 'worse' is FOR the relation 'worse' and AGAINST 'better'.
 
     Args:
         row: The row of the arm.
         relation: What the claim expects of the arm, such as 'not_better'.
         verdict: The verdict on the arm.
         comparison: The difference behind the verdict.
+
+    Returns:
+        The decision or one-sided finding that settles the relation, and FOR, AGAINST or OPEN.
     """
     decision = verdict.decision
     has_diverged = any(reason.code is ReasonCode.DIVERGED for reason in verdict.reasons)
@@ -52,10 +52,11 @@ def decide_relation(
             return decision.value, Speaks.OPEN
         return decision.value, _as_reported(row, comparison)
     if decision is Decision.UNDECIDED and not has_diverged:
-        for one_sided in _one_sided_findings(verdict, comparison):
-            speaks = _truth(relation, one_sided)
+        # An undecided arm may still be, for example, 'not worse by the margin'.
+        for finding in _one_sided_findings(verdict, comparison):
+            speaks = _truth(relation, finding)
             if speaks is not Speaks.OPEN:
-                return one_sided, speaks
+                return finding, speaks
     return decision.value, _truth(relation, decision)
 
 
@@ -71,39 +72,37 @@ def _truth(relation: str, result: Decision | str) -> Speaks:
 def _one_sided_findings(verdict: Verdict, comparison: Comparison) -> list[str]:
     """Returns which of NOT_BETTER and NOT_WORSE are shown for an arm, if any.
 
-    With a margin of 0.01, NOT_WORSE says that the difference is below +0.01, and NOT_BETTER that it
-    is above -0.01. An arm is equivalent if both hold. Each of the two tests is used alone here, and
-    the mean on the validation split has to lie on the same side of the margin.
-
-    If a finding is false, then 'equivalent' would be false as well, because the true difference
-    lies beyond the margin. So the error rate of the verdicts holds for findings, too.
+    NOT_BETTER means that the difference is above -margin. NOT_WORSE means that the difference is
+    below +margin. The difference on the validation split has to agree.
     """
     difference = comparison.difference
     margin = difference.margin
-    # The error rate is shared by all comparisons (Bonferroni).
+    validation_difference = comparison.validation
+    # A false finding would make 'equivalent' false, too, so these tests need no correction.
+    # Bonferroni corrects for the number of comparisons only.
     alpha = level(verdict.look) / max(1, verdict.num_comparisons)
     findings = []
     p_not_better = difference.p_not_better
-    if p_not_better is not None and p_not_better <= alpha and comparison.validation > -margin:
+    if p_not_better is not None and p_not_better <= alpha and validation_difference > -margin:
         findings.append(NOT_BETTER)
     p_not_worse = difference.p_not_worse
-    if p_not_worse is not None and p_not_worse <= alpha and comparison.validation < margin:
+    if p_not_worse is not None and p_not_worse <= alpha and validation_difference < margin:
         findings.append(NOT_WORSE)
     return findings
 
 
 def _as_reported(row: Row, comparison: Comparison) -> Speaks:
-    """Compares the interval of a row with the range that a source reports.
+    """Returns FOR if the interval lies within the reported range, AGAINST if outside, else OPEN.
 
-    Returns FOR if the interval lies within the range and AGAINST if it lies outside, provided that
-    the mean on the validation split does the same. Otherwise returns OPEN.
+    The mean on the validation split has to agree.
     """
     if None in (row.low, row.high, row.expected, row.tolerance):
         return Speaks.OPEN
     reported_low = row.expected - row.tolerance
     reported_high = row.expected + row.tolerance
     differences = (row.low, row.high, comparison.validation)
-    if all(reported_low <= difference <= reported_high for difference in differences):
+    is_within = all(reported_low <= difference <= reported_high for difference in differences)
+    if is_within:
         return Speaks.FOR
     is_below = all(difference < reported_low for difference in differences)
     is_above = all(difference > reported_high for difference in differences)
@@ -115,8 +114,8 @@ def _as_reported(row: Row, comparison: Comparison) -> Speaks:
 def truths_by_context(rows: Iterable[Row]) -> dict[Context, Speaks]:
     """Returns whether a claim is true in each context, such as one size and corpus.
 
-    In a context whose rows all support the claim, the result is FOR. It is AGAINST if any row is
-    against the claim, and otherwise OPEN. Rows that are only shown (BESIDE) do not count.
+    The value is AGAINST if any row of the context is AGAINST, FOR if all are FOR, and otherwise
+    OPEN. Rows that are only shown (BESIDE) do not count.
     """
     speaks_by_context: dict[Context, set[str]] = {}
     for row in rows:
@@ -138,56 +137,66 @@ def truths_by_context(rows: Iterable[Row]) -> dict[Context, Speaks]:
 def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     """Returns the verdict on a claim from its rows.
 
-    A claim holds if it is true in all contexts, and fails if it is false in all. If it is true in
-    some and false in others, it 'holds only if'. Unless all contexts have results (`complete`), it
-    neither holds nor fails.
+    - 'holds' if the claim is true in all contexts, and 'fails' if false in all;
+    - 'holds in this setting' or 'fails in this setting' instead, if training decides the claim and
+      only one setting (size, corpus, steps) was trained;
+    - 'holds only if' if the claim is true in some contexts and false in others;
+    - 'undecided' in all other cases, and instead of 'holds' and 'fails' if results are missing.
 
-    A claim that training decides has to be tested in two settings (size, corpus, length of
-    training). With one setting, the verdict is 'holds in this setting' or 'fails in this setting'.
+    Args:
+        rows: All rows of the claim.
+        complete: Whether no results are missing.
     """
     deciding = [row for row in rows if row.speaks != Speaks.BESIDE]
-    truth_values = set(truths_by_context(deciding).values())
-    if {Speaks.FOR, Speaks.AGAINST} <= truth_values:
+    truths = set(truths_by_context(deciding).values())
+    if Speaks.FOR in truths and Speaks.AGAINST in truths:
         return ClaimVerdict.HOLDS_ONLY_IF
-    is_decided = truth_values == {Speaks.FOR} or truth_values == {Speaks.AGAINST}
-    if not is_decided or not complete:
+    is_true = truths == {Speaks.FOR}
+    is_false = truths == {Speaks.AGAINST}
+    if not complete or not (is_true or is_false):
         return ClaimVerdict.UNDECIDED
+
     settings = {tuple(row.context.get(factor) for factor in SETTING) for row in deciding}
-    # Checks have none of these factors, so they are not a setting.
+    # Exact checks have no size, corpus or steps.
     settings.discard((None,) * len(SETTING))
     is_exact = all(row.kind == Kind.EXACT for row in deciding)
     has_enough_settings = is_exact or len(settings) > 1
-    if truth_values == {Speaks.FOR}:
+    if is_true:
         return ClaimVerdict.HOLDS if has_enough_settings else ClaimVerdict.HOLDS_HERE
     return ClaimVerdict.FAILS if has_enough_settings else ClaimVerdict.FAILS_HERE
 
 
 def condition_of(rows: Iterable[Row]) -> str:
-    """Describes the contexts in which a claim is true, for a claim that is true in some of them.
+    """Describes the contexts in which a claim is true, if it is true in some but not all of them.
 
-    If one factor alone tells these contexts from the others, only its values are named: 'size:
-    d_model=64; d_model=128'. Otherwise the contexts are listed: 'size: 8, corpus: a; size: 1,
-    corpus: b'. Factors that have the same value in all contexts are left out.
+    If a single factor separates the true contexts from the rest, only its values are listed:
+
+        size: d_model=64; d_model=128
+
+    Otherwise every true context is listed, without factors whose value is the same everywhere:
+
+        size: 8, corpus: a; size: 1, corpus: b
     """
     truth_by_context = truths_by_context(rows)
     true_contexts: list[dict[str, str]] = []
     other_contexts: list[dict[str, str]] = []
-    for context, truth in truth_by_context.items():
+    for context_items, truth in truth_by_context.items():
         if truth == Speaks.FOR:
-            true_contexts.append(dict(context))
+            true_contexts.append(dict(context_items))
         else:
-            other_contexts.append(dict(context))
+            other_contexts.append(dict(context_items))
 
     for factor in true_contexts[0]:
-        true_values = [factors.get(factor) for factors in true_contexts]
-        other_values = [factors.get(factor) for factors in other_contexts]
-        if None not in true_values and set(true_values).isdisjoint(other_values):
-            distinct = dict.fromkeys(str(value) for value in true_values)
-            return f'{factor}: {"; ".join(distinct)}'
+        true_values = [context.get(factor) for context in true_contexts]
+        other_values = [context.get(factor) for context in other_contexts]
+        separates = set(true_values).isdisjoint(other_values)
+        if None not in true_values and separates:
+            distinct_values = dict.fromkeys(str(value) for value in true_values)
+            return f'{factor}: {"; ".join(distinct_values)}'
 
-    shared = set.intersection(*(set(context) for context in truth_by_context))
+    shared_items = set.intersection(*(set(context_items) for context_items in truth_by_context))
     descriptions = []
-    for factors in true_contexts:
-        differing = [item for item in factors.items() if item not in shared]
-        descriptions.append(', '.join(f'{factor}: {value}' for factor, value in differing))
+    for context in true_contexts:
+        differing_items = [item for item in context.items() if item not in shared_items]
+        descriptions.append(', '.join(f'{factor}: {value}' for factor, value in differing_items))
     return '; '.join(descriptions)
