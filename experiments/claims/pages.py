@@ -31,7 +31,7 @@ from qkattn.verdict import Findings, load_findings
 from qkattn.verdict.judging import DECIDED
 
 PAGE = 'claims.md'
-# The groups of claims by the letter that their names begin with, and the question of each.
+# The title of each group of claims, by the first letter of the claims' names.
 GROUPS = {
     'a': 'Why two matrices?',
     'b': 'Is W_Q needed?',
@@ -45,8 +45,8 @@ class Phrase(NamedTuple):
     """How pages show a verdict."""
 
     mark: str
-    of_one: str  # what one claim does
-    of_several: str  # what several claims do
+    of_one: str  # verb phrase for one claim
+    of_several: str  # verb phrase for several claims
 
 
 PHRASES = {
@@ -57,7 +57,7 @@ PHRASES = {
     ClaimVerdict.FAILS_HERE: Phrase('⊗', 'fails in one setting', 'fail in one setting'),
     ClaimVerdict.UNDECIDED: Phrase('○', 'is undecided', 'are undecided'),
 }
-# The parts of a difference, with the titles of their columns.
+# The column titles of the parts of a difference.
 PARTS: dict[str, str] = {
     Kind.SAME_SHAPE: f'at the same shape, {UNIT}',
     Kind.REINVESTED: f'reinvesting, {UNIT}|matched - same shape',
@@ -66,7 +66,7 @@ PARTS: dict[str, str] = {
 
 
 class Shape(NamedTuple):
-    """How pages name the shape at which an arm is compared with its baseline."""
+    """Names of the shape at which an arm is compared with its baseline."""
 
     panel: str  # in figures
     column: str  # in the table of answers
@@ -77,60 +77,63 @@ SHAPES: dict[Kind, Shape] = {
     Kind.MATCHED: Shape('equal parameter count', 'equal count'),
     Kind.LONGER: Shape('equal count, 4 times the steps', '4 times the steps'),
 }
-# The columns that say how well the models behind a row are trained, and whether its difference is
-# settled. A heading is a title, and whether its column is aligned to the left.
+# The columns about training, as (title, whether the column is aligned to the left).
 _TRAINING: list[Heading] = [
     ('length', True),
     ('tokens', False),
     (f'loss, {UNIT}', False),
     ('yardstick', True),
 ]
-# What the values of the factor 'shape' in a context mean.
+# Names of the values of the factor 'shape' in a context.
 _SHAPES_OF_CONTEXT = {'equal': 'same shape', 'matched': 'equal parameter count'}
-# The kind of model, and of row, of which answers show the verdict.
+# The kinds of model and row whose verdict the table of answers shows.
 DECIDED_IN = ('decoder', Kind.MATCHED)
-# The most characters of a name in figures.
+# The most characters of a line's name in figures.
 _LONGEST = 52
-# The most characters of a quantity in such a name.
+# The most characters of a quantity in a line's name.
 _LONGEST_QUANTITY = 22
 
 
 def group_parts(rows: Iterable[Row]) -> list[dict[str, Row]]:
-    """Groups the rows that are parts of one difference.
+    """Groups rows by quantity and context, without the factor 'shape' of the context.
 
-    Returns a dict of rows for each difference: {'removed': ..., 'reinvested': ..., 'matched': ...}.
-    The keys are kinds of rows, some of which may be missing. Rows belong together if they have the
-    same `quantity` and context. The factor 'shape' of the context does not count and is dropped,
-    because the kind says the same. Of two rows of one kind, the one that decides is kept.
+    Returns:
+        A dict of rows by kind for each group: {'removed': ..., 'reinvested': ..., 'matched': ...}.
+        Kinds may be missing. Of two rows of one kind, a deciding one (not BESIDE) is kept.
     """
-    differences: dict[tuple, dict[str, Row]] = {}
+    groups: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row.kind not in PARTS:
             continue
         context = {factor: value for factor, value in row.context.items() if factor != 'shape'}
-        parts = differences.setdefault((row.quantity, *context.items()), {})
-        if row.speaks != Speaks.BESIDE or row.kind not in parts:
-            parts[row.kind] = dataclasses.replace(row, context=context)
-    return list(differences.values())
+        key = (row.quantity, *context.items())
+        row_by_kind = groups.setdefault(key, {})
+        if row.speaks != Speaks.BESIDE or row.kind not in row_by_kind:
+            row_by_kind[row.kind] = dataclasses.replace(row, context=context)
+    return list(groups.values())
 
 
 def differing_factors(rows: Sequence[Row]) -> list[str]:
-    """Returns the factors whose values differ between rows and do not just repeat `quantity`."""
-    factors = []
-    for factor in dict.fromkeys(factor for row in rows for factor in row.context):
+    """Returns the factors that differ between rows, except those that only repeat `quantity`."""
+    all_factors: dict[str, None] = {}  # an ordered set
+    for row in rows:
+        all_factors |= dict.fromkeys(row.context)
+    differing = []
+    for factor in all_factors:
         values = {row.context.get(factor) for row in rows}
-        says_more = any(row.context.get(factor, row.quantity) != row.quantity for row in rows)
-        if len(values) > 1 and says_more:
-            factors.append(factor)
-    return factors
+        repeats_quantity = all(
+            row.context.get(factor, row.quantity) == row.quantity for row in rows
+        )
+        if len(values) > 1 and not repeats_quantity:
+            differing.append(factor)
+    return differing
 
 
 def context_texts(row: Row, factors: Iterable[str]) -> list[str]:
-    """Returns some factors of a row's context as texts.
+    """Formats some factors of a row's context.
 
-    For example, the context {'size': 'd_model=64', 'steps': '500'} gives ['d_model=64', 'steps
-    500']. A value that begins with a digit says nothing without the name of its factor. An exact
-    check always has the name, as in 'part: symmetry'.
+    The context {'size': 'd_model=64', 'steps': '500'} gives ['d_model=64', 'steps 500']. The name
+    of a factor is added to numbers, and to all values of an exact check, as in 'part: symmetry'.
     """
     texts = []
     for factor in factors:
@@ -149,14 +152,14 @@ def context_texts(row: Row, factors: Iterable[str]) -> list[str]:
 
 
 def write_page(directory: str | Path) -> Path:
-    """Writes plots/ and claims.md beside a claims.json; returns the path of the page.
+    """Writes plots/ and claims.md beside a claims.json; returns the path of claims.md.
 
-    Raises ReportError if claims.json or the scaling study cannot be read, and RunDirectoryError if
-    claims.json was edited.
+    Raises:
+        ReportError: claims.json or the scaling study cannot be read.
+        RunDirectoryError: claims.json was edited.
     """
     directory = Path(directory)
 
-    # The figures of claims, of answers and of scaling laws.
     drawings = []
     for claim in export.read_claims(directory):
         if has_figure(claim):
@@ -171,25 +174,27 @@ def write_page(directory: str | Path) -> Path:
             drawings.append(dataclasses.replace(figure, stem=f'scaling_{figure.stem}'))
     write_plots(directory / 'plots', drawings, formats=['png'])
 
-    # The page: a table of all verdicts, a section for each group of claims, and the laws.
-    blocks = [verdicts_markdown(directory, '.', page='')]
-    blocks += [group_markdown(directory, '.', letter) for letter in GROUPS]
-    blocks.append(laws_markdown(directory, '.'))
+    blocks = [verdicts_markdown(directory, base='.', page='')]
+    for letter in GROUPS:
+        blocks.append(group_markdown(directory, base='.', letter=letter))
+    blocks.append(laws_markdown(directory, base='.'))
     return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))
 
 
 def verdicts_markdown(directory: Path, base: str, page: str = 'claims_{}.md') -> str:
-    """Returns how many claims of a directory have each verdict, and a table of all claims.
+    """Returns the number of claims with each verdict, and a table of all claims.
 
-    Links to files of the directory begin with `base`. A link to a claim leads to `page`, with the
-    letter of the claim's group in place of '{}'.
+    Args:
+        directory: The directory of claims.json.
+        base: The prefix of links to files of the directory.
+        page: The page of a claim, with '{}' for the letter of its group.
     """
     claims = export.read_claims(directory)
-    numbers = Counter(claim.verdict for claim in claims)
+    counts = Counter(claim.verdict for claim in claims)
     return _template('verdicts.md.j2').render(
         base=base,
         claims=claims,
-        counts={verdict: numbers[verdict] for verdict in PHRASES if numbers[verdict]},
+        counts={verdict: counts[verdict] for verdict in PHRASES if counts[verdict]},
         table_of_claims=_table_of_claims(claims, page),
     )
 
@@ -197,7 +202,10 @@ def verdicts_markdown(directory: Path, base: str, page: str = 'claims_{}.md') ->
 def group_markdown(directory: Path, base: str, letter: str) -> str:
     """Returns a section for each claim of a group.
 
-    `letter` is a key of GROUPS. Links to files of the directory begin with `base`.
+    Args:
+        directory: The directory of claims.json.
+        base: The prefix of links to files of the directory.
+        letter: The group, a key of GROUPS.
     """
     claims = export.read_claims(directory)
     return _template('group.md.j2').render(
@@ -209,9 +217,9 @@ def group_markdown(directory: Path, base: str, letter: str) -> str:
 
 
 def laws_markdown(directory: Path, base: str) -> str:
-    """Returns the figure and table of scaling laws; '' if the directory has no scaling study.
+    """Returns the figure and table of scaling laws; '' without a scaling study.
 
-    Links to files of the directory begin with `base`.
+    `base` is the prefix of links to files of the directory.
     """
     scaling = _scaling(directory)
     if scaling is None:
@@ -227,8 +235,8 @@ def laws_markdown(directory: Path, base: str) -> str:
 def answers_markdown(directory: Path, base: str) -> str:
     """Returns the table of what each matrix is worth, with its sources and figure.
 
-    A column is the difference in one kind of model, at the same shape or at equal parameter count.
-    Differences whose verdict is withheld are left out, and so are columns without a difference.
+    The table has a column for each kind of model and each of SHAPES, if it has any difference.
+    Differences whose verdict is withheld are left out.
     """
     answers = []
     for answer in export.read_answers(directory):
@@ -245,8 +253,9 @@ def answers_markdown(directory: Path, base: str) -> str:
         titles.append((f'{model}, {SHAPES[kind].column}', False))
         if (model, kind) == DECIDED_IN:
             titles.append(('verdict', True))
+    lines = [_cells_of_answer(answer, columns) for answer in answers]
     return _template('answers.md.j2').render(
-        table=markdown_table(titles, [_cells_of_answer(answer, columns) for answer in answers]),
+        table=markdown_table(titles, lines),
         sources=_sources(answers),
         has_short=any(row.is_short for answer in answers for row in answer.rows),
         has_longer=any(row.kind == Kind.LONGER for answer in answers for row in answer.rows),
@@ -268,11 +277,10 @@ SHORT_TABLE = (
 
 
 def short_answers_markdown(directory: Path, _: str = '') -> str:
-    """Returns the table of answers on single matrices, for a decoder at equal parameter count.
+    """Returns the table of SHORT_TABLE for a decoder at equal parameter count.
 
-    Each line has the change of attention, such as 'drop W_V', what it does to the size of
-    attention, the difference in loss, and the verdict. If a study trains the models longer, its
-    differences are a column of their own.
+    A line is a change of attention, such as 'drop W_V'. If results of longer training exist, they
+    are an additional column.
     """
     model, kind = DECIDED_IN
     answers = []
@@ -292,14 +300,15 @@ def short_answers_markdown(directory: Path, _: str = '') -> str:
         columns.append((model, Kind.LONGER))
         titles.append((SHAPES[Kind.LONGER].column, False))
 
-    rows = []
+    lines = []
     for answer in answers:
-        rows.append([cell.replace('<br>', ' ') for cell in _cells_of_answer(answer, columns)])
-    return markdown_table(titles, rows) + '\n'
+        cells = _cells_of_answer(answer, columns)
+        lines.append([cell.replace('<br>', ' ') for cell in cells])
+    return markdown_table(titles, lines) + '\n'
 
 
 def _without_withheld_rows(answer: export.Answer) -> export.Answer:
-    """Drops the rows of an answer whose verdict is withheld, because a rule is broken."""
+    """Drops the rows of an answer whose verdict is withheld."""
     rows = tuple(row for row in answer.rows if row.decision != Decision.NO_VERDICT.value)
     return dataclasses.replace(answer, rows=rows)
 
@@ -309,25 +318,26 @@ def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]])
 
     `columns` are pairs of a model and a kind of row. The verdict follows the column DECIDED_IN.
     """
-    share = NONE
+    size = NONE
     if answer.attention is not None:
         percent = round(100 * answer.attention)
-        share = f'{percent:+d} %' if percent else '0 %'
-    cells = [answer.name, share]
+        size = f'{percent:+d} %' if percent else '0 %'
+    cells = [answer.name, size]
     for model, kind in columns:
         row = answer.row(model, kind)
         cells.append(_cell_of_difference(row))
         if (model, kind) == DECIDED_IN:
-            decision = decision_at_length(row.decision or NONE, row.length or '') if row else NONE
-            cells.append(decision)
+            verdict = NONE
+            if row is not None:
+                verdict = decision_at_length(row.decision or NONE, row.length or '')
+            cells.append(verdict)
     return cells
 
 
 def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, list[str | None]]]:
-    """Returns the studies behind answers, each once, by model and by setting.
+    """Returns the distinct studies behind answers, by model and by (size, corpus, tokens).
 
-    For example, {'decoder': {('d_model=96', 'stdlib', '4,096,000'): ['lm_dropped']}}. A setting is
-    a size, a corpus and the number of tokens of a run.
+    For example, {'decoder': {('d_model=96', 'stdlib', '4,096,000'): ['lm_dropped']}}.
     """
     sources: dict[str, dict[tuple, list[str | None]]] = {}
     for answer in answers:
@@ -341,7 +351,7 @@ def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, list[str
 
 
 def _cell_of_difference(row: Row | None) -> str:
-    """Returns a difference with its 95 % interval. A dagger marks an arm below its yardstick."""
+    """Formats a difference with its 95 % interval. A dagger marks an arm below its yardstick."""
     if row is None:
         return NONE
     value = f'{row.value:+.3f}'
@@ -363,16 +373,17 @@ BLOCKS: Blocks = {
 
 
 def _scaling(directory: Path) -> tuple[Findings, list[Drawing]] | None:
-    """Returns the scaling study with the figure of its laws; None if there is no such study."""
+    """Returns the scaling study, if any, with its figure of loss over parameters."""
     if not (directory / export.SCALING / 'study.json').is_file():
         return None
     findings = load_findings(directory / export.SCALING)
-    return findings, [figure for figure in figures(findings) if figure.stem == 'loss_parameters']
+    drawings = [drawing for drawing in figures(findings) if drawing.stem == 'loss_parameters']
+    return findings, drawings
 
 
 @functools.cache
 def _template(name: str) -> jinja2.Template:
-    """Returns a template of the folder templates, which may call functions of this module."""
+    """Returns a template from experiments/claims/templates."""
     templates = environment(html=False).overlay(
         loader=jinja2.PackageLoader('experiments.claims'), keep_trailing_newline=True
     )
@@ -385,46 +396,47 @@ def _template(name: str) -> jinja2.Template:
         'tables': _tables,
         'shared': _shared,
     }
-    # Text that Markdown shows as it is.
+    # Escapes text, so that Markdown shows it as it is.
     templates.filters['md'] = lambda text: text.replace('<', '&lt;').replace('*', r'\*')
     return templates.get_template(name)
 
 
 def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
-    """Returns a table of all claims with title, verdict and number, and with links to `page`."""
+    """Returns a table of all claims, with links to `page` ('{}' stands for the group's letter)."""
     titles: list[Heading] = [
         ('', True),
         ('claim', True),
         ('verdict', True),
         ('number [95 % interval]', True),
     ]
-    rows = []
+    lines = []
     for claim in claims:
         link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
         verdict = f'{PHRASES[ClaimVerdict(claim.verdict)].mark} {claim.verdict}'
         if claim.condition:
             verdict += f' {claim.condition}'
         elif claim.needed:
-            # For example, '40 seeds in place of 16'. What follows the comma is long.
+            # '40 seeds in place of 16, to tell ...' -> '40 seeds in place of 16'
             short_need, _, _ = claim.needed.partition(', ')
             verdict += f', needs {short_need}'
         row = claim.decisive
-        number = f'{amount(row)}, {row.quantity}' if row else NONE
-        rows.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, number])
-    return markdown_table(titles, rows)
+        evidence = f'{amount(row)}, {row.quantity}' if row else NONE
+        lines.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, evidence])
+    return markdown_table(titles, lines)
 
 
 def decisive(claim: ClaimResult) -> str:
-    """Returns the number that stands for a claim, with its quantity and context; '' without one."""
+    """Formats the decisive row of a claim with its quantity and context; '' if there is none."""
     row = claim.decisive
     if row is None:
         return ''
-    where = dict.fromkeys([row.quantity, *context_texts(row, row.context)])
-    return f'{amount(row)} ({", ".join(where)})'
+    texts = [row.quantity, *context_texts(row, row.context)]
+    distinct_texts = dict.fromkeys(texts)
+    return f'{amount(row)} ({", ".join(distinct_texts)})'
 
 
 def amount(row: Row, with_unit: bool = True) -> str:
-    """Returns the value of a row with its interval: '+0.0102 [+0.0062, +0.0154] nats/token'."""
+    """Formats the value of a row with its interval: '+0.0102 [+0.0062, +0.0154] nats/token'."""
     text = _number(row.value, row.unit)
     if row.low is not None and row.high is not None:
         text += f' [{_number(row.low, row.unit)}, {_number(row.high, row.unit)}]'
@@ -434,7 +446,7 @@ def amount(row: Row, with_unit: bool = True) -> str:
 
 
 def _number(value: float, unit: str) -> str:
-    """Formats a number: a difference in loss as '+0.0102', others as '3,072' or '3.1e-16'."""
+    """Formats a difference in loss as '+0.0102', and any other number as '3,072' or '3.1e-16'."""
     if unit == UNIT:
         return f'{value:+.4f}'
     if value == round(value) and abs(value) < 1e12:
@@ -443,7 +455,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def _expected(row: Row) -> str:
-    """Returns the expected value of a row, such as '0 ± 1e-12'; '-' if nothing is expected."""
+    """Formats the expected value of a row, such as '0 ± 1e-12'; '-' if there is none."""
     if row.expected is None:
         return NONE
     text = _number(row.expected, row.unit)
@@ -453,7 +465,7 @@ def _expected(row: Row) -> str:
 
 
 def _shared(claim: ClaimResult) -> str:
-    """Returns the factors that all rows' contexts share, such as 'model decoder, steps 500'."""
+    """Formats the factors that are equal in all rows, such as 'model decoder, steps 500'."""
     if not claim.rows:
         return ''
     texts = []
@@ -464,68 +476,66 @@ def _shared(claim: ClaimResult) -> str:
 
 
 def _tables(claim: ClaimResult) -> list[str]:
-    """Returns a table of differences with their parts, and a table of the other values.
-
-    A table without rows is left out. A line says what is compared, the numbers and the verdict, how
-    the models are trained, and whether the line supports the claim.
-    """
+    """Returns the tables of a claim: one of differences and one of other values, if any."""
     tables = []
     differences = group_parts(claim.rows)
     if differences:
         tables.append(_table_of_differences(differences))
-    others = [row for row in claim.rows if row.kind not in PARTS]
-    if others:
-        tables.append(_table_of_values(others))
+    other_rows = [row for row in claim.rows if row.kind not in PARTS]
+    if other_rows:
+        tables.append(_table_of_values(other_rows))
     return tables
 
 
 def _table_of_differences(differences: Sequence[Mapping[str, Row]]) -> str:
-    """Returns a table with a line for each difference, and a column for each of its parts.
+    """Returns a table with a line for each difference and a column for each of its parts.
 
-    A difference is a dict of rows by kind, as `group_parts` returns it.
+    A difference is a dict of rows by kind, as in `group_parts`.
     """
     titles: list[Heading] = [(title, False) for title in PARTS.values()]
     titles += [('verdict', True), *_TRAINING]
     first_rows = []
     lines = []
     for row_by_kind in differences:
-        numbers = []
+        amounts = []
         rows = []
         for kind in PARTS:
             row = row_by_kind.get(kind)
             if row is None:
-                numbers.append(NONE)
+                amounts.append(NONE)
             else:
-                numbers.append(amount(row, with_unit=False))
+                amounts.append(amount(row, with_unit=False))
                 rows.append(row)
         decisions = dict.fromkeys(row.decision for row in rows if row.decision)
         verdict = ' / '.join(decisions) or NONE
         first_rows.append(rows[0])
-        lines.append([*numbers, verdict, *_training(rows), _for_or_against(row_by_kind.values())])
+        lines.append([*amounts, verdict, *_training(rows), _for_or_against(row_by_kind.values())])
     return _table('arm', titles, first_rows, lines)
 
 
 def _table_of_values(rows: Sequence[Row]) -> str:
-    """Returns a table with a line for each row: its value, and the expected value."""
+    """Returns a table with a line for each row."""
     titles: list[Heading] = [('value', False), ('expected', False), ('verdict', True), *_TRAINING]
     lines = []
     for row in rows:
-        numbers = [amount(row), _expected(row)]
         verdict = row.decision or NONE
-        lines.append([*numbers, verdict, *_training([row]), _for_or_against([row])])
+        training = _training([row])
+        lines.append([amount(row), _expected(row), verdict, *training, _for_or_against([row])])
     has_arms = any(row.decision for row in rows)
-    return _table('arm' if has_arms else 'quantity', titles, rows, lines)
+    first_title = 'arm' if has_arms else 'quantity'
+    return _table(first_title, titles, rows, lines)
 
 
 def _training(rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of the columns _TRAINING, for the rows of one line of a table.
+    """Returns the cells of the columns _TRAINING, for one of the rows.
 
-    They describe one of the rows: one that decides and has a loss, if there is one. The cells are
-    the length of training, its tokens, the loss and the yardstick.
+    The row is chosen in this order: deciding and with a loss, deciding, with a loss, any.
     """
-    deciding = [row for row in rows if row.speaks != Speaks.BESIDE] or list(rows)
-    with_loss = [row for row in deciding if row.loss is not None]
-    row = with_loss[0] if with_loss else deciding[-1]
+    candidates = [row for row in rows if row.speaks != Speaks.BESIDE]
+    if not candidates:
+        candidates = list(rows)
+    with_loss = [row for row in candidates if row.loss is not None]
+    row = with_loss[0] if with_loss else candidates[-1]
     loss = NONE
     if row.loss is not None:
         loss = f'{row.loss:.3f}'
@@ -535,61 +545,62 @@ def _training(rows: Sequence[Row]) -> list[str]:
 
 
 def _table(
-    first: str, titles: Sequence[Heading], rows: Sequence[Row], cells: Sequence[Sequence[str]]
+    first_title: str, titles: Sequence[Heading], rows: Sequence[Row], cells: Sequence[Sequence[str]]
 ) -> str:
-    """Returns a table of what is compared, the factors that differ between rows, and the cells.
+    """Returns a table of quantities, differing factors and cells, without empty columns.
 
-    Columns that contain only NONE are left out. `first` is the title of the first column. `titles`
-    are the titles of the cells of a row, except the last cell. That cell says whether the row
-    supports the claim.
+    Args:
+        first_title: The title of the quantities.
+        titles: The titles of the cells, except the last one ('for or against').
+        rows: A row for each line, whose quantity and context are shown.
+        cells: The cells of each line.
     """
     factors = differing_factors(rows)
     lines = []
     for row, cells_of_row in zip(rows, cells, strict=True):
         context = [row.context.get(factor, NONE) for factor in factors]
         lines.append([row.quantity, *context, *cells_of_row])
-    titles_of_factors = [(words(factor), True) for factor in factors]
+    factor_titles = [(words(factor), True) for factor in factors]
     last_title = ('for or against|the claim', True)
-    titles = [(first, True), *titles_of_factors, *titles, last_title]
+    all_titles = [(first_title, True), *factor_titles, *titles, last_title]
 
     columns = zip(*lines, strict=True)
     is_filled = [any(cell != NONE for cell in column) for column in columns]
-    filled_titles = list(compress(titles, is_filled))
+    filled_titles = list(compress(all_titles, is_filled))
     filled_lines = [list(compress(line, is_filled)) for line in lines]
     return markdown_table(filled_titles, filled_lines)
 
 
 def _for_or_against(rows: Iterable[Row]) -> str:
-    """Returns what rows say of the claim: 'for', or 'for "worse", open "not better"'.
-
-    Rows that are only shown (BESIDE) say nothing of it.
-    """
-    texts: dict[str, None] = {}
+    """Formats how rows speak for or against a claim: 'for', or 'for "worse", open "not better"'."""
+    texts = []
     for row in rows:
         if row.speaks == Speaks.BESIDE:
             continue
-        text = f'{row.speaks} "{words(row.relation)}"' if row.relation else str(row.speaks)
-        texts[text] = None
-    return ', '.join(texts) or NONE
+        text = str(row.speaks)
+        if row.relation:
+            text += f' "{words(row.relation)}"'
+        texts.append(text)
+    distinct_texts = dict.fromkeys(texts)
+    return ', '.join(distinct_texts) or NONE
 
 
 def has_figure(claim: ClaimResult) -> bool:
-    """Returns whether a claim has differences to draw. Other rows are shown in tables only."""
+    """Returns whether a claim has differences to draw."""
     return any(row.kind in SHAPES for row in claim.rows)
 
 
 def claim_figure(claim: ClaimResult) -> Drawing:
     """Draws a claim's differences, in one panel at the same shape and one at equal count.
 
-    A line is named by its quantity, such as 'qk/no_v', and by the factors of its context that tell
-    it from other lines, such as 'd_model=96'.
+    A line is named by its quantity, such as 'qk/no_v', and by factors such as 'd_model=96' where
+    several lines have the same quantity.
     """
     differences = group_parts(claim.rows)
     first_rows = [next(iter(row_by_kind.values())) for row_by_kind in differences]
     quantities = {row.quantity for row in first_rows}
     factors = []
     if len(quantities) < len(differences):
-        # Several lines have the same quantity.
         factors = differing_factors(first_rows)
 
     lines_by_panel: dict[str, list[Line]] = {}
@@ -612,14 +623,15 @@ def claim_figure(claim: ClaimResult) -> Drawing:
     return _drawing(f'{claim.name.lower()}_differences', lines_by_panel)
 
 
-# Inches of the figure of all answers, beside whose lines their names have room.
+# The width of the figure of answers, in inches. It leaves room for the names of the lines.
 ANSWERS_WIDTH = 9.0
 
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """Draws the differences of all changes in a decoder at equal parameter count.
 
-    A second panel has those after longer training. Returns None if no change has a verdict.
+    A second panel has the differences after longer training. Returns None if no change has a
+    verdict.
     """
     decided = [decision.value for decision in DECIDED]
     model, _ = DECIDED_IN
@@ -636,22 +648,21 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
                 is_decided=verdict in decided,
                 name=f'{answer.name}: {verdict}',
             )
-            # Lines with the same verdict have the same marker, and the legend has the verdicts.
-            panels.setdefault(SHAPES[kind].panel, []).append(line._replace(meaning=verdict))
+            line = line._replace(meaning=verdict)  # the text in the legend
+            panels.setdefault(SHAPES[kind].panel, []).append(line)
     if not panels:
         return None
-    drawing = _drawing('answers', panels, Decision.NO_VERDICT.value, far=math.inf)
-    # It stands above the text of the README, which is as wide as a page.
+    drawing = _drawing('answers', panels, black=Decision.NO_VERDICT.value, far=math.inf)
     return dataclasses.replace(drawing, file_width=ANSWERS_WIDTH)
 
 
 def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '') -> Line:
     """Returns the line of a difference in a figure. Lines with equal `style_of` share a style.
 
-    `name` stands on the axis, and `right` below it. The reported range is drawn only if the row
-    decides, because rows that do not decide are about another shape.
+    The axis shows `name`, with `right` below it.
     """
     reported = None
+    # A row that does not decide (BESIDE) has another shape than the reported range.
     if row.speaks != Speaks.BESIDE and row.expected is not None and row.tolerance is not None:
         reported = (row.expected - row.tolerance, row.expected + row.tolerance)
     return Line(
@@ -667,12 +678,12 @@ def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '')
 
 
 def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:
-    """Draws a forest plot. The lines of the arm `black` are black; `options` go to `forest`."""
+    """Returns a forest plot with the arm `black` in black. `options` are passed to `forest`."""
     arms = dict.fromkeys(line.arm for lines in panels.values() for line in lines)
-    styles_of_arms = styles(list(arms), black)
+    style_by_arm = styles(list(arms), black)
 
     def draw(width: float) -> Figure:
         xlabel = f'difference ({UNIT})'
-        return forest(panels, xlabel, styles_of_arms, longest=_LONGEST, width=width, **options)
+        return forest(panels, xlabel, style_by_arm, longest=_LONGEST, width=width, **options)
 
     return Drawing(stem, draw)

@@ -67,7 +67,7 @@ class Results:
         return None if isinstance(findings, ReportError) else findings
 
     def newest_first(self, name: str) -> list[str]:
-        """Returns the names of a study's repeats, direct and indirect, newest first, then `name`."""
+        """Returns the names of a study's direct and indirect repeats, newest first, then `name`."""
         names = [name]
         for earlier in names:
             # Appending to the list during the loop also finds repeats of repeats.

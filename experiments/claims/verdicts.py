@@ -78,8 +78,8 @@ def _one_sided_findings(verdict: Verdict, comparison: Comparison) -> list[str]:
     difference = comparison.difference
     margin = difference.margin
     validation_difference = comparison.validation
-    # A false finding would make 'equivalent' false, too, so these tests need no correction.
-    # Bonferroni corrects for the number of comparisons only.
+    # Bonferroni corrects for the comparisons. A wrong finding would also make 'equivalent' wrong,
+    # so the findings do not add to the error rate.
     alpha = level(verdict.look) / max(1, verdict.num_comparisons)
     findings = []
     p_not_better = difference.p_not_better
