@@ -67,39 +67,36 @@ def main() -> None:
     if config.tuning.seeds:
         yardsticks.record_finished(path)
     with waiting(config.name, 'writing the report'):
-        # Imported here: workers train without matplotlib and pandas.
+        # Imported here, because workers do not need matplotlib and pandas.
         text = importlib.import_module('qkattn.report').show_report(path)
     print(f'\n{text}')
 
 
 def _dry_run(config: Study) -> None:
-    """Checks a study as its start would, and prints its arms and its cost.
-
-    With --dry_run=POD, prints the memory and time of each arm on a pod in place of the cost.
-    """
+    """Checks a study; prints its arms, and its cost or, for a pod, the time and memory of arms."""
     is_for_pod = DRY_RUN.value != cli.COUNT
     if is_for_pod:
-        Pod(DRY_RUN.value)  # raises ConfigError for a name of no pod
+        Pod(DRY_RUN.value)  # raises ConfigError for an unknown pod
     arms = _build_and_print_arms(config)
     path = None
     if WORKDIR.value is not None:
         path = check_directory(cli.required(WORKDIR))
-    unchecked = worker.check_start(config, arms, path)
+    warnings = worker.check_start(config, arms, path)
     if is_for_pod:
-        # Its notes include what is not checked.
+        # The text includes the warnings.
         print(f'\n{described_arms(config, arms, DRY_RUN.value)}')
         return
     print(f'\n{plan.estimate(config, arms, measure=MEASURE.value)}')
-    for reason in unchecked:
-        print(f'WARNING {reason}')
+    for warning in warnings:
+        print(f'WARNING {warning}')
 
 
 def _build_and_print_arms(config: Study) -> list[PlannedArm]:
     """Builds the arms and prints them."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)
-    number = '1 arm' if len(arms) == 1 else f'{len(arms)} arms'
-    print(f'{config.name}: {number}\n{table(arms, config.match)}', flush=True)
+    num_arms = '1 arm' if len(arms) == 1 else f'{len(arms)} arms'
+    print(f'{config.name}: {num_arms}\n{table(arms, config.match)}', flush=True)
     if config.tuning.seeds and git_state()['dirty']:
         log.warning('files are changed or untracked, which withholds verdicts: commit them first')
     return arms

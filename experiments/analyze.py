@@ -55,7 +55,7 @@ TOKENS = flags.DEFINE_string('tokens', None, 'Token ids that the model reads, as
 DATA = cli.define_data()
 OUT = cli.define_path('out', None, 'Directory for numbers and figures.')
 
-# Columns of the printed table: heading, quantity, its subject; means over heads.
+# Columns of the printed table: (heading, quantity, subject).
 COLUMNS = (
     ('rank|of A', 'effective_rank', 'A'),
     ('symmetric|share of A', 'symmetric_share', 'A'),
@@ -82,13 +82,11 @@ def main() -> None:
     measured = Subject.load(SOURCE)
     reference = None
     if REFERENCE.value is not None:
-        # If the reference is a run, it is the trial that --source was converted from, or else the
-        # trial with the same number.
+        # The trial that --source was converted from, or else the trial with the same number.
         trial = exported.origin(measured.source.path).get('trial', measured.trial)
         reference = Subject.load(REFERENCE, trial)
 
-    # What the model reads: a text or tokens, or else validation rows of its run.
-    batch = None
+    batch = None  # what the model reads
     ids: list[int] = []
     tokens: list[str] = []
     if TEXT.value is not None or TOKENS.value is not None:
@@ -103,10 +101,10 @@ def main() -> None:
     if reference is not None:
         print(f'drift from {reference}')
     print(table(analysis))
-    for matrix, why in (('A', 'not bilinear'), ('B', 'not linear in the values')):
+    for matrix, reason in (('A', 'not bilinear'), ('B', 'not linear in the values')):
         layers = [f'{site} {layer}' for site, layer, name in analysis.missing if name == matrix]
         if layers:
-            print(f'{", ".join(layers)}: {why}, so there is no matrix {matrix}[n]')
+            print(f'{", ".join(layers)}: {reason}, so there is no matrix {matrix}[n]')
     if out is not None:
         make_directory(out)
         write_numbers(out, analysis, measured, reference)
@@ -118,7 +116,7 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model with the source that it was loaded from."""
+    """A model and its source."""
 
     source: loading.Loaded
     trial: int
@@ -126,13 +124,19 @@ class Subject:
 
     @classmethod
     def load(cls, flag: flags.FlagHolder, trial: int | None = None) -> 'Subject':
-        """Loads what a flag names: a trial of a run, by default that of --trial, or one model."""
+        """Loads a trial of the source that a flag names.
+
+        Args:
+            flag: The flag, SOURCE or REFERENCE.
+            trial: The trial, by default --trial. A source with a single model ignores it.
+        """
         source = loading.load(cli.required(flag), imports=IMPORTS.value)
         if trial is None:
             trial = source.check_trial(TRIAL.value)
         elif len(source.models) == 1:
             trial = 0
-        return cls(source, trial, source.models[source.check_trial(trial)])
+        model = source.models[source.check_trial(trial)]
+        return cls(source, trial, model)
 
     def __str__(self) -> str:
         """Path, trial of a run, and variant."""
@@ -140,7 +144,7 @@ class Subject:
         return f'{self.source.path}{trial}: {self.source.model_config.variant}'
 
     def record(self) -> dict[str, Any]:
-        """What analysis.json says of the model."""
+        """Returns the description of the model in analysis.json."""
         return {
             'source': str(self.source.path),
             'trial': self.trial,
@@ -150,15 +154,17 @@ class Subject:
 
 
 def validation_rows(source: loading.Loaded) -> dict[str, np.ndarray]:
-    """The first validation rows of a run, as one batch."""
-    with use_recorded_tokenizers(*recorded_tokenizers(absolute(source.path), source.config.data)):
+    """Returns the first validation rows of a run, as one batch."""
+    tokenizers = recorded_tokenizers(absolute(source.path), source.config.data)
+    with use_recorded_tokenizers(*tokenizers):
         rows = rows_of(source.config)
-    count = min(NUM_ROWS, rows.count('validation'))
-    return next(eval_batches(rows, 'validation', batch_size=count, max_rows=count))
+    num_rows = min(NUM_ROWS, rows.count('validation'))
+    batches = eval_batches(rows, 'validation', batch_size=num_rows, max_rows=num_rows)
+    return next(batches)
 
 
 def tokens_of_flag(source: loading.Loaded, model: Transformer) -> tuple[list[int], list[str]]:
-    """The token ids of --text or --tokens, and the text of each."""
+    """Returns the token ids of --text or --tokens, and the text of each token."""
     flag = TEXT if TOKENS.value is None else TOKENS
     context = model.config.context
     if isinstance(model, EncoderDecoder):
@@ -167,41 +173,42 @@ def tokens_of_flag(source: loading.Loaded, model: Transformer) -> tuple[list[int
         )
     if flag is TOKENS:
         ids = cli.token_ids(flag, source.model_config.vocab_size)
-        tokens = [*map(str, ids)]
+        tokens = [str(token_id) for token_id in ids]
     else:
         tokenizer = loading.tokenizer_for(source, DATA.value, '--tokens')
         try:
             ids = tokenizer.encode(flag.value).tolist()
         except ValueError as error:
             raise ConfigError(f'--text cannot be encoded: {error}') from error
-        tokens = [tokenizer.decode([number]).replace('\n', '\\n') for number in ids]
+        tokens = [tokenizer.decode([token_id]).replace('\n', '\\n') for token_id in ids]
     if not 2 <= len(ids) <= context:
-        number = counted(ids, 'token')
-        raise ConfigError(f'--{flag.name} has {number}; the model reads 2 to {context}')
+        length = counted(ids, 'token')
+        raise ConfigError(f'--{flag.name} has {length}; the model reads 2 to {context}')
     return ids, tokens
 
 
 def table(analysis: Analysis) -> str:
-    """Returns a table with a line for every attention layer, and a column for each quantity.
+    """Returns a table with a line for each attention layer and a column for each quantity.
 
-    A number is the mean over heads, or the largest one for induction.
+    The values are means over heads, except for induction, whose value is the maximum.
     """
     rows = pd.DataFrame(analysis.rows)
     values_of_heads = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
     means = values_of_heads.mean(skipna=False)
-    largest = values_of_heads.max(skipna=False)
+    maxima = values_of_heads.max(skipna=False)
 
-    titles = [('layer', True)]  # a title, and whether its column is aligned to the left
-    cells_by_layer: dict[tuple[str, int], list[str]] = {}  # the layer is (site, number)
+    titles = [('layer', True)]  # (title, whether the column is aligned to the left)
+    cells_by_layer: dict[tuple[str, int], list[str]] = {}  # by (site, layer number)
     for row in analysis.rows:
         cells_by_layer[row.site, row.layer] = [f'{row.site} {row.layer}']
     for heading, quantity, subject in COLUMNS:
-        values = largest if quantity == 'induction_score' else means
+        values = maxima if quantity == 'induction_score' else means
         if (quantity, subject) not in values.index:
             continue
         titles.append((heading, False))
-        for layer, cells in cells_by_layer.items():
-            value = values[quantity, subject].get(layer)
+        value_by_layer = values[quantity, subject]
+        for site_and_layer, cells in cells_by_layer.items():
+            value = value_by_layer.get(site_and_layer)
             cells.append('-' if value is None else f'{value:.3g}')
     return text_table(titles, list(cells_by_layer.values()))
 
@@ -209,10 +216,7 @@ def table(analysis: Analysis) -> str:
 def write_numbers(
     out: Path, analysis: Analysis, measured: Subject, reference: Subject | None
 ) -> None:
-    """Writes analysis.csv, with a line for each number, and analysis.json.
-
-    analysis.json also has all singular values, and says where the models are from.
-    """
+    """Writes analysis.csv, and analysis.json with the models and all singular values."""
     write_atomic(out / 'analysis.csv', csv_text(map(dataclasses.asdict, analysis.rows)))
     spectra = []
     for (site, layer, circuit), s_ND in analysis.spectra.items():
@@ -228,11 +232,13 @@ def write_numbers(
 
 
 def draw(out: Path, analysis: Analysis) -> None:
-    """Writes figures of every site, such as 'cross_attention', as PNG.
+    """Writes PNG figures of each attention site, such as 'cross_attention'.
 
-    A figure shows the singular values of A or B, or heat maps of all quantities of a subject.
+    A site has a figure of singular values for each of A and B, and a figure of heat maps for each
+    subject.
     """
-    spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}  # of each layer, by site and matrix
+    # By site and circuit ('A' or 'B'), then by layer.
+    spectra: dict[tuple[str, str], dict[int, np.ndarray]] = {}
     for (site, layer, circuit), s_ND in analysis.spectra.items():
         spectra.setdefault((site, circuit), {})[layer] = s_ND
     for (site, circuit), spectrum_by_layer in spectra.items():
@@ -240,23 +246,24 @@ def draw(out: Path, analysis: Analysis) -> None:
         save(out, stem, singular_values, spectrum_by_layer, f'{circuit}[n]')
 
     measured = sorted({(row.site, row.subject, row.quantity) for row in analysis.rows})
-    values_by_figure: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+    # By site and subject, then by title.
+    heat_map_values: dict[tuple[str, str], dict[str, np.ndarray]] = {}
     for site, subject, quantity in measured:
-        values = analysis.values(quantity, subject, site)
-        values_of_figure = values_by_figure.setdefault((site, subject), {})
-        values_of_figure[quantity.replace('_', ' ')] = values
-    for (site, subject), values_by_quantity in values_by_figure.items():
-        save(out, f'heads_{subject}{suffix(site)}', heat_maps, values_by_quantity)
+        title = quantity.replace('_', ' ')
+        values_by_title = heat_map_values.setdefault((site, subject), {})
+        values_by_title[title] = analysis.values(quantity, subject, site)
+    for (site, subject), values_by_title in heat_map_values.items():
+        save(out, f'heads_{subject}{suffix(site)}', heat_maps, values_by_title)
 
 
 def draw_maps(out: Path, model: Transformer, ids: list[int], tokens: list[str]) -> None:
     """Writes maps.png: the probabilities of each layer, blank where a query may not attend."""
     inputs = {'tokens_BT': np.array([ids], np.int32)}
-    layers = {
-        layer: np.where(pattern.mask_BTS[0], pattern.probabilities_BNTS[0], np.nan)
-        for (_, layer), pattern in jax.jit(attention_patterns)(model, inputs).items()
-    }
-    save(out, 'maps', attention_maps, layers, tokens, tokens)
+    patterns = jax.jit(attention_patterns)(model, inputs)
+    map_by_layer = {}
+    for (_, layer), pattern in patterns.items():
+        map_by_layer[layer] = np.where(pattern.mask_BTS[0], pattern.probabilities_BNTS[0], np.nan)
+    save(out, 'maps', attention_maps, map_by_layer, tokens, tokens)
 
 
 def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:
@@ -266,7 +273,7 @@ def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:
 
 
 def suffix(site: str) -> str:
-    """The suffix of the file names of a site's figures."""
+    """Returns the suffix of a site's files: '' for 'attention', '_cross' for 'cross_attention'."""
     return '' if site == 'attention' else '_' + site.removesuffix('attention').strip('/_')
 
 

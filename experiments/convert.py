@@ -43,7 +43,7 @@ APPLY = flags.DEFINE_multi_string(
         ]
     ),
 )
-# Largest change of the logits, relative to the largest, that rounding explains.
+# The largest relative change of the logits that an exact conversion may cause by rounding.
 EXACT = 1e-3
 
 OUT = cli.define_path('out', None, 'Directory to write to.')
@@ -60,7 +60,7 @@ def main() -> None:
     keep_programs()
     path = cli.required(SOURCE)
     for text in APPLY.value:
-        parse_conversion(text)  # refuses a misspelled conversion before anything is loaded
+        parse_conversion(text)  # raises an error before the model is loaded
     if OUT.value is not None:
         out = check_directory(cli.required(OUT), name='--out')
         if out.exists() and any(out.iterdir()):
@@ -71,32 +71,33 @@ def main() -> None:
     trial = source.check_trial(TRIAL.value)
     config = source.model_config
     params = source.params[trial]
-    reference = config, params
+    reference = (config, params)  # the model whose logits an exact conversion keeps
     length = min(config.context, 64)
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (4, length))
-    diverged = (
-        '' if source.alive[trial] else f'; trial {trial} diverged, its last finite parameters'
-    )
+    diverged = ''
+    if not source.alive[trial]:
+        diverged = f'; trial {trial} diverged, its last finite parameters'
     print(f'{path}: {config.variant}, {counted(config.num_layers, "layer")}{diverged}')
-    for text in APPLY.value:
+    for conversion in APPLY.value:
         try:
-            config, params, errors = convert_model(text, config, params)
+            config, params, error_by_layer = convert_model(conversion, config, params)
             change = logit_error(reference, (config, params), tokens_BT)
-            if not (errors or change <= EXACT):
+            is_exact = not error_by_layer
+            if is_exact and not change <= EXACT:  # `not <=` also catches NaN
                 raise ConversionError(
                     f'it changes logits by {change:.1e} of the largest, but an exact conversion '
                     f'may change them by {EXACT:.0e} at most'
                 )
         except ConversionError as error:
-            raise ConfigError(f'{text} cannot be applied: {error}') from error
-        for layer, lost in enumerate(errors):
+            raise ConfigError(f'{conversion} cannot be applied: {error}') from error
+        for layer, lost in enumerate(error_by_layer):
             print(
-                f'layer {layer}: {text} leaves out {lost:.3e} of the norm of the matrices, the '
-                'least that any of this rank do (Eckart-Young)'
+                f'layer {layer}: {conversion} leaves out {lost:.3e} of the norm of the matrices, '
+                'the least that any of this rank do (Eckart-Young)'
             )
-        if errors:
-            reference = config, params
-        print(f'{text}: {config.variant}, largest relative logit change {change:.2e}')
+        if not is_exact:
+            reference = (config, params)
+        print(f'{conversion}: {config.variant}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
     if LAYOUT.value == 'transformers':
@@ -105,24 +106,26 @@ def main() -> None:
     origin = {'source': Path(path).name, 'trial': trial, 'applied': APPLY.value}
     exported.save(OUT.value, config, params, origin=origin)
     variant = json.dumps({'score': config.score, 'value': config.value})
-    without = 'without optimizer state: its moments do not transform with the parameters'
-    print(f'wrote {OUT.value} ({variant})' + (f'; {without}' if source.config else ''))
+    note = ''
+    if source.config:
+        note = '; without optimizer state: its moments do not transform with the parameters'
+    print(f'wrote {OUT.value} ({variant}){note}')
 
 
 def write_for_transformers(source: loading.Loaded, config: ModelConfig, params: dict) -> None:
-    """Writes --out in the layout of transformers, and prints what it is."""
+    """Writes a model, with its tokenizer if possible, to --out in the layout of transformers."""
     layout = transformers_layout.layout_of(config)
     tokenizer = None
-    problem = 'the source is not a run, whose data have a tokenizer'
+    why_no_tokenizer = 'the source is not a run, whose data have a tokenizer'
     if source.config is not None:
         try:
             tokenizer = loading.tokenizer_for(source, source.config.data.name, 'token ids')
         except ConfigError as error:  # the data may be on another machine
-            problem = str(error)
+            why_no_tokenizer = str(error)
     transformers_layout.save(OUT.value, config, params, tokenizer)
     print(f'wrote {OUT.value}, a {layout.name} in the layout of transformers')
     if tokenizer is None:
-        print(f'without tokenizer.json: {problem}')
+        print(f'without tokenizer.json: {why_no_tokenizer}')
     elif not (absolute(OUT.value) / 'tokenizer.json').exists():
         print(f'without tokenizer.json: {tokenizer.name} has no such form')
 

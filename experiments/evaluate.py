@@ -48,7 +48,7 @@ LIMIT = flags.DEFINE_integer(
 BATCH_SIZE = flags.DEFINE_integer('batch_size', 32, 'Texts of a batch.', lower_bound=1)
 OUT = cli.define_path('out', None, 'JSON file for the results.')
 
-# Resamplings for standard errors without a formula, such as that of a perplexity.
+# Bootstrap samples for standard errors without a formula, e.g. of perplexity.
 BOOTSTRAP_DRAWS = 1000
 
 
@@ -69,7 +69,8 @@ def main() -> None:
     tokenizer = loading.tokenizer_for(source, DATA.value, '--data=FILE of its tokenizer')
     if source.config is not None:
         log.info('%s', source.state(trial))
-    results = evaluated(for_harness(model, tokenizer, batch_size=BATCH_SIZE.value))
+    harness_model = for_harness(model, tokenizer, batch_size=BATCH_SIZE.value)
+    results = evaluated(harness_model)
     model_and_source = {
         'source': str(source.path),
         'trial': trial,
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def checked_file(path: str) -> Path:
-    """The path of --out; ConfigError unless a file can be written there."""
+    """Returns the path of --out, where a new file must be writable."""
     file = as_path(path)
     if file.exists():
         raise ConfigError(f'--out={file} exists; give another file')
@@ -98,11 +99,11 @@ def checked_file(path: str) -> Path:
 
 
 def evaluated(model: Any) -> dict[str, Any]:
-    """The results of the harness for --tasks, without the single answers."""
+    """Returns the harness's results for --tasks, without samples."""
     evaluator = load_extra('lm_eval.evaluator', 'evaluate')
-    # Pools of processes are forks, which may hang in a process with the threads of JAX.
+    # Forks may hang, because JAX is multithreaded.
     os.environ['DISABLE_MULTIPROC'] = '1'
-    # The harness prints what it does; standard output is for the results.
+    # The harness prints its progress, but standard output is for the results.
     with contextlib.redirect_stdout(sys.stderr):
         manager, tasks = loaded_tasks()
         return evaluator.simple_evaluate(
@@ -118,43 +119,46 @@ def evaluated(model: Any) -> dict[str, Any]:
 
 
 def loaded_tasks() -> tuple[Any, list[Any]]:
-    """Returns the task manager of the harness, and the tasks and groups that --tasks names.
+    """Returns the harness's task manager, and the tasks and groups that --tasks names.
 
-    Raises ConfigError for an unknown name, for data that cannot be read, and for a task that runs
-    code written by the model.
+    Raises:
+        ConfigError: A name is unknown, data cannot be read, or a task runs code written by the
+            model.
     """
     manager = manager_of_tasks()
     for name in TASKS.value:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=1)
-            meant = f'; did you mean {near[0]}?' if near else ''
+            close_names = difflib.get_close_matches(name, manager.all_tasks, n=1)
+            hint = f'; did you mean {close_names[0]}?' if close_names else ''
             raise ConfigError(
-                f'--tasks={name} is no task of the harness or of --task_dir={TASK_DIR.value}{meant}'
+                f'--tasks={name} is no task of the harness or of --task_dir={TASK_DIR.value}{hint}'
             )
     advice = 'data of tasks are downloaded, or files that a task in --task_dir names'
-    # The harness and the library of datasets raise exceptions of any kind.
+    # The harness and its data library raise exceptions of any kind.
     with explain_read_errors(f'--tasks={",".join(TASKS.value)}', advice, Exception):
         loaded = manager.load(TASKS.value)
     for name, task in loaded['tasks'].items():
         if getattr(task, 'UNSAFE_CODE', False):
             raise ConfigError(f'--tasks={name} runs code written by the model, which is refused')
-    # A group is evaluated as a whole. Its tasks are loaded as well, and are left out here.
-    members = {child for children in loaded['group_map'].values() for child in children}
+    # A group includes its members, which are also loaded on their own.
+    members: set[str] = set()
+    for names in loaded['group_map'].values():
+        members.update(names)
     groups_and_tasks = loaded['groups'] | loaded['tasks']
     return manager, [task for name, task in groups_and_tasks.items() if name not in members]
 
 
 def manager_of_tasks() -> Any:
-    """The manager of the tasks in --task_dir if they have all names of --tasks, or else of all."""
+    """Returns a manager of all tasks, or only of --task_dir if it has all of --tasks."""
     tasks = load_extra('lm_eval.tasks', 'evaluate')
     directory = TASK_DIR.value
     if directory is not None:
         if not as_path(directory).is_dir():
             raise ConfigError(f'--task_dir={directory} is no directory; give one of YAML files')
-        manager = tasks.TaskManager(include_path=directory, include_defaults=False)
-        if set(TASKS.value) <= set(manager.all_tasks):
-            return manager
-    # This reads the files of all tasks of the harness, which takes half a minute.
+        manager_of_directory = tasks.TaskManager(include_path=directory, include_defaults=False)
+        if set(TASKS.value) <= set(manager_of_directory.all_tasks):
+            return manager_of_directory
+    # This reads all task files of the harness, which takes half a minute.
     return tasks.TaskManager(include_path=directory)
 
 

@@ -28,11 +28,11 @@ def main() -> None:
     if (VARIANT.value is None) == (HTML.value is None):
         raise ConfigError('give either --variant=SCORE/VALUE or --html=FILE')
     if HTML.value is None:
-        bench = Bench(VARIANT.value, TOKENS.value, DIMS.value, HEADS.value)
+        bench = Bench(VARIANT.value, tokens=TOKENS.value, dims=DIMS.value, heads=HEADS.value)
         print(worked(bench, latex=LATEX.value), end='')
         return
     keep_programs()
-    sympy()  # says what is missing before anything is written
+    sympy()  # raises ConfigError if sympy is not installed
     file = as_path(HTML.value)
     if file.is_dir():
         raise ConfigError(f'--html={file} is a directory; give a file, e.g. {file}/explorer.html')

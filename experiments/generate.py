@@ -55,8 +55,10 @@ def main() -> None:
         )
     ids, tokenizer = prompt_of_flags(source)
     num_tokens = NUM_TOKENS.value
-    if num_tokens is None:  # the last token needs no position
-        num_tokens = max(1, min(256, model.config.context - len(ids) + 1))
+    if num_tokens is None:
+        # The last token needs no position.
+        room = model.config.context - len(ids) + 1
+        num_tokens = max(1, min(256, room))
     if source.config is not None:
         log.info('%s', source.state(trial))
     tokens_BT = generate(
@@ -71,15 +73,15 @@ def main() -> None:
     if tokenizer is None:
         print(' '.join(map(str, added)))
     else:
-        # Decoded together, since a character may start in the prompt and end after it.
+        # Decode the prompt, too, because a character may begin in the prompt and end after it.
         prompt = ids if PROMPT.value else []
         print(tokenizer.decode(prompt + added))
 
 
 def prompt_of_flags(source: loading.Loaded) -> tuple[list[int], Tokenizer | None]:
-    """The ids of --prompt and the tokenizer that gave them, or those of --prompt_tokens and None.
+    """Returns the token ids of the prompt, and the tokenizer; None with --prompt_tokens.
 
-    An empty prompt is the id that separates documents.
+    An empty prompt becomes the id that separates documents.
     """
     if PROMPT_TOKENS.value is not None:
         if PROMPT.value != PROMPT.default:

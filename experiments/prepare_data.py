@@ -56,19 +56,21 @@ def main() -> None:
 def on_tokens(config: Config, out: str, dataset: TokenDataset) -> Config:
     """Returns the config of a run that reads the tokens in `out` in place of the text.
 
-    Settings of the text, such as `lowercase`, get their defaults: they have no effect on tokens.
-    The tokenizer stays if it is an import path, because only paths in a config are imported.
+    Settings of the text, such as `lowercase`, get their defaults.
     """
-    defaults = {}
+    data_fields = {}
     for name in (*SETTINGS, 'lowercase', 'tokenizer', 'tokenizer_size'):
-        defaults[name] = getattr(DataConfig, name)
+        data_fields[name] = getattr(DataConfig, name)
     if is_import_path(config.data.tokenizer):
-        defaults['tokenizer'] = config.data.tokenizer
-    data = dataclasses.replace(config.data, **defaults | {'name': 'tokens', 'path': out})
+        # The run imports the tokenizer only if its config names it.
+        data_fields['tokenizer'] = config.data.tokenizer
+    data_fields['name'] = 'tokens'
+    data_fields['path'] = out
+    data = dataclasses.replace(config.data, **data_fields)
 
     num_ids = dataset.vocab_size
     if config.model.kind == MaskedRows.kind:
-        num_ids += 1  # the id of a masked token
+        num_ids += 1  # the mask token
     vocab_size = max(config.model.vocab_size, num_ids)
     model = dataclasses.replace(config.model, vocab_size=vocab_size)
     return dataclasses.replace(config, data=data, model=model)

@@ -51,7 +51,7 @@ def main() -> None:
         ledger.accept(study, ACCEPT.value, WHY.value)
     problems = []
     if YARDSTICKS.value:
-        # Imported here: reports are written without JAX.
+        # Imported here, because reports do not need JAX.
         recorder = importlib.import_module('qkattn.study.yardsticks')
         with waiting(study.name, 'recording yardsticks'):
             problems = recorder.record(study, IMPORTS.value)

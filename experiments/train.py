@@ -49,10 +49,9 @@ def main() -> None:
 
 
 def _dry_run(config: Config) -> None:
-    """Prints parameters, tokens and FLOPs of a run, or what a step of it takes on a pod.
+    """Prints the parameters, tokens and FLOPs of a run, or with --dry_run=POD the cost of a step.
 
-    In the second case, a step is compiled for the pod that --dry_run names. --dry_run_log also gets
-    a row with its memory.
+    A step is compiled for the pod. --dry_run_log gets a row with the memory of the step.
     """
     if DRY_RUN.value == cli.COUNT:
         print(dry_run.counts(config))
@@ -67,11 +66,12 @@ def _dry_run(config: Config) -> None:
 
 
 def text_of_result(result: dict[str, Any]) -> str:
-    """Formats the result of a trial: its settings, how it ended, and its metrics if it finished."""
-    trial = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
-    lines = [f'{trial}: {result["status"]}']
+    """Formats the result of a trial: its settings, its status, and its metrics if it finished."""
+    settings = ' '.join(f'{name}={value}' for name, value in result['trial'].items())
+    first_line = f'{settings}: {result["status"]}'
     if result.get('diverged_at') is not None:
-        lines[0] += f' at step {result["diverged_at"]:,}'
+        first_line += f' at step {result["diverged_at"]:,}'
+    lines = [first_line]
     if result['status'] == FINISHED:
         for split, metrics in metrics_by_split(result).items():
             text = f'{split} {", ".join(metrics)}'
@@ -80,20 +80,20 @@ def text_of_result(result: dict[str, Any]) -> str:
 
 
 def metrics_by_split(result: dict[str, Any]) -> dict[str, list[str]]:
-    """Formats the metrics of a finished trial that reports show, by split.
+    """Formats the metrics of a finished trial by split, and by corpus of data.evaluate.
 
-    For example, {'validation': ['loss 1.4513', ...], 'test': [...]}. The corpora of data.evaluate
-    follow the splits. A split without a value is left out.
+    For example, {'validation': ['loss 1.4513', ...], 'test': [...]}. A split without a value is
+    left out.
     """
     metrics = [metric for metric in shown(metrics_of(result), [result]) if metric.role != 'error']
-    # The fields of the result, in the order of `metrics`.
-    fields_by_split = dict[str, list[str]]()
+    # The names of fields in `result`, parallel to `metrics`.
+    fields_by_split: dict[str, list[str]] = {}
     for split, prefix in PREFIXES.items():
         fields_by_split[split] = [f'{prefix}_{metric.name}' for metric in metrics]
     for corpus in corpora_of(result):
         fields_by_split[corpus] = [metric.corpus_field(corpus) for metric in metrics]
 
-    texts_by_split = dict[str, list[str]]()
+    texts_by_split: dict[str, list[str]] = {}
     for split, fields in fields_by_split.items():
         texts = []
         for metric, field in zip(metrics, fields, strict=True):

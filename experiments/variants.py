@@ -19,7 +19,7 @@ MEASURE = flags.DEFINE_bool(
 
 def main() -> None:
     if MEASURE.value:
-        # Imported here: the stored catalogue is printed without JAX.
+        # Imported here, because printing the stored catalogue does not need JAX.
         measured = importlib.import_module('qkattn.study.variant_catalogue').measured()
         STORED.write_text(json.dumps(measured, indent=1) + '\n', 'utf-8')
         print(f'stored in {STORED}')
