@@ -73,45 +73,43 @@ def main() -> None:
     translations = iter(translate(model, tokenizer, sentences, decode))
     for line in lines:
         translation = next(translations) if line.strip() else ''
-        # A model may write a line break. Line i of the output has to belong to line i of the input.
+        # Without line breaks, line i of the output belongs to line i of the input.
         print(translation.replace('\n', ' '))
 
 
 def beam_search(decode: DecodeConfig) -> DecodeConfig:
-    """Returns the run's settings of the beam search, with those of the flags in their place.
-
-    All sentences of a split are translated, also if the run scores only some of them.
-    """
-    overrides: dict[str, Any] = {
-        flag.name: flag.value for flag in (BEAM, LENGTH_PENALTY) if flag.value is not None
-    }
-    decode = dataclasses.replace(decode, max_sources=None, **overrides)
-    check_section('decode.', decode)
-    return decode
+    """Returns the run's beam search settings with flags applied, for all sentences of a split."""
+    overrides: dict[str, Any] = {'max_sources': None}
+    for flag in (BEAM, LENGTH_PENALTY):
+        if flag.value is not None:
+            overrides[flag.name] = flag.value
+    overridden = dataclasses.replace(decode, **overrides)
+    check_section('decode.', overridden)
+    return overridden
 
 
 def scores_of(
     source: loading.Loaded, model: Transformer, split: str, decode: DecodeConfig
 ) -> dict[str, Any]:
-    """Translates a split of the data that the run was trained on; returns BLEU and other scores."""
+    """Translates a split of the run's data; returns BLEU and other scores."""
     data = source.config.data
     with use_recorded_tokenizers(*recorded_tokenizers(absolute(source.path), data)):
         pairs = load(data)
-    assert isinstance(pairs, PairDataset)  # an encoder_decoder is trained on nothing else
+    assert isinstance(pairs, PairDataset)  # as for every encoder_decoder
     if split not in pairs.splits:
         raise ConfigError(f'--score={split} must be one of {", ".join(pairs.splits)}')
     return score_split(
         pairs,
         split,
         functools.partial(translate_ids, model, pairs.source.tokenizer, config=decode),
-        longest_source=source.model_config.encoder.context - 1,  # one position is the separator's
+        longest_source=source.model_config.encoder.context - 1,  # the separator takes a position
         max_sources=None,
         lowercase=data.lowercase,
     )
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, empty ones too; a line ends at '\\n' or '\\r\\n' and at nothing else."""
+    r"""Splits a text at '\n' and '\r\n' only, unlike `str.splitlines`. Empty lines are kept."""
     lines = text.split('\n')
     if lines[-1] == '':
         del lines[-1]

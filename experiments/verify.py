@@ -49,9 +49,13 @@ def _costs(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_costs(directory: Path) -> int:
-    """Counts parameters, FLOPs and cache of every trained config again; returns their number.
+    """Recomputes parameters, FLOPs and cache size of every run.
 
-    Raises ReportError for a result with other counts.
+    Returns:
+        The number of runs.
+
+    Raises:
+        ReportError: A result has other numbers.
     """
     runs = [run for run in load_findings(directory).study.runs if run.trials]
     for run in runs:
@@ -61,10 +65,11 @@ def check_costs(directory: Path) -> int:
             raise ReportError(f'{directory}: run {run.name}: {error}') from error
         for name, expected in costs.items():
             for trial in run.trials:
-                if getattr(trial, name) != expected:
+                recorded = getattr(trial, name)
+                if recorded != expected:
                     raise ReportError(
                         f'{directory}: seed {trial.seed} of run {run.name} has {name} '
-                        f'{getattr(trial, name)}, but its config gives {expected}'
+                        f'{recorded}, but its config gives {expected}'
                     )
     return len(runs)
 
@@ -76,44 +81,44 @@ def main() -> None:
     if RESULTS.value is None:
         raise ConfigError('--results=DIRECTORY is required: an installation has no results')
     if WRITE.value:
-        count = sum(verify.check_page(page, OF_PAGES, write=True) for page in PAGES.value)
-        print(f'{counted(count, "block")} of results written')
+        num_blocks = sum(verify.check_page(page, OF_PAGES, write=True) for page in PAGES.value)
+        print(f'{counted(num_blocks, "block")} of results written')
     results = as_path(RESULTS.value)
-    declarations = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
-    if not declarations:
+    study_files = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
+    if not study_files:
         raise ReportError(f'--results={RESULTS.value} contains no study directory')
-    for declaration in declarations:
-        study = declaration.parent
-        runs = check_costs(study)
-        count = verify.check_study(study)
+    for study_file in study_files:
+        study = study_file.parent
+        num_runs = check_costs(study)
+        num_numbers = verify.check_study(study)
         print(
-            f'{study.name}: {count:,} numbers agree with the logs, the costs of '
-            f'{counted(runs, "run")} with the configs'
+            f'{study.name}: {num_numbers:,} numbers agree with the logs, the costs of '
+            f'{counted(num_runs, "run")} with the configs'
         )
     print(ledger_history.check_ledgers(results))
     for path in sorted(results.glob(f'claims/*/{export.CLAIMS}')):
-        rows = export.check(path.parent)
+        num_rows = export.check(path.parent)
         print(
-            f'claims at {path.parent.name} scale: {counted(rows, "row")} of {path.name} agree with '
-            'the studies and the checks'
+            f'claims at {path.parent.name} scale: {counted(num_rows, "row")} of {path.name} agree '
+            'with the studies and the checks'
         )
     if PAGES.value:
         _check_pages(PAGES.value)
 
 
 def _check_pages(pages: list[str]) -> None:
-    """Checks the blocks of pages, and the numbers in their sentences; prints how many there are."""
-    counts = {page: verify.check_page(page, OF_PAGES) for page in pages}
-    if not any(counts.values()):
-        raise ReportError(f'--pages={",".join(counts)} contain no block of results')
-    for page, count in counts.items():
-        if count:
-            print(f'{Path(page).name}: {counted(count, "block")} checked against the results')
-    num_entries = printed_numbers.check_numbers(ROOT / 'docs/numbers.toml')  # by kind
-    checked = num_entries['logged'] + num_entries['decided']
+    """Checks the result blocks of pages, and docs/numbers.toml; prints the counts."""
+    num_blocks_by_page = {page: verify.check_page(page, OF_PAGES) for page in pages}
+    if not any(num_blocks_by_page.values()):
+        raise ReportError(f'--pages={",".join(num_blocks_by_page)} contain no block of results')
+    for page, num_blocks in num_blocks_by_page.items():
+        if num_blocks:
+            print(f'{Path(page).name}: {counted(num_blocks, "block")} checked against the results')
+    num_by_kind = printed_numbers.check_numbers(ROOT / 'docs/numbers.toml')
+    num_checked = num_by_kind['logged'] + num_by_kind['decided']
     print(
-        f'numbers.toml: {counted(checked, "sentence")} checked against logs and code, '
-        f'{num_entries["external"]} with a source elsewhere, {num_entries["stated"]} with a reason'
+        f'numbers.toml: {counted(num_checked, "sentence")} checked against logs and code, '
+        f'{num_by_kind["external"]} with a source elsewhere, {num_by_kind["stated"]} with a reason'
     )
 
 
