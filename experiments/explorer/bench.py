@@ -19,33 +19,33 @@ SIZES = range(2, 5)
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A weight matrix or gain of a circuit."""
+    """A weight matrix or gain of a score or value."""
 
-    circuit: str  # 'score' or 'value', which owns it
-    attribute: str  # its name in the class, e.g. 'w_q_DNH'
-    initial: np.ndarray  # of its shape: initial values of gains, zeros for matrices
+    circuit: str  # the owner, 'score' or 'value'
+    attribute: str  # the name in the class, e.g. 'w_q_DNH'
+    initial: np.ndarray  # initial values of gains, zeros for matrices
 
     @property
     def stem(self) -> str:
-        """Its role without prefix and axes: 'q' of 'w_q_DNH'."""
+        """The attribute without prefix and axes: 'q' of 'w_q_DNH'."""
         return re.sub(r'^[a-z]_|_[A-Z]+$', '', self.attribute)
 
     @property
     def name(self) -> str:
-        """As in equations: W_Q, W_frozen_q, g_sign."""
+        """The name in equations: W_Q, W_frozen_q, g_sign."""
         stem = self.stem.upper() if len(self.stem) < 3 else self.stem
         return f'W_{stem}' if self.attribute.startswith('w') else f'g_{stem}'
 
     @property
     def by_head(self) -> np.ndarray:
-        """The positions of its entries, as [head, row, column]; those of a vector, [head, column].
+        """Indices into the flat parameter, as [head, row, column], or [head, column] of a vector.
 
-        For w_q_DNH with D = 2, two heads and H = 1, entry [head, row, 0] is 2 row + head: the
-        parameter is stored with the axis of heads in the middle. The axis of heads is N or K. A
-        parameter without it belongs to a single head.
+        Example: w_q_DNH with D = 2, N = 2 heads and H = 1 is stored as [row, head, column]. The
+        index of [head, row, 0] is 2 * row + head.
         """
         positions = np.arange(self.initial.size).reshape(self.initial.shape)
-        axes = self.attribute.rpartition('_')[2]  # 'DNH' of 'w_q_DNH'
+        _, _, axes = self.attribute.rpartition('_')  # 'DNH' of 'w_q_DNH'
+        # N or K is the axis of heads. A parameter without the axis has a single head.
         for axis, letter in enumerate(axes):
             if letter in 'NK':
                 return np.moveaxis(positions, axis, 0)
@@ -54,10 +54,11 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A variant at sizes at which its equations can be read.
+    """A variant at small sizes, so that its equations are readable.
 
-    ConfigError if a size is out of range, or the variant is unknown, cannot be built at these sizes
-    or is not bilinear.
+    Raises:
+        ConfigError: A size is out of range, or the variant is unknown, cannot be built at these
+            sizes or is not bilinear.
     """
 
     variant: str  # 'score/value', with options
@@ -66,11 +67,11 @@ class Bench:
     heads: int = 1  # 1 to `dims`
 
     def __post_init__(self) -> None:
-        ranges = {'tokens': SIZES, 'dims': SIZES, 'heads': range(1, self.dims + 1)}
-        for field, valid in ranges.items():
-            number = getattr(self, field)
-            if number not in valid:
-                raise ConfigError(f'{field}={number} must be from {valid[0]} to {valid[-1]}')
+        valid_sizes = {'tokens': SIZES, 'dims': SIZES, 'heads': range(1, self.dims + 1)}
+        for field, valid in valid_sizes.items():
+            size = getattr(self, field)
+            if size not in valid:
+                raise ConfigError(f'{field}={size} must be from {valid[0]} to {valid[-1]}')
         try:
             score = self.layer.score
             value = self.layer.value
@@ -84,7 +85,7 @@ class Bench:
 
     @functools.cached_property
     def layer(self) -> Attention:
-        """The layer of the variant, with zeros as matrices; SpecError if it cannot be built."""
+        """The attention layer, with zeros as matrices. Raises SpecError if it cannot be built."""
         score, value = parse_variant(self.variant)
         spec = AttentionSpec(score=score, value=value, d_model=self.dims, num_heads=self.heads)
         with shapes_only():
@@ -92,17 +93,16 @@ class Bench:
 
     @functools.cached_property
     def parameters(self) -> list[Parameter]:
-        """Parameters of the score, then those of the value, in reading order."""
+        """The parameters of the score, then of the value, in the order of the class attributes."""
         parameters = []
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.layer)
         for path, array in leaves:
             circuit = path[0].name
             attribute = path[1].name
             parameters.append(Parameter(circuit, attribute, np.asarray(array)))
-        # JAX sorts attributes by name. Sort them as the classes define them, which is the order of
-        # the equations. 'score' comes before 'value' in the alphabet, too.
-        order = [*vars(self.layer.score), *vars(self.layer.value)]
-        parameters.sort(key=lambda p: (p.circuit, order.index(p.attribute)))
+        # JAX sorts attributes by name.
+        attributes = [*vars(self.layer.score), *vars(self.layer.value)]
+        parameters.sort(key=lambda p: (p.circuit, attributes.index(p.attribute)))
         return parameters
 
     def parameters_of(self, circuit: str) -> list[Parameter]:
@@ -111,49 +111,47 @@ class Bench:
 
     def filled(self, arrays: Sequence[Any]) -> Attention:
         """Returns the layer with other parameters, given in the order of `parameters`."""
-        by_name = {}
+        array_by_name = {}
         for parameter, array in zip(self.parameters, arrays, strict=True):
-            by_name[parameter.attribute] = array
-        return jax.tree_util.tree_map_with_path(lambda path, _: by_name[path[1].name], self.layer)
+            array_by_name[parameter.attribute] = array
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: array_by_name[path[1].name], self.layer
+        )
 
     @functools.cached_property
     def symbols(self) -> tuple[Any, list[np.ndarray]]:
         """The ring of polynomials, and an array of symbols for each parameter, in its shape.
 
-        The symbol q12 stands for row 1 and column 2 of W_Q, and q[2]12 for those of head 2. A
-        symbol is a generator of the ring.
+        The symbol q12 is row 1 and column 2 of W_Q. With several heads, the entry of head 2 is
+        q[2]12.
         """
         shapes = {p.stem.replace('_', ''): p.by_head.shape for p in self.parameters}
-        ring, symbols_by_head = generators(shapes)
+        ring, arrays_by_head = generators(shapes)
         arrays = []
-        for parameter, symbols in zip(self.parameters, symbols_by_head, strict=True):
-            # Bring the symbols, which are ordered by head, into the order of the parameter.
-            flat = np.empty(parameter.initial.size, object)
-            flat[parameter.by_head.ravel()] = symbols.ravel()
-            arrays.append(flat.reshape(parameter.initial.shape))
+        for parameter, symbols_by_head in zip(self.parameters, arrays_by_head, strict=True):
+            flat_symbols = np.empty(parameter.initial.size, object)
+            flat_symbols[parameter.by_head.ravel()] = symbols_by_head.ravel()
+            arrays.append(flat_symbols.reshape(parameter.initial.shape))
         return ring, arrays
 
     @functools.cached_property
     def AB(self) -> tuple[np.ndarray, np.ndarray]:
-        """A_NDE and B_NDE, whose entries are polynomials in `symbols`.
-
-        They are computed by the `matrix` of the layer, with symbols in place of its parameters.
-        """
+        """A_NDE and B_NDE, whose entries are polynomials in `symbols`; N heads, D = E = d_model."""
         ring, arrays = self.symbols
-        real = ring.domain.dtype  # the type of a coefficient
+        coefficient_type = ring.domain.dtype
 
         def round_coefficients(entry: Any) -> Any:
             """Removes rounding errors from a polynomial, so that equal entries compare equal."""
-            rounded = {}
+            rounded_terms = {}
             for powers, coefficient in ring(entry).terms():
-                rounded[powers] = real(round(float(coefficient), 14))
-            return ring.from_dict(rounded)
+                rounded_terms[powers] = coefficient_type(round(float(coefficient), 14))
+            return ring.from_dict(rounded_terms)
 
         A_NDE, B_NDE = evaluate(lambda *leaves: self.filled(leaves).matrix(), *arrays)
         round_entries = np.vectorize(round_coefficients, otypes=[object])
         return round_entries(A_NDE), round_entries(B_NDE)
 
     def matrix_of(self, circuit: str) -> np.ndarray:
-        """A_NDE of 'score' or B_NDE of 'value', polynomials in `symbols`."""
+        """Returns A_NDE of 'score' or B_NDE of 'value', polynomials in `symbols`."""
         A_NDE, B_NDE = self.AB
         return A_NDE if circuit == 'score' else B_NDE
