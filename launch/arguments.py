@@ -13,7 +13,7 @@ COMMANDS = ('train', 'ablate')
 
 
 def exit_with(sentence: str, code: int = EXIT_CONFIG) -> NoReturn:
-    """Ends the launcher with one sentence on standard error; 2 is a wrong command line."""
+    """Prints a sentence to standard error and exits; code 2 means a wrong command line."""
     print(sentence, file=sys.stderr)
     sys.exit(code)
 
@@ -25,21 +25,25 @@ def require_program(tool: str, hint: str) -> None:
 
 
 def run_program(command: list[str], **settings: Any) -> 'subprocess.CompletedProcess[str]':
-    """Calls `subprocess.run` with text, in which bytes that are not UTF-8 are replaced."""
+    """Calls `subprocess.run` in text mode, and replaces invalid UTF-8."""
     return subprocess.run(command, encoding='utf-8', errors='replace', **settings)
 
 
 def check_workdir_lasts(
     options: argparse.Namespace, *, storage: str, machines: str, other_paths: Sequence[str] = ()
 ) -> None:
-    """Warns if --workdir is on a disk that is gone when the machines of the job are.
+    """Warns if --workdir is lost when the job's machines are deleted.
 
-    With --workers, which have to share the directory, ends the launcher instead. A directory lasts
-    if it is in a bucket (gs://) or below one of `other_paths`. `storage` and `machines` are the
-    words of the message: 'without a gs:// directory, results end with the hosts'.
+    With --workers, which must share the directory, this is an error that ends the launcher.
+
+    Args:
+        options: The flags of the launcher.
+        storage: What would last, for the message: 'a gs:// directory'.
+        machines: What is deleted, for the message: 'hosts'.
+        other_paths: Prefixes of directories that last, besides gs://.
     """
-    lasts = options.workdir.startswith(('gs://', *other_paths))
-    if lasts or not options.command:
+    is_persistent = options.workdir.startswith(('gs://', *other_paths))
+    if is_persistent or not options.command:
         return
     reason = f'--workdir={options.workdir}: without {storage}, '
     if getattr(options, 'workers', None):
@@ -48,7 +52,7 @@ def check_workdir_lasts(
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers from `least` on, for `add_argument(type=...)`."""
+    """Returns a parser of whole numbers of at least `least`, for `add_argument(type=...)`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -59,14 +63,14 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def variable(text: str) -> str:
-    """Parses NAME=VALUE of an environment variable, and returns it as it is."""
+    """Checks that a text is NAME=VALUE of an environment variable, and returns it."""
     if not re.fullmatch('[A-Za-z_][A-Za-z0-9_]*=.*', text, re.DOTALL):
         raise argparse.ArgumentTypeError(f'{text!r} is not NAME=VALUE')
     return text
 
 
 def label(text: str) -> str:
-    """Parses a name that clouds and Kubernetes accept, with room for what they append."""
+    """Checks that clouds and Kubernetes accept a name, even with a suffix, and returns it."""
     if not re.fullmatch('[a-z]([-a-z0-9]{0,38}[a-z0-9])?', text):
         raise argparse.ArgumentTypeError(
             f'{text!r} is not 1 to 40 lower-case letters, digits and inner hyphens'
@@ -75,10 +79,7 @@ def label(text: str) -> str:
 
 
 def flag(text: str, parser: Callable[[str], Any] = str, default: Any = None, **more: Any) -> dict:
-    """Returns the arguments of `add_argument` for a flag with the help `text`.
-
-    `parser` makes the value from its text. `more` are further arguments of `add_argument`.
-    """
+    """Returns the arguments of `add_argument` for a flag whose help is `text`."""
     return {'help': text, 'type': parser, 'default': default, **more}
 
 
@@ -98,19 +99,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_command_line(doc: str, flags: dict[str, dict], argv: list[str]) -> argparse.Namespace:
-    """Reads the flags of a launcher, and the command after `--`.
-
-    For example, `--nodes=2 -- train --workdir=runs/a` gives options with nodes=2, the command
-    ['train', '--workdir=runs/a'], and the workdir 'runs/a'. Without `--`, the command is [] and the
-    workdir ''.
-
-    A mistake ends the launcher with one sentence: an unknown flag, a wrong value, a command that is
-    not one of COMMANDS or has no --workdir, or --workers with the command `train`.
+    """Reads the flags of a launcher, and the command after `--`. A mistake ends the launcher.
 
     Args:
         doc: The text of --help.
         flags: The arguments of `add_argument` for each flag, from `flag` or `switch`.
-        argv: The command line, without the name of the program.
+        argv: The command line without the program.
+
+    Returns:
+        The flags, `command` and `workdir`. For example, `--nodes=2 -- train --workdir=runs/a` has
+        nodes=2, command=['train', '--workdir=runs/a'] and workdir='runs/a'. Without `--`, command
+        is [] and workdir is ''.
     """
     parser = _Parser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -118,15 +117,15 @@ def read_command_line(doc: str, flags: dict[str, dict], argv: list[str]) -> argp
     for name, settings in flags.items():
         parser.add_argument(name, **settings)
 
-    # Split the command line at the first `--`.
     has_command = '--' in argv
     num_flags = argv.index('--') if has_command else len(argv)
     own_flags = argv[:num_flags]
     command = argv[num_flags + 1 :]
 
     for argument in own_flags:
-        # argparse would drop this value.
-        if argument.partition('=')[2] == '--':
+        _, _, value = argument.partition('=')
+        # argparse would drop the value '--'.
+        if value == '--':
             exit_with(f'{argument} has no value; -- alone begins the command')
     if has_command and not command:
         exit_with(f'the command after -- is missing; valid: {" and ".join(COMMANDS)}')
@@ -138,18 +137,18 @@ def read_command_line(doc: str, flags: dict[str, dict], argv: list[str]) -> argp
     workers = getattr(options, 'workers', None)
     if workers and command[:1] == ['train']:
         exit_with(f'--workers={workers} share a study, but the command is train')
-    # With one argument a line, this finds both `--workdir=runs/a` and `--workdir runs/a`.
-    workdir = re.search('^--?workdir[=\n](.+)$', '\n'.join(command), re.MULTILINE)
-    if command and not workdir:
+    # Both `--workdir=runs/a` and `--workdir runs/a` match in lines of one argument each.
+    workdir_match = re.search('^--?workdir[=\n](.+)$', '\n'.join(command), re.MULTILINE)
+    if command and not workdir_match:
         exit_with(
             'the command has no --workdir=DIRECTORY, from which a job that is restarted resumes'
         )
-    options.workdir = workdir[1] if workdir else ''
+    options.workdir = workdir_match[1] if workdir_match else ''
     return options
 
 
 def require_command(options: argparse.Namespace) -> None:
-    """Ends the launcher without a command."""
+    """Ends the launcher if no command is given."""
     if not options.command:
         exit_with(
             'no command; give it after --, as in -- train --config=CONFIG --workdir=DIRECTORY'

@@ -49,9 +49,9 @@ class Tpu(NamedTuple):
     """A kind of TPU, as in --accelerator=KIND-N."""
 
     gke_name: str
-    units_per_chip: int  # N counts the cores of a chip, which are two, or the chip as one
-    topologies: dict[int, str]  # by the number of chips
-    most_chips: int  # of a single host; the hosts of a larger slice have 4
+    units_per_chip: int  # 2 if N counts cores, 1 if N counts chips
+    topologies: dict[int, str]  # by number of chips
+    most_chips: int  # on a single host; each host of a larger slice has 4
 
 
 TPUS = {
@@ -60,7 +60,7 @@ TPUS = {
     'v5p': Tpu('tpu-v5p-slice', 2, SOLID, 4),
     'v6e': Tpu('tpu-v6e-slice', 1, FLAT, 8),
 }
-# GKE's name; None for any node with GPUs.
+# GKE's names. None allows any node with GPUs.
 GPUS = {
     'gpu': None,
     'g2': 'nvidia-l4',
@@ -90,26 +90,28 @@ FLAGS = {
 
 
 class Machine(NamedTuple):
-    """Hosts, the chips of each as a Kubernetes resource, and the labels of their nodes."""
+    """The hardware of a job, in the words of Kubernetes."""
 
-    resource: str
+    resource: str  # 'nvidia.com/gpu' or 'google.com/tpu'
     hosts: int
-    chips: int
-    nodes: dict[str, str]
+    chips: int  # per host
+    nodes: dict[str, str]  # labels of the nodes
 
 
 def hardware(accelerator: str) -> Machine:
-    """Returns the hosts that --accelerator names; an unknown one ends the launcher.
+    """Returns the hosts that --accelerator names; an unknown name ends the launcher.
 
-    For example, 'a3-2x8' is two hosts with 8 GPUs each. 'v5p-16' is 16 cores, and so 8 chips with
-    the topology 2x2x2, on two hosts with 4 chips each.
+    For example, 'a3-2x8' means 2 hosts with 8 GPUs each. 'v5p-16' means 16 cores, which are 8 chips
+    on 2 hosts with 4 chips each.
     """
     kind, _, size = accelerator.partition('-')
     hosts_and_gpus = re.fullmatch('([1-9][0-9]*)x([1-9][0-9]*)', size)
     if kind in GPUS and hosts_and_gpus:
+        hosts = int(hosts_and_gpus[1])
+        gpus = int(hosts_and_gpus[2])
         gke_name = GPUS[kind]
         nodes = {} if gke_name is None else {f'{GKE}accelerator': gke_name}
-        return Machine('nvidia.com/gpu', int(hosts_and_gpus[1]), int(hosts_and_gpus[2]), nodes)
+        return Machine('nvidia.com/gpu', hosts, chips=gpus, nodes=nodes)
 
     if kind in TPUS:
         tpu = TPUS[kind]
@@ -119,49 +121,50 @@ def hardware(accelerator: str) -> Machine:
             exit_with(f'--accelerator={accelerator} does not exist; {kind} has {sizes}')
         chips = chips_by_size[size]
         chips_per_host = chips if chips <= tpu.most_chips else 4
+        hosts = chips // chips_per_host
         nodes = {
             f'{GKE}tpu-accelerator': tpu.gke_name,
             f'{GKE}tpu-topology': tpu.topologies[chips],
         }
-        return Machine('google.com/tpu', chips // chips_per_host, chips_per_host, nodes)
+        return Machine('google.com/tpu', hosts, chips=chips_per_host, nodes=nodes)
 
     valid = ', '.join([f'{kind}-N' for kind in TPUS] + [f'{kind}-HOSTSxGPUS' for kind in GPUS])
     exit_with(f'--accelerator={accelerator} is not known; valid: {valid}')
 
 
 def quoted(value: Any) -> str:
-    """Formats a value as YAML in one line of ASCII: JSON, with YAML's escape for other letters."""
+    """Formats a value as a line of YAML: JSON, with YAML's escapes for non-ASCII characters."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub('[^ -~]', lambda match: f'\\U{ord(match[0]):08x}', text)
 
 
 def literal(text: str) -> str:
-    """Escapes an argument or a value, so that Kubernetes expands no $(NAME) in it."""
+    """Escapes a text, so that Kubernetes does not expand $(NAME)."""
     return text.replace('$', '$$')
 
 
 def environment(options: Namespace, machine: Machine, on_gpus: bool) -> list[dict[str, Any]]:
-    """Returns the environment variables of a pod. Those of --env replace others of their name."""
-    # Compiled programs are executed: a directory has one owner, and pods with TPUs run as root.
-    programs = f'/runs/.jax-cache-{"gpu" if on_gpus else "tpu"}'
-    variables: list[dict[str, Any]] = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': programs}]
+    """Returns the environment variables of a pod. Variables of --env replace the defaults."""
+    # Pods with TPUs run as root. A cache must have one owner, because its programs are executed.
+    cache = f'/runs/.jax-cache-{"gpu" if on_gpus else "tpu"}'
+    defaults: list[dict[str, Any]] = [{'name': 'JAX_COMPILATION_CACHE_DIR', 'value': cache}]
     if not options.workers:
         # Nodes start and pull images at different times.
-        variables.append({'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'})
+        defaults.append({'name': 'QKATTN_CONNECT_SECONDS', 'value': '3600'})
     if on_gpus:
-        # A GPU that does not open is an error: no run goes on on the CPU.
-        variables.append({'name': 'JAX_PLATFORMS', 'value': 'cuda,cpu'})
+        # A broken GPU is an error, so that no run falls back to the CPU.
+        defaults.append({'name': 'JAX_PLATFORMS', 'value': 'cuda,cpu'})
     if on_gpus and not options.workers:
         first_pod = f'{options.name}-train-0-0.{options.name}:{PORT}'
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        variables += [
+        defaults += [
             {'name': 'JAX_COORDINATOR_ADDRESS', 'value': first_pod},
             {'name': 'JAX_NUM_PROCESSES', 'value': str(machine.hosts)},
             {'name': 'JAX_PROCESS_ID', 'valueFrom': {'fieldRef': {'fieldPath': index}}},
         ]
-    requested = dict(setting.split('=', 1) for setting in options.env)
-    variables = [entry for entry in variables if entry['name'] not in requested]
-    for name, value in requested.items():
+    value_by_name = dict(setting.split('=', 1) for setting in options.env)
+    variables = [variable for variable in defaults if variable['name'] not in value_by_name]
+    for name, value in value_by_name.items():
         variables.append({'name': name, 'value': literal(value)})
     return variables
 
@@ -176,11 +179,20 @@ def manifest(options: Namespace) -> str:
             f'--workers={workers} needs an accelerator of one host, not '
             f'{options.accelerator} with {machine.hosts}; submit one job per worker instead'
         )
-    claim = {'persistentVolumeClaim': {'claimName': options.volume}}
-    queue = {'kueue.x-k8s.io/queue-name': options.queue} if options.queue else {}
+    labels = {'app': 'qkattn'}
+    if options.queue:
+        labels['kueue.x-k8s.io/queue-name'] = options.queue
+    nodes = dict(machine.nodes)
+    if options.spot:
+        nodes[f'{GKE}spot'] = 'true'
+    volume: dict[str, Any] = {'name': 'runs'}
+    if options.volume:
+        volume['persistentVolumeClaim'] = {'claimName': options.volume}
+    else:
+        volume['emptyDir'] = {}
     values = {
         'name': options.name,
-        'labels': {'app': 'qkattn'} | queue,
+        'labels': labels,
         'retries': options.retries,
         'grace': options.grace,
         'hosts': machine.hosts,
@@ -189,14 +201,17 @@ def manifest(options: Namespace) -> str:
         'limits': {machine.resource: machine.chips},
         'user': {'runAsNonRoot': True} if on_gpus else {'runAsUser': 0},
         'service_account': options.service_account,
-        'nodes': machine.nodes | ({f'{GKE}spot': 'true'} if options.spot else {}),
+        'nodes': nodes,
         'image': options.image,
         'arguments': [literal(argument) for argument in options.command],
         'env': environment(options, machine, on_gpus),
-        'volume': {'name': 'runs'} | (claim if options.volume else {'emptyDir': {}}),
+        'volume': volume,
     }
-    file = 'study' if workers else 'gpu' if on_gpus else 'tpu'
-    template = string.Template((TEMPLATES / f'{file}.yaml').read_text())
+    if workers:
+        file = 'study.yaml'
+    else:
+        file = 'gpu.yaml' if on_gpus else 'tpu.yaml'
+    template = string.Template((TEMPLATES / file).read_text())
     return template.substitute({name: quoted(value) for name, value in values.items()})
 
 
@@ -215,7 +230,7 @@ def main() -> int:
         return 0
     require_program('kubectl', 'https://kubernetes.io/docs/tasks/tools says how')
     namespace = [f'--namespace={options.namespace}'] if options.namespace else []
-    # `create` refuses a name that is taken. `apply` would leave a finished job as it is.
+    # `create` fails if the name is taken. `apply` would do nothing to a finished job.
     command = ['kubectl', 'create', *namespace, '-f', '-']
     return run_program(command, input=text).returncode
 
