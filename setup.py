@@ -1,4 +1,4 @@
-"""The packages of a wheel: qkattn, with the scripts and the configs of the top level inside it."""
+"""Builds a wheel of qkattn, with the top-level packages experiments and configs inside it."""
 
 from setuptools import find_packages, setup
 

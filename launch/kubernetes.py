@@ -207,10 +207,9 @@ def manifest(options: Namespace) -> str:
         'env': environment(options, machine, on_gpus),
         'volume': volume,
     }
+    file = 'gpu.yaml' if on_gpus else 'tpu.yaml'
     if workers:
         file = 'study.yaml'
-    else:
-        file = 'gpu.yaml' if on_gpus else 'tpu.yaml'
     template = string.Template((TEMPLATES / file).read_text())
     return template.substitute({name: quoted(value) for name, value in values.items()})
 

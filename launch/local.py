@@ -40,7 +40,7 @@ VENV = Path(os.environ.get('QKATTN_VENV') or ROOT / '.venv').expanduser()
 PYTHON = VENV / 'bin/python'
 EXIT_REQUEUE = 75
 DELAY = 1.0  # seconds between a crash and the next start
-ALONE = 60.0  # seconds to end in for the others, once a process has failed; then they are killed
+ALONE = 60.0  # seconds between a failure of one process and a kill of the rest
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -55,14 +55,14 @@ FLAGS = {
 
 
 class Program(NamedTuple):
-    """What one process of a job executes."""
+    """The command of one process of a job."""
 
     command: list[str]
-    variables: dict[str, str]  # of its environment, in addition to those of the launcher
+    variables: dict[str, str]  # added to the launcher's environment
 
 
 class Group:
-    """Processes that run side by side and get the signals that this one gets."""
+    """Parallel processes that get the launcher's signals."""
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
@@ -70,15 +70,20 @@ class Group:
         self._deadline: float | None = None
         self.is_stopping = False  # whether this launcher has got SIGTERM or Ctrl-C
         self._interrupts = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._stop)
 
     def run(self, programs: dict[str, Program]) -> list[int]:
-        """Runs the processes of a job to their end; returns exit codes, the first to end first.
+        """Runs the processes of a job to their end.
 
-        A process that is ended by signal N has the code 128 + N. Once one process has ended, the
-        others are killed after a while: after `grace` seconds, or after ALONE if it has failed.
-        `programs` are by the labels that begin their lines of the log.
+        When a process ends, the rest have `grace` seconds to end, and at most ALONE seconds if the
+        process failed. After that, the rest are killed.
+
+        Args:
+            programs: The program of each process, by the label that begins its log lines.
+
+        Returns:
+            The exit codes in the order in which the processes ended; 128 + N for signal N.
         """
         if self.is_stopping:
             return [EXIT_REQUEUE]
@@ -93,7 +98,7 @@ class Group:
         for reader in readers:
             reader.start()
         if self.is_stopping:
-            # The signal came while the processes were started.
+            # A signal arrived while the processes were being started.
             self._send(signal.SIGTERM)
 
         codes = []
@@ -103,11 +108,12 @@ class Group:
                 if code is None:
                     continue
                 self._running.remove(process)
-                # Processes that it has started and left running.
+                # The process may have left children running.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 if code < 0:
-                    code = 128 - code  # Popen has -N for signal N, and shells have 128 + N
+                    signum = -code
+                    code = 128 + signum
                 codes.append(code)
                 has_failed = code not in (0, EXIT_REQUEUE)
                 self._end_within(min(ALONE, self._grace) if has_failed else self._grace)
@@ -118,10 +124,10 @@ class Group:
             reader.join()
         return codes
 
-    def _stop(self, number: int, frame: Any) -> None:
-        """Passes a signal on to the processes. A third Ctrl-C kills them."""
+    def _stop(self, signum: int, frame: Any) -> None:
+        """Handles a signal: sends SIGTERM to the processes, or SIGKILL on the third Ctrl-C."""
         self.is_stopping = True
-        if number == signal.SIGINT:
+        if signum == signal.SIGINT:
             self._interrupts += 1
         if self._interrupts == 2:
             say('waiting until the processes have saved; press Ctrl-C again to kill them')
@@ -129,13 +135,13 @@ class Group:
         self._end_within(self._grace)
 
     def _end_within(self, seconds: float) -> None:
-        """Sets the time at which the processes are killed, unless an earlier one is set."""
+        """Sets the time of the kill, if it is earlier than a time that is already set."""
         deadline = time.monotonic() + seconds
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
-    def _send(self, number: int) -> None:
+    def _send(self, signum: int) -> None:
         for process in self._running:
-            process.send_signal(number)
+            process.send_signal(signum)
 
 
 def _start(program: Program) -> 'subprocess.Popen[bytes]':
@@ -145,23 +151,21 @@ def _start(program: Program) -> 'subprocess.Popen[bytes]':
         env={**os.environ, 'PYTHONUNBUFFERED': '1', **program.variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
+        start_new_session=True,  # only the launcher gets Ctrl-C
         preexec_fn=_end_with_parent,
     )
 
 
 def _end_with_parent() -> None:
-    """In a child on Linux: asks for SIGTERM when the launcher dies and can pass nothing on."""
+    """Makes Linux send SIGTERM to this process when the launcher dies."""
     if sys.platform == 'linux':
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _copy(pipe: IO[bytes], output: IO[bytes], prefix: str) -> None:
-    """Copies the lines of a pipe, each with a prefix.
-
-    The pipe is read to its end even if nobody reads the output. A full pipe would stop the process.
-    """
+    """Copies the lines of a pipe, each with a prefix."""
     for line in pipe:
+        # Keep reading if the output is closed, because a full pipe would block the process.
         with contextlib.suppress(OSError):
             output.write(prefix.encode() + line.rstrip(b'\n') + b'\n')
             output.flush()
@@ -169,30 +173,29 @@ def _copy(pipe: IO[bytes], output: IO[bytes], prefix: str) -> None:
 
 def outcome(codes: list[int]) -> int:
     """Returns the exit code of a job: its first failure, or 75 if any process was stopped, or 0."""
-    failed = [code for code in codes if code not in (0, EXIT_REQUEUE)]
-    return failed[0] if failed else max(codes)
+    failures = [code for code in codes if code not in (0, EXIT_REQUEUE)]
+    return failures[0] if failures else max(codes)
 
 
 def programs_by_rank(options: argparse.Namespace) -> dict[str, Program]:
-    """Returns what the processes of a job execute, by rank: '0', '1', ..."""
-    # A free port, at which the processes find each other.
+    """Returns the programs of a job by rank: '0', '1', ..."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
-        address = f'127.0.0.1:{listener.getsockname()[1]}'
+        _, free_port = listener.getsockname()
 
     programs = {}
     for rank in range(options.processes):
         variables = {}
         if options.processes > 1:
             variables |= {
-                'JAX_COORDINATOR_ADDRESS': address,
+                'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port}',
                 'JAX_NUM_PROCESSES': str(options.processes),
                 'JAX_PROCESS_ID': str(rank),
             }
         if options.devices_per_process is not None:
-            count = f'--xla_force_host_platform_device_count={options.devices_per_process}'
-            flags = f'{os.environ.get("XLA_FLAGS", "")} {count}'.lstrip()
-            variables |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': flags}
+            device_flag = f'--xla_force_host_platform_device_count={options.devices_per_process}'
+            xla_flags = f'{os.environ.get("XLA_FLAGS", "")} {device_flag}'.lstrip()
+            variables |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags}
         if options.gpus_per_process is not None:
             gpus = gpus_of_rank(rank, options.gpus_per_process)
             variables['CUDA_VISIBLE_DEVICES'] = ','.join(gpus)
@@ -202,10 +205,10 @@ def programs_by_rank(options: argparse.Namespace) -> dict[str, Program]:
 
 
 def gpus_of_rank(rank: int, num_gpus: int) -> list[str]:
-    """Returns the GPUs of a process, which ends the launcher if there are too few.
+    """Returns the `num_gpus` GPUs of a process. Too few GPUs end the launcher.
 
-    With two GPUs per process, rank 1 has the third and fourth of CUDA_VISIBLE_DEVICES. Without this
-    variable, these are '2' and '3'.
+    With two GPUs per process, rank 1 gets the third and fourth of CUDA_VISIBLE_DEVICES, or '2' and
+    '3' if it is not set.
     """
     first = rank * num_gpus
     end = first + num_gpus
@@ -219,14 +222,14 @@ def gpus_of_rank(rank: int, num_gpus: int) -> list[str]:
 
 
 def supervise(group: Group, options: argparse.Namespace) -> int:
-    """Starts a job again until it is done, stopped by a signal, or cannot succeed.
+    """Runs a job, and restarts it after a preemption or a crash; returns its exit code.
 
-    It cannot succeed if a setting is wrong, or if it has crashed more than --retries times. Returns
-    its exit code.
+    A job is not restarted after a wrong setting, a signal, or more than --retries crashes.
     """
     crashes = 0
     while True:
-        code = outcome(group.run(programs_by_rank(options)))
+        codes = group.run(programs_by_rank(options))
+        code = outcome(codes)
         if code in (0, EXIT_CONFIG) or group.is_stopping:
             return code
         if code == EXIT_REQUEUE:
@@ -243,7 +246,7 @@ def supervise(group: Group, options: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the job goes on without a reader
+    with contextlib.suppress(OSError):  # if standard error is closed
         os.write(2, f'local: {text}\n'.encode())
 
 

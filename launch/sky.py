@@ -58,19 +58,18 @@ def quoted(argument: str) -> str:
 
 def task(options: Namespace) -> str:
     """Returns the YAML of the jobs, with the command in its line `set --`."""
-    text = (ROOT / 'launch/sky' / f'{"study" if options.workers else "train"}.yaml').read_text()
+    file = 'study.yaml' if options.workers else 'train.yaml'
+    template = (ROOT / 'launch/sky' / file).read_text()
     line = f'  set -- {" ".join(map(quoted, options.command))}'
-    filled, count = re.subn('^  set -- .*$', lambda _: line, text, flags=re.M)
-    if count != 1:
+    # A function as replacement keeps the backslashes of the line.
+    text, num_replaced = re.subn('^  set -- .*$', lambda _: line, template, flags=re.M)
+    if num_replaced != 1:
         exit_with('the YAML in launch/sky has no line `set --`, or several; restore it')
-    return filled
+    return text
 
 
 def submissions(options: Namespace, path: str) -> list[list[str]]:
-    """Returns the `sky jobs launch` command of each job: of the run, or of each worker.
-
-    `path` is the YAML of the jobs.
-    """
+    """Returns a `sky jobs launch` command for the run or each worker. `path` is the YAML file."""
     flags = ['--detach-run', '--yes', '--gpus', options.accelerators]
     flags.append('--no-use-spot' if options.on_demand else '--use-spot')
     if options.infra:
@@ -83,7 +82,7 @@ def submissions(options: Namespace, path: str) -> list[list[str]]:
 
     names = [options.name]
     if options.workers:
-        names = [f'{options.name}-{number}' for number in range(options.workers)]
+        names = [f'{options.name}-{worker}' for worker in range(options.workers)]
     return [['sky', 'jobs', 'launch', '--name', name, *flags, path] for name in names]
 
 
@@ -108,7 +107,7 @@ def main() -> int:
         path = Path(folder, 'job.yaml')
         path.write_text(text, encoding='utf-8')
         for submission in submissions(options, str(path)):
-            # The YAML has `workdir: .`, which has to be the repository.
+            # `workdir: .` in the YAML must be the repository.
             code = subprocess.run(submission, cwd=ROOT).returncode
             if code:
                 return code

@@ -40,7 +40,7 @@ from arguments import (
 
 ROOT = Path(__file__).resolve().parent.parent
 VERBS = ('create', 'setup', 'run', 'status', 'logs', 'stop', 'delete', 'watch')
-# Types of the queued resources API, the runtime version of each, and cores (v2 to v5p) or chips.
+# The runtime version of each type of TPU VM.
 RUNTIMES = {
     'v2': 'tpu-ubuntu2204-base',
     'v3': 'tpu-ubuntu2204-base',
@@ -90,9 +90,9 @@ def ssh(options: Namespace, script: str, worker: str = 'all') -> list[str]:
 
 
 def print_state(options: Namespace) -> list[str]:
-    """Returns the command that prints the state of the queued resource, or nothing without one."""
-    only = [f'--filter=name~/{options.name}$', '--format=value(state.state)']
-    return gcloud(options, 'list', *only, group='queued-resources')
+    """Returns the command that prints the state of the queued resource, if it exists."""
+    flags = [f'--filter=name~/{options.name}$', '--format=value(state.state)']
+    return gcloud(options, 'list', *flags, group='queued-resources')
 
 
 def gcloud_commands(options: Namespace, verb: str) -> list[list[str]]:
@@ -112,7 +112,7 @@ def gcloud_commands(options: Namespace, verb: str) -> list[list[str]]:
                 flags.append('--reserved')
             return [gcloud(options, 'create', options.name, *flags, group='queued-resources')]
         case 'setup':
-            # The bundle has this commit with its history, so that results name the commit.
+            # A git bundle keeps the commit, which is recorded in results.
             destination = f'{options.name}:qkattn.bundle'
             copy = gcloud(options, 'scp', options.bundle, destination, '--worker=all')
             install = shlex.join([HOST, 'setup', options.extras])
@@ -134,13 +134,13 @@ def gcloud_commands(options: Namespace, verb: str) -> list[list[str]]:
 
 
 def output_of(command: list[str]) -> str | None:
-    """Returns what a command prints; None if it fails. Its error is then on standard error."""
+    """Returns the standard output of a command; None if it fails."""
     process = run_program(command, stdout=subprocess.PIPE)
     return process.stdout if process.returncode == 0 else None
 
 
 def execute(options: Namespace, verb: str) -> int:
-    """Runs the commands of a verb up to the first that fails; returns its exit code, or 0."""
+    """Runs the commands of a verb until one fails; returns the exit code of the last command."""
     for command in gcloud_commands(options, verb):
         code = subprocess.run(command).returncode
         if code:
@@ -149,12 +149,12 @@ def execute(options: Namespace, verb: str) -> int:
 
 
 def exit_code_of(hosts: list[str]) -> int | None:
-    """Returns the exit code of the job from the states of its hosts; None if one has not ended.
+    """Returns the exit code of the job from the states of its hosts; None if any has not ended.
 
-    ['exit 0', 'running'] gives None. Of several codes, 2 (a wrong setting) comes first, then the
-    first crash, then 75 (stopped), then 0.
+    ['exit 0', 'running'] gives None. Of different codes, the order of precedence is 2 (a wrong
+    setting), the first crash, 75 (stopped) and 0.
     """
-    codes = [int(host.split()[1]) for host in hosts if host.startswith('exit')]
+    codes = [int(state.split()[1]) for state in hosts if state.startswith('exit')]
     if not codes or len(codes) < len(hosts):
         return None
     if 2 in codes:
@@ -164,11 +164,11 @@ def exit_code_of(hosts: list[str]) -> int | None:
 
 
 def next_verbs(slice_state: str, hosts: list[str]) -> list[str]:
-    """Returns what `watch` has to do next, from the states of the slice and of its hosts."""
+    """Returns the verbs that `watch` runs next, from the states of the slice and its hosts."""
     if slice_state == 'ABSENT':
         return ['create']
     if slice_state == 'SUSPENDED':
-        # The slice was preempted. It does not come back by itself.
+        # The slice was preempted and will not come back.
         return ['delete', 'create']
     if 'new' in hosts:
         return ['setup', 'run']
@@ -178,16 +178,9 @@ def next_verbs(slice_state: str, hosts: list[str]) -> list[str]:
 
 
 def watch(options: Namespace) -> int:
-    """Keeps the slice and the command on it running until the command is done.
-
-    Returns the exit code of the command. The states of the slice are those of gcloud, such as
-    ACTIVE, or ABSENT without a slice, or UNKNOWN if gcloud fails. The states of the hosts are those
-    that launch/host.sh prints: 'new', 'ready', 'running', 'lost', 'exit CODE'.
-    """
-    # Whether the command has run since this watch began. Otherwise an exit code is that of an
-    # earlier start.
-    has_run = False
-    failures = 0  # of verbs, in a row
+    """Keeps the slice and its command running until the command is done; returns its exit code."""
+    has_run = False  # without a run of this watch, an exit code is from an earlier start
+    failures = 0  # consecutive failed verbs
     while True:
         output = output_of(print_state(options))
         slice_state = 'UNKNOWN' if output is None else output.strip() or 'ABSENT'
@@ -195,9 +188,11 @@ def watch(options: Namespace) -> int:
             exit_with(
                 f'the request {options.name} failed; delete it and see the quota of the zone', 1
             )
+        # The states of the hosts: 'new', 'ready', 'running', 'lost' or 'exit CODE'.
         hosts: list[str] = []
         if slice_state == 'ACTIVE':
-            hosts = re.findall(r'^qkattn \S+ (.+)$', output_of(ssh(options, STATUS)) or '', re.M)
+            status = output_of(ssh(options, STATUS)) or ''
+            hosts = re.findall(r'^qkattn \S+ (.+)$', status, re.M)
         code = exit_code_of(hosts)
         if has_run and code is not None:
             return code
@@ -220,7 +215,7 @@ def watch(options: Namespace) -> int:
 
 
 def read_options(argv: list[str]) -> Namespace:
-    """Reads and checks the command line; a mistake ends the launcher with one sentence."""
+    """Reads and checks the command line. A mistake ends the launcher."""
     options = read_command_line(__doc__, FLAGS, argv)
     verb = options.verb
     kind = options.accelerator
@@ -248,7 +243,7 @@ def main() -> int:
         options.bundle = 'qkattn.bundle'
         verbs = [options.verb]
         if options.verb == 'watch':
-            # The verbs of a slice that does not exist yet.
+            # As if the slice did not exist yet.
             verbs = ['create', 'setup', 'run', 'status']
         for verb in verbs:
             for command in gcloud_commands(options, verb):
