@@ -112,7 +112,7 @@ def answers(results: Results) -> tuple[Answer, ...]:
         if not differences:
             continue
 
-        attention = None
+        attention = None  # the change in attention's parameters, which the decoder determines
         for difference in differences:
             if difference.row.context['model'] == 'decoder':
                 attention = _change_in_attention(difference.baseline, variant)

@@ -149,7 +149,7 @@ def _arms_with_baselines(findings: Findings) -> Iterator[tuple[TrainedArm, Train
 def _change(
     curves: Iterable[Mapping[int, float]], step: int, last_step: int, margin: float
 ) -> Difference | None:
-    """Returns the mean over seeds of curve[step] - curve[last_step]; None if no seed has both."""
+    """Tests curve[step] - curve[last_step] over seeds. Returns None if no seed has both steps."""
     change_by_seed = []
     for curve in curves:
         if step in curve and last_step in curve:
