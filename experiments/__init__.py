@@ -4,7 +4,8 @@ import sys
 
 from qkattn.jobs import output, signals
 
-# While Python looks for the script of `python -m experiments.NAME`; before imports of seconds.
+# `python -m experiments.NAME` imports this package first, while sys.argv[0] is '-m'. Signals are
+# handled before the slow imports of the script begin.
 if sys.argv[0] == '-m':
     output.escape_unencodable()
     module = next((word for word in sys.orig_argv if 'experiments.' in word), '')

@@ -87,7 +87,7 @@ class Results:
 
     @functools.cached_property
     def _repeats(self) -> dict[str, list[str]]:
-        """The names of the studies that repeat a study with other seeds, oldest first, by study."""
+        """Maps each study to the studies that repeat it with other seeds, oldest first."""
         studies: list[tuple[str, str, list[str]]] = []  # (start time, name, repeated studies)
         for path in self.directory.glob(f'*/{ledger.NAME}'):
             try:
@@ -163,8 +163,8 @@ def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
         while study_name in configs and study_name not in ordered:
             newest_first.append(study_name)
             study_name = configs[study_name].repeats
-        for name_in_chain in reversed(newest_first):
-            ordered[name_in_chain] = configs[name_in_chain]
+        for earliest in reversed(newest_first):
+            ordered[earliest] = configs[earliest]
     return ordered
 
 
