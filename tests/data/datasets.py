@@ -14,17 +14,19 @@ from qkattn.data.tokens import SplitInfo, TokenDataset
 
 
 def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_token: int = 2):
-    """A dataset of version '1'; the fingerprint of split 'train' of dataset 'a' is 'atrain'."""
-    infos = {
-        split: SplitInfo(
+    """A dataset of token arrays by split, with version '1'.
+
+    The fingerprint of a split is the name of the dataset followed by the name of the split.
+    """
+    infos = {}
+    for split, tokens in splits.items():
+        infos[split] = SplitInfo(
             num_documents=np.count_nonzero(tokens == tokenizer.separator),
             num_tokens=len(tokens),
             num_bytes=bytes_per_token * len(tokens),
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),
             fingerprint=name + split,
         )
-        for split, tokens in splits.items()
-    }
     return TokenDataset(name, '1', tokenizer, infos, splits)
 
 
@@ -45,39 +47,52 @@ def documents(corpus: Corpus, language: str | None = None) -> dict[str, list[byt
 
 
 def register(monkeypatch: pytest.MonkeyPatch, name: str, texts: dict[str, Iterable[bytes]]):
-    """A corpus of these texts by split, each named by its number, as a dataset."""
+    """Registers a dataset of these texts by split; documents are named 'train 0', 'train 1', ..."""
+
+    def document_names(split):
+        return [f'{split} {index}' for index, _ in enumerate(texts[split])]
+
     corpus = Corpus(
         name=name,
         version='1',
         splits=tuple(texts),
-        documents=lambda _: texts,
-        names=lambda split: [f'{split} {n}' for n, _ in enumerate(texts[split])],
+        documents=lambda language: texts,
+        names=document_names,
     )
     monkeypatch.setitem(CORPORA, name, Source(lambda config: corpus))
 
 
 def read_rows(rows: Rows, split: str, numbers_B: Sequence[int], seed=0, first_place=0) -> Batch:
-    """Rows of a split, drawn at consecutive places of the endless sequence of a seed."""
+    """Reads B rows of a split by their numbers.
+
+    The random seed of row b is the pair (seed, first_place + b).
+    """
     numbers_B = np.asarray(numbers_B)
     places_B = first_place + np.arange(len(numbers_B))
-    draws_B2 = np.stack([np.full_like(places_B, seed), places_B], axis=1).astype(np.uint64)
+    seeds_B = np.full_like(places_B, seed)
+    draws_B2 = np.stack([seeds_B, places_B], axis=1).astype(np.uint64)
     return rows.read(split, numbers_B, draws_B2)
 
 
 def check_shapes(batch: Batch, num_rows: int, length: int) -> None:
-    """Checks names, shapes and types of a batch in which tokens are predicted from tokens."""
-    kinds = {'tokens_BT': 'int32', 'targets_BT': 'int32', 'loss_weights_BT': 'float32'}
-    assert {name: array.dtype.name for name, array in batch.items()} == kinds
-    assert {array.shape for array in batch.values()} == {(num_rows, length)}
+    """Checks names, shapes and dtypes of the arrays of a batch."""
+    expected_dtypes = {'tokens_BT': 'int32', 'targets_BT': 'int32', 'loss_weights_BT': 'float32'}
+    assert batch.keys() == expected_dtypes.keys()
+    for name, array in batch.items():
+        assert array.dtype.name == expected_dtypes[name]
+        assert array.shape == (num_rows, length)
 
 
 def write_texts(directory: Path) -> Path:
     """A folder per split with a document per file, of 10 to 200 bytes."""
-    for split, number in (('train', 60), ('validation', 20), ('test', 20)):
-        (directory / split).mkdir(parents=True)
-        for n in range(number):
-            text = f'{split} {n}: ' + 'naïve words, ' * (1 + n * 7 % 13) + '\n'
-            (directory / split / f'{n:03d}.txt').write_text(text, encoding='utf-8')
+    num_documents = {'train': 60, 'validation': 20, 'test': 20}
+    for split, count in num_documents.items():
+        folder = directory / split
+        folder.mkdir(parents=True)
+        for number in range(count):
+            num_repeats = 1 + number * 7 % 13  # 1 to 13, mixed
+            text = f'{split} {number}: ' + num_repeats * 'naïve words, ' + '\n'
+            (folder / f'{number:03d}.txt').write_text(text, encoding='utf-8')
     return directory
 
 
