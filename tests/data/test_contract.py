@@ -26,8 +26,10 @@ pytestmark = pytest.mark.usefixtures('outside')
 
 
 def pytest_generate_tests(metafunc):
-    chosen(metafunc, 'dataset', ['fables:fables', 'fables:fables(count=30)'])
+    """Runs each test on these datasets, tokenizers or tasks, or on those of the command line."""
+    # These two kinds need a file or a download.
     kinds = [kind for kind in KINDS if kind not in ('PATH.json', 'tiktoken:NAME')]
+    chosen(metafunc, 'dataset', ['fables:fables', 'fables:fables(count=30)'])
     chosen(metafunc, 'tokenizer', [*kinds, 'nibbles:Nibbles', 'nibbles:Nibbles(high_first=False)'])
     chosen(metafunc, 'task', ['language', 'masked', 'ahead:Ahead', 'ahead:Ahead(distance=3)'])
 
@@ -39,86 +41,122 @@ def data(tmp_path):
 
 def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
     corpus = find(dataclasses.replace(data, name=dataset))
+
     assert corpus.splits[:2] == ('train', 'validation')
-    sizes = []
     for language in corpus.languages or (None,):
         first = documents(corpus, language)
         assert documents(corpus, language) == first
-        for text in sum(first.values(), []):
-            assert isinstance(text, bytes)
-            assert text.decode() is not None
-        sizes.append({split: len(first[split]) for split in corpus.splits})
-    # The sides of parallel text have as many lines each.
-    assert all(counts == sizes[0] for counts in sizes)
-    assert all(sizes[0].values())
-    if corpus.names:
-        assert all(len(set(corpus.names(s))) == count for s, count in sizes[0].items())
+        for texts in first.values():
+            for text in texts:
+                assert isinstance(text, bytes)
+                text.decode()  # fails if the text is not UTF-8
+
+
+def test_the_splits_of_a_dataset_hold_documents_in_every_language(dataset, data):
+    corpus = find(dataclasses.replace(data, name=dataset))
+
+    # A corpus that is not parallel has the single language None.
+    counts_by_language = []
+    for language in corpus.languages or (None,):
+        texts_by_split = documents(corpus, language)
+        counts_by_language.append({split: len(texts_by_split[split]) for split in corpus.splits})
+
+    first_counts = counts_by_language[0]
+    for counts in counts_by_language:
+        assert counts == first_counts
+    for split, count in first_counts.items():
+        assert count > 0
+        if corpus.names:
+            assert len(set(corpus.names(split))) == count
 
 
 def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
     size = {'tokenizer_size': 260} if tokenizer == 'bpe' else {}
     named = dataclasses.replace(data, tokenizer=tokenizer, **size)
     first = tokenizer_of(named)
-    again = tokenizer_of(named)
-    assert first.name == again.name
-    assert first.vocab_size > first.separator >= 0
+    second = tokenizer_of(named)
+    assert first.name == second.name
+    assert first.separator >= 0
+    assert first.separator < first.vocab_size
 
-    # Equal text, as str or bytes and in either object, has equal ids, none of them the separator.
     for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
         ids = first.encode(text)
         assert ids.ndim == 1
         assert ids.dtype.kind == 'u'
-        for same in (first.encode(text.encode()), again.encode(text)):
-            assert np.array_equal(ids, same)
         assert np.all(ids < first.vocab_size)
         assert first.separator not in ids
-        assert first.num_bytes(ids) <= len(text.encode())
-        with_end = np.append(ids, [first.separator])
-        assert first.num_bytes(with_end) == first.num_bytes(ids) + 1
 
-    # A document of the corpus is decoded to itself.
-    text = next(iter(find(data).documents(None)['train']))
-    assert first.num_bytes(first.encode(text)) == len(text)
-    assert first.decode(first.encode(text)).encode() == text
+        # The text as bytes, and another object of the same tokenizer, give the same ids.
+        assert np.array_equal(first.encode(text.encode()), ids)
+        assert np.array_equal(second.encode(text), ids)
+
+        # A separator counts as one byte.
+        num_bytes = first.num_bytes(ids)
+        assert num_bytes <= len(text.encode())
+        assert first.num_bytes(np.append(ids, [first.separator])) == num_bytes + 1
+
+    # Every character of the corpus is in the vocabulary.
+    document = next(iter(find(data).documents(None)['train']))
+    ids = first.encode(document)
+    assert first.num_bytes(ids) == len(document)
+    assert first.decode(ids).encode() == document
 
 
 def config_and_rows(task: str, data: DataConfig) -> tuple[Config, Rows]:
-    """A config of the kind of model that the task trains, and its rows."""
+    """A config of a decoder or an encoder, whichever the task trains, and the rows of the task."""
     for kind in ('decoder', 'encoder'):
         model = ModelConfig(kind=kind, context=12, vocab_size=300)
         config = Config(model=model, data=dataclasses.replace(data, task=task))
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError):  # the task trains the other kind
             return config, rows_of(config)
     raise AssertionError(f'{task} trains neither a decoder nor an encoder on text')
 
 
-def test_a_task_reads_rows_of_the_stated_shape_that_depend_on_their_draws_alone(task, data):
+def test_a_task_reads_rows_of_the_stated_shape(task, data):
     config, rows = config_and_rows(task, data)
-    for split in rows.splits:
-        # The first row, the last row, and the first again.
-        count = rows.count(split)
-        numbers_B = [0, count - 1, 0]
-        batch = read_rows(rows, split, numbers_B)
-        again = read_rows(rows, split, numbers_B)
 
-        # Shapes and dtypes are those stated, a row without its batch dimension.
+    for split in rows.splits:
+        last = rows.count(split) - 1
+        batch = read_rows(rows, split, [0, last, 0])
+
+        # A stated shape is that of one row, without the batch dimension.
         shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
         assert shapes == rows.array_shapes(config.model)
 
-        # Rows are the same when read again, or read as a part of the batch.
+        # Every row has targets, and all ids are within the vocabulary.
+        assert np.all(batch['loss_weights_BT'].sum(axis=1) > 0)
+        for ids in (batch['tokens_BT'], batch['targets_BT']):
+            assert np.all(ids >= 0)
+            assert np.all(ids < rows.vocab_size)
+
+
+def test_a_row_of_a_task_is_the_same_in_every_batch(task, data):
+    _, rows = config_and_rows(task, data)
+
+    for split in rows.splits:
+        last = rows.count(split) - 1
+        batch = read_rows(rows, split, [0, last, 0])
+        again = read_rows(rows, split, [0, last, 0])
+        # The second row alone, with the same random seed.
+        alone = read_rows(rows, split, [last], first_place=1)
         for name, array in batch.items():
             np.testing.assert_array_equal(array, again[name])
-            row = read_rows(rows, split, [count - 1], first_place=1)
-            np.testing.assert_array_equal(array[1:2], row[name])
+            np.testing.assert_array_equal(array[1:2], alone[name])
 
-        # Every row has targets, ids are within the vocabulary, and rows know their documents.
-        assert np.all(batch['loss_weights_BT'].sum(axis=1) > 0)
-        ids = np.stack([batch['tokens_BT'], batch['targets_BT']])
-        assert np.all((ids >= 0) & (ids < rows.vocab_size))
-        if rows.documents(split) is not None:
-            names, document_R = rows.documents(split)
-            assert len(document_R) == count
+
+def test_a_task_names_the_document_of_each_row(task, data):
+    _, rows = config_and_rows(task, data)
+
+    for split in rows.splits:
+        documents_of_split = rows.documents(split)
+        if documents_of_split is not None:
+            names, document_R = documents_of_split
+            assert len(document_R) == rows.count(split)
             assert np.all(document_R < len(names))
+
+
+def test_the_identity_of_a_task_is_json(task, data):
+    _, rows = config_and_rows(task, data)
     json.dumps(rows.identity())
 
 
@@ -129,9 +167,9 @@ class TwoTrainedTrials:
         self.config = config
 
     def sums(self, read):
-        weights_RT = np.concatenate(
-            [batch['loss_weights_BT'] for batch in read(batch_size=8, part=None)]
-        )
+        """The summed loss, accuracy and weight of each row, arrays [rows, trials]."""
+        batches = read(batch_size=8, part=None)
+        weights_RT = np.concatenate([batch['loss_weights_BT'] for batch in batches])
         weight_R = weights_RT.sum(axis=1)
         nothing_R = np.zeros_like(weight_R)
         return {
@@ -141,26 +179,37 @@ class TwoTrainedTrials:
         }
 
 
-def test_a_task_measures_declared_metrics_of_every_trial_when_training_ends(task, data):
+def test_a_task_measures_declared_metrics_of_every_trial(task, data):
     config, rows = config_and_rows(task, data)
-    measured = rows.end_metrics(TwoTrainedTrials(config), np.array([True, True]))
-    assert measured.keys() <= result_fields(with_outside(rows.metrics)).keys()
-    assert all(len(values) == 2 for values in measured.values())
+    both_finished = np.array([True, True])
+
+    measured = rows.end_metrics(TwoTrainedTrials(config), both_finished)
+
+    declared_fields = result_fields(with_outside(rows.metrics))
+    assert measured.keys() <= declared_fields.keys()
+    for values in measured.values():
+        assert len(values) == 2
+    # The first trial never predicts the next token, the second always does.
     if task.startswith('ahead'):
         assert measured['val_nearer'].tolist() == [0, 1]
 
 
 def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
     config, rows = config_and_rows(task, data)
+
     yardsticks = rows.yardsticks(config)
-    assert yardsticks.losses.keys() == {PREFIXES[split] for split in rows.splits[1:]}
+
+    evaluated_splits = rows.splits[1:]  # the first one is 'train'
+    assert yardsticks.losses.keys() == {PREFIXES[split] for split in evaluated_splits}
     for losses in yardsticks.losses.values():
         assert losses
-        assert all(loss > 0 for loss in losses.values())
+        for loss in losses.values():
+            assert loss > 0
     if task.startswith('ahead'):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
 
+# Tasks that break the interface: `Opened` takes no config, `Short` cuts its targets.
 MISREAD = """
 from qkattn.data.tasks.language import LanguageRows
 class Opened(LanguageRows):
@@ -173,50 +222,121 @@ class Short(LanguageRows):
 """
 
 
-def test_an_object_of_the_wrong_kind_is_refused_in_one_sentence(data, outside):
-    # Modules whose corpus is a list, has documents of str, or has a split of an unknown name.
-    (outside / 'listed.py').write_text("def listed(config):\n    return ['a']\n")
+@pytest.fixture
+def wrong_modules(outside):
+    """Modules on the path whose corpora and tasks break the interface."""
     fables = (outside / 'fables.py').read_text()
-    (outside / 'strings.py').write_text(fables.replace('.encode()', ''))
-    (outside / 'valid.py').write_text(fables.replace("('train',)", "('train', 'valid')"))
-    (outside / 'lacking.py').write_text(fables.replace("('train',)", "('train', 'test')"))
-    (outside / 'argued.py').write_text(fables.replace('lambda _:', 'lambda:'))
-    (outside / 'misread.py').write_text(MISREAD)
+    sources = {
+        'listed': "def listed(config):\n    return ['a']\n",
+        'strings': fables.replace('.encode()', ''),
+        'valid': fables.replace("('train',)", "('train', 'valid')"),
+        'lacking': fables.replace("('train',)", "('train', 'test')"),
+        'argued': fables.replace('lambda _:', 'lambda:'),
+        'misread': MISREAD,
+    }
+    for name, source in sources.items():
+        (outside / f'{name}.py').write_text(source)
 
-    # Settings of the data, and what the refusal says.
-    for fields, says in (
-        ({'name': 'recal(pairs=2)'}, "unknown data.name 'recal', did you mean 'recall'"),
-        ({'name': 'fables:none'}, "data.name='fables:none': fables has no 'none'"),
-        ({'name': 'fables:fables(count="a")'}, 'fails, TypeError in .*fables.py, line 6: '),
-        ({'name': 'listed:listed'}, r"'listed:listed' must return a Corpus, not \['a'\]"),
-        ({'name': 'strings:fables'}, "'strings:fables': a document must be bytes, not 'The 0th"),
-        ({'name': 'valid:fables'}, "split 'valid' is none of train, validation, test"),
-        ({'name': 'lacking:fables'}, "splits names 'test', but documents has only train"),
-        ({'name': 'argued:fables'}, "'argued:fables' fails, TypeError in .*takes 0 positional"),
-        ({'tokenizer': 'fables:fables'}, "='fables:fables' is not a class with encode, decode"),
-        ({'task': 'nibbles:Nibbles'}, "data.task='nibbles:Nibbles' is not a class with the attr"),
-        ({'task': 'causal_probe'}, 'causal probe, but .* is text in one language'),
-        ({'task': 'misread:Opened'}, "data.task='misread:Opened' fails, TypeError in .*open"),
-        (
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        pytest.param(
+            {'name': 'recal(pairs=2)'},
+            "unknown data.name 'recal', did you mean 'recall'",
+            id='misspelt probe',
+        ),
+        pytest.param(
+            {'name': 'fables:none'},
+            "data.name='fables:none': fables has no 'none'",
+            id='missing function',
+        ),
+        pytest.param(
+            {'name': 'fables:fables(count="a")'},
+            'fails, TypeError in .*fables.py, line 6: ',
+            id='wrong type of an option',
+        ),
+        pytest.param(
+            {'name': 'listed:listed'},
+            r"'listed:listed' must return a Corpus, not \['a'\]",
+            id='a list for a corpus',
+        ),
+        pytest.param(
+            {'name': 'strings:fables'},
+            "'strings:fables': a document must be bytes, not 'The 0th",
+            id='documents of str',
+        ),
+        pytest.param(
+            {'name': 'valid:fables'},
+            "split 'valid' is none of train, validation, test",
+            id='unknown split',
+        ),
+        pytest.param(
+            {'name': 'lacking:fables'},
+            "splits names 'test', but documents has only train",
+            id='split without documents',
+        ),
+        pytest.param(
+            {'name': 'argued:fables'},
+            "'argued:fables' fails, TypeError in .*takes 0 positional",
+            id='documents takes no language',
+        ),
+        pytest.param(
+            {'tokenizer': 'fables:fables'},
+            "='fables:fables' is not a class with encode, decode",
+            id='a function for a tokenizer',
+        ),
+        pytest.param(
+            {'task': 'nibbles:Nibbles'},
+            "data.task='nibbles:Nibbles' is not a class with the attr",
+            id='a tokenizer for a task',
+        ),
+        pytest.param(
+            {'task': 'causal_probe'},
+            'causal probe, but .* is text in one language',
+            id='a probe on text',
+        ),
+        pytest.param(
+            {'task': 'misread:Opened'},
+            "data.task='misread:Opened' fails, TypeError in .*open",
+            id='open takes no config',
+        ),
+        pytest.param(
             {'task': 'misread:Short'},
             r"read of data.task='misread:Short' gives .*targets_BT \(1, 15",
+            id='arrays of another shape',
         ),
-    ):
-        with refused(says):
-            rows_of(Config(data=dataclasses.replace(data, **fields)))
+    ],
+)
+def test_an_object_of_the_wrong_kind_is_refused(data, wrong_modules, fields, message):
+    with refused(message):
+        rows_of(Config(data=dataclasses.replace(data, **fields)))
+
+
+def test_languages_of_a_corpus_in_one_language_are_refused(data):
     with refused("languages='en-de', but 'fables:fables' returns text in one language"):
         find(dataclasses.replace(data, languages='en-de'))
 
 
-def test_a_changed_source_or_option_has_another_identity(outside, data):
+def test_an_option_changes_the_identity_of_a_tokenizer(data):
+    default = dataclasses.replace(data, tokenizer='nibbles:Nibbles')
+    changed = dataclasses.replace(data, tokenizer='nibbles:Nibbles(high_first=False)')
+
+    default_identity = load_text(default).identity()
+    changed_identity = load_text(changed).identity()
+
+    assert changed_identity['tokenizer'] != default_identity['tokenizer']
+
+
+def test_an_edited_module_changes_the_identity_of_the_data(outside, data):
     data = dataclasses.replace(data, tokenizer='nibbles:Nibbles')
     before = load_text(data).identity()
-    other = dataclasses.replace(data, tokenizer='nibbles:Nibbles(high_first=False)')
-    assert load_text(other).identity()['tokenizer'] != before['tokenizer']
+
     for module in ('nibbles', 'fables'):
         path = outside / f'{module}.py'
         path.write_text(path.read_text() + '\n# edited\n')
     after = load_text(data).identity()
+
     assert after['version'] != before['version']
     assert after['tokenizer'] != before['tokenizer']
     assert after['fingerprints'] == before['fingerprints']
