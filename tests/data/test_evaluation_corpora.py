@@ -25,22 +25,27 @@ def texts(tmp_path):
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """config_of(*evaluate, **data): a run on a corpus of 200 numbered lines."""
+    """config_of(*evaluate, model={...}, **data): a config with these `data.evaluate`.
+
+    The data of the run are 200 numbered lines, unless `data` names others.
+    """
     lines = [f'line {number} of the corpus\n'.encode() for number in range(200)]
     split_texts = {'train': lines[:120], 'validation': lines[120:160], 'test': lines[160:]}
     register(monkeypatch, 'lines', split_texts)
 
     def make(*evaluate, model=None, **data):
-        fields = {'name': 'lines', 'data_dir': str(tmp_path / 'cache'), 'evaluate': evaluate}
-        return Config(
-            model=ModelConfig(context=16, **(model or {})), data=DataConfig(**(fields | data))
-        )
+        model_fields = {'context': 16} | (model or {})
+        data_fields = {'name': 'lines', 'data_dir': str(tmp_path / 'cache'), 'evaluate': evaluate}
+        data_fields |= data
+        return Config(model=ModelConfig(**model_fields), data=DataConfig(**data_fields))
 
     return make
 
 
-def corpora_of(config):
-    return open_corpora(config, rows_of(config))
+def corpus_of(config):
+    """The only corpus of `data.evaluate`, opened."""
+    (corpus,) = open_corpora(config, rows_of(config))
+    return corpus
 
 
 def tokens_of(corpus):
@@ -50,7 +55,7 @@ def tokens_of(corpus):
 
 
 @pytest.mark.parametrize(
-    ('text', 'expected', 'split'),
+    ('text', 'fields', 'split'),
     [
         ('stdlib', {'name': 'stdlib'}, 'validation'),
         ('stdlib@test', {'name': 'stdlib'}, 'test'),
@@ -66,32 +71,46 @@ def tokens_of(corpus):
         ),
     ],
 )
-def test_an_entry_names_a_corpus_with_settings_and_a_split(config_of, text, expected, split):
-    config = config_of(text, tokenizer='bpe', tokenizer_size=300, lowercase=True)
-    (entry,) = entries(config)
-    of_run = {'data_dir': config.data.data_dir, 'lowercase': True}
-    of_run |= {'tokenizer': 'bpe', 'tokenizer_size': 300}
-    assert entry.text == text
-    assert entry.split == split
-    assert entry.data == DataConfig(**expected, **of_run)
+def test_an_entry_names_a_corpus_with_settings_and_a_split(config_of, text, fields, split):
+    fields_of_run = {'tokenizer': 'bpe', 'tokenizer_size': 300, 'lowercase': True}
+    config = config_of(text, **fields_of_run)
+
+    parsed = entries(config)
+
+    assert len(parsed) == 1
+    assert parsed[0].text == text
+    assert parsed[0].split == split
+    data_dir = config.data.data_dir
+    assert parsed[0].data == DataConfig(**fields, **fields_of_run, data_dir=data_dir)
 
 
 def test_the_test_split_is_carved_as_in_the_run(config_of):
     config = config_of('stdlib', 'stdlib@train', 'stdlib@test', carve_test=True)
-    assert [entry.data.carve_test for entry in entries(config)] == [False, True, True]
+    validation, train, test = entries(config)
+    # The validation split is the same with and without a test split.
+    assert not validation.data.carve_test
+    assert train.data.carve_test
+    assert test.data.carve_test
 
 
 def test_a_split_of_the_run_itself_is_not_opened_again(config_of):
-    config = config_of('@train', '@test', shift_windows=True)
+    config = config_of('@test')
     rows = rows_of(config)
-    train, test = open_corpora(config, rows)
-    assert test.rows.dataset.split('test') is rows.dataset.split('test')
-    # Windows of an evaluation are never shifted.
+    (corpus,) = open_corpora(config, rows)
+    assert corpus.rows.dataset.split('test') is rows.dataset.split('test')
+
+
+def test_windows_of_an_evaluation_are_not_shifted(config_of):
+    config = config_of('@train', shift_windows=True)
+    rows = rows_of(config)
+    (corpus,) = open_corpora(config, rows)
+
     assert rows.shift
-    assert not train.rows.shift
-    ids = rows.dataset.split('train')
-    expected = ids[1 : 1 + 16 * train.rows.count('train')]
-    assert tokens_of(train).tolist() == expected.tolist()
+    assert not corpus.rows.shift
+    # The first token is never predicted.
+    num_predicted = config.model.context * corpus.rows.count('train')
+    expected_ids = rows.dataset.split('train')[1 : 1 + num_predicted]
+    assert tokens_of(corpus).tolist() == expected_ids.tolist()
 
 
 @pytest.mark.parametrize('tokenizer', ['bytes', 'characters', 'bpe'])
@@ -99,100 +118,141 @@ def test_text_is_encoded_by_the_tokenizer_of_the_run(config_of, texts, tokenizer
     size = {'tokenizer_size': 262} if tokenizer == 'bpe' else {}
     config = config_of(f'text:{texts}@test', tokenizer=tokenizer, model={'vocab_size': 300}, **size)
     rows = rows_of(config)
+
     (corpus,) = open_corpora(config, rows)
-    text = (texts / 'test/000.txt').read_bytes()
-    ids = rows.dataset.tokenizer.encode(text)
-    assert corpus.rows.dataset.split('test')[: len(ids)].tolist() == ids.tolist()
+
+    first_text = (texts / 'test/000.txt').read_bytes()
+    first_ids = rows.dataset.tokenizer.encode(first_text)
+    assert corpus.rows.dataset.split('test')[: len(first_ids)].tolist() == first_ids.tolist()
     assert corpus.rows.vocab_size == rows.vocab_size
-    # Of all splits, one is tokenized.
-    written = [path.name for path in (texts.parent / 'cache/tokens/text').rglob('*.bin')]
-    assert written == ['test.bin']
-    assert corpus.identity() | {'version': None} == {
+
+    # The version is that of the texts, which are in a new directory each time.
+    identity = corpus.identity()
+    del identity['version']
+    assert identity == {
         'name': 'text',
-        'version': None,
         'tokenizer': rows.dataset.tokenizer.name,
         'fingerprints': {'test': corpus.rows.dataset.info('test').fingerprint},
     }
 
+    # No other split was tokenized.
+    cache = texts.parent / 'cache/tokens/text'
+    assert [path.name for path in cache.rglob('*.bin')] == ['test.bin']
 
-def test_the_tokens_of_a_split_alone_are_those_among_all_splits(config_of, texts):
+
+def test_a_split_that_is_tokenized_alone_has_the_same_tokens(config_of, texts):
     config = config_of(f'text:{texts}@test')
-    (corpus,) = corpora_of(config)
+    corpus = corpus_of(config)
+    test_alone = corpus.rows.dataset
+
     data = DataConfig(name='text', path=str(texts), data_dir=config.data.data_dir)
-    dataset = load_text(data)
-    assert corpus.rows.dataset.split('test').tolist() == dataset.split('test').tolist()
-    assert corpus.rows.dataset.info('test') == dataset.info('test')
+    all_splits = load_text(data)
+
+    assert test_alone.split('test').tolist() == all_splits.split('test').tolist()
+    assert test_alone.info('test') == all_splits.info('test')
 
 
 def test_a_carved_split_is_named_as_one(config_of, texts):
-    flat = texts / 'train'
-    (corpus,) = corpora_of(config_of(f'text:{flat}'))
-    assert corpus.identity()['carved'] == {'validation': 0.1}
-    (corpus,) = corpora_of(config_of(f'text:{flat}@train'))
-    assert 'carved' not in corpus.identity()
+    # A folder of texts without splits, from which validation is carved.
+    folder = texts / 'train'
+
+    validation = corpus_of(config_of(f'text:{folder}'))
+    assert validation.identity()['carved'] == {'validation': 0.1}
+
+    train = corpus_of(config_of(f'text:{folder}@train'))
+    assert 'carved' not in train.identity()
 
 
 def test_prepared_tokens_of_the_same_tokenizer_are_read(config_of, texts, tmp_path):
+    model = {'vocab_size': 401}
     words = str(write_vocabulary(tmp_path / 'words.json'))
-    text = DataConfig(name='text', path=str(texts), tokenizer=words)
-    prepare(dataclasses.replace(text, data_dir=str(tmp_path / 'cache')), str(tmp_path / 'made'))
-    config = config_of(f'tokens:{tmp_path}/made', tokenizer=words, model={'vocab_size': 401})
-    (corpus,) = corpora_of(config)
-    assert corpus.identity()['fingerprints'].keys() == {'validation'}
-    # Where the run itself reads prepared tokens, text is encoded by their tokenizer too.
-    run = {'name': 'tokens', 'path': f'{tmp_path}/made', 'model': {'vocab_size': 401}}
-    (of_text,) = corpora_of(config_of(f'text:{texts}', **run))
-    assert tokens_of(of_text).tolist() == tokens_of(corpus).tolist()
+    tokens = str(tmp_path / 'made')
+    text = DataConfig(
+        name='text', path=str(texts), tokenizer=words, data_dir=str(tmp_path / 'cache')
+    )
+    prepare(text, tokens)
+
+    from_tokens = corpus_of(config_of(f'tokens:{tokens}', tokenizer=words, model=model))
+    assert from_tokens.identity()['fingerprints'].keys() == {'validation'}
+
+    # If the run itself reads the prepared tokens, text is encoded by their tokenizer.
+    run_on_tokens = config_of(f'text:{texts}', name='tokens', path=tokens, model=model)
+    from_text = corpus_of(run_on_tokens)
+    assert tokens_of(from_text).tolist() == tokens_of(from_tokens).tolist()
 
 
 @pytest.fixture
 def config_of_ids(config_of, tmp_path):
-    """config_of_ids(*evaluate, **fields): a run on ids up to 300 without a vocabulary."""
-    write_nanogpt(tmp_path / 'own/train.bin', ids_of_documents(0))
-    write_nanogpt(tmp_path / 'own/val.bin', ids_of_documents(1, 30))
+    """config_of_ids(*evaluate, **fields): a run on ids from 0 to 300 without a vocabulary."""
+    write_nanogpt(tmp_path / 'own/train.bin', ids_of_documents(seed=0))
+    write_nanogpt(tmp_path / 'own/val.bin', ids_of_documents(seed=1, num_documents=30))
 
     def make(*evaluate, model=None, **data):
-        model = {'vocab_size': 310} | (model or {})
-        fields = {'name': 'tokens', 'path': str(tmp_path / 'own'), 'documents': 'id=300'}
-        return config_of(*evaluate, model=model, **(fields | data))
+        model_fields = {'vocab_size': 310} | (model or {})
+        data_fields = {'name': 'tokens', 'path': str(tmp_path / 'own'), 'documents': 'id=300'}
+        data_fields |= data
+        return config_of(*evaluate, model=model_fields, **data_fields)
 
     return make
 
 
-def test_ids_without_a_vocabulary_have_to_be_ids_of_the_model(config_of_ids, tmp_path):
-    other = tmp_path / 'other'
-    write_nanogpt(other / 'train.bin', ids_of_documents(2))
-    write_nanogpt(other / 'val.bin', np.append(ids_of_documents(3, 30), 305).astype(np.uint16))
-    config = config_of_ids(f'tokens:{other}', cross_documents=False)
-    (corpus,) = corpora_of(config)
+@pytest.fixture
+def tokens_with_id_305(tmp_path):
+    """A directory of tokens without a vocabulary, of which the last is 305 and others below 301."""
+    directory = tmp_path / 'other'
+    validation_ids = np.append(ids_of_documents(seed=3, num_documents=30), 305)
+    write_nanogpt(directory / 'train.bin', ids_of_documents(seed=2))
+    write_nanogpt(directory / 'val.bin', validation_ids.astype(np.uint16))
+    return directory
+
+
+def test_ids_without_a_vocabulary_are_read_as_those_of_the_run(config_of_ids, tokens_with_id_305):
+    config = config_of_ids(f'tokens:{tokens_with_id_305}', cross_documents=False)
+
+    corpus = corpus_of(config)
+
     assert corpus.rows.vocab_size == 301
-    # The separator is that of the run.
+    # The separator of the run divides the documents, so that a row has segments of several.
     batch = corpus.rows.read('validation', np.arange(9), np.zeros((9, 2), np.uint64))
     assert batch['segments_BT'].max() > 1
+
+
+def test_ids_without_a_vocabulary_have_to_be_ids_of_the_model(config_of_ids, tokens_with_id_305):
+    corpus = f'tokens:{tokens_with_id_305}'
     with refused(r"evaluate='tokens:\S+': it has the id 305, but the model has ids from 0 to 304"):
-        corpora_of(config_of_ids(f'tokens:{other}', model={'vocab_size': 305}))
-    encoder = {'kind': 'encoder', 'vocab_size': 310}
+        corpus_of(config_of_ids(corpus, model={'vocab_size': 305}))
+
+    # The ids of an encoder end before its mask.
     with refused('it has the id 305, but the model has ids from 0 to 300 '):
-        corpora_of(config_of_ids(f'tokens:{other}', model=encoder))
+        corpus_of(config_of_ids(corpus, model={'kind': 'encoder', 'vocab_size': 310}))
+
+
+def test_text_needs_a_vocabulary(config_of_ids):
     with refused("evaluate='lines': text needs a vocabulary, .* set data.tokenizer to the"):
-        corpora_of(config_of_ids('lines'))
+        corpus_of(config_of_ids('lines'))
 
 
 def test_the_tokenizer_has_to_be_that_of_the_run(config_of, config_of_ids, texts, tmp_path):
-    words = str(write_vocabulary(tmp_path / 'words.json'))
-    data = DataConfig(name='text', path=str(texts), data_dir=str(tmp_path / 'cache'))
-    prepare(dataclasses.replace(data, tokenizer=words), str(tmp_path / 'words'))
-    says = 'it has the tokenizer file-[0-9a-f]{12}-end400, but the run has '
-    with refused(f'{says}bytes; give tokens of the same'):
-        corpora_of(config_of(f'tokens:{tmp_path}/words'))
-    with refused(f'{says}ids-301'):
-        corpora_of(config_of_ids(f'tokens:{tmp_path}/words'))
+    # Tokens of words; `config_of_ids` has written ids without a vocabulary.
+    text = DataConfig(name='text', path=str(texts), data_dir=str(tmp_path / 'cache'))
+    vocabulary = str(write_vocabulary(tmp_path / 'words.json'))
+    prepare(dataclasses.replace(text, tokenizer=vocabulary), str(tmp_path / 'words'))
+    words = f'tokens:{tmp_path}/words'
+    ids = f'tokens:{tmp_path}/own'
+
+    with refused(
+        'it has the tokenizer file-[0-9a-f]{12}-end400, but the run has bytes; '
+        'give tokens of the same'
+    ):
+        corpus_of(config_of(words))
+    with refused('it has the tokenizer file-[0-9a-f]{12}-end400, but the run has ids-301'):
+        corpus_of(config_of_ids(words))
     with refused(r"evaluate='tokens:\S+': it has the tokenizer ids-301, but the run has bytes"):
-        corpora_of(config_of(f'tokens:{tmp_path}/own'))
+        corpus_of(config_of(ids))
 
 
 @pytest.mark.parametrize(
-    ('text', 'says'),
+    ('text', 'message'),
     [
         ('lins', "data.evaluate='lins': unknown data.name 'lins', did you mean 'lines'?"),
         ('lines@tset', "unknown data.name 'lines@tset', did you mean"),
@@ -207,30 +267,49 @@ def test_the_tokenizer_has_to_be_that_of_the_run(config_of, config_of_ids, texts
         ('text:a?path=b', "data.evaluate='text:a\\?path=b': it has two paths"),
         ('text:a?feature=b&feature=c', 'it sets feature twice'),
         ('text:/absent', "data.evaluate='text:/absent': data.path: '/absent' does not exist"),
-        ('two', "data.evaluate='two': two has no split 'test'; valid: train, validation"),
-        ('empty', "data.evaluate='empty': split 'test' of empty has no document"),
-        ('short', "evaluate='short': model.context=16 is too long for split 'test' of short; it"),
     ],
 )
-def test_a_corpus_that_cannot_be_evaluated_is_refused(config_of, monkeypatch, text, says):
-    # Corpora without a test split, with an empty one, and with one of a single byte.
-    some = [b'some text of a corpus\n']
-    register(monkeypatch, 'two', {'train': some, 'validation': some})
-    register(monkeypatch, 'empty', {'train': some, 'validation': some, 'test': []})
-    register(monkeypatch, 'short', {'train': some, 'validation': some, 'test': [b'a']})
-    if text in ('two', 'empty', 'short'):
-        with refused(says.replace(f"evaluate='{text}'", f"evaluate='{text}@test'")):
-            corpora_of(config_of(f'{text}@test'))
-        return
-    with refused(says):
-        corpora_of(config_of(text))
+def test_an_entry_that_names_no_corpus_is_refused(config_of, text, message):
+    with refused(message):
+        corpus_of(config_of(text))
+
+
+TEXT = b'some text of a corpus\n'
+
+
+@pytest.mark.parametrize(
+    ('test_texts', 'message'),
+    [
+        pytest.param(
+            {},
+            "data.evaluate='own@test': own has no split 'test'; valid: train, validation",
+            id='missing',
+        ),
+        pytest.param(
+            {'test': []},
+            "data.evaluate='own@test': split 'test' of own has no document",
+            id='empty',
+        ),
+        pytest.param(
+            {'test': [b'a']},
+            "evaluate='own@test': model.context=16 is too long for split 'test' of own; it",
+            id='too short',
+        ),
+    ],
+)
+def test_a_split_that_cannot_be_evaluated_is_refused(config_of, monkeypatch, test_texts, message):
+    register(monkeypatch, 'own', {'train': [TEXT], 'validation': [TEXT], **test_texts})
+    with refused(message):
+        corpus_of(config_of('own@test'))
 
 
 @pytest.mark.parametrize(
     ('model', 'data'),
     [
-        ({'kind': 'encoder_decoder'}, {'name': 'cldr', 'languages': 'en-de'}),
-        ({}, {'name': 'recall(pairs=2)'}),
+        pytest.param(
+            {'kind': 'encoder_decoder'}, {'name': 'cldr', 'languages': 'en-de'}, id='translation'
+        ),
+        pytest.param({'kind': 'decoder'}, {'name': 'recall(pairs=2)'}, id='probe'),
     ],
 )
 def test_models_of_translation_or_probes_have_no_further_corpora(config_of, model, data):
@@ -238,21 +317,25 @@ def test_models_of_translation_or_probes_have_no_further_corpora(config_of, mode
         entries(config_of('stdlib', model=model, **data))
 
 
-def test_an_encoder_restores_the_same_share_of_masked_tokens(config_of):
+def test_an_encoder_is_evaluated_at_the_mask_rate_of_the_run(config_of):
     config = config_of('@test', model={'kind': 'encoder', 'vocab_size': 257}, mask_rate=0.25)
-    (corpus,) = corpora_of(config)
+
+    corpus = corpus_of(config)
+
+    # 4 of the 16 tokens of a row are masked.
     batch = next(eval_batches(corpus.rows, 'test', batch_size=4))
-    assert batch['loss_weights_BT'].sum(1).tolist() == [4] * 4
+    assert batch['loss_weights_BT'].sum(axis=1).tolist() == [4, 4, 4, 4]
     assert corpus.identity()['masking'] == {'version': 1, 'rate': 0.25}
 
 
-def test_data_without_further_corpora_keep_their_identity(config_of):
+def test_further_corpora_are_added_to_the_identity_of_the_data(config_of):
     config = config_of('@test')
     rows = rows_of(config)
-    assert identity_with(rows, ()) == rows.identity()
     corpora = open_corpora(config, rows)
-    identity = rows.identity() | {'evaluate': {'@test': corpora[0].identity()}}
-    assert identity_with(rows, corpora) == identity
+
+    assert identity_with(rows, ()) == rows.identity()
+    with_corpora = rows.identity() | {'evaluate': {'@test': corpora[0].identity()}}
+    assert identity_with(rows, corpora) == with_corpora
 
 
 def test_a_dry_run_says_that_a_corpus_is_not_prepared(config_of):
