@@ -23,13 +23,15 @@ def file(tmp_path):
 
 @pytest.fixture
 def kernel_advice(monkeypatch):
-    """A list of the advice that the kernel gets on pages: (kind, first byte, number of bytes)."""
+    """A list of the advice on pages that the kernel got: (kind, first byte, number of bytes)."""
     advice = []
 
     class Pages(mmap.mmap):
-        def madvise(self, what, start=0, length=None):
-            advice.append((what, start, length))
-            super().madvise(what, start, len(self) if length is None else length)
+        def madvise(self, kind, start=0, length=None):
+            advice.append((kind, start, length))
+            if length is None:
+                length = len(self)
+            super().madvise(kind, start, length)
 
     monkeypatch.setattr(mmap, 'mmap', Pages)
     return advice
@@ -38,11 +40,13 @@ def kernel_advice(monkeypatch):
 @pytest.mark.skipif(sys.platform != 'linux', reason='/proc is of Linux')
 def test_a_row_does_not_read_the_pages_around_it(file):
     ids = map_ids(file, 'uint16')
-    assert len(ids) == 10_512
-    (mapping,) = re.findall(
-        rf'{re.escape(str(file))}\n(?:.*\n)*?VmFlags: (.*)\n', Path('/proc/self/smaps').read_text()
-    )
-    assert 'rr' in mapping.split()  # random reads
+    assert len(ids) == 1024 // 2 + 10_000  # the header is read as ids
+
+    # The flags that the kernel has for the pages of the file.
+    mappings = Path('/proc/self/smaps').read_text()
+    flags = re.findall(rf'{re.escape(str(file))}\n(?:.*\n)*?VmFlags: (.*)\n', mappings)
+    assert len(flags) == 1
+    assert 'rr' in flags[0].split()  # "random read": nothing is read ahead
 
 
 def test_ids_follow_the_header_and_cannot_be_written(file):
@@ -50,31 +54,58 @@ def test_ids_follow_the_header_and_cannot_be_written(file):
     assert ids.tolist() == list(range(10_000))
     with pytest.raises(ValueError, match='read-only'):
         ids[0] = 1
-    # Files that are shorter than the header.
-    for size in (0, 3):
-        file.write_bytes(bytes(size))
-        with pytest.raises(ValueError):
-            map_ids(file, 'uint16')
 
 
-def test_the_pages_of_ids_that_are_read_in_order_are_read_ahead(file, kernel_advice):
+@pytest.mark.parametrize('size', [0, 3])
+def test_a_file_of_no_whole_ids_is_refused(file, size):
+    file.write_bytes(bytes(size))
+    with pytest.raises(ValueError):
+        map_ids(file, 'uint16')
+
+
+def test_pages_of_ids_are_read_ahead(file, kernel_advice):
     ids = map_ids(file, 'uint16', 1024)
+    first_byte = 1024 + 2 * 4000
+    byte_after_last = 1024 + 2 * 6000
     kernel_advice.clear()
-    read_ahead(ids[4000:6000])  # bytes 9,024 to 13,024
-    ((what, start, length),) = kernel_advice
-    assert (what, start % mmap.PAGESIZE) == (mmap.MADV_WILLNEED, 0)
-    assert 9024 - mmap.PAGESIZE < start <= 9024
-    assert start + length == 13_024
-    read_ahead(ids[:100].copy())
+
+    read_ahead(ids[4000:6000])
+
     assert len(kernel_advice) == 1
+    kind, start, length = kernel_advice[0]
+    assert kind == mmap.MADV_WILLNEED
+    # Advice begins with a whole page.
+    assert start == first_byte // mmap.PAGESIZE * mmap.PAGESIZE
+    assert start + length == byte_after_last
+
+
+def test_ids_in_memory_are_not_read_ahead(file, kernel_advice):
+    ids = map_ids(file, 'uint16', 1024)
+    in_memory = ids[:100].copy()
+    kernel_advice.clear()
+
+    read_ahead(in_memory)
+
+    assert not kernel_advice
 
 
 def test_a_split_that_is_read_in_blocks_is_read_ahead(file, kernel_advice, monkeypatch):
     monkeypatch.setattr(tokens, 'BLOCK', 4000)
     ids = map_ids(file, 'uint16', 1024)
-    shards = Shards([Shard(file, ids), Shard(file, ids)])
+    two_shards = Shards([Shard(file, ids), Shard(file, ids)])
     kernel_advice.clear()
-    assert np.concatenate(list(tokens.blocks(shards))).tolist() == 2 * list(range(10_000))
-    # Blocks 1 and 2 are in the first shard, 3 in both, 4 and 5 in the second.
+
+    blocks = list(tokens.blocks(two_shards))
+
+    assert np.concatenate(blocks).tolist() == 2 * list(range(10_000))
+    # Each read within a shard ends at one of these ids of the shard.
+    last_ids = [
+        4000,  # block 1, in the first shard
+        8000,  # block 2
+        10_000,  # block 3 begins
+        2000,  # block 3 ends in the second shard
+        6000,  # block 4
+        10_000,  # block 5
+    ]
     ends = [start + length for _, start, length in kernel_advice]
-    assert ends == [1024 + 2 * end for end in (4000, 8000, 10_000, 2000, 6000, 10_000)]
+    assert ends == [1024 + 2 * last_id for last_id in last_ids]
