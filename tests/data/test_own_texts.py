@@ -19,30 +19,43 @@ from tests.refusals import refused
 pyarrow = pytest.importorskip('pyarrow', reason="Parquet needs pip install -e '.[datasets]'")
 parquet = pytest.importorskip('pyarrow.parquet')
 
-TEXTS = [f'Text {number}\nof more lines, naïve.\n' for number in range(40)]
+TEXTS = [f'Text {number}\nof more lines, naïve.\n' for number in range(40)]  # 40 texts
+
+
+def corpus_of_file(directory, name, content, **settings):
+    """The corpus of a single file of this name and content, which is written into the directory."""
+    return written_corpus(directory, {name: content}, path=str(directory / name), **settings)
+
+
+def all_documents(corpus):
+    """The documents of all splits, sorted."""
+    return sorted(text for texts in documents(corpus).values() for text in texts)
 
 
 def json_lines(texts, field='text'):
-    """As pandas.to_json(lines=True) and most corpora are written."""
-    return ''.join(json.dumps({'id': 1, field: text}) + '\n' for text in texts).encode()
+    """Records as JSON Lines, with the fields 'id' and `field`."""
+    lines = [json.dumps({'id': 1, field: text}) + '\n' for text in texts]
+    return ''.join(lines).encode()
 
 
 def zstd(content):
-    # In two frames, as pzstd writes them.
-    """Compresses bytes by zstd."""
+    """Compresses bytes by zstd, in two frames, as pzstd does."""
     half = len(content) // 2
-    parts = [content[:half], content[half:]]
-    return b''.join(pyarrow.compress(part, codec='zstd', asbytes=True) for part in parts)
+    frames = []
+    for part in (content[:half], content[half:]):
+        frames.append(pyarrow.compress(part, codec='zstd', asbytes=True))
+    return b''.join(frames)
 
 
 def parquet_file(texts, field='text'):
-    """The bytes of a parquet file of these texts, in groups of 7 rows, and their numbers as ids."""
-    sink = pyarrow.BufferOutputStream()
-    table = pyarrow.table({'id': range(len(texts)), field: pyarrow.array(texts, pyarrow.string())})
-    parquet.write_table(table, sink, row_group_size=7)
-    return sink.getvalue().to_pybytes()
+    """Records as a Parquet file, with the columns 'id' and `field`, in groups of 7 rows."""
+    columns = {'id': range(len(texts)), field: pyarrow.array(texts, pyarrow.string())}
+    file = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(columns), file, row_group_size=7)
+    return file.getvalue().to_pybytes()
 
 
+# The 40 TEXTS as a file of each format.
 CONTENTS = {
     'a.jsonl': json_lines(TEXTS),
     'a.JSONL': json_lines(TEXTS),
@@ -55,34 +68,36 @@ CONTENTS = {
 
 @pytest.mark.parametrize('name', CONTENTS)
 def test_a_document_is_the_text_of_a_record(tmp_path, name):
-    corpus = written_corpus(tmp_path, {name: CONTENTS[name]}, path=str(tmp_path / name))
+    corpus = corpus_of_file(tmp_path, name, CONTENTS[name])
     assert corpus.carved == {'validation': 0.1, 'test': 0.1}
-    texts = sum(documents(corpus).values(), [])
-    assert sorted(texts) == sorted(text.encode() for text in TEXTS)
+    assert all_documents(corpus) == sorted(text.encode() for text in TEXTS)
 
 
-def test_records_without_text_are_left_out(tmp_path):
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
+def test_records_without_text_are_left_out(tmp_path, name):
     texts = ['a', '', None, 'b'] * 10
-    for name, content in (
-        ('a.jsonl', json_lines(texts) + b'\n'),
-        ('a.parquet', parquet_file(texts)),
-    ):
-        corpus = written_corpus(tmp_path, {name: content}, path=str(tmp_path / name))
-        assert sorted(sum(documents(corpus).values(), [])) == [b'a'] * 10 + [b'b'] * 10
+    contents = {
+        'a.jsonl': json_lines(texts) + b'\n',  # ends with a blank line
+        'a.parquet': parquet_file(texts),
+    }
+    corpus = corpus_of_file(tmp_path, name, contents[name])
+    assert all_documents(corpus) == [b'a'] * 10 + [b'b'] * 10
 
 
 def test_data_feature_names_the_field(tmp_path):
-    files = {'a.jsonl': json_lines(TEXTS, field='content')}
-    corpus = written_corpus(tmp_path, files, path=str(tmp_path / 'a.jsonl'), feature='content')
-    assert sum(map(len, documents(corpus).values())) == 40
-    # A field of numbers.
-    other = written_corpus(tmp_path, {}, path=str(tmp_path / 'a.jsonl'), feature='id')
-    assert other.version != corpus.version
+    # Records with the fields 'id', a number, and 'content', a text.
+    content = json_lines(TEXTS, field='content')
+
+    corpus = corpus_of_file(tmp_path, 'a.jsonl', content, feature='content')
+    assert len(all_documents(corpus)) == 40
+
+    of_numbers = corpus_of_file(tmp_path, 'a.jsonl', content, feature='id')
+    assert of_numbers.version != corpus.version
     with refused("line 1 of .*a.jsonl' has 1 in the field 'id', which is no text; .* id, content"):
-        documents(other)
+        documents(of_numbers)
 
 
-def test_files_of_records_are_the_splits_that_their_names_say(tmp_path):
+def test_names_of_files_of_records_say_their_splits(tmp_path):
     files = {
         'data/train-00001-of-00002.parquet': parquet_file(['c']),
         'data/train-00000-of-00002.parquet': parquet_file(['a', 'b']),
@@ -92,81 +107,140 @@ def test_files_of_records_are_the_splits_that_their_names_say(tmp_path):
     corpus = written_corpus(tmp_path, files)
     assert documents(corpus) == {'train': [b'a', b'b', b'c'], 'validation': [b'd']}
 
-    # The version changes with the content of a file.
-    first_version = corpus.version
     files['data/validation-00000-of-00001.parquet'] = parquet_file(['dd'])
-    assert written_corpus(tmp_path, files).version != first_version
+    changed_corpus = written_corpus(tmp_path, files)
+    assert changed_corpus.version != corpus.version
 
 
 def test_files_of_records_that_name_no_split_are_all_train(tmp_path):
-    files = {f'{part}.jsonl.gz': gzip.compress(json_lines(TEXTS[part::2])) for part in range(2)}
+    # Each file has half of the 40 texts.
+    files = {
+        '0.jsonl.gz': gzip.compress(json_lines(TEXTS[0::2])),
+        '1.jsonl.gz': gzip.compress(json_lines(TEXTS[1::2])),
+    }
     corpus = written_corpus(tmp_path, files)
-    assert corpus.carved
-    assert sum(map(len, documents(corpus).values())) == 40
+    assert corpus.carved  # validation and test come from train
+    assert len(all_documents(corpus)) == 40
 
 
 def test_each_file_of_a_flat_folder_is_a_document(tmp_path):
     files = {f'{number:02d}.txt': text for number, text in enumerate(TEXTS)}
-    files |= {'40.txt.gz': gzip.compress(b'packed\n'), 'notes.md': 'no text'}
+    files['40.txt.gz'] = gzip.compress(b'packed\n')
+    files['notes.md'] = 'not read'
+
     corpus = written_corpus(tmp_path, files)
-    texts = documents(corpus)
-    assert sorted(sum(texts.values(), [])) == sorted([b'packed\n', *(t.encode() for t in TEXTS)])
-    assert len(corpus.names('test')) == len(texts['test'])
+
+    expected = [text.encode() for text in TEXTS] + [b'packed\n']
+    assert all_documents(corpus) == sorted(expected)
+    assert len(corpus.names('test')) == len(documents(corpus)['test'])
 
 
 @pytest.mark.parametrize(('suffix', 'compress'), [('.gz', gzip.compress), ('.zst', zstd)])
 def test_compressed_text_is_the_text_that_was_compressed(tmp_path, suffix, compress):
     text = ''.join(TEXTS).encode()
-    plain = written_corpus(tmp_path, {'a.txt': text}, path=str(tmp_path / 'a.txt'))
-    name = f'a.txt{suffix}'
-    packed = written_corpus(tmp_path, {name: compress(text)}, path=str(tmp_path / name))
-    assert documents(packed) == documents(plain)
-    splits = {f'train.txt{suffix}': compress(text), 'validation.txt': text}
-    assert documents(written_corpus(tmp_path / 'splits', splits))['train'] == [text]
+    compressed_text = compress(text)
+
+    plain = corpus_of_file(tmp_path, 'a.txt', text)
+    compressed = corpus_of_file(tmp_path, f'a.txt{suffix}', compressed_text)
+    assert documents(compressed) == documents(plain)
+
+    # The file of a split may be compressed as well.
+    files = {f'train.txt{suffix}': compressed_text, 'validation.txt': text}
+    corpus = written_corpus(tmp_path / 'splits', files)
+    assert documents(corpus)['train'] == [text]
 
 
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
-        ('a.jsonl', json_lines(TEXTS) + b'{"x": 1}\n', "line 41 of .*a.jsonl' has no field 'text'"),
-        ('a.jsonl', b'{"text": "a"}\n{"text"\n', "line 2 of .*a.jsonl' cannot be read: it is not"),
-        ('a.jsonl', b'["a"]\n', "line 1 of .*a.jsonl' is no JSON object but"),
-        ('a.jsonl', b'{"text": "\\ud800"}\n', 'line 1 of .* has text that is not Unicode'),
-        ('a.jsonl', b'', "a.jsonl' is empty; it must hold text"),
-        ('a.jsonl.gz', CONTENTS['a.jsonl.gz'][:-20], "a.jsonl.gz' cannot be read .EOFError"),
-        ('a.jsonl.gz', json_lines(TEXTS), "a.jsonl.gz' cannot be read .BadGzipFile"),
-        (
+        pytest.param(
+            'a.jsonl',
+            json_lines(TEXTS) + b'{"x": 1}\n',
+            "line 41 of .*a.jsonl' has no field 'text'",
+            id='missing field',
+        ),
+        pytest.param(
+            'a.jsonl',
+            b'{"text": "a"}\n{"text"\n',
+            "line 2 of .*a.jsonl' cannot be read: it is not",
+            id='no JSON',
+        ),
+        pytest.param(
+            'a.jsonl', b'["a"]\n', "line 1 of .*a.jsonl' is no JSON object but", id='list'
+        ),
+        pytest.param(
+            'a.jsonl',
+            b'{"text": "\\ud800"}\n',
+            'line 1 of .* has text that is not Unicode',
+            id='half a surrogate pair',
+        ),
+        pytest.param('a.jsonl', b'', "a.jsonl' is empty; it must hold text", id='empty JSON Lines'),
+        pytest.param(
+            'a.jsonl.gz',
+            CONTENTS['a.jsonl.gz'][:-20],
+            "a.jsonl.gz' cannot be read .EOFError",
+            id='cut JSON Lines in gzip',
+        ),
+        pytest.param(
+            'a.jsonl.gz',
+            json_lines(TEXTS),
+            "a.jsonl.gz' cannot be read .BadGzipFile",
+            id='JSON Lines not in gzip',
+        ),
+        pytest.param(
             'a.jsonl.zst',
             CONTENTS['a.jsonl.zst'][:-20],
             "a.jsonl.zst' cannot be read .OSError: Trun",
+            id='cut JSON Lines in zstd',
         ),
-        ('a.txt.gz', gzip.compress(b'a\n' * 99)[:-9], "a.txt.gz' cannot be read .EOFError"),
-        ('a.parquet', CONTENTS['a.parquet'][:-9], "a.parquet' cannot be read .ArrowInvalid"),
-        ('a.parquet', parquet_file([]), "a.parquet' has no rows; it must hold text"),
-        ('a.parquet', parquet_file(TEXTS, 'content'), "has no column 'text'; .* id, content"),
+        pytest.param(
+            'a.txt.gz',
+            gzip.compress(b'a\n' * 99)[:-9],
+            "a.txt.gz' cannot be read .EOFError",
+            id='cut text in gzip',
+        ),
+        pytest.param(
+            'a.parquet',
+            CONTENTS['a.parquet'][:-9],
+            "a.parquet' cannot be read .ArrowInvalid",
+            id='cut Parquet',
+        ),
+        pytest.param(
+            'a.parquet',
+            parquet_file([]),
+            "a.parquet' has no rows; it must hold text",
+            id='empty Parquet',
+        ),
+        pytest.param(
+            'a.parquet',
+            parquet_file(TEXTS, 'content'),
+            "has no column 'text'; .* id, content",
+            id='missing column',
+        ),
     ],
-    # Of compressed contents, which hold a time, workers of pytest would have different names.
-    ids=lambda value: '' if isinstance(value, bytes) else value,
 )
 def test_a_damaged_or_empty_file_of_records_is_named(tmp_path, name, content, message):
     with refused(message):
-        documents(written_corpus(tmp_path, {name: content}, path=str(tmp_path / name)))
+        documents(corpus_of_file(tmp_path, name, content))
 
 
 def test_a_column_that_is_no_text_is_named(tmp_path):
-    files = {'a.parquet': CONTENTS['a.parquet']}
+    corpus = corpus_of_file(tmp_path, 'a.parquet', CONTENTS['a.parquet'], feature='id')
     with refused("column 'id' of .*a.parquet' holds int64, which is no text; set data.feature to"):
-        documents(written_corpus(tmp_path, files, path=str(tmp_path / 'a.parquet'), feature='id'))
+        documents(corpus)
+
+
+def test_plain_text_has_no_features(tmp_path):
     with refused("data.feature='id' has no effect on plain text"):
-        written_corpus(tmp_path, {'a.txt': 'a\n'}, path=str(tmp_path / 'a.txt'), feature='id')
+        corpus_of_file(tmp_path, 'a.txt', 'a\n', feature='id')
 
 
 @pytest.mark.parametrize('name', ['a.jsonl.zst', 'a.parquet'])
 def test_a_missing_library_is_named_with_its_extra(tmp_path, name, monkeypatch):
-    for module in ('pyarrow', 'pyarrow.parquet'):
-        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, 'pyarrow', None)
+    monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
     with refused(rf"{name}' cannot be read: .* needs the package pyarrow.*'\.\[datasets\]'"):
-        documents(written_corpus(tmp_path, {name: CONTENTS[name]}, path=str(tmp_path / name)))
+        documents(corpus_of_file(tmp_path, name, CONTENTS[name]))
 
 
 def test_records_are_read_one_at_a_time(tmp_path):
@@ -187,25 +261,19 @@ def corpus_of_one_document(text):
     )
 
 
-PLAY = b'\n\nACT I\nto be\n\n  \nor not\nto be\n\nACT II\nthat is\r\n\r\nthe question\n\n'
+# Two acts; the first has two scenes.
+FIRST_SCENE = b'\n\nACT I\nto be\n\n  \n'
+SECOND_SCENE = b'or not\nto be\n\n'
+SECOND_ACT = b'ACT II\nthat is\r\n\r\n'
+END = b'the question\n\n'
+PLAY = FIRST_SCENE + SECOND_SCENE + SECOND_ACT + END
 
 
 @pytest.mark.parametrize(
     ('rule', 'expected'),
     [
-        (
-            'blank_line',
-            [
-                b'\n\nACT I\nto be\n\n  \n',
-                b'or not\nto be\n\n',
-                b'ACT II\nthat is\r\n\r\n',
-                b'the question\n\n',
-            ],
-        ),
-        (
-            '^ACT ',
-            [b'\n\nACT I\nto be\n\n  \nor not\nto be\n\n', PLAY[PLAY.index(b'ACT II') :]],
-        ),
+        ('blank_line', [FIRST_SCENE, SECOND_SCENE, SECOND_ACT, END]),
+        ('^ACT ', [FIRST_SCENE + SECOND_SCENE, SECOND_ACT + END]),
         ('nowhere', [PLAY]),
     ],
 )
@@ -213,23 +281,33 @@ def test_a_long_text_is_cut_into_documents(rule, expected):
     corpus = divide_texts(corpus_of_one_document(PLAY), rule)
     assert documents(corpus) == {'train': expected}
     assert corpus.names is None
-    assert corpus.version != '1'
-    assert corpus.version != divide_texts(corpus_of_one_document(PLAY), 'kB=1').version
+
+
+@pytest.mark.parametrize('rule', ['blank_line', '^ACT ', 'nowhere'])
+def test_the_rule_that_cuts_a_text_changes_its_version(rule):
+    whole = corpus_of_one_document(PLAY)
+    cut = divide_texts(whole, rule)
+    cut_by_another_rule = divide_texts(whole, 'kB=1')
+    assert cut.version != whole.version
+    assert cut.version != cut_by_another_rule.version
 
 
 def test_blocks_end_at_line_ends():
-    # With the ends of lines, the first block has 1,000 bytes.
-    blocks = [[400, 500, 97], [300, 2500], [10, 999], [1, 1]]
-    texts = [b''.join(b'x' * size + b'\n' for size in sizes) for sizes in blocks]
-    assert (
-        documents(divide_texts(corpus_of_one_document(b''.join(texts)), 'kB=1'))['train'] == texts
-    )
+    # The lengths of the lines of each block. With line ends, the first block has 1,000 bytes.
+    line_lengths = [[400, 500, 97], [300, 2500], [10, 999], [1, 1]]
+    blocks = []
+    for lengths in line_lengths:
+        blocks.append(b''.join(length * b'x' + b'\n' for length in lengths))
+
+    corpus = divide_texts(corpus_of_one_document(b''.join(blocks)), 'kB=1')
+
+    assert documents(corpus)['train'] == blocks
 
 
-def test_a_regular_expression_matches_characters_of_any_length():
-    text = 'ä ä\nÜ ö\nÜ x\n'.encode()
-    cut = documents(divide_texts(corpus_of_one_document(text), '^[Ü]'))['train']
-    assert cut == ['ä ä\n'.encode(), 'Ü ö\n'.encode(), 'Ü x\n'.encode()]
+def test_a_regular_expression_matches_characters_of_several_bytes():
+    text = 'ä ä\nÜ ö\nÜ x\n'
+    corpus = divide_texts(corpus_of_one_document(text.encode()), '^[Ü]')
+    assert documents(corpus)['train'] == ['ä ä\n'.encode(), 'Ü ö\n'.encode(), 'Ü x\n'.encode()]
 
 
 @pytest.mark.parametrize(
@@ -245,11 +323,18 @@ def test_a_rule_that_divides_no_text_is_refused(rule, message):
         divide_texts(corpus_of_one_document(PLAY), rule)
 
 
-def test_one_file_of_many_paragraphs_has_as_many_documents_as_a_verdict_needs(tmp_path):
+def test_paragraphs_of_one_file_are_documents_if_asked(tmp_path):
     path = tmp_path / 'book.txt'
+    num_paragraphs = 60 * len(TEXTS)
     path.write_text(''.join(f'{text}\n' for text in TEXTS * 60))
     data = DataConfig(name='text', path=str(path), data_dir=str(tmp_path / 'cache'))
-    assert load_text(data).info('test').num_documents == 1
-    dataset = load_text(dataclasses.replace(data, documents='blank_line'))
-    # The splits are cut at ends of lines, inside of two paragraphs.
-    assert [dataset.info(split).num_documents for split in dataset.splits] == [2161, 121, 120]
+
+    one_document = load_text(data)
+    assert one_document.info('test').num_documents == 1
+
+    paragraphs = load_text(dataclasses.replace(data, documents='blank_line'))
+    assert paragraphs.info('train').num_documents == 2161
+    assert paragraphs.info('validation').num_documents == 121
+    assert paragraphs.info('test').num_documents == 120
+    # Splits are cut at line ends, which lie within two of the paragraphs.
+    assert 2161 + 121 + 120 == num_paragraphs + 2
