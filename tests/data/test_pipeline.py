@@ -20,187 +20,276 @@ from tests.refusals import refused
 
 
 def windows(**sizes):
+    """Rows of 7 tokens; windows(train=100) has 100 tokens, each of which is its position."""
     return LanguageRows(numbers(**sizes), 7)
 
 
-def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
-    def order(rows, seed, num_steps):
-        """The first tokens of all rows."""
-        batches = pipeline.train_batches(rows, seeds=(seed,), num_steps=num_steps, batch_size=6)
-        return np.concatenate([batch['tokens_BT'][0, 0, :, 0] for batch in batches])
+def visited_windows(rows, seed, num_steps):
+    """The first token of every row that training visits, in order."""
+    batches = pipeline.train_batches(rows, seeds=(seed,), num_steps=num_steps, batch_size=6)
+    return np.concatenate([batch['tokens_BT'][0, 0, :, 0] for batch in batches])
 
-    # 59 windows: batches of 6 straddle the epochs.
+
+def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
+    # 59 windows in batches of 6, so that 59 steps are 6 epochs and a batch may straddle two.
     rows = windows(train=414)
-    epochs = np.concatenate([order(rows, seed, 59).reshape(6, 59) for seed in range(2)])
-    assert (np.sort(epochs, axis=1) == np.arange(0, 413, 7)).all()
-    assert len(np.unique(epochs, axis=0)) == len(epochs) == 12
+    assert rows.count('train') == 59
+
+    orders = []
+    for seed in (0, 1):
+        visited = visited_windows(rows, seed, num_steps=59)
+        orders.extend(visited.reshape(6, 59))
+
+    first_tokens = list(range(0, 413, 7))
+    for order in orders:
+        assert sorted(order.tolist()) == first_tokens
+    num_different = len(np.unique(orders, axis=0))
+    assert num_different == 2 * 6
+
+
+def test_the_order_of_training_does_not_change():
     # Written down, so that a library that shuffles differently does not go unnoticed.
-    known = [84, 364, 175, 357, 413, 399, 189, 147, 336, 154, 231, 210]
-    assert order(windows(train=421), 5, 2).tolist() == known
+    visited = visited_windows(windows(train=421), seed=5, num_steps=2)
+    assert visited.tolist() == [84, 364, 175, 357, 413, 399, 189, 147, 336, 154, 231, 210]
 
 
 def test_hosts_together_read_the_global_batches():
     rows = windows(train=500, validation=74)
 
-    def batches(part):
-        yield pipeline.train_batch(rows, seed=2, step=9, batch_size=6, part=part)
-        yield from pipeline.eval_batches(rows, 'validation', batch_size=6, part=part)
+    def read(part):
+        """A training batch and the batches of an evaluation, of which `part` selects rows."""
+        train_batch = pipeline.train_batch(rows, seed=2, step=9, batch_size=6, part=part)
+        eval_batches = pipeline.eval_batches(rows, 'validation', batch_size=6, part=part)
+        return [train_batch, *eval_batches]
 
     # Each of three hosts reads two of six rows.
-    parts = [batches(slice(first, first + 2)) for first in (0, 2, 4)]
-    for batch, *shares in zip(batches(None), *parts, strict=True):
+    global_batches = read(None)
+    first_host = read(slice(0, 2))
+    second_host = read(slice(2, 4))
+    third_host = read(slice(4, 6))
+
+    for batch, *shares in zip(global_batches, first_host, second_host, third_host, strict=True):
         for name, array in batch.items():
-            assert {part[name].shape for part in shares} == {(2, 7)}
-            assert np.array_equal(np.concatenate([part[name] for part in shares]), array)
+            arrays_of_hosts = [share[name] for share in shares]
+            for array_of_host in arrays_of_hosts:
+                assert array_of_host.shape == (2, 7)
+            assert np.array_equal(np.concatenate(arrays_of_hosts), array)
 
 
-def test_a_row_is_drawn_by_the_seed_and_its_place_in_the_sequence():
+@pytest.fixture
+def rows_of_draws():
+    """Rows whose batches hold their random seeds, `draws_B2`, and nothing else."""
     rows = windows(train=500, validation=74)
-    rows.read = lambda split, rows_B, draws_B2: {'draws': draws_B2}
-    # Step 2 begins at place 2 x 4; the part takes the rows 1 to 3 of it.
-    batch = pipeline.train_batch(rows, part=slice(1, 4), seed=7, step=2, batch_size=4)
-    assert batch['draws'].tolist() == [[7, 9], [7, 10], [7, 11]]
-    # Evaluations have seed 0, and the places of the rows in the split.
-    (batch,) = pipeline.eval_batches(rows, 'validation', batch_size=3, max_rows=3)
-    assert batch['draws'].tolist() == [[0, 0], [0, 3], [0, 6]]
-    assert batch['draws'].dtype == np.uint64
+    rows.read = lambda split, rows_B, draws_B2: {'draws_B2': draws_B2}
+    return rows
+
+
+def test_a_training_row_is_drawn_by_the_seed_and_its_place(rows_of_draws):
+    # Batch 2 has the places 8 to 11 of the training sequence; the part leaves out the first.
+    batch = pipeline.train_batch(rows_of_draws, seed=7, step=2, batch_size=4, part=slice(1, 4))
+    assert batch['draws_B2'].tolist() == [[7, 9], [7, 10], [7, 11]]
+
+
+def test_an_evaluation_row_is_drawn_by_its_number(rows_of_draws):
+    batches = pipeline.eval_batches(rows_of_draws, 'validation', batch_size=3, max_rows=3)
+    batch = next(batches)
+    # The rows 0, 3 and 6, each with seed 0.
+    assert batch['draws_B2'].tolist() == [[0, 0], [0, 3], [0, 6]]
+    assert batch['draws_B2'].dtype == np.uint64
+    assert next(batches, None) is None
 
 
 def test_batches_of_training_are_those_of_their_steps():
     rows = windows(train=500)
-    settings = {'batch_size': 6, 'part': slice(2, 5)}
-    steps = {'start_step': 11, 'num_steps': 8, 'steps_per_read': 3}
-    batches = pipeline.train_batches(rows, seeds=(4, 0, 4), **steps, **settings)
-    # 8 steps from the 11th, 3 to a read; each with the 3 rows of this part for 3 seeds.
+    seeds = (4, 0, 4)
+    start_step = 11
+    batch_fields = {'batch_size': 6, 'part': slice(2, 5)}  # 3 rows
+
+    batches = pipeline.train_batches(
+        rows, seeds=seeds, start_step=start_step, num_steps=8, steps_per_read=3, **batch_fields
+    )
     reads = [batch['tokens_BT'] for batch in batches]
-    assert [r.shape for r in reads] == [(3, 3, 3, 7), (3, 3, 3, 7), (2, 3, 3, 7)]
-    for c, tokens_XBT in enumerate(np.concatenate(reads)):
-        for seed, tokens_BT in zip((4, 0, 4), tokens_XBT, strict=True):
-            expected = pipeline.train_batch(rows, seed=seed, step=11 + c, **settings)['tokens_BT']
-            assert tokens_BT.dtype == expected.dtype
-            assert np.array_equal(tokens_BT, expected)
-    assert list(pipeline.train_batches(rows, seeds=(0,), num_steps=0, batch_size=1)) == []
+
+    # [steps, seeds, rows, tokens]
+    assert [read.shape for read in reads] == [(3, 3, 3, 7), (3, 3, 3, 7), (2, 3, 3, 7)]
+    tokens_SXBT = np.concatenate(reads)
+    for s, x in np.ndindex(8, 3):
+        expected = pipeline.train_batch(rows, seed=seeds[x], step=start_step + s, **batch_fields)
+        assert tokens_SXBT[s, x].dtype == expected['tokens_BT'].dtype
+        assert np.array_equal(tokens_SXBT[s, x], expected['tokens_BT'])
+
+
+def test_no_steps_have_no_batches():
+    batches = pipeline.train_batches(windows(train=500), seeds=(0,), num_steps=0, batch_size=1)
+    assert list(batches) == []
 
 
 def test_one_thread_reads_ahead():
     rows = windows(train=500)
     read = rows.read
-    threads = []
+    threads = []  # that of each read
 
-    def recording(*args):
+    def read_and_record(*args):
         threads.append(threading.current_thread())
         return read(*args)
 
-    rows.read = recording
+    rows.read = read_and_record
     batches = pipeline.train_batches(rows, seeds=(3, 1, 3), num_steps=2, batch_size=2)
+    num_reads = 2 * 2  # two steps of two different seeds
     with contextlib.closing(batches):
-        del threads[:]  # of the reads that check the settings
+        threads.clear()  # of the reads that check the settings
+
+        # After the first batch was taken, the second is read without waiting for `next`.
         next(batches)
         deadline = time.monotonic() + 10
-        while len(threads) < 4 and time.monotonic() < deadline:
+        while len(threads) < num_reads and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(threads) == 4 and len(set(threads)) == 1  # two seeds, two steps
+        assert len(threads) == num_reads
+        assert len(set(threads)) == 1
         assert threads[0] is not threading.main_thread()
-    threads[0].join(10)
+
+    # Closing ends the thread and the batches.
+    threads[0].join(timeout=10)
     assert not threads[0].is_alive()
     assert list(batches) == []
 
 
 def test_an_evaluation_predicts_every_token_once():
-    # 10 windows of 7, 3 tokens over.
+    # 10 windows of 7 tokens; a token is its position.
     rows = windows(validation=74)
     batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
+
     for batch in batches:
-        check_shapes(batch, 4, 7)
-    whole = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    is_target = whole['loss_weights_BT'] == 1
-    # The last batch has two rows of padding.
-    assert is_target.sum(1).tolist() == [7] * 10 + [0] * 2
-    assert not whole['loss_weights_BT'][~is_target].any()
-    # A token is its position, so that each target is its token plus 1.
-    assert (whole['targets_BT'] - whole['tokens_BT'] == is_target).all()
-    assert whole['targets_BT'][is_target].tolist() == list(range(1, 71))
+        check_shapes(batch, num_rows=4, length=7)
+    tokens_RT = np.concatenate([batch['tokens_BT'] for batch in batches])
+    targets_RT = np.concatenate([batch['targets_BT'] for batch in batches])
+    weights_RT = np.concatenate([batch['loss_weights_BT'] for batch in batches])
+
+    # The last two of 3 * 4 rows are padding, which is all zeros.
+    assert np.all(weights_RT[:10] == 1)
+    for array_RT in (tokens_RT, targets_RT, weights_RT):
+        assert np.all(array_RT[10:] == 0)
+    assert targets_RT[:10].ravel().tolist() == list(range(1, 71))
+    assert np.array_equal(tokens_RT[:10], targets_RT[:10] - 1)
 
 
 def test_a_subset_of_an_evaluation_is_evenly_spaced():
-    rows = windows(validation=74)
+    rows = windows(validation=74)  # 10 rows
     assert pipeline.eval_rows(rows, 'validation', 4).tolist() == [0, 2, 5, 7]
-    (batch,) = pipeline.eval_batches(rows, 'validation', batch_size=4, max_rows=4)
-    assert (batch['tokens_BT'][:, 0] // 7).tolist() == [0, 2, 5, 7]
     assert len(pipeline.eval_rows(rows, 'validation', 999)) == 10
 
+    batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4, max_rows=4))
+    assert len(batches) == 1
+    first_tokens = batches[0]['tokens_BT'][:, 0]
+    assert first_tokens.tolist() == [0 * 7, 2 * 7, 5 * 7, 7 * 7]
 
-def test_bad_settings_are_refused_in_one_sentence_at_the_call():
-    rows = windows(train=30, validation=74, test=7)
-    for fields, message in (
-        ({'part': slice(6, 9)}, r'part=.*6, 9.* no row of a batch of 6'),
-        ({'seed': 2**32}, 'seed=4294967296 is out of range'),
-    ):
-        with refused(message):
-            pipeline.train_batch(rows, **{'seed': 0, 'step': 0, 'batch_size': 6} | fields)
+
+def test_bad_settings_of_training_are_refused_at_the_call():
+    rows = windows(train=30)
+    with refused(r'part=.*6, 9.* no row of a batch of 6'):
+        pipeline.train_batch(rows, seed=0, step=0, batch_size=6, part=slice(6, 9))
+    with refused('seed=4294967296 is out of range'):
+        pipeline.train_batch(rows, seed=2**32, step=0, batch_size=6)
     with refused('seed=-1 is out of range'):
         pipeline.train_batches(rows, seeds=(0, -1), num_steps=1, batch_size=1)
+
+
+def test_a_split_shorter_than_a_row_is_refused_at_the_call():
+    rows = windows(train=30, test=7)  # a row needs 8 tokens, the last one as a target
     with refused("too long for split 'test'"):
         pipeline.eval_batches(rows, 'test', batch_size=4)
 
 
 def test_training_batches_of_a_config_are_endless(tiny):
     config = tiny(data={'eval_sequences': 11})
-    for step, batch in enumerate(itertools.islice(batches(config, seed=3), 3)):
-        expected = pipeline.train_batch(rows_of(config), seed=3, step=step, batch_size=8)
+    rows = rows_of(config)
+    first_batches = itertools.islice(batches(config, seed=3), 3)
+
+    for step, batch in enumerate(first_batches):
+        expected = pipeline.train_batch(rows, seed=3, step=step, batch_size=8)
         assert batch.keys() == expected.keys()
-        assert all(np.array_equal(array, expected[name]) for name, array in batch.items())
+        for name, array in batch.items():
+            assert np.array_equal(array, expected[name])
 
 
 def test_evaluation_batches_of_a_config_cover_the_sequences_once(tiny):
-    first, second = batches(tiny(data={'eval_sequences': 11}), 'validation')
+    config = tiny(data={'eval_sequences': 11})  # in batches of 8
+    first, second = batches(config, 'validation')
+
     assert first['tokens_BT'].shape == (8, 16)
-    assert second['loss_weights_BT'].any(axis=1).tolist() == [True] * 3 + [False] * 5
+    # The second batch has the other 3 sequences, and 5 rows of padding.
+    has_targets_B = second['loss_weights_BT'].any(axis=1)
+    assert has_targets_B.tolist() == [True] * 3 + [False] * 5
 
 
 @pytest.fixture
 def letters():
-    """Documents of 9, 3 and 8 tokens; rows aaaa aaaa 0bb0 cccc."""
+    """Documents of 9, 3 and 8 tokens, in rows of 4: aaaa aaaa 0bb0 cccc."""
     text = np.frombuffer(b'aaaaaaaa\0bb\0ccccccc\0', np.uint8)
     splits = {'train': text, 'validation': text}
     return LanguageRows(token_dataset('letters', ByteTokenizer(), splits), 4)
 
 
 def test_a_cluster_of_text_is_a_document(letters):
+    # The split is 'aaaaaaaa\0bb\0ccccccc\0', in 4 rows of 4 tokens.
     names, document_R = pipeline.clusters(letters, 'validation')
     assert names == ['0', '1', '2']
     assert document_R.tolist() == [0, 0, 1, 2]
-    _, document_R = pipeline.clusters(letters, 'validation', 2)
+
+    # Of two rows, the first and the third.
+    _, document_R = pipeline.clusters(letters, 'validation', max_rows=2)
     assert document_R.tolist() == [0, 1]
 
 
 def test_rows_without_documents_are_dealt_out_to_clusters():
     probe = CausalProbeRows(*find('recall(pairs=2)'))
-    names, cluster_R = pipeline.clusters(probe, 'test', 200)
-    assert names == [*map(str, range(128))]
+
+    names, cluster_R = pipeline.clusters(probe, 'test', max_rows=200)
+
+    assert names == [str(cluster) for cluster in range(128)]
+    # The last 200 - 128 rows go to the first clusters again.
     assert cluster_R.tolist() == [*range(128), *range(72)]
-    pipeline.check_documents(probe, DataConfig(), 1000)
+
+
+def test_rows_without_documents_need_no_minimum():
+    probe = CausalProbeRows(*find('recall(pairs=2)'))
+    pipeline.check_documents(probe, DataConfig(), minimum=1000)
 
 
 @pytest.mark.parametrize(
     ('fields', 'minimum', 'message'),
     [
-        ({'name': 'letters'}, 3, "'letters' has no test split, .*; set data.carve_test=True"),
-        ({'path': 'a.txt'}, 4, "3 of 3 documents in split 'validation' of .*'a.txt', .* 4; choose"),
+        pytest.param(
+            {'name': 'letters'},
+            3,
+            "'letters' has no test split, .*; set data.carve_test=True",
+            id='no test split',
+        ),
+        pytest.param(
+            {'path': 'a.txt'},
+            4,
+            "3 of 3 documents in split 'validation' of .*'a.txt', .* 4; choose",
+            id='too few documents',
+        ),
     ],
 )
 def test_a_study_needs_a_test_split_of_many_documents(letters, fields, minimum, message):
+    # `letters` has 3 documents in train and validation.
     with refused(message):
         pipeline.check_documents(letters, DataConfig(**fields), minimum)
 
 
-def test_the_rows_that_read_enough_documents_are_named(stdlib):
+def test_the_number_of_rows_that_suffices_is_named(stdlib):
     modules = LanguageRows(stdlib, 128)
-    pipeline.check_documents(modules, DataConfig())
     with refused(r'evaluates \d+ of \d+ documents .* at least 100; raise it to \d+\.$') as caught:
-        pipeline.check_documents(modules, DataConfig(eval_sequences=64), 100)
-    # The number that the refusal names is enough, and half of it is not.
-    number = int(re.search(r'(\d+)\.$', str(caught.value))[1])
-    pipeline.check_documents(modules, DataConfig(eval_sequences=number), 100)
-    with refused(f'at least 100; raise it to {number}'):
-        pipeline.check_documents(modules, DataConfig(eval_sequences=number // 2), 100)
+        pipeline.check_documents(modules, DataConfig(eval_sequences=64), minimum=100)
+    suggested = int(re.search(r'raise it to (\d+)\.$', str(caught.value))[1])
+
+    # This number suffices, and half of it does not.
+    pipeline.check_documents(modules, DataConfig(eval_sequences=suggested), minimum=100)
+    with refused(f'at least 100; raise it to {suggested}'):
+        pipeline.check_documents(modules, DataConfig(eval_sequences=suggested // 2), minimum=100)
+
+
+def test_default_settings_evaluate_enough_documents(stdlib):
+    pipeline.check_documents(LanguageRows(stdlib, 128), DataConfig())
