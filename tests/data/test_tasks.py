@@ -4,6 +4,7 @@ import collections
 import hashlib
 import math
 import types
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,15 +18,25 @@ from tests.data.datasets import check_shapes, numbers, read_rows, token_dataset
 from tests.refusals import refused
 
 
-def test_every_token_but_the_first_is_a_target_once():
-    # Of 70 tokens 69 are targets: the last starts no window.
-    for tokens, length, count in ((71, 7, 10), (70, 7, 9), (30, 29, 1)):
-        rows = LanguageRows(numbers(train=tokens), length)
-        assert rows.count('train') == count
-        batch = read_rows(rows, 'train', range(count))
-        assert batch['tokens_BT'].ravel().tolist() == list(range(count * length))
-        assert batch['targets_BT'].ravel().tolist() == list(range(1, count * length + 1))
-        assert (batch['loss_weights_BT'] == 1).all()
+@pytest.mark.parametrize(
+    ('num_tokens', 'length', 'num_windows'),
+    [
+        pytest.param(71, 7, 10, id='all tokens'),
+        pytest.param(70, 7, 9, id='the last window has no last target'),
+        pytest.param(30, 29, 1, id='one window'),
+    ],
+)
+def test_every_token_but_the_first_is_a_target_once(num_tokens, length, num_windows):
+    # A token is its position in the split.
+    rows = LanguageRows(numbers(train=num_tokens), length)
+    assert rows.count('train') == num_windows
+
+    batch = read_rows(rows, 'train', range(num_windows))
+
+    num_targets = num_windows * length
+    assert batch['tokens_BT'].ravel().tolist() == list(range(num_targets))
+    assert batch['targets_BT'].ravel().tolist() == list(range(1, num_targets + 1))
+    assert np.all(batch['loss_weights_BT'] == 1)
 
 
 @pytest.mark.parametrize(
@@ -41,185 +52,358 @@ def test_a_window_that_is_longer_than_the_split_is_refused(rows, message):
         rows.count('train')
 
 
-def test_the_windows_of_an_epoch_are_shifted_by_one_offset():
+NUM_WINDOWS = 14  # of the shifted rows below
+
+
+@pytest.fixture
+def shifted_rows():
+    """Rows of 7 tokens, whose training windows are shifted; a token is its position."""
     rows = LanguageRows(numbers(train=105, validation=106), 7, shift=True)
-    assert rows.count('train') == 14
-    offsets = []
-    for seed, epoch in [*np.ndindex(3, 3), (0, 0)]:
-        batch = read_rows(rows, 'train', range(14), seed, first_place=14 * epoch)
+    assert rows.count('train') == NUM_WINDOWS
+    return rows
+
+
+def offset_of_epoch(rows, seed, epoch):
+    """The position of the first training window."""
+    first_place = NUM_WINDOWS * epoch
+    batch = read_rows(rows, 'train', range(NUM_WINDOWS), seed, first_place)
+    return int(batch['tokens_BT'][0, 0])
+
+
+def test_the_windows_of_an_epoch_are_shifted_by_one_offset(shifted_rows):
+    for seed, epoch in np.ndindex(3, 3):
+        first_place = NUM_WINDOWS * epoch
+        batch = read_rows(shifted_rows, 'train', range(NUM_WINDOWS), seed, first_place)
         starts = batch['tokens_BT'][:, 0]
-        assert (np.diff(starts) == 7).all()
-        assert (batch['targets_BT'] == batch['tokens_BT'] + 1).all()
-        offsets.append(int(starts[0]))
-    assert set(offsets) <= set(range(7))
-    # Epochs of one seed and other seeds have other offsets; the same seed and epoch the same.
-    assert len(set(offsets[:3])) > 1
-    assert len(set(offsets)) > 3
-    assert offsets[-1] == offsets[0]
-    # Evaluation is not shifted, and reads one window more.
-    assert rows.count('validation') == 15
-    assert read_rows(rows, 'validation', [0])['tokens_BT'][0, 0] == 0
+        assert np.all(np.diff(starts) == 7)
+        assert 0 <= starts[0] < 7
+        assert np.all(batch['targets_BT'] == batch['tokens_BT'] + 1)
+
+
+def test_seeds_and_epochs_have_offsets_of_their_own(shifted_rows):
+    offsets = {}
+    for seed, epoch in np.ndindex(3, 3):
+        offsets[seed, epoch] = offset_of_epoch(shifted_rows, seed, epoch)
+
+    # Of 7 offsets, 9 epochs have some in common.
+    assert len(set(offsets.values())) > 3
+    assert len({offsets[0, 0], offsets[0, 1], offsets[0, 2]}) > 1
+    assert offset_of_epoch(shifted_rows, seed=0, epoch=0) == offsets[0, 0]
+
+
+def test_windows_of_an_evaluation_begin_with_the_first_token(shifted_rows):
+    assert shifted_rows.count('validation') == NUM_WINDOWS + 1
+    assert read_rows(shifted_rows, 'validation', [0])['tokens_BT'][0, 0] == 0
 
 
 def test_rows_of_separate_documents_number_them():
-    tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=3)
+    # Four documents: 0 1, 2, an empty one, and 0 1 2 without an end.
     tokens = np.array([0, 1, 3, 2, 3, 3, 0, 1, 2], np.uint8)
+    tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=3)
     dataset = token_dataset('letters', tokenizer, {'train': tokens})
+
     batch = read_rows(DocumentRows(dataset, 4), 'train', [0, 1])
+
     assert batch['tokens_BT'].tolist() == [[0, 1, 3, 2], [3, 3, 0, 1]]
-    # A separator opens a document; a window that begins in one begins a segment.
-    assert batch['segments_BT'].tolist() == [[1, 1, 2, 2], [2, 3, 3, 3]]
     assert batch['targets_BT'].tolist() == [[1, 3, 2, 3], [3, 0, 1, 2]]
-    assert (batch['loss_weights_BT'] == 1).all()
+    # A separator among the tokens begins the next segment.
+    assert batch['segments_BT'].tolist() == [[1, 1, 2, 2], [2, 3, 3, 3]]
+    assert np.all(batch['loss_weights_BT'] == 1)
 
 
-def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10():
-    """3,000 rows of 20 tokens have 4 targets each, at positions that are equally often chosen.
+@pytest.fixture(scope='module')
+def masked_rows():
+    """3,000 rows of 20 tokens, of which 20 percent are targets; a token is its position."""
+    rows = MaskedRows(numbers(train=60_010), 20, mask_rate=0.2)
+    assert rows.count('train') == 3000
+    return rows
 
-    A token is its position in the split, so that its original value is known.
-    """
-    rows = MaskedRows(numbers(train=60_010), 20, 0.2)
-    batch = read_rows(rows, 'train', range(rows.count('train')))
-    assert np.array_equal(batch['targets_BT'].ravel(), np.arange(60_000))
-    weights_BT = batch['loss_weights_BT']
-    chosen = weights_BT == 1
-    assert np.array_equal(batch['tokens_BT'][~chosen], batch['targets_BT'][~chosen])
+
+@pytest.fixture(scope='module')
+def masked_batch(masked_rows):
+    """A batch of all `masked_rows`."""
+    return read_rows(masked_rows, 'train', range(3000))
+
+
+def test_the_targets_of_masked_rows_are_their_tokens(masked_batch):
+    is_target_BT = masked_batch['loss_weights_BT'] == 1
+    assert masked_batch['targets_BT'].ravel().tolist() == list(range(60_000))
+    # Tokens without a loss are never hidden.
+    tokens = masked_batch['tokens_BT'][~is_target_BT]
+    assert np.array_equal(tokens, masked_batch['targets_BT'][~is_target_BT])
+
+
+def test_every_position_of_a_row_is_masked_equally_often(masked_batch):
+    weights_BT = masked_batch['loss_weights_BT']
     assert set(np.unique(weights_BT)) == {0, 1}
-    assert (weights_BT.sum(1) == 4).all()
-    # 3000 rows, probability 0.2: standard deviation 0.0073.
-    assert abs(weights_BT.mean(0) - 0.2).max() < 0.03
-    tokens = batch['tokens_BT'][chosen]
-    masked = tokens == rows.mask
-    kept = tokens == batch['targets_BT'][chosen]
-    # 12,000 choices: standard deviations 0.0037 and 0.0027.
-    assert masked.mean() == pytest.approx(0.8, abs=0.015)
-    assert kept.mean() == pytest.approx(0.1, abs=0.012)
-    # Uniform over the 65,535 ids that are neither the separator nor the mask.
-    drawn = tokens[~masked & ~kept]
-    assert 1 <= drawn.min()
-    assert drawn.max() <= 65_535
-    counts, _ = np.histogram(drawn, 4, (0, 65_536))
-    assert counts / len(drawn) == pytest.approx(0.25, abs=0.06)
+    # 20 percent of 20 tokens.
+    assert np.all(weights_BT.sum(axis=1) == 4)
+    # The share of 3,000 rows has a standard deviation of sqrt(0.2 * 0.8 / 3000) = 0.0073.
+    share_of_position_T = weights_BT.mean(axis=0)
+    assert abs(share_of_position_T - 0.2).max() < 0.03
 
 
-def test_a_separator_is_hidden_too_but_never_put_in_the_place_of_another_token():
+def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10(masked_rows, masked_batch):
+    is_target_BT = masked_batch['loss_weights_BT'] == 1
+    tokens = masked_batch['tokens_BT'][is_target_BT]
+    targets = masked_batch['targets_BT'][is_target_BT]
+
+    # 12,000 targets: the standard deviations of the shares are 0.0037 and 0.0027.
+    is_mask = tokens == masked_rows.mask
+    is_kept = tokens == targets
+    assert is_mask.mean() == pytest.approx(0.8, abs=0.015)
+    assert is_kept.mean() == pytest.approx(0.1, abs=0.012)
+
+    # Other tokens are uniform over the ids without the separator, 0, and the mask, 65,536.
+    replaced = tokens[~is_mask & ~is_kept]
+    assert replaced.min() >= 1
+    assert replaced.max() <= 65_535
+    counts, _ = np.histogram(replaced, bins=4, range=(0, 65_536))
+    assert counts / len(replaced) == pytest.approx(0.25, abs=0.06)
+
+
+def test_a_separator_is_hidden_but_replaces_no_token():
     tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=2)
-    dataset = token_dataset('letters', tokenizer, {'train': np.full(6000, 2, np.uint8)})
-    tokens_BT = read_rows(MaskedRows(dataset, 10, 0.5), 'train', range(600))['tokens_BT']
+    only_separators = np.full(6000, 2, np.uint8)
+    dataset = token_dataset('letters', tokenizer, {'train': only_separators})
+
+    batch = read_rows(MaskedRows(dataset, 10, mask_rate=0.5), 'train', range(600))
+
+    # In the place of separators are the mask, 4, and all tokens but the separator.
+    tokens_BT = batch['tokens_BT']
     assert set(tokens_BT[tokens_BT != 2]) == {0, 1, 3, 4}
 
 
 def test_a_mask_is_a_function_of_the_draws_alone():
-    rows = MaskedRows(numbers(train=2000, validation=2000), 20, 0.3)
+    # Both splits have the same tokens.
+    rows = MaskedRows(numbers(train=2000, validation=2000), 20, mask_rate=0.3)
     draws_B2 = np.array([[7, 1], [7, 2], [7, 3], [1, 7]], np.uint64)
+
     batch = rows.read('train', np.array([5, 0, 5, 5]), draws_B2)
-    assert len(np.unique(batch['loss_weights_BT'], axis=0)) == 4
-    one = rows.read('validation', np.array([0]), draws_B2[1:2])
-    assert all(np.array_equal(one[name][0], batch[name][1]) for name in batch)
+    masks = np.unique(batch['loss_weights_BT'], axis=0)
+    assert len(masks) == 4
+
+    # The second row alone, in the other split.
+    alone = rows.read('validation', np.array([0]), draws_B2[1:2])
+    for name, array in batch.items():
+        assert np.array_equal(alone[name][0], array[1])
     # Written down, so that a library that draws differently does not go unnoticed.
-    assert np.flatnonzero(one['loss_weights_BT'][0]).tolist() == [6, 7, 8, 12, 14, 19]
+    masked_positions = np.flatnonzero(alone['loss_weights_BT'][0])
+    assert masked_positions.tolist() == [6, 7, 8, 12, 14, 19]
+
+
+def test_masked_rows_describe_their_data():
+    rows = MaskedRows(numbers(train=2000, validation=2000), 20, mask_rate=0.3)
     assert rows.identity()['masking'] == {'version': 1, 'rate': 0.3}
-    assert (rows.vocab_size, rows.bytes_per_token('train')) == (65_537, 2.0)
+    assert rows.vocab_size == 65_536 + 1  # with the mask
+    assert rows.bytes_per_token('train') == 2.0
     assert rows.unigram_nats('train') == pytest.approx(np.log(2000))
-    assert MaskedRows(numbers(train=100), 10, 0.01).num_masked == 1
 
 
-SMALL_PROBES = [
-    *('copy(length=5, symbols=7)', 'reversal(length=5, symbols=7)'),
-    *('recall(pairs=4, keys=6, values=3)', 'successor(keys=4, payloads=3)'),
-    'induction(length=23, repeats=3, symbols=18)',
-]
-# At the least that an option may be.
+def test_at_least_one_token_of_a_row_is_masked():
+    assert MaskedRows(numbers(train=100), 10, mask_rate=0.01).num_masked == 1
+
+
+COPY = 'copy(length=5, symbols=7)'
+REVERSAL = 'reversal(length=5, symbols=7)'
+RECALL = 'recall(pairs=4, keys=6, values=3)'
+SUCCESSOR = 'successor(keys=4, payloads=3)'
+INDUCTION = 'induction(length=23, repeats=3, symbols=18)'
+SMALL_PROBES = [COPY, REVERSAL, RECALL, SUCCESSOR, INDUCTION]
+# Each has an option that is as small as it may be.
 PROBES_AT_THEIR_LIMITS = [
-    *('induction(length=15)', 'induction(symbols=25)', 'recall(pairs=32)'),
-    *('recall(pairs=1, keys=1, values=2)', 'successor(keys=3, payloads=2)'),
+    'induction(length=15)',
+    'induction(symbols=25)',
+    'recall(pairs=32)',
+    'recall(pairs=1, keys=1, values=2)',
+    'successor(keys=3, payloads=2)',
     'copy(length=1, symbols=2)',
 ]
-# The answer at position t of a row x of SMALL, and the positions that are asked for.
-ANSWERS = {
-    'copy': (lambda x, t: x[t - 5], range(5, 10)),
-    'reversal': (lambda x, t: x[9 - t], range(5, 10)),
-    'induction': (lambda x, t: x[x.index(x[t]) + 1], None),
-    'recall': (lambda x, t: x[x.index(x[t]) + 1], range(8, 15, 2)),
-    'successor': (lambda x, t: dict(divmod(y, 3) for y in x)[(x[t] // 3 + 1) % 4], range(4)),
-}
 
 
 def probe_rows(name: str) -> probe_tasks.ProbeRows:
     return probe_tasks.ProbeRows(*probe_tasks.find(name))
 
 
-def test_rows_of_probes_are_well_formed():
-    for name in (*SMALL_PROBES, *PROBES_AT_THEIR_LIMITS):
-        rows = probe_rows(name)
-        batch = read_rows(rows, 'train', range(300))
-        check_shapes(batch, 300, rows.length)
-        # Every row asks the same number of questions, and weights are 0 or 1.
-        asked_BT = batch['loss_weights_BT'] == 1
-        assert not batch['loss_weights_BT'][~asked_BT].any()
-        assert len(set(asked_BT.sum(1))) == 1
-        assert asked_BT.any()
-        answers = np.unique(batch['targets_BT'][asked_BT])
-        used = np.union1d(batch['tokens_BT'], answers)
-        assert 0 <= used.min()
-        assert used.max() < rows.vocab_size
-        if name in SMALL_PROBES:  # every id and every answer turns up
-            assert used.tolist() == list(range(rows.vocab_size))
-            assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
-        if probe_tasks.find(name)[1].causal:
-            assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
+class ProbeRow(NamedTuple):
+    """A row of a probe, with the positions that it asks for and the right answers there."""
+
+    tokens: list[int]
+    asked: list[int]
+    answers: list[int]
+
+    def first_places(self) -> tuple[int, ...]:
+        """The first place in the row of each token that is asked for."""
+        return tuple(self.tokens.index(self.tokens[position]) for position in self.asked)
+
+
+def read_probe_rows(name: str) -> list[ProbeRow]:
+    """300 training rows of a probe."""
+    batch = read_rows(probe_rows(name), 'train', range(300))
+    rows = []
+    for tokens_T, targets_T, weights_T in zip(
+        batch['tokens_BT'], batch['targets_BT'], batch['loss_weights_BT'], strict=True
+    ):
+        asked = np.flatnonzero(weights_T)
+        rows.append(ProbeRow(tokens_T.tolist(), asked.tolist(), targets_T[asked].tolist()))
+    return rows
+
+
+@pytest.mark.parametrize('name', [*SMALL_PROBES, *PROBES_AT_THEIR_LIMITS])
+def test_rows_of_probes_are_well_formed(name):
+    rows = probe_rows(name)
+    batch = read_rows(rows, 'train', range(300))
+    check_shapes(batch, 300, rows.length)
+
+    # Weights are 0 or 1, and every row asks the same number of questions.
+    assert set(np.unique(batch['loss_weights_BT'])) <= {0, 1}
+    num_asked_B = batch['loss_weights_BT'].sum(axis=1)
+    assert np.all(num_asked_B == num_asked_B[0])
+    assert num_asked_B[0] > 0
+
+    is_asked_BT = batch['loss_weights_BT'] == 1
+    for ids in (batch['tokens_BT'], batch['targets_BT'][is_asked_BT]):
+        assert ids.min() >= 0
+        assert ids.max() < rows.vocab_size
+
+    # A causal probe asks for next tokens.
+    _, probe = probe_tasks.find(name)
+    if probe.causal:
+        assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
 
 @pytest.mark.parametrize('name', SMALL_PROBES)
-def test_answers_follow_from_what_a_row_shows(name):
-    batch = read_rows(probe_rows(name), 'train', range(300))
-    # The right answer at a position, and the positions that are asked for (None: they differ).
-    answer, asked = ANSWERS[name.partition('(')[0]]
-    rows = set()
-    layouts = set()  # where the asked-for tokens occurred first, in order
-    for tokens_T, targets_T, weights_T in zip(*batch.values(), strict=True):
-        x = tokens_T.tolist()
-        predicted = np.flatnonzero(weights_T).tolist()
-        assert targets_T[predicted].tolist() == [answer(x, t) for t in predicted]
-        rows.add(tuple(x))
-        layouts.add(tuple(x.index(x[t]) for t in predicted))
-        if asked is not None:
-            assert predicted == list(asked)
-        else:  # 24 tokens: three bigrams twice, the other twelve symbols once
-            counts = collections.Counter([*x, targets_T[-1]])
-            assert sorted(counts.values()) == [1] * 12 + [2] * 6
-            assert len(predicted) == 3
-            assert all(x[t] in x[:t] for t in predicted)
-        # Keys and values alternate: four keys are shown, then asked for.
-        if name.startswith('recall'):
-            assert max(x[::2]) < 6
-            assert sorted(x[:8:2]) == sorted(x[8::2])
-    assert len(rows) > 100
-    if name.startswith(('recall', 'induction')):  # which ask in every order
-        assert len(layouts) >= 24
+def test_every_id_and_every_answer_of_a_probe_turns_up(name):
+    rows = probe_rows(name)
+    batch = read_rows(rows, 'train', range(300))
+    answers = np.unique(batch['targets_BT'][batch['loss_weights_BT'] == 1])
+
+    used_ids = np.union1d(batch['tokens_BT'], answers)
+    assert used_ids.tolist() == list(range(rows.vocab_size))
+    # All answers are equally probable.
+    assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
+
+
+@pytest.mark.parametrize('name', SMALL_PROBES)
+def test_rows_of_a_probe_differ(name):
+    rows = read_probe_rows(name)
+    assert len({tuple(row.tokens) for row in rows}) > 100
+
+
+@pytest.mark.parametrize('name', [RECALL, INDUCTION])
+def test_recall_and_induction_ask_in_every_order(name):
+    rows = read_probe_rows(name)
+    assert len({row.first_places() for row in rows}) >= 24
+
+
+def test_copy_asks_for_the_first_half_again():
+    for row in read_probe_rows(COPY):
+        assert row.asked == [5, 6, 7, 8, 9]
+        assert row.answers == row.tokens[:5]
+
+
+def test_reversal_asks_for_the_first_half_backwards():
+    for row in read_probe_rows(REVERSAL):
+        assert row.asked == [5, 6, 7, 8, 9]
+        assert row.answers == row.tokens[:5][::-1]
+
+
+def test_recall_asks_for_the_value_of_each_key():
+    for row in read_probe_rows(RECALL):
+        # Keys and values alternate: four pairs, then the same keys in another order.
+        keys = row.tokens[0::2]
+        assert max(keys) < 6
+        assert sorted(keys[:4]) == sorted(keys[4:])
+        assert row.asked == [8, 10, 12, 14]
+        for first_place, answer in zip(row.first_places(), row.answers, strict=True):
+            assert answer == row.tokens[first_place + 1]
+
+
+def test_successor_asks_for_the_payload_of_the_next_key():
+    num_keys = 4
+    num_payloads = 3
+    for row in read_probe_rows(SUCCESSOR):
+        payload_of_key = {}
+        for token in row.tokens:
+            key, payload = divmod(token, num_payloads)
+            payload_of_key[key] = payload
+
+        assert row.asked == [0, 1, 2, 3]
+        for token, answer in zip(row.tokens, row.answers, strict=True):
+            key = token // num_payloads
+            assert answer == payload_of_key[(key + 1) % num_keys]
+
+
+def test_induction_asks_for_the_token_after_the_first_place():
+    for row in read_probe_rows(INDUCTION):
+        assert len(row.asked) == 3
+        for position, first_place, answer in zip(
+            row.asked, row.first_places(), row.answers, strict=True
+        ):
+            assert first_place < position
+            assert answer == row.tokens[first_place + 1]
+
+
+def test_rows_of_induction_have_three_bigrams_twice():
+    batch = read_rows(probe_rows(INDUCTION), 'train', range(300))
+    last_targets_B1 = batch['targets_BT'][:, -1:]
+    sequences_BT1 = np.concatenate([batch['tokens_BT'], last_targets_B1], axis=1)
+
+    for sequence in sequences_BT1:
+        # Of 24 tokens, 12 occur once, and the 3 * 2 tokens of the bigrams twice.
+        _, counts = np.unique(sequence, return_counts=True)
+        assert sorted(counts.tolist()) == [1] * 12 + [2] * 6
 
 
 @pytest.mark.parametrize('name', PROBES)
-def test_training_rows_follow_their_draws_and_evaluation_rows_their_numbers(name):
+def test_a_probe_describes_itself(name):
     rows = probe_rows(name)
-    assert rows.identity() == {'name': name, 'version': 1, 'options': vars(PROBES[name]())}
-    assert [rows.count(split) for split in rows.splits] == [2**24, 1024, 1024]
-    batches = {split: read_rows(rows, split, range(50), seed=5) for split in rows.splits}
-    # No row is in two splits.
-    tokens = np.concatenate([batch['tokens_BT'] for batch in batches.values()])
-    assert len(np.unique(tokens, axis=0)) == 150
-    draws_B2 = np.array([[5, 7], [7, 5]], np.uint64)
-    for split, expected in (('train', [7]), ('validation', [3, 0])):
-        again = rows.read(split, np.array([3, 0]), draws_B2)
-        for key, array in batches[split].items():
-            assert np.array_equal(again[key][: len(expected)], array[expected])
-        assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
+    default_options = vars(PROBES[name]())
+    assert rows.identity() == {'name': name, 'version': 1, 'options': default_options}
+    assert rows.splits == ('train', 'validation', 'test')
+    assert rows.count('train') == 2**24
+    assert rows.count('validation') == 1024
+    assert rows.count('test') == 1024
+
+
+@pytest.mark.parametrize('name', PROBES)
+def test_no_row_of_a_probe_is_in_two_splits(name):
+    rows = probe_rows(name)
+    batches = [read_rows(rows, split, range(50), seed=5) for split in rows.splits]
+    tokens = np.concatenate([batch['tokens_BT'] for batch in batches])
+    assert len(np.unique(tokens, axis=0)) == 3 * 50
+
+
+@pytest.mark.parametrize('name', PROBES)
+def test_training_rows_of_a_probe_follow_their_draws(name):
+    rows = probe_rows(name)
+    # Row 7 of this batch has the draws (5, 7).
+    batch = read_rows(rows, 'train', range(50), seed=5)
+
+    again = rows.read('train', np.array([3, 0]), np.array([[5, 7], [7, 5]], np.uint64))
+
+    for key, array in batch.items():
+        assert np.array_equal(again[key][0], array[7])
+    assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
+
+
+@pytest.mark.parametrize('split', ['validation', 'test'])
+@pytest.mark.parametrize('name', PROBES)
+def test_evaluation_rows_of_a_probe_follow_their_numbers(name, split):
+    rows = probe_rows(name)
+    batch = read_rows(rows, split, range(50), seed=5)
+
+    again = rows.read(split, np.array([3, 0]), np.array([[5, 7], [7, 5]], np.uint64))
+
+    for key, array in batch.items():
+        assert np.array_equal(again[key], array[[3, 0]])
+    assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
 
 
 def test_rows_of_a_seed_do_not_change():
     # Written down, so that a library that draws differently does not go unnoticed.
-    tokens_BT = read_rows(probe_rows(SMALL_PROBES[0]), 'train', [0], seed=5)['tokens_BT']
-    assert tokens_BT.tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
+    batch = read_rows(probe_rows(COPY), 'train', [0], seed=5)
+    assert batch['tokens_BT'].tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -236,60 +420,85 @@ def test_options_of_a_probe_that_do_not_fit_are_refused(name, message):
 
 
 def test_a_probe_from_outside_is_named_by_import_path(outside):
-    copy = 'from qkattn.data.tasks.probe_tasks import Copy\n'
-    (outside / 'short_copy.py').write_text(f'{copy}class Short(Copy): pass\n')
+    module = 'from qkattn.data.tasks.probe_tasks import Copy\nclass Short(Copy): pass\n'
+    (outside / 'short_copy.py').write_text(module)
+
     assert probe_tasks.is_probe('short_copy:Short(symbols=5)')
-    for name in ('fables:fables', 'tfds:squad', 'stdlib'):
-        assert not probe_tasks.is_probe(name)
     identity = probe_rows('short_copy:Short(symbols=5)').identity()
     assert identity['name'] == 'short_copy:Short'
-    assert identity['version'].startswith('1-')
+    assert identity['version'].startswith('1-')  # then a digest of the module
     assert identity['options'] == vars(PROBES['copy'](symbols=5))
 
 
-def test_repeated_sequences_are_shuffled_tokens_of_rows_all_over_the_split():
-    def text(length, tokens=3000):
-        return LanguageRows(numbers(train=100, validation=tokens), length)
+@pytest.mark.parametrize('name', ['fables:fables', 'tfds:squad', 'stdlib'])
+def test_a_corpus_is_no_probe(outside, name):
+    assert not probe_tasks.is_probe(name)
 
-    rows = text(9)
+
+def rows_of_numbers(length, num_tokens=3000):
+    """Rows of a validation split in which a token is its position."""
+    return LanguageRows(numbers(train=100, validation=num_tokens), length)
+
+
+def test_repeated_sequences_are_shuffled_tokens_of_64_rows():
+    length = 9
+    rows = rows_of_numbers(length)
+
     r_BH = repeats.sequences(rows)
+
+    # Half of a row, rounded up. No token is used twice, and hardly any keeps its neighbour.
     assert r_BH.shape == (64, 5)
-    # Every token is a number of its own: none is read twice, and none keeps its neighbour.
     assert len(np.unique(r_BH)) == r_BH.size
-    assert (np.diff(r_BH, axis=1) == 1).mean() < 0.02
-    pool_BT = read_rows(rows, 'validation', np.arange(64) * rows.count('validation') // 64)
-    assert np.isin(r_BH, pool_BT['tokens_BT']).all()
-    # Shuffled across rows: the tokens of one come from many.
-    assert len(np.unique(r_BH[0] // 9)) > 2
-    # Small splits have few rows and probes none; the order never changes.
-    digest = hashlib.sha256(repeats.sequences(text(16)).astype('<i4').tobytes()).hexdigest()
+    is_next_token = np.diff(r_BH, axis=1) == 1
+    assert is_next_token.mean() < 0.02
+
+    # The tokens are those of 64 rows at equal distances, and one sequence has those of several.
+    row_numbers = np.arange(64) * rows.count('validation') // 64
+    batch = read_rows(rows, 'validation', row_numbers)
+    assert np.all(np.isin(r_BH, batch['tokens_BT']))
+    rows_of_first_sequence = r_BH[0] // length
+    assert len(np.unique(rows_of_first_sequence)) > 2
+
+
+def test_repeated_sequences_do_not_change():
+    # Written down, so that a library that shuffles differently does not go unnoticed.
+    r_BH = repeats.sequences(rows_of_numbers(16))
+    digest = hashlib.sha256(r_BH.astype('<i4').tobytes()).hexdigest()
     assert digest[:16] == '31739a6c26ddd7b2'
-    assert repeats.sequences(text(8, tokens=8 * 5 + 1)).shape == (5, 4)
-    assert repeats.sequences(text(7)) is None
-    assert repeats.sequences(probe_tasks.CausalProbeRows(*probe_tasks.find('recall'))) is None
+
+
+def test_a_small_split_has_few_repeated_sequences():
+    five_rows = rows_of_numbers(8, num_tokens=5 * 8 + 1)
+    assert repeats.sequences(five_rows).shape == (5, 4)
+
+
+def test_short_rows_and_probes_have_no_repeated_sequences():
+    assert repeats.sequences(rows_of_numbers(7)) is None
+    probe = probe_tasks.CausalProbeRows(*probe_tasks.find('recall'))
+    assert repeats.sequences(probe) is None
 
 
 SEPARATOR = 3
-SOURCE_LENGTH = 24
+SOURCE_LENGTH = 24  # tokens of a row, with a separator after each sentence
 LENGTH = 20
 WORDS = types.SimpleNamespace(name='words', vocab_size=60_000, separator=SEPARATOR)
 
 
 def dataset_of_sentences(name: str, sentences: dict[str, list[np.ndarray]]) -> TokenDataset:
-    """A dataset whose documents are these sentences, each with an end."""
-    splits = {
-        split: np.concatenate([np.append(ids, SEPARATOR) for ids in documents]).astype(np.uint16)
-        for split, documents in sentences.items()
-    }
+    """A dataset whose documents are these sentences, each with a separator after it."""
+    splits = {}
+    for split, documents in sentences.items():
+        with_separators = [np.append(ids, SEPARATOR) for ids in documents]
+        splits[split] = np.concatenate(with_separators).astype(np.uint16)
     return token_dataset(name, WORDS, splits, bytes_per_token=3)
 
 
 def sentences(count: int, longest: int, seed: int) -> list[np.ndarray]:
-    """Sentences of 0 to `longest` tokens, no two alike; 0 is an ordinary id."""
+    """Random sentences of 0 to `longest` tokens; 0 is an ordinary id."""
     rng = np.random.default_rng(seed)
     drawn = []
     for size in rng.integers(0, longest + 1, count):
-        ids = rng.integers(0, 60_000, size)
+        ids = rng.integers(0, WORDS.vocab_size, size)
         drawn.append(np.where(ids == SEPARATOR, 0, ids))
     return drawn
 
@@ -302,86 +511,149 @@ ROWS = TranslationRows(PARALLEL, SOURCE_LENGTH, LENGTH)
 
 
 def read_split(rows, split='train'):
+    """A batch of all rows of a split."""
     return read_rows(rows, split, range(rows.count(split)))
 
 
-def unpack_pairs(batch):
-    """The pairs of a batch as (source, target input, target output), row after row."""
-    names = ('source_BS', 'source_segments_BS', 'tokens_BT', 'targets_BT', 'segments_BT')
-    for source, source_segments, *target, segments in zip(*map(batch.get, names), strict=True):
+class PackedPair(NamedTuple):
+    """The tokens of a pair in a row."""
+
+    source: list[int]  # ends with the separator
+    target_input: list[int]  # begins with the separator
+    target_output: list[int]  # ends with the separator
+
+
+def unpack_pairs(batch) -> list[PackedPair]:
+    """The pairs of a batch, row after row."""
+    pairs = []
+    for row in range(len(batch['tokens_BT'])):
+        source_segments = batch['source_segments_BS'][row]
+        target_segments = batch['segments_BT'][row]
         for segment in range(1, source_segments.max() + 1):
-            sides = (tokens[segments == segment].tolist() for tokens in target)
-            yield source[source_segments == segment].tolist(), *sides
+            is_source = source_segments == segment
+            is_target = target_segments == segment
+            pair = PackedPair(
+                source=batch['source_BS'][row][is_source].tolist(),
+                target_input=batch['tokens_BT'][row][is_target].tolist(),
+                target_output=batch['targets_BT'][row][is_target].tolist(),
+            )
+            pairs.append(pair)
+    return pairs
 
 
 def test_every_pair_is_in_one_row_beside_its_translation():
-    expected = sorted(
-        ([*source, SEPARATOR], [SEPARATOR, *target], [*target, SEPARATOR])
-        for source, target in zip(SOURCES['train'], TARGETS['train'], strict=True)
-    )
-    assert sorted(unpack_pairs(read_split(ROWS))) == expected
-    # Sentences are in file order, without separators, and may be empty.
-    for read_back, side in zip(PARALLEL.sentences('train'), (SOURCES, TARGETS), strict=True):
-        assert [ids.tolist() for ids in read_back] == [ids.tolist() for ids in side['train']]
+    expected = []
+    for source, target in zip(SOURCES['train'], TARGETS['train'], strict=True):
+        pair = PackedPair(
+            source=[*source, SEPARATOR],
+            target_input=[SEPARATOR, *target],
+            target_output=[*target, SEPARATOR],
+        )
+        expected.append(pair)
+
+    assert sorted(unpack_pairs(read_split(ROWS))) == sorted(expected)
+
+
+def test_sentences_are_in_file_order_without_separators():
+    sources, targets = PARALLEL.sentences('train')
+    assert [ids.tolist() for ids in sources] == [ids.tolist() for ids in SOURCES['train']]
+    assert [ids.tolist() for ids in targets] == [ids.tolist() for ids in TARGETS['train']]
+
+
+def test_rows_of_pairs_are_read_by_number():
+    whole_split = read_split(ROWS)
+    batch = read_rows(ROWS, 'train', [3, 0, 3])
+    for name, array in batch.items():
+        assert np.array_equal(array, whole_split[name][[3, 0, 3]])
 
 
 def test_rows_of_pairs_are_well_filled():
     batch = read_split(ROWS)
-    for name, array in read_rows(ROWS, 'train', [3, 0, 3]).items():
-        assert np.array_equal(array, batch[name][[3, 0, 3]])
-    assert np.array_equal(batch['loss_weights_BT'], (batch['segments_BT'] > 0).astype(np.float32))
-    # A pair takes 12 and 10 tokens on average, about two fit into a row.
+    is_pair_BT = batch['segments_BT'] > 0
+    assert np.array_equal(batch['loss_weights_BT'], is_pair_BT.astype(np.float32))
+    # A pair takes 12 and 10 tokens on average, so that about two fit into a row of 24 and 20.
     assert batch['loss_weights_BT'].mean() > 0.85
 
 
-def test_rows_are_padded_with_zeros_behind_the_pairs():
+@pytest.mark.parametrize(
+    ('segments_name', 'token_names'),
+    [
+        pytest.param('source_segments_BS', ['source_BS'], id='source'),
+        pytest.param('segments_BT', ['tokens_BT', 'targets_BT'], id='target'),
+    ],
+)
+def test_rows_are_padded_with_zeros_behind_the_pairs(segments_name, token_names):
     batch = read_split(ROWS)
-    sides = {'source_segments_BS': ['source_BS'], 'segments_BT': ['tokens_BT', 'targets_BT']}
-    for name, arrays in sides.items():
-        padding = (segments := batch[name]) == 0
-        assert padding.any()
-        assert not any(batch[array][padding].any() for array in arrays)
-        # Segments count 1, 2, ..; once padding begins nothing follows.
-        steps = np.diff(segments, axis=1)
-        assert (segments[:, 0] == 1).all()
-        assert ((steps == 0) | (steps == 1) | (segments[:, 1:] == 0)).all()
-        assert (padding[:, 1:] >= padding[:, :-1]).all()
+    segments = batch[segments_name]
+    is_padding = segments == 0
+    assert is_padding.any()
+    for name in token_names:
+        assert not batch[name][is_padding].any()
+
+    for segments_of_row in segments:
+        num_tokens = np.count_nonzero(segments_of_row)
+        segments_of_pairs = segments_of_row[:num_tokens]
+        assert np.all(segments_of_pairs > 0)
+        # Segments count the pairs from 1.
+        assert segments_of_pairs[0] == 1
+        assert set(np.diff(segments_of_pairs)) <= {0, 1}
 
 
 def test_the_identity_of_translation_rows_has_the_packing():
-    packing = {'version': 1, 'source_length': SOURCE_LENGTH, 'length': LENGTH}
-    identity = {'packing': packing, 'dropped_pairs': {'train': 0, 'validation': 0}}
-    assert ROWS.identity() == PARALLEL.identity() | identity
+    assert ROWS.identity() == PARALLEL.identity() | {
+        'packing': {'version': 1, 'source_length': SOURCE_LENGTH, 'length': LENGTH},
+        'dropped_pairs': {'train': 0, 'validation': 0},
+    }
+
+
+def test_counts_of_translation_rows_are_those_of_the_targets():
     assert ROWS.bytes_per_token('train') == 3
     assert ROWS.unigram_nats('train') == PARALLEL.target.unigram_nats('train')
 
 
 def test_the_packing_is_a_fixed_shuffle():
-    first = [source for source, _, _ in unpack_pairs(read_split(ROWS, 'validation'))]
-    in_file_order = [[*s, SEPARATOR] for s in PARALLEL.sentences('validation')[0]]
+    packed_pairs = unpack_pairs(read_split(ROWS, 'validation'))
+    in_file_order = [[*source, SEPARATOR] for source in SOURCES['validation']]
     # Written down, so that a library that draws differently does not go unnoticed.
-    assert [in_file_order.index(source) for source in first[:8]] == [0, 43, 38, 9, 21, 33, 4, 2]
-
-
-PAIRS = {split: list(zip(*PARALLEL.sentences(split), strict=True)) for split in ROWS.splits}
+    numbers_of_first_pairs = [in_file_order.index(pair.source) for pair in packed_pairs[:8]]
+    assert numbers_of_first_pairs == [0, 43, 38, 9, 21, 33, 4, 2]
 
 
 def test_pairs_longer_than_a_row_are_refused():
-    long = sum(len(source) > 21 for pairs in PAIRS.values() for source, _ in pairs)
-    with refused(f'^{long} sentence pairs .*source_context=22 .*context=20; .*at least 24 and 20'):
-        TranslationRows(PARALLEL, 22, LENGTH)
+    short_length = SOURCE_LENGTH - 2  # 22
+    # A sentence takes one token more, for the separator.
+    num_too_long = 0
+    for source in SOURCES['train'] + SOURCES['validation']:
+        if len(source) + 1 > short_length:
+            num_too_long += 1
+
+    with refused(
+        f'^{num_too_long} sentence pairs .*source_context=22 .*context=20; .*at least 24 and 20'
+    ):
+        TranslationRows(PARALLEL, short_length, LENGTH)
 
 
-def test_pairs_longer_than_a_row_are_dropped_and_counted_if_asked():
-    short = TranslationRows(PARALLEL, 22, 16, drop_long=True)
-    for split, pairs in PAIRS.items():
-        kept = [[*s, SEPARATOR] for s, t in pairs if len(s) < 22 and len(t) < 16]
-        assert sorted(source for source, _, _ in unpack_pairs(read_split(short, split))) == sorted(
-            kept
-        )
-        assert short.identity()['dropped_pairs'][split] == len(pairs) - len(kept) > 0
+@pytest.mark.parametrize('split', ['train', 'validation'])
+def test_pairs_longer_than_a_row_are_dropped_and_counted_if_asked(split):
+    rows = TranslationRows(PARALLEL, source_length=22, length=16, drop_long=True)
+
+    # A sentence takes one token more, for the separator.
+    kept_sources = []
+    for source, target in zip(SOURCES[split], TARGETS[split], strict=True):
+        if len(source) + 1 <= 22 and len(target) + 1 <= 16:
+            kept_sources.append([*source, SEPARATOR])
+    packed_pairs = unpack_pairs(read_split(rows, split))
+    assert sorted(pair.source for pair in packed_pairs) == sorted(kept_sources)
+
+    num_dropped = len(SOURCES[split]) - len(kept_sources)
+    assert num_dropped > 0
+    assert rows.identity()['dropped_pairs'][split] == num_dropped
+
+
+def test_a_split_whose_pairs_are_all_too_long_is_refused():
+    rows = TranslationRows(PARALLEL, source_length=0, length=0, drop_long=True)
     with refused("split 'train' of a has no sentence pair"):
-        TranslationRows(PARALLEL, 0, 0, drop_long=True).count('train')
+        rows.count('train')
 
 
 def test_unequally_many_sentences_are_refused():
@@ -392,12 +664,18 @@ def test_unequally_many_sentences_are_refused():
 
 
 def test_shuffled_sources_are_those_of_other_pairs_of_equal_length():
-    before = list(unpack_pairs(read_split(ROWS)))
-    shuffled = list(unpack_pairs(read_split(ROWS.with_shuffled_sources())))
-    assert [pair[1:] for pair in before] == [pair[1:] for pair in shuffled]
-    lengths = [len(source) for source, _, _ in before]
-    assert [len(source) for source, _, _ in shuffled] == lengths
-    assert sorted(source for source, _, _ in before) == sorted(source for source, _, _ in shuffled)
-    stay = [a[0] == b[0] for a, b in zip(before, shuffled, strict=True)]
-    alone = [length == 1 or lengths.count(length) == 1 for length in lengths]
-    assert stay == alone  # empty sentences are alike
+    pairs = unpack_pairs(read_split(ROWS))
+    shuffled_pairs = unpack_pairs(read_split(ROWS.with_shuffled_sources()))
+
+    for pair, shuffled_pair in zip(pairs, shuffled_pairs, strict=True):
+        assert shuffled_pair.target_input == pair.target_input
+        assert shuffled_pair.target_output == pair.target_output
+        assert len(shuffled_pair.source) == len(pair.source)
+    sources = [pair.source for pair in pairs]
+    assert sorted(pair.source for pair in shuffled_pairs) == sorted(sources)
+
+    # A source stays if no other has its length. Empty sentences, only a separator, are all alike.
+    num_of_length = collections.Counter(len(source) for source in sources)
+    for source, shuffled_pair in zip(sources, shuffled_pairs, strict=True):
+        must_stay = source == [SEPARATOR] or num_of_length[len(source)] == 1
+        assert (shuffled_pair.source == source) == must_stay
