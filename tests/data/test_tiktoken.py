@@ -29,58 +29,92 @@ def ranks():
 
 @pytest.fixture
 def tiktoken(monkeypatch, tmp_path):
-    """The library, whose registry has the encodings 'small', 'no_end' and 'remote'."""
+    """The library, which knows only the encodings 'small', 'no_end', 'large' and 'remote'."""
     library = pytest.importorskip('tiktoken', reason="pip install -e '.[tiktoken]'")
     registry = importlib.import_module('tiktoken.registry')
     load = importlib.import_module('tiktoken.load')
-    settings = {'pat_str': PATTERN, 'mergeable_ranks': ranks()}
+
+    def encoding(name, special_tokens):
+        return {
+            'name': name,
+            'pat_str': PATTERN,
+            'mergeable_ranks': ranks(),
+            'special_tokens': special_tokens,
+        }
 
     def remote():
-        address = 'https://example.org/remote.tiktoken'
-        return {'mergeable_ranks': load.load_tiktoken_bpe(address)}
+        """An encoding whose ranks are downloaded."""
+        mergeable_ranks = load.load_tiktoken_bpe('https://example.org/remote.tiktoken')
+        return {'name': 'remote', 'mergeable_ranks': mergeable_ranks}
 
     constructors = {
         # The ids 262 and 263 have no token.
-        'small': lambda: settings | {'special_tokens': {'<|endoftext|>': 265, '<|pad|>': 264}},
-        'no_end': lambda: settings | {'special_tokens': {}},
-        'large': lambda: settings | {'special_tokens': {'<|endoftext|>': 2**20}},
+        'small': lambda: encoding('small', {'<|endoftext|>': 265, '<|pad|>': 264}),
+        'no_end': lambda: encoding('no_end', {}),
+        'large': lambda: encoding('large', {'<|endoftext|>': 2**20}),
         'remote': remote,
     }
-    named = {name: lambda name=name, f=f: {'name': name} | f() for name, f in constructors.items()}
-    monkeypatch.setattr(registry, 'ENCODING_CONSTRUCTORS', named)
+    monkeypatch.setattr(registry, 'ENCODING_CONSTRUCTORS', constructors)
     monkeypatch.setattr(registry, 'ENCODINGS', {})
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(tmp_path / 'cache'))
     return library
 
 
-def test_text_is_decoded_as_it_was_and_holds_no_special_token(tiktoken):
+def test_text_is_encoded_by_the_merges(tiktoken):
     tokenizer = TiktokenTokenizer.open('tiktoken:small')
-    assert (tokenizer.vocab_size, tokenizer.separator) == (266, 265)
+    assert tokenizer.vocab_size == 266
+    assert tokenizer.separator == 265
+    # The ids of 'the', ' ', 'th' and 'ing'.
     assert tokenizer.encode('the thing').tolist() == [257, ord(' '), 256, 260]
-    for text in (*ODD_TEXTS, 'the <|endoftext|> and <|pad|>', b'the \xc3\xa4'):
-        ids = tokenizer.encode(text)
-        expected = text if isinstance(text, str) else text.decode()
-        assert ids.dtype == np.uint16
-        assert tokenizer.decode(ids) == expected
-        assert tokenizer.num_bytes(ids) == len(expected.encode())
-        assert ids.max(initial=0) < 262
 
-    # The separator counts one byte; 264, a special token, and 263, which is no token, none.
-    ids = [*tokenizer.encode('a'), tokenizer.separator, 264, *tokenizer.encode('the')]
+
+@pytest.mark.parametrize('text', [*ODD_TEXTS, 'the <|endoftext|> and <|pad|>', 'the \xe4'])
+def test_text_is_decoded_as_it_was_and_has_no_special_token(tiktoken, text):
+    tokenizer = TiktokenTokenizer.open('tiktoken:small')
+
+    ids = tokenizer.encode(text)
+
+    assert ids.dtype == np.uint16
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.num_bytes(ids) == len(text.encode())
+    assert ids.max(initial=0) < 262  # special tokens are 264 and 265
+
+
+def test_text_may_be_bytes(tiktoken):
+    tokenizer = TiktokenTokenizer.open('tiktoken:small')
+    ids = tokenizer.encode(b'the \xc3\xa4')
+    assert ids.tolist() == tokenizer.encode('the \xe4').tolist()
+
+
+def test_special_tokens_have_no_bytes_but_the_separator(tiktoken):
+    tokenizer = TiktokenTokenizer.open('tiktoken:small')
+    pad = 264
+    ids = [*tokenizer.encode('a'), tokenizer.separator, pad, *tokenizer.encode('the')]
     assert tokenizer.num_bytes(ids) == 1 + 1 + 0 + 3
     assert tokenizer.decode(ids) == 'a\0<|pad|>the'
-    assert tokenizer.decode([263]) == ''
-    assert tokenizer.num_bytes([263]) == 0
+
+    id_without_token = 263
+    assert tokenizer.num_bytes([id_without_token]) == 0
+    assert tokenizer.decode([id_without_token]) == ''
+
+
+def test_half_a_character_is_decoded_with_a_mark(tiktoken):
+    tokenizer = TiktokenTokenizer.open('tiktoken:small')
     half = tokenizer.encode('é')[:1]
     assert tokenizer.decode(half) == '\N{REPLACEMENT CHARACTER}'
+
+
+def test_text_that_is_not_unicode_is_refused(tiktoken):
+    tokenizer = TiktokenTokenizer.open('tiktoken:small')
     with refused('position 1', ValueError):
         tokenizer.encode('b\ud800')
 
 
 def test_an_encoding_without_an_end_of_text_gets_one_more_id(tiktoken):
     tokenizer = TiktokenTokenizer.open('tiktoken:no_end')
-    assert (tokenizer.vocab_size, tokenizer.separator) == (263, 262)
-    assert tokenizer.decode([*tokenizer.encode('a'), 262]) == 'a\0'
+    assert tokenizer.vocab_size == 262 + 1
+    assert tokenizer.separator == 262
+    assert tokenizer.decode([*tokenizer.encode('a'), tokenizer.separator]) == 'a\0'
 
 
 def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
@@ -92,27 +126,32 @@ def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
     # The same merges, two of them in another order.
     other_ranks = ranks()
     other_ranks[b'th'], other_ranks[b'ing'] = other_ranks[b'ing'], other_ranks[b'th']
-    names = {
+
+    names = [
         name(),
         name(pat_str=r'\s+|\S+'),
         name(mergeable_ranks=other_ranks),
         name(special_tokens={'<|endoftext|>': 262}),
-    }
-    assert len(names) == 4
-    assert name() in names
-    assert all(one.startswith('tiktoken-a-') for one in names)
+    ]
+    assert len(set(names)) == 4
+    for one_name in names:
+        assert one_name.startswith('tiktoken-a-')
+    assert name() == names[0]
 
 
 def test_files_that_are_not_in_the_cache_are_not_downloaded(tiktoken, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'requests', None)  # downloads would need it
+    monkeypatch.setitem(sys.modules, 'requests', None)  # a download would fail
     read_file = tiktoken.load.read_file
+
     with refused(
         "data.tokenizer='tiktoken:remote' needs https://example.org/remote.tiktoken, which is not "
         r"in tiktoken's cache; fetch it once with python -c .*get_encoding\('remote'\)"
     ):
         TiktokenTokenizer.open('tiktoken:remote')
-    assert tiktoken.load.read_file is read_file
+
     assert not (tmp_path / 'cache').exists()
+    # The function of the library that downloads is in its place again.
+    assert tiktoken.load.read_file is read_file
 
 
 def test_an_encoding_that_is_unknown_or_too_large_is_refused(tiktoken):
@@ -134,33 +173,55 @@ def test_the_name_of_an_encoding_is_no_import_path():
 
 
 def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
-    texts = write_texts(tmp_path / 'texts')
     data = DataConfig(
-        name='text', path=str(texts), tokenizer='tiktoken:small', data_dir=str(tmp_path / 'data')
+        name='text',
+        path=str(write_texts(tmp_path / 'texts')),
+        tokenizer='tiktoken:small',
+        data_dir=str(tmp_path / 'data'),
     )
     dataset = load_text(data)
 
-    # Prepared files need no vocabulary beside them: the name says which it is.
-    made = prepare(data, str(tmp_path / 'made'))
-    assert made.identity() == dataset.identity()
-    assert not (tmp_path / 'made/tokenizer.json').exists()
+    prepared = prepare(data, str(tmp_path / 'made'))
     opened = load_text(DataConfig(name='tokens', path=str(tmp_path / 'made')))
+
+    assert prepared.identity() == dataset.identity()
     assert opened.tokenizer.name == dataset.tokenizer.name
     assert opened.split('test').tolist() == dataset.split('test').tolist()
-    assert tokenizer_of_flag(str(tmp_path / 'made'), '').name == dataset.tokenizer.name
-    assert tokenizer_of_flag('tiktoken:small', '').name == dataset.tokenizer.name
+    # The library has the vocabulary, so that no file has.
+    assert not (tmp_path / 'made/tokenizer.json').exists()
+
+
+def test_a_flag_names_an_encoding_or_tokens_of_it(tiktoken, tmp_path):
+    data = DataConfig(
+        name='text',
+        path=str(write_texts(tmp_path / 'texts')),
+        tokenizer='tiktoken:small',
+        data_dir=str(tmp_path / 'data'),
+    )
+    tokens = str(tmp_path / 'made')
+    expected_name = prepare(data, tokens).tokenizer.name
+
+    assert tokenizer_of_flag(tokens, '').name == expected_name
+    assert tokenizer_of_flag('tiktoken:small', '').name == expected_name
 
 
 def test_tokens_of_other_tools_are_checked_against_its_ids(tiktoken, tmp_path):
-    # Two ids of three bytes, and the end token, which counts one.
+    # The ids of 'the' and 'ing', three bytes each, and the separator, which counts as one.
     ids = np.array([257, 260, 265] * 30, np.uint16)
-    write_nanogpt(tmp_path / 'own/train.bin', ids)
-    write_nanogpt(tmp_path / 'own/val.bin', ids)
-    fields = {'path': str(tmp_path / 'own'), 'data_dir': str(tmp_path / 'data')}
-    data = DataConfig(name='tokens', tokenizer='tiktoken:small', **fields)
+    directory = tmp_path / 'own'
+    write_nanogpt(directory / 'train.bin', ids)
+    write_nanogpt(directory / 'val.bin', ids)
+    data = DataConfig(
+        name='tokens',
+        path=str(directory),
+        tokenizer='tiktoken:small',
+        data_dir=str(tmp_path / 'data'),
+    )
+
     rows = rows_of(Config(model=ModelConfig(context=8, vocab_size=266), data=data))
     assert rows.bytes_per_token('validation') == (3 + 3 + 1) / 3
-    # An id beyond the vocabulary.
-    write_nanogpt(tmp_path / 'own/val.bin', np.append(ids, 266).astype(np.uint16))
+
+    # An id beyond the vocabulary, after the other 90.
+    write_nanogpt(directory / 'val.bin', np.append(ids, 266).astype(np.uint16))
     with refused("holds id 266 at token 90, but data.tokenizer='tiktoken-small-.* 0 to 265"):
         load_text(data)
