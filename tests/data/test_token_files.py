@@ -1,7 +1,7 @@
 """Tokens in memory, and on disk: what is written, after stops and damages too, and read."""
 
+import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -29,10 +29,10 @@ from tests.refusals import refused
 
 
 def test_windows_are_consecutive_tokens():
+    # A token is its position.
     windows_BT = numbers(train=100).windows('train', np.array([0, 83]), 17)
     assert windows_BT.dtype == np.int32
-    assert windows_BT[:, 0].tolist() == [0, 83]
-    assert (np.diff(windows_BT) == 1).all()
+    assert windows_BT.tolist() == [list(range(0, 17)), list(range(83, 100))]
 
 
 def test_blocks_of_ids_have_at_most_the_block_size(monkeypatch):
@@ -40,38 +40,58 @@ def test_blocks_of_ids_have_at_most_the_block_size(monkeypatch):
     assert [len(block) for block in tokens.blocks(np.arange(30))] == [12, 12, 6]
 
 
-def test_a_dataset_has_the_identity_of_its_parts(monkeypatch):
-    monkeypatch.setattr(tokens, 'BLOCK', 3)
-    # Documents 'aab' and 'c', each with an end; files are read in blocks of 3 tokens.
-    text = {'train': np.frombuffer(b'aab\0c\0', np.uint8)}
-    source, target = (token_dataset(name, ByteTokenizer(), text) for name in 'ab')
-    assert source.document_ends('train').tolist() == [4, 6]
-    assert source.document_names('train') == ['0', '1']
-    assert source.bytes_per_token('train') == 2
+@pytest.fixture
+def aab_and_c():
+    """A dataset 'a' of the documents 'aab' and 'c', in bytes, each with a separator after it."""
+    ids = np.frombuffer(b'aab\0c\0', np.uint8)
+    return token_dataset('a', ByteTokenizer(), {'train': ids})
+
+
+def test_a_dataset_describes_its_documents(aab_and_c, monkeypatch):
+    monkeypatch.setattr(tokens, 'BLOCK', 3)  # the split is read in two blocks
+
+    assert aab_and_c.document_ends('train').tolist() == [4, 6]
+    assert aab_and_c.document_names('train') == ['0', '1']
+    assert aab_and_c.bytes_per_token('train') == 2
     with refused("split='val' is not in dataset 'a'; valid: 'train'"):
-        source.split('val')
+        aab_and_c.split('val')
 
-    # A dataset of files from different sources has the fingerprint of each.
-    infos = {'train': source.info('train'), 'test': target.info('train')}
-    carved = TokenDataset('a', '1', ByteTokenizer(), infos, {}, {'test': 0.1}).identity()
-    fingerprints = carved.pop('fingerprints')
-    assert list(fingerprints.items()) == [('test', 'btrain'), ('train', 'atrain')]
-    assert carved == {'name': 'a', 'version': '1', 'tokenizer': 'bytes', 'carved': {'test': 0.1}}
-    assert 'carved' not in source.identity()
 
-    # A dataset of pairs has the identities of its two sides.
-    pairs = PairDataset(source, target)
-    assert pairs.identity() == {'source': source.identity(), 'target': target.identity()}
-    assert [ids.tobytes() for ids in pairs.sentences('train')[0]] == [b'aab', b'c']
+def test_a_dataset_has_the_fingerprints_of_its_splits(aab_and_c):
+    info = aab_and_c.info('train')
+    infos = {'train': info, 'test': dataclasses.replace(info, fingerprint='of test')}
+    dataset = TokenDataset('a', '1', ByteTokenizer(), infos, tokens={}, carved={'test': 0.1})
+
+    identity = dataset.identity()
+
+    assert identity == {
+        'name': 'a',
+        'version': '1',
+        'tokenizer': 'bytes',
+        'fingerprints': {'test': 'of test', 'train': 'atrain'},
+        'carved': {'test': 0.1},
+    }
+    assert list(identity['fingerprints']) == ['test', 'train']  # sorted
+    assert 'carved' not in aab_and_c.identity()
+
+
+def test_a_dataset_of_pairs_has_two_sides(aab_and_c):
+    target = token_dataset('b', ByteTokenizer(), {'train': aab_and_c.split('train')})
+    pairs = PairDataset(aab_and_c, target)
+
+    assert pairs.identity() == {'source': aab_and_c.identity(), 'target': target.identity()}
+    sources, _ = pairs.sentences('train')
+    assert [ids.tobytes() for ids in sources] == [b'aab', b'c']
 
 
 def config_of_tokens(path, **fields):
+    """Settings that read a directory of tokens."""
     return DataConfig(name='tokens', path=str(path), **fields)
 
 
 @pytest.fixture(scope='module')
 def text(tmp_path_factory):
-    """A folder of texts as a dataset."""
+    """Settings of a folder of texts, of which 60 are train."""
     root = tmp_path_factory.mktemp('text')
     path = str(write_texts(root / 'files'))
     return DataConfig(name='text', path=path, data_dir=str(root / 'cache'))
@@ -79,49 +99,55 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def prepared(text, tmp_path_factory):
-    """The directory of the tokens that are prepared of `text`."""
-    out = tmp_path_factory.mktemp('tokens')
-    prepare(text, str(out))
-    return out
+    """The directory of the tokens that are prepared from `text`, in bytes."""
+    directory = tmp_path_factory.mktemp('tokens')
+    prepare(text, str(directory))
+    return directory
 
 
 def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, prepared):
     before = load_text(text)
     after = load_text(config_of_tokens(prepared))
+
     assert after.splits == before.splits
     assert after.identity() == before.identity()
     for split in before.splits:
         assert np.array_equal(after.split(split), before.split(split))
         assert after.info(split) == before.info(split)
-    ids = np.fromfile(prepared / 'test.bin', np.uint8)  # without a header
-    assert np.array_equal(ids, before.split('test'))
+    # Files have no header.
+    assert np.array_equal(np.fromfile(prepared / 'test.bin', np.uint8), before.split('test'))
 
 
-def test_preparing_that_is_stopped_at_a_write_can_begin_again(
-    text, prepared, tmp_path, monkeypatch
+# Preparing writes the files of three splits and then the index.
+@pytest.mark.parametrize('num_files', [0, 2, 3])
+def test_preparing_that_was_stopped_can_begin_again(
+    text, prepared, tmp_path, monkeypatch, num_files
 ):
+    """Preparing is stopped once `num_files` files are written."""
     replace = os.replace
+    num_written = 0
 
-    def replace_until_stopped(*paths):
-        if next(counter) == num_writes:
+    def replace_or_stop(*paths):
+        nonlocal num_written
+        if num_written == num_files:
             raise KeyboardInterrupt
+        num_written += 1
         return replace(*paths)
 
-    for num_writes in (0, 2, 3):  # of three splits and the index
-        out = tmp_path / str(num_writes)
-        counter = itertools.count()
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(os, 'replace', replace_until_stopped)
-            prepare(text, str(out))
-        with refused('tokens.json cannot be read'):
-            load_text(config_of_tokens(out))
-        prepare(text, str(out))
-        assert contents(out) == contents(prepared)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'replace', replace_or_stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(text, str(tmp_path))
+    with refused('tokens.json cannot be read'):
+        load_text(config_of_tokens(tmp_path))
+
+    prepare(text, str(tmp_path))
+    assert contents(tmp_path) == contents(prepared)
 
 
 def test_a_finished_directory_is_left_as_it_is(text, prepared, monkeypatch):
     identity = load_text(text).identity()
-    monkeypatch.setattr(token_files, 'write_atomic', None)
+    monkeypatch.setattr(token_files, 'write_atomic', None)  # a write would fail
     assert prepare(text, str(prepared)).identity() == identity
 
 
@@ -129,8 +155,10 @@ def test_a_damaged_directory_is_made_again(text, prepared, tmp_path, caplog):
     copy = shutil.copytree(prepared, tmp_path / 'copy')
     path = copy / 'train.bin'
     path.write_bytes(path.read_bytes()[:-1] + b'x')
-    assert load_text(config_of_tokens(copy))  # which reads no tokens
+    load_text(config_of_tokens(copy))  # reads no tokens, so that it does not fail
+
     prepare(text, str(copy))
+
     assert contents(copy) == contents(prepared)
     assert 'train.bin is missing, or does not hold what tokens.json describes; prep' in caplog.text
 
@@ -141,57 +169,95 @@ def unreadable_texts():
 
 
 @pytest.mark.parametrize(
-    ('fields', 'texts', 'message'),
+    ('fields', 'message'),
     [
-        ({'tokenizer': 'characters'}, None, 'holds tokens of text .* bytes; give another'),
-        ({'name': 'tokens'}, None, "data.name='tokens' is already tokenized; name the text"),
-        ({'name': 'cldr', 'languages': 'en-de'}, None, 'is a translation set; prepare_data'),
-        ({}, [b'a', b'b\0'], "document 2 of split 'train' of x cannot be encoded: "),
-        ({}, unreadable_texts(), "split 'train' of x cannot be read .OSError: lost.; restore"),
-        ({}, [], "split 'train' of x has no document; it must hold text"),
-        ({'tokenizer': 'bpe', 'tokenizer_size': 257}, [b'\xe4'] * 40, 'cannot be tokenized: '),
+        pytest.param(
+            {'tokenizer': 'characters'},
+            'holds tokens of text .* bytes; give another',
+            id='directory of another tokenizer',
+        ),
+        pytest.param(
+            {'name': 'tokens'},
+            "data.name='tokens' is already tokenized; name the text",
+            id='tokens',
+        ),
+        pytest.param(
+            {'name': 'cldr', 'languages': 'en-de'},
+            'is a translation set; prepare_data',
+            id='translation set',
+        ),
     ],
 )
-def test_data_that_cannot_be_prepared_are_refused(
-    text, prepared, tmp_path, monkeypatch, fields, texts, message
-):
-    data = dataclasses.replace(text, **fields)
-    # The directory has tokens already, or is empty.
-    out = prepared
-    if texts is not None:
-        register(monkeypatch, 'x', {'train': texts, 'validation': [b'a']})
-        data = dataclasses.replace(data, name='x', path=None)
-        out = tmp_path
+def test_data_that_cannot_be_prepared_are_refused(text, prepared, fields, message):
     with refused(message):
-        prepare(data, str(out))
+        prepare(dataclasses.replace(text, **fields), str(prepared))
+
+
+@pytest.mark.parametrize(
+    ('train', 'fields', 'message'),
+    [
+        pytest.param(
+            [b'a', b'b\0'],
+            {},
+            "document 2 of split 'train' of x cannot be encoded: ",
+            id='a byte 0',
+        ),
+        pytest.param(
+            unreadable_texts(),
+            {},
+            "split 'train' of x cannot be read .OSError: lost.; restore",
+            id='unreadable',
+        ),
+        pytest.param(
+            [], {}, "split 'train' of x has no document; it must hold text", id='no document'
+        ),
+        pytest.param(
+            [b'\xe4'] * 40,
+            {'tokenizer': 'bpe', 'tokenizer_size': 257},
+            'cannot be tokenized: ',
+            id='no UTF-8',
+        ),
+    ],
+)
+def test_texts_that_cannot_be_tokenized_are_refused(
+    text, tmp_path, monkeypatch, train, fields, message
+):
+    register(monkeypatch, 'x', {'train': train, 'validation': [b'a']})
+    data = dataclasses.replace(text, name='x', path=None, **fields)
+    with refused(message):
+        prepare(data, str(tmp_path))
 
 
 @pytest.mark.parametrize('tokenizer', ['bpe', 'words.json', 'nibbles:Nibbles'])
 def test_the_number_of_workers_does_not_change_the_tokens(
     text, tmp_path, outside, monkeypatch, tokenizer
 ):
-    monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)  # of 60 in train
+    monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)  # 60 documents are 9 batches
     monkeypatch.chdir(tmp_path)
     write_vocabulary(tmp_path / 'words.json')
-    data = dataclasses.replace(text, tokenizer=tokenizer)
-    if tokenizer == 'bpe':
-        data = dataclasses.replace(data, tokenizer_size=280)
-    for workers in (1, 2):
-        prepare(data, f'{workers}', workers)
-    assert contents(tmp_path / '1') == contents(tmp_path / '2')
+    size = {'tokenizer_size': 280} if tokenizer == 'bpe' else {}
+    data = dataclasses.replace(text, tokenizer=tokenizer, **size)
+
+    prepare(data, 'by_one', workers=1)
+    prepare(data, 'by_two', workers=2)
+
+    assert contents(tmp_path / 'by_two') == contents(tmp_path / 'by_one')
 
 
 def test_a_document_that_a_worker_cannot_encode_is_named(text, tmp_path, monkeypatch):
-    register(monkeypatch, 'x', {'train': [b'a'] * 9 + [b'\0'] + [b'a'] * 9, 'validation': [b'a']})
+    train = [b'a'] * 9 + [b'\0'] + [b'a'] * 9
+    register(monkeypatch, 'x', {'train': train, 'validation': [b'a']})
+    data = dataclasses.replace(text, name='x', path=None)
     with refused("document 10 of split 'train' of x cannot be encoded: text holds byte 0"):
-        prepare(dataclasses.replace(text, name='x', path=None), str(tmp_path / 'out'), 2)
+        prepare(data, str(tmp_path / 'out'), workers=2)
 
 
 def test_a_worker_that_is_killed_is_named(text, tmp_path, monkeypatch):
+    # A worker calls os._exit(9).
     monkeypatch.setattr(encoding, '_batches', lambda texts: [9])
     monkeypatch.setattr(encoding, '_encode_batch', os._exit)
     with refused('a process that tokenizes was killed, .*; give fewer --workers'):
-        prepare(text, str(tmp_path / 'out'), 2)
+        prepare(text, str(tmp_path / 'out'), workers=2)
 
 
 def test_progress_says_how_many_tokens_a_second(text, tmp_path, monkeypatch, caplog):
@@ -203,10 +269,11 @@ def test_progress_says_how_many_tokens_a_second(text, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize('name', ['train.bin', 'tokenizer.json'])
 def test_files_of_the_user_are_not_replaced(text, tmp_path, name):
-    (tmp_path / name).write_text('{}')
+    file = tmp_path / name
+    file.write_text('{}')
     with refused('holds files that are no tokens; give another directory'):
         prepare(dataclasses.replace(text, tokenizer='characters'), str(tmp_path))
-    assert (tmp_path / name).read_text() == '{}'
+    assert file.read_text() == '{}'
 
 
 @pytest.mark.parametrize(
@@ -228,68 +295,121 @@ def test_the_vocabulary_comes_with_the_tokens(text, tmp_path):
     prepare(data, str(tmp_path))
     assert tokenizer_of(config_of_tokens(tmp_path)).name == tokenizer_of(data).name
 
-    # Another vocabulary than that of the tokens, and one that was cut.
+
+def test_a_wrong_or_damaged_vocabulary_is_named(text, tmp_path):
+    prepare(dataclasses.replace(text, tokenizer='characters'), str(tmp_path))
     path = tmp_path / 'tokenizer.json'
     content = path.read_text()
-    for damaged, message in (
-        (content.replace(': "', ': "!'), 'was tokenized with characters-.* is characters-'),
-        (content[:-9], 'tokenizer.json cannot be read .*; copy it or prepare_data again'),
-    ):
-        path.write_text(damaged)
-        with refused(message):
-            load_text(config_of_tokens(tmp_path))
+
+    # One character more.
+    path.write_text(content.replace(': "', ': "!'))
+    with refused('was tokenized with characters-.* is characters-'):
+        load_text(config_of_tokens(tmp_path))
+
+    path.write_text(content[:-9])
+    with refused('tokenizer.json cannot be read .*; copy it or prepare_data again'):
+        load_text(config_of_tokens(tmp_path))
 
 
 def with_fields(**fields):
-    """A damage of tokens.json that sets these fields."""
+    """A damage of tokens.json, which sets these fields."""
     return lambda text: json.dumps(json.loads(text) | fields)
 
 
-def test_a_damaged_or_missing_file_is_named(prepared, tmp_path):
+def with_fields_of_train(**fields):
+    """A damage of tokens.json, which sets these fields of its train split."""
+
+    def damage(text):
+        index = json.loads(text)
+        index['splits']['train'] |= fields
+        return json.dumps(index)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ('file', 'message'),
+    [
+        (
+            'train.bin',
+            'train.bin is missing, or does not .*; copy it or prepare_data again',
+        ),
+        ('tokens.json', 'tokens.json cannot be read .No such file'),
+    ],
+)
+def test_a_missing_file_is_named(prepared, tmp_path, file, message):
     copy = shutil.copytree(prepared, tmp_path / 'copy')
-    # The file, how its text is changed (None: it is removed), and what the refusal says.
-    for file, damage, message in (
-        ('train.bin', None, 'train.bin is missing, or does not .*; copy it or prepare_data again'),
-        ('test.bin', lambda text: text[:-1], 'test.bin is missing, or does not'),
-        ('tokens.json', None, 'tokens.json cannot be read .No such file'),
-        ('tokens.json', lambda text: PICKLE.decode('latin-1'), 'tokens.json'),
-        ('tokens.json', with_fields(dtype='int64'), "field 'dtype' is 'int64', expected"),
-        ('tokens.json', with_fields(tokenizer_name='x'), 'was tokenized with x, but .* bytes'),
-        ('tokens.json', lambda t: t.replace('"num_tokens": ', '"num_tokens": 1'), 'is missing, or'),
-    ):
-        content = (copy / file).read_text('latin-1')
-        (copy / file).unlink()
-        if damage:
-            (copy / file).write_text(damage(content), 'latin-1')
-        with refused(message):
-            load_text(config_of_tokens(copy))
-        (copy / file).write_text(content, 'latin-1')
+    (copy / file).unlink()
+    with refused(message):
+        load_text(config_of_tokens(copy))
 
 
-def test_settings_that_do_not_fit_are_refused(prepared):
-    for fields, message in (
+@pytest.mark.parametrize(
+    ('file', 'damage', 'message'),
+    [
+        pytest.param(
+            'test.bin', lambda text: text[:-1], 'test.bin is missing, or does not', id='cut tokens'
+        ),
+        pytest.param(
+            'tokens.json', lambda text: PICKLE.decode('latin-1'), 'tokens.json', id='a pickle'
+        ),
+        pytest.param(
+            'tokens.json',
+            with_fields(dtype='int64'),
+            "field 'dtype' is 'int64', expected",
+            id='unknown dtype',
+        ),
+        pytest.param(
+            'tokens.json',
+            with_fields(tokenizer_name='x'),
+            'was tokenized with x, but .* bytes',
+            id='another tokenizer',
+        ),
+        pytest.param(
+            'tokens.json',
+            lambda text: text.replace('"num_tokens": ', '"num_tokens": 1'),
+            'is missing, or',
+            id='too many tokens',
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(prepared, tmp_path, file, damage, message):
+    copy = shutil.copytree(prepared, tmp_path / 'copy')
+    content = (copy / file).read_text('latin-1')
+    (copy / file).write_text(damage(content), 'latin-1')
+    with refused(message):
+        load_text(config_of_tokens(copy))
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
         ({'lowercase': True}, 'data.lowercase=True has no effect on tokens'),
         ({'tokenizer': 'bpe'}, "data.tokenizer='bpe' has no effect .* made with bytes .*; set it"),
         ({'path': 'gs://b/x'}, 'data.path=gs://b/x is a URL, but .* local or mounted directory'),
-    ):
-        with refused(message):
-            rows_of(Config(data=dataclasses.replace(config_of_tokens(prepared), **fields)))
+    ],
+)
+def test_settings_that_have_no_effect_on_tokens_are_refused(prepared, fields, message):
+    data = dataclasses.replace(config_of_tokens(prepared), **fields)
+    with refused(message):
+        rows_of(Config(data=data))
 
 
-def test_a_test_split_is_carved_before_tokens_are_made(text, prepared, tmp_path):
-    assert load_text(config_of_tokens(prepared, carve_test=True)).splits == (
-        'train',
-        'validation',
-        'test',
-    )
-    path = shutil.copytree(text.path, tmp_path / 'files')
-    shutil.rmtree(path / 'test')
-    prepare(dataclasses.replace(text, path=str(path)), str(tmp_path / 'tokens'))
+def test_prepared_tokens_may_have_a_test_split(prepared):
+    dataset = load_text(config_of_tokens(prepared, carve_test=True))
+    assert dataset.splits == ('train', 'validation', 'test')
+
+
+def test_a_test_split_is_not_carved_from_prepared_tokens(text, tmp_path):
+    texts_without_test = shutil.copytree(text.path, tmp_path / 'files')
+    shutil.rmtree(texts_without_test / 'test')
+    prepare(dataclasses.replace(text, path=str(texts_without_test)), str(tmp_path / 'tokens'))
+
     with refused('data.carve_test=True has no effect on tokens, .*; set it when prepare_data'):
         load_text(config_of_tokens(tmp_path / 'tokens', carve_test=True))
 
 
-# A module that shows that it was imported.
+# A tokenizer in a module that leaves a file `imported` where it is imported.
 EVIL = """
 import pathlib
 pathlib.Path('imported').touch()
@@ -299,43 +419,61 @@ class Cls:
 """
 
 
-def with_fields_of_train(text, **fields):
-    """The index with other counts of its train split."""
-    index = json.loads(text)
-    index['splits']['train'] |= fields
-    return json.dumps(index)
-
-
 @pytest.mark.parametrize(
     ('damage', 'message'),
     [
-        (
+        pytest.param(
             with_fields(tokenizer='evil:Cls'),
             "tokens.json names the tokenizer 'evil:Cls', which is code, and data.tokenizer='bytes' "
             'does not; set data.tokenizer=evil:Cls to import it',
+            id='import path',
         ),
-        (with_fields(tokenizer='evil:Cls(a=1)'), 'set data.tokenizer=evil:Cls.a=1. to import it'),
-        (
+        pytest.param(
+            with_fields(tokenizer='evil:Cls(a=1)'),
+            'set data.tokenizer=evil:Cls.a=1. to import it',
+            id='import path with options',
+        ),
+        pytest.param(
             with_fields(tokenizer='/etc/x.json'),
             'tokenizer.json, the vocabulary of ./etc/x.json., is miss',
+            id='file',
         ),
-        (with_fields(tokenizer='characters'), "the vocabulary of 'characters', is missing"),
-        (with_fields(tokenizer='words'), "the vocabulary of 'words', is missing"),
-        (with_fields(splits={'../x': {}}), "split '../x' is none of train, validation, test"),
-        (with_fields(splits={'test': {}}), 'it has no train split'),
-        (
-            lambda t: with_fields_of_train(t, num_documents=10**15),
+        pytest.param(
+            with_fields(tokenizer='characters'),
+            "the vocabulary of 'characters', is missing",
+            id='characters',
+        ),
+        pytest.param(
+            with_fields(tokenizer='words'),
+            "the vocabulary of 'words', is missing",
+            id='unknown tokenizer',
+        ),
+        pytest.param(
+            with_fields(splits={'../x': {}}),
+            "split '../x' is none of train, validation, test",
+            id='path for a split',
+        ),
+        pytest.param(
+            with_fields(splits={'test': {}}), 'it has no train split', id='missing train split'
+        ),
+        pytest.param(
+            with_fields_of_train(num_documents=10**15),
             'train has 1000000000000000 documents',
+            id='too many documents',
         ),
-        (lambda t: with_fields_of_train(t, num_documents=0), 'train has 0 documents in'),
-        (lambda t: with_fields_of_train(t, num_bytes=0), 'train has 0 bytes'),
-        (
-            lambda t: with_fields_of_train(t, document_names=['a']),
+        pytest.param(
+            with_fields_of_train(num_documents=0), 'train has 0 documents in', id='no documents'
+        ),
+        pytest.param(with_fields_of_train(num_bytes=0), 'train has 0 bytes', id='no bytes'),
+        pytest.param(
+            with_fields_of_train(document_names=['a']),
             'train has 1 document_names of 60',
+            id='too few names',
         ),
-        (
-            lambda t: with_fields_of_train(t, num_tokens=10**15),
+        pytest.param(
+            with_fields_of_train(num_tokens=10**15),
             'train.bin is missing, or does not hold',
+            id='too many tokens',
         ),
     ],
 )
@@ -343,29 +481,34 @@ def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
     prepared, tmp_path, monkeypatch, damage, message
 ):
     copy = shutil.copytree(prepared, tmp_path / 'copy')
+    index = copy / 'tokens.json'
+    index.write_text(damage(index.read_text()))
     # Importing evil.py would write the file `imported`.
     (tmp_path / 'evil.py').write_text(EVIL)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    index = copy / 'tokens.json'
-    index.write_text(damage(index.read_text()))
+
     with refused(message):
         load_text(config_of_tokens(copy)).document_names('train')
+
     assert not (tmp_path / 'imported').exists()
 
 
-def test_a_class_from_outside_is_imported_where_the_config_names_it_too(text, tmp_path, outside):
+def test_a_class_is_imported_only_if_the_config_names_it(text, tmp_path, outside):
+    tokens_directory = tmp_path / 'tokens'
     data = dataclasses.replace(text, tokenizer='nibbles:Nibbles')
-    # Tokens of a tokenizer that is a class of the user: the files alone do not import it.
-    prepare(data, str(tmp_path / 'tokens'))
+    prepare(data, str(tokens_directory))
+
+    # The files alone do not import the class that they name.
     for requested in ('bytes', 'nibbles:Other', 'characters'):
         with refused('set data.tokenizer=nibbles:Nibbles to import it'):
-            load_text(config_of_tokens(tmp_path / 'tokens', tokenizer=requested))
-    opened = load_text(config_of_tokens(tmp_path / 'tokens', tokenizer='nibbles:Nibbles'))
+            load_text(config_of_tokens(tokens_directory, tokenizer=requested))
+
+    opened = load_text(config_of_tokens(tokens_directory, tokenizer='nibbles:Nibbles'))
     assert opened.identity() == load_text(data).identity()
 
 
-def test_ids_of_a_vocabulary_file_are_bounded_before_tables_of_them_are_made(text, tmp_path):
+def test_a_vocabulary_file_with_a_huge_id_is_refused(text, tmp_path):
     file = tmp_path / 'huge.json'
     model = {'type': 'WordLevel', 'vocab': {'a': 0, 'b': 4_000_000_000}, 'unk_token': 'a'}
     file.write_text(json.dumps({'version': '1.0', 'added_tokens': [], 'model': model}))
@@ -374,75 +517,92 @@ def test_ids_of_a_vocabulary_file_are_bounded_before_tables_of_them_are_made(tex
 
 
 def write_vocabulary(path):
-    """A tokenizer.json of 401 ids, the last of which ends texts."""
+    """Writes a tokenizer.json of 401 ids: [UNK], word1 to word399, and <|endoftext|>."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    words = {'[UNK]': 0} | {f'word{number}': number for number in range(1, 400)}
-    library = tokenizers.Tokenizer(models.WordLevel(words, unk_token='[UNK]'))
+    vocabulary = {'[UNK]': 0}
+    for number in range(1, 400):
+        vocabulary[f'word{number}'] = number
+    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.add_special_tokens(['<|endoftext|>'])
     library.save(str(path))
     return path
 
 
-def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
-    """Earlier versions added an id to a vocabulary that has one that ends texts.
-
-    Such tokens and those of today are both opened with the separator that they were written with,
-    and preparing them again leaves them as they are.
-    """
-    data = dataclasses.replace(text, tokenizer=str(write_vocabulary(tmp_path / 'v/words.json')))
-    prepare(data, str(tmp_path / 'ends'))
+@contextlib.contextmanager
+def as_earlier_versions(monkeypatch):
+    """Adds an id as separator to every vocabulary, even to one that has an end of text."""
     with monkeypatch.context() as patch:
         patch.setattr(FileTokenizer, '_end_of_text', lambda self: None)
+        yield
+
+
+def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
+    vocabulary = str(write_vocabulary(tmp_path / 'v/words.json'))
+    data = dataclasses.replace(text, tokenizer=vocabulary)
+    prepare(data, str(tmp_path / 'end_of_text'))
+    with as_earlier_versions(monkeypatch):
         prepare(data, str(tmp_path / 'added'))
-    separators = {'ends': (400, 401), 'added': (401, 402)}
+
     names = set()
-    for name, (separator, vocab_size) in separators.items():
-        before = contents(tmp_path / name)
-        for requested in ('bytes', data.tokenizer):
-            dataset = load_text(config_of_tokens(tmp_path / name, tokenizer=requested))
-            assert (dataset.tokenizer.separator, dataset.vocab_size) == (separator, vocab_size)
+    for name, separator in (('end_of_text', 400), ('added', 401)):
+        directory = tmp_path / name
+        for requested in ('bytes', vocabulary):
+            dataset = load_text(config_of_tokens(directory, tokenizer=requested))
+            assert dataset.tokenizer.separator == separator
+            assert dataset.vocab_size == separator + 1
             assert len(dataset.document_ends('train')) == 60
-        assert prepare(data, str(tmp_path / name)).identity() == dataset.identity()
-        assert contents(tmp_path / name) == before
         names.add(dataset.tokenizer.name)
+
+        # Preparing them again leaves them as they are.
+        before = contents(directory)
+        assert prepare(data, str(directory)).identity() == dataset.identity()
+        assert contents(directory) == before
     assert len(names) == 2
 
 
 @pytest.mark.slow
 def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, monkeypatch):
-    fields = {'tokenizer': str(write_vocabulary(tmp_path / 'v/words.json')), 'eval_sequences': None}
-    data = vars(dataclasses.replace(text, **fields))
-    config = tiny(model={'num_layers': 1, 'vocab_size': 402}, data=data, trials={'seeds': (0,)})
-    with monkeypatch.context() as patch:
-        patch.setattr(FileTokenizer, '_end_of_text', lambda self: None)
-        (first,) = train(config, tmp_path / 'run')
-    (tmp_path / 'run/result.json').unlink()
-    (again,) = train(config, tmp_path / 'run')
+    vocabulary = str(write_vocabulary(tmp_path / 'v/words.json'))
+    data = dataclasses.replace(text, tokenizer=vocabulary, eval_sequences=None)
+    model = {'num_layers': 1, 'vocab_size': 402}
+    config = tiny(model=model, data=vars(data), trials={'seeds': (0,)})
+    run = tmp_path / 'run'
+
+    with as_earlier_versions(monkeypatch):
+        (first,) = train(config, run)
+    (run / 'result.json').unlink()
+    (again,) = train(config, run)
+
     assert again['data'] == first['data']
     assert again['test_loss'] == first['test_loss']
-    source = loading.load(tmp_path / 'run')
+    source = loading.load(run)
     assert loading.tokenizer_for(source, '', '--prompt_tokens').separator == 401
-    # A run that begins today has the separator of the file, 400, so that 401 ids suffice.
-    model = dataclasses.replace(config.model, vocab_size=401)
-    assert rows_of(dataclasses.replace(config, model=model)).vocab_size == 401
+
+    # A new run has the separator of the file, 400, so that 401 ids suffice.
+    model_of_new_run = dataclasses.replace(config.model, vocab_size=401)
+    new_config = dataclasses.replace(config, model=model_of_new_run)
+    assert rows_of(new_config).vocab_size == 401
 
 
 def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
-    # The program that docs/data.md shows is run as it is.
+    # Run the program of docs/data.md as it is.
     page = (ROOT / 'docs/data.md').read_text('utf-8')
-    (program,) = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
+    programs = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
+    assert len(programs) == 1
     monkeypatch.chdir(tmp_path)
-    (tmp_path / 'tokens').mkdir()
-    (tmp_path / 'writer.py').write_text(program)
+    directory = tmp_path / 'tokens'
+    directory.mkdir()
+    (tmp_path / 'writer.py').write_text(programs[0])
     runpy.run_path('writer.py')
-    dataset = load_text(config_of_tokens(tmp_path / 'tokens'))
-    assert bytes(dataset.split('train')) == b'one text\0another\0'
 
-    # Its files pass the comparison with their fingerprints.
-    index = token_files.read_index(tmp_path / 'tokens')
-    assert token_files.open_index(
-        tmp_path / 'tokens', index, dataset.tokenizer, compare=True
-    ).splits == ('train', 'validation')
-    expected = tokens.entropy(np.bincount(dataset.split('train')))
-    assert dataset.unigram_nats('train') == pytest.approx(expected)
+    dataset = load_text(config_of_tokens(directory))
+    train_ids = dataset.split('train')
+    assert bytes(train_ids) == b'one text\0another\0'
+    expected_nats = tokens.entropy(np.bincount(train_ids))
+    assert dataset.unigram_nats('train') == pytest.approx(expected_nats)
+
+    # Its files have the fingerprints that its index states.
+    index = token_files.read_index(directory)
+    compared = token_files.open_index(directory, index, dataset.tokenizer, compare=True)
+    assert compared.splits == ('train', 'validation')
