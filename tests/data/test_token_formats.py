@@ -13,19 +13,22 @@ from qkattn.data.token_formats.shards import Shard, Shards
 from qkattn.data.tokenizers.tokenizer import IdTokenizer
 from qkattn.train.loop import train
 from tests.data.test_token_files import write_vocabulary
-from tests.lanes import slow_except
 from tests.refusals import refused
 
 END = 300  # the id that separates documents
 
 
 def ids_of_documents(seed, num_documents=60, end_last=True):
-    """Documents of 5 to 40 ids below END, each with END after it, or before it."""
+    """Documents of 5 to 39 random ids from 1 to 299, each with END after it, or before it."""
     rng = np.random.default_rng(seed)
     parts = []
     for _ in range(num_documents):
-        document = rng.integers(1, END, rng.integers(5, 40))
-        parts.append(np.append(document, END) if end_last else np.append(END, document))
+        length = rng.integers(5, 40)
+        document = rng.integers(1, END, length)
+        if end_last:
+            parts.append(np.append(document, END))
+        else:
+            parts.append(np.append(END, document))
     return np.concatenate(parts).astype(np.uint16)
 
 
@@ -41,92 +44,138 @@ def write_llm_c(path, ids, magic=20240520, version=1, num_ids=None):
     """Writes ids as dev/data/data_common.py of llm.c does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     header = np.zeros(256, np.int32)
-    header[:3] = (magic, version, len(ids) if num_ids is None else num_ids)
+    header[0] = magic
+    header[1] = version
+    header[2] = len(ids) if num_ids is None else num_ids
     path.write_bytes(header.tobytes() + ids.tobytes())
 
 
 def write_megatron(path, documents, code=8, dtype=np.uint16):
-    """Writes ids as IndexedDatasetBuilder of Megatron-LM; a document is a list of sequences."""
+    """Writes documents as IndexedDatasetBuilder of Megatron-LM; each is a list of sequences.
+
+    `code` is Megatron's number of the dtype.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     sequences = [np.asarray(ids, dtype) for document in documents for ids in document]
     path.with_suffix('.bin').write_bytes(b''.join(ids.tobytes() for ids in sequences))
+
     lengths = np.array([len(ids) for ids in sequences], np.int32)
     sizes = lengths.astype(np.int64) * np.dtype(dtype).itemsize
-    pointers = np.append(0, np.cumsum(sizes)[:-1])
-    bounds = np.cumsum([0, *map(len, documents)])
-    index = b'MMIDIDX\x00\x00' + struct.pack('<QBQQ', 1, code, len(lengths), len(bounds))
-    index += lengths.tobytes() + pointers.astype(np.int64).tobytes()
-    path.with_suffix('.idx').write_bytes(index + bounds.astype(np.int64).tobytes())
+    first_bytes = np.append(0, np.cumsum(sizes)[:-1]).astype(np.int64)
+    sequences_per_document = [len(document) for document in documents]
+    document_bounds = np.cumsum([0, *sequences_per_document]).astype(np.int64)
+
+    version = 1
+    header = struct.pack('<QBQQ', version, code, len(lengths), len(document_bounds))
+    index = b'MMIDIDX\x00\x00' + header
+    index += lengths.tobytes() + first_bytes.tobytes() + document_bounds.tobytes()
+    path.with_suffix('.idx').write_bytes(index)
 
 
 @pytest.fixture
 def tokens(tmp_path):
-    """tokens(**fields): the settings of the tokens in `files`, with other fields."""
+    """tokens(**fields): settings that read the directory `files`, with these fields."""
 
     def settings(**fields):
-        fields = {'path': str(tmp_path / 'files'), 'data_dir': str(tmp_path / 'cache')} | fields
-        return DataConfig(name='tokens', **fields)
+        defaults = {'path': str(tmp_path / 'files'), 'data_dir': str(tmp_path / 'cache')}
+        return DataConfig(name='tokens', **(defaults | fields))
 
     return settings
 
 
 @pytest.fixture
 def files(tmp_path):
+    """The directory that `tokens` reads."""
     return tmp_path / 'files'
 
 
 def test_shards_read_as_one_array(tmp_path):
     whole = np.arange(20, dtype=np.uint16)
+    # Shards of 7, 1 and 12 ids.
     shards = Shards([Shard(tmp_path, part) for part in np.split(whole, [7, 8])])
+
+    assert len(shards) == 20
     for start in range(20):
         for end in range(start, 21):
             assert shards[start:end].tolist() == whole[start:end].tolist()
-    assert len(shards) == 20
+    # As in an array, a slice may end behind the last id.
     assert shards[18:25].tolist() == [18, 19]
 
 
 def test_a_cut_of_shards_keeps_their_documents(tmp_path):
+    # Two shards of 10 ids, each with three documents.
     ends = np.array([3, 6, 10])
     shards = Shards([Shard(tmp_path, np.arange(10), ends), Shard(tmp_path, np.arange(10), ends)])
+
+    # Behind the first document of the second shard.
     before, after = shards.cut([13])
-    assert (len(before), len(after)) == (13, 7)
+
+    assert len(before) == 13
     assert [shard.document_ends.tolist() for shard in before.shards] == [[3, 6, 10], [3]]
+    assert len(after) == 7
     assert [shard.document_ends.tolist() for shard in after.shards] == [[3, 7]]
 
 
-def test_nanogpt_files_are_the_splits(tokens, files):
-    write_nanogpt(files / 'train.bin', ids_of_documents(0))
-    write_nanogpt(files / 'val.bin', ids_of_documents(1, 30))
+@pytest.fixture
+def nanogpt_files(files):
+    """Files of nanoGPT: 60 documents in train.bin, and 30 in val.bin, each with END after it."""
+    write_nanogpt(files / 'train.bin', ids_of_documents(seed=0))
+    write_nanogpt(files / 'val.bin', ids_of_documents(seed=1, num_documents=30))
+
+
+def test_nanogpt_files_are_the_splits(tokens, nanogpt_files):
     dataset = load_text(tokens(documents=f'id={END}'))
     assert dataset.splits == ('train', 'validation')
-    assert dataset.split('validation')[:].tolist() == ids_of_documents(1, 30).tolist()
-
-    # The end token END divides documents.
-    expected_ends = np.flatnonzero(ids_of_documents(1, 30) == END) + 1
-    assert dataset.document_ends('validation').tolist() == expected_ends.tolist()
-    assert dataset.info('validation').num_documents == 30
-    assert (dataset.vocab_size, dataset.tokenizer.separator) == (END + 1, END)
+    validation_ids = ids_of_documents(seed=1, num_documents=30)
+    assert dataset.split('validation')[:].tolist() == validation_ids.tolist()
+    assert dataset.vocab_size == END + 1
+    # No text is known.
     assert dataset.bytes_per_token('validation') is None
 
-    # Rows are read as from any other dataset.
-    rows = rows_of(Config(model=ModelConfig(context=16, vocab_size=301), data=tokens()))
+
+def test_an_id_divides_nanogpt_files_into_documents(tokens, nanogpt_files):
+    dataset = load_text(tokens(documents=f'id={END}'))
+
+    validation_ids = ids_of_documents(seed=1, num_documents=30)
+    expected_ends = np.flatnonzero(validation_ids == END) + 1
+    assert dataset.document_ends('validation').tolist() == expected_ends.tolist()
+    assert dataset.info('validation').num_documents == 30
+    assert dataset.tokenizer.separator == END
+    assert dataset.vocab_size == END + 1
+
+
+def test_rows_of_nanogpt_files_are_read_as_from_other_datasets(tokens, nanogpt_files):
+    rows = rows_of(Config(model=ModelConfig(context=16, vocab_size=END + 1), data=tokens()))
     batch = train_batch(rows, seed=0, step=3, batch_size=4)
-    assert (batch['tokens_BT'][:, 1:] == batch['targets_BT'][:, :-1]).all()
+    assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
 
 def test_shards_of_llm_c_are_one_split_in_order_of_their_names(tokens, files):
-    train_ids = ids_of_documents(0, end_last=False)
+    train_ids = ids_of_documents(seed=0, end_last=False)
     write_llm_c(files / 'fineweb_train_000002.bin', train_ids[500:])
     write_llm_c(files / 'fineweb_train_000001.bin', train_ids[:500])
-    write_llm_c(files / 'fineweb_val_000000.bin', ids_of_documents(1, 30, end_last=False))
+    write_llm_c(files / 'fineweb_val_000000.bin', train_ids)
+
     dataset = load_text(tokens(documents=f'id={END}'))
+
     assert dataset.split('train')[:].tolist() == train_ids.tolist()
+    # The first window is in both shards.
     windows_BT = dataset.windows('train', np.array([490, 0]), 20)
     assert windows_BT.dtype == np.int32
     assert windows_BT.tolist() == [train_ids[490:510].tolist(), train_ids[:20].tolist()]
-    # The separator stands before each document.
-    starts = np.flatnonzero(ids_of_documents(1, 30, end_last=False) == END)
-    assert dataset.document_ends('validation')[:-1].tolist() == starts[1:].tolist()
+
+
+def test_documents_of_llm_c_begin_with_the_separator(tokens, files):
+    validation_ids = ids_of_documents(seed=1, num_documents=30, end_last=False)
+    write_llm_c(files / 'fineweb_train_000000.bin', ids_of_documents(seed=0, end_last=False))
+    write_llm_c(files / 'fineweb_val_000000.bin', validation_ids)
+
+    dataset = load_text(tokens(documents=f'id={END}'))
+
+    # Each document but the last ends where the next one begins.
+    starts = np.flatnonzero(validation_ids == END)
+    ends = dataset.document_ends('validation')
+    assert ends[:-1].tolist() == starts[1:].tolist()
     assert dataset.info('validation').num_documents == 30
 
 
@@ -139,61 +188,93 @@ def test_tokens_of_llama_3_are_uint32(tokens, files):
     assert dataset.split('train')[:4].tolist() == [70000, 1, 2, 3]
 
 
-def test_documents_of_megatron_are_those_of_its_index(tokens, files):
+@pytest.fixture
+def megatron_files(files):
+    """Files of Megatron: four documents in validation, of which one is empty; 80 in train."""
     documents = [[[1, 2], [3, 4, END]], [[5, 6]], [], [[7]]]
     write_megatron(files / 'train_text_document', documents * 20)
     write_megatron(files / 'valid_text_document', documents)
+
+
+def test_documents_of_megatron_are_those_of_its_index(tokens, megatron_files):
     dataset = load_text(tokens())
     assert dataset.split('validation')[:].tolist() == [1, 2, 3, 4, END, 5, 6, 7]
+    # The empty document is left out.
     assert dataset.document_ends('validation').tolist() == [5, 7, 8]
     assert dataset.info('train').num_documents == 60
-    # Documents may instead end at an id.
-    by_separator = load_text(tokens(documents=f'id={END}'))
-    assert by_separator.document_ends('validation').tolist() == [5, 8]
-    assert by_separator.identity()['version'] != dataset.identity()['version']
+
+
+def test_documents_of_megatron_may_end_at_an_id_instead(tokens, megatron_files):
+    by_index = load_text(tokens())
+    by_id = load_text(tokens(documents=f'id={END}'))
+    # [1, 2, 3, 4, END] and [5, 6, 7].
+    assert by_id.document_ends('validation').tolist() == [5, 8]
+    assert by_id.identity()['version'] != by_index.identity()['version']
 
 
 @pytest.mark.parametrize('name', ['all', 'all.bin'])
-def test_splits_are_carved_at_ends_of_documents_where_one_file_has_all(tokens, files, name):
-    documents = [[np.full(3 + number % 5, number)] for number in range(200)]
-    write_megatron(files / 'all', documents)
+def test_splits_are_carved_from_one_file_at_ends_of_documents(tokens, files, name):
+    # 200 documents of 3 to 7 ids; all ids of a document are its number.
+    documents = [np.full(3 + number % 5, number) for number in range(200)]
+    write_megatron(files / 'all', [[document] for document in documents])
+
     dataset = load_text(tokens(path=str(files / name)))
-    parts = [dataset.split(split)[:] for split in ('train', 'validation', 'test')]
-    whole = np.concatenate([document[0] for document in documents])
-    assert np.concatenate(parts).tolist() == whole.tolist()
-    # No document is in two splits.
-    assert [part[0] - 1 for part in parts[1:]] == [part[-1] for part in parts[:-1]]
+
     assert dataset.identity()['carved'] == {'validation': 0.1, 'test': 0.1}
+    train = dataset.split('train')[:]
+    validation = dataset.split('validation')[:]
+    test = dataset.split('test')[:]
+    all_ids = np.concatenate([train, validation, test])
+    assert all_ids.tolist() == np.concatenate(documents).tolist()
+    # Each split begins with the next document.
+    assert validation[0] == train[-1] + 1
+    assert test[0] == validation[-1] + 1
+
     for split in dataset.splits:
-        ends = dataset.document_ends(split)
-        assert np.diff(ends, prepend=0).sum() == len(dataset.split(split))
-    assert dataset.document_ends('test')[0] == 3 + parts[2][0] % 5
+        assert dataset.document_ends(split)[-1] == len(dataset.split(split))
+    first_test_document = documents[test[0]]
+    assert dataset.document_ends('test')[0] == len(first_test_document)
 
 
-def test_a_test_split_is_carved_where_it_is_asked_for(tokens, files):
-    write_nanogpt(files / 'train.bin', ids_of_documents(0))
-    write_nanogpt(files / 'val.bin', ids_of_documents(1))
-    assert load_text(tokens(documents=f'id={END}')).splits == ('train', 'validation')
-    dataset = load_text(tokens(documents=f'id={END}', carve_test=True))
-    assert dataset.splits == ('train', 'validation', 'test')
-    assert dataset.split('train')[:][-1] == END
-    assert dataset.split('validation')[:].tolist() == ids_of_documents(1).tolist()
+def test_a_test_split_is_carved_if_asked(tokens, nanogpt_files):
+    without_test = load_text(tokens(documents=f'id={END}'))
+    assert without_test.splits == ('train', 'validation')
+
+    with_test = load_text(tokens(documents=f'id={END}', carve_test=True))
+    assert with_test.splits == ('train', 'validation', 'test')
+    # Train ends with a whole document, and validation is as before.
+    assert with_test.split('train')[:][-1] == END
+    validation_ids = ids_of_documents(seed=1, num_documents=30)
+    assert with_test.split('validation')[:].tolist() == validation_ids.tolist()
 
 
-def test_blocks_of_tokens_are_evaluation_clusters_where_no_id_separates_documents(tokens, files):
-    write_nanogpt(files / 'train.bin', ids_of_documents(0))
+@pytest.fixture
+def hundred_ids(files):
+    """Files of nanoGPT whose validation split has 100 ids, and no separator."""
+    write_nanogpt(files / 'train.bin', ids_of_documents(seed=0))
     write_nanogpt(files / 'val.bin', np.arange(1, 101, dtype=np.uint16))
+
+
+def test_a_split_without_a_separator_is_one_document_or_blocks(tokens, hundred_ids):
+    one_document = load_text(tokens())
+    assert one_document.document_ends('validation').tolist() == [100]
+
+    blocks = load_text(tokens(documents='tokens=40'))
+    assert blocks.document_ends('validation').tolist() == [40, 80, 100]
+
+
+def test_blocks_of_tokens_are_evaluation_clusters(tokens, hundred_ids):
     data = tokens(documents='tokens=40')
-    assert load_text(data).document_ends('validation').tolist() == [40, 80, 100]
-    assert load_text(tokens()).document_ends('validation').tolist() == [100]
-    # A row belongs to the block of 40 in which it begins: 4 rows of 10 to a block.
     rows = rows_of(Config(model=ModelConfig(context=10, vocab_size=301), data=data))
+
     _, cluster_R = clusters(rows, 'validation')
+
+    # A row belongs to the block of 40 in which it begins: 4 rows of 10 to a block.
     assert cluster_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
 def write_words(files):
-    """Both splits of three words, with a separator behind the second and the third."""
+    """Writes 40 times 'word1 word2', 'word3' as both splits, in ids with the separator 400."""
     ids = np.array([1, 2, 400, 3, 400] * 40, np.uint16)
     write_nanogpt(files / 'train.bin', ids)
     write_nanogpt(files / 'val.bin', ids)
@@ -201,65 +282,79 @@ def write_words(files):
 
 
 def test_a_named_vocabulary_decodes_the_tokens(tokens, files, tmp_path):
-    path = write_vocabulary(tmp_path / 'words.json')
-    ids = write_words(files)
-    dataset = load_text(tokens(tokenizer=str(path)))
+    vocabulary = write_vocabulary(tmp_path / 'words.json')
+    ids = write_words(files)  # 40 times the documents 'word1 word2' and 'word3'
+
+    dataset = load_text(tokens(tokenizer=str(vocabulary)))
+
     assert dataset.tokenizer.decode([1, 2]) == 'word1 word2'
-    assert dataset.info('validation').num_documents == 80
+    assert dataset.info('validation').num_documents == 40 * 2
     num_bytes = 40 * len('word1 word2\0word3\0')
     assert dataset.bytes_per_token('validation') == num_bytes / len(ids)
 
 
-def test_a_vocabulary_that_does_not_fit_the_tokens_is_refused(tokens, files, tmp_path):
-    path = write_vocabulary(tmp_path / 'words.json')
+def test_ids_beyond_a_named_vocabulary_are_refused(tokens, files, tmp_path):
+    vocabulary = write_vocabulary(tmp_path / 'words.json')  # of 401 ids
     ids = write_words(files)
     ids[7] = 401
     write_nanogpt(files / 'val.bin', ids)
     with refused('val.bin holds id 401 at token 7, but .* has ids from 0 to 400'):
-        load_text(tokens(tokenizer=str(path)))
+        load_text(tokens(tokenizer=str(vocabulary)))
+
+
+def test_a_vocabulary_is_not_learned_from_tokens(tokens, nanogpt_files):
     with refused("data.tokenizer='bpe' is learned from text, which tokens have not"):
         load_text(tokens(tokenizer='bpe'))
 
 
-def test_counts_of_ids_are_cached_until_a_file_changes(tokens, files, monkeypatch):
-    write_nanogpt(files / 'train.bin', ids_of_documents(0))
-    write_nanogpt(files / 'val.bin', ids_of_documents(1))
+def test_counts_of_ids_are_cached_until_a_file_changes(tokens, files, nanogpt_files, monkeypatch):
     first = load_text(tokens()).identity()
     with monkeypatch.context() as patch:
-        # Counting again would now fail.
+        # Counting again would fail.
         patch.setattr('qkattn.data.token_formats.in_place._count', None)
         assert load_text(tokens()).identity() == first
-    write_nanogpt(files / 'val.bin', ids_of_documents(2))
+
+    write_nanogpt(files / 'val.bin', ids_of_documents(seed=2))
     second = load_text(tokens()).identity()
+
     assert second['fingerprints']['train'] == first['fingerprints']['train']
     assert second['fingerprints']['validation'] != first['fingerprints']['validation']
 
 
-KINDS = [('decoder', 301), ('encoder', 302)]
-
-
-@pytest.mark.parametrize(('kind', 'vocab_size'), slow_except(KINDS[:1], KINDS))
+@pytest.mark.parametrize(
+    ('kind', 'vocab_size'),
+    [
+        pytest.param('decoder', 301),
+        pytest.param('encoder', 302, marks=pytest.mark.slow),  # with a mask
+    ],
+)
 def test_a_model_trains_on_tokens_without_a_vocabulary(
     kind, vocab_size, tiny, tokens, files, tmp_path
 ):
-    for split, seed in (('train', 0), ('val', 1), ('test', 2)):
-        write_nanogpt(files / f'{split}.bin', ids_of_documents(seed))
-    data = vars(tokens(documents=f'id={END}'))
-    config = tiny(model={'kind': kind, 'num_layers': 1, 'vocab_size': vocab_size}, data=data)
-    result = train(config, tmp_path / 'run')[0]
-    assert result['data']['tokenizer'] == 'ids-301'
-    assert np.isfinite(result['test_loss'])
+    write_nanogpt(files / 'train.bin', ids_of_documents(seed=0))
+    write_nanogpt(files / 'val.bin', ids_of_documents(seed=1))
+    write_nanogpt(files / 'test.bin', ids_of_documents(seed=2))
+    model = {'kind': kind, 'num_layers': 1, 'vocab_size': vocab_size}
+    config = tiny(model=model, data=vars(tokens(documents=f'id={END}')))
+
+    results = train(config, tmp_path / 'run')
+
+    assert results[0]['data']['tokenizer'] == 'ids-301'
+    assert np.isfinite(results[0]['test_loss'])
 
 
-def test_any_id_may_replace_a_masked_token_where_none_separates_documents(tokens, files):
-    for name in ('train.bin', 'val.bin'):
-        write_nanogpt(files / name, np.arange(4000, dtype=np.uint16) % 4)
+def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(tokens, files):
+    ids = np.arange(4000, dtype=np.uint16) % 4
+    write_nanogpt(files / 'train.bin', ids)
+    write_nanogpt(files / 'val.bin', ids)
     config = Config(model=ModelConfig(kind='encoder', context=100, vocab_size=5), data=tokens())
+
     batch = train_batch(rows_of(config), seed=0, step=0, batch_size=64)
-    is_target_BT = batch['loss_weights_BT'] > 0
-    # A masked token is replaced with the id 4, the mask, or a random id.
-    is_random_BT = is_target_BT & (batch['tokens_BT'] != batch['targets_BT'])
-    assert set(batch['tokens_BT'][is_random_BT]) == {0, 1, 2, 3, 4}
+
+    # A masked token becomes the mask, 4, or any other id.
+    is_masked_BT = batch['loss_weights_BT'] > 0
+    is_replaced_BT = is_masked_BT & (batch['tokens_BT'] != batch['targets_BT'])
+    assert set(batch['tokens_BT'][is_replaced_BT]) == {0, 1, 2, 3, 4}
 
 
 def test_ids_are_written_as_numbers():
@@ -270,70 +365,62 @@ def test_ids_are_written_as_numbers():
         tokenizer.encode('301')
 
 
-IDS = ids_of_documents(0)
+IDS = ids_of_documents(seed=0)
 
 
 @pytest.mark.parametrize(
-    ('write', 'fields', 'message'),
+    ('header', 'message'),
     [
-        (
-            lambda d: write_llm_c(d / 'a_train.bin', IDS, num_ids=9999),
-            {},
-            'a_train.bin holds .* 9,999',
-        ),
-        (lambda d: write_llm_c(d / 'a.bin', IDS, version=2), {}, 'has version 2 of .* valid is 1'),
-        (
-            lambda d: write_llm_c(d / 'a.bin', IDS, magic=7),
-            {},
-            'whose magic number is 7; those of llm.c',
-        ),
-        (
-            lambda d: write_llm_c(d / 'a.bin', IDS),
-            {'token_dtype': 'uint32'},
-            "data.token_dtype='uint32' does not fit .*a.bin, whose header states uint16",
-        ),
-        (
-            lambda d: write_nanogpt(d / 'a.bin', IDS.astype(np.uint32)),
-            {},
-            "every other id of .*a.bin is below 16 in uint16, .* set data.token_dtype to 'uint32'",
-        ),
-        (
-            lambda d: write_nanogpt(d / 'a.bin', np.full(9, 7, np.uint8)),
-            {},
-            'a.bin has 9 bytes of ids, which is no multiple of the 2 bytes',
-        ),
-        (
-            lambda d: write_nanogpt(d / 'a.bin', IDS),
-            {'documents': 'blank_line'},
-            "must be 'id=N', the",
-        ),
-        (
-            lambda d: write_nanogpt(d / 'a.bin', IDS),
-            {'documents': 'tokens=0'},
-            "must be 'id=N', the",
-        ),
-        (
-            lambda d: write_nanogpt(d / 'a.bin', IDS),
-            {'lowercase': True},
-            'lowercase=True has no effect',
-        ),
-        (
-            lambda d: write_nanogpt(d / 'a.bin', IDS),
-            {},
-            'a.bin has too few documents for the splits',
-        ),
-        (
-            lambda d: write_nanogpt(d / 'a.bin', np.array([1, 2**21] * 99, np.uint32)),
-            {'token_dtype': 'uint32', 'documents': 'tokens=9'},
-            'a.bin holds id 2097152 at token 1, but valid are ids from 0 to 1,048,575',
-        ),
+        pytest.param({'num_ids': 9999}, 'a.bin holds .* 9,999', id='number of ids'),
+        pytest.param({'version': 2}, 'has version 2 of .* valid is 1', id='version'),
+        pytest.param({'magic': 7}, 'whose magic number is 7; those of llm.c', id='magic number'),
     ],
 )
-def test_a_file_that_does_not_fit_is_named(tokens, files, write, fields, message):
-    files.mkdir()
-    write(files)
+def test_a_wrong_header_of_llm_c_is_named(tokens, files, header, message):
+    write_llm_c(files / 'a.bin', IDS, **header)
+    with refused(message):
+        load_text(tokens())
+
+
+def test_another_type_than_that_of_the_header_is_refused(tokens, files):
+    write_llm_c(files / 'a.bin', IDS)
+    with refused("data.token_dtype='uint32' does not fit .*a.bin, whose header states uint16"):
+        load_text(tokens(token_dtype='uint32'))
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'documents': 'blank_line'}, "must be 'id=N', the"),
+        ({'documents': 'tokens=0'}, "must be 'id=N', the"),
+        ({'lowercase': True}, 'lowercase=True has no effect'),
+        ({}, 'a.bin has too few documents for the splits'),
+    ],
+)
+def test_settings_that_do_not_fit_tokens_are_refused(tokens, files, fields, message):
+    write_nanogpt(files / 'a.bin', IDS)
     with refused(message):
         load_text(tokens(**fields))
+
+
+def test_a_file_of_wider_ids_is_named(tokens, files):
+    write_nanogpt(files / 'a.bin', IDS.astype(np.uint32))
+    with refused(
+        "every other id of .*a.bin is below 16 in uint16, .* set data.token_dtype to 'uint32'"
+    ):
+        load_text(tokens())
+
+
+def test_a_file_whose_last_id_is_cut_is_named(tokens, files):
+    write_nanogpt(files / 'a.bin', np.full(9, 7, np.uint8))
+    with refused('a.bin has 9 bytes of ids, which is no multiple of the 2 bytes'):
+        load_text(tokens())
+
+
+def test_a_file_with_a_huge_id_is_named(tokens, files):
+    write_nanogpt(files / 'a.bin', np.array([1, 2**21] * 99, np.uint32))
+    with refused('a.bin holds id 2097152 at token 1, but valid are ids from 0 to 1,048,575'):
+        load_text(tokens(token_dtype='uint32', documents='tokens=9'))
 
 
 def test_a_file_without_a_token_is_named(tokens, files):
@@ -343,12 +430,16 @@ def test_a_file_without_a_token_is_named(tokens, files):
         load_text(tokens())
 
 
-def test_files_of_several_kinds_are_named(tokens, files):
+def test_files_of_several_formats_are_named(tokens, files):
     write_nanogpt(files / 'train.bin', IDS)
     write_llm_c(files / 'val.bin', IDS)
     with refused('several formats: .*train.bin .headerless., .*val.bin .llm.c.'):
         load_text(tokens())
+
+
+def test_files_of_several_types_are_named(tokens, files):
     write_llm_c(files / 'train.bin', IDS.astype(np.uint32), magic=20240801, version=7)
+    write_llm_c(files / 'val.bin', IDS)
     with refused('ids of several types: .*train.bin .uint32., .*val.bin .uint16.'):
         load_text(tokens())
 
@@ -356,10 +447,22 @@ def test_files_of_several_kinds_are_named(tokens, files):
 @pytest.mark.parametrize(
     ('names', 'message'),
     [
-        (['train.bin', 'val.bin', 'other.bin'], 'other.bin names no split, but other files'),
-        (['val/train.bin'], 'val/train.bin names the splits train and validation; rename'),
-        (['val.bin'], 'has no file of the split train'),
-        (['train.bin', 'validation.bin'], 'is named as prepare_data names its files, but no token'),
+        pytest.param(
+            ['train.bin', 'val.bin', 'other.bin'],
+            'other.bin names no split, but other files',
+            id='no split',
+        ),
+        pytest.param(
+            ['val/train.bin'],
+            'val/train.bin names the splits train and validation; rename',
+            id='two splits',
+        ),
+        pytest.param(['val.bin'], 'has no file of the split train', id='missing train split'),
+        pytest.param(
+            ['train.bin', 'validation.bin'],
+            'is named as prepare_data names its files, but no token',
+            id='missing index of prepare_data',
+        ),
     ],
 )
 def test_files_whose_split_is_not_clear_are_named(tokens, files, names, message):
@@ -369,22 +472,52 @@ def test_files_whose_split_is_not_clear_are_named(tokens, files, names, message)
         load_text(tokens())
 
 
+NUM_SEQUENCES = 60
+# The bytes at which the parts of Megatron's index begin.
+VERSION_AT = 9
+DTYPE_AT = 17
+LENGTHS_AT = 34
+POINTERS_AT = LENGTHS_AT + 4 * NUM_SEQUENCES
+LAST_DOCUMENT_AT = -8
+
+
+@pytest.fixture
+def megatron_index(files):
+    """The index of 60 documents of Megatron, each of one sequence of 3 ids."""
+    write_megatron(files / 'all', [[[1, 2, 3]]] * NUM_SEQUENCES)
+    return files / 'all.idx'
+
+
 @pytest.mark.parametrize(
-    ('damage', 'message'),
+    ('position', 'byte', 'message'),
     [
-        (lambda index: b'x' + index[1:], "all.idx begins with b'xMIDIDX"),
-        (lambda index: index[:20], 'all.idx ends inside of its header'),
-        (lambda index: index[:9] + b'\2' + index[10:], 'all.idx has version 2; valid is 1'),
-        (lambda index: index[:17] + b'\7' + index[18:], 'all.idx has ids of type 7; valid are'),
-        (lambda index: index[:-1], 'all.idx has .* bytes, not the .* of 60 sequences'),
-        (lambda index: index[:34] + b'\1' + index[35:], 'but all.idx states'),
-        (lambda index: index[:274] + b'\2' + index[275:], 'has sequences that do not follow'),
-        (lambda index: index[:-8] + b'\1' + index[-7:], 'has documents that do not begin'),
+        pytest.param(0, ord('x'), "all.idx begins with b'xMIDIDX", id='magic number'),
+        pytest.param(VERSION_AT, 2, 'all.idx has version 2; valid is 1', id='version'),
+        pytest.param(DTYPE_AT, 7, 'all.idx has ids of type 7; valid are', id='dtype'),
+        pytest.param(LENGTHS_AT, 1, 'but all.idx states', id='lengths'),
+        pytest.param(POINTERS_AT, 2, 'has sequences that do not follow', id='pointers'),
+        pytest.param(LAST_DOCUMENT_AT, 1, 'has documents that do not begin', id='documents'),
     ],
 )
-def test_a_damaged_index_of_megatron_is_named(tokens, files, damage, message):
-    write_megatron(files / 'all', [[[1, 2, 3]]] * 60)
-    index = files / 'all.idx'
-    index.write_bytes(damage(index.read_bytes()))
+def test_a_wrong_byte_in_an_index_of_megatron_is_named(
+    tokens, files, megatron_index, position, byte, message
+):
+    content = bytearray(megatron_index.read_bytes())
+    content[position] = byte
+    megatron_index.write_bytes(content)
+    with refused(message):
+        load_text(tokens(path=str(files / 'all')))
+
+
+@pytest.mark.parametrize(
+    ('end', 'message'),
+    [
+        pytest.param(20, 'all.idx ends inside of its header', id='in the header'),
+        pytest.param(-1, 'all.idx has .* bytes, not the .* of 60 sequences', id='before its end'),
+    ],
+)
+def test_a_cut_index_of_megatron_is_named(tokens, files, megatron_index, end, message):
+    content = megatron_index.read_bytes()
+    megatron_index.write_bytes(content[:end])
     with refused(message):
         load_text(tokens(path=str(files / 'all')))
