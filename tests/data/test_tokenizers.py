@@ -19,80 +19,137 @@ TEXTS = [b'banana\n', 'Äpfel 😀'.encode()]
 
 
 def test_characters_are_sorted_then_unknown_then_separator():
+    tokenizer = CharacterTokenizer.train(TEXTS)  # 'banana\n' and 'Äpfel 😀'
+    characters = '\n abeflnpÄ😀'
+    assert tokenizer.vocab_size == len(characters) + 2
+    assert tokenizer.encode(characters).tolist() == list(range(len(characters)))
+    assert tokenizer.unknown == 11
+    assert tokenizer.separator == 12
+    assert tokenizer.encode('x').tolist() == [tokenizer.unknown]
+
+
+def test_the_name_of_characters_tells_character_sets_apart():
     tokenizer = CharacterTokenizer.train(TEXTS)
-    assert tokenizer.vocab_size == len('\n abeflnpÄ😀') + 2
-    assert tokenizer.encode('\n ab😀x').tolist() == [0, 1, 2, 3, 10, tokenizer.unknown]
-    assert (tokenizer.unknown, tokenizer.separator) == (11, 12)
-    # The name tells character sets apart.
-    assert CharacterTokenizer.train(reversed(TEXTS)).name == tokenizer.name
-    assert CharacterTokenizer.train([*TEXTS, b'x']).name != tokenizer.name
-    # Ids take two bytes where one is too narrow.
-    wide = ''.join(map(chr, range(0x100, 0x300)))
-    ids = CharacterTokenizer.train([wide.encode()]).encode(wide)
-    assert (ids.dtype, ids.tolist()) == (np.uint16, list(range(512)))
-    # Separators are never read from text and count one byte like the unknown.
+    in_another_order = CharacterTokenizer.train(reversed(TEXTS))
+    with_another_character = CharacterTokenizer.train([*TEXTS, b'x'])
+    assert in_another_order.name == tokenizer.name
+    assert with_another_character.name != tokenizer.name
+
+
+def test_ids_of_many_characters_take_two_bytes():
+    text = ''.join(chr(code) for code in range(0x100, 0x300))  # 512 characters
+    ids = CharacterTokenizer.train([text.encode()]).encode(text)
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == list(range(512))
+
+
+def test_unknown_characters_and_separators_count_one_byte():
+    tokenizer = CharacterTokenizer.train(TEXTS)  # without 'Ö'
     ids = [*tokenizer.encode('aÖ😀'), tokenizer.separator]
     assert tokenizer.num_bytes(ids) == 1 + 1 + 4 + 1
     assert tokenizer.decode(ids) == 'a\N{REPLACEMENT CHARACTER}😀\0'
-    nul = CharacterTokenizer.train([b'a\0b'])
-    assert nul.separator not in nul.encode('a\0b')
 
 
-def test_cut_characters_are_decoded_with_a_mark_and_what_is_no_text_is_refused():
+def test_a_separator_of_characters_is_not_read_from_text():
+    tokenizer = CharacterTokenizer.train([b'a\0b'])
+    assert tokenizer.separator not in tokenizer.encode('a\0b')
+
+
+def test_a_cut_character_is_decoded_with_a_mark():
     tokenizer = ByteTokenizer()
-    assert tokenizer.decode(tokenizer.encode('aé')[:-1]) == 'a\N{REPLACEMENT CHARACTER}'
-    for kind, text, says in (
-        (tokenizer, 'ab\0c', 'byte 0 at byte 2'),
-        (CharacterTokenizer.train(TEXTS), b'b\xff', 'position 1'),
-        (CharacterTokenizer.train(TEXTS), 'b\ud800', 'position 1'),
-        (BPETokenizer.train(TEXTS, 257), b'a\xff', 'byte 0xff in position 1'),
-    ):
-        with refused(says, ValueError):
-            kind.encode(text)
+    ids = tokenizer.encode('aé')
+    assert tokenizer.decode(ids[:-1]) == 'a\N{REPLACEMENT CHARACTER}'
+
+
+@pytest.mark.parametrize(
+    ('tokenizer', 'text', 'message'),
+    [
+        pytest.param(ByteTokenizer(), 'ab\0c', 'byte 0 at byte 2', id='bytes'),
+        pytest.param(CharacterTokenizer.train(TEXTS), b'b\xff', 'position 1', id='characters'),
+        pytest.param(
+            CharacterTokenizer.train(TEXTS), 'b\ud800', 'position 1', id='half a surrogate pair'
+        ),
+        pytest.param(BPETokenizer.train(TEXTS, 257), b'a\xff', 'byte 0xff in position 1', id='bpe'),
+    ],
+)
+def test_text_that_cannot_be_encoded_is_refused(tokenizer, text, message):
+    with refused(message, ValueError):
+        tokenizer.encode(text)
 
 
 PHRASES = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
 
 
-def test_a_tokenizer_is_trained_once_unless_it_is_damaged(tmp_path, warnings):
-    def open_or_train(kind, texts=PHRASES, size=270):
-        """Opens a tokenizer; None as texts fails the test where they are read to train one."""
-        return open_tokenizer(
-            tmp_path, 'corpus/1.0.0', kind, size, lambda: texts or pytest.fail('texts are read')
-        )
+def open_phrases(directory, kind, size=270):
+    """Opens a tokenizer of the corpus PHRASES, which is trained the first time."""
+    return open_tokenizer(directory, 'corpus/1.0.0', kind, size, lambda: PHRASES)
 
-    assert open_or_train('bytes', None).name == 'bytes'
-    assert not list(tmp_path.iterdir())
 
-    letters = CharacterTokenizer.train(PHRASES)
-    bpe = BPETokenizer.train(PHRASES, 270)
-    for kind, folder, expected in (
-        ('characters', 'characters', letters),
-        ('bpe', 'byte-bpe-270', bpe),
-    ):
-        assert open_or_train(kind).name == expected.name
-        assert open_or_train(kind, None).name == expected.name
-        assert not warnings
-        # A damaged file is written again, as it was.
-        path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
-        model = path.read_bytes()
-        path.write_bytes(model[:-9])
-        assert open_or_train(kind).name == expected.name
-        assert path.read_bytes() == model
-        assert warnings.pop().startswith(f'{path} is damaged')
+def open_trained(directory, kind, size=270):
+    """Opens a tokenizer; the test fails if it is trained."""
 
-    # Vocabularies of two sizes lie beside each other.
-    assert open_or_train('bpe', size=265).vocab_size == 265
-    assert open_or_train('bpe', None).vocab_size == 270
+    def no_texts():
+        pytest.fail('the texts are read')
+
+    return open_tokenizer(directory, 'corpus/1.0.0', kind, size, no_texts)
+
+
+def test_bytes_are_not_trained(tmp_path):
+    assert open_trained(tmp_path, 'bytes').name == 'bytes'
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ('kind', 'folder', 'trained'),
+    [
+        ('characters', 'characters', CharacterTokenizer.train(PHRASES)),
+        ('bpe', 'byte-bpe-270', BPETokenizer.train(PHRASES, 270)),
+    ],
+    ids=['characters', 'bpe'],
+)
+def test_a_tokenizer_is_trained_once_unless_it_is_damaged(
+    tmp_path, cache_warnings, kind, folder, trained
+):
+    assert open_phrases(tmp_path, kind).name == trained.name
+    assert open_trained(tmp_path, kind).name == trained.name
+    assert not cache_warnings
+
+    # A damaged file is written again, as it was.
+    path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
+    content = path.read_bytes()
+    path.write_bytes(content[:-9])
+    assert open_phrases(tmp_path, kind).name == trained.name
+    assert path.read_bytes() == content
+    assert cache_warnings[-1].startswith(f'{path} is damaged')
+
+
+def test_vocabularies_of_two_sizes_lie_beside_each_other(tmp_path):
+    assert open_phrases(tmp_path, 'bpe', size=270).vocab_size == 270
+    assert open_phrases(tmp_path, 'bpe', size=265).vocab_size == 265
+    assert open_trained(tmp_path, 'bpe', size=270).vocab_size == 270
+
+
+def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path):
     with refused("'words'; known: bytes, characters, bpe, PATH.json, tiktoken:NAME, or"):
-        open_or_train('words')
+        open_phrases(tmp_path, 'words')
 
 
+# 25 modules of the standard library.
 CODE = [path.read_bytes() for path in list(modules().values())[:25]]
 ODD_TEXTS = [
-    *('', '\n', '\n\n\n', ' ', '    ', ' \n ', '\n    x\n\n        y\n', 'a  b   c '),
-    *('\t\tx\ty\t', 'a\r\nb\r', 'nul \0 nul'),
-    *('Ġ Ċ aĠb', '<|endoftext|> <unk> <0x41> <s> </s> [MASK]'),
+    '',
+    '\n',
+    '\n\n\n',
+    ' ',
+    '    ',
+    ' \n ',
+    '\n    x\n\n        y\n',
+    'a  b   c ',
+    '\t\tx\ty\t',
+    'a\r\nb\r',
+    'nul \0 nul',
+    'Ġ Ċ aĠb',
+    '<|endoftext|> <unk> <0x41> <s> </s> [MASK]',
     'ä a\u0308 ﬁ ² Ⅳ \u00a0\u202f\u3000|',
     '😀 👩‍👩‍👧 日本語 עברית \ufeff\U0010ffff',
     '\x85 \u2028 \u2029 \x0b \x0c',
@@ -101,55 +158,100 @@ ODD_TEXTS = [
 
 @pytest.fixture(scope='module')
 def tokenizer():
+    """A vocabulary of 1,000 ids, learned from CODE."""
     return BPETokenizer.train(CODE[:15], 1000)
 
 
-def test_every_text_comes_back_byte_for_byte(tokenizer):
-    oddly_trained = BPETokenizer.train([text.encode() for text in ODD_TEXTS * 40] + CODE[:3], 600)
-    pieces = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
-    anything = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
-    pools = [pieces, ODD_TEXTS, [' ', '\n', '\t', '\r', '\0', 'a'], anything[:0x3000], anything]
+@pytest.fixture(scope='module')
+def oddly_trained():
+    """A vocabulary of 600 ids, learned mostly from ODD_TEXTS."""
+    odd_texts = [text.encode() for text in ODD_TEXTS * 40]
+    return BPETokenizer.train(odd_texts + CODE[:3], 600)
+
+
+def random_texts(tokenizer):
+    """500 random texts, each joined from up to 29 parts of several kinds."""
+    subwords = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
+    spaces = [' ', '\n', '\t', '\r', '\0', 'a']
+    # Surrogates are no characters by themselves.
+    characters = [chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c < 0xE000]
+    common_characters = characters[:0x3000]
+    kinds_of_parts = [subwords, ODD_TEXTS, spaces, common_characters, characters]
+
     rng = random.Random(0)
-    chosen = [rng.choices(pools, k=rng.randrange(30)) for _ in range(500)]
-    texts = [''.join(map(rng.choice, pools)) for pools in chosen]
-    for text in (*ODD_TEXTS, *texts, *(text.decode() for text in CODE)):
+    kinds_of_texts = [rng.choices(kinds_of_parts, k=rng.randrange(30)) for _ in range(500)]
+    return [''.join(rng.choice(parts) for parts in kinds) for kinds in kinds_of_texts]
+
+
+def test_every_text_comes_back_byte_for_byte(tokenizer, oddly_trained):
+    code = [text.decode() for text in CODE]
+    for text in [*ODD_TEXTS, *random_texts(tokenizer), *code]:
         for trained in (tokenizer, oddly_trained):
             ids = trained.encode(text)
             assert trained.decode(ids) == text
             assert trained.num_bytes(ids) == len(text.encode())
-            assert ids.min(initial=99) > trained.separator == 0
+            # No id is the separator, 0.
+            assert trained.separator == 0
+            assert ids.min(initial=1) > 0
             assert ids.max(initial=0) < trained.vocab_size
-    # All ids can be decoded; half a character becomes a mark.
-    assert tokenizer.decode([tokenizer.separator, *tokenizer.encode('x')]) == '\0x'
+
+
+def test_a_separator_is_decoded_to_a_byte_0(tokenizer):
+    ids = [tokenizer.separator, *tokenizer.encode('x')]
+    assert tokenizer.decode(ids) == '\0x'
+
+
+def test_half_a_character_is_decoded_with_a_mark(tokenizer):
     half = tokenizer.encode('😀')[:2]
-    assert (tokenizer.decode(half), tokenizer.num_bytes(half)) == ('\N{REPLACEMENT CHARACTER}', 2)
+    assert tokenizer.decode(half) == '\N{REPLACEMENT CHARACTER}'
+    assert tokenizer.num_bytes(half) == 2
 
 
 def test_whole_texts_are_encoded_as_by_the_library(tokenizer, monkeypatch):
     library = tokenizers.Tokenizer.from_buffer(tokenizer.model())
-    monkeypatch.setattr(subwords, 'LINES', 7)
-    for text in (*CODE[:5], *CODE[-5:], *(text.encode() for text in ODD_TEXTS if '\0' not in text)):
-        assert tokenizer.encode(text).tolist() == library.encode(text.decode()).ids
+    monkeypatch.setattr(subwords, 'LINES', 7)  # lines that are encoded at a time
+
+    code = [text.decode() for text in CODE[:5] + CODE[-5:]]
+    # The library reads a byte 0 as the separator.
+    odd_texts = [text for text in ODD_TEXTS if '\0' not in text]
+    for text in code + odd_texts:
+        assert tokenizer.encode(text.encode()).tolist() == library.encode(text).ids
 
 
 def test_a_vocabulary_that_is_learned_again_is_the_same(tokenizer):
+    assert BPETokenizer.train(CODE[:15], 1000).name == tokenizer.name
+
+
+def test_vocabularies_do_not_change_under_one_version_of_the_library():
     if tokenizers.__version__ == '0.23.3':
         # Written down, so that neither process nor threads change it unnoticed.
-        oddly_trained = BPETokenizer.train([text.encode() for text in ODD_TEXTS * 9], 340)
-        assert oddly_trained.name == 'byte-bpe340-e53bcff4d710'
-    assert BPETokenizer.train(CODE[:15], 1000).name == tokenizer.name
+        odd_texts = [text.encode() for text in ODD_TEXTS * 9]
+        assert BPETokenizer.train(odd_texts, 340).name == 'byte-bpe340-e53bcff4d710'
 
 
 def test_the_size_of_a_vocabulary_is_exact(tokenizer):
     assert tokenizer.vocab_size == 1000
     assert tokenizer.encode(CODE[0]).dtype == np.uint16
+
+
+def test_the_smallest_vocabulary_has_all_bytes_and_the_separator():
     smallest = BPETokenizer.train([b'aaaa'], 257)
     assert smallest.vocab_size == 257
     assert smallest.encode('').size == 0
-    # An impossible size is refused before any text is read.
-    for size, texts in ((256, None), (2**20 + 1, None), (300, [b'abc abc'])):
-        with refused(f'data.tokenizer_size={size} must be'):
-            BPETokenizer.train(texts, size)
+
+
+@pytest.mark.parametrize(
+    ('size', 'texts'),
+    [
+        # None would fail if it were read.
+        pytest.param(256, None, id='too small'),
+        pytest.param(2**20 + 1, None, id='too large'),
+        pytest.param(300, [b'abc abc'], id='too large for the texts'),
+    ],
+)
+def test_an_impossible_size_of_a_vocabulary_is_refused(size, texts):
+    with refused(f'data.tokenizer_size={size} must be'):
+        BPETokenizer.train(texts, size)
 
 
 def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path):
@@ -157,35 +259,41 @@ def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path
     text = 'the fox saw\nthe gräpes'
     learned = BPETokenizer.train([text.encode()], 270)
     path.write_bytes(learned.model())
+
     tokenizer = FileTokenizer.open(str(path))
-    assert tokenizer.name == f'file-{learned.name[-12:]}-end0'
-    assert (tokenizer.vocab_size, tokenizer.separator) == (270, 0)
+
+    digest = learned.name[-12:]
+    assert tokenizer.name == f'file-{digest}-end0'
+    assert tokenizer.vocab_size == 270
+    assert tokenizer.separator == 0
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint16
     assert np.array_equal(ids, learned.encode(text))
 
 
 def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
-    """The file has a rule that puts [CLS] before a text, cuts it to 3 tokens and pads it to 9.
+    """The file asks for [CLS] before a text, and to cut texts to 3 tokens and pad them to 9.
 
-    None of this is applied. Unknown words and marks in the text become [UNK], of no bytes.
+    None of this is done.
     """
-    path = tmp_path / 'a.json'
     vocabulary = {'[UNK]': 0, '[CLS]': 1, 'the': 2, 'fox': 3, 'saw': 7}
-    words = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.add_special_tokens(['[UNK]', '[CLS]'])
-    words.post_processor = processors.TemplateProcessing('[CLS] $A', None, [('[CLS]', 1)])
-    words.enable_truncation(3)
-    words.enable_padding(length=9)
-    words.save(str(path))
-    tokenizer = FileTokenizer.open(str(path))
+    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(['[UNK]', '[CLS]'])
+    library.post_processor = processors.TemplateProcessing('[CLS] $A', None, [('[CLS]', 1)])
+    library.enable_truncation(3)
+    library.enable_padding(length=9)
+    path = str(tmp_path / 'a.json')
+    library.save(path)
+    tokenizer = FileTokenizer.open(path)
+
     ids = tokenizer.encode('the fox saw [CLS] the grapes')
+
     assert ids.dtype == np.uint8
     assert tokenizer.separator == 8
     assert ids[:3].tolist() == [2, 3, 7]
-    assert ids[-2:].tolist() == [2, 0]
-    assert 1 not in ids
+    assert ids[-2:].tolist() == [2, 0]  # 'grapes' is unknown
+    assert 1 not in ids  # '[CLS]' in a text is unknown as well
     assert tokenizer.num_bytes(ids) == len('the fox saw the')
 
 
@@ -202,49 +310,81 @@ def test_a_missing_vocabulary_is_refused(tmp_path):
         FileTokenizer.open(str(path))
 
 
-def word_library(special, *, unknown='[UNK]', others=()):
-    """A vocabulary of words with these special tokens, and others that are only added."""
-    vocabulary = {unknown: 0, 'fox': 1}
-    library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+def word_library(special, *, added=()):
+    """A vocabulary of the words [UNK] and fox, with these special and other added tokens."""
+    library = tokenizers.Tokenizer(models.WordLevel({'[UNK]': 0, 'fox': 1}, unk_token='[UNK]'))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens(list(special))
-    library.add_tokens(list(others))
+    library.add_special_tokens(special)
+    library.add_tokens(list(added))
     return library
 
 
 def unigram_library(special):
-    """A unigram model, which reads the spelling of its special token from text."""
-    library = tokenizers.Tokenizer(models.Unigram([('<unk>', 0.0), ('</s>', -1.0), ('a', -1.0)], 0))
+    """A unigram model of three tokens, which reads '</s>' from text, special or not."""
+    scores = [('<unk>', 0.0), ('</s>', -1.0), ('a', -1.0)]
+    library = tokenizers.Tokenizer(models.Unigram(scores, 0))
     library.add_special_tokens(special)
     return library
 
 
-@pytest.mark.parametrize(
-    ('library', 'separator', 'vocab_size'),
-    [
-        (word_library(['<|endoftext|>']), 2, 3),
-        (word_library(['<s>', '</s>', '<pad>']), 3, 5),
-        (word_library(['</s>', '<|endoftext|>']), 3, 4),
-        (word_library(['<|over|>']), 2, 3),  # the only one that is special
-        (word_library(['<s>', '<pad>']), 4, 5),  # none ends texts
-        (word_library(['[UNK]']), 2, 3),  # unknown text would end one
-        (word_library([], others=['<|endoftext|>']), 3, 4),  # read from text
-        (word_library([]), 2, 3),
-        (unigram_library(['</s>']), 3, 4),
-    ],
-)
-def test_the_separator_is_the_end_of_text_of_the_file_or_an_added_id(
-    tmp_path, library, separator, vocab_size
-):
-    library.save(str(tmp_path / 'a.json'))
-    tokenizer = FileTokenizer.open(str(tmp_path / 'a.json'))
-    assert (tokenizer.separator, tokenizer.vocab_size) == (separator, vocab_size)
-    is_added = separator == vocab_size - 1 and separator == library.get_vocab_size()
-    assert tokenizer.name.endswith(f'-end{separator}') != is_added
-    assert separator not in tokenizer.encode('fox </s> <|endoftext|> <|over|> [UNK] a')
-    ids = [*tokenizer.encode('fox'), separator, *tokenizer.encode('fox')]
-    assert tokenizer.decode(ids).count('\0') == 1
-    # As earlier versions did, which added an id to every vocabulary.
-    old = tokenizer.with_added_separator()
-    assert old.name == tokenizer.name.partition('-end')[0]
-    assert old.separator == library.get_vocab_size() == old.vocab_size - 1
+def open_library(library, directory):
+    """Saves a tokenizer of the library, and opens its file."""
+    path = str(directory / 'a.json')
+    library.save(path)
+    return FileTokenizer.open(path)
+
+
+WITH_END_OF_TEXT = [
+    pytest.param(word_library(['<|endoftext|>']), 2, id='<|endoftext|>'),
+    pytest.param(word_library(['<s>', '</s>', '<pad>']), 3, id='</s>'),
+    pytest.param(word_library(['</s>', '<|endoftext|>']), 3, id='<|endoftext|> before </s>'),
+    pytest.param(word_library(['<|over|>']), 2, id='the only special token'),
+]
+WITHOUT_END_OF_TEXT = [
+    pytest.param(word_library(['<s>', '<pad>']), id='none ends texts'),
+    pytest.param(word_library(['[UNK]']), id='the token of unknown text'),
+    pytest.param(word_library([], added=['<|endoftext|>']), id='read from text'),
+    pytest.param(word_library([]), id='no special token'),
+    pytest.param(unigram_library(['</s>']), id='read from text by a unigram model'),
+]
+
+
+@pytest.mark.parametrize(('library', 'end_of_text'), WITH_END_OF_TEXT)
+def test_the_separator_is_the_end_of_text_of_the_file(tmp_path, library, end_of_text):
+    tokenizer = open_library(library, tmp_path)
+    assert tokenizer.separator == end_of_text
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    assert tokenizer.name.endswith(f'-end{end_of_text}')
+
+
+@pytest.mark.parametrize('library', WITHOUT_END_OF_TEXT)
+def test_without_an_end_of_text_the_separator_is_an_added_id(tmp_path, library):
+    tokenizer = open_library(library, tmp_path)
+    added_id = library.get_vocab_size()
+    assert tokenizer.separator == added_id
+    assert tokenizer.vocab_size == added_id + 1
+    assert '-end' not in tokenizer.name
+
+
+LIBRARIES = [pytest.param(case.values[0], id=case.id) for case in WITH_END_OF_TEXT]
+LIBRARIES += WITHOUT_END_OF_TEXT
+
+
+@pytest.mark.parametrize('library', LIBRARIES)
+def test_the_separator_is_not_read_from_text(tmp_path, library):
+    tokenizer = open_library(library, tmp_path)
+    assert tokenizer.separator not in tokenizer.encode('fox </s> <|endoftext|> <|over|> [UNK] a')
+
+    fox = tokenizer.encode('fox')
+    assert tokenizer.decode([*fox, tokenizer.separator, *fox]).count('\0') == 1
+
+
+@pytest.mark.parametrize('library', LIBRARIES)
+def test_a_separator_can_be_added_as_in_earlier_versions(tmp_path, library):
+    tokenizer = open_library(library, tmp_path)
+
+    earlier = tokenizer.with_added_separator()
+
+    assert earlier.name == tokenizer.name.partition('-end')[0]
+    assert earlier.separator == library.get_vocab_size()
+    assert earlier.vocab_size == library.get_vocab_size() + 1
