@@ -61,18 +61,25 @@ def test_a_cut_character_is_decoded_with_a_mark():
     assert tokenizer.decode(ids[:-1]) == 'a\N{REPLACEMENT CHARACTER}'
 
 
+def characters_of_texts():
+    return CharacterTokenizer.train(TEXTS)
+
+
+def smallest_bpe():
+    return BPETokenizer.train(TEXTS, 257)
+
+
 @pytest.mark.parametrize(
-    ('tokenizer', 'text', 'message'),
+    ('make', 'text', 'message'),
     [
-        pytest.param(ByteTokenizer(), 'ab\0c', 'byte 0 at byte 2', id='bytes'),
-        pytest.param(CharacterTokenizer.train(TEXTS), b'b\xff', 'position 1', id='characters'),
-        pytest.param(
-            CharacterTokenizer.train(TEXTS), 'b\ud800', 'position 1', id='half a surrogate pair'
-        ),
-        pytest.param(BPETokenizer.train(TEXTS, 257), b'a\xff', 'byte 0xff in position 1', id='bpe'),
+        pytest.param(ByteTokenizer, 'ab\0c', 'byte 0 at byte 2', id='byte 0'),
+        pytest.param(characters_of_texts, b'b\xff', 'position 1', id='no UTF-8'),
+        pytest.param(characters_of_texts, 'b\ud800', 'position 1', id='half a surrogate pair'),
+        pytest.param(smallest_bpe, b'a\xff', 'byte 0xff in position 1', id='no UTF-8 for BPE'),
     ],
 )
-def test_text_that_cannot_be_encoded_is_refused(tokenizer, text, message):
+def test_text_that_cannot_be_encoded_is_refused(make, text, message):
+    tokenizer = make()
     with refused(message, ValueError):
         tokenizer.encode(text)
 
@@ -100,25 +107,26 @@ def test_bytes_are_not_trained(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('kind', 'folder', 'trained'),
+    ('kind', 'folder', 'train'),
     [
-        ('characters', 'characters', CharacterTokenizer.train(PHRASES)),
-        ('bpe', 'byte-bpe-270', BPETokenizer.train(PHRASES, 270)),
+        ('characters', 'characters', lambda: CharacterTokenizer.train(PHRASES)),
+        ('bpe', 'byte-bpe-270', lambda: BPETokenizer.train(PHRASES, 270)),
     ],
     ids=['characters', 'bpe'],
 )
 def test_a_tokenizer_is_trained_once_unless_it_is_damaged(
-    tmp_path, cache_warnings, kind, folder, trained
+    tmp_path, cache_warnings, kind, folder, train
 ):
-    assert open_phrases(tmp_path, kind).name == trained.name
-    assert open_trained(tmp_path, kind).name == trained.name
+    name = train().name
+    assert open_phrases(tmp_path, kind).name == name
+    assert open_trained(tmp_path, kind).name == name
     assert not cache_warnings
 
     # A damaged file is written again, as it was.
     path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
     content = path.read_bytes()
     path.write_bytes(content[:-9])
-    assert open_phrases(tmp_path, kind).name == trained.name
+    assert open_phrases(tmp_path, kind).name == name
     assert path.read_bytes() == content
     assert cache_warnings[-1].startswith(f'{path} is damaged')
 
