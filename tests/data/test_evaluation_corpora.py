@@ -44,8 +44,9 @@ def config_of(tmp_path, monkeypatch):
 
 def corpus_of(config):
     """The only corpus of `data.evaluate`, opened."""
-    (corpus,) = open_corpora(config, rows_of(config))
-    return corpus
+    corpora = open_corpora(config, rows_of(config))
+    assert len(corpora) == 1
+    return corpora[0]
 
 
 def tokens_of(corpus):
@@ -96,14 +97,14 @@ def test_the_test_split_is_carved_as_in_the_run(config_of):
 def test_a_split_of_the_run_itself_is_not_opened_again(config_of):
     config = config_of('@test')
     rows = rows_of(config)
-    (corpus,) = open_corpora(config, rows)
-    assert corpus.rows.dataset.split('test') is rows.dataset.split('test')
+    corpora = open_corpora(config, rows)
+    assert corpora[0].rows.dataset.split('test') is rows.dataset.split('test')
 
 
 def test_windows_of_an_evaluation_are_not_shifted(config_of):
     config = config_of('@train', shift_windows=True)
     rows = rows_of(config)
-    (corpus,) = open_corpora(config, rows)
+    corpus = open_corpora(config, rows)[0]
 
     assert rows.shift
     assert not corpus.rows.shift
@@ -119,7 +120,7 @@ def test_text_is_encoded_by_the_tokenizer_of_the_run(config_of, texts, tokenizer
     config = config_of(f'text:{texts}@test', tokenizer=tokenizer, model={'vocab_size': 300}, **size)
     rows = rows_of(config)
 
-    (corpus,) = open_corpora(config, rows)
+    corpus = open_corpora(config, rows)[0]
 
     first_text = (texts / 'test/000.txt').read_bytes()
     first_ids = rows.dataset.tokenizer.encode(first_text)

@@ -90,7 +90,7 @@ def config_of_tokens(path, **fields):
 
 
 @pytest.fixture(scope='module')
-def text(tmp_path_factory):
+def text_config(tmp_path_factory):
     """Settings of a folder of texts, of which 60 are train."""
     root = tmp_path_factory.mktemp('text')
     path = str(write_texts(root / 'files'))
@@ -98,16 +98,16 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def prepared(text, tmp_path_factory):
-    """The directory of the tokens that are prepared from `text`, in bytes."""
+def prepared_dir(text_config, tmp_path_factory):
+    """The directory of the tokens that are prepared from `text_config`, in bytes."""
     directory = tmp_path_factory.mktemp('tokens')
-    prepare(text, str(directory))
+    prepare(text_config, str(directory))
     return directory
 
 
-def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, prepared):
-    before = load_text(text)
-    after = load_text(config_of_tokens(prepared))
+def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text_config, prepared_dir):
+    before = load_text(text_config)
+    after = load_text(config_of_tokens(prepared_dir))
 
     assert after.splits == before.splits
     assert after.identity() == before.identity()
@@ -115,13 +115,13 @@ def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text, prepared):
         assert np.array_equal(after.split(split), before.split(split))
         assert after.info(split) == before.info(split)
     # Files have no header.
-    assert np.array_equal(np.fromfile(prepared / 'test.bin', np.uint8), before.split('test'))
+    assert np.array_equal(np.fromfile(prepared_dir / 'test.bin', np.uint8), before.split('test'))
 
 
 # Preparing writes the files of three splits and then the index.
 @pytest.mark.parametrize('num_files', [0, 2, 3])
 def test_preparing_that_was_stopped_can_begin_again(
-    text, prepared, tmp_path, monkeypatch, num_files
+    text_config, prepared_dir, tmp_path, monkeypatch, num_files
 ):
     """Preparing is stopped once `num_files` files are written."""
     replace = os.replace
@@ -137,29 +137,29 @@ def test_preparing_that_was_stopped_can_begin_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, 'replace', replace_or_stop)
         with pytest.raises(KeyboardInterrupt):
-            prepare(text, str(tmp_path))
+            prepare(text_config, str(tmp_path))
     with refused('tokens.json cannot be read'):
         load_text(config_of_tokens(tmp_path))
 
-    prepare(text, str(tmp_path))
-    assert contents(tmp_path) == contents(prepared)
+    prepare(text_config, str(tmp_path))
+    assert contents(tmp_path) == contents(prepared_dir)
 
 
-def test_a_finished_directory_is_left_as_it_is(text, prepared, monkeypatch):
-    identity = load_text(text).identity()
+def test_a_finished_directory_is_left_as_it_is(text_config, prepared_dir, monkeypatch):
+    identity = load_text(text_config).identity()
     monkeypatch.setattr(token_files, 'write_atomic', None)  # a write would fail
-    assert prepare(text, str(prepared)).identity() == identity
+    assert prepare(text_config, str(prepared_dir)).identity() == identity
 
 
-def test_a_damaged_directory_is_made_again(text, prepared, tmp_path, caplog):
-    copy = shutil.copytree(prepared, tmp_path / 'copy')
+def test_a_damaged_directory_is_made_again(text_config, prepared_dir, tmp_path, caplog):
+    copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     path = copy / 'train.bin'
     path.write_bytes(path.read_bytes()[:-1] + b'x')
     load_text(config_of_tokens(copy))  # reads no tokens, so that it does not fail
 
-    prepare(text, str(copy))
+    prepare(text_config, str(copy))
 
-    assert contents(copy) == contents(prepared)
+    assert contents(copy) == contents(prepared_dir)
     assert 'train.bin is missing, or does not hold what tokens.json describes; prep' in caplog.text
 
 
@@ -188,9 +188,9 @@ def unreadable_texts():
         ),
     ],
 )
-def test_data_that_cannot_be_prepared_are_refused(text, prepared, fields, message):
+def test_data_that_cannot_be_prepared_are_refused(text_config, prepared_dir, fields, message):
     with refused(message):
-        prepare(dataclasses.replace(text, **fields), str(prepared))
+        prepare(dataclasses.replace(text_config, **fields), str(prepared_dir))
 
 
 @pytest.mark.parametrize(
@@ -220,23 +220,23 @@ def test_data_that_cannot_be_prepared_are_refused(text, prepared, fields, messag
     ],
 )
 def test_texts_that_cannot_be_tokenized_are_refused(
-    text, tmp_path, monkeypatch, train, fields, message
+    text_config, tmp_path, monkeypatch, train, fields, message
 ):
     register(monkeypatch, 'x', {'train': train, 'validation': [b'a']})
-    data = dataclasses.replace(text, name='x', path=None, **fields)
+    data = dataclasses.replace(text_config, name='x', path=None, **fields)
     with refused(message):
         prepare(data, str(tmp_path))
 
 
 @pytest.mark.parametrize('tokenizer', ['bpe', 'words.json', 'nibbles:Nibbles'])
 def test_the_number_of_workers_does_not_change_the_tokens(
-    text, tmp_path, outside, monkeypatch, tokenizer
+    text_config, tmp_path, outside, monkeypatch, tokenizer
 ):
     monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)  # 60 documents are 9 batches
     monkeypatch.chdir(tmp_path)
     write_vocabulary(tmp_path / 'words.json')
     size = {'tokenizer_size': 280} if tokenizer == 'bpe' else {}
-    data = dataclasses.replace(text, tokenizer=tokenizer, **size)
+    data = dataclasses.replace(text_config, tokenizer=tokenizer, **size)
 
     prepare(data, 'by_one', workers=1)
     prepare(data, 'by_two', workers=2)
@@ -244,35 +244,35 @@ def test_the_number_of_workers_does_not_change_the_tokens(
     assert contents(tmp_path / 'by_two') == contents(tmp_path / 'by_one')
 
 
-def test_a_document_that_a_worker_cannot_encode_is_named(text, tmp_path, monkeypatch):
+def test_a_document_that_a_worker_cannot_encode_is_named(text_config, tmp_path, monkeypatch):
     train = [b'a'] * 9 + [b'\0'] + [b'a'] * 9
     register(monkeypatch, 'x', {'train': train, 'validation': [b'a']})
-    data = dataclasses.replace(text, name='x', path=None)
+    data = dataclasses.replace(text_config, name='x', path=None)
     with refused("document 10 of split 'train' of x cannot be encoded: text holds byte 0"):
         prepare(data, str(tmp_path / 'out'), workers=2)
 
 
-def test_a_worker_that_is_killed_is_named(text, tmp_path, monkeypatch):
+def test_a_worker_that_is_killed_is_named(text_config, tmp_path, monkeypatch):
     # A worker calls os._exit(9).
     monkeypatch.setattr(encoding, '_batches', lambda texts: [9])
     monkeypatch.setattr(encoding, '_encode_batch', os._exit)
     with refused('a process that tokenizes was killed, .*; give fewer --workers'):
-        prepare(text, str(tmp_path / 'out'), workers=2)
+        prepare(text_config, str(tmp_path / 'out'), workers=2)
 
 
-def test_progress_says_how_many_tokens_a_second(text, tmp_path, monkeypatch, caplog):
+def test_progress_says_how_many_tokens_a_second(text_config, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(token_files, 'SECONDS_PER_LOG', 0)
     caplog.set_level('INFO')
-    prepare(text, str(tmp_path / 'out'))
+    prepare(text_config, str(tmp_path / 'out'))
     assert re.search(r'train: [\d,]+ tokens, [\d,]+ tokens/s', caplog.text)
 
 
 @pytest.mark.parametrize('name', ['train.bin', 'tokenizer.json'])
-def test_files_of_the_user_are_not_replaced(text, tmp_path, name):
+def test_files_of_the_user_are_not_replaced(text_config, tmp_path, name):
     file = tmp_path / name
     file.write_text('{}')
     with refused('holds files that are no tokens; give another directory'):
-        prepare(dataclasses.replace(text, tokenizer='characters'), str(tmp_path))
+        prepare(dataclasses.replace(text_config, tokenizer='characters'), str(tmp_path))
     assert file.read_text() == '{}'
 
 
@@ -284,20 +284,22 @@ def test_files_of_the_user_are_not_replaced(text, tmp_path, name):
         ([5, 0, 5], 'its ids hold the separator, 0'),
     ],
 )
-def test_a_tokenizer_that_gives_wrong_ids_is_refused(text, tmp_path, monkeypatch, ids, message):
+def test_a_tokenizer_that_gives_wrong_ids_is_refused(
+    text_config, tmp_path, monkeypatch, ids, message
+):
     monkeypatch.setattr(ByteTokenizer, 'encode', lambda *_: np.array(ids))
     with refused(f'cannot be encoded: .*{message}'):
-        load_text(dataclasses.replace(text, data_dir=str(tmp_path)))
+        load_text(dataclasses.replace(text_config, data_dir=str(tmp_path)))
 
 
-def test_the_vocabulary_comes_with_the_tokens(text, tmp_path):
-    data = dataclasses.replace(text, tokenizer='characters')
+def test_the_vocabulary_comes_with_the_tokens(text_config, tmp_path):
+    data = dataclasses.replace(text_config, tokenizer='characters')
     prepare(data, str(tmp_path))
     assert tokenizer_of(config_of_tokens(tmp_path)).name == tokenizer_of(data).name
 
 
-def test_a_wrong_or_damaged_vocabulary_is_named(text, tmp_path):
-    prepare(dataclasses.replace(text, tokenizer='characters'), str(tmp_path))
+def test_a_wrong_or_damaged_vocabulary_is_named(text_config, tmp_path):
+    prepare(dataclasses.replace(text_config, tokenizer='characters'), str(tmp_path))
     path = tmp_path / 'tokenizer.json'
     content = path.read_text()
 
@@ -337,8 +339,8 @@ def with_fields_of_train(**fields):
         ('tokens.json', 'tokens.json cannot be read .No such file'),
     ],
 )
-def test_a_missing_file_is_named(prepared, tmp_path, file, message):
-    copy = shutil.copytree(prepared, tmp_path / 'copy')
+def test_a_missing_file_is_named(prepared_dir, tmp_path, file, message):
+    copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     (copy / file).unlink()
     with refused(message):
         load_text(config_of_tokens(copy))
@@ -373,8 +375,8 @@ def test_a_missing_file_is_named(prepared, tmp_path, file, message):
         ),
     ],
 )
-def test_a_damaged_file_is_named(prepared, tmp_path, file, damage, message):
-    copy = shutil.copytree(prepared, tmp_path / 'copy')
+def test_a_damaged_file_is_named(prepared_dir, tmp_path, file, damage, message):
+    copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     content = (copy / file).read_text('latin-1')
     (copy / file).write_text(damage(content), 'latin-1')
     with refused(message):
@@ -389,21 +391,23 @@ def test_a_damaged_file_is_named(prepared, tmp_path, file, damage, message):
         ({'path': 'gs://b/x'}, 'data.path=gs://b/x is a URL, but .* local or mounted directory'),
     ],
 )
-def test_settings_that_have_no_effect_on_tokens_are_refused(prepared, fields, message):
-    data = dataclasses.replace(config_of_tokens(prepared), **fields)
+def test_settings_that_have_no_effect_on_tokens_are_refused(prepared_dir, fields, message):
+    data = dataclasses.replace(config_of_tokens(prepared_dir), **fields)
     with refused(message):
         rows_of(Config(data=data))
 
 
-def test_prepared_tokens_may_have_a_test_split(prepared):
-    dataset = load_text(config_of_tokens(prepared, carve_test=True))
+def test_prepared_tokens_may_have_a_test_split(prepared_dir):
+    dataset = load_text(config_of_tokens(prepared_dir, carve_test=True))
     assert dataset.splits == ('train', 'validation', 'test')
 
 
-def test_a_test_split_is_not_carved_from_prepared_tokens(text, tmp_path):
-    texts_without_test = shutil.copytree(text.path, tmp_path / 'files')
+def test_a_test_split_is_not_carved_from_prepared_tokens(text_config, tmp_path):
+    texts_without_test = shutil.copytree(text_config.path, tmp_path / 'files')
     shutil.rmtree(texts_without_test / 'test')
-    prepare(dataclasses.replace(text, path=str(texts_without_test)), str(tmp_path / 'tokens'))
+    prepare(
+        dataclasses.replace(text_config, path=str(texts_without_test)), str(tmp_path / 'tokens')
+    )
 
     with refused('data.carve_test=True has no effect on tokens, .*; set it when prepare_data'):
         load_text(config_of_tokens(tmp_path / 'tokens', carve_test=True))
@@ -478,9 +482,9 @@ class Cls:
     ],
 )
 def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
-    prepared, tmp_path, monkeypatch, damage, message
+    prepared_dir, tmp_path, monkeypatch, damage, message
 ):
-    copy = shutil.copytree(prepared, tmp_path / 'copy')
+    copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     index = copy / 'tokens.json'
     index.write_text(damage(index.read_text()))
     # Importing evil.py would write the file `imported`.
@@ -494,9 +498,9 @@ def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
     assert not (tmp_path / 'imported').exists()
 
 
-def test_a_class_is_imported_only_if_the_config_names_it(text, tmp_path, outside):
+def test_a_class_is_imported_only_if_the_config_names_it(text_config, tmp_path, outside):
     tokens_directory = tmp_path / 'tokens'
-    data = dataclasses.replace(text, tokenizer='nibbles:Nibbles')
+    data = dataclasses.replace(text_config, tokenizer='nibbles:Nibbles')
     prepare(data, str(tokens_directory))
 
     # The files alone do not import the class that they name.
@@ -508,12 +512,12 @@ def test_a_class_is_imported_only_if_the_config_names_it(text, tmp_path, outside
     assert opened.identity() == load_text(data).identity()
 
 
-def test_a_vocabulary_file_with_a_huge_id_is_refused(text, tmp_path):
+def test_a_vocabulary_file_with_a_huge_id_is_refused(text_config, tmp_path):
     file = tmp_path / 'huge.json'
     model = {'type': 'WordLevel', 'vocab': {'a': 0, 'b': 4_000_000_000}, 'unk_token': 'a'}
     file.write_text(json.dumps({'version': '1.0', 'added_tokens': [], 'model': model}))
     with refused('huge.json. cannot be read .*it has the id 4000000000; ids must be below 1048576'):
-        load_text(dataclasses.replace(text, tokenizer=str(file)))
+        load_text(dataclasses.replace(text_config, tokenizer=str(file)))
 
 
 def write_vocabulary(path):
@@ -537,9 +541,9 @@ def as_earlier_versions(monkeypatch):
         yield
 
 
-def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
+def test_tokens_with_an_added_separator_keep_it(text_config, tmp_path, monkeypatch):
     vocabulary = str(write_vocabulary(tmp_path / 'v/words.json'))
-    data = dataclasses.replace(text, tokenizer=vocabulary)
+    data = dataclasses.replace(text_config, tokenizer=vocabulary)
     prepare(data, str(tmp_path / 'end_of_text'))
     with as_earlier_versions(monkeypatch):
         prepare(data, str(tmp_path / 'added'))
@@ -562,9 +566,9 @@ def test_tokens_with_an_added_separator_keep_it(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_with_an_added_separator_resumes_with_it(tiny, text, tmp_path, monkeypatch):
+def test_a_run_with_an_added_separator_resumes_with_it(tiny, text_config, tmp_path, monkeypatch):
     vocabulary = str(write_vocabulary(tmp_path / 'v/words.json'))
-    data = dataclasses.replace(text, tokenizer=vocabulary, eval_sequences=None)
+    data = dataclasses.replace(text_config, tokenizer=vocabulary, eval_sequences=None)
     model = {'num_layers': 1, 'vocab_size': 402}
     config = tiny(model=model, data=vars(data), trials={'seeds': (0,)})
     run = tmp_path / 'run'

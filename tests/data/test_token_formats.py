@@ -73,8 +73,8 @@ def write_megatron(path, documents, code=8, dtype=np.uint16):
 
 
 @pytest.fixture
-def tokens(tmp_path):
-    """tokens(**fields): settings that read the directory `files`, with these fields."""
+def config_of_tokens(tmp_path):
+    """config_of_tokens(**fields): settings that read the tokens in `directory`."""
 
     def settings(**fields):
         defaults = {'path': str(tmp_path / 'files'), 'data_dir': str(tmp_path / 'cache')}
@@ -84,8 +84,8 @@ def tokens(tmp_path):
 
 
 @pytest.fixture
-def files(tmp_path):
-    """The directory that `tokens` reads."""
+def directory(tmp_path):
+    """The directory that `config_of_tokens` reads."""
     return tmp_path / 'files'
 
 
@@ -117,14 +117,14 @@ def test_a_cut_of_shards_keeps_their_documents(tmp_path):
 
 
 @pytest.fixture
-def nanogpt_files(files):
+def nanogpt_files(directory):
     """Files of nanoGPT: 60 documents in train.bin, and 30 in val.bin, each with END after it."""
-    write_nanogpt(files / 'train.bin', ids_of_documents(seed=0))
-    write_nanogpt(files / 'val.bin', ids_of_documents(seed=1, num_documents=30))
+    write_nanogpt(directory / 'train.bin', ids_of_documents(seed=0))
+    write_nanogpt(directory / 'val.bin', ids_of_documents(seed=1, num_documents=30))
 
 
-def test_nanogpt_files_are_the_splits(tokens, nanogpt_files):
-    dataset = load_text(tokens(documents=f'id={END}'))
+def test_nanogpt_files_are_the_splits(config_of_tokens, nanogpt_files):
+    dataset = load_text(config_of_tokens(documents=f'id={END}'))
     assert dataset.splits == ('train', 'validation')
     validation_ids = ids_of_documents(seed=1, num_documents=30)
     assert dataset.split('validation')[:].tolist() == validation_ids.tolist()
@@ -133,8 +133,8 @@ def test_nanogpt_files_are_the_splits(tokens, nanogpt_files):
     assert dataset.bytes_per_token('validation') is None
 
 
-def test_an_id_divides_nanogpt_files_into_documents(tokens, nanogpt_files):
-    dataset = load_text(tokens(documents=f'id={END}'))
+def test_an_id_divides_nanogpt_files_into_documents(config_of_tokens, nanogpt_files):
+    dataset = load_text(config_of_tokens(documents=f'id={END}'))
 
     validation_ids = ids_of_documents(seed=1, num_documents=30)
     expected_ends = np.flatnonzero(validation_ids == END) + 1
@@ -144,19 +144,21 @@ def test_an_id_divides_nanogpt_files_into_documents(tokens, nanogpt_files):
     assert dataset.vocab_size == END + 1
 
 
-def test_rows_of_nanogpt_files_are_read_as_from_other_datasets(tokens, nanogpt_files):
-    rows = rows_of(Config(model=ModelConfig(context=16, vocab_size=END + 1), data=tokens()))
+def test_rows_of_nanogpt_files_are_read_as_from_other_datasets(config_of_tokens, nanogpt_files):
+    rows = rows_of(
+        Config(model=ModelConfig(context=16, vocab_size=END + 1), data=config_of_tokens())
+    )
     batch = train_batch(rows, seed=0, step=3, batch_size=4)
     assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
 
-def test_shards_of_llm_c_are_one_split_in_order_of_their_names(tokens, files):
+def test_shards_of_llm_c_are_one_split_in_order_of_their_names(config_of_tokens, directory):
     train_ids = ids_of_documents(seed=0, end_last=False)
-    write_llm_c(files / 'fineweb_train_000002.bin', train_ids[500:])
-    write_llm_c(files / 'fineweb_train_000001.bin', train_ids[:500])
-    write_llm_c(files / 'fineweb_val_000000.bin', train_ids)
+    write_llm_c(directory / 'fineweb_train_000002.bin', train_ids[500:])
+    write_llm_c(directory / 'fineweb_train_000001.bin', train_ids[:500])
+    write_llm_c(directory / 'fineweb_val_000000.bin', train_ids)
 
-    dataset = load_text(tokens(documents=f'id={END}'))
+    dataset = load_text(config_of_tokens(documents=f'id={END}'))
 
     assert dataset.split('train')[:].tolist() == train_ids.tolist()
     # The first window is in both shards.
@@ -165,12 +167,12 @@ def test_shards_of_llm_c_are_one_split_in_order_of_their_names(tokens, files):
     assert windows_BT.tolist() == [train_ids[490:510].tolist(), train_ids[:20].tolist()]
 
 
-def test_documents_of_llm_c_begin_with_the_separator(tokens, files):
+def test_documents_of_llm_c_begin_with_the_separator(config_of_tokens, directory):
     validation_ids = ids_of_documents(seed=1, num_documents=30, end_last=False)
-    write_llm_c(files / 'fineweb_train_000000.bin', ids_of_documents(seed=0, end_last=False))
-    write_llm_c(files / 'fineweb_val_000000.bin', validation_ids)
+    write_llm_c(directory / 'fineweb_train_000000.bin', ids_of_documents(seed=0, end_last=False))
+    write_llm_c(directory / 'fineweb_val_000000.bin', validation_ids)
 
-    dataset = load_text(tokens(documents=f'id={END}'))
+    dataset = load_text(config_of_tokens(documents=f'id={END}'))
 
     # Each document but the last ends where the next one begins.
     starts = np.flatnonzero(validation_ids == END)
@@ -179,46 +181,46 @@ def test_documents_of_llm_c_begin_with_the_separator(tokens, files):
     assert dataset.info('validation').num_documents == 30
 
 
-def test_tokens_of_llama_3_are_uint32(tokens, files):
+def test_tokens_of_llama_3_are_uint32(config_of_tokens, directory):
     ids = np.array([70000, 1, 2, 3] * 20, np.uint32)
-    write_llm_c(files / 'a_train_0.bin', ids, magic=20240801, version=7)
-    write_llm_c(files / 'a_val_0.bin', ids, magic=20240801, version=7)
-    dataset = load_text(tokens())
+    write_llm_c(directory / 'a_train_0.bin', ids, magic=20240801, version=7)
+    write_llm_c(directory / 'a_val_0.bin', ids, magic=20240801, version=7)
+    dataset = load_text(config_of_tokens())
     assert dataset.vocab_size == 70001
     assert dataset.split('train')[:4].tolist() == [70000, 1, 2, 3]
 
 
 @pytest.fixture
-def megatron_files(files):
+def megatron_files(directory):
     """Files of Megatron: four documents in validation, of which one is empty; 80 in train."""
     documents = [[[1, 2], [3, 4, END]], [[5, 6]], [], [[7]]]
-    write_megatron(files / 'train_text_document', documents * 20)
-    write_megatron(files / 'valid_text_document', documents)
+    write_megatron(directory / 'train_text_document', documents * 20)
+    write_megatron(directory / 'valid_text_document', documents)
 
 
-def test_documents_of_megatron_are_those_of_its_index(tokens, megatron_files):
-    dataset = load_text(tokens())
+def test_documents_of_megatron_are_those_of_its_index(config_of_tokens, megatron_files):
+    dataset = load_text(config_of_tokens())
     assert dataset.split('validation')[:].tolist() == [1, 2, 3, 4, END, 5, 6, 7]
     # The empty document is left out.
     assert dataset.document_ends('validation').tolist() == [5, 7, 8]
     assert dataset.info('train').num_documents == 60
 
 
-def test_documents_of_megatron_may_end_at_an_id_instead(tokens, megatron_files):
-    by_index = load_text(tokens())
-    by_id = load_text(tokens(documents=f'id={END}'))
+def test_documents_of_megatron_may_end_at_an_id_instead(config_of_tokens, megatron_files):
+    by_index = load_text(config_of_tokens())
+    by_id = load_text(config_of_tokens(documents=f'id={END}'))
     # [1, 2, 3, 4, END] and [5, 6, 7].
     assert by_id.document_ends('validation').tolist() == [5, 8]
     assert by_id.identity()['version'] != by_index.identity()['version']
 
 
 @pytest.mark.parametrize('name', ['all', 'all.bin'])
-def test_splits_are_carved_from_one_file_at_ends_of_documents(tokens, files, name):
+def test_splits_are_carved_from_one_file_at_ends_of_documents(config_of_tokens, directory, name):
     # 200 documents of 3 to 7 ids; all ids of a document are its number.
     documents = [np.full(3 + number % 5, number) for number in range(200)]
-    write_megatron(files / 'all', [[document] for document in documents])
+    write_megatron(directory / 'all', [[document] for document in documents])
 
-    dataset = load_text(tokens(path=str(files / name)))
+    dataset = load_text(config_of_tokens(path=str(directory / name)))
 
     assert dataset.identity()['carved'] == {'validation': 0.1, 'test': 0.1}
     train = dataset.split('train')[:]
@@ -236,11 +238,11 @@ def test_splits_are_carved_from_one_file_at_ends_of_documents(tokens, files, nam
     assert dataset.document_ends('test')[0] == len(first_test_document)
 
 
-def test_a_test_split_is_carved_if_asked(tokens, nanogpt_files):
-    without_test = load_text(tokens(documents=f'id={END}'))
+def test_a_test_split_is_carved_if_asked(config_of_tokens, nanogpt_files):
+    without_test = load_text(config_of_tokens(documents=f'id={END}'))
     assert without_test.splits == ('train', 'validation')
 
-    with_test = load_text(tokens(documents=f'id={END}', carve_test=True))
+    with_test = load_text(config_of_tokens(documents=f'id={END}', carve_test=True))
     assert with_test.splits == ('train', 'validation', 'test')
     # Train ends with a whole document, and validation is as before.
     assert with_test.split('train')[:][-1] == END
@@ -249,22 +251,22 @@ def test_a_test_split_is_carved_if_asked(tokens, nanogpt_files):
 
 
 @pytest.fixture
-def hundred_ids(files):
+def hundred_ids(directory):
     """Files of nanoGPT whose validation split has 100 ids, and no separator."""
-    write_nanogpt(files / 'train.bin', ids_of_documents(seed=0))
-    write_nanogpt(files / 'val.bin', np.arange(1, 101, dtype=np.uint16))
+    write_nanogpt(directory / 'train.bin', ids_of_documents(seed=0))
+    write_nanogpt(directory / 'val.bin', np.arange(1, 101, dtype=np.uint16))
 
 
-def test_a_split_without_a_separator_is_one_document_or_blocks(tokens, hundred_ids):
-    one_document = load_text(tokens())
+def test_a_split_without_a_separator_is_one_document_or_blocks(config_of_tokens, hundred_ids):
+    one_document = load_text(config_of_tokens())
     assert one_document.document_ends('validation').tolist() == [100]
 
-    blocks = load_text(tokens(documents='tokens=40'))
+    blocks = load_text(config_of_tokens(documents='tokens=40'))
     assert blocks.document_ends('validation').tolist() == [40, 80, 100]
 
 
-def test_blocks_of_tokens_are_evaluation_clusters(tokens, hundred_ids):
-    data = tokens(documents='tokens=40')
+def test_blocks_of_tokens_are_evaluation_clusters(config_of_tokens, hundred_ids):
+    data = config_of_tokens(documents='tokens=40')
     rows = rows_of(Config(model=ModelConfig(context=10, vocab_size=301), data=data))
 
     _, cluster_R = clusters(rows, 'validation')
@@ -273,19 +275,19 @@ def test_blocks_of_tokens_are_evaluation_clusters(tokens, hundred_ids):
     assert cluster_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
-def write_words(files):
+def write_words(directory):
     """Writes 40 times 'word1 word2', 'word3' as both splits, in ids with the separator 400."""
     ids = np.array([1, 2, 400, 3, 400] * 40, np.uint16)
-    write_nanogpt(files / 'train.bin', ids)
-    write_nanogpt(files / 'val.bin', ids)
+    write_nanogpt(directory / 'train.bin', ids)
+    write_nanogpt(directory / 'val.bin', ids)
     return ids
 
 
-def test_a_named_vocabulary_decodes_the_tokens(tokens, files, tmp_path):
+def test_a_named_vocabulary_decodes_the_tokens(config_of_tokens, directory, tmp_path):
     vocabulary = write_vocabulary(tmp_path / 'words.json')
-    ids = write_words(files)  # 40 times the documents 'word1 word2' and 'word3'
+    ids = write_words(directory)  # 40 times the documents 'word1 word2' and 'word3'
 
-    dataset = load_text(tokens(tokenizer=str(vocabulary)))
+    dataset = load_text(config_of_tokens(tokenizer=str(vocabulary)))
 
     assert dataset.tokenizer.decode([1, 2]) == 'word1 word2'
     assert dataset.info('validation').num_documents == 40 * 2
@@ -293,29 +295,31 @@ def test_a_named_vocabulary_decodes_the_tokens(tokens, files, tmp_path):
     assert dataset.bytes_per_token('validation') == num_bytes / len(ids)
 
 
-def test_ids_beyond_a_named_vocabulary_are_refused(tokens, files, tmp_path):
+def test_ids_beyond_a_named_vocabulary_are_refused(config_of_tokens, directory, tmp_path):
     vocabulary = write_vocabulary(tmp_path / 'words.json')  # of 401 ids
-    ids = write_words(files)
+    ids = write_words(directory)
     ids[7] = 401
-    write_nanogpt(files / 'val.bin', ids)
+    write_nanogpt(directory / 'val.bin', ids)
     with refused('val.bin holds id 401 at token 7, but .* has ids from 0 to 400'):
-        load_text(tokens(tokenizer=str(vocabulary)))
+        load_text(config_of_tokens(tokenizer=str(vocabulary)))
 
 
-def test_a_vocabulary_is_not_learned_from_tokens(tokens, nanogpt_files):
+def test_a_vocabulary_is_not_learned_from_tokens(config_of_tokens, nanogpt_files):
     with refused("data.tokenizer='bpe' is learned from text, which tokens have not"):
-        load_text(tokens(tokenizer='bpe'))
+        load_text(config_of_tokens(tokenizer='bpe'))
 
 
-def test_counts_of_ids_are_cached_until_a_file_changes(tokens, files, nanogpt_files, monkeypatch):
-    first = load_text(tokens()).identity()
+def test_counts_of_ids_are_cached_until_a_file_changes(
+    config_of_tokens, directory, nanogpt_files, monkeypatch
+):
+    first = load_text(config_of_tokens()).identity()
     with monkeypatch.context() as patch:
         # Counting again would fail.
         patch.setattr('qkattn.data.token_formats.in_place._count', None)
-        assert load_text(tokens()).identity() == first
+        assert load_text(config_of_tokens()).identity() == first
 
-    write_nanogpt(files / 'val.bin', ids_of_documents(seed=2))
-    second = load_text(tokens()).identity()
+    write_nanogpt(directory / 'val.bin', ids_of_documents(seed=2))
+    second = load_text(config_of_tokens()).identity()
 
     assert second['fingerprints']['train'] == first['fingerprints']['train']
     assert second['fingerprints']['validation'] != first['fingerprints']['validation']
@@ -329,13 +333,13 @@ def test_counts_of_ids_are_cached_until_a_file_changes(tokens, files, nanogpt_fi
     ],
 )
 def test_a_model_trains_on_tokens_without_a_vocabulary(
-    kind, vocab_size, tiny, tokens, files, tmp_path
+    kind, vocab_size, tiny, config_of_tokens, directory, tmp_path
 ):
-    write_nanogpt(files / 'train.bin', ids_of_documents(seed=0))
-    write_nanogpt(files / 'val.bin', ids_of_documents(seed=1))
-    write_nanogpt(files / 'test.bin', ids_of_documents(seed=2))
+    write_nanogpt(directory / 'train.bin', ids_of_documents(seed=0))
+    write_nanogpt(directory / 'val.bin', ids_of_documents(seed=1))
+    write_nanogpt(directory / 'test.bin', ids_of_documents(seed=2))
     model = {'kind': kind, 'num_layers': 1, 'vocab_size': vocab_size}
-    config = tiny(model=model, data=vars(tokens(documents=f'id={END}')))
+    config = tiny(model=model, data=vars(config_of_tokens(documents=f'id={END}')))
 
     results = train(config, tmp_path / 'run')
 
@@ -343,11 +347,13 @@ def test_a_model_trains_on_tokens_without_a_vocabulary(
     assert np.isfinite(results[0]['test_loss'])
 
 
-def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(tokens, files):
+def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(config_of_tokens, directory):
     ids = np.arange(4000, dtype=np.uint16) % 4
-    write_nanogpt(files / 'train.bin', ids)
-    write_nanogpt(files / 'val.bin', ids)
-    config = Config(model=ModelConfig(kind='encoder', context=100, vocab_size=5), data=tokens())
+    write_nanogpt(directory / 'train.bin', ids)
+    write_nanogpt(directory / 'val.bin', ids)
+    config = Config(
+        model=ModelConfig(kind='encoder', context=100, vocab_size=5), data=config_of_tokens()
+    )
 
     batch = train_batch(rows_of(config), seed=0, step=0, batch_size=64)
 
@@ -376,16 +382,16 @@ IDS = ids_of_documents(seed=0)
         pytest.param({'magic': 7}, 'whose magic number is 7; those of llm.c', id='magic number'),
     ],
 )
-def test_a_wrong_header_of_llm_c_is_named(tokens, files, header, message):
-    write_llm_c(files / 'a.bin', IDS, **header)
+def test_a_wrong_header_of_llm_c_is_named(config_of_tokens, directory, header, message):
+    write_llm_c(directory / 'a.bin', IDS, **header)
     with refused(message):
-        load_text(tokens())
+        load_text(config_of_tokens())
 
 
-def test_another_type_than_that_of_the_header_is_refused(tokens, files):
-    write_llm_c(files / 'a.bin', IDS)
+def test_another_type_than_that_of_the_header_is_refused(config_of_tokens, directory):
+    write_llm_c(directory / 'a.bin', IDS)
     with refused("data.token_dtype='uint32' does not fit .*a.bin, whose header states uint16"):
-        load_text(tokens(token_dtype='uint32'))
+        load_text(config_of_tokens(token_dtype='uint32'))
 
 
 @pytest.mark.parametrize(
@@ -397,51 +403,51 @@ def test_another_type_than_that_of_the_header_is_refused(tokens, files):
         ({}, 'a.bin has too few documents for the splits'),
     ],
 )
-def test_settings_that_do_not_fit_tokens_are_refused(tokens, files, fields, message):
-    write_nanogpt(files / 'a.bin', IDS)
+def test_settings_that_do_not_fit_tokens_are_refused(config_of_tokens, directory, fields, message):
+    write_nanogpt(directory / 'a.bin', IDS)
     with refused(message):
-        load_text(tokens(**fields))
+        load_text(config_of_tokens(**fields))
 
 
-def test_a_file_of_wider_ids_is_named(tokens, files):
-    write_nanogpt(files / 'a.bin', IDS.astype(np.uint32))
+def test_a_file_of_wider_ids_is_named(config_of_tokens, directory):
+    write_nanogpt(directory / 'a.bin', IDS.astype(np.uint32))
     with refused(
         "every other id of .*a.bin is below 16 in uint16, .* set data.token_dtype to 'uint32'"
     ):
-        load_text(tokens())
+        load_text(config_of_tokens())
 
 
-def test_a_file_whose_last_id_is_cut_is_named(tokens, files):
-    write_nanogpt(files / 'a.bin', np.full(9, 7, np.uint8))
+def test_a_file_whose_last_id_is_cut_is_named(config_of_tokens, directory):
+    write_nanogpt(directory / 'a.bin', np.full(9, 7, np.uint8))
     with refused('a.bin has 9 bytes of ids, which is no multiple of the 2 bytes'):
-        load_text(tokens())
+        load_text(config_of_tokens())
 
 
-def test_a_file_with_a_huge_id_is_named(tokens, files):
-    write_nanogpt(files / 'a.bin', np.array([1, 2**21] * 99, np.uint32))
+def test_a_file_with_a_huge_id_is_named(config_of_tokens, directory):
+    write_nanogpt(directory / 'a.bin', np.array([1, 2**21] * 99, np.uint32))
     with refused('a.bin holds id 2097152 at token 1, but valid are ids from 0 to 1,048,575'):
-        load_text(tokens(token_dtype='uint32', documents='tokens=9'))
+        load_text(config_of_tokens(token_dtype='uint32', documents='tokens=9'))
 
 
-def test_a_file_without_a_token_is_named(tokens, files):
-    files.mkdir()
-    (files / 'a.bin').touch()
+def test_a_file_without_a_token_is_named(config_of_tokens, directory):
+    directory.mkdir()
+    (directory / 'a.bin').touch()
     with refused('a.bin holds no tokens'):
-        load_text(tokens())
+        load_text(config_of_tokens())
 
 
-def test_files_of_several_formats_are_named(tokens, files):
-    write_nanogpt(files / 'train.bin', IDS)
-    write_llm_c(files / 'val.bin', IDS)
+def test_files_of_several_formats_are_named(config_of_tokens, directory):
+    write_nanogpt(directory / 'train.bin', IDS)
+    write_llm_c(directory / 'val.bin', IDS)
     with refused('several formats: .*train.bin .headerless., .*val.bin .llm.c.'):
-        load_text(tokens())
+        load_text(config_of_tokens())
 
 
-def test_files_of_several_types_are_named(tokens, files):
-    write_llm_c(files / 'train.bin', IDS.astype(np.uint32), magic=20240801, version=7)
-    write_llm_c(files / 'val.bin', IDS)
+def test_files_of_several_types_are_named(config_of_tokens, directory):
+    write_llm_c(directory / 'train.bin', IDS.astype(np.uint32), magic=20240801, version=7)
+    write_llm_c(directory / 'val.bin', IDS)
     with refused('ids of several types: .*train.bin .uint32., .*val.bin .uint16.'):
-        load_text(tokens())
+        load_text(config_of_tokens())
 
 
 @pytest.mark.parametrize(
@@ -465,11 +471,11 @@ def test_files_of_several_types_are_named(tokens, files):
         ),
     ],
 )
-def test_files_whose_split_is_not_clear_are_named(tokens, files, names, message):
+def test_files_whose_split_is_not_clear_are_named(config_of_tokens, directory, names, message):
     for name in names:
-        write_nanogpt(files / name, IDS)
+        write_nanogpt(directory / name, IDS)
     with refused(message):
-        load_text(tokens())
+        load_text(config_of_tokens())
 
 
 NUM_SEQUENCES = 60
@@ -482,10 +488,10 @@ LAST_DOCUMENT_AT = -8
 
 
 @pytest.fixture
-def megatron_index(files):
+def megatron_index(directory):
     """The index of 60 documents of Megatron, each of one sequence of 3 ids."""
-    write_megatron(files / 'all', [[[1, 2, 3]]] * NUM_SEQUENCES)
-    return files / 'all.idx'
+    write_megatron(directory / 'all', [[[1, 2, 3]]] * NUM_SEQUENCES)
+    return directory / 'all.idx'
 
 
 @pytest.mark.parametrize(
@@ -500,13 +506,13 @@ def megatron_index(files):
     ],
 )
 def test_a_wrong_byte_in_an_index_of_megatron_is_named(
-    tokens, files, megatron_index, position, byte, message
+    config_of_tokens, directory, megatron_index, position, byte, message
 ):
     content = bytearray(megatron_index.read_bytes())
     content[position] = byte
     megatron_index.write_bytes(content)
     with refused(message):
-        load_text(tokens(path=str(files / 'all')))
+        load_text(config_of_tokens(path=str(directory / 'all')))
 
 
 @pytest.mark.parametrize(
@@ -516,8 +522,10 @@ def test_a_wrong_byte_in_an_index_of_megatron_is_named(
         pytest.param(-1, 'all.idx has .* bytes, not the .* of 60 sequences', id='before its end'),
     ],
 )
-def test_a_cut_index_of_megatron_is_named(tokens, files, megatron_index, end, message):
+def test_a_cut_index_of_megatron_is_named(
+    config_of_tokens, directory, megatron_index, end, message
+):
     content = megatron_index.read_bytes()
     megatron_index.write_bytes(content[:end])
     with refused(message):
-        load_text(tokens(path=str(files / 'all')))
+        load_text(config_of_tokens(path=str(directory / 'all')))
