@@ -42,9 +42,17 @@ def test_every_token_but_the_first_is_a_target_once(num_tokens, length, num_wind
 @pytest.mark.parametrize(
     ('rows', 'message'),
     [
-        (LanguageRows(numbers(train=30), 30), "=30 is too long for split 'train' .* at most 29"),
-        (LanguageRows(numbers(train=30), 16, shift=True), 'context=16 is .* at most 15'),
-        (MaskedRows(numbers(train=9), 10), 'context=10 is .* at most 9'),
+        pytest.param(
+            LanguageRows(numbers(train=30), 30),
+            "=30 is too long for split 'train' .* at most 29",
+            id='no last target',
+        ),
+        pytest.param(
+            LanguageRows(numbers(train=30), 16, shift=True),
+            'context=16 is .* at most 15',
+            id='no two windows to shift',
+        ),
+        pytest.param(MaskedRows(numbers(train=9), 10), 'context=10 is .* at most 9', id='masked'),
     ],
 )
 def test_a_window_that_is_longer_than_the_split_is_refused(rows, message):

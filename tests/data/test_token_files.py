@@ -405,9 +405,8 @@ def test_prepared_tokens_may_have_a_test_split(prepared_dir):
 def test_a_test_split_is_not_carved_from_prepared_tokens(text_config, tmp_path):
     texts_without_test = shutil.copytree(text_config.path, tmp_path / 'files')
     shutil.rmtree(texts_without_test / 'test')
-    prepare(
-        dataclasses.replace(text_config, path=str(texts_without_test)), str(tmp_path / 'tokens')
-    )
+    config_without_test = dataclasses.replace(text_config, path=str(texts_without_test))
+    prepare(config_without_test, str(tmp_path / 'tokens'))
 
     with refused('data.carve_test=True has no effect on tokens, .*; set it when prepare_data'):
         load_text(config_of_tokens(tmp_path / 'tokens', carve_test=True))

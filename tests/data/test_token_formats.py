@@ -145,9 +145,8 @@ def test_an_id_divides_nanogpt_files_into_documents(config_of_tokens, nanogpt_fi
 
 
 def test_rows_of_nanogpt_files_are_read_as_from_other_datasets(config_of_tokens, nanogpt_files):
-    rows = rows_of(
-        Config(model=ModelConfig(context=16, vocab_size=END + 1), data=config_of_tokens())
-    )
+    model = ModelConfig(context=16, vocab_size=END + 1)
+    rows = rows_of(Config(model=model, data=config_of_tokens()))
     batch = train_batch(rows, seed=0, step=3, batch_size=4)
     assert np.array_equal(batch['tokens_BT'][:, 1:], batch['targets_BT'][:, :-1])
 
@@ -351,11 +350,10 @@ def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(config_of_toke
     ids = np.arange(4000, dtype=np.uint16) % 4
     write_nanogpt(directory / 'train.bin', ids)
     write_nanogpt(directory / 'val.bin', ids)
-    config = Config(
-        model=ModelConfig(kind='encoder', context=100, vocab_size=5), data=config_of_tokens()
-    )
+    model = ModelConfig(kind='encoder', context=100, vocab_size=5)
+    rows = rows_of(Config(model=model, data=config_of_tokens()))
 
-    batch = train_batch(rows_of(config), seed=0, step=0, batch_size=64)
+    batch = train_batch(rows, seed=0, step=0, batch_size=64)
 
     # A masked token becomes the mask, 4, or any other id.
     is_masked_BT = batch['loss_weights_BT'] > 0
