@@ -909,12 +909,14 @@ def test_texts_of_cldr_do_not_change_under_the_same_version(pairs):
 
 
 @pytest.fixture(scope='module')
-def english_to_german(pairs):
-    """The corpus of CLDR from English to German, made of `pairs`, which takes long to compute."""
+def cldr_texts(pairs):
+    """The corpus of CLDR from English to German: texts by language ('en', 'de') and split."""
     with pytest.MonkeyPatch.context() as patch:
+        # Making the pairs takes long, so that they are made once.
         patch.setattr(cldr, 'pairs', lambda *languages: iter(pairs))
         cldr._pairs_by_split.cache_clear()
-        yield find(DataConfig(name='cldr', languages='en-de'))
+        corpus = find(DataConfig(name='cldr', languages='en-de'))
+        return {'en': texts_of(corpus, 'en'), 'de': texts_of(corpus, 'de')}
 
 
 def test_a_cldr_corpus_is_named_by_its_languages():
@@ -932,26 +934,26 @@ def test_cldr_needs_two_different_languages(languages):
         find(DataConfig(name='cldr', languages=languages))
 
 
-def test_the_hash_of_its_source_decides_the_split_of_a_cldr_pair(pairs, english_to_german):
-    english = texts_of(english_to_german, 'en')
-    german = texts_of(english_to_german, 'de')
-
+def test_the_hash_of_its_source_decides_the_split_of_a_cldr_pair(pairs, cldr_texts):
     for split, share in (('train', 0.9), ('validation', 0.05), ('test', 0.05)):
         expected = set()
         for _, source, target in pairs:
             if split_of(source, train=90, validation=5) == split:
                 expected.add((source, target))
-        assert len(english[split]) == len(expected)
         assert len(expected) == pytest.approx(share * len(pairs), rel=0.2)
+
         # A text and its translation are at the same place.
-        assert set(zip(english[split], german[split], strict=True)) == expected
+        sources = cldr_texts['en'][split]
+        targets = cldr_texts['de'][split]
+        assert len(sources) == len(expected)
+        assert set(zip(sources, targets, strict=True)) == expected
 
 
-def test_categories_of_cldr_are_mixed(pairs, english_to_german):
+def test_categories_of_cldr_are_mixed(pairs, cldr_texts):
     category_of = {source: category for category, source, _ in pairs}
     all_categories = set(category_of.values())
 
-    for texts in texts_of(english_to_german, 'en').values():
+    for texts in cldr_texts['en'].values():
         # All categories are among the first 150 texts.
         assert {category_of[text] for text in texts[:150]} == all_categories
 
