@@ -358,7 +358,7 @@ def test_text_in_a_bucket_is_a_file_per_split(tmp_path, bucket):
 
 
 def test_lines_of_parallel_files_are_documents(tmp_path):
-    corpus = written_corpus(tmp_path, PAIRS, 'parallel', languages='de-en')
+    corpus = written_corpus(tmp_path, PAIRS, name='parallel', languages='de-en')
 
     assert corpus.name == 'parallel-de-en'
     assert documents(corpus, 'en') == {'train': [b'one', b'two'], 'validation': [b'three']}
@@ -371,7 +371,7 @@ def test_only_line_feeds_end_the_lines_of_parallel_files(tmp_path):
         'train.en': f'{BYTE_ORDER_MARK}a\u2028b\x85\x0cc\rd\r\ntwo\n',
         'train.de': f'{BYTE_ORDER_MARK}eins\nzwei\n',
     }
-    corpus = written_corpus(tmp_path, files, 'parallel', languages='de-en')
+    corpus = written_corpus(tmp_path, files, name='parallel', languages='de-en')
 
     assert documents(corpus, 'en')['train'] == ['a\u2028b\x85\x0cc\rd'.encode(), b'two']
     assert documents(corpus, 'de')['train'] == [b'eins', b'zwei']
@@ -384,7 +384,7 @@ def test_pairs_with_a_blank_side_are_left_out(tmp_path):
         'train.en': 'one\n\ntwo\n \nblank\n',
         'train.de': 'eins\n\r\nzwei\n\u3000\n\u3000',
     }
-    corpus = written_corpus(tmp_path, files, 'parallel', languages='de-en')
+    corpus = written_corpus(tmp_path, files, name='parallel', languages='de-en')
 
     assert documents(corpus, 'en')['train'] == [b'one', b'two']
     assert documents(corpus, 'de')['train'] == [b'eins', b'zwei']
@@ -470,11 +470,11 @@ def test_any_language_may_end_the_name_of_a_parallel_file(tmp_path):
         'validation.en': 'three\n',
         'validation.pt': 'três\n',
     }
-    corpus = written_corpus(tmp_path, files, 'parallel', languages='en-pt')
+    corpus = written_corpus(tmp_path, files, name='parallel', languages='en-pt')
     assert documents(corpus, 'pt')['train'] == [b'um', b'dois']
 
     with refused('train.pt. holds byte 0 at byte 1'):
-        written_corpus(tmp_path, {'train.pt': b'a\0\nb'}, 'parallel', languages='en-pt')
+        written_corpus(tmp_path, {'train.pt': b'a\0\nb'}, name='parallel', languages='en-pt')
 
 
 TEXT = b'one\ntwo\n'

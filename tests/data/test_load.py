@@ -166,6 +166,7 @@ def test_a_damaged_cache_is_written_again(letters, cache_warnings, file, damage,
 
     assert dataset.identity() == identity
     assert path.read_bytes() == content
+    # The documents 'aab' and 'c'.
     assert np.asarray(dataset.split('train')).tobytes() == b'aab\0c\0'
     assert message in cache_warnings[-1]
 

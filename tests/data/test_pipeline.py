@@ -21,7 +21,7 @@ from tests.refusals import refused
 
 def windows(**sizes):
     """Rows of 7 tokens; windows(train=100) has 100 tokens, each of which is its position."""
-    return LanguageRows(numbers(**sizes), 7)
+    return LanguageRows(numbers(**sizes), length=7)
 
 
 def visited_windows(rows, seed, num_steps):
@@ -227,7 +227,7 @@ def letters():
     """Documents of 9, 3 and 8 tokens, in rows of 4: aaaa aaaa 0bb0 cccc."""
     text = np.frombuffer(b'aaaaaaaa\0bb\0ccccccc\0', np.uint8)
     splits = {'train': text, 'validation': text}
-    return LanguageRows(token_dataset('letters', ByteTokenizer(), splits), 4)
+    return LanguageRows(token_dataset('letters', ByteTokenizer(), splits), length=4)
 
 
 def test_a_cluster_of_text_is_a_document(letters):
@@ -280,7 +280,7 @@ def test_a_study_needs_a_test_split_of_many_documents(letters, fields, minimum, 
 
 
 def test_the_number_of_rows_that_suffices_is_named(stdlib):
-    modules = LanguageRows(stdlib, 128)
+    modules = LanguageRows(stdlib, length=128)
     with refused(r'evaluates \d+ of \d+ documents .* at least 100; raise it to \d+\.$') as caught:
         pipeline.check_documents(modules, DataConfig(eval_sequences=64), minimum=100)
     suggested = int(re.search(r'raise it to (\d+)\.$', str(caught.value))[1])
@@ -292,4 +292,4 @@ def test_the_number_of_rows_that_suffices_is_named(stdlib):
 
 
 def test_default_settings_evaluate_enough_documents(stdlib):
-    pipeline.check_documents(LanguageRows(stdlib, 128), DataConfig())
+    pipeline.check_documents(LanguageRows(stdlib, length=128), DataConfig())

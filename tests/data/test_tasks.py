@@ -43,16 +43,18 @@ def test_every_token_but_the_first_is_a_target_once(num_tokens, length, num_wind
     ('rows', 'message'),
     [
         pytest.param(
-            LanguageRows(numbers(train=30), 30),
+            LanguageRows(numbers(train=30), length=30),
             "=30 is too long for split 'train' .* at most 29",
             id='no last target',
         ),
         pytest.param(
-            LanguageRows(numbers(train=30), 16, shift=True),
+            LanguageRows(numbers(train=30), length=16, shift=True),
             'context=16 is .* at most 15',
             id='no two windows to shift',
         ),
-        pytest.param(MaskedRows(numbers(train=9), 10), 'context=10 is .* at most 9', id='masked'),
+        pytest.param(
+            MaskedRows(numbers(train=9), length=10), 'context=10 is .* at most 9', id='masked'
+        ),
     ],
 )
 def test_a_window_that_is_longer_than_the_split_is_refused(rows, message):
@@ -66,7 +68,7 @@ NUM_WINDOWS = 14  # of the shifted rows below
 @pytest.fixture
 def shifted_rows():
     """Rows of 7 tokens, whose training windows are shifted; a token is its position."""
-    rows = LanguageRows(numbers(train=105, validation=106), 7, shift=True)
+    rows = LanguageRows(numbers(train=105, validation=106), length=7, shift=True)
     assert rows.count('train') == NUM_WINDOWS
     return rows
 
@@ -110,7 +112,7 @@ def test_rows_of_separate_documents_number_them():
     tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=3)
     dataset = token_dataset('letters', tokenizer, {'train': tokens})
 
-    batch = read_rows(DocumentRows(dataset, 4), 'train', [0, 1])
+    batch = read_rows(DocumentRows(dataset, length=4), 'train', [0, 1])
 
     assert batch['tokens_BT'].tolist() == [[0, 1, 3, 2], [3, 3, 0, 1]]
     assert batch['targets_BT'].tolist() == [[1, 3, 2, 3], [3, 0, 1, 2]]
@@ -122,7 +124,7 @@ def test_rows_of_separate_documents_number_them():
 @pytest.fixture(scope='module')
 def masked_rows():
     """3,000 rows of 20 tokens, of which 20 percent are targets; a token is its position."""
-    rows = MaskedRows(numbers(train=60_010), 20, mask_rate=0.2)
+    rows = MaskedRows(numbers(train=60_010), length=20, mask_rate=0.2)
     assert rows.count('train') == 3000
     return rows
 
@@ -175,7 +177,7 @@ def test_a_separator_is_hidden_but_replaces_no_token():
     only_separators = np.full(6000, 2, np.uint8)
     dataset = token_dataset('letters', tokenizer, {'train': only_separators})
 
-    batch = read_rows(MaskedRows(dataset, 10, mask_rate=0.5), 'train', range(600))
+    batch = read_rows(MaskedRows(dataset, length=10, mask_rate=0.5), 'train', range(600))
 
     # In the place of separators are the mask, 4, and all tokens but the separator.
     tokens_BT = batch['tokens_BT']
@@ -183,10 +185,11 @@ def test_a_separator_is_hidden_but_replaces_no_token():
 
 
 def test_a_mask_is_a_function_of_the_draws_alone():
-    # Both splits have the same tokens.
-    rows = MaskedRows(numbers(train=2000, validation=2000), 20, mask_rate=0.3)
+    # Both splits have the same tokens, 0 to 1999.
+    rows = MaskedRows(numbers(train=2000, validation=2000), length=20, mask_rate=0.3)
     draws_B2 = np.array([[7, 1], [7, 2], [7, 3], [1, 7]], np.uint64)
 
+    # Row 5 is masked in three ways, because its draws differ.
     batch = rows.read('train', np.array([5, 0, 5, 5]), draws_B2)
     masks = np.unique(batch['loss_weights_BT'], axis=0)
     assert len(masks) == 4
@@ -201,7 +204,7 @@ def test_a_mask_is_a_function_of_the_draws_alone():
 
 
 def test_masked_rows_describe_their_data():
-    rows = MaskedRows(numbers(train=2000, validation=2000), 20, mask_rate=0.3)
+    rows = MaskedRows(numbers(train=2000, validation=2000), length=20, mask_rate=0.3)
     assert rows.identity()['masking'] == {'version': 1, 'rate': 0.3}
     assert rows.vocab_size == 65_536 + 1  # with the mask
     assert rows.bytes_per_token('train') == 2.0
@@ -209,7 +212,7 @@ def test_masked_rows_describe_their_data():
 
 
 def test_at_least_one_token_of_a_row_is_masked():
-    assert MaskedRows(numbers(train=100), 10, mask_rate=0.01).num_masked == 1
+    assert MaskedRows(numbers(train=100), length=10, mask_rate=0.01).num_masked == 1
 
 
 COPY = 'copy(length=5, symbols=7)'
@@ -514,8 +517,8 @@ def sentences(count: int, longest: int, seed: int) -> list[np.ndarray]:
 # 500 training pairs of up to 23 and 19 tokens, as long as the lengths of a row allow.
 SOURCES = {'train': sentences(500, 23, 0), 'validation': sentences(50, 23, 1)}
 TARGETS = {'train': sentences(500, 19, 2), 'validation': sentences(50, 19, 3)}
-PARALLEL = PairDataset(dataset_of_sentences('a', SOURCES), dataset_of_sentences('b', TARGETS))
-ROWS = TranslationRows(PARALLEL, SOURCE_LENGTH, LENGTH)
+SENTENCE_PAIRS = PairDataset(dataset_of_sentences('a', SOURCES), dataset_of_sentences('b', TARGETS))
+TRANSLATION_ROWS = TranslationRows(SENTENCE_PAIRS, SOURCE_LENGTH, LENGTH)
 
 
 def read_split(rows, split='train'):
@@ -559,24 +562,24 @@ def test_every_pair_is_in_one_row_beside_its_translation():
         )
         expected.append(pair)
 
-    assert sorted(unpack_pairs(read_split(ROWS))) == sorted(expected)
+    assert sorted(unpack_pairs(read_split(TRANSLATION_ROWS))) == sorted(expected)
 
 
 def test_sentences_are_in_file_order_without_separators():
-    sources, targets = PARALLEL.sentences('train')
+    sources, targets = SENTENCE_PAIRS.sentences('train')
     assert [ids.tolist() for ids in sources] == [ids.tolist() for ids in SOURCES['train']]
     assert [ids.tolist() for ids in targets] == [ids.tolist() for ids in TARGETS['train']]
 
 
 def test_rows_of_pairs_are_read_by_number():
-    whole_split = read_split(ROWS)
-    batch = read_rows(ROWS, 'train', [3, 0, 3])
+    whole_split = read_split(TRANSLATION_ROWS)
+    batch = read_rows(TRANSLATION_ROWS, 'train', [3, 0, 3])
     for name, array in batch.items():
         assert np.array_equal(array, whole_split[name][[3, 0, 3]])
 
 
 def test_rows_of_pairs_are_well_filled():
-    batch = read_split(ROWS)
+    batch = read_split(TRANSLATION_ROWS)
     is_pair_BT = batch['segments_BT'] > 0
     assert np.array_equal(batch['loss_weights_BT'], is_pair_BT.astype(np.float32))
     # A pair takes 12 and 10 tokens on average, so that about two fit into a row of 24 and 20.
@@ -591,7 +594,7 @@ def test_rows_of_pairs_are_well_filled():
     ],
 )
 def test_rows_are_padded_with_zeros_behind_the_pairs(segments_name, token_names):
-    batch = read_split(ROWS)
+    batch = read_split(TRANSLATION_ROWS)
     segments = batch[segments_name]
     is_padding = segments == 0
     assert is_padding.any()
@@ -608,19 +611,19 @@ def test_rows_are_padded_with_zeros_behind_the_pairs(segments_name, token_names)
 
 
 def test_the_identity_of_translation_rows_has_the_packing():
-    assert ROWS.identity() == PARALLEL.identity() | {
+    assert TRANSLATION_ROWS.identity() == SENTENCE_PAIRS.identity() | {
         'packing': {'version': 1, 'source_length': SOURCE_LENGTH, 'length': LENGTH},
         'dropped_pairs': {'train': 0, 'validation': 0},
     }
 
 
 def test_counts_of_translation_rows_are_those_of_the_targets():
-    assert ROWS.bytes_per_token('train') == 3
-    assert ROWS.unigram_nats('train') == PARALLEL.target.unigram_nats('train')
+    assert TRANSLATION_ROWS.bytes_per_token('train') == 3
+    assert TRANSLATION_ROWS.unigram_nats('train') == SENTENCE_PAIRS.target.unigram_nats('train')
 
 
 def test_the_packing_is_a_fixed_shuffle():
-    packed_pairs = unpack_pairs(read_split(ROWS, 'validation'))
+    packed_pairs = unpack_pairs(read_split(TRANSLATION_ROWS, 'validation'))
     in_file_order = [[*source, SEPARATOR] for source in SOURCES['validation']]
     # Written down, so that a library that draws differently does not go unnoticed.
     numbers_of_first_pairs = [in_file_order.index(pair.source) for pair in packed_pairs[:8]]
@@ -638,12 +641,12 @@ def test_pairs_longer_than_a_row_are_refused():
     with refused(
         f'^{num_too_long} sentence pairs .*source_context=22 .*context=20; .*at least 24 and 20'
     ):
-        TranslationRows(PARALLEL, short_length, LENGTH)
+        TranslationRows(SENTENCE_PAIRS, short_length, LENGTH)
 
 
 @pytest.mark.parametrize('split', ['train', 'validation'])
 def test_pairs_longer_than_a_row_are_dropped_and_counted_if_asked(split):
-    rows = TranslationRows(PARALLEL, source_length=22, length=16, drop_long=True)
+    rows = TranslationRows(SENTENCE_PAIRS, source_length=22, length=16, drop_long=True)
 
     # A sentence takes one token more, for the separator.
     kept_sources = []
@@ -659,7 +662,7 @@ def test_pairs_longer_than_a_row_are_dropped_and_counted_if_asked(split):
 
 
 def test_a_split_whose_pairs_are_all_too_long_is_refused():
-    rows = TranslationRows(PARALLEL, source_length=0, length=0, drop_long=True)
+    rows = TranslationRows(SENTENCE_PAIRS, source_length=0, length=0, drop_long=True)
     with refused("split 'train' of a has no sentence pair"):
         rows.count('train')
 
@@ -672,8 +675,8 @@ def test_unequally_many_sentences_are_refused():
 
 
 def test_shuffled_sources_are_those_of_other_pairs_of_equal_length():
-    pairs = unpack_pairs(read_split(ROWS))
-    shuffled_pairs = unpack_pairs(read_split(ROWS.with_shuffled_sources()))
+    pairs = unpack_pairs(read_split(TRANSLATION_ROWS))
+    shuffled_pairs = unpack_pairs(read_split(TRANSLATION_ROWS.with_shuffled_sources()))
 
     for pair, shuffled_pair in zip(pairs, shuffled_pairs, strict=True):
         assert shuffled_pair.target_input == pair.target_input

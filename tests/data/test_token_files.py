@@ -118,12 +118,11 @@ def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text_config, pre
     assert np.array_equal(np.fromfile(prepared_dir / 'test.bin', np.uint8), before.split('test'))
 
 
-# Preparing writes the files of three splits and then the index.
 @pytest.mark.parametrize('num_files', [0, 2, 3])
 def test_preparing_that_was_stopped_can_begin_again(
     text_config, prepared_dir, tmp_path, monkeypatch, num_files
 ):
-    """Preparing is stopped once `num_files` files are written."""
+    """Preparing writes three splits and then the index, and is stopped after `num_files` of them."""
     replace = os.replace
     num_written = 0
 

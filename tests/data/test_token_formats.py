@@ -342,7 +342,7 @@ def test_a_model_trains_on_tokens_without_a_vocabulary(
 
     results = train(config, tmp_path / 'run')
 
-    assert results[0]['data']['tokenizer'] == 'ids-301'
+    assert results[0]['data']['tokenizer'] == 'ids-301'  # 0 to 300
     assert np.isfinite(results[0]['test_loss'])
 
 
