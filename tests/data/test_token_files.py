@@ -122,7 +122,7 @@ def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text_config, pre
 def test_preparing_that_was_stopped_can_begin_again(
     text_config, prepared_dir, tmp_path, monkeypatch, num_files
 ):
-    """Preparing writes three splits and then the index, and is stopped after `num_files` of them."""
+    """Preparing writes three splits, then the index; it is stopped after `num_files` of these."""
     replace = os.replace
     num_written = 0
 
