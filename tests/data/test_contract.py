@@ -209,7 +209,8 @@ def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
 
-# Tasks that break the interface: `Opened` takes no config, `Short` cuts its targets.
+# Tasks that break the interface: `Opened` takes no config, `Short` cuts its targets, and `Shifted` has
+# ids outside of the vocabulary.
 MISREAD = """
 from qkattn.data.tasks.language import LanguageRows
 class Opened(LanguageRows):
@@ -219,6 +220,12 @@ class Short(LanguageRows):
     def read(self, split, rows_B, draws_B2):
         batch = super().read(split, rows_B, draws_B2)
         return batch | {'targets_BT': batch['targets_BT'][:, :15]}
+
+
+class Shifted(LanguageRows):
+    def read(self, split, rows_B, draws_B2):
+        batch = super().read(split, rows_B, draws_B2)
+        return batch | {'tokens_BT': batch['tokens_BT'] + 256}
 """
 
 
@@ -305,6 +312,12 @@ def wrong_modules(outside):
             {'task': 'misread:Short'},
             r"read of data.task='misread:Short' gives .*targets_BT \(1, 15",
             id='arrays of another shape',
+        ),
+        pytest.param(
+            {'task': 'misread:Shifted'},
+            "tokens_BT of data.task='misread:Shifted' holds ids .* in split 'train'; they must be "
+            'at least 0 and below vocab_size=256',
+            id='ids outside of the vocabulary',
         ),
     ],
 )

@@ -94,7 +94,7 @@ def _open_rows(config: Config, task: type[Rows], options: Mapping[str, Any]) -> 
 
 
 def _check_arrays(config: Config, rows: Rows) -> None:
-    """Raises ConfigError if a row has other arrays than `array_shapes`, in any split."""
+    """Raises ConfigError if a row has wrong arrays or ids outside the vocabulary, in any split."""
     task_name = str(config.data.task)
     expected_shapes = {}
     for name, (length, _) in rows.array_shapes(config.model).items():
@@ -110,6 +110,14 @@ def _check_arrays(config: Config, rows: Rows) -> None:
                 f'read of data.task={task_name!r} gives {_shapes_text(shapes)} for one row of '
                 f'split {split!r}; it must give {_shapes_text(expected_shapes)}'
             )
+        for name in ('tokens_BT', 'targets_BT'):
+            ids = np.asarray(batch[name])
+            if ids.min() < 0 or ids.max() >= rows.vocab_size:
+                raise ConfigError(
+                    f'{name} of data.task={task_name!r} holds ids from {ids.min()} to {ids.max()} '
+                    f'in split {split!r}; they must be at least 0 and below '
+                    f'vocab_size={rows.vocab_size}'
+                )
 
 
 def _shapes_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
