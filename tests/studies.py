@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,11 @@ RUN_KEY = ('run', *ARM_KEY, 'stage', 'knob')
 OF_STUDY = ('study', *RUN_KEY, 'target_parameters', 'residual')
 
 
+def bits_per_byte(nats_per_token: float | None) -> float | None:
+    """A loss in bits/byte where every token is one byte; None stays None."""
+    return None if nats_per_token is None else nats_per_token / math.log(2)
+
+
 def trial_record(
     variant: str,
     size: str = 'd_model=128',
@@ -39,43 +44,72 @@ def trial_record(
     d_model: int = 128,
     **changes: object,
 ) -> dict:
-    """A line of results.jsonl."""
-    key = {'variant': variant, 'size': size, 'corpus': 'stdlib', 'control': None}
-    key |= {'stage': 'single', 'knob': None}
-    key |= {name: changes[name] for name in key.keys() & changes.keys()}
-    run = run_name(variant, size, *(key[n] for n in ('stage', 'knob', 'corpus', 'control')))
-    attention = 4 * 4 * d_model**2 - 10 * len(variant)
-    mlp = 8 * 4 * d_model**2
-    parameters = {'embedding': 256 * d_model, 'attention': attention, 'mlp': mlp}
-    parameters['norm'] = 9 * d_model
+    """A line of results.jsonl; `changes` replaces or adds fields.
+
+    A trial whose `val_loss` is None has diverged.
+    """
+    key = {
+        'variant': variant,
+        'size': size,
+        'corpus': 'stdlib',
+        'control': None,
+        'stage': 'single',
+        'knob': None,
+    }
+    for field in key:
+        if field in changes:
+            key[field] = changes[field]
+    run = run_name(variant, size, key['stage'], key['knob'], key['corpus'], key['control'])
+
+    num_layers = 4
+    num_heads = 4
+    saved = 10 * len(variant)  # parameters: a small difference between variants
+    parameters = {
+        'embedding': 256 * d_model,
+        'attention': num_layers * 4 * d_model**2 - saved,
+        'mlp': num_layers * 8 * d_model**2,
+        'norm': 9 * d_model,
+    }
     parameters['total'] = sum(parameters.values())
-    target = 16 * 3 * d_model**2 + 265 * d_model
-    measured = {'val_loss': val_loss, 'test_loss': None if val_loss is None else val_loss + 0.1}
-    for split in ('val', 'test'):
-        nats = measured[f'{split}_loss']
-        measured[f'{split}_bits_per_byte'] = None if nats is None else nats / math.log(2)
-    shape = {'num_layers': 4, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': d_model // 4}
+    target = parameters['total'] + saved
+
+    diverged = val_loss is None
+    test_loss = None if diverged else val_loss + 0.1
     record = {
         'study': 'synthetic',
         'run': run,
         'config_hash': run,
         **key,
         'trial': {'seed': seed, 'learning_rate': learning_rate, 'weight_decay': 0.1},
-        'status': 'diverged' if val_loss is None else 'finished',
+        'status': 'diverged' if diverged else 'finished',
         'num_steps': 400,
         'num_tokens': 400 * 768,
         'parameters': parameters,
         'target_parameters': target,
         'residual': parameters['total'] / target - 1,
-        'config': {'d_model': d_model, 'd_ff': 4 * d_model} | shape,
+        'config': {
+            'd_model': d_model,
+            'd_ff': 4 * d_model,
+            'num_layers': num_layers,
+            'num_heads': num_heads,
+            'num_kv_heads': num_heads,
+            'head_size': d_model // num_heads,
+        },
         'flops_per_token': 6 * parameters['total'],
         'cache_floats_per_token': 8 * d_model,
-        **measured,
-        'val_loss_se': None if val_loss is None else 0.0125,
-        **{'train_seconds': 12.5, 'compile_seconds': 3.25, 'tokens_per_second': 123456.0},
+        'val_loss': val_loss,
+        'test_loss': test_loss,
+        'val_bits_per_byte': bits_per_byte(val_loss),
+        'test_bits_per_byte': bits_per_byte(test_loss),
+        'val_loss_se': None if diverged else 0.0125,
+        'train_seconds': 12.5,
+        'compile_seconds': 3.25,
+        'tokens_per_second': 123456.0,
         'lifting': 'map',
         'data': {'name': 'stdlib', 'version': '3.11.7', 'unigram_bits_per_byte': 4.53},
-        **{'eval_tokens': 65536, 'eval_rows': 512, 'test_tokens': 32768},
+        'eval_tokens': 65536,
+        'eval_rows': 512,
+        'test_tokens': 32768,
         'provenance': {
             'git': {'commit': 'abc1234', 'dirty': False},
             'versions': {'jax': '0.10.2'},
@@ -92,13 +126,13 @@ def result_record(**changes: object) -> dict:
 
 
 def outside_record(variant: str, top: float | None = 0.75, **changes: object) -> dict:
-    """A trial with a metric from outside the package, as it is described in results."""
-    record = trial_record(variant, **changes)
+    """A trial with a metric from outside the package, top_3; None where the trial diverged."""
     metric = Metric('top_3', 'score', 'Share of the first three.', unit='%', scale=100, logged=True)
-    top = None if record['val_loss'] is None else top
-    return (
-        record | describe_outside_metrics({'top_3': metric}) | {'val_top_3': top, 'test_top_3': top}
-    )
+    record = trial_record(variant, **changes)
+    record |= describe_outside_metrics({'top_3': metric})
+    diverged = record['val_loss'] is None
+    score = None if diverged else top
+    return record | {'val_top_3': score, 'test_top_3': score}
 
 
 def on_corpus(record: dict, corpus: str, loss: float | None) -> dict:
@@ -119,41 +153,65 @@ def tuned_arm(
     screening_seeds: Sequence[int] = SCREENING_SEEDS,
     **changes: object,
 ) -> list[dict]:
-    """Screening and verdict trials of one arm.
+    """Screening trials of one arm, then its verdict trials.
 
-    Screening losses are an exact parabola in ln(rate) with its vertex at `optimum`, one level per
-    seed; the verdict ran at `learning_rate` (the optimum where it is None), one of `losses` a seed.
+    Args:
+        variant: Variant of the arm.
+        size: Size of the arm.
+        losses: Validation loss of each verdict trial, one per seed; None if it diverged.
+        optimum: Learning rate with the lowest screening loss. Screening losses are an exact
+            parabola in ln(rate), to which each further seed adds 0.01.
+        rates: Learning rates of the screening.
+        diverged_rates: Rates at which screening trials diverge.
+        learning_rate: Learning rate of the verdict; None means `optimum`.
+        seeds: Seeds of the verdict.
+        screening_seeds: Seeds of the screening.
+        **changes: Fields of all records.
     """
-    level = min((loss for loss in losses if loss is not None), default=2.0)
-    screening = {'stage': 'screening', 'knob': 'learning_rate'} | changes
+    finite = [loss for loss in losses if loss is not None]
+    lowest = min(finite, default=2.0)
+    screening_fields = {'stage': 'screening', 'knob': 'learning_rate'} | changes
     records = []
     for rate in rates:
-        for place, seed in enumerate(screening_seeds):
-            loss = level + 0.01 * place + 0.1 * math.log(rate / optimum) ** 2
-            loss = None if rate in diverged_rates else loss
-            records.append(trial_record(variant, size, seed, rate, loss, **screening))
-    rate = optimum if learning_rate is None else learning_rate
-    return records + [
-        trial_record(variant, size, seed, rate, loss, stage='verdict', **changes)
-        for seed, loss in zip(seeds, losses, strict=False)
-    ]
+        for index, seed in enumerate(screening_seeds):
+            loss = lowest + 0.01 * index + 0.1 * math.log(rate / optimum) ** 2
+            if rate in diverged_rates:
+                loss = None
+            records.append(trial_record(variant, size, seed, rate, loss, **screening_fields))
+
+    verdict_rate = optimum if learning_rate is None else learning_rate
+    verdict_fields = {'stage': 'verdict'} | changes
+    # Fewer losses than seeds: the verdict has that many trials.
+    for seed, loss in zip(seeds, losses, strict=False):
+        records.append(trial_record(variant, size, seed, verdict_rate, loss, **verdict_fields))
+    return records
 
 
 def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
-    """A study with tuning, of records that `tuned_arm` made.
+    """Writes a study with tuning; its records come from `tuned_arm`.
 
-    Grids are those of `RATES` and may not grow; `tuning__seeds` is a field of the tuning. All
-    baselines beat their yardsticks; `yardsticks` are changes of `write_yardsticks`.
+    The grid of learning rates is `RATES` and may not grow. All baselines beat their yardsticks.
+
+    Args:
+        directory: Directory of the study.
+        records: Trials of all arms.
+        **keywords: `yardsticks={...}` are keywords of `write_yardsticks`; `tuning__seeds=...` sets
+            `seeds` of the tuning; all others are keywords of `write_study`.
     """
     yardsticks = keywords.pop('yardsticks', {})
     tuning = {
         'seeds': list(SCREENING_SEEDS),
-        **{'max_points': len(RATES), 'max_seeds': len(SCREENING_SEEDS)},
-        **{'learning_rates': list(RATES), 'weight_decays': [0.1]},
-        **{f'{knob}s': [1.0] for knob in MODEL_KNOBS},
+        'max_points': len(RATES),
+        'max_seeds': len(SCREENING_SEEDS),
+        'learning_rates': list(RATES),
+        'weight_decays': [0.1],
     }
-    given = [name for name in keywords if name.startswith('tuning__')]
-    tuning |= {name.removeprefix('tuning__'): keywords.pop(name) for name in given}
+    for knob in MODEL_KNOBS:
+        tuning[f'{knob}s'] = [1.0]
+    for keyword in list(keywords):
+        if keyword.startswith('tuning__'):
+            tuning[keyword.removeprefix('tuning__')] = keywords.pop(keyword)
+
     write_study(directory, records, **{'tuning': tuning} | keywords)
     write_yardsticks(directory, records, **yardsticks)
     return directory
@@ -170,45 +228,69 @@ def write_study(
 ) -> Path:
     """Writes the study that `records` make up.
 
-    `declared` adds runs without results, (variant, size) or (variant, size, stage, knob);
-    `changes` are fields of study.json, which the ledger declares but for `arms`.
+    Args:
+        directory: Directory of the study.
+        records: Lines of results.jsonl.
+        baseline: Variant that all others are compared with.
+        declared: Further planned runs without results: (variant, size) or (variant, size, stage,
+            knob).
+        num_evals: Evaluations in each run's metrics.jsonl.
+        num_documents: Documents in each run's documents.json.
+        **changes: Fields of study.json. The ledger declares them too, except `arms`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     runs = by_run(records)
     plan = [plan_line(trials[0], trials) for trials in runs.values()]
-    for variant, size, *stage in declared:
-        about = dict(zip(('stage', 'knob'), stage, strict=False))
-        plan.append(plan_line(trial_record(variant, size, **about)))
-    # Arms that are trained longer are planned once others have results, so never declared.
-    keys = [tuple(line[name] for name in ARM_KEY) for line in plan if line['control'] != 'longer']
-    arms = [dict(zip(ARM_KEY, key, strict=True)) for key in dict.fromkeys(keys)]
+    for variant, size, *stage_and_knob in declared:
+        fields = dict(zip(('stage', 'knob'), stage_and_knob, strict=False))
+        plan.append(plan_line(trial_record(variant, size, **fields)))
+
+    arms = []
+    for line in plan:
+        arm = {field: line[field] for field in ARM_KEY}
+        # Arms that are trained longer are planned once others have results, so never declared.
+        if line['control'] != 'longer' and arm not in arms:
+            arms.append(arm)
+
     base = from_json(Config, {'trials': {'seeds': VERDICT_SEEDS}})
     study = {
         'name': 'synthetic',
         'question': 'Does attention need all four matrices at equal parameters?',
         'baseline': baseline,
-        **{
-            many: list(dict.fromkeys(arm[name] for arm in arms))
-            for name, many in (('variant', 'variants'), ('size', 'sizes'), ('corpus', 'corpora'))
-        },
-        **{'matched': 'total', 'fill': 'd_ff', 'tolerance': 1e-3, 'margin': 0.005},
+        'variants': distinct(arm['variant'] for arm in arms),
+        'sizes': distinct(arm['size'] for arm in arms),
+        'corpora': distinct(arm['corpus'] for arm in arms),
+        'matched': 'total',
+        'fill': 'd_ff',
+        'tolerance': 1e-3,
+        'margin': 0.005,
         'destinations': ['d_model'],
         'controls': {'equal_shape': True, 'longer': None, 'longer_seeds': []},
-        **{'seeds': list(VERDICT_SEEDS), 'looks': [], 'tuning': None},
-        **{'base': to_json(base), 'base_hash': fingerprint(base)},
+        'seeds': list(VERDICT_SEEDS),
+        'looks': [],
+        'tuning': None,
+        'base': to_json(base),
+        'base_hash': fingerprint(base),
         'arms': arms,
         'command': 'python -m experiments.ablate --config=configs/synthetic.py',
     }
-    (directory / 'study.json').write_text(json.dumps(study | changes))
+    study |= changes
+
+    (directory / 'study.json').write_text(json.dumps(study))
     (directory / ledger.NAME).unlink(missing_ok=True)
-    ledger.declare(directory, study | changes | {'arms': arms})
+    ledger.declare(directory, study | {'arms': arms})
     write_lines(directory / 'plan.jsonl', plan)
     write_lines(directory / 'results.jsonl', records)
-    for name, trials in runs.items():
-        (directory / name).mkdir(exist_ok=True)
-        write_metrics(directory / name, trials, num_evals)
-        write_documents(directory / name, trials, num_documents)
+    for run, trials in runs.items():
+        (directory / run).mkdir(exist_ok=True)
+        write_metrics(directory / run, trials, num_evals)
+        write_documents(directory / run, trials, num_documents)
     return directory
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """The names without repetitions, in order of first appearance."""
+    return list(dict.fromkeys(names))
 
 
 def by_run(records: list[dict]) -> dict[str, list[dict]]:
@@ -221,41 +303,66 @@ def by_run(records: list[dict]) -> dict[str, list[dict]]:
 
 def named_by_hash(records: list[dict]) -> list[dict]:
     """The records with the hash of its config as the name of each run, which plans have."""
-    names = {run: fingerprint(run_config(t[0], t)) for run, t in by_run(records).items()}
-    named = {run: {'run': name, 'config_hash': name} for run, name in names.items()}
-    return [record | named[record['run']] for record in records]
+    hash_by_run = {}
+    for run, trials in by_run(records).items():
+        hash_by_run[run] = fingerprint(run_config(trials[0], trials))
+    named = []
+    for record in records:
+        config_hash = hash_by_run[record['run']]
+        named.append(record | {'run': config_hash, 'config_hash': config_hash})
+    return named
 
 
 def run_name(variant: str, size: str, *rest: str | None) -> str:
-    """The directory of a run; the rest is its stage, knob, corpus and control, in any order."""
+    """The directory of a run; the rest is its stage, knob, corpus and control, in any order.
+
+    Defaults leave no trace: ('a/b', 'd=8', 'single', None) gives 'a_b-d_8-3'.
+    """
     parts = [variant, size] + [part for part in rest if part not in ('single', 'stdlib', None)]
-    kept = ''.join(c if c.isalnum() or c in '-_' else '_' for c in '-'.join(parts))
-    return f'{kept[:90]}-{len(variant)}'
+    joined = '-'.join(parts)
+    safe = ''.join(c if c.isalnum() or c in '-_' else '_' for c in joined)
+    return f'{safe[:90]}-{len(variant)}'
 
 
 def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
-    """The resolved config of the run of a record with these trials, or that has not begun."""
-    points = {'seed': VERDICT_SEEDS, 'learning_rate': RATES, 'weight_decay': (0.1,)}
+    """The resolved config of the run of a record, whose seeds and settings are those of `trials`.
+
+    Without trials, the run has not begun and has the settings that the study plans.
+    """
+    settings_of_trials = {
+        'seed': VERDICT_SEEDS,
+        'learning_rate': RATES,
+        'weight_decay': (0.1,),
+    }
     if trials:
-        points = {name: tuple(dict.fromkeys(t['trial'][name] for t in trials)) for name in points}
-    score, _, value = record['variant'].partition('?')[0].partition(' ')[0].partition('/')
-    shape = {'score': score, 'value': value, 'context': 48} | record['config']
+        for name in settings_of_trials:
+            values = dict.fromkeys(record['trial'][name] for record in trials)  # distinct
+            settings_of_trials[name] = tuple(values)
+
+    # 'qk/vo?norm=rmsnorm [d_ff]' has the score 'qk' and the value 'vo'.
+    names, _, _ = record['variant'].partition('?')
+    names, _, _ = names.partition(' ')
+    score, _, value = names.partition('/')
     settings = {
-        **{'model': shape, 'data': {'name': record['corpus']}},
-        **{'optimizer': {'schedule': 'linear'}, 'train': {'num_steps': record['num_steps']}},
-        'trials': {f'{name}s': values for name, values in points.items()},
+        'model': {'score': score, 'value': value, 'context': 48} | record['config'],
+        'data': {'name': record['corpus']},
+        'optimizer': {'schedule': 'linear'},
+        'train': {'num_steps': record['num_steps']},
+        'trials': {f'{name}s': values for name, values in settings_of_trials.items()},
     }
     return from_json(Config, settings)
 
 
 def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
     """The line of plan.jsonl of the run of a record."""
-    standard = record['variant'] == 'qk/vo' or record['control'] == 'equal_shape'
+    has_shape_of_baseline = record['variant'] == 'qk/vo' or record['control'] == 'equal_shape'
     return {
-        **{name: record[name] for name in RUN_KEY},
-        'destination': None if standard else 'd_model',
-        **{'directory': record['run'], 'trials': len(trials) or 8},
-        **{'target': record['target_parameters'], 'residual': record['residual']},
+        **{field: record[field] for field in RUN_KEY},
+        'destination': None if has_shape_of_baseline else 'd_model',
+        'directory': record['run'],
+        'trials': len(trials) or len(VERDICT_SEEDS),
+        'target': record['target_parameters'],
+        'residual': record['residual'],
         'config': to_json(run_config(record, trials)),
     }
 
@@ -273,70 +380,85 @@ def edit_plan(directory: Path, run: str, **changes: object) -> None:
     lines = read_lines(directory / 'plan.jsonl')
     (line,) = [line for line in lines if line['run'] == run]
     for name, value in changes.items():
-        part, _, field = name.partition('__')
-        if field:
-            line['config'][part][field] = value
+        if '__' in name:
+            section, field = name.split('__')
+            line['config'][section][field] = value
         else:
             line[name] = value
     write_lines(directory / 'plan.jsonl', lines)
 
 
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
-    """Curves that fall to each final loss; a diverged trial's is null from the third on.
+    """Writes metrics.jsonl of a run, in which losses fall to each trial's final loss.
 
-    bits/byte are those of one byte a token, or null where no trial has any.
+    The loss of a diverged trial is null from the third evaluation on. Bits/byte are null in runs
+    without a trial that has any.
     """
     first = records[0]
-    lines = []
     logged = logged_fields(metrics_of(first), corpora_of(first))
-    scores = {n: [record.get(n) for record in records] for n in logged}
-    in_bytes = any(record['val_bits_per_byte'] is not None for record in records)
-    for index in range(1, num_evals + 1):
-        step = first['num_steps'] * index // num_evals
-        fall = 2.0 * (first['num_steps'] / step - 1) / num_evals
-        finals = [record['val_loss'] for record in records]
-        loss = [(3.5 if index < 3 else None) if f is None else f + fall for f in finals]
-        bits = [None if nats is None else nats / math.log(2) for nats in loss]
-        lines.append({'kind': 'train', 'step': step, 'loss': loss, 'grad_norm': loss})
-        evaluation = scores | {'val_loss': loss, 'val_bits_per_byte': bits if in_bytes else None}
+    scores = {field: [record.get(field) for record in records] for field in logged}
+    have_bits = any(record['val_bits_per_byte'] is not None for record in records)
+    final_losses = [record['val_loss'] for record in records]
+    lines = []
+    for number in range(1, num_evals + 1):
+        step = first['num_steps'] * number // num_evals
+        above_final = 2.0 * (first['num_steps'] / step - 1) / num_evals
+        losses = []
+        for final_loss in final_losses:
+            if final_loss is not None:
+                losses.append(final_loss + above_final)
+            else:
+                losses.append(3.5 if number < 3 else None)
+        bits = [bits_per_byte(loss) for loss in losses] if have_bits else None
+        lines.append({'kind': 'train', 'step': step, 'loss': losses, 'grad_norm': losses})
+        evaluation = scores | {'val_loss': losses, 'val_bits_per_byte': bits}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
-    measured = [n for n in metric_fields(first) if any(n in r for r in records)]
+
     final = {
-        **{'kind': 'final', 'step': first['num_steps']},
+        'kind': 'final',
+        'step': first['num_steps'],
         'trials': [record['trial'] for record in records],
-        **{name: first.get(name) for name in ('eval_tokens', 'test_tokens')},
-        **{name: [record.get(name) for record in records] for name in measured},
+        'eval_tokens': first.get('eval_tokens'),
+        'test_tokens': first.get('test_tokens'),
     }
+    for field in metric_fields(first):
+        if any(field in record for record in records):
+            final[field] = [record.get(field) for record in records]
     write_lines(directory / 'metrics.jsonl', [*lines, final])
 
 
 def write_documents(
     directory: Path, records: Sequence[Mapping], number: int = 100, shifts: float | np.ndarray = 0.0
 ) -> None:
-    """Losses by document whose sums are those of the records, of documents that differ in length.
+    """Writes documents.json of a run: losses of `number` documents (C) of different lengths.
 
-    They differ from the split's loss by the same nats/token in every trial, plus `shifts` on the
-    test split (by document, of mean zero), so that without these they leave no error in a
-    difference.
+    Their sums give the losses of the records. Documents differ by the same nats/token in every
+    trial, so that a difference of two runs has no error over documents. On the test split,
+    `shifts` (of mean zero over tokens) are added to the loss of each document.
     """
-    weights_C = 10 + np.arange(number) % 5
     place_C = np.arange(number)
+    weights_C = 10 + place_C % 5
     content = {}
-    for split, name, total, shifts_C in (
+    for split, loss_field, num_tokens, shifts_C in (
         ('validation', 'val_loss', records[0]['eval_tokens'], 0.0),
         ('test', 'test_loss', records[0]['test_tokens'], shifts),
     ):
-        losses = [record[name] for record in records]
-        if any(loss is not None for loss in losses):
-            tokens_C = total * weights_C // weights_C.sum()
-            tokens_C[-1] += total - tokens_C.sum()
-            excess_C = 0.1 * (-1.0) ** place_C + shifts_C
-            excess_C -= tokens_C @ excess_C / total
-            content[split] = {
-                'documents': [f'{split}/{place}.py' for place in place_C],
-                'tokens': tokens_C.tolist(),
-                'nats': [x if x is None else (tokens_C * (x + excess_C)).tolist() for x in losses],
-            }
+        losses = [record[loss_field] for record in records]
+        if all(loss is None for loss in losses):
+            continue
+
+        tokens_C = num_tokens * weights_C // weights_C.sum()
+        tokens_C[-1] += num_tokens - tokens_C.sum()  # what rounding left over
+        excess_C = 0.1 * (-1.0) ** place_C + shifts_C
+        excess_C -= tokens_C @ excess_C / num_tokens
+        nats = []
+        for loss in losses:
+            nats.append(None if loss is None else (tokens_C * (loss + excess_C)).tolist())
+        content[split] = {
+            'documents': [f'{split}/{place}.py' for place in place_C],
+            'tokens': tokens_C.tolist(),
+            'nats': nats,
+        }
     (directory / 'documents.json').write_text(json.dumps(content) + '\n')
 
 
@@ -347,23 +469,36 @@ def write_yardsticks(
     trials: Mapping[str, Sequence[Mapping]] | None = None,
     **changes: object,
 ) -> None:
-    """yardsticks.json of a study: losses far above those of any arm.
+    """Writes yardsticks.json of a study, with losses far above those of any arm.
 
-    `trials` are measured of the verdict runs of arms, by variant; `changes` are of every group.
+    Args:
+        directory: Directory of the study.
+        records: Lines of results.jsonl.
+        baseline: Variant whose verdict runs get the yardsticks.
+        trials: Measurements of the checkpoints of verdict runs, by variant.
+        **changes: Fields of every group.
     """
-    losses = {split: {'5-gram': 9.0, '6-gram': 9.1} for split in ('val', 'test')}
-    counted = {'task': 'language', 'seen': 307200, 'tokens': 307200, 'losses': losses}
+    losses = {'5-gram': 9.0, '6-gram': 9.1}
+    counts = {
+        'task': 'language',
+        'seen': 307200,
+        'tokens': 307200,
+        'losses': {'val': losses, 'test': losses},
+    }
     groups = {}
     runs = {}
-    for record in (record for record in records if record['stage'] == 'verdict'):
+    for record in records:
+        if record['stage'] != 'verdict':
+            continue
+
+        run = record['run']
         key = {field: record[field] for field in ARM_KEY}
-        name = record['run']
         measured = (trials or {}).get(record['variant'])
-        runs[name] = {'run': name, **key, 'trials': measured, 'why': None}
+        runs[run] = {'run': run, **key, 'trials': measured, 'why': None}
         if record['variant'] == baseline and record['control'] != 'equal_shape':
-            group = {name: record[name] for name in ('size', 'corpus')}
-            group['longer'] = record['control'] == 'longer'
-            groups.setdefault(tuple(group.values()), {'run': name} | group | counted | changes)
+            longer = record['control'] == 'longer'
+            group = {'size': record['size'], 'corpus': record['corpus'], 'longer': longer}
+            groups.setdefault(tuple(group.values()), {'run': run} | group | counts | changes)
     content = {'groups': list(groups.values()), 'runs': list(runs.values()), 'seconds': 1.0}
     (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
 
