@@ -17,14 +17,15 @@ from tests.refusals import refused
 from tests.study.test_plan import STUDY, study_with
 
 FRESH = (20, 21, 22, 23)
-OTHER = 'qk/vo?num_heads=2'  # a variant that the first study does not have
 
 
 def repeat_of(name, **changes):
+    """STUDY with fresh seeds, as a repeat of the study `name`."""
     return study_with(STUDY, trials={'seeds': FRESH}, repeats=name, **changes)
 
 
 def declare(path, study):
+    """Declares a study in a directory, as its first worker would; returns its ledger."""
     declaration.declare(path, study, build_arms(study))
     return ledger.read(path / ledger.NAME)
 
@@ -45,54 +46,85 @@ def copied_studies(directory_of_studies, tmp_path):
     return tmp_path
 
 
-def earlier_studies(path):
-    kept = ledger.read(path / ledger.NAME)
-    return chain.earlier_studies(path, kept, read_json(path / 'study.json', {}))
+def names_of_earlier_studies(path):
+    """The names of the studies that the study in a directory repeats, the latest first."""
+    study_ledger = ledger.read(path / ledger.NAME)
+    declared = read_json(path / 'study.json', {})
+    return [study.name for study in chain.earlier_studies(path, study_ledger, declared)]
 
 
-def test_a_repeat_declares_the_end_of_the_other_ledger(copied_studies):
-    last = ledger.read(copied_studies / 'first' / ledger.NAME).last
-    assert read_json(copied_studies / 'second/study.json', {})['repeats'] == 'first'
-    (repeat,) = ledger.read(copied_studies / 'second' / ledger.NAME).repeats
-    assert repeat == ledger.Repeat('first', last)
+def test_a_repeat_declares_the_end_of_the_other_ledger(directory_of_studies):
+    first = ledger.read(directory_of_studies / 'first' / ledger.NAME)
+    second = ledger.read(directory_of_studies / 'second' / ledger.NAME)
+    assert list(second.repeats) == [ledger.Repeat('first', first.last)]
+
+    declared = read_json(directory_of_studies / 'second/study.json', {})
+    assert declared['repeats'] == 'first'
 
 
 def test_repeats_of_repeats_are_one_chain(copied_studies):
-    declare(copied_studies / 'third', study_with(trials={'seeds': (30, 31, 32)}, repeats='second'))
-    assert [study.name for study in earlier_studies(copied_studies / 'third')] == [
-        'second',
-        'first',
-    ]
+    third = study_with(trials={'seeds': (30, 31, 32)}, repeats='second')
+    declare(copied_studies / 'third', third)
+    assert names_of_earlier_studies(copied_studies / 'third') == ['second', 'first']
 
 
 def test_a_repeat_goes_on_when_the_other_ledger_has_grown(copied_studies):
-    ledger.append(copied_studies / 'first' / ledger.NAME, 'accepted', code='commits', why='docs')
-    assert [study.name for study in earlier_studies(copied_studies / 'second')] == ['first']
-    entries = (copied_studies / 'second' / ledger.NAME).read_bytes()
-    declare(copied_studies / 'second', repeat_of('first'))
-    assert (copied_studies / 'second' / ledger.NAME).read_bytes() == entries
+    first = copied_studies / 'first'
+    second = copied_studies / 'second'
+    before = (second / ledger.NAME).read_bytes()
+
+    ledger.append(first / ledger.NAME, 'accepted', code='commits', why='docs')
+
+    assert names_of_earlier_studies(second) == ['first']
+    declare(second, repeat_of('first'))
+    assert (second / ledger.NAME).read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ('study', 'says'),
+    ('study', 'message'),
     [
-        (repeat_of('none'), "no study 'none' in .*give the name of a study beside the workdir"),
-        (repeat_of('../first'), 'is no name of a directory'),
-        (repeat_of('new'), 'a study does not repeat itself'),
-        (repeat_of('first', margin=0.02), 'differs in margin: 0.005 -> 0.02; a repeat may differ'),
-        (repeat_of('first', train={'num_steps': 1200}), 'base.train.num_steps: .* -> 1200'),
-        (repeat_of('first', variants=('qk/vo', OTHER)), 'compares none of the variants'),
-        (study_with(repeats='first'), r"'first', .* have the seeds .* be others"),
-        (repeat_of('second'), r"'second', .* have the seeds \(20, 21, 22, 23\), too"),
+        pytest.param(
+            repeat_of('none'),
+            "there is no study 'none' in .*give the name of a study beside the workdir",
+            id='no such study',
+        ),
+        pytest.param(
+            repeat_of('../first'), "'../first' is no name of a directory", id='a relative path'
+        ),
+        pytest.param(repeat_of('new'), 'a study does not repeat itself', id='itself'),
+        pytest.param(
+            repeat_of('first', margin=0.02),
+            'differs in margin: 0.005 -> 0.02; a repeat may differ',
+            id='another margin',
+        ),
+        pytest.param(
+            repeat_of('first', train={'num_steps': 1200}),
+            'differs in base.train.num_steps: .* -> 1200',
+            id='other steps',
+        ),
+        pytest.param(
+            repeat_of('first', variants=('qk/vo', 'qk/vo?num_heads=2')),
+            'compares none of the variants',
+            id='no common variant',
+        ),
+        pytest.param(
+            study_with(repeats='first'),
+            r"the verdicts of 'first', .* have the seeds .* must be others",
+            id='the same seeds',
+        ),
+        pytest.param(
+            repeat_of('second'),
+            r"the verdicts of 'second', .* have the seeds \(20, 21, 22, 23\), too",
+            id='the seeds of another repeat',
+        ),
     ],
 )
-def test_a_repeat_that_is_not_possible_is_refused_before_anything_is_written(
-    directory_of_studies, study, says
-):
+def test_a_wrong_repeat_is_refused_before_anything_is_written(directory_of_studies, study, message):
+    new = directory_of_studies / 'new'
     arms = build_arms(study)
-    with refused(f'repeats={study.repeats!r}: .*{says}'):
-        declaration.require_chain(directory_of_studies / 'new', study, arms)
-    assert not (directory_of_studies / 'new').exists()
+    with refused(f'repeats={study.repeats!r}: .*{message}'):
+        declaration.require_chain(new, study, arms)
+    assert not new.exists()
 
 
 def test_a_repeat_without_tuning_is_refused():
@@ -101,50 +133,92 @@ def test_a_repeat_without_tuning_is_refused():
         build_arms(study)
 
 
+def remove_first_study(path):
+    shutil.rmtree(path / 'first')
+
+
 def replace_first_study(path):
-    """Another study in the directory of the first one."""
+    """Declares a study with another margin in the directory of the first one."""
     shutil.rmtree(path / 'first')
     declare(path / 'first', study_with(STUDY, margin=0.02))
 
 
-def close_a_circle(path):
-    last = ledger.read(path / 'second' / ledger.NAME).last
-    repeats = {'study': 'second', 'entry': last, 'retrospective': True, 'why': 'x'}
+def repeat_the_second_in_the_first(path):
+    second = ledger.read(path / 'second' / ledger.NAME)
+    repeats = {'study': 'second', 'entry': second.last, 'retrospective': True, 'why': 'x'}
     ledger.append(path / 'first' / ledger.NAME, 'repeats', **repeats)
 
 
-def repeat_without_declaration(path):
+def repeat_the_second_without_a_ledger_entry(path):
     file = path / 'first/study.json'
-    file.write_text(json.dumps(read_json(file, {}) | {'repeats': 'second'}))
+    declared = read_json(file, {}) | {'repeats': 'second'}
+    file.write_text(json.dumps(declared))
 
 
 @pytest.mark.parametrize(
-    ('damage', 'name', 'says'),
+    ('damage', 'name', 'message'),
     [
-        (lambda path: shutil.rmtree(path / 'first'), 'second', "repeats the study 'first', which"),
+        (remove_first_study, 'second', "repeats the study 'first', which is neither at"),
         (replace_first_study, 'second', "repeats 'first' as of the entry .* does not have"),
-        (close_a_circle, 'second', 'closes a circle of repeats: second -> first -> second'),
-        (repeat_without_declaration, 'first', "repeats 'second', which .* does not declare"),
+        (
+            repeat_the_second_in_the_first,
+            'second',
+            'closes a circle of repeats: second -> first -> second',
+        ),
+        (
+            repeat_the_second_without_a_ledger_entry,
+            'first',
+            "repeats 'second', which .* does not declare",
+        ),
     ],
 )
-def test_a_chain_whose_ledgers_disagree_is_refused(copied_studies, damage, name, says):
+def test_a_chain_whose_ledgers_disagree_is_refused(copied_studies, damage, name, message):
     damage(copied_studies)
-    with refused(says, ReportError):
-        earlier_studies(copied_studies / name)
+    with refused(message, ReportError):
+        names_of_earlier_studies(copied_studies / name)
 
 
 @pytest.mark.parametrize(
-    ('key', 'matched', 'destinations', 'expected'),
+    # An arm (variant, control) of a study with this match and these destinations, and the key by
+    # which it is compared with the arms of other studies.
+    ('arm', 'matched', 'destinations', 'expected'),
     [
-        (('qk/vo', None), 'total', ['d_model'], ('qk/vo', None)),
-        (('a/vo', None), 'total', ['d_model'], ('a/vo [d_model]', None)),
-        (('a/vo [d_ff]', None), 'total', ['d_model', 'd_ff'], ('a/vo [d_ff]', None)),
-        (('a/vo', SAME_SHAPE), 'total', ['d_model'], ('a/vo', SAME_SHAPE)),
-        (('a/vo', None), None, ['d_model'], ('a/vo', SAME_SHAPE)),
+        pytest.param(('qk/vo', None), 'total', ['d_model'], ('qk/vo', None), id='the baseline'),
+        pytest.param(
+            ('a/vo', None),
+            'total',
+            ['d_model'],
+            ('a/vo [d_model]', None),
+            id='the only destination is added',
+        ),
+        pytest.param(
+            ('a/vo [d_ff]', None),
+            'total',
+            ['d_model', 'd_ff'],
+            ('a/vo [d_ff]', None),
+            id='one of several destinations',
+        ),
+        pytest.param(
+            ('a/vo', SAME_SHAPE),
+            'total',
+            ['d_model'],
+            ('a/vo', SAME_SHAPE),
+            id='a control at the same shape',
+        ),
+        pytest.param(
+            ('a/vo', None),
+            None,
+            ['d_model'],
+            ('a/vo', SAME_SHAPE),
+            id='an arm of an unmatched study has the same shape',
+        ),
     ],
 )
-def test_a_question_is_the_same_in_every_study_that_asks_it(key, matched, destinations, expected):
+def test_arms_of_several_studies_are_compared_by_one_key(arm, matched, destinations, expected):
+    variant, control = arm
+    key = ArmKey(variant, 'd_model=32', 'stdlib', control)
     declared = {'baseline': 'qk/vo', 'matched': matched, 'destinations': destinations}
-    variant, control = key
-    question = chain.question(ArmKey(variant, 'd_model=32', 'stdlib', control), declared)
+
+    question = chain.question(key, declared)
+
     assert (question.variant, question.control) == expected

@@ -7,45 +7,48 @@ from qkattn.study.family import Family, expected_arms, primary_arms
 
 BASELINE = ArmKey('qk/vo', 'd_model=64', 'stdlib')
 ARM = BASELINE._replace(variant='b/vo')
-AT_SAME_SHAPE = ARM._replace(control=SAME_SHAPE)
-KEYS = [
-    BASELINE,
-    ARM,
-    AT_SAME_SHAPE,
-    ARM._replace(control=LONGER),
-    ARM._replace(size='d_model=128'),
-]
+LARGER_ARM = ARM._replace(size='d_model=128')
+ARM_AT_SAME_SHAPE = ARM._replace(control=SAME_SHAPE)
+LONGER_ARM = ARM._replace(control=LONGER)
+KEYS = [BASELINE, ARM, ARM_AT_SAME_SHAPE, LONGER_ARM, LARGER_ARM]
 DIFFERENCE = inference.paired_test(
     [0.011, 0.02, 0.014, 0.025], evaluation=(0.001, 99.0), tuning=(0.0, 0.0)
 )
 
 
 def test_primary_arms_are_neither_baselines_nor_controls():
-    assert primary_arms(KEYS, 'qk/vo') == [ARM, ARM._replace(size='d_model=128')]
+    assert primary_arms(KEYS, baseline='qk/vo') == [ARM, LARGER_ARM]
 
 
 def test_a_positive_control_is_about_an_arm_of_each_size():
     expected = parse_expected('b/vo is worse')
-    assert expected_arms(KEYS, expected) == [ARM, ARM._replace(size='d_model=128')]
+    assert expected_arms(KEYS, expected) == [ARM, LARGER_ARM]
 
 
 def test_a_positive_control_at_the_same_shape_is_about_the_control():
     expected = parse_expected('b/vo is worse at equal shape')
-    assert expected_arms(KEYS, expected) == [AT_SAME_SHAPE]
+    assert expected_arms(KEYS, expected) == [ARM_AT_SAME_SHAPE]
 
 
 def test_comparisons_without_results_are_corrected_for():
     family = Family(size=3)
     family.add('b/vo', DIFFERENCE, diverged=(0, 0))
-    expected = min(1.0, 3 * DIFFERENCE.p * ALPHA / level(1))
-    assert abs(family.judge()['b/vo'].p_holm - expected) < 1e-12
+
+    verdict = family.judge()['b/vo']
+
+    # Corrected for 3 comparisons, and scaled from the level of the first look to ALPHA.
+    p_holm = min(1.0, 3 * DIFFERENCE.p * ALPHA / level(look=1))
+    assert abs(verdict.p_holm - p_holm) < 1e-12
 
 
 def test_a_later_look_is_tested_at_its_own_level():
     family = Family(size=1)
     family.add('b/vo', DIFFERENCE, diverged=(0, 0), look=2)
-    expected = min(1.0, DIFFERENCE.p * ALPHA / level(2))
-    assert abs(family.judge()['b/vo'].p_holm - expected) < 1e-12
+
+    verdict = family.judge()['b/vo']
+
+    p_holm = min(1.0, DIFFERENCE.p * ALPHA / level(look=2))
+    assert abs(verdict.p_holm - p_holm) < 1e-12
 
 
 def test_a_comparison_without_pairs_is_undecided():

@@ -22,43 +22,62 @@ FORKS = multiprocessing.get_context('forkserver')
 FORKS.set_forkserver_preload(['tests.study.test_local_workers'])
 
 
-# A worker that trains nothing: what it does, its directory, and its number.
+# A worker that trains nothing. Its arguments are its behaviour, its directory, and its number.
 WORKER = """
 import os, pathlib, sys, time
 from qkattn.jobs import children
 
-work, path, number = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
+behaviour = sys.argv[1]
+path = pathlib.Path(sys.argv[2])
+number = int(sys.argv[3])
 pipe = children.pipe_to_parent()
 (path / f'start{number}.{os.getpid()}').touch()
 pipe.recv()
 assert children.pipe_to_parent() is None
-if work == 'crash' and number == 0:
+if behaviour == 'crash' and number == 0:
     raise RuntimeError('broken')
-if work == 'wrong':
+if behaviour == 'refuse':
     print('d_model=90 is wrong')
     sys.exit(2)
-time.sleep(1000 if work in ('asked', 'killed') else 1)
+waits_for_signal = behaviour in ('wait for SIGTERM', 'wait for SIGKILL')
+time.sleep(1000 if waits_for_signal else 1)
 (path / 'done').touch()
 print('no end of line', end='')
 """
 
 
-def run_workers(work, path) -> None:
-    """The parent of two workers that do `work`."""
+def run_two_workers(behaviour, path) -> None:
+    """Runs a parent of two workers, each of which runs WORKER; called in a process of its own."""
+    # Standard output (1) and standard error (2) go to a file.
     log = os.open(path / 'errors', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+    # Child 0 and child 1 run WORKER with their numbers.
     numbers = itertools.count()
     make_child = children.Child
-    core = min(os.sched_getaffinity(0))
+
+    def make_numbered_child(command, *arguments):
+        return make_child([*command, str(next(numbers))], *arguments)
+
+    children.Child = make_numbered_child
+    local_workers.COMMAND = [sys.executable, '-c', WORKER, behaviour, str(path)]
     os.environ['PYTHONPATH'] = str(ROOT)
-    machine.usable_cores = lambda: [core] * 2
-    runs = [types.SimpleNamespace(config=number) for number in range(2)]
-    worker.runs_without_result = lambda study, arms, path: [] if (path / 'done').exists() else runs
+
+    # Two runs are left until a worker is done.
+    def runs_without_result(study, arms, path):
+        if (path / 'done').exists():
+            return []
+        return [types.SimpleNamespace(config=0), types.SimpleNamespace(config=1)]
+
+    worker.runs_without_result = runs_without_result
+
+    # A machine with room for two workers, which share a core.
+    core = min(os.sched_getaffinity(0))
+    machine.usable_cores = lambda: [core, core]
     local_workers._gpus = lambda: []
-    local_workers.COMMAND = [sys.executable, '-c', WORKER, work, str(path)]
-    children.Child = lambda line, *rest: make_child([*line, str(next(numbers))], *rest)
     local_workers.count_workers = lambda study, arms, max_workers, left: 2
+
     try:
         with signals.exit_on_signal():
             local_workers.run(STUDY, path, [], max_workers=2)
@@ -73,77 +92,96 @@ def test_a_process_that_cannot_be_started_leaves_no_signal_blocked():
 
 
 def test_a_worker_is_started_without_a_warning():
-    lines = [
-        'import jax, sys',
-        'from qkattn.jobs.children import Child',
-        'jax.devices()  # after which JAX warns of forks',
-        "Child([sys.executable, '-c', ''], [0], {}).close()",
-    ]
+    source = """
+import jax, sys
+from qkattn.jobs.children import Child
+
+jax.devices()  # after which JAX warns of forks
+Child([sys.executable, '-c', ''], [0], {}).close()
+"""
     started = subprocess.run(
-        [sys.executable, '-c', '\n'.join(lines)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, '-c', source], cwd=ROOT, capture_output=True, text=True
     )
-    assert (started.returncode, started.stderr) == (0, '')
+    assert started.returncode == 0
+    assert started.stderr == ''
 
 
 def pids_of_workers(path) -> list[int]:
-    return [int(file.suffix[1:]) for file in path.glob('start*')]
+    """The process IDs of the workers that have started: 12 for a file start0.12."""
+    return [int(file.suffix.removeprefix('.')) for file in path.glob('start*')]
+
+
+def any_worker_is_running(path) -> bool:
+    return any(is_running(pid) for pid in pids_of_workers(path))
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
-def test_the_parent_handles_workers_that_crash_are_refused_asked_or_killed(tmp_path):
+def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path):
     parents = {}
-    for work in ('crash', 'wrong', 'asked', 'killed'):
-        (tmp_path / work).mkdir()
-        parents[work] = FORKS.Process(target=run_workers, args=(work, tmp_path / work))
-        parents[work].start()
+    for behaviour in ('crash', 'refuse', 'wait for SIGTERM', 'wait for SIGKILL'):
+        path = tmp_path / behaviour
+        path.mkdir()
+        parents[behaviour] = FORKS.Process(target=run_two_workers, args=(behaviour, path))
+        parents[behaviour].start()
     try:
-        # A request reaches the parent alone, which passes it on; kill -9 cannot be passed on.
-        signals_of_work = {'asked': signal.SIGTERM, 'killed': signal.SIGKILL}
-        for work, signal_number in signals_of_work.items():
-            path = tmp_path / work
+        # Signals go to the parents alone, and their workers end with them.
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            behaviour = f'wait for {signal_number.name}'
+            path = tmp_path / behaviour
             wait_until(lambda path=path: len(pids_of_workers(path)) == 2)
-            os.kill(parents[work].pid, signal_number)
-            parents[work].join(60)
-            wait_until(lambda path=path: not any(map(is_running, pids_of_workers(path))))
-        for process in parents.values():
-            process.join(60)
+            os.kill(parents[behaviour].pid, signal_number)
+            parents[behaviour].join(60)
+            wait_until(lambda path=path: not any_worker_is_running(path))
+        for parent in parents.values():
+            parent.join(60)
     finally:
-        for process in parents.values():
-            process.kill()
-    logs = {work: (tmp_path / work / 'errors').read_text() for work in parents}
-    codes = {work: process.exitcode for work, process in parents.items()}
-    assert codes == {'crash': 0, 'wrong': 2, 'asked': 75, 'killed': -9}, logs
+        for parent in parents.values():
+            parent.kill()
+
+    logs = {behaviour: (tmp_path / behaviour / 'errors').read_text() for behaviour in parents}
+    assert parents['crash'].exitcode == 0, logs
+    assert parents['refuse'].exitcode == 2, logs
+    assert parents['wait for SIGTERM'].exitcode == 75, logs
+    assert parents['wait for SIGKILL'].exitcode == -9, logs
+
+    # Worker 0 crashed; worker 1 went on.
     assert '[0] RuntimeError: broken\n' in logs['crash'], logs
-    assert 'worker 0 crashed (exit code 1)\n' in logs['crash']  # the other goes on
+    assert 'worker 0 crashed (exit code 1)\n' in logs['crash']
     assert '[1] no end of line\n' in logs['crash']
-    assert logs['wrong'].splitlines()[-1] == 'd_model=90 is wrong'
-    assert 'and the workers have saved; the same command resumes' in logs['asked']
+    # The reason of a refusal is the last line.
+    assert logs['refuse'].splitlines()[-1] == 'd_model=90 is wrong'
+    assert 'and the workers have saved; the same command resumes' in logs['wait for SIGTERM']
 
 
 @pytest.mark.parametrize(
-    ('number', 'gpus', 'max_workers', 'runs', 'free', 'most'),
+    ('num_cores', 'num_gpus', 'max_workers', 'runs_left', 'free_memory', 'expected'),
     [
-        (2, 0, None, 1, math.inf, 2),  # a study of three arms, which go on
-        (8, 0, None, 3, math.inf, 3),
-        (2, 0, 3, 3, math.inf, 2),
-        (8, 4, None, 3, math.inf, 2),
-        (8, 1, 2, 3, math.inf, 1),
-        (1, 8, None, 3, math.inf, 1),  # each worker has cores of its own
-        (8, None, None, 3, math.inf, 1),
-        (2, 0, None, 3, 2**31, 1),
-        (2, 0, 2, 3, 2**31, 2),  # asked for by number
+        # Without GPUs (0).
+        pytest.param(2, 0, None, 1, math.inf, 2, id='a run for each of three arms will follow'),
+        pytest.param(8, 0, None, 3, math.inf, 3, id='limited by runs'),
+        pytest.param(2, 0, 3, 3, math.inf, 2, id='limited by cores'),
+        pytest.param(2, 0, None, 3, 2**31, 1, id='limited by memory'),
+        pytest.param(2, 0, 2, 3, 2**31, 2, id='a given number is not limited by memory'),
+        # Each worker takes two GPUs, which is the mesh of the study.
+        pytest.param(8, 4, None, 3, math.inf, 2, id='limited by GPUs'),
+        pytest.param(8, 1, 2, 3, math.inf, 1, id='too few GPUs'),
+        pytest.param(1, 8, None, 3, math.inf, 1, id='each worker has a core of its own'),
+        pytest.param(8, None, None, 3, math.inf, 1, id='an accelerator that cannot be divided'),
     ],
 )
-def test_the_number_of_workers_is_limited_by_runs_cores_accelerators_and_memory(
-    monkeypatch, number, gpus, max_workers, runs, free, most
+def test_the_number_of_workers_is_limited_by_the_machine_and_the_runs(
+    monkeypatch, num_cores, num_gpus, max_workers, runs_left, free_memory, expected
 ):
-    """`number` cores, `gpus` accelerators and `free` bytes of memory; None: not known."""
-    monkeypatch.setattr(machine, 'free_memory', lambda: free)
-    monkeypatch.setattr(machine, 'usable_cores', lambda: list(range(number)))
-    names = None if gpus is None else list(map(str, range(gpus)))
-    monkeypatch.setattr(machine, 'accelerators', lambda platforms: names)
+    cores = list(range(num_cores))
+    gpus = None if num_gpus is None else [str(gpu) for gpu in range(num_gpus)]
+    monkeypatch.setattr(machine, 'usable_cores', lambda: cores)
+    monkeypatch.setattr(machine, 'accelerators', lambda platforms: gpus)
+    monkeypatch.setattr(machine, 'free_memory', lambda: free_memory)
     variants = ('qk/vo', 'shared_qk/vo', 'merged/vo')
-    study = study_with(variants=variants, mesh={'data': 2})  # of two GPUs
+    study = study_with(variants=variants, mesh={'data': 2})
     arms = build_arms(study)
-    left = plan.runs(study, arms, lambda run: None)[:runs]
-    assert local_workers.count_workers(study, arms, max_workers, left) == most
+    runs = plan.runs(study, arms, lambda run: None)[:runs_left]
+
+    number = local_workers.count_workers(study, arms, max_workers, runs)
+
+    assert number == expected

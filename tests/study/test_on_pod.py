@@ -12,7 +12,10 @@ from tests.study.test_plan import study_with
 
 @pytest.fixture
 def described_configs(monkeypatch):
-    """The configs that are described; the larger of two models warns."""
+    """The configs that are described, by a function that compiles nothing.
+
+    Models of d_model=64 do not fit the device.
+    """
     configs = []
 
     def describe(config, topology):
@@ -21,7 +24,6 @@ def described_configs(monkeypatch):
         notes = [topology, 'mesh data=8']
         if config.model.d_model == 64:
             notes.append('WARNING the program DOES NOT FIT')
-        memory = {'parameters': 4 * parameters, 'optimizer state': 8 * parameters, 'batch': 10**9}
         return Description(
             name=topology,
             compiler='XLA',
@@ -30,7 +32,11 @@ def described_configs(monkeypatch):
             trials=len(config.trials.trials()),
             parameters=parameters,
             tokens=1024,
-            memory=memory,
+            memory={
+                'parameters': 4 * parameters,
+                'optimizer state': 8 * parameters,
+                'batch': 10**9,
+            },
             capacity=2 * 10**9,
             flops=5e12,
             seconds=0.25,
@@ -45,14 +51,20 @@ def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_
         sizes=('d_model=32', 'd_model=64'), controls=ControlsConfig(equal_shape=False)
     )
     arms = build_arms(study)
+
     text = on_pod.described_arms(study, arms, 'h100-1x8')
-    # 2 seeds at 3 learning rates are more than the 3 trials of a verdict.
-    assert [len(config.trials.trials()) for config in described_configs] == [6] * 4
+
+    # A screening has 2 seeds at 3 learning rates, more than the 3 trials of a verdict.
+    assert [len(config.trials.trials()) for config in described_configs] == [6, 6, 6, 6]
     assert [config.model for config in described_configs] == [arm.model for arm in arms]
+
+    # The row of the baseline: trials, tokens, GB of state, GB in all, share of 2 GB, TFLOP and ms.
     lines = [' '.join(line.split()) for line in text.splitlines()]
     state = 12 * cost.count(arms[0].model)['total'] / 1e9
-    total = f'{1 + state:.3g} {(1 + state) / 2:.1%}'
-    assert lines[3] == f'qk/vo d_model=32 6 1,024 {state:.3g} {total} 5 250'
+    total = 1 + state
+    assert lines[3] == f'qk/vo d_model=32 6 1,024 {state:.3g} {total:.3g} {total / 2:.1%} 5 250'
+
+    # Notes that all models share come once.
     assert lines[-3:] == [
         'h100-1x8',
         'mesh data=8',

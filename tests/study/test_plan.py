@@ -35,11 +35,15 @@ GRID = (1e-3, 2e-3, 4e-3)
 
 
 def study_with(study=STUDY, **fields):
-    """STUDY, or another one, with these fields; `trials={...}` changes fields of a section."""
+    """A study with other fields; those of a section of its config are a dict, as in `trials={...}`.
+
+    study_with(margin=0.01, trials={'seeds': (0, 1)}) replaces the margin and trials.seeds of STUDY.
+    """
     base = study.base
-    for part in vars(base).keys() & fields.keys():
-        values = dataclasses.replace(getattr(base, part), **fields.pop(part))
-        base = dataclasses.replace(base, **{part: values})
+    for section in vars(base):
+        if section in fields:
+            changed = dataclasses.replace(getattr(base, section), **fields.pop(section))
+            base = dataclasses.replace(base, **{section: changed})
     return dataclasses.replace(study, base=base, **fields)
 
 
@@ -52,11 +56,17 @@ def no_results(run):
     """No run has results."""
 
 
-def parabola_results(optimum, effect=lambda run, trial: 0.0):
+def no_effect(run, trial):
+    return 0.0
+
+
+def parabola_results(optimum, effect=no_effect):
     """A function from a run to results whose loss is a parabola in ln(learning rate).
 
-    A seed adds 0.01 times its number. `effect` of a run and a trial is added to the test loss;
-    where it is None, the trial diverges, with losses of 0 that must not be taken for the best.
+    Args:
+        optimum: The learning rate with the lowest loss.
+        effect: What is added to the test loss, by run and trial. None makes the trial diverge,
+            with losses of 0 that must not be taken for the best.
     """
 
     def results(run):
@@ -75,81 +85,102 @@ def parabola_results(optimum, effect=lambda run, trial: 0.0):
     return results
 
 
-def one_diverges(run, trial):
+def one_seed_diverges_at_the_last_rate(run, trial):
     diverges = trial['seed'] == 11 and trial['learning_rate'] == 4e-3
     return None if diverges else 0.0
 
 
 @pytest.mark.parametrize(
+    # The learning rates of each run: first those of the screening, then that of the verdict.
     ('results', 'rates'),
     [
-        (no_results, [GRID]),
-        (parabola_results(2.3e-3), [GRID, (0.0023,)]),
-        (parabola_results(7e-3), [GRID, (8e-3,), (1.6e-2,), (0.007,)]),  # the grid is extended
-        (
+        pytest.param(no_results, [GRID], id='unfinished'),
+        pytest.param(parabola_results(2.3e-3), [GRID, (0.0023,)], id='bracketed'),
+        pytest.param(
+            parabola_results(7e-3),
+            [GRID, (8e-3,), (1.6e-2,), (0.007,)],
+            id='the grid is extended',
+        ),
+        pytest.param(
             parabola_results(1e-6),
             [GRID, (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)],
-        ),  # to max_points
-        (parabola_results(7e-3, one_diverges), [GRID, (2e-3,)]),  # of two seeds, at the last value
+            id='the grid is extended to max_points',
+        ),
+        pytest.param(
+            parabola_results(7e-3, one_seed_diverges_at_the_last_rate),
+            [GRID, (2e-3,)],
+            id='bracketed by a divergence',
+        ),
     ],
-    ids=['unfinished', 'bracketed', 'extended', 'bounded', 'diverged'],
 )
 def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, results, rates):
-    runs = plan.runs(STUDY, arms[:1], results)
+    arm = arms[0]
+
+    runs = plan.runs(STUDY, [arm], results)
+
     assert [run.config.trials.learning_rates for run in runs] == rates
-    screening = ('screening', (10, 11))
-    stages = [(run.stage, run.config.trials.seeds) for run in runs]
-    if len(runs) == 1:
-        assert stages == [screening]
-    else:
-        assert stages == [screening] * (len(runs) - 1) + [('verdict', (0, 1, 2))]
-    assert runs[-1].config.model == arms[0].model
+    screening_runs = runs if len(runs) == 1 else runs[:-1]
+    for run in screening_runs:
+        assert run.stage == 'screening'
+        assert run.config.trials.seeds == (10, 11)
+    if len(runs) > 1:
+        assert runs[-1].stage == 'verdict'
+        assert runs[-1].config.trials.seeds == (0, 1, 2)
+    assert runs[-1].config.model == arm.model
 
 
-def declaration_of_command(monkeypatch, arms, typed):
-    """The declaration of the study by a command with these arguments."""
-    monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
-    return declaration.content(STUDY, arms)
+def declared_command(monkeypatch, arms, arguments):
+    """The command in the declaration of a study that python was started on with these arguments."""
+    monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *arguments])
+    return declaration.content(STUDY, arms)['command']
 
 
 def test_the_declared_command_names_no_directory_of_the_machine(arms, monkeypatch):
-    typed = ['/home/ann/ablate.py', '--workdir=/home/ann/runs/a b']
-    command = declaration_of_command(monkeypatch, arms, typed)['command']
+    arguments = ['/home/ann/ablate.py', '--workdir=/home/ann/runs/a b']
+    command = declared_command(monkeypatch, arms, arguments)
     assert shlex.split(command) == ['python', 'ablate.py', '--workdir=a b']
 
 
 def test_a_shell_reads_the_declared_command_as_it_was_typed(arms, monkeypatch):
-    typed = ['-m', 'experiments.ablate', '--config.variants=("qk/vo", "qk/no_v")']
-    command = declaration_of_command(monkeypatch, arms, typed)['command']
-    assert shlex.split(command) == ['python', *typed]
+    arguments = ['-m', 'experiments.ablate', '--config.variants=("qk/vo", "qk/no_v")']
+    command = declared_command(monkeypatch, arms, arguments)
+    assert shlex.split(command) == ['python', *arguments]
 
 
 def test_a_declaration_has_every_tuned_grid(arms):
-    assert declaration.content(STUDY, arms)['tuning']['learning_rates'] == [*GRID]
+    declared = declaration.content(STUDY, arms)
+    assert declared['tuning']['learning_rates'] == list(GRID)
 
 
-def test_a_declaration_has_the_looks_that_earlier_versions_hash(arms):
+def test_a_declaration_has_the_field_looks_of_earlier_versions(arms):
+    """It holds the number of verdict seeds, and is part of the hash of a declaration."""
     assert declaration.content(STUDY, arms)['looks'] == [3]
+
     untuned = study_with(tuning=TuningConfig())
     assert declaration.content(untuned, arms)['looks'] == []
 
 
 def test_an_untuned_study_has_a_single_run_of_each_arm(arms):
-    runs = plan.runs(study_with(tuning=TuningConfig()), arms, no_results)
+    untuned = study_with(tuning=TuningConfig())
+
+    runs = plan.runs(untuned, arms, no_results)
+
     assert [run.arm for run in runs] == arms
-    single = runs[0]
-    assert single.stage == 'single'
-    assert single.config.trials == STUDY.base.trials
-    assert single.directory == f'runs/qk-vo-d_model=32-{single.id}'
+    assert runs[0].stage == 'single'
+    assert runs[0].config.trials == STUDY.base.trials
+    assert runs[0].directory == f'runs/qk-vo-d_model=32-{runs[0].id}'
 
 
-def better_without_w_q(run, trial):
-    """Test losses: one variant is better by 0.5 with little noise, the others by nothing."""
+def query_free_is_better(run, trial):
+    """A little noise for every arm, from which query_free/vo is better by 0.5."""
     noise = 0.02 * math.sin(trial['seed'] + 10 * len(run.arm.key.variant))
-    return noise - 0.5 * (run.config.model.score == 'query_free')
+    if run.config.model.score == 'query_free':
+        return noise - 0.5
+    return noise
 
 
-DECIDING = parabola_results(2.5e-3, better_without_w_q)
+# Results that decide on query_free/vo alone.
+DECIDING = parabola_results(2.5e-3, query_free_is_better)
 
 
 def longer_runs_of(runs):
@@ -159,8 +190,11 @@ def longer_runs_of(runs):
 @pytest.fixture(scope='module')
 def controlled_study():
     """A study of three arms with controls at the same shape and of longer training."""
-    variants = ('qk/vo', 'shared_qk/vo', 'query_free/vo')
-    return study_with(variants=variants, controls=ControlsConfig(), sizes=('d_model=64',))
+    return study_with(
+        variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'),
+        controls=ControlsConfig(),
+        sizes=('d_model=64',),
+    )
 
 
 @pytest.fixture(scope='module')
@@ -170,121 +204,149 @@ def controlled_arms(controlled_study):
 
 @pytest.fixture(scope='module')
 def decided_plan(controlled_study, controlled_arms):
+    """All runs of the controlled study, in which query_free/vo is better and shared_qk/vo alike."""
     return plan.runs(controlled_study, controlled_arms, DECIDING)
 
 
 def test_decided_arms_are_trained_longer_beside_the_baseline(decided_plan):
     longer_runs = longer_runs_of(decided_plan)
+
+    # They come last.
     assert decided_plan[-len(longer_runs) :] == longer_runs
-    verdicts = [run.arm.key.variant for run in longer_runs if run.stage == 'verdict']
-    assert verdicts == ['qk/vo', 'query_free/vo']  # the third is like the baseline
+
+    # The undecided shared_qk/vo is not trained longer.
+    verdicts = [run for run in longer_runs if run.stage == 'verdict']
+    assert [run.arm.key.variant for run in verdicts] == ['qk/vo', 'query_free/vo']
 
 
-def test_longer_training_has_a_learning_rate_of_its_own(decided_plan):
+def test_longer_training_is_screened_around_the_chosen_learning_rate(decided_plan):
     verdict = next(run for run in decided_plan if run.stage == 'verdict')
     (chosen,) = verdict.config.trials.learning_rates
-    around = pytest.approx((chosen / 2, chosen, chosen * 2))
-    assert longer_runs_of(decided_plan)[0].config.trials.learning_rates == around
+
+    screening = longer_runs_of(decided_plan)[0]
+
+    expected = (chosen / 2, chosen, chosen * 2)
+    assert screening.config.trials.learning_rates == pytest.approx(expected)
 
 
 def test_longer_training_multiplies_steps_alone(decided_plan):
-    steps = {'num_steps': 4000, 'eval_every': 400, 'checkpoint_every': 400}
+    base = STUDY.base
+    train = dataclasses.replace(base.train, num_steps=4000, eval_every=400, checkpoint_every=400)
     for run in longer_runs_of(decided_plan):
-        assert run.config.train == dataclasses.replace(STUDY.base.train, **steps)
-        assert run.config.optimizer.warmup_steps == 4 * STUDY.base.optimizer.warmup_steps
-        assert run.config.trials.seeds == ((0, 1, 2) if run.stage == 'verdict' else (10, 11))
+        assert run.config.train == train
+        assert run.config.optimizer.warmup_steps == 4 * base.optimizer.warmup_steps
+        seeds = (0, 1, 2) if run.stage == 'verdict' else (10, 11)
+        assert run.config.trials.seeds == seeds
         assert run.config.model == run.arm.model
 
 
 def test_longer_training_may_have_verdict_seeds_of_its_own(controlled_study, controlled_arms):
     controls = ControlsConfig(longer_seeds=(5, 6, 7))
     study = dataclasses.replace(controlled_study, controls=controls)
+
     runs = longer_runs_of(plan.runs(study, controlled_arms, DECIDING))
-    assert {run.config.trials.seeds for run in runs} == {(10, 11), (5, 6, 7)}
+
+    seeds = {run.config.trials.seeds for run in runs}
+    assert seeds == {(10, 11), (5, 6, 7)}  # of screening and verdict
 
 
-NOISE = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
+NOISE_OF_SEED = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 
 
 @pytest.mark.parametrize(
-    # The difference, seeds that diverge, the number of sizes, and of arms trained longer.
-    ('change', 'diverged', 'sizes', 'number'),
+    ('difference', 'diverged_seeds', 'sizes', 'num_longer_arms'),
     [
         # The difference of 0.0125 has p = 0.03 against zero; corrected for 3 arms it is undecided.
-        (0.0125, (), 1, 2),
-        (0.0125, (), 3, 0),
-        (-0.2, (1,), 1, 0),
-        (-0.2, range(6), 1, 0),
+        pytest.param(0.0125, (), ('d_model=64',), 2, id='one arm'),
+        pytest.param(0.0125, (), ('d_model=64', 'd_model=72', 'd_model=80'), 0, id='three arms'),
+        pytest.param(-0.2, (1,), ('d_model=64',), 0, id='a seed diverged'),
+        pytest.param(-0.2, (0, 1, 2, 3, 4, 5), ('d_model=64',), 0, id='every seed diverged'),
     ],
 )
 def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
-    change, diverged, sizes, number
+    difference, diverged_seeds, sizes, num_longer_arms
 ):
-    """At other sizes than the first, seeds differ too much for any decision."""
+    """An arm that is decided is trained longer, as is its baseline."""
+    verdict_seeds = (0, 1, 2, 3, 4, 5)
 
     def effect(run, trial):
         seed = trial['seed']
-        if seed > 5 or run.arm.variant == 'qk/vo':
+        if seed not in verdict_seeds or run.arm.variant == 'qk/vo':
             return 0.0
         if run.arm.key.size != 'd_model=64':
+            # Seeds differ too much for any decision.
             return 3.0 * (-1) ** seed
-        return None if seed in diverged else change + NOISE[seed]
+        if seed in diverged_seeds:
+            return None
+        return difference + NOISE_OF_SEED[seed]
 
-    sizes = ('d_model=64', 'd_model=72', 'd_model=80')[:sizes]
     controls = ControlsConfig(equal_shape=False)
-    study = study_with(trials={'seeds': tuple(range(6))}, sizes=sizes, controls=controls)
-    runs = longer_runs_of(plan.runs(study, build_arms(study), parabola_results(2.5e-3, effect)))
-    assert len({run.arm.key for run in runs}) == number
+    study = study_with(trials={'seeds': verdict_seeds}, sizes=sizes, controls=controls)
+
+    runs = plan.runs(study, build_arms(study), parabola_results(2.5e-3, effect))
+
+    longer_arms = {run.arm.key for run in longer_runs_of(runs)}
+    assert len(longer_arms) == num_longer_arms
 
 
+@pytest.mark.parametrize('index', [0, -1], ids=['the first finishes', 'the last finishes'])
 def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(
-    controlled_study, controlled_arms
+    controlled_study, controlled_arms, index
 ):
     arms = [arm for arm in controlled_arms if arm.variant != 'shared_qk/vo']
+    results_by_id = {}
 
-    def final_plan(index):
-        """The plan after all runs, of which always the one at `index` of those left finishes."""
-        results_by_id = {}
+    def results_so_far(run):
+        return results_by_id.get(run.id)
 
-        def runs_so_far():
-            return plan.runs(controlled_study, arms, lambda run: results_by_id.get(run.id))
+    # One run after the other finishes: always the first, or the last, of those that are left.
+    runs = plan.runs(controlled_study, arms, results_so_far)
+    left = runs
+    while left:
+        run = left[index]
+        results_by_id[run.id] = DECIDING(run)
+        runs = plan.runs(controlled_study, arms, results_so_far)
+        left = [run for run in runs if run.id not in results_by_id]
 
-        while left := [run for run in runs_so_far() if run.id not in results_by_id]:
-            run = left[index]
-            results_by_id[run.id] = DECIDING(run)
-        return runs_so_far()
-
-    # Always the first of the runs that are left finishes, or always the last.
-    expected = plan.runs(controlled_study, arms, DECIDING)
-    assert final_plan(0) == expected
-    assert final_plan(-1) == expected
+    assert runs == plan.runs(controlled_study, arms, DECIDING)
 
 
 @dataclasses.dataclass
 class Screening:
-    """A finished screening: the sweep, all losses, and the measurements that `tune` asked for."""
+    """A finished screening of learning rates."""
 
     sweep: Sweep
-    measured: dict  # losses by settings and seed
-    asked: list  # (values, seeds) in order
+    losses: dict  # losses by settings and seed
+    asked: list  # (values, seeds) in the order in which `tune` asked for them
 
 
-def screen(limits, sd, diverged=lambda rate, seed: False):
-    """Measures what `tune` asks for, with noise of this deviation, until it asks for nothing."""
+def never(rate, seed):
+    return False
+
+
+def screen(limits, sd, diverged=never):
+    """Measures what `tune` asks for, until it asks for nothing.
+
+    Losses are a parabola in ln(rate) with the optimum 2.2e-3 and noise of standard deviation `sd`.
+    """
     grids = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID}
     measured = {}
     asked = []
-    while (tuning := tune(grids, limits, measured, 'coupled')).knob:
+    tuning = tune(grids, limits, measured, 'coupled')
+    while tuning.knob is not None:
         asked.append((tuning.values, tuning.seeds))
-        for value, seed in itertools.product(tuning.values, tuning.seeds):
-            losses = measured.setdefault(tuning.at(value), {})
+        for rate, seed in itertools.product(tuning.values, tuning.seeds):
+            losses = measured.setdefault(tuning.at(rate), {})
             assert seed not in losses  # nothing is measured twice
-            noise = sd * np.random.default_rng([seed, round(1e7 * value)]).normal()
-            loss = 2 + 0.11 * seed + 0.1 * math.log(value / 2.2e-3) ** 2 + noise
-            losses[seed] = None if diverged(value, seed) else loss
-    # More measurements than asked for change nothing.
-    other = {(5e-3, *tuning.settings[1:]): {10: 0.0, 11: 0.0}}
-    assert tune(grids, limits, measured | other, 'coupled') == tuning
+            noise = sd * np.random.default_rng([seed, round(1e7 * rate)]).normal()
+            loss = 2 + 0.11 * seed + 0.1 * math.log(rate / 2.2e-3) ** 2 + noise
+            losses[seed] = None if diverged(rate, seed) else loss
+        tuning = tune(grids, limits, measured, 'coupled')
+
+    # Measurements that were not asked for change nothing.
+    other_settings = (5e-3, *tuning.settings[1:])
+    more = measured | {other_settings: {10: 0.0, 11: 0.0}}
+    assert tune(grids, limits, more, 'coupled') == tuning
     return Screening(tuning.sweeps['learning_rate'], measured, asked)
 
 
@@ -299,30 +361,45 @@ def test_a_significant_bracket_takes_the_first_seeds_alone():
 
 def test_further_seeds_are_drawn_until_the_bracket_is_significant():
     screening = screen(LIMITS, sd=0.08)
+
+    # Two at a time are drawn, and fewer than max_seeds suffice.
     drawn = [seeds for _, seeds in screening.asked]
+    last_seed = drawn[-1][-1]
     assert drawn[0] == (10, 11)
     assert (12, 13) in drawn
-    assert drawn[-1][-1] < 21
+    assert last_seed < 21
     assert screening.sweep.bracketed
     assert screening.sweep.optimum_low
+
     # All values of the grid get them, so that a seed's level cancels.
-    every_seed = tuple(range(10, drawn[-1][-1] + 1))
-    assert {tuple(losses) for losses in screening.measured.values()} == {every_seed}
+    every_seed = list(range(10, last_seed + 1))
+    for losses in screening.losses.values():
+        assert list(losses) == every_seed
 
 
 def test_further_seeds_are_drawn_while_a_loss_may_lie_too_far_above_its_optimum():
-    bound = screen(LIMITS, sd=0.01).sweep.at_worst / 2
-    limits = dataclasses.replace(LIMITS, max_excess=bound, max_seeds=16)
+    bound_of_two_seeds = screen(LIMITS, sd=0.01).sweep.at_worst
+    max_excess = bound_of_two_seeds / 2
+    limits = dataclasses.replace(LIMITS, max_excess=max_excess, max_seeds=16)
+
     screening = screen(limits, sd=0.01)
+
     assert len(screening.asked) > 1
-    assert screening.sweep.at_worst <= bound
+    assert screening.sweep.at_worst <= max_excess
 
 
 def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
     limits = dataclasses.replace(LIMITS, max_seeds=6)
-    screening = screen(limits, 0.1, lambda rate, seed: rate > 3e-3 and seed == 11)
-    num_seeds = {settings[0]: len(losses) for settings, losses in screening.measured.items()}
-    assert {rate: number for rate, number in num_seeds.items() if rate > 3e-3} == {4e-3: 2}
+
+    def diverged(rate, seed):
+        return rate > 3e-3 and seed == 11
+
+    screening = screen(limits, sd=0.1, diverged=diverged)
+
+    num_seeds = {settings[0]: len(losses) for settings, losses in screening.losses.items()}
+    rates_that_diverged = [rate for rate in num_seeds if rate > 3e-3]
+    assert rates_that_diverged == [4e-3]
+    assert num_seeds[4e-3] == 2
     assert max(num_seeds.values()) > 2
 
 
@@ -344,23 +421,38 @@ def costly_arms(costly_study):
 
 def test_the_least_cost_of_a_plan_supposes_every_optimum_inside_its_grid(costly_study, costly_arms):
     runs = plan.fewest_runs(costly_study, costly_arms)
-    assert {run.config.trials.learning_rates for run in runs} == {GRID, (2e-3,)}
-    # Of each of 4 arms: 2 seeds at 3 rates, then 3 seeds at one; then the same with 4 x the steps.
-    tokens = 9 * 5 * 100 * 4 * 16
-    work = sum(tokens * 3 * cost.flops_per_token(arm.model) for arm in costly_arms)
-    assert plan.cost(runs) == (16, 72, 4 * tokens, pytest.approx(work))
+
+    # Each screening is finished after its first grid; the verdict trains at its middle.
+    rates = {run.config.trials.learning_rates for run in runs}
+    assert rates == {GRID, (2e-3,)}
+
+    # Each of 4 arms has a screening and a verdict, and both once more with 4 x the steps.
+    trials_of_arm = 2 * 3 + 3  # 2 seeds at 3 rates, then 3 seeds at one
+    steps_of_trial = 100 + 4 * 100
+    tokens_of_arm = trials_of_arm * steps_of_trial * 4 * 16  # 4 rows of 16 tokens
+    flops = sum(tokens_of_arm * 3 * cost.flops_per_token(arm.model) for arm in costly_arms)
+    total = plan.cost(runs)
+    assert total.runs == 4 * 4
+    assert total.trials == 4 * 2 * trials_of_arm
+    assert total.tokens == 4 * tokens_of_arm
+    assert total.flops == pytest.approx(flops)
 
 
 def estimated_tables(study, arms, **options):
     """The lines of the table by arm, and those of the table by stage with its notes."""
-    tables = plan.estimate(study, arms, **options).split('\n\n')
-    return [[' '.join(line.split()) for line in table.splitlines()] for table in tables]
+    by_arm, by_stage = plan.estimate(study, arms, **options).split('\n\n')
+    return lines_with_single_spaces(by_arm), lines_with_single_spaces(by_stage)
+
+
+def lines_with_single_spaces(text):
+    return [' '.join(line.split()) for line in text.splitlines()]
 
 
 def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     costly_study, costly_arms, monkeypatch
 ):
     monkeypatch.setattr(plan.program, 'warm_up', lambda _: pytest.fail('it measures'))
+
     by_arm, by_stage = estimated_tables(costly_study, costly_arms)
 
     # 9 trials take 100 steps of 4 rows of 16 tokens; training costs 3 forward passes.
@@ -368,16 +460,27 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     flops = 3 * cost.flops_per_token(costly_arms[0].model) * tokens
     assert by_arm[2] == f'qk/vo d_model=32 2 9 {tokens:.3g} {flops:.3g}'
 
-    # Two sizes, and the longer runs of each; then the total.
-    assert [line.partition(' d_model')[0] for line in by_arm[2:]] == [
-        *(['qk/vo', 'shared_qk/vo'] * 2),
-        *(['qk/vo (longer)', 'shared_qk/vo (longer)'] * 2),
-        by_arm[-1],
+    # Both arms at two sizes, then their longer runs at both; then the total.
+    rows = by_arm[2:-1]
+    titles = [row.partition(' d_model')[0] for row in rows]
+    assert titles == [
+        'qk/vo',
+        'shared_qk/vo',
+        'qk/vo',
+        'shared_qk/vo',
+        'qk/vo (longer)',
+        'shared_qk/vo (longer)',
+        'qk/vo (longer)',
+        'shared_qk/vo (longer)',
     ]
+    trials = [int(row.split()[-3]) for row in rows]
+    assert sum(trials) == 8 * 9
+
+    # The table by stage has the same total, and a note.
     assert by_stage[0] == 'stage runs trials tokens FLOPs'
-    assert by_arm[-1] == by_stage[-2]
+    assert by_arm[-1].startswith('total ')
+    assert by_stage[-2] == by_arm[-1]
     assert by_stage[-1].startswith('lower bounds')
-    assert sum(int(line.split()[-3]) for line in by_arm[2:-1]) == 72
 
 
 def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
@@ -391,13 +494,15 @@ def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
         return 1.0, 60.0
 
     monkeypatch.setattr(plan.program, 'warm_up', warm_up)
-    _, shown = estimated_tables(costly_study, costly_arms, measure=True)
+
+    _, by_stage = estimated_tables(costly_study, costly_arms, measure=True)
 
     # Only the baseline qk is measured, at both widths.
     assert measured == [('qk', 32), ('qk', 64)]
-    assert shown[4].startswith('longer, if every arm is decided 8 36')
-    assert shown[5].startswith('total 16 72')
-    assert ' 1:0' in shown[5]
+    assert by_stage[4].startswith('longer, if every arm is decided 8 36')
+    assert by_stage[5].startswith('total 16 72')
+    # 8 runs of 100 steps and 8 of 400 take 1:06:40 hours.
+    assert ' 1:0' in by_stage[5]
 
 
 @pytest.mark.parametrize(
@@ -407,10 +512,14 @@ def test_a_machine_that_cannot_train_a_plan_gives_its_cost_without_time(
     costly_study, costly_arms, monkeypatch, error
 ):
     monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
-    _, shown = estimated_tables(costly_study, costly_arms, measure=True)
-    assert shown[5].startswith('total 16 72')
-    assert shown[5].endswith(' -')
-    assert re.match('no time, as this machine cannot train it: .*it', shown[6])
+
+    _, by_stage = estimated_tables(costly_study, costly_arms, measure=True)
+
+    total = by_stage[5]
+    note = by_stage[6]
+    assert total.startswith('total 16 72')
+    assert total.endswith(' -')
+    assert re.match('no time, as this machine cannot train it: .*it', note)
 
 
 def test_a_bug_in_the_warm_up_of_a_plan_is_raised(costly_study, costly_arms, monkeypatch):
