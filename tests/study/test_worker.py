@@ -1,12 +1,13 @@
 """Workers share a study: every run once, whatever the others do."""
 
 import dataclasses
-import itertools
 import math
 import shutil
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from jax.errors import JaxRuntimeError
@@ -27,29 +28,39 @@ from tests.study.test_plan import STUDY, study_with
 OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
 
 
-class Trained(list):
+class TrainedNames(list):
     """The names of the directories that were trained in, in order."""
 
     def before(self, config, workdir):
         """Called before each training; tests replace it."""
 
 
+def loss_of_trial(config, trial):
+    """A loss that is least at OPTIMA, and higher by about 0.03 for variants other than qk."""
+    settings = trial | {'score_scale': config.model.score_scale}
+    loss = 2 + 0.01 * trial['seed']
+    for knob, optimum in OPTIMA.items():
+        loss += 0.1 * math.log(settings[knob] / optimum) ** 2
+    if config.model.score != 'qk':
+        loss += 0.03 + 0.001 * (-1) ** trial['seed']
+    return loss
+
+
 def replace_training(patch):
-    """Replaces training by one that is best at OPTIMA; returns what it has trained."""
-    done = Trained()
+    """Replaces training by a function that writes the losses of `loss_of_trial`.
+
+    Returns the names of the directories that it has trained in.
+    """
+    trained = TrainedNames()
 
     def train(config, workdir, *, lost, **_):
-        done.before(config, workdir)
+        trained.before(config, workdir)
         assert not lost()
         if (workdir / 'result.json').exists():
             return
         results = []
         for trial in config.trials.trials():
-            settings = trial | {'score_scale': config.model.score_scale}
-            distances = [math.log(settings[knob] / best) for knob, best in OPTIMA.items()]
-            loss = 2 + 0.01 * trial['seed'] + 0.1 * sum(x**2 for x in distances)
-            if config.model.score != 'qk':
-                loss += 0.03 + 0.001 * (-1) ** trial['seed']
+            loss = loss_of_trial(config, trial)
             result = result_record(
                 trial=trial,
                 val_loss=loss,
@@ -60,36 +71,44 @@ def replace_training(patch):
             results.append(result)
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(workdir / 'result.json', results)
-        studies.write_metrics(workdir, results, 4)
+        studies.write_metrics(workdir, results, num_evals=4)
         studies.write_documents(workdir, results)
-        done.append(workdir.name)
+        trained.append(workdir.name)
 
     patch.setattr(worker, 'train', train)
+    # No data are read.
     patch.setattr(worker, 'rows_of', lambda config: None)
     patch.setattr(worker, 'check_documents', lambda rows, data: None)
-    return done
+    return trained
 
 
 @pytest.fixture
 def trained(monkeypatch):
+    """The names of the directories that were trained in; training is replaced."""
     return replace_training(monkeypatch)
+
+
+class FinishedStudy(NamedTuple):
+    path: Path
+    events_before_runs: list  # the events of its ledger before each run
 
 
 @pytest.fixture(scope='module')
 def finished_once(tmp_path_factory):
-    """STUDY after one worker: its directory, and the events of its ledger before each run."""
+    """STUDY after one worker, for tests that only read."""
     path = tmp_path_factory.mktemp('once') / 'out'
     events_before_runs = []
     with pytest.MonkeyPatch.context() as patch:
-        replace_training(patch).before = lambda *_: events_before_runs.append(events(path))
+        trained = replace_training(patch)
+        trained.before = lambda config, workdir: events_before_runs.append(events(path))
         worker.run(STUDY, path)
-    return path, events_before_runs
+    return FinishedStudy(path, events_before_runs)
 
 
 @pytest.fixture
 def finished(finished_once, tmp_path):
     """A copy of the directory of the finished study."""
-    return shutil.copytree(finished_once[0], tmp_path / 'out')
+    return shutil.copytree(finished_once.path, tmp_path / 'out')
 
 
 def events(path):
@@ -97,31 +116,42 @@ def events(path):
 
 
 def test_every_arm_is_trained_from_screening_to_its_verdict(finished_once):
-    path, _ = finished_once
-    planned = read_lines(path / 'plan.jsonl')
-    stages = ('screening', 'screening', 'verdict')
-    expected = list(itertools.product(STUDY.variants, stages))
-    assert [(line['variant'], line['stage']) for line in planned] == expected
-    assert sorted(path.glob('runs/*')) == sorted(path / line['directory'] for line in planned)
+    planned = read_lines(finished_once.path / 'plan.jsonl')
+
+    runs = [(line['variant'], line['stage']) for line in planned]
+    assert runs == [
+        ('qk/vo', 'screening'),
+        ('qk/vo', 'screening'),
+        ('qk/vo', 'verdict'),
+        ('shared_qk/vo', 'screening'),
+        ('shared_qk/vo', 'screening'),
+        ('shared_qk/vo', 'verdict'),
+    ]
+
+    directories = [finished_once.path / line['directory'] for line in planned]
+    assert sorted(finished_once.path.glob('runs/*')) == sorted(directories)
 
 
 def test_every_trial_of_the_plan_has_its_result(finished_once):
-    path, _ = finished_once
     expected = []
-    for line in read_lines(path / 'plan.jsonl'):
+    for line in read_lines(finished_once.path / 'plan.jsonl'):
         expected += [line['run']] * line['trials']
-    assert [result['run'] for result in read_lines(path / 'results.jsonl')] == expected
+
+    results = read_lines(finished_once.path / 'results.jsonl')
+
+    assert [result['run'] for result in results] == expected
 
 
 def test_the_ledger_is_begun_before_the_first_run(finished_once):
-    path, events_before_runs = finished_once
-    assert events_before_runs == [['declared']] * 6
-    entry = ledger.read(path / 'ledger.jsonl').entries[0]
-    assert entry['declaration'] == ledger.declaration_digest(read_json(path / 'study.json', {}))
+    assert finished_once.events_before_runs == [['declared']] * 6
+
+    first_entry = ledger.read(finished_once.path / 'ledger.jsonl').entries[0]
+    declared = read_json(finished_once.path / 'study.json', {})
+    assert first_entry['declaration'] == ledger.declaration_digest(declared)
 
 
 def test_a_worker_that_ends_holds_no_lease(finished_once):
-    assert not leases.holders(finished_once[0] / 'leases')
+    assert not leases.holders(finished_once.path / 'leases')
 
 
 def test_a_finished_study_may_ask_another_question_without_training(trained, finished):
@@ -145,7 +175,10 @@ def test_a_study_grows_though_a_worker_died_after_writing_its_ledger(trained, fi
 def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
     """It stands before the others: the order of variants does not matter."""
     ledger.record_look(finished)
-    worker.run(study_with(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants)), finished)
+    grown = study_with(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants))
+
+    worker.run(grown, finished)
+
     assert len(trained) == 3
     assert events(finished) == ['declared', 'looked', 'arms_added']
 
@@ -154,38 +187,50 @@ def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
     """A rate on the grid is chosen, so that one trial belongs to the sweeps of two knobs."""
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
     study = study_with(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
+
     path = worker.run(study, tmp_path / 'out')
+
     studies.write_yardsticks(path, read_lines(path / 'results.jsonl'))
     findings = load_findings(path)
-    _, arm = findings.arms
-    assert arm.difference.mean == pytest.approx(0.03 + 0.001 / 3)
-    assert arm.verdict.decision is Decision.WORSE
     assert not findings.blocks
-    for tuned_arm in findings.arms:
-        assert tuned_arm.blocks == tuned_arm.not_bracketed == ()
-        chosen = {knob: sweep.chosen for knob, sweep in tuned_arm.sweeps.items()}
+
+    # Mean over the seeds 0, 1 and 2 of 0.03 + 0.001 * (-1) ** seed.
+    _, shared_qk = findings.arms
+    assert shared_qk.difference.mean == pytest.approx(0.03 + 0.001 / 3)
+    assert shared_qk.verdict.decision is Decision.WORSE
+
+    for arm in findings.arms:
+        assert arm.blocks == ()
+        assert arm.not_bracketed == ()
+        chosen = {knob: sweep.chosen for knob, sweep in arm.sweeps.items()}
         assert list(chosen) == list(OPTIMA)
         assert chosen == pytest.approx(OPTIMA, rel=1e-2)
         assert chosen['learning_rate'] == 4e-3
-        assert tuned_arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
+        assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
     """The best one may lie beyond; the study ends all the same."""
-    trained.before = lambda config, _: validate(config)
-    fields = {'optimizer': {'decay': 'independent'}, 'variants': ('qk/vo',)}
-    study = study_with(trials={'weight_decays': (0.0125, 0.025, 0.05)}, **fields)
-    (arm,) = load_findings(worker.run(study, tmp_path / 'out')).arms
+    trained.before = lambda config, workdir: validate(config)
+    study = study_with(
+        trials={'weight_decays': (0.0125, 0.025, 0.05)},
+        optimizer={'decay': 'independent'},
+        variants=('qk/vo',),
+    )
+
+    path = worker.run(study, tmp_path / 'out')
+
+    (arm,) = load_findings(path).arms
     assert arm.chosen
     assert arm.sweeps['weight_decay'].values[-1] == 0.05
     assert [remark.data.get('knob') for remark in arm.blocks] == ['weight_decay']
 
 
-@pytest.mark.parametrize('workers', [1, 2])
-def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, workers):
+@pytest.mark.parametrize('max_workers', [1, 2])
+def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, max_workers):
     (tmp_path / 'config.json').write_text('{}')
     with pytest.raises(ConfigError, match=f'workdir={tmp_path} holds a run, not a study; give a'):
-        local_workers.run(STUDY, tmp_path, build_arms(STUDY), workers)
+        local_workers.run(STUDY, tmp_path, build_arms(STUDY), max_workers)
     assert [path.name for path in tmp_path.iterdir()] == ['config.json']
 
 
@@ -217,38 +262,57 @@ def test_the_longest_runs_are_taken_first(tmp_path):
 def test_a_run_is_trained_once_another_worker_has_released_its_lease(
     trained, tmp_path, monkeypatch
 ):
-    first = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
-    held = leases.acquire(tmp_path / 'out/leases', first.id)
-    monkeypatch.setattr(worker._Worker, '_wait', lambda *_: held.release() or {})
+    # Another worker holds the first run of the baseline until this one waits.
+    held_run = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
+    lease = leases.acquire(tmp_path / 'out/leases', held_run.id)
+
+    def wait(*_):
+        lease.release()
+        return {}
+
+    monkeypatch.setattr(worker._Worker, '_wait', wait)
+
     worker.run(STUDY, tmp_path / 'out')
-    # The other arm came first, to its end; then one look at the run that was given up sufficed.
-    assert [name.startswith('shared_qk') for name in trained] == [True] * 3 + [False] * 3
+
+    # The other arm was trained to its end before the baseline.
+    assert len(trained) == 6
+    assert all(name.startswith('shared_qk') for name in trained[:3])
+    assert not any(name.startswith('shared_qk') for name in trained[3:])
 
 
 def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_path, monkeypatch):
-    """Three runs of one length, of which another worker trains one and then gives it up."""
-    study = study_with(
-        tuning=TuningConfig(), variants=('qk/vo',), sizes=('d_model=32', 'd_model=64', 'd_model=48')
-    )
+    """Of three runs, another worker trains the longest one, and then gives it up."""
+    sizes = ('d_model=32', 'd_model=64', 'd_model=48')
+    study = study_with(tuning=TuningConfig(), variants=('qk/vo',), sizes=sizes)
     longest = worker.runs_without_result(study, build_arms(study), tmp_path)[0]
-    held = leases.acquire(tmp_path / 'out/leases', longest.id)
-    train = worker.train
-    lefts = []  # before and after the other worker gives up its run, for each run of this one
+    lease = leases.acquire(tmp_path / 'out/leases', longest.id)
+    replaced_train = worker.train
+    times_left = []  # for each run of this worker: before and after the other one gives up its run
 
-    def displayed(config, workdir, *, study, **settings):
-        lefts.append(study())
-        held.release()
-        lefts.append(study())
-        return train(config, workdir, **settings)
+    def train(config, workdir, *, study, **settings):
+        times_left.append(study())
+        lease.release()
+        times_left.append(study())
+        return replaced_train(config, workdir, **settings)
 
-    monkeypatch.setattr(worker, 'train', displayed)
+    monkeypatch.setattr(worker, 'train', train)
+
     worker.run(study, tmp_path / 'out')
-    assert [(left.runs, left.workers) for left in lefts[:2]] == [(2, 2), (2, 1)]
-    assert [(left.runs, left.workers) for left in lefts[2:]] == [(1, 1)] * 2 + [(0, 1)] * 2
+
+    # (runs after this one, workers)
+    assert [(left.runs, left.workers) for left in times_left] == [
+        (2, 2),
+        (2, 1),  # from here on, this worker is alone
+        (1, 1),
+        (1, 1),
+        (0, 1),
+        (0, 1),
+    ]
     # Without the other worker, its run, the longest one, waits as well.
-    shared, alone = lefts[:2]
-    assert 0 < shared.waiting_work < alone.waiting_work - 1
-    assert lefts[-1].waiting_work == 0
+    shared = times_left[0].waiting_work
+    alone = times_left[1].waiting_work
+    assert 0 < shared < alone - 1
+    assert times_left[-1].waiting_work == 0
 
 
 class RaisesForBaseline:
@@ -257,10 +321,12 @@ class RaisesForBaseline:
     def __init__(self, error, once=False):
         self.error = error
         self.once = once
-        self.refused = []  # names of directories
+        self.refused = []  # names of the directories of these runs
 
     def __call__(self, config, workdir):
-        if config.model.score == 'qk' and not (self.once and self.refused):
+        is_baseline = config.model.score == 'qk'
+        is_over = self.once and len(self.refused) == 1
+        if is_baseline and not is_over:
             self.refused.append(workdir.name)
             raise self.error
 
@@ -269,12 +335,15 @@ class RaisesForBaseline:
 def test_a_run_that_is_in_use_or_lost_is_tried_again_after_the_others(
     trained, tmp_path, monkeypatch, error
 ):
-    # The first run of the baseline fails once.
     trained.before = RaisesForBaseline(error, once=True)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: None)
+
     worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == len(set(trained)) == 6
-    assert trained.before.refused[0] in trained[1:]
+
+    assert len(trained) == 6
+    assert len(set(trained)) == 6
+    refused = trained.before.refused[0]
+    assert refused in trained[1:]
 
 
 @pytest.mark.parametrize(
@@ -287,9 +356,13 @@ def test_a_run_that_is_in_use_or_lost_is_tried_again_after_the_others(
 )
 def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, error, message):
     trained.before = RaisesForBaseline(error)
+
     with pytest.raises(ConfigError, match=f'^1 run could not be trained: .*{message}'):
         worker.run(STUDY, tmp_path / 'out')
-    assert len(trained) == len(set(trained)) == 3
+
+    # The three runs of the other arm were trained.
+    assert len(trained) == 3
+    assert len(set(trained)) == 3
     assert not leases.holders(tmp_path / 'out/leases')
 
 
@@ -305,29 +378,32 @@ def test_a_bug_or_a_full_disk_ends_the_worker(trained, tmp_path, error):
 
 
 @pytest.fixture
-def waited(trained, tmp_path, monkeypatch, caplog):
-    """The run that another worker held while this one waited, until it was asked to stop."""
+def run_waited_for(trained, tmp_path, monkeypatch, caplog):
+    """The only run of a study, held by another worker; this one waited for it until SIGTERM."""
     caplog.set_level('INFO')
     path = tmp_path / 'out'
-    single = study_with(tuning=TuningConfig(), variants=('qk/vo',))
-    (run,) = plan.runs(single, build_arms(single), lambda run: None)
-    # The worker's alone: other threads may sleep too, while nobody handles the signal.
-    clock = SimpleNamespace(
-        monotonic=time.monotonic, sleep=lambda _: signal.raise_signal(signal.SIGTERM)
-    )
+    study = study_with(tuning=TuningConfig(), variants=('qk/vo',))
+    (run,) = plan.runs(study, build_arms(study), lambda run: None)
+
+    def sleep(seconds):
+        signal.raise_signal(signal.SIGTERM)
+
+    # The worker's clock alone: other threads may sleep too, while nobody handles the signal.
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     monkeypatch.setattr(worker, 'time', clock)
     with leases.acquire(path / 'leases', run.id), pytest.raises(Stopped):
-        worker.run(single, path)
+        worker.run(study, path)
     return run
 
 
-def test_a_worker_that_waits_ends_on_request(waited, trained):
+def test_a_worker_that_waits_ends_on_request(run_waited_for, trained):
     assert not trained
 
 
-def test_a_worker_that_waits_names_the_run_that_another_holds(waited, caplog):
+def test_a_worker_that_waits_names_the_run_that_another_holds(run_waited_for, caplog):
     messages = [record.getMessage() for record in caplog.get_records('setup')]
-    assert f'waiting for {waited.directory}, held by process' in ' '.join(messages)
+    expected = f'waiting for {run_waited_for.directory}, held by process'
+    assert any(expected in message for message in messages)
 
 
 def test_a_plan_is_made_again_where_another_worker_has_finished_a_run(
@@ -335,18 +411,20 @@ def test_a_plan_is_made_again_where_another_worker_has_finished_a_run(
 ):
     """Another worker ends the last open run just after the plan was made without it."""
     path = tmp_path / 'out'
-    planned = plan.runs
+    plan_runs = plan.runs
 
-    def others_are_quick(*args):
-        runs = planned(*args)
+    def plan_runs_then_finish_screening(*args):
+        runs = plan_runs(*args)
         if (path / 'study.json').exists():
             for run in runs:
                 if run.stage == 'screening':
                     worker.train(run.config, path / run.directory, lost=lambda: False)
         return runs
 
-    monkeypatch.setattr(plan, 'runs', others_are_quick)
+    monkeypatch.setattr(plan, 'runs', plan_runs_then_finish_screening)
+
     worker.run(dataclasses.replace(STUDY, variants=('qk/vo',)), path)
+
     stages = [line['stage'] for line in read_lines(path / 'plan.jsonl')]
     assert stages == ['screening', 'screening', 'verdict']
 
@@ -362,135 +440,186 @@ class LaterStudy(Study):
 FIELDS_OF_STUDY = {field.name: getattr(STUDY, field.name) for field in dataclasses.fields(Study)}
 
 
-def contents(path):
-    return {p: p.read_bytes() for p in path.rglob('*.json*')}
-
-
-def change_study_json(path, **changes):
-    write_json(path / 'study.json', read_json(path / 'study.json', {}) | changes)
-
-
-def change_last_run(path, **changes):
-    *planned, last = read_lines(path / 'plan.jsonl')
-    write_lines(path / 'plan.jsonl', [*planned, last | changes])
-
-
-REMATCHED = 'would train runs/shared_qk-vo.* of workdir=.* again; use the version'
+def json_files(path):
+    """The bytes of each JSON and JSONL file below a directory."""
+    return {file: file.read_bytes() for file in path.rglob('*.json*')}
 
 
 @pytest.mark.parametrize(
-    ('study', 'damage', 'message'),
+    ('study', 'message'),
     [
-        (
+        pytest.param(
             study_with(margin=0.01),
-            None,
             r'settings:\n  margin: 0.005 -> 0.01\nSet them back or give',
+            id='another margin',
         ),
-        (study_with(data={'eval_sequences': 64}), None, 'base.data.eval_sequences: null -> 64'),
-        (study_with(tuning=TuningConfig()), None, r'\n  tuning.*-> null'),
-        (study_with(trials={'seeds': (0, 1, 2, 3)}), None, r'seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]'),
-        (study_with(variants=('qk/vo', 'qk/k_is_v')), None, "\n  variants: 'shared_qk/vo' is left"),
-        (LaterStudy(**FIELDS_OF_STUDY, correction='none'), None, r'correction: "holm" -> "none"\n'),
-        (
-            study_with(margin=1.0),
-            lambda path: (path / 'study.json').unlink(),
-            'study.json is missing',
+        pytest.param(
+            study_with(data={'eval_sequences': 64}),
+            r'\n  base.data.eval_sequences: null -> 64\n',
+            id='other data',
         ),
-        (
-            study_with(margin=0.05),
-            lambda path: change_study_json(path, margin=0.05),
-            'is not what .*declares',
+        pytest.param(study_with(tuning=TuningConfig()), r'\n  tuning.*-> null', id='no tuning'),
+        pytest.param(
+            study_with(trials={'seeds': (0, 1, 2, 3)}),
+            r'seeds: \[0, 1, 2\] -> \[0, 1, 2, 3\]',
+            id='other seeds',
         ),
-        (STUDY, lambda path: change_study_json(path, history={}), r'history: \{\} -> absent\nSet'),
-        (
-            STUDY,
-            lambda path: change_study_json(path, variants='qk/vo'),
-            "damaged .field 'variants' is",
+        pytest.param(
+            study_with(variants=('qk/vo', 'qk/k_is_v')),
+            r"\n  variants: 'shared_qk/vo' is left",
+            id='a variant is left out',
         ),
-        (STUDY, lambda path: change_last_run(path, run='0'), REMATCHED),
+        pytest.param(
+            LaterStudy(**FIELDS_OF_STUDY, correction='none'),
+            r'correction: "holm" -> "none"\n',
+            id='a setting of a later version',
+        ),
     ],
 )
-def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, damage, message):
-    if damage:
-        damage(finished)
-    before = contents(finished)
+def test_a_directory_keeps_the_study_that_it_began_with(trained, finished, study, message):
+    before = json_files(finished)
     with pytest.raises(ConfigError, match=message):
         worker.run(study, finished)
-    assert contents(finished) == before
+    assert json_files(finished) == before
+    assert not trained
+
+
+def change_study_json(path, **changes):
+    declared = read_json(path / 'study.json', {})
+    write_json(path / 'study.json', declared | changes)
+
+
+def remove_study_json(path):
+    (path / 'study.json').unlink()
+
+
+def change_margin(path):
+    change_study_json(path, margin=0.05)
+
+
+def add_an_unknown_field(path):
+    change_study_json(path, history={})
+
+
+def damage_variants(path):
+    change_study_json(path, variants='qk/vo')
+
+
+def change_the_last_planned_run(path):
+    """As if an earlier version had matched the arm in another way."""
+    planned = read_lines(path / 'plan.jsonl')
+    planned[-1]['run'] = '0'
+    write_lines(path / 'plan.jsonl', planned)
+
+
+@pytest.mark.parametrize(
+    ('change_files', 'study', 'message'),
+    [
+        (remove_study_json, study_with(margin=1.0), 'study.json is missing'),
+        (change_margin, study_with(margin=0.05), 'is not what .*declares'),
+        (add_an_unknown_field, STUDY, r'history: \{\} -> absent\nSet them back'),
+        (damage_variants, STUDY, "damaged .field 'variants' is"),
+        (
+            change_the_last_planned_run,
+            STUDY,
+            'would train runs/shared_qk-vo.* of workdir=.* again; use the version',
+        ),
+    ],
+)
+def test_a_directory_whose_files_were_changed_is_refused(
+    trained, finished, change_files, study, message
+):
+    change_files(finished)
+    before = json_files(finished)
+    with pytest.raises(ConfigError, match=message):
+        worker.run(study, finished)
+    assert json_files(finished) == before
     assert not trained
 
 
 def test_results_that_two_arms_exchanged_are_refused(trained, finished):
     planned = read_lines(finished / 'plan.jsonl')
-    directories = [line['directory'] for line in planned if line['stage'] == 'verdict']
-    # The files result.json of the two verdict runs.
-    first, second = (finished / directory / 'result.json' for directory in directories)
-    results = first.read_bytes()
+    verdicts = [line['directory'] for line in planned if line['stage'] == 'verdict']
+    assert len(verdicts) == 2
+    first = finished / verdicts[0] / 'result.json'
+    second = finished / verdicts[1] / 'result.json'
+    results_of_first = first.read_bytes()
     first.write_bytes(second.read_bytes())
-    second.write_bytes(results)
-    before = contents(finished)
-    with pytest.raises(ConfigError, match=r"result.json is damaged .*'config_hash' is '\w+', exp"):
+    second.write_bytes(results_of_first)
+    before = json_files(finished)
+
+    message = r"result.json is damaged .*'config_hash' is '\w+', expected"
+    with pytest.raises(ConfigError, match=message):
         worker.run(STUDY, finished)
-    assert contents(finished) == before
+
+    assert json_files(finished) == before
     assert not trained
-
-
-MACHINE = {
-    'data': {'data_dir': '/other'},
-    'mesh': {'trial': 1, 'data': 1},
-    'train': {'sinks': ('tensorboard',)},
-}
 
 
 def test_settings_of_the_machine_train_nothing_again(trained, finished):
     """They are part of the plan, as the last worker set them, not of the study or its ledger."""
     ledger.record_look(finished)
-    before = contents(finished)
-    worker.run(study_with(**MACHINE), finished)
+    before = json_files(finished)
+    on_other_machine = study_with(
+        data={'data_dir': '/other'},
+        mesh={'trial': 1, 'data': 1},
+        train={'sinks': ('tensorboard',)},
+    )
+
+    worker.run(on_other_machine, finished)
     worker.run(STUDY, finished)
+
     assert not trained
-    assert contents(finished) == before
+    assert json_files(finished) == before
     assert not ledger.record_look(finished)  # the same files
 
 
 def test_a_field_that_a_later_version_adds_trains_nothing_again(trained, finished):
     ledger.record_look(finished)
-    before = contents(finished)
+    before = json_files(finished)
+
     worker.run(LaterStudy(**FIELDS_OF_STUDY), finished)
+
     assert not trained
-    assert contents(finished) == before
+    assert json_files(finished) == before
     assert not ledger.record_look(finished)  # the same files
 
 
 def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp_path):
     path = tmp_path / 'out'
 
-    def add_arms(config, workdir):
+    def add_an_arm(config, workdir):
         if len(trained) == 2:
             declaration.declare(path, GROWN, build_arms(GROWN))
 
-    # Another worker adds arms after two of the six runs of STUDY.
-    trained.before = add_arms
+    # Another worker adds an arm after two of the six runs of STUDY.
+    trained.before = add_an_arm
     worker.run(STUDY, path)
-    assert len(trained) == 6 and len(read_lines(path / 'plan.jsonl')) == 4  # as it was then
+
+    assert len(trained) == 6
+    assert len(read_lines(path / 'plan.jsonl')) == 4  # as it was then
+
+    # A worker of the grown study trains the three runs of the new arm.
     worker.run(GROWN, path)
-    assert len(trained) == 9 == len(read_lines(path / 'plan.jsonl'))
+
+    assert len(trained) == 9
+    assert len(read_lines(path / 'plan.jsonl')) == 9
 
 
-def test_a_stored_study_trains_the_run_whose_results_it_lacks_from_the_start(
-    trained, finished, tmp_path
-):
-    """The log of a run without results does not count: it is trained as if it had not begun."""
-    results = finished / 'results.jsonl'
-    lines = read_lines(results)
-    run_without_results = lines[-1]['run']
-    write_lines(results, [line for line in lines if line['run'] != run_without_results])
+def test_a_stored_study_trains_a_run_without_results_from_the_start(trained, finished, tmp_path):
+    """The log of such a run does not count: it is trained as if it had not begun."""
+    results = read_lines(finished / 'results.jsonl')
+    run = results[-1]['run']
+    results_of_others = [result for result in results if result['run'] != run]
+    write_lines(finished / 'results.jsonl', results_of_others)
     kept = tmp_path / 'kept'
     stored.pack(finished, kept)
     has_log = []  # of each run, before it is trained
     trained.before = lambda config, workdir: has_log.append((workdir / 'metrics.jsonl').exists())
+
     worker.run(STUDY, kept)
-    (name,) = trained
-    assert name.endswith(run_without_results)
+
+    assert len(trained) == 1
+    assert trained[0].endswith(run)
     assert has_log == [False]
-    assert read_lines(kept / 'results.jsonl') == lines
+    assert read_lines(kept / 'results.jsonl') == results

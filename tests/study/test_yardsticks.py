@@ -3,12 +3,14 @@
 import json
 import shutil
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from experiments.claims.protocol import translator
-from qkattn.config import to_json
+from qkattn.config import Config, to_json
 from qkattn.data import pipeline
 from qkattn.data.tasks.language import MaskedRows
 from qkattn.data.tasks.task_registry import rows_of
@@ -22,218 +24,319 @@ from qkattn.study.yardstick_definitions import DEFINITIONS, is_current
 from tests.refusals import refused
 from tests.studies import read_lines, write_lines
 
-PLACE = {'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
-RUN = {'run': 'a', 'variant': 'qk/vo', **PLACE, 'stage': 'verdict', 'directory': 'runs/a'}
+ARM = {'variant': 'qk/vo', 'size': 'd_model=32', 'corpus': 'stdlib', 'control': None}
+
+
+class RecordedStudy(NamedTuple):
+    config: Config
+    path: Path
 
 
 @pytest.fixture
 def study(small_run, tmp_path):
-    """A config, and a study directory with one finished verdict run of it."""
-    config, run = small_run
-    shutil.copytree(run, tmp_path / 'runs/a')
+    """A study directory with one finished verdict run, 'a', and the config of the run."""
+    config = small_run.config
+    shutil.copytree(small_run.path, tmp_path / 'runs/a')
+    results = read_json(small_run.path / 'result.json', [{}])
+    planned = {
+        'run': 'a',
+        **ARM,
+        'stage': 'verdict',
+        'directory': 'runs/a',
+        'config': to_json(config),
+        'trials': len(results),
+    }
     (tmp_path / 'study.json').write_text('{"baseline": "qk/vo"}')
-    results = read_json(run / 'result.json', [{}])
-    planned = RUN | {'config': to_json(config), 'trials': len(results)}
     write_lines(tmp_path / 'plan.jsonl', [planned])
     write_lines(tmp_path / 'results.jsonl', [result | {'run': 'a'} for result in results])
-    return config, tmp_path
+    return RecordedStudy(config, tmp_path)
 
 
 def recorded_yardsticks(path):
     return read_json(path / YARDSTICKS, {'groups': tuple[dict, ...], 'runs': tuple[dict, ...]})
 
 
+def change_results(path, **changes):
+    """Sets these fields in all lines of results.jsonl."""
+    results = read_lines(path / 'results.jsonl')
+    write_lines(path / 'results.jsonl', [result | changes for result in results])
+
+
+def change_data(path):
+    """Makes results.jsonl name a version of the data that this machine does not have."""
+    data = read_lines(path / 'results.jsonl')[0]['data']
+    change_results(path, data=data | {'version': '2'})
+
+
+def text_of(batches):
+    """The rows of text of a language model's batches: the first token and all targets."""
+    rows = []
+    for batch in batches:
+        first_tokens = batch['tokens_BT'][:, :1]
+        rows.append(np.hstack([first_tokens, batch['targets_BT']]))
+    return np.concatenate(rows)
+
+
 def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
-    config, path = study
-    assert yardsticks.record(path) == []
-    (group,) = recorded_yardsticks(path)['groups']
-    place = {'run': 'a', 'size': 'd_model=32', 'longer': False, 'task': 'language'}
-    place |= {'definition': 1}
-    assert group.items() >= (place | {'seen': 1536, 'tokens': 1536}).items()
+    assert yardsticks.record(study.path) == []
+
+    num_steps, batch_size, context = 12, 8, 16
+    num_tokens = num_steps * batch_size * context
+    (group,) = recorded_yardsticks(study.path)['groups']
+    assert group['run'] == 'a'
+    assert group['size'] == 'd_model=32'
+    assert group['longer'] is False
+    assert group['task'] == 'language'
+    assert group['definition'] == 1
+    assert group['seen'] == num_tokens
+    assert group['tokens'] == num_tokens
 
     # The same counts, from the rows of the 12 steps of seed 0.
-    rows = rows_of(config)
-
-    def text(batches):
-        return np.concatenate(
-            [np.hstack([b['tokens_BT'][:, :1], b['targets_BT']]) for b in batches]
-        )
-
-    steps = [pipeline.train_batch(rows, seed=0, step=k, batch_size=8) for k in range(12)]
-    evaluated = text(pipeline.eval_batches(rows, 'test', batch_size=8, max_rows=8))
-    (nats_OM,) = ngrams.losses(
-        *ngrams.preceding(text(steps), 5), [ngrams.preceding(evaluated, 5)], rows.vocab_size
-    )
-    expected = {f'{order}-gram': nats_M.mean() for order, nats_M in enumerate(nats_OM, start=1)}
+    rows = rows_of(study.config)
+    steps = [
+        pipeline.train_batch(rows, seed=0, step=step, batch_size=batch_size)
+        for step in range(num_steps)
+    ]
+    evaluation = pipeline.eval_batches(rows, 'test', batch_size=batch_size, max_rows=8)
+    max_order = 6
+    contexts_KN, targets_N = ngrams.preceding(text_of(steps), max_order - 1)
+    evaluated = ngrams.preceding(text_of(evaluation), max_order - 1)
+    (nats_OM,) = ngrams.losses(contexts_KN, targets_N, [evaluated], rows.vocab_size)
+    expected = {f'{order}-gram': nats_OM[order - 1].mean() for order in range(1, max_order + 1)}
     assert group['losses']['test'] == pytest.approx(expected)
 
 
 def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
-    _, path = study
-    assert yardsticks.record(path) == []
-    (run,) = recorded_yardsticks(path)['runs']
-    results = read_lines(path / 'results.jsonl')
+    assert yardsticks.record(study.path) == []
+
+    (run,) = recorded_yardsticks(study.path)['runs']
+    results = read_lines(study.path / 'results.jsonl')
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
         assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
-        assert trial['early'] > 0 < trial['late'] and trial['shuffled'] is None
+        assert trial['early'] > 0
+        assert trial['late'] > 0
+        assert trial['shuffled'] is None
 
 
 def test_a_stored_study_has_counts_but_no_trials_from_checkpoints(study):
-    _, path = study
-    stored.pack(path, path / 'kept')
-    assert yardsticks.record(path / 'kept') == []
-    yardsticks.record(path)
-    (run,) = recorded_yardsticks(path / 'kept')['runs']
-    assert recorded_yardsticks(path / 'kept')['groups'] == recorded_yardsticks(path)['groups']
-    assert run['trials'] is None and run['why'] == 'it has no checkpoint'
+    kept = study.path / 'kept'
+    stored.pack(study.path, kept)
+
+    assert yardsticks.record(kept) == []
+    yardsticks.record(study.path)
+
+    of_kept = recorded_yardsticks(kept)
+    assert of_kept['groups'] == recorded_yardsticks(study.path)['groups']
+    (run,) = of_kept['runs']
+    assert run['trials'] is None
+    assert run['why'] == 'it has no checkpoint'
 
 
 def test_checkpoints_outside_the_study_are_not_read(study):
-    _, path = study
-    write_lines(path / 'plan.jsonl', [read_lines(path / 'plan.jsonl')[0] | {'directory': '../a'}])
+    (planned,) = read_lines(study.path / 'plan.jsonl')
+    write_lines(study.path / 'plan.jsonl', [planned | {'directory': '../a'}])
     with pytest.raises(ConfigError, match=r"plan.jsonl, line 1 is damaged \(field 'directory' is"):
-        yardsticks.record(path)
+        yardsticks.record(study.path)
 
 
 def test_recorded_yardsticks_are_kept_where_checkpoints_are_gone(study, monkeypatch):
-    _, path = study
-    yardsticks.record(path)
-    before = (path / YARDSTICKS).read_bytes()
-    shutil.rmtree(path / 'runs')  # as of a study that was copied without its checkpoints
+    yardsticks.record(study.path)
+    before = (study.path / YARDSTICKS).read_bytes()
+    shutil.rmtree(study.path / 'runs')
+
+    # Nothing is measured again.
     with monkeypatch.context() as patch:
         patch.setattr(yardsticks, '_measure_group', None)
-        assert yardsticks.record(path) == [] and (path / YARDSTICKS).read_bytes() == before
-    (path / YARDSTICKS).unlink()  # without a checkpoint, only counts are recorded
-    assert yardsticks.record(path) == []
-    found = recorded_yardsticks(path)
-    assert found['groups'][0]['losses']['test'] and found['start']['git']
-    place = {'run': 'a', 'variant': 'qk/vo', **PLACE}
-    assert found['runs'] == [place | {'trials': None, 'why': 'it has no checkpoint'}]
+        assert yardsticks.record(study.path) == []
+    assert (study.path / YARDSTICKS).read_bytes() == before
+
+    # Without the record either, counts alone are recorded.
+    (study.path / YARDSTICKS).unlink()
+    assert yardsticks.record(study.path) == []
+    recorded = recorded_yardsticks(study.path)
+    assert recorded['groups'][0]['losses']['test']
+    assert recorded['start']['git']
+    assert recorded['runs'] == [
+        {'run': 'a', **ARM, 'trials': None, 'why': 'it has no checkpoint'},
+    ]
 
 
 def test_a_study_whose_data_are_not_here_gets_no_yardsticks(study):
-    _, path = study
-    results = read_lines(path / 'results.jsonl')
-    data = results[0]['data'] | {'version': '2'}
-    write_lines(path / 'results.jsonl', [result | {'data': data} for result in results])
-    (problem,) = yardsticks.record(path)
+    change_data(study.path)
+
+    (problem,) = yardsticks.record(study.path)
+
     assert problem.startswith("d_model=32, stdlib: data.name='stdlib' gives other data on this")
-    assert not (path / YARDSTICKS).exists()
+    assert not (study.path / YARDSTICKS).exists()
 
 
 def test_a_checkpoint_of_another_training_is_not_measured(study):
-    _, path = study
-    results = read_lines(path / 'results.jsonl')
-    write_lines(path / 'results.jsonl', [result | {'test_loss': 1.0} for result in results])
-    assert yardsticks.record(path) == []
-    (run,) = recorded_yardsticks(path)['runs']
-    assert run['trials'] is None and run['why'].endswith(', its result 1.0000')
-    write_lines(path / 'results.jsonl', results[:1])
-    assert yardsticks.record(path) == []
-    (run,) = recorded_yardsticks(path)['runs']
-    assert (run['trials'], run['why']) == (None, 'results of its trials are missing')
+    results = read_lines(study.path / 'results.jsonl')
+
+    # The checkpoint has another loss than the result.
+    change_results(study.path, test_loss=1.0)
+    assert yardsticks.record(study.path) == []
+    (run,) = recorded_yardsticks(study.path)['runs']
+    assert run['trials'] is None
+    assert run['why'].endswith(', its result 1.0000')
+
+    # The checkpoint has more trials than the results.
+    write_lines(study.path / 'results.jsonl', results[:1])
+    assert yardsticks.record(study.path) == []
+    (run,) = recorded_yardsticks(study.path)['runs']
+    assert run['trials'] is None
+    assert run['why'] == 'results of its trials are missing'
+
+
+def data_in_results(rows):
+    """The identity of the data as results.jsonl has it, with lists for tuples."""
+    return json.loads(json.dumps(rows.identity()))
 
 
 def test_the_yardstick_of_a_probe_is_chance(tiny):
     data = {'name': 'recall(pairs=2)', 'eval_sequences': None, 'data_dir': None}
     config = tiny(model={'context': 7}, data=data)
-    data = json.loads(json.dumps(rows_of(config).identity()))
-    group = yardsticks._measure_group(config, {'data': data})
-    chance = rows_of(config).unigram_nats('test')
-    assert group['task'] == 'probe' and group['losses']['test'] == {'chance': chance}
+    rows = rows_of(config)
+
+    group = yardsticks._measure_group(config, {'data': data_in_results(rows)})
+
+    assert group['task'] == 'probe'
+    assert group['losses']['test'] == {'chance': rows.unigram_nats('test')}
 
 
 def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
     config = tiny(model={'kind': 'encoder', 'vocab_size': 257})
     rows = rows_of(config)
+    assert isinstance(rows, MaskedRows)
+
     counts = rows.yardsticks(config)
-    losses = list(counts.losses['test'].values())
-    assert isinstance(rows, MaskedRows) and counts.task == 'masked' and counts.tokens == 1536
-    assert len(losses) == 6 and losses[1] < losses[0] - 0.1
+
+    assert counts.task == 'masked'
+    assert counts.tokens == 12 * 8 * 16  # steps, rows and context
+    losses = list(counts.losses['test'].values())  # by the number of neighbours
+    assert len(losses) == 6
+    assert losses[1] < losses[0] - 0.1
 
 
 def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)
+
     group = yardsticks._measure_group(config, {'data': rows.identity()})
-    assert (group['task'], group['definition'], group['tokens']) == ('ahead', 1, None)
+
+    assert group['task'] == 'ahead'
+    assert group['definition'] == 1
+    assert group['tokens'] is None
     assert group['losses']['test'] == {'frequencies': rows.unigram_nats('test')}
     assert is_current(group)
 
 
-JUDGES = """
-class Dict(Ahead):
+@pytest.fixture
+def wrong_tasks(outside):
+    """A module `wrong_tasks` of two tasks whose yardsticks have another form."""
+    ahead = (outside / 'ahead.py').read_text()
+    classes = """
+class NoYardsticks(Ahead):
     def yardsticks(self, config):
         return {'val': {'chance': 5.0}}
-class Validation(Ahead):
+
+class NoPrefix(Ahead):
     def yardsticks(self, config):
         return Yardsticks(task='judge', losses={'validation': {'chance': 5.0}})
 """
+    (outside / 'wrong_tasks.py').write_text(f'{ahead}{classes}')
+    yield
+    sys.modules.pop('wrong_tasks')
 
 
-def test_yardsticks_of_another_form_are_refused(tiny, outside):
-    source = (outside / 'ahead.py').read_text()
-    (outside / 'judges.py').write_text(f'{source}{JUDGES}')
-    for name, says in (
-        ('Dict', "data.task='judges:Dict' must return Yardsticks, not {'val'"),
-        ('Validation', "have losses of 'validation'; the prefixes of splits are val, test"),
-    ):
-        config = tiny(data={'task': f'judges:{name}'})
-        with refused(says):
-            yardsticks._measure_group(config, {'data': rows_of(config).identity()})
-    sys.modules.pop('judges')
+@pytest.mark.parametrize(
+    ('task', 'message'),
+    [
+        (
+            'wrong_tasks:NoYardsticks',
+            "data.task='wrong_tasks:NoYardsticks' must return Yardsticks, not {'val'",
+        ),
+        (
+            'wrong_tasks:NoPrefix',
+            "have losses of 'validation'; the prefixes of splits are val, test",
+        ),
+    ],
+)
+def test_yardsticks_of_another_form_are_refused(tiny, wrong_tasks, task, message):
+    config = tiny(data={'task': task})
+    with refused(message):
+        yardsticks._measure_group(config, {'data': rows_of(config).identity()})
 
 
 @pytest.mark.slow
 def test_a_translation_is_compared_with_word_by_word_translation():
     config = translator('smoke')
     rows = rows_of(config)
-    group = yardsticks._measure_group(config, {'data': json.loads(json.dumps(rows.identity()))})
-    assert group['task'] == 'translation' and group['definition'] == 2
+
+    group = yardsticks._measure_group(config, {'data': data_in_results(rows)})
+
     # A dictionary is learned from the pairs of training, and translates the test sources.
-    texts = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('test')]
-    train = [[*map(rows.pairs.source.tokenizer.decode, s)] for s in rows.pairs.sentences('train')]
-    dictionary = ibm1.fit(list(zip(*train, strict=True)))
-    number = config.decode.max_sources
-    translations = [dictionary.translate(source) for source in texts[0][:number]]
-    expected = translation_scores(translations, texts[1][:number])['bleu']
-    assert group['bleu']['test'] == pytest.approx(expected) and expected > 0
+    decode = rows.pairs.source.tokenizer.decode
+    train_sources, train_targets = rows.pairs.sentences('train')
+    train_pairs = [
+        (decode(source), decode(target))
+        for source, target in zip(train_sources, train_targets, strict=True)
+    ]
+    dictionary = ibm1.fit(train_pairs)
+    sources, references = rows.pairs.sentences('test')
+    max_sources = config.decode.max_sources
+    translations = [dictionary.translate(decode(source)) for source in sources[:max_sources]]
+    references = [decode(reference) for reference in references[:max_sources]]
+    bleu = translation_scores(translations, references)['bleu']
+    assert bleu > 0
+    assert group['task'] == 'translation'
+    assert group['definition'] == 2
+    assert group['bleu']['test'] == pytest.approx(bleu)
 
 
 def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
     """Where its data are missing, it is kept, and a problem says that it is outdated."""
-    _, path = study
-    yardsticks.record(path)
-    before = recorded_yardsticks(path)
+    yardsticks.record(study.path)
+    before = recorded_yardsticks(study.path)
     monkeypatch.setitem(DEFINITIONS, 'language', 2)
     assert not is_current(before['groups'][0])
 
     # Results name other data than this machine has: nothing is recorded.
-    results = read_lines(path / 'results.jsonl')
-    other = [result | {'data': result['data'] | {'version': '2'}} for result in results]
-    write_lines(path / 'results.jsonl', other)
-    (problem,) = yardsticks.record(path)
-    assert 'other data on this machine' in problem and recorded_yardsticks(path) == before
+    results = read_lines(study.path / 'results.jsonl')
+    change_data(study.path)
+    (problem,) = yardsticks.record(study.path)
+    assert 'other data on this machine' in problem
+    assert recorded_yardsticks(study.path) == before
 
     # With the right data, the group is recorded by its new definition.
-    write_lines(path / 'results.jsonl', results)
-    assert yardsticks.record(path) == []
-    after = recorded_yardsticks(path)
+    write_lines(study.path / 'results.jsonl', results)
+    assert yardsticks.record(study.path) == []
+    after = recorded_yardsticks(study.path)
     assert after['groups'] == [before['groups'][0] | {'definition': 2}]
     assert after['runs'] == before['runs']
 
 
-@pytest.mark.parametrize(('context', 'expected'), [(17, (8, 3, 12)), (7, (3, None, None))])
+@pytest.mark.parametrize(
+    ('context', 'loss', 'early', 'late'),
+    [
+        # Positions 0 to 16: the mean of all, the fourth, and the mean of the last half.
+        pytest.param(17, 8, 3, 12, id='long'),
+        # Positions 0 to 6 are too few to have an early and a late part.
+        pytest.param(7, 3, None, None, id='short'),
+    ],
+)
 def test_early_and_late_losses_are_means_over_parts_of_the_context(
-    tiny, monkeypatch, context, expected
+    tiny, monkeypatch, context, loss, early, late
 ):
-    """Every target has its position as its loss, so that means of positions are expected."""
-
-    def measure(params, batch):
+    def loss_is_position(params, batch):
         return {'nats_BT': (batch['loss_weights_BT'] * np.arange(context))[None]}
 
-    monkeypatch.setattr(yardsticks, 'stack_program', lambda *_: measure)
+    monkeypatch.setattr(yardsticks, 'stack_program', lambda *_: loss_is_position)
     config = tiny(model={'context': context})
+
     (trial,) = yardsticks._measure_trials(config, rows_of(config), {'w': np.zeros(1)})
-    assert (trial['loss'], trial['early'], trial['late']) == pytest.approx(expected)
+
+    assert trial['loss'] == pytest.approx(loss)
+    assert trial['early'] == pytest.approx(early)
+    assert trial['late'] == pytest.approx(late)

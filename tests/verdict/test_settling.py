@@ -13,135 +13,197 @@ from tests.studies import VERDICT_SEEDS, tuned_arm, write_tuned
 
 MARGIN = 0.01
 ERROR = 0.001
-BASE = 2.0 + 0.002 * np.arange(8)
+BASE_LOSSES = 2.0 + 0.002 * np.arange(8)
 NOISE = 1e-4 * np.sin(np.arange(8))
-FRESH = tuple(range(56, 64))
+FRESH_SEEDS = tuple(range(56, 64))
+SHORT_STEPS = 400
+LONG_STEPS = 4 * SHORT_STEPS
 
 
 @pytest.mark.parametrize(
+    # Differences after the short and the long training, their standard error, and whether the
+    # verdict on the short one is 'equivalent'.
     ('short', 'long', 'error', 'equivalent', 'code', 'towards'),
     [
         (0.05, 0.05 - MARGIN + 1e-6, ERROR, False, Length.SETTLED, 'better'),
         (0.05, 0.05 - MARGIN - 1e-6, ERROR, False, Length.SHRINKS, 'better'),
         (0.05, 0.05 + MARGIN + 1e-6, ERROR, False, Length.GROWS, 'worse'),
         (-0.05, -0.05 - MARGIN - 1e-6, ERROR, False, Length.GROWS, 'better'),
-        (0.05, 0.025, 0.009, False, Length.SETTLED, 'better'),  # within 3 standard errors
-        (0.003, -0.001, ERROR, False, Length.TURNS, 'better'),  # within the margin
+        # The change is within 3 standard errors.
+        (0.05, 0.025, 0.009, False, Length.SETTLED, 'better'),
+        # Another sign, though the change is within the margin.
+        (0.003, -0.001, ERROR, False, Length.TURNS, 'better'),
+        # The sign of an equivalent arm does not matter, but it has to stay within the margin.
         (0.003, -0.001, ERROR, True, Length.SETTLED, 'better'),
-        (0.003, 0.011, ERROR, True, Length.GROWS, 'worse'),  # beyond the margin
-        (0.05, -0.05, 1.0, False, Length.TURNS, 'better'),  # whatever the errors
+        (0.003, 0.011, ERROR, True, Length.GROWS, 'worse'),
+        # Another sign, whatever the errors.
+        (0.05, -0.05, 1.0, False, Length.TURNS, 'better'),
     ],
 )
 def test_a_difference_is_settled_if_longer_training_leaves_it_within_the_limit(
     short, long, error, equivalent, code, towards
 ):
-    pair = Trained(400, short, error), Trained(1600, long, error)
-    settling = settle(*pair, MARGIN, equivalent=equivalent)
-    assert (settling.code, settling.towards, settling.times) == (code, towards, 4)
-    assert settling.limit == pytest.approx(max(MARGIN, 3 * np.sqrt(2) * error))
+    settling = settle(
+        Trained(SHORT_STEPS, short, error),
+        Trained(LONG_STEPS, long, error),
+        MARGIN,
+        equivalent=equivalent,
+    )
+
+    assert settling.code == code
+    assert settling.towards == towards
+    assert settling.times == 4
+    error_of_change = np.sqrt(2) * error
+    assert settling.limit == pytest.approx(max(MARGIN, 3 * error_of_change))
 
 
-@pytest.mark.parametrize('long', [None, Trained(1599, 0.05, ERROR)])
-def test_a_difference_at_one_length_is_not_called_settled(long):
-    one = Settling(Length.ONE_LENGTH)
-    assert settle(Trained(400, 0.05, ERROR), long, MARGIN) == one
-    assert settle(None, Trained(1600, 0.05, ERROR), MARGIN) == one
+@pytest.mark.parametrize('long', [None, Trained(LONG_STEPS - 1, 0.05, ERROR)])
+def test_a_difference_is_not_settled_without_a_training_four_times_as_long(long):
+    short = Trained(SHORT_STEPS, 0.05, ERROR)
+    assert settle(short, long, MARGIN) == Settling(Length.ONE_LENGTH)
+
+
+def test_a_difference_after_long_training_alone_is_not_settled():
+    long = Trained(LONG_STEPS, 0.05, ERROR)
+    assert settle(None, long, MARGIN) == Settling(Length.ONE_LENGTH)
 
 
 def short_records(**changes):
-    arm = tuned_arm('b/vo', losses=list(BASE + 0.05 + NOISE), **changes)
-    return tuned_arm('qk/vo', losses=list(BASE), **changes) + arm
+    """Records of qk/vo, and of b/vo, which is worse by about 0.05."""
+    baseline = tuned_arm('qk/vo', losses=list(BASE_LOSSES), **changes)
+    arm = tuned_arm('b/vo', losses=list(BASE_LOSSES + 0.05 + NOISE), **changes)
+    return baseline + arm
 
 
-def long_records(shift, seeds=FRESH, rate=None, **changes):
-    """A study of four times the steps; `rate` is that of the verdict of its arm."""
-    changes |= {'seeds': seeds, 'num_steps': 1600, 'num_tokens': 1600 * 768}
-    arm = tuned_arm('b/vo', losses=list(BASE + shift + NOISE), learning_rate=rate, **changes)
-    return tuned_arm('qk/vo', losses=list(BASE), **changes) + arm
+def long_records(difference, seeds=FRESH_SEEDS, learning_rate=None, **changes):
+    """Records of qk/vo, and of b/vo with this difference, after four times the steps.
+
+    The verdict of b/vo trains at `learning_rate`; None means its tuned rate.
+    """
+    changes |= {'seeds': seeds, 'num_steps': LONG_STEPS, 'num_tokens': LONG_STEPS * 768}
+    baseline = tuned_arm('qk/vo', losses=list(BASE_LOSSES), **changes)
+    losses = list(BASE_LOSSES + difference + NOISE)
+    arm = tuned_arm('b/vo', losses=losses, learning_rate=learning_rate, **changes)
+    return baseline + arm
 
 
-def write_of_length(directory, records, seeds, num_steps, **changes):
+def write_study_of_length(path, records, seeds, num_steps, **changes):
     """Writes a tuned study whose arms train for `num_steps` steps."""
-    path = write_tuned(directory, records, seeds=list(seeds), **changes)
+    write_tuned(path, records, seeds=list(seeds), **changes)
     base = json.loads((path / 'study.json').read_text())['base']
-    base['train'] |= {'num_steps': num_steps}
-    return write_tuned(path, records, seeds=list(seeds), base=base, **changes)
+    base['train']['num_steps'] = num_steps
+    write_tuned(path, records, seeds=list(seeds), base=base, **changes)
+
+
+@pytest.fixture
+def short_study(tmp_path):
+    """A study of 400 steps in which b/vo is worse by about 0.05."""
+    path = tmp_path / 'short'
+    write_study_of_length(path, short_records(), VERDICT_SEEDS, SHORT_STEPS)
+    return path
 
 
 def settling_of_b(path):
-    arms = [arm for arm in find(load_study(path)).arms if arm.variant == 'b/vo']
-    return arms[0].settling
+    findings = find(load_study(path))
+    return next(arm.settling for arm in findings.arms if arm.variant == 'b/vo')
 
 
 @pytest.mark.parametrize(
-    ('shift', 'changes', 'code'),
-    [
-        # The short study has a difference of about 0.05; `shift` is that of the longer one.
-        (0.052, {}, Length.SETTLED),
-        (0.02, {}, Length.SHRINKS),
-        (-0.05, {}, Length.TURNS),
-        # A study of the same seeds, of too few steps or of other settings is no second length.
-        (0.052, {'seeds': VERDICT_SEEDS}, Length.ONE_LENGTH),  # not fresh
-        (0.052, {'steps': 1599}, Length.ONE_LENGTH),
-        (0.052, {'matched': 'flops'}, Length.ONE_LENGTH),
-        (0.052, {'fill': None}, Length.ONE_LENGTH),
-        (0.052, {'size': 'd_model=64'}, Length.ONE_LENGTH),
-        (0.052, {'corpus': 'text'}, Length.ONE_LENGTH),
-        (0.052, {'rate': 1e-3}, Length.ONE_LENGTH),  # not its own tuned rate
-    ],
+    ('difference', 'code'),
+    [(0.052, Length.SETTLED), (0.02, Length.SHRINKS), (-0.05, Length.TURNS)],
 )
 def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
-    tmp_path, shift, changes, code
+    short_study, tmp_path, difference, code
 ):
-    path = write_of_length(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
-    seeds = changes.get('seeds', FRESH)
-    steps = changes.get('steps', 1600)
-    fields = {name: changes[name] for name in ('matched', 'fill') if name in changes}
-    of_arms = {name: changes[name] for name in ('size', 'corpus', 'rate') if name in changes}
-    write_of_length(
-        tmp_path / 'long', long_records(shift, seeds, **of_arms), seeds, steps, **fields
-    )
-    assert settling_of_b(path).code is code
-    assert settling_of_b(tmp_path / 'long').code is Length.ONE_LENGTH
+    long_study = tmp_path / 'long'
+    write_study_of_length(long_study, long_records(difference), FRESH_SEEDS, LONG_STEPS)
+
+    settling = settling_of_b(short_study)
+
+    assert settling.code is code
     if code is Length.SHRINKS:
-        assert settling_of_b(path).longer == pytest.approx(0.02, abs=1e-3)
+        assert settling.longer == pytest.approx(difference, abs=1e-3)
+    # Nothing is trained longer than the long study.
+    assert settling_of_b(long_study).code is Length.ONE_LENGTH
 
 
 @pytest.mark.parametrize(
-    ('shift', 'sentence'),
+    # Seeds, steps and other changes of the longer study.
+    ('seeds', 'num_steps', 'changes_of_arms', 'changes_of_study'),
+    [
+        pytest.param(VERDICT_SEEDS, LONG_STEPS, {}, {}, id='the same seeds'),
+        pytest.param(FRESH_SEEDS, LONG_STEPS - 1, {}, {}, id='too few steps'),
+        pytest.param(FRESH_SEEDS, LONG_STEPS, {'size': 'd_model=64'}, {}, id='another size'),
+        pytest.param(FRESH_SEEDS, LONG_STEPS, {'corpus': 'text'}, {}, id='another corpus'),
+        pytest.param(
+            FRESH_SEEDS,
+            LONG_STEPS,
+            {'learning_rate': 1e-3},
+            {},
+            id='a learning rate other than the tuned one',
+        ),
+        pytest.param(FRESH_SEEDS, LONG_STEPS, {}, {'matched': 'flops'}, id='another match'),
+        pytest.param(FRESH_SEEDS, LONG_STEPS, {}, {'fill': None}, id='no fill'),
+    ],
+)
+def test_an_unlike_longer_study_settles_no_difference(
+    short_study, tmp_path, seeds, num_steps, changes_of_arms, changes_of_study
+):
+    records = long_records(0.052, seeds, **changes_of_arms)
+    write_study_of_length(tmp_path / 'long', records, seeds, num_steps, **changes_of_study)
+
+    assert settling_of_b(short_study).code is Length.ONE_LENGTH
+    assert settling_of_b(tmp_path / 'long').code is Length.ONE_LENGTH
+
+
+@pytest.mark.parametrize(
+    ('difference', 'sentence'),
     [
         (0.052, 'is worse than qk/vo by more than the margin, settled'),
         (0.02, 'is worse than qk/vo by more than the margin at this length'),
     ],
 )
-def test_the_summary_says_how_long_a_verdict_holds(tmp_path, shift, sentence):
-    path = write_of_length(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
-    write_of_length(tmp_path / 'long', long_records(shift, FRESH), FRESH, 1600)
-    assert sentence in tables.summary(find(load_study(path)))[0]
+def test_the_summary_says_how_long_a_verdict_holds(short_study, tmp_path, difference, sentence):
+    records = long_records(difference)
+    write_study_of_length(tmp_path / 'long', records, FRESH_SEEDS, LONG_STEPS)
+
+    summary = tables.summary(find(load_study(short_study)))
+
+    assert sentence in summary[0]
 
 
-def test_a_difference_without_a_longer_study_is_at_its_length(tmp_path):
-    path = write_of_length(tmp_path / 'short', short_records(), VERDICT_SEEDS, 400)
-    (tmp_path / 'damaged').mkdir()
-    (tmp_path / 'damaged/study.json').write_text('{')
-    assert settling_of_b(path).code is Length.ONE_LENGTH
+def test_a_difference_without_a_longer_study_holds_at_its_length(short_study, tmp_path):
+    damaged = tmp_path / 'damaged'
+    damaged.mkdir()
+    (damaged / 'study.json').write_text('{')
+    assert settling_of_b(short_study).code is Length.ONE_LENGTH
 
 
 @pytest.mark.parametrize(
     ('longer_seeds', 'code'),
-    [(FRESH, Length.SETTLED), (VERDICT_SEEDS, Length.ONE_LENGTH), ((), Length.ONE_LENGTH)],
+    [
+        pytest.param(FRESH_SEEDS, Length.SETTLED, id='fresh seeds'),
+        pytest.param(VERDICT_SEEDS, Length.ONE_LENGTH, id='verdict seeds'),
+        pytest.param((), Length.ONE_LENGTH, id='none, which means the verdict seeds'),
+    ],
 )
 def test_a_control_trained_longer_needs_fresh_seeds(tmp_path, longer_seeds, code):
-    seeds = longer_seeds or VERDICT_SEEDS
-    records = short_records() + long_records(0.052, seeds, control='longer')
+    longer_records = long_records(0.052, longer_seeds or VERDICT_SEEDS, control='longer')
+    records = short_records() + longer_records
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(longer_seeds)}
-    path = write_of_length(tmp_path / 'short', records, VERDICT_SEEDS, 400, controls=controls)
+    path = tmp_path / 'short'
+
+    write_study_of_length(path, records, VERDICT_SEEDS, SHORT_STEPS, controls=controls)
+
     assert settling_of_b(path).code is code
 
 
-def test_the_base_may_differ_in_the_length_of_training_alone():
+def test_a_longer_study_may_differ_in_the_length_of_training_alone():
     short = language_model('cpu')
     long = language_model('cpu', seeds=6, first_seed=56, evaluations=8, times_as_long=4)
     rope = language_model('cpu', positions='rope')
-    assert longer._settings_to_compare(short) == longer._settings_to_compare(long)
-    assert longer._settings_to_compare(rope) != longer._settings_to_compare(short)
+
+    settings = longer._settings_to_compare(short)
+
+    assert longer._settings_to_compare(long) == settings
+    assert longer._settings_to_compare(rope) != settings
