@@ -235,21 +235,25 @@ def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, 
 
 
 def test_data_of_too_few_documents_are_refused_before_anything_is_written(tmp_path):
-    """A tuned study needs an error over documents, which a single one does not give."""
+    """A text file is one document, which gives no error over documents."""
     text = tmp_path / 'book.txt'
     text.write_text('line of text\n' * 4000)
     data = DataConfig(name='text', path=str(text), data_dir=str(tmp_path / 'data'))
     study = study_with(data=vars(data))
+
     with pytest.raises(ConfigError, match=r"1 of 1 documents .* of data.name='text', .*book.txt'"):
         worker.run(study, tmp_path / 'out')
+
     assert not (tmp_path / 'out').exists()
 
 
 def test_every_model_is_checked_before_anything_is_written(trained, tmp_path, monkeypatch):
     checked = []
     monkeypatch.setattr(worker, 'require_memory', checked.append)
-    sizes = ('d_model=32', 'd_model=64')
-    worker.run(study_with(variants=('qk/vo',), sizes=sizes), tmp_path / 'out')
+    study = study_with(variants=('qk/vo',), sizes=('d_model=32', 'd_model=64'))
+
+    worker.run(study, tmp_path / 'out')
+
     assert sorted(config.model.d_model for config in checked) == [32, 64]
 
 
@@ -299,7 +303,7 @@ def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_pat
 
     worker.run(study, tmp_path / 'out')
 
-    # (runs after this one, workers)
+    # Runs without a result that this worker does not train, and workers.
     assert [(left.runs, left.workers) for left in times_left] == [
         (2, 2),
         (2, 1),  # from here on, this worker is alone

@@ -1,6 +1,5 @@
 """Arms, verdicts, scaling fits and the parts of a difference, recomputed by hand."""
 
-import itertools
 import json
 
 import numpy as np
@@ -14,20 +13,24 @@ from qkattn.study.arm_key import EXPECTED, LONGER, SAME_SHAPE
 from qkattn.verdict import Decision, ReasonCode, RemarkCode, find, judging, load_study
 from tests import studies
 
-BETTER, BETTER_BELOW, EQUIVALENT, WORSE_BELOW, WORSE, UNDECIDED, NO_VERDICT = Decision
 SIZE = 'd_model=128'
+# Test losses of the baseline, one per seed.
 BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
+NOISE_OF_MEAN_ZERO = NOISE - NOISE.mean()
 PARTS = ('same_shape', 'reinvesting', 'longer')
 
 
 def records_of_arm(variant, delta, validation=None, noise=NOISE, **keywords):
-    """Trials of an arm whose test losses are `delta` above the baseline's.
+    """Trials of an arm whose test losses are `delta` above the baseline's, with noise.
 
-    Its validation losses are `validation` above them, by default `delta` as well.
+    A `delta` of 0 has no noise. Validation losses are `validation` above the baseline's; None means
+    `delta` as well.
     """
-    losses = list(BASE + delta + noise * (delta != 0))
-    records = studies.tuned_arm(variant, losses=losses, **keywords)
+    losses = BASE + delta
+    if delta != 0:
+        losses = losses + noise
+    records = studies.tuned_arm(variant, losses=list(losses), **keywords)
     for record in records:
         if validation is not None and record['stage'] == 'verdict':
             record['val_loss'] += validation - delta
@@ -35,7 +38,12 @@ def records_of_arm(variant, delta, validation=None, noise=NOISE, **keywords):
 
 
 def findings_of(directory, *arms, **changes):
-    return find(load_study(studies.write_tuned(directory, sum(arms, []), **changes)))
+    """Writes a study of these arms, each a list of records; returns its findings."""
+    records = []
+    for records_of_one in arms:
+        records += records_of_one
+    studies.write_tuned(directory, records, **changes)
+    return find(load_study(directory))
 
 
 def code_names(reasons):
@@ -43,20 +51,39 @@ def code_names(reasons):
 
 
 def records_by_seed(variant, losses, **changes):
-    return [studies.trial_record(variant, seed=s, val_loss=v, **changes) for s, v in losses.items()]
+    """Trials without tuning, whose losses are given by seed."""
+    records = []
+    for seed, loss in losses.items():
+        records.append(studies.trial_record(variant, seed=seed, val_loss=loss, **changes))
+    return records
 
 
-def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(study_dir):
-    base = {0: 2.00, 1: 2.10, 2: 2.30}
-    other = {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}  # in another order
-    records = records_by_seed('qk/vo', base) + records_by_seed('b/vo', other)
-    # 1e-3 holds the lowest single loss that finished everywhere, 1e-2 a lucky seed: neither wins.
-    for rate, values in {1e-3: (2.0, 2.4), 3e-3: (2.1, 2.2), 1e-2: (1.0, None)}.items():
-        records += records_by_seed('swept/vo', dict(enumerate(values)), learning_rate=rate)
-    baseline, arm, swept = find(load_study(studies.write_study(study_dir, records))).arms
+def test_arms_are_compared_over_the_seeds_that_they_share(study_dir):
+    baseline_losses = {0: 2.00, 1: 2.10, 2: 2.30}
+    arm_losses = {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}  # in another order, with one more seed
+    records = records_by_seed('qk/vo', baseline_losses) + records_by_seed('b/vo', arm_losses)
+    studies.write_study(study_dir, records)
+
+    baseline, arm = find(load_study(study_dir)).arms
+
     assert baseline.is_baseline
-    assert baseline.difference is arm.verdict is None
+    assert baseline.difference is None
+    assert arm.verdict is None  # without tuning
     assert list(arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
+
+
+def test_without_tuning_the_best_rate_by_mean_is_chosen(study_dir):
+    """One rate has the lowest loss of a single seed; another one has a lower, but diverged."""
+    records = [
+        *records_by_seed('qk/vo', {0: 2.00, 1: 2.10, 2: 2.30}),
+        *records_by_seed('swept/vo', {0: 2.0, 1: 2.4}, learning_rate=1e-3),
+        *records_by_seed('swept/vo', {0: 2.1, 1: 2.2}, learning_rate=3e-3),
+        *records_by_seed('swept/vo', {0: 1.0, 1: None}, learning_rate=1e-2),
+    ]
+    studies.write_study(study_dir, records)
+
+    _, swept = find(load_study(study_dir)).arms
+
     assert swept.learning_rate == 3e-3
     assert swept.over_seeds('val_loss').mean == pytest.approx(2.15)
     assert not swept.at_edge
@@ -64,59 +91,65 @@ def test_without_tuning_the_best_rate_by_mean_is_compared_over_shared_seeds(stud
 
 
 @pytest.mark.parametrize(
-    ('test', 'validation', 'decided'),
+    # Mean differences on the two splits.
+    ('test', 'validation', 'decision'),
     [
-        # Mean differences on the two splits, and the verdict (None: undecided).
-        (-0.03, -0.001, BETTER),
-        (-0.03, 0.001, None),
-        (0.03, 0.001, WORSE),
-        (0.03, -0.001, None),
-        (0.0004, -0.004, EQUIVALENT),
-        (0.0004, -0.006, None),
+        (-0.03, -0.001, Decision.BETTER),
+        (-0.03, 0.001, Decision.UNDECIDED),
+        (0.03, 0.001, Decision.WORSE),
+        (0.03, -0.001, Decision.UNDECIDED),
+        (0.0004, -0.004, Decision.EQUIVALENT),
+        (0.0004, -0.006, Decision.UNDECIDED),
     ],
 )
-def test_the_test_split_decides_where_validation_agrees(study_dir, test, validation, decided):
-    records = (
-        records_of_arm('qk/vo', 0),
-        records_of_arm('b/vo', test, validation, NOISE - NOISE.mean()),
-    )
-    findings = findings_of(study_dir, *records)
-    verdict = findings.arms[1].verdict
-    compared = findings.arms[1].comparison
-    means = {'test': compared.difference.mean, 'validation': compared.validation}
-    assert means == pytest.approx({'test': test, 'validation': validation})
-    assert verdict.decision is (decided or UNDECIDED)
-    if decided is None:
-        reason = verdict.reasons[-1]
+def test_the_test_split_decides_where_validation_agrees(study_dir, test, validation, decision):
+    baseline = records_of_arm('qk/vo', 0)
+    records = records_of_arm('b/vo', test, validation, noise=NOISE_OF_MEAN_ZERO)
+
+    arm = findings_of(study_dir, baseline, records).arms[1]
+
+    assert arm.comparison.difference.mean == pytest.approx(test)
+    assert arm.comparison.validation == pytest.approx(validation)
+    assert arm.verdict.decision is decision
+    if decision is Decision.UNDECIDED:
+        reason = arm.verdict.reasons[-1]
         assert reason.code is ReasonCode.SPLITS_DISAGREE
-        assert reason.data.items() >= means.items()
+        assert reason.data['test'] == arm.comparison.difference.mean
+        assert reason.data['validation'] == arm.comparison.validation
 
 
 @pytest.mark.parametrize(
-    ('delta', 'passes'),
+    ('delta', 'noise', 'passing'),
     [
-        (0.03, {'worse', 'not better'}),
-        (-0.03, {'better', 'not worse'}),
-        (0.0, {'not better', 'not worse'}),
-        (None, set()),
+        pytest.param(0.03, NOISE_OF_MEAN_ZERO, {'worse', 'not better'}, id='worse'),
+        pytest.param(-0.03, NOISE_OF_MEAN_ZERO, {'better', 'not worse'}, id='better'),
+        pytest.param(1e-9, NOISE_OF_MEAN_ZERO, {'not better', 'not worse'}, id='equal'),
+        pytest.param(1e-9, 40 * NOISE, set(), id='undecided'),
     ],
 )
-def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, passes):
-    noise = 40 * NOISE if delta is None else NOISE - NOISE.mean()
-    records = [
+def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, noise, passing):
+    arms = [
         records_of_arm('qk/vo', 0),
-        records_of_arm('b/vo', delta or 1e-9, noise=noise),
+        records_of_arm('b/vo', delta, noise=noise),
         records_of_arm('c/vo', 0.02),
+        records_of_arm('b/vo', 0.03, control=SAME_SHAPE),
     ]
-    records.append(records_of_arm('b/vo', 0.03, control=SAME_SHAPE))
-    expected = [f'b/vo is {name}' for name in EXPECTED] + ['b/vo is worse at equal shape']
-    # Arms that have no results yet are of the family.
+    expected = [f'b/vo is {decision}' for decision in EXPECTED]
+    expected.append('b/vo is worse at equal shape')
+    # An arm that has no results yet.
     declared = [('b/vo', 'd_model=64')]
-    changes = {'expected': expected, 'declared': declared}
-    *positive, same_shape = findings_of(study_dir, *records, **changes).positive
-    assert {control.expected.decision for control in positive if control.passed} == passes
-    assert {(c.passed is None, c.verdict.num_comparisons) for c in positive} == {(False, 9)}
-    assert (same_shape.passed, same_shape.arm.key.control) == (True, SAME_SHAPE)
+
+    controls = findings_of(study_dir, *arms, expected=expected, declared=declared).positive
+
+    *positive, same_shape = controls
+    passed = {control.expected.decision for control in positive if control.passed}
+    assert passed == passing
+    for control in positive:
+        assert control.passed is not None
+        # The four decisions at two sizes, and the one at equal shape.
+        assert control.verdict.num_comparisons == 9
+    assert same_shape.passed is True
+    assert same_shape.arm.key.control == SAME_SHAPE
 
 
 def shift_documents(directory, variant, sd):
@@ -125,34 +158,51 @@ def shift_documents(directory, variant, sd):
     Returns these differences and the numbers of tokens, one for each of 100 documents.
     """
     run = studies.run_name(variant, SIZE, 'verdict')
-    records = map(json.loads, (directory / 'results.jsonl').read_text().splitlines())
+    records = studies.read_lines(directory / 'results.jsonl')
+    records_of_run = [record for record in records if record['run'] == run]
     shifts = np.random.default_rng(6).normal(0, sd, 100)
-    of_run = [record for record in records if record['run'] == run]
-    studies.write_documents(directory / run, of_run, 100, shifts)
-    content = json.loads((directory / run / 'documents.json').read_text())
-    return shifts, np.array(content['test']['tokens'])
+    studies.write_documents(directory / run, records_of_run, 100, shifts)
+    documents = json.loads((directory / run / 'documents.json').read_text())
+    return shifts, np.array(documents['test']['tokens'])
 
 
-@pytest.mark.parametrize(('sd', 'decided'), [(0.02, BETTER), (0.3, UNDECIDED)])
-def test_an_interval_includes_errors_of_seeds_documents_and_tuning(study_dir, sd, decided):
+def add_noise_to_screening(records):
+    """Adds noise to each rate's losses, up for one seed and down for the other."""
+    noise = np.random.default_rng(4).normal(0, 0.012, len(records) // 2)
+    for index, record in enumerate(records):
+        if record['stage'] == 'screening':
+            record['val_loss'] += noise[index // 2] * (-1) ** index
+
+
+@pytest.mark.parametrize(
+    ('sd_over_documents', 'decision'), [(0.02, Decision.BETTER), (0.3, Decision.UNDECIDED)]
+)
+def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
+    study_dir, sd_over_documents, decision
+):
     records = records_of_arm('qk/vo', 0) + records_of_arm('b/vo', -0.03)
-    draws = np.random.default_rng(4).normal(0, 0.012, len(records) // 2)
-    # Noise in the screening, up for one seed and down for the other, makes tuning uncertain.
-    for place, record in enumerate(records):
-        extra = draws[place // 2] * (-1) ** place
-        record['val_loss'] += extra if record['stage'] == 'screening' else 0.0
-    baseline, _ = findings_of(study_dir, records).arms
-    shifts, tokens = shift_documents(study_dir, 'b/vo', sd)
-    _, b = find(load_study(study_dir)).arms
-    tuning = [a.sweeps['learning_rate'].at_worst for a in (b, baseline)]
-    assert min(tuning) > 1e-4
-    assert tuning[0] != pytest.approx(tuning[1])
-    evaluation = inference.evaluation_error((shifts * tokens)[None], tokens)
-    expected = inference.paired_test(NOISE - 0.03, evaluation=evaluation, tuning=tuning)
-    interval = b.difference.low, b.difference.high
-    assert interval == pytest.approx((expected.low, expected.high))
-    assert b.comparison.num_documents == 100
-    assert b.verdict.decision is decided
+    add_noise_to_screening(records)
+    studies.write_tuned(study_dir, records)
+    shifts, tokens = shift_documents(study_dir, 'b/vo', sd_over_documents)
+
+    baseline, arm = find(load_study(study_dir)).arms
+
+    # The error of tuning: two bounds on the excess loss, which differ.
+    arm_excess = arm.sweeps['learning_rate'].at_worst
+    baseline_excess = baseline.sweeps['learning_rate'].at_worst
+    assert arm_excess > 1e-4
+    assert baseline_excess > 1e-4
+    assert arm_excess != pytest.approx(baseline_excess)
+
+    expected = inference.paired_test(
+        NOISE - 0.03,
+        evaluation=inference.evaluation_error((shifts * tokens)[None], tokens),
+        tuning=(arm_excess, baseline_excess),
+    )
+    assert arm.difference.low == pytest.approx(expected.low)
+    assert arm.difference.high == pytest.approx(expected.high)
+    assert arm.comparison.num_documents == 100
+    assert arm.verdict.decision is decision
 
 
 def test_the_family_is_the_widest_that_was_declared(study_dir):
@@ -160,87 +210,141 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
 
     Until the smaller study is declared as well, its verdicts are withheld.
     """
-    records = (
-        records_of_arm('qk/vo', 0) + records_of_arm('b/vo', 0.003),
-        records_of_arm('c/vo', 0.03),
-    )
-    assert findings_of(study_dir, *records).num_comparisons == 2
+    two_arms = records_of_arm('qk/vo', 0) + records_of_arm('b/vo', 0.003)
+    third_arm = records_of_arm('c/vo', 0.03)
+    assert findings_of(study_dir, two_arms, third_arm).num_comparisons == 2
     entries = (study_dir / ledger.NAME).read_bytes()
-    studies.write_tuned(study_dir, records[0])
+
+    # The study is written again without its third arm, and with its old ledger.
+    studies.write_tuned(study_dir, two_arms)
     (study_dir / ledger.NAME).write_bytes(entries)
+
     findings = find(load_study(study_dir))
     assert code_names(findings.blocks) == ['OTHER_DECLARATION']
     assert findings.num_comparisons == 2
-    ledger.declare(study_dir, json.loads((study_dir / 'study.json').read_text()))
+
+    declared = json.loads((study_dir / 'study.json').read_text())
+    ledger.declare(study_dir, declared)
+
     b = find(load_study(study_dir)).arms[1]
     assert b.verdict.num_comparisons == 2
-    assert b.verdict.p_holm == pytest.approx(2 * b.difference.p * ALPHA / level(1))
+    assert b.verdict.p_holm == pytest.approx(2 * b.difference.p * ALPHA / level(look=1))
 
 
 LOWER = BASE - 0.03 + NOISE
-FAR = LOWER + np.array([0] * 7 + [0.5])
-CLOSE = BASE + 0.002 + NOISE / 10
-FEW = [2.0, 2.1, *[None] * 6]
-LOST = [None, *LOWER[1:]]
+ONE_SEED_FAR_ABOVE = LOWER + np.array([0, 0, 0, 0, 0, 0, 0, 0.5])
 
 
 @pytest.mark.parametrize(
-    # Losses of the baseline and of the arm, its decision, and its reasons with data of the last.
-    ('base', 'losses', 'decided', 'reasons', 'data'),
+    # Losses of the baseline and of the arm; `data` is that of the last reason.
+    ('baseline_losses', 'losses', 'decision', 'reasons', 'data'),
     [
-        (BASE, CLOSE, EQUIVALENT, ['EQUIVALENT', 'DIFFERENT_WITHIN_MARGIN'], {'side': WORSE}),
-        (BASE, BASE + 0.01 * (-1) ** np.arange(8), UNDECIDED, ['NOT_SHOWN'], {}),
-        # Seven of eight seeds are better, one is worse by far.
-        (BASE, FAR, UNDECIDED, ['NOT_SHOWN', 'SEEDS_APART'], {'apart': 1, 'n': 8}),
-        (FEW, BASE + 0.02, UNDECIDED, ['DIVERGED', 'FEW_PAIRS'], {'n': 2, 'needed': 3}),
-        # Divergence never helps: the arm is not better without the trial that it lost.
-        (BASE, LOST, UNDECIDED, ['DIVERGED', 'DIFFERENT_BUT_DIVERGED'], {'side': BETTER}),
-        ([None, *BASE[1:]], LOWER, BETTER, ['DIVERGED', 'DIFFERENT', 'BEYOND_MARGIN'], {}),
+        pytest.param(
+            BASE,
+            BASE + 0.002 + NOISE / 10,
+            Decision.EQUIVALENT,
+            ['EQUIVALENT', 'DIFFERENT_WITHIN_MARGIN'],
+            {'side': Decision.WORSE},
+            id='worse within the margin',
+        ),
+        pytest.param(
+            BASE,
+            BASE + 0.01 * (-1) ** np.arange(8),
+            Decision.UNDECIDED,
+            ['NOT_SHOWN'],
+            {},
+            id='better and worse seeds by turns',
+        ),
+        pytest.param(
+            BASE,
+            ONE_SEED_FAR_ABOVE,
+            Decision.UNDECIDED,
+            ['NOT_SHOWN', 'SEEDS_APART'],
+            {'apart': 1, 'n': 8},
+            id='seven seeds are better and one is far worse',
+        ),
+        pytest.param(
+            [2.0, 2.1, None, None, None, None, None, None],
+            BASE + 0.02,
+            Decision.UNDECIDED,
+            ['DIVERGED', 'FEW_PAIRS'],
+            {'n': 2, 'needed': 3},
+            id='two pairs',
+        ),
+        pytest.param(
+            BASE,
+            [None, *LOWER[1:]],
+            Decision.UNDECIDED,
+            ['DIVERGED', 'DIFFERENT_BUT_DIVERGED'],
+            {'side': Decision.BETTER},
+            id='better but for a divergence of the arm',
+        ),
+        pytest.param(
+            [None, *BASE[1:]],
+            LOWER,
+            Decision.BETTER,
+            ['DIVERGED', 'DIFFERENT', 'BEYOND_MARGIN'],
+            {},
+            id='better whatever the divergence of the baseline',
+        ),
     ],
 )
 def test_a_verdict_states_the_codes_and_numbers_of_its_reasons(
-    study_dir, base, losses, decided, reasons, data
+    study_dir, baseline_losses, losses, decision, reasons, data
 ):
-    baseline = studies.tuned_arm('qk/vo', losses=list(base))
-    other = studies.tuned_arm('b/vo', losses=list(losses))
-    verdict = findings_of(study_dir, baseline, other).arms[1].verdict
-    assert verdict.decision is decided
+    baseline = studies.tuned_arm('qk/vo', losses=list(baseline_losses))
+    arm = studies.tuned_arm('b/vo', losses=list(losses))
+
+    verdict = findings_of(study_dir, baseline, arm).arms[1].verdict
+
+    assert verdict.decision is decision
     assert code_names(verdict.reasons) == reasons
-    assert verdict.reasons[-1].data.items() >= data.items()
-    # Too few pairs give neither a p-value nor a detectable difference.
+    for name, value in data.items():
+        assert verdict.reasons[-1].data[name] == value
+    # Too few pairs give neither a p value nor a detectable difference.
     are_few = 'FEW_PAIRS' in reasons
     assert (verdict.p_holm is None) == are_few
     assert (verdict.detectable is None) == are_few
     if reasons[0] == 'DIVERGED':
-        counts = {'arm': list(losses).count(None), 'baseline': list(base).count(None)}
-        assert verdict.reasons[0].data == counts
+        assert verdict.reasons[0].data == {
+            'arm': list(losses).count(None),
+            'baseline': list(baseline_losses).count(None),
+        }
 
 
-SCREENED = 10  # the records of an arm's screening, which stand before those of its verdict
+def screening_of(records):
+    return [record for record in records if record['stage'] == 'screening']
 
 
 def test_an_arm_whose_verdict_has_not_begun_counts_as_a_comparison(study_dir):
-    begun = records_of_arm('c/vo', 0.02)[:SCREENED]
-    _, b, c = findings_of(
-        study_dir, records_of_arm('qk/vo', 0), records_of_arm('b/vo', 0.02), begun
-    ).arms
+    baseline = records_of_arm('qk/vo', 0)
+    finished = records_of_arm('b/vo', 0.02)
+    begun = screening_of(records_of_arm('c/vo', 0.02))
+
+    _, b, c = findings_of(study_dir, baseline, finished, begun).arms
+
     assert code_names(c.verdict.reasons) == ['NO_VERDICT_TRIALS']
     assert b.verdict.num_comparisons == 2
 
 
 def test_an_arm_whose_baseline_has_not_begun_has_no_verdict(study_dir):
-    baseline = records_of_arm('qk/vo', 0)[:SCREENED]
-    _, b = findings_of(study_dir, baseline, records_of_arm('b/vo', 0.02)).arms
-    (reason,) = b.verdict.reasons
-    assert code_names([reason]) == ['NO_BASELINE_TRIALS']
-    assert reason.data == {'baseline': 'qk/vo'}
+    baseline = screening_of(records_of_arm('qk/vo', 0))
+    arm = records_of_arm('b/vo', 0.02)
+
+    _, b = findings_of(study_dir, baseline, arm).arms
+
+    assert code_names(b.verdict.reasons) == ['NO_BASELINE_TRIALS']
+    assert b.verdict.reasons[0].data == {'baseline': 'qk/vo'}
 
 
 def test_arms_without_a_shared_seed_have_losses_but_no_difference(study_dir):
-    _, b = findings_of(
-        study_dir, records_of_arm('qk/vo', 0), records_of_arm('b/vo', 0.5, seeds=range(20, 28))
-    ).arms
-    assert b.difference is b.comparison is None
+    baseline = records_of_arm('qk/vo', 0)
+    arm = records_of_arm('b/vo', 0.5, seeds=range(20, 28))
+
+    _, b = findings_of(study_dir, baseline, arm).arms
+
+    assert b.difference is None
+    assert b.comparison is None
     assert b.loss is not None
 
 
@@ -248,110 +352,159 @@ def test_an_arm_is_not_judged_before_all_its_seeds_have_results(study_dir):
     complete = records_of_arm('b/vo', 0.02)
     # The last four seeds of b/vo are a run of their own, which has no results yet.
     late = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
-    records = records_of_arm('qk/vo', 0) + complete[:-4] + late
-    path = studies.write_tuned(study_dir, records, expected=['b/vo is worse'])
-    studies.write_lines(path / 'results.jsonl', records[:-4])
-    (control,) = find(load_study(path)).positive
+    finished = records_of_arm('qk/vo', 0) + complete[:-4]
+    studies.write_tuned(study_dir, finished + late, expected=['b/vo is worse'])
+    studies.write_lines(study_dir / 'results.jsonl', finished)
+
+    (control,) = find(load_study(study_dir)).positive
+
     assert control.passed is None
     assert code_names(control.verdict.reasons) == ['NO_VERDICT_TRIALS']
 
 
 def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
-    lost = studies.tuned_arm('b/vo', losses=[None] * len(BASE))
-    path = studies.write_tuned(
-        study_dir, records_of_arm('qk/vo', 0) + lost, expected=['b/vo is worse']
-    )
-    study = load_study(path)
-    assert 'b/vo is expected to be worse' in ' '.join(tables.summary(find(study)))
+    diverged = studies.tuned_arm('b/vo', losses=[None] * 8)
+    baseline = records_of_arm('qk/vo', 0)
+
+    findings = findings_of(study_dir, baseline, diverged, expected=['b/vo is worse'])
+
+    assert 'b/vo is expected to be worse' in ' '.join(tables.summary(findings))
+
+
+def records_of_a_scaling_law(worth):
+    """Arms at five sizes, in which a parameter of b/vo is worth that many of the baseline.
+
+    The baseline is not bracketed at d_model=128: its optimum is the last rate of the grid.
+    """
+    records = []
+    for d_model in (32, 64, 128, 256, 512):
+        parameters = studies.trial_record('qk/vo', d_model=d_model)['parameters']['total']
+        for variant, factor in (('qk/vo', 1.0), ('b/vo', worth)):
+            loss = 1.5 + 40 * (factor * parameters) ** -0.4
+            losses = loss + 0.0002 * (np.arange(8) - 3.5)
+            is_unbracketed = variant == 'qk/vo' and d_model == 128
+            optimum = 16e-3 if is_unbracketed else 4e-3
+            size = f's{d_model}'
+            records += studies.tuned_arm(variant, size, losses.tolist(), optimum, d_model=d_model)
+    return records
 
 
 def test_scaling_is_fitted_over_sound_sizes(study_dir):
-    """Two arms on a scaling law; the baseline is not bracketed at one size."""
-    records = []
-    for d, (variant, worth) in itertools.product(
-        (32, 64, 128, 256, 512), (('qk/vo', 1.0), ('b/vo', 1.5))
-    ):
-        parameters = studies.trial_record('qk/vo', d_model=d)['parameters']['total']
-        losses = 1.5 + 40 * (worth * parameters) ** -0.4 + 0.0002 * (np.arange(8) - 3.5)
-        optimum = 16e-3 if (variant, d) == ('qk/vo', 128) else 4e-3
-        records += studies.tuned_arm(variant, f's{d}', losses.tolist(), optimum, d_model=d)
+    records = records_of_a_scaling_law(worth=1.5)
+
     findings = findings_of(study_dir, records)
-    base, other = findings.scaling
+
+    baseline, arm = findings.scaling
     assert findings.num_comparisons == 5
-    assert len(base.law.sizes) == 4
-    assert len(other.law.sizes) == 5
-    # Residuals are zero, but not the standard deviation over seeds.
-    assert base.law.df == 4 * 7
-    assert other.law.df == 5 * 7
-    assert other.worth.value == pytest.approx(1.5, rel=0.01)
-    worst = max(a.loss.mean for a in findings.arms if a.is_baseline)
-    studies.write_yardsticks(study_dir, records, losses={'test': {'5-gram': worst - 1e-6}})
-    problem, law = (scaling.law for scaling in find(load_study(study_dir)).scaling)
+    assert len(baseline.law.sizes) == 4
+    assert len(arm.law.sizes) == 5
+    # Residuals are zero, but not the standard deviation over 8 seeds.
+    assert baseline.law.df == 4 * (8 - 1)
+    assert arm.law.df == 5 * (8 - 1)
+    assert arm.worth.value == pytest.approx(1.5, rel=0.01)
+
     # A yardstick that the largest loss of a baseline does not beat leaves out its size.
-    assert problem.data['sizes'] == 3
-    assert len(law.sizes) == 4
+    largest_loss = max(arm.loss.mean for arm in findings.arms if arm.is_baseline)
+    losses = {'test': {'5-gram': largest_loss - 1e-6}}
+    studies.write_yardsticks(study_dir, records, losses=losses)
+    baseline, arm = find(load_study(study_dir)).scaling
+    assert baseline.law.data['sizes'] == 3  # too few for a law
+    assert len(arm.law.sizes) == 4
 
 
 CONTROLS = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(range(6))}
 
 
 def records_with_controls():
-    """A baseline, an arm with both of its controls, and the baseline trained longer."""
-    rates = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
-    records = (
-        records_of_arm('qk/vo', 0)
-        + records_of_arm('b/vo', -0.03)
-        + records_of_arm('b/vo', -0.02, control=SAME_SHAPE)
-    )
-    records += studies.tuned_arm('qk/vo', losses=list(BASE[:6] - 0.3), **rates)
-    return records + studies.tuned_arm('b/vo', losses=list((BASE - 0.31 + 2 * NOISE)[:6]), **rates)
+    """A baseline, an arm with both of its controls, and the baseline trained longer.
+
+    Differences to the baseline are -0.03 of the arm, -0.02 of the arm at the same shape, and -0.01
+    of the arm trained longer.
+    """
+    longer = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
+    longer_baseline = (BASE - 0.3)[:6]
+    longer_arm = (BASE - 0.31 + 2 * NOISE)[:6]
+    return [
+        *records_of_arm('qk/vo', 0),
+        *records_of_arm('b/vo', -0.03),
+        *records_of_arm('b/vo', -0.02, control=SAME_SHAPE),
+        *studies.tuned_arm('qk/vo', losses=list(longer_baseline), **longer),
+        *studies.tuned_arm('b/vo', losses=list(longer_arm), **longer),
+    ]
 
 
 def test_controls_have_no_verdict(study_dir):
     findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
-    parts = findings.arms[1].parts
-    assert list(parts.longer.differences.values()) == pytest.approx(list(2 * NOISE[:6] - 0.01))
+
+    same_shape, longer_baseline, longer_arm = findings.controls
+    assert (same_shape.key.control, same_shape.is_baseline) == (SAME_SHAPE, False)
+    assert (longer_baseline.key.control, longer_baseline.is_baseline) == (LONGER, True)
+    assert (longer_arm.key.control, longer_arm.is_baseline) == (LONGER, False)
+    for control in findings.controls:
+        assert not control.verdict
     assert findings.num_comparisons == 1
-    assert not any(a.verdict for a in findings.controls)
-    kinds = [(a.key.control, a.is_baseline) for a in findings.controls]
-    assert kinds == [(SAME_SHAPE, False), (LONGER, True), (LONGER, False)]
     assert {remark.code for remark in findings.remarks} == {RemarkCode.EVALUATION}
-    # Claims may judge an arm that is trained longer, on the seeds that are declared for it.
-    _, baseline, other = findings.controls
-    assert judging.verdict_on_pair(load_study(study_dir), other, baseline, (), 1).decision is BETTER
-    # A longer arm is tuned around the rate of the primary one.
-    assert [len(a.sweeps['learning_rate'].values) for a in findings.controls] == [5, 3, 3]
+
+    # A longer arm is tuned at three rates around that of the primary arm.
+    assert len(same_shape.sweeps['learning_rate'].values) == 5
+    assert len(longer_baseline.sweeps['learning_rate'].values) == 3
+    assert len(longer_arm.sweeps['learning_rate'].values) == 3
+
+    # It is compared with the longer baseline, on the seeds that are declared for both.
+    differences = findings.arms[1].parts.longer.differences
+    assert list(differences.values()) == pytest.approx(list(-0.01 + 2 * NOISE[:6]))
+
+    # Claims may judge it.
+    verdict = judging.verdict_on_pair(
+        load_study(study_dir), longer_arm, longer_baseline, blocks=(), num_comparisons=1
+    )
+    assert verdict.decision is Decision.BETTER
 
 
 def test_a_baseline_below_its_yardstick_withholds_the_verdict_but_no_part(study_dir):
-    findings_of(study_dir, records_with_controls(), controls=CONTROLS)
-    studies.write_yardsticks(study_dir, records_with_controls(), losses={'test': {'5-gram': 1.0}})
-    findings = find(load_study(study_dir))
-    assert findings.arms[1].verdict.decision is NO_VERDICT
-    assert None not in [getattr(findings.arms[1].parts, name) for name in PARTS]
+    records = records_with_controls()
+    studies.write_tuned(study_dir, records, controls=CONTROLS)
+    studies.write_yardsticks(study_dir, records, losses={'test': {'5-gram': 1.0}})
+
+    arm = find(load_study(study_dir)).arms[1]
+
+    assert arm.verdict.decision is Decision.NO_VERDICT
+    for part in PARTS:
+        assert getattr(arm.parts, part) is not None
 
 
 @pytest.mark.parametrize(
-    ('variant', 'control', 'lost'),
+    # The arm whose schedule does not anneal, or 'all'; and the parts that are lost by that.
+    ('variant', 'control', 'lost', 'decision'),
     [
-        ('b/vo', SAME_SHAPE, {'same_shape', 'reinvesting'}),
-        ('qk/vo', LONGER, {'longer'}),
-        ('b/vo', None, {'reinvesting'}),
-        (None, None, set(PARTS)),
+        ('b/vo', SAME_SHAPE, {'same_shape', 'reinvesting'}, Decision.BETTER),
+        ('qk/vo', LONGER, {'longer'}, Decision.BETTER),
+        ('b/vo', None, {'reinvesting'}, Decision.NO_VERDICT),
+        ('all', None, {'same_shape', 'reinvesting', 'longer'}, Decision.NO_VERDICT),
     ],
 )
-def test_parts_of_a_difference_leave_out_arms_that_break_a_rule(study_dir, variant, control, lost):
+def test_parts_of_a_difference_leave_out_arms_that_break_a_rule(
+    study_dir, variant, control, lost, decision
+):
     studies.write_tuned(study_dir, records_with_controls(), controls=CONTROLS)
-    one = [studies.run_name(variant, SIZE, 'verdict', control)] if variant else None
-    for name in one or [run.name for run in load_study(study_dir).runs]:
-        studies.edit_plan(study_dir, name, optimizer__schedule='constant')
+    if variant == 'all':
+        runs = [run.name for run in load_study(study_dir).runs]
+    else:
+        runs = [studies.run_name(variant, SIZE, 'verdict', control)]
+    for run in runs:
+        studies.edit_plan(study_dir, run, optimizer__schedule='constant')
+
     findings = find(load_study(study_dir))
-    parts = findings.arms[1].parts
-    assert {name for name in PARTS if getattr(parts, name) is None} == lost
-    assert findings.arms[1].verdict.decision is (NO_VERDICT if control is None else BETTER)
-    # A claim that compares another arm with one of these names the one that is withheld.
-    broken = [a for a in (*findings.arms, *findings.controls) if a.blocks]
-    verdicts = [
-        judging.verdict_on_pair(load_study(study_dir), findings.arms[0], a, (), 1) for a in broken
-    ]
-    assert [v.reasons[-1].data['baseline'] for v in verdicts] == [a.variant for a in broken]
+
+    arm = findings.arms[1]
+    assert {part for part in PARTS if getattr(arm.parts, part) is None} == lost
+    assert arm.verdict.decision is decision
+
+    # A claim that compares the baseline with a withheld arm names that arm.
+    study = load_study(study_dir)
+    for withheld in (*findings.arms, *findings.controls):
+        if withheld.blocks:
+            verdict = judging.verdict_on_pair(
+                study, findings.arms[0], withheld, blocks=(), num_comparisons=1
+            )
+            assert verdict.reasons[-1].data['baseline'] == withheld.variant

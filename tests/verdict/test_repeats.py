@@ -12,134 +12,191 @@ from qkattn.verdict import load_findings, load_study
 from tests import studies
 from tests.refusals import refused
 
-FRESH = (20, 21, 22, 23, 24, 25)
+FIRST_SEEDS = studies.VERDICT_SEEDS  # eight
+FRESH_SEEDS = (20, 21, 22, 23, 24, 25)
 NOISE = 0.003 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
 
 
-def records_of_arm(variant, delta, seeds=studies.VERDICT_SEEDS):
-    losses = 2 + 0.05 * np.arange(len(seeds)) + delta + (delta != 0) * NOISE[: len(seeds)]
+def records_of_arm(variant, delta, seeds=FIRST_SEEDS):
+    """Trials of an arm that is worse by `delta`, with noise unless it is 0."""
+    num_seeds = len(seeds)
+    losses = 2 + 0.05 * np.arange(num_seeds) + delta
+    if delta != 0:
+        losses = losses + NOISE[:num_seeds]
     return studies.tuned_arm(variant, losses=losses.tolist(), seeds=seeds)
 
 
-def declare_repeat(directory, name, **fields):
+def declare_repeat(directory, name):
+    """Declares that a study repeats the one `name` beside it."""
     last = ledger.read(directory.parent / name / ledger.NAME).last
-    about = {'study': name, 'entry': last, 'retrospective': True, 'why': 'left open'} | fields
-    ledger.append(directory / ledger.NAME, ledger.REPEATS, **about)
+    ledger.append(
+        directory / ledger.NAME,
+        ledger.REPEATS,
+        study=name,
+        entry=last,
+        retrospective=True,
+        why='left open',
+    )
 
 
 @pytest.fixture
-def repeated(tmp_path):
-    """A study of two arms, and a repeat of one of them beside it."""
+def first(tmp_path):
+    """A study of two arms and eight seeds."""
     records = [
         *records_of_arm('qk/vo', 0),
         *records_of_arm('b/vo', 0.004),
         *records_of_arm('c/vo', 0.03),
     ]
-    studies.write_tuned(tmp_path / 'first', records)
-    records = [*records_of_arm('qk/vo', 0, FRESH), *records_of_arm('b/vo', 0.006, FRESH)]
-    studies.write_tuned(tmp_path / 'second', records, seeds=list(FRESH))
-    declare_repeat(tmp_path / 'second', 'first')
-    return tmp_path
+    return studies.write_tuned(tmp_path / 'first', records)
+
+
+@pytest.fixture
+def second(first):
+    """A repeat of the arm b/vo of the first study, with six fresh seeds."""
+    records = [
+        *records_of_arm('qk/vo', 0, FRESH_SEEDS),
+        *records_of_arm('b/vo', 0.006, FRESH_SEEDS),
+    ]
+    path = studies.write_tuned(first.parent / 'second', records, seeds=list(FRESH_SEEDS))
+    declare_repeat(path, 'first')
+    return path
 
 
 def arm_of(directory, variant='b/vo'):
-    return next(one for one in load_findings(directory).arms if one.variant == variant)
+    findings = load_findings(directory)
+    return next(arm for arm in findings.arms if arm.variant == variant)
 
 
-def test_a_repeat_pools_the_seeds_of_both_studies(repeated):
-    first = arm_of(repeated / 'first')
-    both = arm_of(repeated / 'second')
-    # 8 seeds of the first study and 6 of its repeat, with the mean of each study removed in the sd.
-    assert both.comparison.pooled == {'first': 8}
-    assert both.difference.n == 14
-    assert sorted(both.comparison.differences) == [*studies.VERDICT_SEEDS, *FRESH]
-    own = [v for seed, v in both.comparison.differences.items() if seed in FRESH]
-    earlier = list(first.comparison.differences.values())
-    assert both.difference.mean == pytest.approx(np.mean([*own, *earlier]))
-    squares = [np.var(values) * len(values) for values in (own, earlier)]
-    assert both.difference.sd == pytest.approx((sum(squares) / (14 - 2)) ** 0.5)
+def sum_of_squared_deviations(values):
+    return np.var(values) * len(values)
 
 
-def test_the_bound_of_tuning_is_a_mean_weighted_by_the_seeds_of_both(repeated):
-    first = arm_of(repeated / 'first')
-    both = arm_of(repeated / 'second')
-    bounds = [sum(s.at_worst for s in arm.sweeps.values()) for arm in (both, first)]
-    assert both.difference.tuning_low == pytest.approx((6 * bounds[0] + 8 * bounds[1]) / 14)
+def test_a_repeat_pools_the_seeds_of_both_studies(first, second):
+    arm = arm_of(second)
+
+    assert arm.comparison.pooled == {'first': 8}
+    assert arm.difference.n == 8 + 6
+    differences = arm.comparison.differences
+    assert sorted(differences) == [*FIRST_SEEDS, *FRESH_SEEDS]
+
+    of_first = list(arm_of(first).comparison.differences.values())
+    of_second = [differences[seed] for seed in FRESH_SEEDS]
+    assert arm.difference.mean == pytest.approx(np.mean(of_first + of_second))
+
+    # The standard deviation is that around the mean of each study.
+    squares = sum_of_squared_deviations(of_first) + sum_of_squared_deviations(of_second)
+    assert arm.difference.sd == pytest.approx(np.sqrt(squares / (14 - 2)))
 
 
-def test_a_repeat_is_a_second_look_in_the_family_of_both(repeated):
-    verdict = arm_of(repeated / 'second').verdict
-    assert (verdict.look, verdict.num_comparisons) == (2, 2)
-    p = arm_of(repeated / 'second').difference.p
-    assert verdict.p_holm == pytest.approx(min(1.0, 2 * p * ALPHA / level(2)))
-    assert arm_of(repeated / 'first').verdict.look == 1
+def bound_of_tuning(arm):
+    """How far the losses of all knobs may lie above their optima."""
+    return sum(sweep.at_worst for sweep in arm.sweeps.values())
 
 
-def test_a_study_that_is_not_kept_counts_as_a_look(repeated):
-    key = {'size': 'd_model=128', 'corpus': 'stdlib', 'control': None}
-    arms = [{'variant': variant} | key for variant in ('qk/vo', 'b/vo', 'd/vo')]
-    # An earlier study, of which only the commit, the seeds and the arms are known.
-    lost = {'commit': 'abc', 'seeds': [0, 1, 2], 'arms': arms}
-    about = {'study': 'zeroth', 'entry': '0' * 64, 'retrospective': True, 'why': 'replaced'}
-    ledger.append(repeated / 'first' / ledger.NAME, ledger.REPEATS, lost=lost, **about)
-    for name, look, family in (('first', 2, 3), ('second', 3, 3)):
-        verdict = arm_of(repeated / name).verdict
-        assert (verdict.look, verdict.num_comparisons) == (look, family)
-    assert arm_of(repeated / 'first', 'c/vo').verdict.look == 1
+def test_the_bound_of_tuning_is_a_mean_weighted_by_the_seeds_of_both(first, second):
+    arm = arm_of(second)
+    bound_of_first = bound_of_tuning(arm_of(first))
+    bound_of_second = bound_of_tuning(arm)
+    expected = (8 * bound_of_first + 6 * bound_of_second) / 14
+    assert arm.difference.tuning_low == pytest.approx(expected)
 
 
-def with_label_smoothing(directory):
-    """The study as if its runs had trained with label smoothing."""
+def test_a_repeat_is_a_second_look_in_the_family_of_both(first, second):
+    arm = arm_of(second)
+
+    assert arm.verdict.look == 2
+    assert arm.verdict.num_comparisons == 2
+    p_holm = min(1.0, 2 * arm.difference.p * ALPHA / level(look=2))
+    assert arm.verdict.p_holm == pytest.approx(p_holm)
+    assert arm_of(first).verdict.look == 1
+
+
+def test_a_study_that_is_not_kept_counts_as_a_look(first, second):
+    # The first study repeats one of which only the commit, the seeds and the arms are known.
+    place = {'size': 'd_model=128', 'corpus': 'stdlib', 'control': None}
+    arms = [{'variant': variant, **place} for variant in ('qk/vo', 'b/vo', 'd/vo')]
+    ledger.append(
+        first / ledger.NAME,
+        ledger.REPEATS,
+        lost={'commit': 'abc', 'seeds': [0, 1, 2], 'arms': arms},
+        study='zeroth',
+        entry='0' * 64,
+        retrospective=True,
+        why='replaced',
+    )
+
+    # The arms b/vo, c/vo and d/vo are the family of all three studies.
+    of_first = arm_of(first).verdict
+    assert of_first.look == 2
+    assert of_first.num_comparisons == 3
+    of_second = arm_of(second).verdict
+    assert of_second.look == 3
+    assert of_second.num_comparisons == 3
+    # The lost study did not have c/vo.
+    assert arm_of(first, 'c/vo').verdict.look == 1
+
+
+def train_with_label_smoothing(directory):
+    """Makes the study look as if its runs had trained with label smoothing."""
     lines = studies.read_lines(directory / 'plan.jsonl')
     for line in lines:
         line['config']['train']['label_smoothing'] = 0.1
     studies.write_lines(directory / 'plan.jsonl', lines)
 
 
-def without_yardsticks(directory):
+def remove_yardsticks(directory):
     (directory / ledger.YARDSTICKS).unlink()
 
 
-@pytest.mark.parametrize('change', [with_label_smoothing, without_yardsticks])
-def test_a_study_that_cannot_be_pooled_still_counts_as_a_look(repeated, change):
-    change(repeated / 'first')
-    arm = arm_of(repeated / 'second')
-    assert (arm.comparison.pooled, arm.difference.n, arm.verdict.look) == ({}, 6, 2)
+@pytest.mark.parametrize('change', [train_with_label_smoothing, remove_yardsticks])
+def test_a_study_that_cannot_be_pooled_still_counts_as_a_look(first, second, change):
+    change(first)
+
+    arm = arm_of(second)
+
+    assert arm.comparison.pooled == {}
+    assert arm.difference.n == len(FRESH_SEEDS)
+    assert arm.verdict.look == 2
 
 
-def test_a_shared_seed_of_one_question_is_refused(repeated):
-    studies.write_tuned(
-        repeated / 'second', [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.006)]
-    )
-    declare_repeat(repeated / 'second', 'first')
+def test_an_arm_may_not_have_a_seed_in_both_studies(first):
+    records = [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.006)]
+    second = studies.write_tuned(first.parent / 'second', records)
+    declare_repeat(second, 'first')
+
     with refused('second and first, of the chain of .*, share the seeds', ReportError):
-        load_study(repeated / 'second')
+        load_study(second)
 
 
 @pytest.mark.parametrize('call', [write_report, verify.check_study])
-def test_a_ledger_other_than_the_declared_one_is_refused(repeated, call):
+def test_a_ledger_other_than_the_declared_one_is_refused(first, second, call):
     # The first study is written again, with another margin.
-    studies.write_tuned(
-        repeated / 'first',
-        [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.004)],
-        margin=0.02,
-    )
+    records = [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.004)]
+    studies.write_tuned(first, records, margin=0.02)
+
     with refused("repeats 'first' as of the entry .* does not have", ReportError):
-        call(repeated / 'second')
+        call(second)
 
 
-def test_a_table_names_what_it_repeats(repeated):
-    write_report(repeated / 'second')
-    table = (repeated / 'second/table.md').read_text()
+def test_a_table_names_what_it_repeats(second):
+    write_report(second)
+
+    table = (second / 'table.md').read_text()
     assert 'Earlier study of its questions: first, as was declared in retrospect' in table
     assert 'pooled with those of this study: b/vo (8)' in table
-    assert 'b/vo 2; others 1' in table
+    assert 'b/vo 2; others 1' in table  # looks
 
 
-def test_a_study_alone_is_a_sample_of_one_stratum():
+def test_a_single_stratum_is_a_test_without_strata():
     values = np.random.default_rng(0).normal(0.01, 0.01, 9)
     assert inference.paired_test(values, strata=[0] * 9) == inference.paired_test(values)
-    apart = [*values, *(values + 5)]
-    two = inference.paired_test(apart, strata=[0] * 9 + [1] * 9)
-    assert two.sd == pytest.approx(float(np.std(values, ddof=1)))
-    assert two.df == 16
+
+
+def test_the_mean_of_each_stratum_does_not_add_to_the_deviation():
+    values = np.random.default_rng(0).normal(0.01, 0.01, 9)
+    two_strata = np.concatenate([values, values + 5])
+
+    test = inference.paired_test(two_strata, strata=[0] * 9 + [1] * 9)
+
+    assert test.sd == pytest.approx(float(np.std(values, ddof=1)))
+    assert test.df == 2 * (9 - 1)

@@ -1,200 +1,376 @@
 """Every rule that a verdict has to keep: broken once, reported, and the verdict withheld."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 from qkattn.storage import ledger
 from qkattn.study.arm_key import ArmKey
-from qkattn.verdict import Decision, ReasonCode, Remark, RemarkCode, find, load_study
+from qkattn.verdict import (
+    Decision,
+    Findings,
+    ReasonCode,
+    Remark,
+    RemarkCode,
+    find,
+    load_study,
+)
 from tests import studies
 from tests.studies import edit_plan, run_name, trial_record, tuned_arm, write_tuned
 
 BASE = 2 + 0.05 * np.arange(8)
-MEAN = float(BASE.mean()) + 0.1  # of the test split
+MEAN_TEST_LOSS = float(BASE.mean()) + 0.1  # of the baseline
 SEEDS = studies.VERDICT_SEEDS
 RATES = studies.RATES
 SIZE = 'd_model=128'
 B = ArmKey('b/vo', SIZE, 'stdlib')
-QK = B._replace(variant='qk/vo')
-VERDICT = {v: run_name(v, SIZE, 'verdict') for v in ('qk/vo', 'b/vo', 'c/vo')}
-SCREENING = run_name('b/vo', SIZE, 'screening', 'learning_rate')
-WORSE = Decision.WORSE
-NO_VERDICT = Decision.NO_VERDICT
-JUDGED = {'b/vo': WORSE, 'c/vo': WORSE}
-WITHHELD = JUDGED | {'b/vo': NO_VERDICT}
-ALL_WITHHELD = dict.fromkeys(JUDGED, NO_VERDICT)
-EVALUATION = {'tokens': (65536,), 'rows': (512,), 'test_tokens': (32768,), 'documents': (100,)}
+BASELINE = B._replace(variant='qk/vo')
+VERDICT_RUNS = {
+    'qk/vo': run_name('qk/vo', SIZE, 'verdict'),
+    'b/vo': run_name('b/vo', SIZE, 'verdict'),
+    'c/vo': run_name('c/vo', SIZE, 'verdict'),
+}
+SCREENING_OF_B = run_name('b/vo', SIZE, 'screening', 'learning_rate')
+SCREENING_OF_BASELINE = run_name('qk/vo', SIZE, 'screening', 'learning_rate')
+JUDGED = {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
+B_WITHHELD = {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.WORSE}
+ALL_WITHHELD = {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
 
 
-def records_of(stage='verdict', variant='b/vo', **changes):
-    """The records of three arms, with these changes in those of one arm at one stage."""
-    records = []
-    for number, name in enumerate(VERDICT):
-        records += tuned_arm(name, losses=list(BASE + 0.02 * number))
-    for record in records:
-        if (record['variant'], record['stage']) == (variant, stage):
-            record |= changes
-    return records
+def three_arms(**keywords):
+    """Records of the baseline, of b/vo, worse by 0.02, and of c/vo, worse by 0.04.
+
+    The keywords of `tuned_arm` are for b/vo alone.
+    """
+    return [
+        *tuned_arm('qk/vo', losses=list(BASE)),
+        *tuned_arm('b/vo', **{'losses': list(BASE + 0.02)} | keywords),
+        *tuned_arm('c/vo', losses=list(BASE + 0.04)),
+    ]
 
 
-def records_with_b(**b):
-    """The records of three arms, of which b/vo is made with these keywords of `tuned_arm`."""
-    records = [record for record in records_of() if record['variant'] != 'b/vo']
-    return records[:18] + tuned_arm('b/vo', **{'losses': list(BASE + 0.02)} | b) + records[18:]
+def is_of_b(record, stage):
+    return record['variant'] == 'b/vo' and record['stage'] == stage
+
+
+def three_arms_with_verdict_of_b(**fields):
+    """Records of three arms, with these fields in the verdict trials of b/vo."""
+    return [record | fields if is_of_b(record, 'verdict') else record for record in three_arms()]
+
+
+def with_fields(records, **fields):
+    return [record | fields for record in records]
+
+
+class JudgedStudy(NamedTuple):
+    findings: Findings
+    decisions: dict  # by variant, of the arms that have a verdict
+    remarks: list  # without the one that describes the evaluation
 
 
 def judge_study(directory):
-    """(findings, decisions by variant, remarks) of a study; leaves out the remark that describes
-    the evaluation."""
     findings = find(load_study(directory))
     decisions = {arm.variant: arm.verdict.decision for arm in findings.arms if arm.verdict}
     remarks = [r for r in findings.remarks if r.code is not RemarkCode.EVALUATION]
-    return findings, decisions, remarks
+    return JudgedStudy(findings, decisions, remarks)
 
 
-def blocking_remark(code, arm=B, **data):
-    return Remark(RemarkCode[code], data, blocks=True, arm=arm)
+def has_data(remark, data):
+    """Whether the data of a remark have at least these values."""
+    return all(remark.data.get(name) == value for name, value in data.items())
+
+
+def assert_verdict_of_b_is_withheld(directory, code, data):
+    """b/vo alone has no verdict, and one of the reasons is a remark of this code and data."""
+    judged = judge_study(directory)
+    assert judged.decisions == B_WITHHELD
+
+    arm = next(arm for arm in judged.findings.arms if arm.key == B)
+    assert any(remark.code is code and has_data(remark, data) for remark in arm.blocks)
+
+    # The remarks on the arm are the reasons of its verdict, and come before all others.
+    assert arm.verdict.reasons == arm.blocks
+    blocks = list(arm.blocks)
+    assert [remark for remark in judged.remarks if remark.blocks] == blocks
+    assert judged.remarks[: len(blocks)] == blocks
+
+
+@pytest.mark.parametrize(
+    # Changes of the planned verdict run of b/vo, and the remark.
+    ('changes', 'code', 'data'),
+    [
+        (
+            {'optimizer__schedule': 'constant'},
+            RemarkCode.NOT_ANNEALED,
+            {'schedule': 'constant'},
+        ),
+        (
+            {'trials__seeds': [*SEEDS, 8]},
+            RemarkCode.OTHER_SEEDS,
+            {'actual': (*SEEDS, 8)},
+        ),
+        (
+            {'train__init_from': 'runs/a'},
+            RemarkCode.DIFFERS_FROM_BASELINE,
+            {'name': 'train.init_from', 'value': 'runs/a'},
+        ),
+        # A score scale that is not tuned may not differ.
+        (
+            {'model__score_scale': 2.0},
+            RemarkCode.DIFFERS_FROM_BASELINE,
+            {'name': 'model.score_scale', 'value': '2.0'},
+        ),
+    ],
+)
+def test_an_arm_whose_verdict_run_breaks_a_rule_gets_no_verdict(study_dir, changes, code, data):
+    write_tuned(study_dir, three_arms())
+    edit_plan(study_dir, VERDICT_RUNS['b/vo'], **changes)
+    assert_verdict_of_b_is_withheld(study_dir, code, data)
+
+
+def test_an_arm_whose_screening_has_other_seeds_gets_no_verdict(study_dir):
+    seeds = (*studies.SCREENING_SEEDS, 102)
+    write_tuned(study_dir, three_arms())
+    edit_plan(study_dir, SCREENING_OF_B, trials__seeds=list(seeds))
+    data = {'actual': seeds, 'stage': 'screening'}
+    assert_verdict_of_b_is_withheld(study_dir, RemarkCode.OTHER_SEEDS, data)
 
 
 TARGET = trial_record('b/vo')['target_parameters']
-LARGE = {'parameters': trial_record('b/vo')['parameters'] | {'total': round(1.004 * TARGET)}}
-LARGE['residual'] = LARGE['parameters']['total'] / TARGET - 1
-DATA = {'data': {'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}}
-DECAY = {'trial': {'seed': 7, 'learning_rate': 4e-3, 'weight_decay': 0.2}}
-ONE_DECAY = [*records_with_b()[:35], records_with_b()[35] | DECAY, *records_with_b()[36:]]
-NEAR_CHOSEN_RATE = 4.000001e-3
-DIFFERS = 'DIFFERS_FROM_BASELINE'
-SECOND_VERDICT_RUN = [r | {'run': 'later', 'config_hash': 'later'} for r in records_with_b()[28:36]]
-SEEDS_OF_SCREENING = (*studies.SCREENING_SEEDS, 102)
-RATE = {'knob': 'learning_rate'}
+LARGE_TOTAL = round(1.004 * TARGET)
+LARGE_RESIDUAL = LARGE_TOTAL / TARGET - 1
+
+
+def three_arms_with_too_large_b():
+    """Records of three arms, of which b/vo has 0.4 % more parameters than the target."""
+    parameters = trial_record('b/vo')['parameters'] | {'total': LARGE_TOTAL}
+    return three_arms(parameters=parameters, residual=LARGE_RESIDUAL)
+
+
+def three_arms_with_another_weight_decay():
+    """Records of three arms, in which one verdict trial of b/vo has another weight decay."""
+    records = three_arms()
+    for record in records:
+        if is_of_b(record, 'verdict') and record['trial']['seed'] == 7:
+            record['trial'] = record['trial'] | {'weight_decay': 0.2}
+    return records
+
+
+def three_arms_without_screening_of_b():
+    return [record for record in three_arms() if not is_of_b(record, 'screening')]
+
+
+def three_arms_with_two_verdict_runs_of_b():
+    """Records of three arms, with a second verdict run of b/vo, which would count seeds twice."""
+    records = three_arms()
+    verdict = [record for record in records if is_of_b(record, 'verdict')]
+    return records + with_fields(verdict, run='later', config_hash='later')
 
 
 @pytest.mark.parametrize(
-    # Changes of the records of b/vo, or all records; changes of its planned run; and the code and
-    # data of the remark that withholds its verdict.
-    ('records', 'plan', 'code', 'data'),
+    ('records', 'code', 'data'),
     [
-        ({}, {'optimizer__schedule': 'constant'}, 'NOT_ANNEALED', {'schedule': 'constant'}),
-        ({}, {'trials__seeds': [*SEEDS, 8]}, 'OTHER_SEEDS', {'actual': (*SEEDS, 8)}),
-        (
-            {},
-            {'screening': [*SEEDS_OF_SCREENING]},
-            'OTHER_SEEDS',
-            {'actual': SEEDS_OF_SCREENING, 'stage': 'screening'},
+        pytest.param(
+            three_arms_with_verdict_of_b(
+                data={'name': 'stdlib', 'version': '3.12', 'unigram_bits_per_byte': 4.53}
+            ),
+            RemarkCode.DIFFERS_FROM_BASELINE,
+            {'name': 'data.version', 'value': '3.12', 'baseline': '3.11.7'},
+            id='other data',
         ),
-        (
-            {},
-            {'train__init_from': 'runs/a'},
-            DIFFERS,
-            {'name': 'train.init_from', 'value': 'runs/a'},
+        pytest.param(
+            three_arms_with_verdict_of_b(eval_tokens=4096),
+            RemarkCode.DIFFERS_FROM_BASELINE,
+            {'name': 'eval_tokens', 'value': '4096'},
+            id='fewer tokens of evaluation',
         ),
-        # A score scale or weight decay that is not tuned is no arm's own.
-        ({}, {'model__score_scale': 2.0}, DIFFERS, {'name': 'model.score_scale', 'value': '2.0'}),
-        (DATA, {}, DIFFERS, {'name': 'data.version', 'value': '3.12', 'baseline': '3.11.7'}),
-        ({'eval_tokens': 4096}, {}, DIFFERS, {'name': 'eval_tokens', 'value': '4096'}),
-        (records_with_b(**LARGE), {}, 'OVER_TOLERANCE', {'residual': LARGE['residual']}),
-        (
-            records_with_b(learning_rate=NEAR_CHOSEN_RATE),
-            {},
-            'OTHER_SETTING',
-            RATE | {'actual': NEAR_CHOSEN_RATE, 'tuned': True},
+        pytest.param(
+            three_arms_with_too_large_b(),
+            RemarkCode.OVER_TOLERANCE,
+            {'residual': LARGE_RESIDUAL},
+            id='too many parameters',
         ),
-        (ONE_DECAY, {}, 'OTHER_SETTING', {'knob': 'weight_decay', 'actual': 0.2, 'tuned': False}),
-        (
-            records_with_b()[:18] + records_with_b()[28:],
-            {},
-            'SCREENING_INCOMPLETE',
-            RATE | {'values': RATES},
+        pytest.param(
+            three_arms(learning_rate=4.000001e-3),
+            RemarkCode.OTHER_SETTING,
+            {'knob': 'learning_rate', 'actual': 4.000001e-3, 'tuned': True},
+            id='a learning rate beside the chosen one',
         ),
-        (records_with_b(optimum=16e-3), {}, 'NOT_BRACKETED', RATE | {'high': 0.016, 'best': 0.016}),
-        # A second verdict run, which would count seeds twice.
-        (
-            records_with_b() + SECOND_VERDICT_RUN,
-            {},
-            'OTHER_SEEDS',
+        pytest.param(
+            three_arms_with_another_weight_decay(),
+            RemarkCode.OTHER_SETTING,
+            {'knob': 'weight_decay', 'actual': 0.2, 'tuned': False},
+            id='another weight decay in one trial',
+        ),
+        pytest.param(
+            three_arms_without_screening_of_b(),
+            RemarkCode.SCREENING_INCOMPLETE,
+            {'knob': 'learning_rate', 'values': RATES},
+            id='no screening',
+        ),
+        pytest.param(
+            three_arms(optimum=16e-3),
+            RemarkCode.NOT_BRACKETED,
+            {'knob': 'learning_rate', 'high': 0.016, 'best': 0.016},
+            id='the last rate is the best one',
+        ),
+        pytest.param(
+            three_arms_with_two_verdict_runs_of_b(),
+            RemarkCode.OTHER_SEEDS,
             {'actual': (*SEEDS, *SEEDS), 'stage': 'verdict'},
+            id='two verdict runs',
         ),
-        # Bracketed by diverged values alone.
-        (records_with_b(diverged_rates=(1e-3, 2e-3, 8e-3, 16e-3)), {}, 'UNBOUNDED_OPTIMUM', RATE),
+        pytest.param(
+            three_arms(diverged_rates=(1e-3, 2e-3, 8e-3, 16e-3)),
+            RemarkCode.UNBOUNDED_OPTIMUM,
+            {'knob': 'learning_rate'},
+            id='bracketed by diverged rates alone',
+        ),
     ],
 )
-def test_an_arm_that_breaks_a_rule_or_is_unlike_the_baseline_gets_no_verdict(
-    study_dir, records, plan, code, data
-):
-    records = records_of(**records) if isinstance(records, dict) else records
+def test_an_arm_whose_results_break_a_rule_gets_no_verdict(study_dir, records, code, data):
     write_tuned(study_dir, records)
-    if 'screening' in plan:
-        edit_plan(study_dir, SCREENING, trials__seeds=plan['screening'])
-    else:
-        edit_plan(study_dir, VERDICT['b/vo'], **plan)
-    findings, decisions, remarks = judge_study(study_dir)
-    assert decisions == WITHHELD
-    # The remarks on the arm are the reasons of its verdict, and come before all others.
-    arm = next(arm for arm in findings.arms if arm.key == B)
-    blocks = list(arm.blocks)
-    assert arm.verdict.reasons == arm.blocks
-    assert [remark for remark in remarks if remark.blocks] == blocks
-    assert remarks[: len(blocks)] == blocks
-    assert any(r.code.name == code and r.data.items() >= data.items() for r in blocks)
+    assert_verdict_of_b_is_withheld(study_dir, code, data)
 
 
-MAY_DIFFER = {f'model__{name}': 8 for name in ('d_model', 'd_ff', 'num_heads', 'head_size')}
-MAY_DIFFER |= {'model__score': 'x', 'model__value': 'y', 'train__lifting': 'vmap'}
-MAY_DIFFER |= {'trials__learning_rates': [4e-3, 1.0], 'data__data_dir': '/elsewhere'}
-
-
-# One of the screening seeds is a verdict seed.
-SHARING_A_SEED = [
-    r for name in VERDICT for r in tuned_arm(name, losses=BASE, screening_seeds=(100, 7))
-]
-NO_TEST = [record | {'test_loss': None, 'test_bits_per_byte': None} for record in records_of()]
-ONE_RATE = {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]}
+def arms_that_share_a_seed():
+    """Records of three arms, in which one of the screening seeds is a verdict seed, 7."""
+    records = []
+    for variant in ('qk/vo', 'b/vo', 'c/vo'):
+        records += tuned_arm(variant, losses=BASE, screening_seeds=(100, 7))
+    return records
 
 
 @pytest.mark.parametrize(
-    ('records', 'study', 'code', 'data'),
+    # `every_arm` tells whether it is a remark on every arm, rather than on the study.
+    ('records', 'study', 'code', 'data', 'every_arm'),
     [
-        (SHARING_A_SEED, {'tuning__seeds': [100, 7]}, 'SHARED_SEEDS', {'seeds': (7,)}),
-        (records_of(), ONE_RATE, 'LEARNING_RATE_NOT_TUNED', {'learning_rates': (4e-3,)}),
-        (records_of(), {'num_documents': 99}, 'FEW_DOCUMENTS', {'documents': 99, 'needed': 100}),
-        (NO_TEST, {}, 'NO_TEST', {}),
+        pytest.param(
+            arms_that_share_a_seed(),
+            {'tuning__seeds': [100, 7]},
+            RemarkCode.SHARED_SEEDS,
+            {'seeds': (7,)},
+            False,
+            id='a seed of both stages',
+        ),
+        pytest.param(
+            three_arms(),
+            {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]},
+            RemarkCode.LEARNING_RATE_NOT_TUNED,
+            {'learning_rates': (4e-3,)},
+            False,
+            id='one learning rate',
+        ),
+        pytest.param(
+            three_arms(),
+            {'num_documents': 99},
+            RemarkCode.FEW_DOCUMENTS,
+            {'documents': 99, 'needed': 100},
+            True,
+            id='few documents',
+        ),
+        pytest.param(
+            with_fields(three_arms(), test_loss=None, test_bits_per_byte=None),
+            {},
+            RemarkCode.NO_TEST,
+            {},
+            True,
+            id='no test split',
+        ),
     ],
 )
 def test_a_rule_that_every_arm_breaks_withholds_every_verdict(
-    study_dir, records, study, code, data
+    study_dir, records, study, code, data, every_arm
 ):
-    findings, decisions, _ = judge_study(write_tuned(study_dir, records, **study))
+    write_tuned(study_dir, records, **study)
+
+    findings, decisions, _ = judge_study(study_dir)
+
     assert decisions == ALL_WITHHELD
-    assert findings.split == ('val' if code == 'NO_TEST' else 'test')
-    assert any(r.code.name == code and r.data.items() >= data.items() for r in findings.blocks)
-    assert all(r.every_arm == (code in ('FEW_DOCUMENTS', 'NO_TEST')) for r in findings.blocks[:1])
+    assert any(remark.code is code and has_data(remark, data) for remark in findings.blocks)
+    assert findings.blocks[0].every_arm == every_arm
+    assert findings.split == ('val' if code is RemarkCode.NO_TEST else 'test')
 
 
-PROBE = [r | {'val_bits_per_byte': None, 'test_bits_per_byte': None} for r in records_of()]
-UNMATCHED = [r | {'target_parameters': None, 'residual': None} for r in records_of()]
-DIVERGED = records_with_b(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,))
+def evaluation_remark(num_documents=100):
+    """The remark on the evaluation of a study from `tuned_arm`."""
+    data = {
+        'tokens': (65536,),
+        'rows': (512,),
+        'test_tokens': (32768,),
+        'documents': (num_documents,),
+    }
+    return Remark(RemarkCode.EVALUATION, data)
 
 
 @pytest.mark.parametrize(
-    ('records', 'study', 'runs', 'changes'),
+    ('variants', 'changes'),
     [
-        (records_of(), {}, VERDICT, {'optimizer__final_fraction': 0.1}),
-        (records_of(), {}, ['b/vo'], MAY_DIFFER),
-        (DIVERGED, {}, [], {}),
-        (UNMATCHED, {'matched': None}, [], {}),
-        (PROBE, {'num_documents': 99}, [], {}),  # those of text have to be many
+        # All arms end at a tenth of the learning rate.
+        (['qk/vo', 'b/vo', 'c/vo'], {'optimizer__final_fraction': 0.1}),
+        # An arm may differ in what its variant, its matching, its tuning and its machine set.
+        (
+            ['b/vo'],
+            {
+                'model__score': 'x',
+                'model__value': 'y',
+                'model__d_model': 8,
+                'model__d_ff': 8,
+                'model__num_heads': 8,
+                'model__head_size': 8,
+                'train__lifting': 'vmap',
+                'trials__learning_rates': [4e-3, 1.0],
+                'data__data_dir': '/elsewhere',
+            },
+        ),
+    ],
+    ids=['of all arms', 'of one arm'],
+)
+def test_settings_that_may_differ_block_no_verdict(study_dir, variants, changes):
+    write_tuned(study_dir, three_arms())
+    for variant in variants:
+        edit_plan(study_dir, VERDICT_RUNS[variant], **changes)
+
+    findings, decisions, remarks = judge_study(study_dir)
+
+    assert decisions == JUDGED
+    assert remarks == []
+    assert evaluation_remark() in findings.remarks
+
+
+@pytest.mark.parametrize(
+    ('records', 'matched', 'num_documents'),
+    [
+        pytest.param(
+            three_arms(losses=[None, *(BASE[1:] + 0.02)], diverged_rates=(16e-3,)),
+            'total',
+            100,
+            id='a verdict trial and a rate diverged',
+        ),
+        pytest.param(
+            with_fields(three_arms(), target_parameters=None, residual=None),
+            None,
+            100,
+            id='unmatched',
+        ),
+        # Documents of text have to be at least 100.
+        pytest.param(
+            with_fields(three_arms(), val_bits_per_byte=None, test_bits_per_byte=None),
+            'total',
+            99,
+            id='few documents of a probe',
+        ),
     ],
 )
-def test_settings_that_may_differ_and_divergence_block_no_verdict(
-    study_dir, records, study, runs, changes
-):
-    write_tuned(study_dir, records, **study)
-    for variant in runs:
-        edit_plan(study_dir, VERDICT[variant], **changes)
-    findings, *others = judge_study(study_dir)
-    assert others == [JUDGED, []]
-    evaluation = EVALUATION | {'documents': (study.get('num_documents', 100),)}
-    assert Remark(RemarkCode.EVALUATION, evaluation) in findings.remarks
+def test_results_that_break_no_rule_block_no_verdict(study_dir, records, matched, num_documents):
+    write_tuned(study_dir, records, matched=matched, num_documents=num_documents)
+
+    findings, decisions, remarks = judge_study(study_dir)
+
+    assert decisions == JUDGED
+    assert remarks == []
+    assert evaluation_remark(num_documents) in findings.remarks
 
 
 def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
@@ -204,43 +380,68 @@ def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
         for name in ('qk/vo', variant):
             records += tuned_arm(name, size, BASE, d_model=d_model, eval_tokens=d_model)
     write_tuned(study_dir, records)
-    run = run_name(variant, 's64', 'verdict')
-    changes = {'model__norm': 'rmsnorm', 'model__num_kv_heads': 1}
-    edit_plan(study_dir, run, **changes, train__batch_size=7)
-    named = [(r.data['name'], r.arm.size) for r in judge_study(study_dir)[2] if 'name' in r.data]
-    assert named == [('train.batch_size', 's64')]
+    edit_plan(
+        study_dir,
+        run_name(variant, 's64', 'verdict'),
+        # Settings of the variant.
+        model__norm='rmsnorm',
+        model__num_kv_heads=1,
+        # A setting that may not differ.
+        train__batch_size=7,
+    )
+
+    _, _, remarks = judge_study(study_dir)
+
+    named = [remark for remark in remarks if 'name' in remark.data]
+    assert len(named) == 1
+    assert named[0].data['name'] == 'train.batch_size'
+    assert named[0].arm.size == 's64'
 
 
 def test_a_remark_on_the_baseline_withholds_every_verdict(study_dir):
-    write_tuned(study_dir, records_of())
-    edit_plan(study_dir, VERDICT['qk/vo'], optimizer__schedule='constant')
+    write_tuned(study_dir, three_arms())
+    edit_plan(study_dir, VERDICT_RUNS['qk/vo'], optimizer__schedule='constant')
+
     findings, decisions, _ = judge_study(study_dir)
+
     assert decisions == ALL_WITHHELD
-    reason = findings.arms[1].verdict.reasons[-1]
+    baseline, b, _ = findings.arms
+    reason = b.verdict.reasons[-1]
     assert reason.code is ReasonCode.BASELINE_BLOCKED
-    assert reason.data == {'baseline': 'qk/vo', 'remarks': findings.arms[0].blocks}
+    assert reason.data == {'baseline': 'qk/vo', 'remarks': baseline.blocks}
 
 
 def test_a_rule_that_all_arms_break_is_a_single_remark(study_dir):
-    write_tuned(study_dir, records_of())
-    for variant in ('qk/vo', 'b/vo', 'c/vo'):
-        edit_plan(study_dir, VERDICT[variant], optimizer__schedule='constant')
+    write_tuned(study_dir, three_arms())
+    for run in VERDICT_RUNS.values():
+        edit_plan(study_dir, run, optimizer__schedule='constant')
+
     findings, decisions, (remark,) = judge_study(study_dir)
+
     assert decisions == ALL_WITHHELD
-    assert findings.blocks == (remark,) == findings.arms[1].verdict.reasons
     assert remark.code is RemarkCode.NOT_ANNEALED
     assert remark.arm is None
     assert remark.every_arm
+    assert findings.blocks == (remark,)
+    assert findings.arms[1].verdict.reasons == (remark,)
 
 
 def test_different_or_uncommitted_code_blocks_verdicts_until_it_is_accepted(study_dir):
-    provenance = trial_record('x')['provenance']
-    provenance |= {'git': {'commit': 'f' * 40, 'dirty': True}, 'versions': {'jax': '0.12.0'}}
-    records = records_of(provenance=provenance | {'imported': {'x:y': '2', 'x:z': '1'}})
-    for record in records:  # the arm c/vo uses nothing from outside
+    of_others = trial_record('x')['provenance']
+    of_baseline = of_others | {'imported': {'x:y': '1', 'x:z': '1'}}
+    of_b = of_others | {
+        'git': {'commit': 'f' * 40, 'dirty': True},
+        'versions': {'jax': '0.12.0'},
+        'imported': {'x:y': '2', 'x:z': '1'},
+    }
+    records = three_arms_with_verdict_of_b(provenance=of_b)
+    for record in records:  # the arm c/vo imports nothing from outside
         if record['variant'] == 'qk/vo':
-            record['provenance'] = record['provenance'] | {'imported': {'x:y': '1', 'x:z': '1'}}
-    _, decisions, remarks = judge_study(write_tuned(study_dir, records))
+            record['provenance'] = of_baseline
+    write_tuned(study_dir, records)
+
+    _, decisions, remarks = judge_study(study_dir)
+
     assert decisions == ALL_WITHHELD
     assert [(r.code.name, r.data.get('name'), r.blocks) for r in remarks] == [
         ('SOFTWARE_DIFFERS', 'git.commit', True),
@@ -249,91 +450,208 @@ def test_different_or_uncommitted_code_blocks_verdicts_until_it_is_accepted(stud
         ('SOFTWARE_DIFFERS', 'versions.jax', False),
     ]
     assert remarks[0].data['values']['f' * 40] == (B,)
-    for code, still in (('uncommitted', 2), ('commits', 0)):
-        ledger.accept(study_dir, [code], 'a comment only')
-        findings, decisions, remarks = judge_study(study_dir)
-        assert len(findings.blocks) == still
-        assert len(remarks) == 4
-        assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
+
+    # Accepting the uncommitted changes leaves the other two blocks.
+    ledger.accept(study_dir, ['uncommitted'], 'a comment only')
+    findings, _, remarks = judge_study(study_dir)
+    assert len(findings.blocks) == 2
+    assert len(remarks) == 4
+    assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
+
+    # Accepting the commits leaves none.
+    ledger.accept(study_dir, ['commits'], 'a comment only')
+    findings, decisions, remarks = judge_study(study_dir)
+    assert findings.blocks == ()
+    assert len(remarks) == 4
+    assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
     assert decisions == JUDGED
 
 
 def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
-    earlier = [{'git': {'commit': 'e' * 40, 'dirty': True}, 'imported': {}}]
-    provenance = trial_record('x')['provenance'] | {'earlier': earlier}
-    _, decisions, remarks = judge_study(write_tuned(study_dir, records_of(provenance=provenance)))
+    earlier_start = {'git': {'commit': 'e' * 40, 'dirty': True}, 'imported': {}}
+    provenance = trial_record('x')['provenance'] | {'earlier': [earlier_start]}
+    write_tuned(study_dir, three_arms_with_verdict_of_b(provenance=provenance))
+
+    _, decisions, remarks = judge_study(study_dir)
+
     assert decisions == ALL_WITHHELD
-    found = [(remark.code.name, remark.data.get('name')) for remark in remarks]
-    assert found == [('SOFTWARE_DIFFERS', 'git.commit'), ('UNCOMMITTED_CHANGES', None)]
+    assert [(remark.code.name, remark.data.get('name')) for remark in remarks] == [
+        ('SOFTWARE_DIFFERS', 'git.commit'),
+        ('UNCOMMITTED_CHANGES', None),
+    ]
 
 
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     """All files of the run were replaced, so that they agree; the other arm keeps its verdict."""
-    path = write_tuned(study_dir, records_of())
-    ledger.record_look(path)
-    entries = (path / ledger.NAME).read_text()
-    write_tuned(path, records_with_b(losses=BASE + 1))
-    (path / ledger.NAME).write_text(entries)
-    findings, decisions, _ = judge_study(path)
-    arm = next(arm for arm in findings.arms if arm.key == B)
-    assert decisions == WITHHELD
-    assert arm.blocks[-1] == blocking_remark('ALTERED', run=VERDICT['b/vo'], look=1)
-    assert not ledger.record_look(path)
-    assert (path / ledger.NAME).read_text() == entries
+    write_tuned(study_dir, three_arms())
+    ledger.record_look(study_dir)
+    entries = (study_dir / ledger.NAME).read_text()
+    write_tuned(study_dir, three_arms(losses=BASE + 1))
+    (study_dir / ledger.NAME).write_text(entries)
+
+    findings, decisions, _ = judge_study(study_dir)
+
+    assert decisions == B_WITHHELD
+    b = findings.arms[1]
+    data = {'run': VERDICT_RUNS['b/vo'], 'look': 1}
+    assert b.blocks[-1] == Remark(RemarkCode.ALTERED, data, blocks=True, arm=B)
+    # No further look is recorded.
+    assert not ledger.record_look(study_dir)
+    assert (study_dir / ledger.NAME).read_text() == entries
 
 
-def trial_of_yardsticks(early=2.0, late=1.8, shuffled=None):
-    by_position = {'positions': {'1': 2.6, '5-8': None}, 'early': early, 'late': late}
-    return {'seed': 0, 'loss': 1.9, 'shuffled': shuffled} | by_position
+def measured_trial(early=2.0, late=1.8, shuffled=None):
+    """What yardsticks.json has of a trial with a loss of 1.9.
+
+    `early` and `late` are losses in parts of the context; `shuffled` is the loss of a translation
+    whose sources are shuffled.
+    """
+    return {
+        'seed': 0,
+        'loss': 1.9,
+        'shuffled': shuffled,
+        'positions': {'1': 2.6, '5-8': None},
+        'early': early,
+        'late': late,
+    }
 
 
-def yardsticks_of(test):
-    return {'losses': {'val': {'5-gram': 1.0}, 'test': {'4-gram': test + 0.3, '5-gram': test}}}
+def ngram_losses(lowest):
+    """Changes of yardsticks, in which the best n-grams have this test loss."""
+    test = {'4-gram': lowest + 0.3, '5-gram': lowest}
+    return {'losses': {'val': {'5-gram': 1.0}, 'test': test}}
 
 
-SCREENING_OF_BASELINE = run_name('qk/vo', 'd_model=128', 'screening', 'learning_rate')
-BELOW = {'split': 'test', 'loss': MEAN, 'name': '5-gram', 'tokens': 307200, 'yardstick': MEAN}
-GAIN = {'gain': 0.1, 'needed': 0.1}
-COST = {'cost': 0.5, 'needed': 0.5}
-TRANSLATION = {'task': 'translation', 'losses': {}, 'tokens': None, 'definition': 2}
-TRANSLATION |= {'bleu': {'val': 4.0, 'test': 5.0}}
-MASKED = {'task': 'masked', 'definition': 2}
-LOW_BLEU = {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0}
+# The yardstick of a translation is three times the BLEU of a word-by-word translation: 15.
+TRANSLATION = {
+    'task': 'translation',
+    'losses': {},
+    'tokens': None,
+    'definition': 2,
+    'bleu': {'val': 4.0, 'test': 5.0},
+}
+
+
+def judge_with_yardsticks(directory, yardsticks, trial, bleu):
+    """Judges three arms whose baseline has this measured trial; all have this BLEU."""
+    records = three_arms()
+    if bleu is not None:
+        records = with_fields(records, val_bleu=bleu - 1, test_bleu=bleu)
+    trial_of_b = measured_trial(early=2.0, late=2.0)
+    trials = {'qk/vo': [trial], 'b/vo': [trial_of_b]}
+    write_tuned(directory, records, yardsticks={'trials': trials} | yardsticks)
+    return judge_study(directory)
 
 
 @pytest.mark.parametrize(
-    ('changes', 'trial', 'bleu', 'expected'),
+    ('yardsticks', 'trial', 'bleu'),
     [
-        # What the yardsticks record of the group and of the trial of the baseline, its BLEU, and
-        # the remarks that withhold all verdicts.
-        (yardsticks_of(MEAN + 1e-6), trial_of_yardsticks(), None, []),
-        (yardsticks_of(MEAN - 1e-6), trial_of_yardsticks(), None, [('BELOW_YARDSTICK', BELOW)]),
-        ({'run': SCREENING_OF_BASELINE}, trial_of_yardsticks(), None, [('NO_YARDSTICK', {})]),
-        ({}, trial_of_yardsticks(early=2.0, late=1.9 + 1e-6), None, [('LITTLE_CONTEXT', GAIN)]),
-        ({}, trial_of_yardsticks(early=2.0, late=1.9 - 1e-6), None, []),
-        ({}, trial_of_yardsticks(early=None, late=None), None, []),
-        (TRANSLATION, trial_of_yardsticks(shuffled=2.4 + 1e-6), 15.0, []),
-        (TRANSLATION, trial_of_yardsticks(), 14.9, [('LOW_BLEU', LOW_BLEU)]),
-        (TRANSLATION, trial_of_yardsticks(), None, [('LOW_BLEU', LOW_BLEU | {'bleu': None})]),
-        (MASKED, trial_of_yardsticks(), None, []),
-        (MASKED | {'definition': 1}, trial_of_yardsticks(), None, [('OUTDATED_YARDSTICK', {})]),
-        ({'task': 'translation'}, trial_of_yardsticks(), 90.0, [('OUTDATED_YARDSTICK', {})]),
-        (TRANSLATION, trial_of_yardsticks(shuffled=2.4 - 1e-6), 20.0, [('SOURCES_UNUSED', COST)]),
+        pytest.param(
+            ngram_losses(MEAN_TEST_LOSS + 1e-6), measured_trial(), None, id='better than n-grams'
+        ),
+        pytest.param({}, measured_trial(early=2.0, late=1.9 - 1e-6), None, id='uses its context'),
+        pytest.param({}, measured_trial(early=None, late=None), None, id='a short context'),
+        pytest.param(
+            TRANSLATION, measured_trial(shuffled=2.4 + 1e-6), 15.0, id='a good translation'
+        ),
+        pytest.param({'task': 'masked', 'definition': 2}, measured_trial(), None, id='masked'),
     ],
 )
-def test_a_baseline_has_to_pass_its_yardsticks(study_dir, changes, trial, bleu, expected):
-    records = records_of()
-    for record in records if bleu is not None else ():
-        record |= {'val_bleu': bleu - 1, 'test_bleu': bleu}
-    trials = {'trials': {'qk/vo': [trial], 'b/vo': [trial_of_yardsticks(early=2.0, late=2.0)]}}
-    _, decisions, every = judge_study(write_tuned(study_dir, records, yardsticks=trials | changes))
-    remarks = [remark for remark in every if remark.blocks]
-    assert [(r.code.name, r.arm) for r in remarks] == [(name, QK) for name, _ in expected]
-    for remark, (_, data) in zip(remarks, expected, strict=True):
-        assert remark.data.keys() == data.keys()
-        for name, value in data.items():
-            assert remark.data[name] == pytest.approx(value, abs=1e-5)
-    assert decisions == (ALL_WITHHELD if expected else JUDGED)
+def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
+    study_dir, yardsticks, trial, bleu
+):
+    _, decisions, remarks = judge_with_yardsticks(study_dir, yardsticks, trial, bleu)
+    assert decisions == JUDGED
+    assert [remark for remark in remarks if remark.blocks] == []
+
+
+@pytest.mark.parametrize(
+    ('yardsticks', 'trial', 'bleu', 'code', 'data'),
+    [
+        pytest.param(
+            ngram_losses(MEAN_TEST_LOSS - 1e-6),
+            measured_trial(),
+            None,
+            RemarkCode.BELOW_YARDSTICK,
+            {
+                'split': 'test',
+                'loss': MEAN_TEST_LOSS,
+                'name': '5-gram',
+                'tokens': 307200,
+                'yardstick': MEAN_TEST_LOSS,
+            },
+            id='worse than n-grams',
+        ),
+        pytest.param(
+            {'run': SCREENING_OF_BASELINE},
+            measured_trial(),
+            None,
+            RemarkCode.NO_YARDSTICK,
+            {},
+            id='the yardstick is that of another run',
+        ),
+        pytest.param(
+            {},
+            measured_trial(early=2.0, late=1.9 + 1e-6),
+            None,
+            RemarkCode.LITTLE_CONTEXT,
+            {'gain': 0.1, 'needed': 0.1},
+            id='hardly uses its context',
+        ),
+        pytest.param(
+            TRANSLATION,
+            measured_trial(),
+            14.9,
+            RemarkCode.LOW_BLEU,
+            {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0},
+            id='a bad translation',
+        ),
+        pytest.param(
+            TRANSLATION,
+            measured_trial(),
+            None,
+            RemarkCode.LOW_BLEU,
+            {'bleu': None, 'word_by_word': 5.0, 'needed': 15.0},
+            id='a translation without BLEU',
+        ),
+        pytest.param(
+            TRANSLATION,
+            measured_trial(shuffled=2.4 - 1e-6),
+            20.0,
+            RemarkCode.SOURCES_UNUSED,
+            {'cost': 0.5, 'needed': 0.5},
+            id='hardly uses its sources',
+        ),
+        pytest.param(
+            {'task': 'masked', 'definition': 1},
+            measured_trial(),
+            None,
+            RemarkCode.OUTDATED_YARDSTICK,
+            {},
+            id='an outdated definition of masked text',
+        ),
+        pytest.param(
+            {'task': 'translation'},
+            measured_trial(),
+            90.0,
+            RemarkCode.OUTDATED_YARDSTICK,
+            {},
+            id='an outdated definition of a translation',
+        ),
+    ],
+)
+def test_a_baseline_short_of_a_yardstick_withholds_every_verdict(
+    study_dir, yardsticks, trial, bleu, code, data
+):
+    _, decisions, remarks = judge_with_yardsticks(study_dir, yardsticks, trial, bleu)
+
+    assert decisions == ALL_WITHHELD
+    (remark,) = [remark for remark in remarks if remark.blocks]
+    assert remark.code is code
+    assert remark.arm == BASELINE
+    assert remark.data.keys() == data.keys()
+    for name, value in data.items():
+        assert remark.data[name] == pytest.approx(value, abs=1e-5)
 
 
 def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
@@ -341,52 +659,73 @@ def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
 
     The remarks on them block nothing: the arm keeps its difference and its verdict.
     """
-    yardstick = MEAN + 0.5
-    control_records = tuned_arm('b/vo', losses=list(BASE + 2.0), control='equal_shape')
-    records = records_with_b(losses=BASE + 1.0) + control_records
-    path = write_tuned(study_dir, records, yardsticks=yardsticks_of(yardstick))
-    findings, decisions, remarks = judge_study(path)
-    assert {remark.code for remark in remarks} == {RemarkCode.ARM_BELOW_YARDSTICK}
-    yardstick_of_arm = {r.arm: r.data['yardstick'] for r in remarks if not r.blocks}
+    yardstick = MEAN_TEST_LOSS + 0.5
     control = B._replace(control='equal_shape')
+    records = [
+        *three_arms(losses=BASE + 1.0),
+        *tuned_arm('b/vo', losses=list(BASE + 2.0), control='equal_shape'),
+    ]
+    write_tuned(study_dir, records, yardsticks=ngram_losses(yardstick))
+
+    findings, decisions, remarks = judge_study(study_dir)
+
+    for remark in remarks:
+        assert remark.code is RemarkCode.ARM_BELOW_YARDSTICK
+    yardstick_of_arm = {r.arm: r.data['yardstick'] for r in remarks if not r.blocks}
     assert yardstick_of_arm == pytest.approx({B: yardstick, control: yardstick})
-    assert decisions['b/vo'] is WORSE
+    assert decisions['b/vo'] is Decision.WORSE
     assert {arm.key for arm in findings.every_arm if arm.shortfalls} == {B, control}
 
 
 def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
-    records = records_of()
-    # The yardstick is a BLEU of 15. Only the baseline must reach it; an arm gets a remark.
+    """Only the baseline must reach a BLEU of 15; an arm gets a remark."""
+    records = three_arms()
     for record in records:
         bleu = 14.9 if record['variant'] == 'b/vo' else 15.1
         record |= {'val_bleu': bleu, 'test_bleu': bleu}
-    path = write_tuned(study_dir, records, yardsticks=TRANSLATION)
-    _, decisions, (remark,) = judge_study(path)
-    assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, arm=B)
+    write_tuned(study_dir, records, yardsticks=TRANSLATION)
+
+    _, decisions, (remark,) = judge_study(study_dir)
+
     assert decisions == JUDGED
-    assert remark.data == pytest.approx(LOW_BLEU)
+    assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, arm=B)
+    assert remark.data == pytest.approx({'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0})
 
 
 def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):
-    (write_tuned(study_dir, records_of()) / ledger.YARDSTICKS).unlink()
-    assert list(judge_study(study_dir)[1:]) == [
-        ALL_WITHHELD,
-        [blocking_remark('NO_YARDSTICK', None)],
-    ]
+    write_tuned(study_dir, three_arms())
+    (study_dir / ledger.YARDSTICKS).unlink()
+
+    _, decisions, remarks = judge_study(study_dir)
+
+    assert decisions == ALL_WITHHELD
+    assert remarks == [Remark(RemarkCode.NO_YARDSTICK, {}, blocks=True, arm=None)]
 
 
-@pytest.mark.parametrize('variant', ['b/vo', 'qk/vo'])
-def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, study_dir):
-    """Two of eight seeds end 2 nats higher. In the baseline, that concerns every arm."""
-    records = records_of() + tuned_arm('d/vo', losses=list(BASE + 0.06))
+@pytest.mark.parametrize(
+    ('variant', 'withheld'),
+    [
+        ('b/vo', ['b/vo']),
+        # Every arm is compared with the baseline.
+        ('qk/vo', ['b/vo', 'c/vo', 'd/vo']),
+    ],
+)
+def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, withheld, study_dir):
+    records = three_arms() + tuned_arm('d/vo', losses=list(BASE + 0.06))
+    # Two of eight seeds end 2 nats higher.
     for record in records:
-        if record['variant'] == variant and record['trial']['seed'] in SEEDS[:2]:
+        if record['variant'] == variant and record['trial']['seed'] in (0, 1):
             record['test_loss'] += 2.0
-    _, decisions, remarks = judge_study(write_tuned(study_dir, records))
-    (bimodal,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
-    assert bimodal.arm.variant == variant
-    assert bimodal.data['sd'] > 3 * bimodal.data['usual']
-    withheld = {v for v, decision in decisions.items() if decision is NO_VERDICT}
-    assert withheld == ({'b/vo'} if variant == 'b/vo' else {'b/vo', 'c/vo', 'd/vo'})
-    two = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]
-    assert judge_study(write_tuned(study_dir / 'two', two))[1] == {'b/vo': NO_VERDICT}
+    write_tuned(study_dir, records)
+
+    _, decisions, remarks = judge_study(study_dir)
+
+    (remark,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
+    assert remark.arm.variant == variant
+    assert remark.data['sd'] > 3 * remark.data['usual']
+    assert [v for v, d in decisions.items() if d is Decision.NO_VERDICT] == withheld
+
+    # In a study of two arms, the verdict is withheld as well.
+    two_arms = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]
+    write_tuned(study_dir / 'two', two_arms)
+    assert judge_study(study_dir / 'two').decisions == {'b/vo': Decision.NO_VERDICT}
