@@ -270,7 +270,7 @@ def values_of_flag(line, name):
     return values
 
 
-def test_a_size_that_some_arms_do_not_fit_names_sizes_that_all_fit():
+def test_sizes_that_all_arms_fit_are_offered():
     reason, offer = lines_of_match_error(ROTARY)
 
     assert reason == (
@@ -294,7 +294,7 @@ def test_a_size_that_some_arms_do_not_fit_names_sizes_that_all_fit():
     assert len(arms) == 4
 
 
-def test_a_size_that_fits_is_kept_and_a_variant_that_fits_no_size_is_named():
+def test_a_size_that_fits_stays_among_the_offered_sizes():
     study = study_with(
         ROTARY,
         variants=('qk/vo', 'shared_qk/vo', 'qk/no_v', 'merged/vo'),
@@ -352,7 +352,7 @@ def arm_of(arms, variant, control=None):
     raise KeyError(variant)
 
 
-def test_only_a_variant_that_saves_parameters_is_also_an_arm_at_the_same_shape(saving_arms):
+def test_a_cheaper_variant_is_also_an_arm_at_the_same_shape(saving_arms):
     """merged/vo has more parameters than the baseline, so it is no arm at the same shape."""
     keys = [(arm.key.variant, arm.key.control) for arm in saving_arms]
 
@@ -385,7 +385,7 @@ def test_a_control_at_the_same_shape_has_the_sizes_of_the_baseline(saving_arms):
     assert control.residual == pytest.approx(residual)
 
 
-def test_a_control_at_the_same_shape_keeps_a_d_ff_of_its_own(saving_arms):
+def test_a_control_at_the_same_shape_keeps_its_own_d_ff(saving_arms):
     control = arm_of(saving_arms, 'qk/vo?num_kv_heads=1&d_ff=200', control='equal_shape')
     assert control.model.d_ff == 200
 

@@ -111,8 +111,12 @@ def pids_of_workers(path) -> list[int]:
     return [int(file.suffix.removeprefix('.')) for file in path.glob('start*')]
 
 
-def any_worker_is_running(path) -> bool:
-    return any(is_running(pid) for pid in pids_of_workers(path))
+def wait_until_two_workers_have_started(path) -> None:
+    wait_until(lambda: len(pids_of_workers(path)) == 2)
+
+
+def wait_until_no_worker_is_running(path) -> None:
+    wait_until(lambda: not any(is_running(pid) for pid in pids_of_workers(path)))
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
@@ -128,10 +132,10 @@ def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path)
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             behaviour = f'wait for {signal_number.name}'
             path = tmp_path / behaviour
-            wait_until(lambda path=path: len(pids_of_workers(path)) == 2)
+            wait_until_two_workers_have_started(path)
             os.kill(parents[behaviour].pid, signal_number)
             parents[behaviour].join(60)
-            wait_until(lambda path=path: not any_worker_is_running(path))
+            wait_until_no_worker_is_running(path)
         for parent in parents.values():
             parent.join(60)
     finally:

@@ -377,7 +377,7 @@ def test_further_seeds_are_drawn_until_the_bracket_is_significant():
         assert list(losses) == every_seed
 
 
-def test_further_seeds_are_drawn_while_a_loss_may_lie_too_far_above_its_optimum():
+def test_further_seeds_are_drawn_until_the_excess_loss_is_small():
     bound_of_two_seeds = screen(LIMITS, sd=0.01).sweep.at_worst
     max_excess = bound_of_two_seeds / 2
     limits = dataclasses.replace(LIMITS, max_excess=max_excess, max_seeds=16)
@@ -483,9 +483,7 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     assert by_stage[-1].startswith('lower bounds')
 
 
-def test_the_time_of_a_plan_is_measured_once_a_size_on_the_baseline(
-    costly_study, costly_arms, monkeypatch
-):
+def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms, monkeypatch):
     measured = []
 
     def warm_up(config):

@@ -336,9 +336,7 @@ class RaisesForBaseline:
 
 
 @pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=repr)
-def test_a_run_that_is_in_use_or_lost_is_tried_again_after_the_others(
-    trained, tmp_path, monkeypatch, error
-):
+def test_a_run_in_use_or_lost_is_tried_again_last(trained, tmp_path, monkeypatch, error):
     trained.before = RaisesForBaseline(error, once=True)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: None)
 

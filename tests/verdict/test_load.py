@@ -176,7 +176,7 @@ def test_settings_that_do_not_fit_their_hash_are_a_problem(study_dir):
     assert problem.startswith('base_hash of study.json is not')
 
 
-def test_findings_of_a_stored_study_are_read_again_only_once_a_file_has_changed(study_dir):
+def test_findings_are_cached_until_a_file_changes(study_dir):
     kept = study_dir / 'kept'
     studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'))
     stored.pack(study_dir, kept)

@@ -93,7 +93,7 @@ def bound_of_tuning(arm):
     return sum(sweep.at_worst for sweep in arm.sweeps.values())
 
 
-def test_the_bound_of_tuning_is_a_mean_weighted_by_the_seeds_of_both(first, second):
+def test_the_bound_of_tuning_is_a_weighted_mean_of_both(first, second):
     arm = arm_of(second)
     bound_of_first = bound_of_tuning(arm_of(first))
     bound_of_second = bound_of_tuning(arm)
