@@ -1,4 +1,4 @@
-"""Runs that tests of several rooms read; and what it means that two finished runs are one."""
+"""Fixtures with finished runs, and assertions that two runs are equal."""
 
 import functools
 from pathlib import Path
@@ -22,18 +22,21 @@ SMALL = {'num_layers': 1, 'd_model': 16}
 
 @pytest.fixture(scope='session')
 def built_once():
-    """`program.build`, which builds a config's programs once for all tests."""
-    kept = functools.cache(BUILD)
+    """A function like `program.build` that compiles each config only once per session."""
+    cached_build = functools.cache(BUILD)
 
-    def once(config, lifting=None):
-        return kept(config, lifting or config.train.lifting)
+    def build(config, lifting=None):
+        # None means the setting. Both are one entry of the cache.
+        if lifting is None:
+            lifting = config.train.lifting
+        return cached_build(config, lifting)
 
-    return once
+    return build
 
 
 @pytest.fixture
 def programs_kept(built_once, monkeypatch):
-    """Later starts of a run, in this process, take the programs of the first one."""
+    """Runs of the same config share one compiled program."""
     monkeypatch.setattr(program, 'build', built_once)
 
 
@@ -44,7 +47,7 @@ class FinishedRun(NamedTuple):
 
 @pytest.fixture(scope='session')
 def small_run(tiny, built_once, tmp_path_factory):
-    """A finished run of a small model, whose directory tests only read."""
+    """A finished run of a small model. Tests only read its directory."""
     config = tiny(model=SMALL)
     path = tmp_path_factory.mktemp('small') / 'run'
     with pytest.MonkeyPatch.context() as patch:
@@ -58,37 +61,60 @@ def results_of(run: Path) -> list[dict]:
 
 
 def without_times(records: list[dict]) -> list[dict]:
-    times = TIMES | SPEEDS
-    return [{k: v for k, v in record.items() if k not in times} for record in records]
+    """Copies of records without the fields for times and speeds, which differ between runs."""
+    fields_of_time = TIMES | SPEEDS
+    copies = []
+    for record in records:
+        copy = {name: value for name, value in record.items() if name not in fields_of_time}
+        copies.append(copy)
+    return copies
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Two finished runs are one to the last bit, and the first left nothing else behind."""
-    assert (one / 'documents.json').read_bytes() == (other / 'documents.json').read_bytes()
-    log = read_metrics(one / 'metrics.jsonl')
-    other_log = read_metrics(other / 'metrics.jsonl')
-    assert [list(record) for record in log] == [list(record) for record in other_log]
-    assert without_times(log) == without_times(other_log)
-    assert without_times(results_of(one)) == without_times(results_of(other))
-    (config, step, state), (_, other_step, other_state) = map(load_stack, (one, other))
-    assert step == other_step == config.train.num_steps
-    jax.tree.map(np.testing.assert_array_equal, state, other_state)
-    steps = [r['step'] for r in log if r['kind'] == 'train']
-    assert steps == list(range(config.train.log_every, step + 1, config.train.log_every))
-    left = [path.name for folder in (one, one / 'checkpoints') for path in folder.iterdir()]
-    assert not [name for name in left if name.endswith(('tmp', '.damaged', 'trash'))]
+def assert_same_run(run: Path, expected: Path) -> None:
+    """Asserts that two finished runs are bitwise equal, except for times.
+
+    Also asserts that `run` logged every step once and left no temporary files.
+    """
+    assert (run / 'documents.json').read_bytes() == (expected / 'documents.json').read_bytes()
+    assert without_times(results_of(run)) == without_times(results_of(expected))
+
+    records = read_metrics(run / 'metrics.jsonl')
+    expected_records = read_metrics(expected / 'metrics.jsonl')
+    assert without_times(records) == without_times(expected_records)
+    for record, expected_record in zip(records, expected_records, strict=True):
+        assert list(record) == list(expected_record)  # fields have the same order, too
+
+    config, step, state = load_stack(run)
+    _, expected_step, expected_state = load_stack(expected)
+    assert step == config.train.num_steps
+    assert expected_step == config.train.num_steps
+    jax.tree.map(np.testing.assert_array_equal, state, expected_state)
+
+    log_every = config.train.log_every
+    logged_steps = [record['step'] for record in records if record['kind'] == 'train']
+    assert logged_steps == list(range(log_every, step + 1, log_every))
+
+    for directory in (run, run / 'checkpoints'):
+        for path in directory.iterdir():
+            assert not path.name.endswith(('tmp', '.damaged', 'trash'))
 
 
-def assert_close(one: Path, other: Path) -> None:
-    """Two runs have the same records, whose numbers agree to rounding."""
-    equal = ('kind', 'step', 'eval_tokens', 'eval_rows', 'status', 'diverged_at', 'val_bleu')
-    close = ('loss', 'val_loss', 'test_loss', 'val_loss_se', 'val_induction_gain', 'val_entropy')
-    records = ([*results_of(run), *read_metrics(run / 'metrics.jsonl')] for run in (one, other))
-    for a, b in zip(*records, strict=True):
-        assert [a.get(name) for name in equal] == [b.get(name) for name in equal]
-        for name in close:
-            assert a.get(name) == pytest.approx(b.get(name), abs=1e-5), name
-    a, b = (read_json(run / 'documents.json', {})['validation'] for run in (one, other))
-    assert a['tokens'] == b['tokens']
-    for a_C, b_C in zip(a['nats'], b['nats'], strict=True):
-        assert a_C == pytest.approx(b_C, abs=1e-3)
+def assert_close(run: Path, expected: Path) -> None:
+    """Asserts that two runs have the same records, with metrics that agree to rounding."""
+    exact_fields = ['kind', 'step', 'status', 'diverged_at', 'eval_tokens', 'eval_rows', 'val_bleu']
+    close_fields = ['loss', 'val_loss', 'test_loss', 'val_loss_se']
+    close_fields += ['val_induction_gain', 'val_entropy']
+    records = [*results_of(run), *read_metrics(run / 'metrics.jsonl')]
+    expected_records = [*results_of(expected), *read_metrics(expected / 'metrics.jsonl')]
+    for record, expected_record in zip(records, expected_records, strict=True):
+        for name in exact_fields:
+            assert record.get(name) == expected_record.get(name), name
+        for name in close_fields:
+            assert record.get(name) == pytest.approx(expected_record.get(name), abs=1e-5), name
+
+    documents = read_json(run / 'documents.json', {})['validation']
+    expected_documents = read_json(expected / 'documents.json', {})['validation']
+    assert documents['tokens'] == expected_documents['tokens']
+    # The losses of each trial on C documents.
+    for nats_C, expected_nats_C in zip(documents['nats'], expected_documents['nats'], strict=True):
+        assert nats_C == pytest.approx(expected_nats_C, abs=1e-3)
