@@ -1,4 +1,4 @@
-"""Real processes, and jobs of several, for the tests that kill and signal them; modes of files."""
+"""Helpers that start processes and jobs, wait for them, and limit what this process may do."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# The author of commits that tests make, whatever git knows of the user.
+# The author of commits that tests make.
 GIT_IDENTITY = {
     'GIT_AUTHOR_NAME': 'A Reader',
     'GIT_AUTHOR_EMAIL': 'reader@example.org',
@@ -25,25 +25,26 @@ GIT_IDENTITY = {
 
 
 def git(directory: Path, *arguments: str) -> str:
-    """Runs a command of git in a directory; returns what it prints."""
-    return subprocess.run(
+    """Runs a git command in a directory and returns what it prints."""
+    finished = subprocess.run(
         ['git', '-c', 'init.defaultBranch=main', *arguments],
         cwd=directory,
         env={**os.environ, **GIT_IDENTITY},
         check=True,
         capture_output=True,
         text=True,
-    ).stdout.strip()
+    )
+    return finished.stdout.strip()
 
 
 def start_python(source: str, *arguments: object, **variables: str) -> subprocess.Popen:
-    """Starts a process that runs `source`; it says when it is ready by printing a line."""
+    """Starts a Python process that runs `source`, with environment variables `variables`."""
+    command = [sys.executable, '-c', textwrap.dedent(source)]
+    for argument in arguments:
+        command.append(str(argument))
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', **variables}
     return subprocess.Popen(
-        [sys.executable, '-c', textwrap.dedent(source), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', **variables},
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
 
 
@@ -54,13 +55,20 @@ def free_port() -> int:
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """The variables that tell each process of a job its coordinator, number and rank."""
-    job = {'JAX_COORDINATOR_ADDRESS': f'127.0.0.1:{free_port()}', 'JAX_NUM_PROCESSES': str(count)}
-    return [job | {'JAX_PROCESS_ID': str(rank)} for rank in range(count)]
+    """Environment variables for each process of a job of `count` processes."""
+    address = f'127.0.0.1:{free_port()}'
+    return [
+        {
+            'JAX_COORDINATOR_ADDRESS': address,
+            'JAX_NUM_PROCESSES': str(count),
+            'JAX_PROCESS_ID': str(rank),
+        }
+        for rank in range(count)
+    ]
 
 
 def start_job(source: str, count: int, *arguments: object, **variables: str) -> list:
-    """Starts `count` processes of a job that run `source`."""
+    """Starts a job of `count` processes, each of which runs `source`."""
     return [
         start_python(source, *arguments, **environment, **variables)
         for environment in environments(count)
@@ -69,16 +77,20 @@ def start_job(source: str, count: int, *arguments: object, **variables: str) -> 
 
 def wait_for_results(processes: list, timeout: float = 120) -> list[tuple[int, str, str]]:
     """Waits for processes; returns exit code, standard output and standard error of each."""
+    results = []
     try:
-        texts = [process.communicate(timeout=timeout) for process in processes]
-        return [(one.returncode, *text) for one, text in zip(processes, texts, strict=True)]
+        for process in processes:
+            output, errors = process.communicate(timeout=timeout)
+            results.append((process.returncode, output, errors))
+        return results
     finally:
+        # After a timeout, some processes may still be running.
         for process in processes:
             process.kill()
 
 
 def wait_until(holds, seconds: float = 120, why=lambda: 'it did not happen') -> None:
-    """Waits until `holds()` is true; fails with the message `why()` after so many seconds."""
+    """Waits until `holds()` is true; fails with the message `why()` after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, why()
@@ -86,14 +98,22 @@ def wait_until(holds, seconds: float = 120, why=lambda: 'it did not happen') -> 
 
 
 def is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
-    return False
+    """Whether a process exists and has not ended."""
+    try:
+        status = Path(f'/proc/{pid}/stat').read_text()
+    except OSError:
+        return False
+    # Such as '42 (python) S 1 ...': the state follows the name, which may hold spaces.
+    _, _, after_name = status.rpartition(')')
+    state = after_name.split()[0]
+    is_zombie = state == 'Z'
+    is_dead = state == 'X'
+    return not is_zombie and not is_dead
 
 
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """A block under another umask."""
+    """Sets the umask for a `with` block."""
     before = os.umask(mask)
     try:
         yield
@@ -103,33 +123,34 @@ def umask(mask: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """A block in which this process can write no larger files."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    """Limits the size of files that this process can write, in bytes, for a `with` block."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard_limit))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft_limit, hard_limit))
 
 
 def other_modes(directory: Path, mask: int) -> dict[str, str]:
-    """The files and directories below whose modes are not those that the umask gives."""
-    modes = {path: path.stat().st_mode & 0o777 for path in [directory, *directory.rglob('*')]}
-    return {
-        str(path): oct(mode)
-        for path, mode in modes.items()
-        if mode != (0o777 if path.is_dir() else 0o666) & ~mask
-    }
+    """Files and directories whose mode is not the one that the umask `mask` gives, with modes."""
+    modes = {}
+    for path in [directory, *directory.rglob('*')]:
+        mode = path.stat().st_mode & 0o777
+        mode_without_umask = 0o777 if path.is_dir() else 0o666
+        if mode != mode_without_umask & ~mask:
+            modes[str(path)] = oct(mode)
+    return modes
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a block of the main thread that takes longer."""
+    """Raises TimeoutError in a `with` block that takes longer; for the main thread only."""
 
-    def stop(number: int, frame: object) -> None:
+    def raise_timeout(signal_number: int, frame: object) -> None:
         raise TimeoutError(f'it waits for more than {seconds} s')
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
