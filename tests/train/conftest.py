@@ -10,53 +10,76 @@ from tests.runs import SMALL
 
 NUMBERS = ['one', 'two', 'three', 'four', 'five', 'six']
 ANIMALS = ['ox', 'cat', 'hen', 'dog', 'rat']
+# 30 pairs such as ('two cat', 'cat und two').
 PAIRS = [(f'{a} {b}', f'{b} und {a}') for a in NUMBERS for b in ANIMALS]
 
 
 @pytest.fixture
 def evaluation_only(monkeypatch):
-    """Programs whose training step does nothing, so that only the evaluation is compiled."""
-    monkeypatch.setattr(program, 'train_steps', lambda *_: lambda state, hyper, batch: (state, {}))
+    """Makes the training step do nothing, so that only the evaluation is compiled."""
+
+    def keep_state(state, hyper, batch):
+        return state, {}
+
+    monkeypatch.setattr(program, 'train_steps', lambda *_: keep_state)
 
 
 @pytest.fixture(scope='session')
 def small(tiny):
-    """A run of two trials, quick to compile."""
+    """A function that makes a config of two trials, quick to compile; see `tiny`."""
     return functools.partial(tiny, model=SMALL)
 
 
 @pytest.fixture(scope='session')
 def pairs_files(tmp_path_factory):
-    """A directory of sentence pairs."""
-    path = tmp_path_factory.mktemp('pairs')
+    """A directory with PAIRS in files such as train.en and validation.de."""
+    directory = tmp_path_factory.mktemp('pairs')
     for split, pairs in (('train', PAIRS[:24]), ('validation', PAIRS[24:])):
-        for side, language in enumerate(('en', 'de')):
-            text = ''.join(f'{pair[side]}\n' for pair in pairs)
-            (path / f'{split}.{language}').write_text(text)
-    return path
+        english = ''.join(f'{source}\n' for source, _ in pairs)
+        german = ''.join(f'{target}\n' for _, target in pairs)
+        (directory / f'{split}.en').write_text(english)
+        (directory / f'{split}.de').write_text(german)
+    return directory
 
 
 @pytest.fixture(scope='session')
 def task(tiny, pairs_files, tmp_path_factory):
-    """task('masked', model={...}): a tiny run of two trials."""
-    cache = str(tmp_path_factory.getbasetemp() / 'task-data')
-    pairs = {'name': 'parallel', 'path': str(pairs_files), 'languages': 'en-de', 'data_dir': cache}
+    """A function that makes a tiny config of a task, as in task('masked', train={...})."""
+    translator = {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}
+    pairs = {
+        'name': 'parallel',
+        'path': str(pairs_files),
+        'languages': 'en-de',
+        'data_dir': str(tmp_path_factory.getbasetemp() / 'task-data'),
+    }
     recall = 'recall(pairs=2, keys=4, values=4)'
     successor = 'successor(keys=4, payloads=2)'
-    settings = {
-        'language': ({}, {}),
-        'separate documents': ({}, {'cross_documents': False}),
-        'masked': ({'kind': 'encoder', 'vocab_size': 257}, {}),
-        'translation': ({'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}, pairs),
-        'causal probe': ({'context': 7}, {'name': recall}),
-        'labelling probe': ({'kind': 'encoder', 'context': 4}, {'name': successor}),
+    models = {
+        'language': {},
+        'separate documents': {},
+        'masked': {'kind': 'encoder', 'vocab_size': 257},
+        'translation': translator,
+        'causal probe': {'context': 7},
+        'labelling probe': {'kind': 'encoder', 'context': 4},
+    }
+    data = {
+        'language': {},
+        'separate documents': {'cross_documents': False},
+        'masked': {},
+        'translation': pairs,
+        'causal probe': {'name': recall},
+        'labelling probe': {'name': successor},
     }
 
     def make(name: str, **sections) -> Config:
-        model, data = settings[name]
-        model = SMALL | {'scan_unroll': 1} | model
-        given = {'model': model, 'data': data, 'train': {'num_steps': 8}, 'decode': {'beam': 2}}
-        merged = {key: fields | sections.pop(key, {}) for key, fields in given.items()}
-        return tiny(**merged, **sections)
+        settings = {
+            'model': SMALL | {'scan_unroll': 1} | models[name],
+            'data': data[name],
+            'train': {'num_steps': 8},
+            'decode': {'beam': 2},
+        }
+        for section, fields in sections.items():
+            settings[section] = settings.get(section, {}) | fields
+        return tiny(**settings)
 
     return make
