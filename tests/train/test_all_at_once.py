@@ -1,4 +1,4 @@
-"""A run as on a pod, at a small size: what is tested apart elsewhere, at once on 8 devices."""
+"""Runs on 8 devices that use many features at once, as on a pod, at a small size."""
 
 import shutil
 
@@ -10,26 +10,26 @@ from qkattn.train.loop import train
 from tests.data.test_token_formats import END, ids_of_documents, write_llm_c
 from tests.runs import SMALL
 
-# The largest difference in a loss of a few nats. In float32 it is that of sums in another order. In
-# bfloat16, which rounds by up to 2^-9, devices round the sums over their own rows before these are
-# added, so a gradient differs by about 2^-9 of itself. The losses then differ by less than two such
-# roundings: a step along a gradient that is off by 2^-9 is off by 2^-9 of what it gains.
+# The largest difference between losses, which are a few nats. In float32, it comes from sums in
+# another order. In bfloat16, which rounds by up to 2^-9, each device rounds the sum over its own
+# rows. A gradient then differs by about 2^-9 of itself, and a loss by less than two roundings.
 BOUNDS = {'float32': 1e-5, 'bfloat16': 2**-8}
 
 
 @pytest.fixture
-def sharded(tiny, tmp_path):
-    """A run on many shards of llm.c, with accumulation, remat and chunks of logits."""
-    path = tmp_path / 'shards'
+def config_with_shards(tiny, tmp_path):
+    """A function that makes a config with many llm.c shards, accumulation, remat and chunks."""
+    directory = tmp_path / 'shards'
     ids = ids_of_documents(0, 100)
-    ids = np.where(ids == END, END, ids % 8 + 1).astype(np.uint16)  # which a few steps can learn
-    # Ten rows a shard or fewer, and documents that go on in the next one.
+    # Only eight different tokens, so that a few steps can learn them.
+    ids = np.where(ids == END, END, ids % 8 + 1).astype(np.uint16)
+    # A shard has at most ten rows, and its last document goes on in the next shard.
     for index, shard in enumerate(np.array_split(ids, 20)):
-        write_llm_c(path / f'part_train_{index:06}.bin', shard)
-    write_llm_c(path / 'part_val_000000.bin', ids[:600])
+        write_llm_c(directory / f'part_train_{index:06}.bin', shard)
+    write_llm_c(directory / 'part_val_000000.bin', ids[:600])
     data = {
         'name': 'tokens',
-        'path': str(path),
+        'path': str(directory),
         'data_dir': str(tmp_path / 'cache'),
         'documents': f'id={END}',
         'eval_sequences': 16,
@@ -43,41 +43,55 @@ def sharded(tiny, tmp_path):
     return make
 
 
-def losses(path):
-    """The losses of all trials, in each record of training and of evaluation."""
-    records = read_metrics(path / 'metrics.jsonl')
-    return [record.get('loss') or record['val_loss'] for record in records]
+def losses_of(run):
+    """The losses of all trials, from each training record and each evaluation."""
+    losses = []
+    for record in read_metrics(run / 'metrics.jsonl'):
+        is_training = record['kind'] == 'train'
+        losses.append(record['loss'] if is_training else record['val_loss'])
+    return losses
 
 
-def assert_close(path, other, bound):
-    """The losses of two runs differ by at most `bound`, and both runs learn."""
-    other_losses = losses(other)
-    assert np.subtract(other_losses[0], other_losses[-1]).min() > 0.5
-    for loss, expected in zip(losses(path), other_losses, strict=True):
-        assert loss == pytest.approx(expected, abs=bound)
+def assert_close(run, expected, bound):
+    """Asserts that the losses of two runs differ by at most `bound`, and that both runs learn."""
+    losses = losses_of(run)
+    expected_losses = losses_of(expected)
+    decrease = np.subtract(expected_losses[0], expected_losses[-1])
+    assert decrease.min() > 0.5
+    for loss, expected_loss in zip(losses, expected_losses, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=bound)
 
 
 @pytest.mark.slow
-def test_on_a_mesh_a_run_in_bfloat16_has_the_losses_of_one_device(sharded, tmp_path):
+def test_a_bfloat16_run_on_a_mesh_has_the_losses_of_one_device(config_with_shards, tmp_path):
     model = SMALL | {'compute_dtype': 'bfloat16'}
     steps = {'num_steps': 4}
     trials = {'seeds': (0,)}
-    train(sharded({}, model, steps, trials=trials), tmp_path / 'one')
-    train(sharded({'data': 2, 'fsdp': 4}, model, steps, trials=trials), tmp_path / 'eight')
+    one_device = config_with_shards({}, model, steps, trials=trials)
+    eight_devices = config_with_shards({'data': 2, 'fsdp': 4}, model, steps, trials=trials)
+
+    train(one_device, tmp_path / 'one')
+    train(eight_devices, tmp_path / 'eight')
+
     assert_close(tmp_path / 'eight', tmp_path / 'one', BOUNDS['bfloat16'])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype', BOUNDS)
-def test_resumed_on_another_mesh_a_run_has_the_losses_of_one_device(sharded, tmp_path, dtype):
-    """The model has biases and dropout as well, and the second mesh an axis of trials."""
+def test_a_run_resumed_on_another_mesh_has_the_losses_of_one_device(
+    config_with_shards, tmp_path, dtype
+):
     model = {'compute_dtype': dtype, 'biases': True, 'dropout': 0.1}
-    train(sharded({}, model), tmp_path / 'one')
-    train(sharded({'data': 4, 'fsdp': 2}, model), tmp_path / 'eight')
+    one_device = config_with_shards({}, model)
+    eight_devices = config_with_shards({'data': 4, 'fsdp': 2}, model)
+    other_mesh = config_with_shards({'trial': 2, 'data': 2, 'fsdp': 2}, model)
+
+    train(one_device, tmp_path / 'one')
+    train(eight_devices, tmp_path / 'eight')
     assert_close(tmp_path / 'eight', tmp_path / 'one', BOUNDS[dtype])
 
-    # As it was at step 4, the run goes on.
+    # Without the checkpoint of step 8 and the results, the copy resumes at step 4.
     after_step_4 = shutil.ignore_patterns('result.json', '8')
     shutil.copytree(tmp_path / 'eight', tmp_path / 'resumed', ignore=after_step_4)
-    train(sharded({'trial': 2, 'data': 2, 'fsdp': 2}, model), tmp_path / 'resumed')
+    train(other_mesh, tmp_path / 'resumed')
     assert_close(tmp_path / 'resumed', tmp_path / 'one', BOUNDS[dtype])
