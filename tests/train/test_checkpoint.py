@@ -1,4 +1,4 @@
-"""Checkpoints on every mesh and in several processes; damage costs at most its checkpoint."""
+"""Checkpoints: saved and restored on every mesh, and skipped if they are damaged."""
 
 import contextlib
 import errno
@@ -37,33 +37,40 @@ def array_of(dtype: str, seed: int = 0, shape=(2, 16, 32)) -> np.ndarray:
 
 
 def state_of(step: int) -> dict:
-    """The state after a step: arrays of every type, which differ from step to step."""
+    """A train state with an array of each dtype, with other values at each step."""
     params = {dtype: jnp.asarray(array_of(dtype, step)) for dtype in DTYPES}
-    trials = {'params': params | {'b_XF': params['float32'][:, 0]}}
-    return {'step': jnp.int32(step), 'trials': trials | {'alive': params['bool'][:, 0, 0]}}
+    alive_X = params['bool'][:, 0, 0]
+    params['b_XF'] = params['float32'][:, 0]
+    return {'step': jnp.int32(step), 'trials': {'params': params, 'alive': alive_X}}
 
 
 def target_on(**axes: int) -> dict:
-    """The target of a restore onto a mesh: trials over `trial`, D over `fsdp`, F over the rest."""
-    specs = {1: P('trial'), 2: P('trial', 'tensor'), 3: P('trial', 'fsdp', ('data', 'tensor'))}
+    """The shapes and shardings with which a state is restored onto a mesh of these axes."""
     mesh = make_mesh(MeshConfig(**axes))
+    spec_by_ndim = {
+        0: P(),
+        1: P('trial'),
+        2: P('trial', 'tensor'),
+        3: P('trial', 'fsdp', ('data', 'tensor')),
+    }
 
-    def placed(a: jax.Array) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, specs.get(a.ndim, P()))
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    def with_sharding(array: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, spec_by_ndim[array.ndim])
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, state_of(0))
+    return jax.tree.map(with_sharding, state_of(0))
 
 
 def save(directory, *steps: int, **axes: int) -> None:
     """Saves checkpoints of these steps, with arrays on a mesh of these axes."""
-    shardings = jax.tree.map(lambda a: a.sharding, target_on(**axes))
+    shardings = jax.tree.map(lambda target: target.sharding, target_on(**axes))
     with contextlib.closing(Checkpoints(directory)) as saved:
         for step in steps:
             saved.save(step, jax.device_put(state_of(step), shardings), RECORD)
 
 
 def restore_newest(directory, target: dict | None = None) -> tuple[dict, dict]:
+    """The state and the record of the newest checkpoint that is not damaged."""
     with contextlib.closing(Checkpoints(directory)) as opened:
         return opened.restore(target or target_on())
 
@@ -76,99 +83,142 @@ def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_checkpoint_is_restored_bit_for_bit_on_every_mesh(tmp_path):
-    """A restore compares checksums, which are the same on every mesh for arrays of every type."""
+def test_a_checkpoint_is_restored_bitwise_on_every_mesh(tmp_path):
     save(tmp_path, 3, trial=2, fsdp=2, tensor=2)
-    meshes = [{}, {'data': 2}, {'tensor': 2, 'trial': 2}, {'fsdp': 4}, {'fsdp': 2, 'tensor': 4}]
-    for axes in [*meshes, {'trial': 2, 'data': 2, 'tensor': 2}]:
+    meshes = [
+        {},
+        {'data': 2},
+        {'tensor': 2, 'trial': 2},
+        {'fsdp': 4},
+        {'fsdp': 2, 'tensor': 4},
+        {'trial': 2, 'data': 2, 'tensor': 2},
+    ]
+    for axes in meshes:
         target = target_on(**axes)
+
         state, record = restore_newest(tmp_path, target)
+
         jax.tree.map(np.testing.assert_array_equal, state, state_of(3))
-        assert jax.tree.all(jax.tree.map(lambda a, t: a.sharding == t.sharding, state, target))
-        assert record['train_seconds'] == 2.5 and record['format'] == checkpoint.FORMAT
+        shardings = jax.tree.map(lambda array: array.sharding, state)
+        assert shardings == jax.tree.map(lambda leaf: leaf.sharding, target)
+        assert record['train_seconds'] == 2.5
+        assert record['format'] == checkpoint.FORMAT
 
 
-def test_a_checkpoint_of_a_later_format_is_refused_with_the_version_that_reads_it(tmp_path):
+def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
     save(tmp_path, 4, 8)
+    # Make it look as if a later version had written checkpoint 8, with a field more.
     path = tmp_path / '8/record/metadata'
-    # A later version wrote it, with a field more.
-    record = json.loads(path.read_text()) | {'format': 3, 'version': '0.9.1', 'more': []}
+    record = json.loads(path.read_text())
+    record |= {'format': 3, 'version': '0.9.1', 'more': []}
     del record['crc32']
     path.write_text(json.dumps(with_checksum(record)))
-    message = rf'8 has format 3 .* is qkattn {__version__}, .* format 2; use qkattn 0\.9\.1 or late'
+
+    message = (
+        rf'8 has format 3 of qkattn 0\.9\.1, but this is qkattn {__version__}, which reads '
+        r'format 2; use qkattn 0\.9\.1 or later'
+    )
     for _ in range(2):
         with pytest.raises(CheckpointError, match=message):
             restore_newest(tmp_path)
+
     assert names_in(tmp_path) == ['4', '8']
 
 
-def test_a_checkpoint_of_another_config_is_refused_each_time(tmp_path):
+def test_a_checkpoint_of_another_config_is_refused(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as saved:
         saved.save(4, state_of(4), RECORD)
-    message = f"^{tmp_path}/4 is of a run with another configuration .config_hash 'abc', not 'def'"
+
+    message = (
+        rf"^{tmp_path}/4 is of a run with another configuration \(config_hash 'abc', not 'def'\)"
+    )
     for _ in range(2):
         with (
             contextlib.closing(Checkpoints(tmp_path, config_hash='def')) as opened,
             pytest.raises(CheckpointError, match=message),
         ):
             opened.restore(target_on())
+
+    # Nothing was deleted: the run that saved the checkpoint still restores it.
     assert names_in(tmp_path) == ['4']
     with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as opened:
-        assert int(opened.restore(target_on())[0]['step']) == 4
+        state, _ = opened.restore(target_on())
+    assert int(state['step']) == 4
 
 
 def test_a_checkpoint_without_a_config_hash_is_restored(tmp_path):
-    """Earlier versions stored none."""
+    """Earlier versions stored no hash."""
     save(tmp_path, 4)
-    assert 'config_hash' not in json.loads((tmp_path / '4/record/metadata').read_text())
+    record = json.loads((tmp_path / '4/record/metadata').read_text())
+    assert 'config_hash' not in record
+
     with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as opened:
-        assert int(opened.restore(target_on())[0]['step']) == 4
+        state, _ = opened.restore(target_on())
+
+    assert int(state['step']) == 4
 
 
-@pytest.mark.parametrize('change', [('2.5', '3.5'), ('"format": 2', '"format": 3')])
-def test_a_checkpoint_with_a_changed_record_is_passed_over(tmp_path, caplog, change):
+@pytest.mark.parametrize(
+    ('text', 'changed_text'),
+    [
+        pytest.param('2.5', '3.5', id='train_seconds'),
+        pytest.param('"format": 2', '"format": 3', id='format'),
+    ],
+)
+def test_a_checkpoint_with_a_changed_record_is_skipped(tmp_path, caplog, text, changed_text):
     save(tmp_path, 4, 8)
-    rewrite(tmp_path / '8/record/metadata', *change)
+    rewrite(tmp_path / '8/record/metadata', text, changed_text)
+
     state, record = restore_newest(tmp_path)
-    assert (int(state['step']), record['train_seconds']) == (4, 2.5)
+
+    assert int(state['step']) == 4
+    assert record['train_seconds'] == 2.5
     assert 'checkpoint 8 is damaged (record/metadata: ' in caplog.text
 
 
-def test_a_checkpoint_with_a_changed_array_is_passed_over(tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_with_a_wrong_checksum_is_skipped(tmp_path, monkeypatch, caplog):
     save(tmp_path, 4)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
         save(tmp_path, 8)
+
     state, record = restore_newest(tmp_path)
-    assert (int(state['step']), record['train_seconds']) == (4, 2.5)
+
+    assert int(state['step']) == 4
+    assert record['train_seconds'] == 2.5
     name = leaf_names(state_of(0))[1]
     assert f'checkpoint 8 is damaged (checksum of {name}' in caplog.text
 
 
-def test_the_time_that_training_waits_is_summed_over_starts(tmp_path):
+def test_stall_seconds_are_summed_over_starts(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path)) as first:
         first.save(1, state_of(1), RECORD)
-        saved = first.stall_seconds
+        seconds_before_last_save = first.stall_seconds
         first.save(2, state_of(2), RECORD)
+    assert 0 < seconds_before_last_save < first.stall_seconds
+
+    # A record holds the seconds up to its save, so those of the last save are lost.
     with contextlib.closing(Checkpoints(tmp_path)) as second:
         second.restore({})
-        # The record of the last save has the time of the save before it.
-        assert 0 < saved == second.stall_seconds < first.stall_seconds
+        assert second.stall_seconds == seconds_before_last_save
 
 
-def test_the_newest_checkpoints_are_kept_also_of_steps_that_are_written_again(tmp_path):
-    """After the damaged checkpoint 5 was passed over, steps from 4 on are saved once more."""
+def test_the_newest_checkpoints_are_kept_when_steps_are_saved_again(tmp_path):
     save(tmp_path, 3, 5)
-    rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')
+    rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')  # so that checkpoint 5 is damaged
+
     with contextlib.closing(Checkpoints(tmp_path, keep=3)) as saved:
-        assert int(saved.restore(target_on())[0]['step']) == 3
+        state, _ = saved.restore(target_on())
+        assert int(state['step']) == 3
         saved.discard_after(3)
         for step in range(4, 10):
             saved.save(step, state_of(step), RECORD)
-            assert len(list(tmp_path.glob('[0-9]*'))) <= 4  # with the one being written
+            directories = list(tmp_path.glob('[0-9]*'))
+            assert len(directories) <= 3 + 1  # one more while it is written
         saved.wait()
         assert not list(tmp_path.glob('trash/*'))
         steps = [int(state['step']) for state, _ in saved.read_undamaged(target_on())]
+
     assert steps == [9, 8, 7]
 
 
@@ -177,49 +227,58 @@ def test_the_newest_checkpoints_are_kept_also_of_steps_that_are_written_again(tm
 
 @pytest.fixture
 def saved(tmp_path):
-    """The open checkpoints of a run, after step 1."""
+    """Open `Checkpoints` with a checkpoint of step 1."""
     saved = Checkpoints(tmp_path / 'run/checkpoints')
     saved.save(1, state_of(1), RECORD)
     saved.wait()
     return saved
 
 
-def test_a_checkpoint_that_its_disk_cannot_hold_is_refused(saved, monkeypatch):
+def test_a_save_to_a_full_disk_is_refused(saved, monkeypatch):
     monkeypatch.setattr(files.shutil, 'disk_usage', Mock(return_value=Mock(free=9)))
+
     message = f'^{saved.directory} cannot be written: its disk has 9 of the .* bytes'
     with pytest.raises(DiskError, match=message):
         saved.save(2, state_of(2), RECORD)
     saved.close()
+
     assert names_in(saved.directory) == ['1']
 
 
-def test_a_directory_that_is_gone_is_named(saved, tmp_path):
+def test_a_save_names_a_directory_that_is_gone(saved, tmp_path):
     (tmp_path / 'run').rename(tmp_path / 'moved')
+
     message = f'^{tmp_path}/run is gone: it was removed, renamed or unmounted'
     with pytest.raises(DiskError, match=message):
         saved.save(2, state_of(2), RECORD)
     saved.close()
+
     assert names_in(tmp_path / 'moved/checkpoints') == ['1']
 
 
-def test_a_directory_that_was_replaced_is_named(saved, tmp_path):
+def test_a_save_names_a_directory_that_was_replaced(saved, tmp_path):
     (tmp_path / 'run').rename(tmp_path / 'moved')
     saved.directory.mkdir(parents=True)
-    saved._manager.save = lambda *_, **__: 1 / 0  # errors may be of any kind
+    # Orbax raises errors of many types. The message does not depend on the type.
+    saved._manager.save = Mock(side_effect=ZeroDivisionError)
+
     message = f'^{saved.directory} is gone: it was removed, renamed or unmounted'
     with pytest.raises(DiskError, match=message):
         saved.save(2, state_of(2), RECORD)
     saved.close()
+
     assert names_in(tmp_path / 'moved/checkpoints') == ['1']
 
 
-def test_a_checkpoint_that_could_not_be_written_is_removed(saved):
-    """orbax fails in its own threads, after `save` has returned."""
+def test_a_checkpoint_that_cannot_be_written_is_removed(saved):
+    large_state = {'w': jnp.arange(1e5)}  # 400 kB
+
     message = f'^{saved.directory} cannot be written: a file is larger than'
     with file_size_limit(64 * 1024), pytest.raises(DiskError, match=message):
-        saved.save(2, {'w': jnp.arange(1e5)}, RECORD)
-        saved.close()
+        saved.save(2, large_state, RECORD)
+        saved.close()  # orbax writes in its own threads, so the error may come only here
     saved.close()
+
     assert names_in(saved.directory) == ['1']
 
 
@@ -227,13 +286,15 @@ def test_a_checkpoint_that_could_not_be_written_is_removed(saved):
 
 
 @pytest.fixture(scope='module')
-def directory_of_two(tmp_path_factory):
-    """A directory of two checkpoints."""
-    save(path := tmp_path_factory.mktemp('checkpoints') / 'c', 4, 8)
-    for step in ('4', '8'):  # as earlier versions wrote them
-        (path / step / 'metrics').mkdir()
-        (path / step / 'metrics/metrics').write_text('{"val_loss": 2.0}')
-    return path
+def checkpoints_4_and_8(tmp_path_factory):
+    """A directory with checkpoints of the steps 4 and 8."""
+    directory = tmp_path_factory.mktemp('checkpoints') / 'c'
+    save(directory, 4, 8)
+    # Earlier versions wrote a file of metrics, too.
+    for step in ('4', '8'):
+        (directory / step / 'metrics').mkdir()
+        (directory / step / 'metrics/metrics').write_text('{"val_loss": 2.0}')
+    return directory
 
 
 FILES = (
@@ -253,122 +314,158 @@ FILES = (
 
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', FILES)
-def test_a_damaged_file_costs_at_most_its_checkpoint(directory_of_two, tmp_path, name, every):
-    file = sorted((directory_of_two / '8').glob(name))[0]
-    for label, content in damages.some([*damages.whole(file.read_bytes())], name, every):
-        path = shutil.copytree(directory_of_two, tmp_path / label)
-        damages.replace(path / file.relative_to(directory_of_two), content)
-        state, record = restore_newest(path)
-        # Where the damage is not in what is read, 8 is restored.
-        assert int(state['step']) in (4, 8), label
-        jax.tree.map(np.testing.assert_array_equal, state, state_of(int(state['step'])))
+def test_a_damaged_file_costs_at_most_its_checkpoint(checkpoints_4_and_8, tmp_path, name, every):
+    """A damaged file in checkpoint 8 leads to checkpoint 4, or to 8 if the file is not needed."""
+    file = sorted((checkpoints_4_and_8 / '8').glob(name))[0]
+    all_damages = list(damages.whole(file.read_bytes()))
+    for label, damaged_content in damages.some(all_damages, name, every):
+        copy = shutil.copytree(checkpoints_4_and_8, tmp_path / label)
+        damages.replace(copy / file.relative_to(checkpoints_4_and_8), damaged_content)
+
+        state, record = restore_newest(copy)
+
+        step = int(state['step'])
+        assert step in (4, 8), label
+        jax.tree.map(np.testing.assert_array_equal, state, state_of(step))
         assert record['train_seconds'] == 2.5
+
+
+def fail_to_read(monkeypatch, path: Path, name: str) -> None:
+    """Makes reads of the file path / name, or of arrays, fail with an I/O error."""
+    io_error = OSError(errno.EIO, os.strerror(errno.EIO))
+    read_regular = files.read_regular
+
+    def read_other_files(file: Path, most: int) -> bytes:
+        if file == path / name:
+            raise io_error
+        return read_regular(file, most)
+
+    def restore_arrays(*_, **__) -> None:
+        # The message of orbax does not say why. The error that caused it does.
+        reason = f'UNKNOWN: w/0: {io_error.strerror}'
+        if name == 'a remote array':
+            reason = 'UNAVAILABLE: HTTP 503'
+        message = 'Encountered error while reading array index'
+        raise Exception(message) from ValueError(reason)
+
+    handler = checkpoint.ocp.StandardCheckpointHandler
+    if name in ('an array', 'a remote array'):
+        monkeypatch.setattr(handler, 'restore', restore_arrays)
+    elif name == 'state/_METADATA':
+        monkeypatch.setattr(handler, 'restore', Mock(side_effect=io_error))
+    else:
+        monkeypatch.setattr(files, 'read_regular', read_other_files)
 
 
 @pytest.mark.parametrize(
     'name', ['metrics/metrics', 'record/metadata', 'state/_METADATA', 'an array', 'a remote array']
 )
-def test_a_checkpoint_that_cannot_be_read_at_present_is_not_called_damaged(
-    directory_of_two, tmp_path, monkeypatch, name
-):
-    """The start fails and changes nothing, so that the next one can read the newest checkpoint."""
-    path = shutil.copytree(directory_of_two, tmp_path / 'c')
-    error = OSError(errno.EIO, os.strerror(errno.EIO))
-    read_regular = files.read_regular
-
-    def failing(file: Path, most: int) -> bytes:
-        if file == path / '8' / name:
-            raise error
-        return read_regular(file, most)
-
-    def restore(*_, **__):
-        try:  # as orbax does, whose own text does not say why
-            text = (
-                'UNAVAILABLE: HTTP 503' if 'remote' in name else f'UNKNOWN: w/0: {error.strerror}'
-            )
-            raise ValueError(text)
-        except ValueError as cause:
-            raise Exception('Encountered error while reading array index') from cause
+def test_a_failed_read_is_not_taken_for_damage(checkpoints_4_and_8, tmp_path, monkeypatch, name):
+    path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
 
     with monkeypatch.context() as patch:
-        if 'array' in name:
-            patch.setattr(checkpoint.ocp.StandardCheckpointHandler, 'restore', restore)
-        elif name.startswith('state'):
-            patch.setattr(
-                checkpoint.ocp.StandardCheckpointHandler, 'restore', Mock(side_effect=error)
-            )
-        else:
-            patch.setattr(files, 'read_regular', failing)
+        fail_to_read(patch, path / '8', name)
         with pytest.raises(ReadError, match=rf'^{path}/8.* cannot be read .*; nothing was changed'):
             restore_newest(path)
-    assert names_in(path) == ['4', '8'] and int(restore_newest(path)[0]['step']) == 8
+
+    # Nothing was changed, so the next start restores the newest checkpoint.
+    assert names_in(path) == ['4', '8']
+    state, _ = restore_newest(path)
+    assert int(state['step']) == 8
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_never_started_over(directory_of_two, tmp_path):
-    path = shutil.copytree(directory_of_two, tmp_path / 'c')
+def test_a_run_never_starts_over_if_all_its_checkpoints_are_damaged(checkpoints_4_and_8, tmp_path):
+    path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     for step in ('4', '8'):
         (path / step / '_CHECKPOINT_METADATA').write_text('3')
-    with pytest.raises(CheckpointError, match='c/[48] is damaged .*go'):
+
+    with pytest.raises(CheckpointError, match='c/[48] is damaged .*goes on from the checkpoint'):
         Checkpoints(path, read_only=True)
     assert names_in(path) == ['4', '8']
-    for _ in range(2):  # the same command again
+
+    # The second start behaves like the first.
+    for _ in range(2):
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restore_newest(path)
-    assert names_in(path) == ['4.damaged', '8.damaged']
-    shutil.copytree(path / '4.damaged', path / '4')  # a copy that is damaged as well
+        assert names_in(path) == ['4.damaged', '8.damaged']
+
+    # A user restores checkpoint 4 from a copy, which is damaged as well.
+    shutil.copytree(path / '4.damaged', path / '4')
     with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
         restore_newest(path)
     assert names_in(path) == ['4.damaged', '8.damaged']
 
 
-def test_a_checkpoint_superseded_while_it_is_read_is_not_damaged(directory_of_two, tmp_path):
-    path = shutil.copytree(directory_of_two, tmp_path / 'c')
+def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(checkpoints_4_and_8, tmp_path):
+    """A run that goes on deletes old checkpoints while another process reads them."""
+    path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     with contextlib.closing(Checkpoints(path, read_only=True)) as saved:
-        sound = saved.read_undamaged(target_on())
-        assert int(next(sound)[0]['step']) == 8
+        undamaged = saved.read_undamaged(target_on())
+        state, _ = next(undamaged)
+        assert int(state['step']) == 8
+
         shutil.rmtree(path / '4')
-        assert list(sound) == []
+        assert list(undamaged) == []
+
         shutil.rmtree(path / '8')
         assert saved.restore({}) is None
 
 
-def test_a_checkpoint_superseded_while_it_is_opened_is_not_damaged(
-    directory_of_two, tmp_path, monkeypatch
+def test_a_checkpoint_deleted_while_it_is_opened_is_not_damaged(
+    checkpoints_4_and_8, tmp_path, monkeypatch
 ):
-    path = shutil.copytree(directory_of_two, tmp_path / 'c')
-    parse = checkpoint.parse_file
+    path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
+    parse_file = checkpoint.parse_file
 
-    # Another process deletes checkpoint 4 before its files are parsed.
-    def superseded(file, schema):
+    def delete_checkpoint_4_and_parse(file, schema):
         shutil.rmtree(path / '4', ignore_errors=True)
-        return parse(file, schema)
+        return parse_file(file, schema)
 
-    monkeypatch.setattr(checkpoint, 'parse_file', superseded)
+    monkeypatch.setattr(checkpoint, 'parse_file', delete_checkpoint_4_and_parse)
     Checkpoints(path, read_only=True).close()
 
 
 def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
-    save(url := as_path('gs://runs/c'), 4, 8)
-    del bucket.buckets['runs']['c/8/commit_success.txt']
-    assert int(restore_newest(url)[0]['step']) == 4 and bucket.names('runs', 'c/8') == []
+    url = as_path('gs://runs/c')
+    save(url, 4, 8)
+    del bucket.buckets['runs']['c/8/commit_success.txt']  # which is written last
+
+    state, _ = restore_newest(url)
+
+    assert int(state['step']) == 4
+    assert bucket.names('runs', 'c/8') == []
 
 
-def test_the_checksum_of_an_array_depends_on_every_element_and_its_place():
-    """Sums are stored in checkpoints, also in those of earlier versions, so they may not change."""
+# Checksums
 
-    def sum_of(array) -> int:
-        return int(checksums([jnp.asarray(array)])[0])
 
-    for dtype in DTYPES:
-        array = array_of(dtype, shape=(4, 8))
-        changed = array.copy()
-        changed[3, 5] = array[3, 5] == 0
-        exchanged = array.copy()
-        other = tuple(np.argwhere(array != array[0, 0])[0])
-        exchanged[0, 0] = array[other]
-        exchanged[other] = array[0, 0]
-        assert len({*map(sum_of, (array, changed, exchanged))}) == 3, dtype
-    wide = np.arange(6, dtype=np.uint64) << 30  # eight bytes count as two elements
+def checksum_of(array) -> int:
+    return int(checksums([jnp.asarray(array)])[0])
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_a_checksum_depends_on_every_element_and_its_place(dtype):
+    array = array_of(dtype, shape=(4, 8))
+    changed = array.copy()
+    changed[3, 5] = array[3, 5] == 0
+    # Exchange the first element with one that differs.
+    exchanged = array.copy()
+    place = tuple(np.argwhere(array != array[0, 0])[0])
+    exchanged[0, 0] = array[place]
+    exchanged[place] = array[0, 0]
+
+    assert checksum_of(changed) != checksum_of(array)
+    assert checksum_of(exchanged) != checksum_of(array)
+    assert checksum_of(changed) != checksum_of(exchanged)
+
+
+def test_eight_bytes_count_as_two_elements_of_a_checksum():
+    array = np.arange(6, dtype=np.uint64) << 30
     with jax.enable_x64(True):
-        assert sum_of(wide) == sum_of(wide.view(np.uint32))
-    assert len({*map(sum_of, jax.random.split(jax.random.key(0), 3))}) == 3
+        assert checksum_of(array) == checksum_of(array.view(np.uint32))
+
+
+def test_different_random_keys_have_different_checksums():
+    keys = jax.random.split(jax.random.key(0), 3)
+    sums = {checksum_of(key) for key in keys}
+    assert len(sums) == 3
