@@ -1,4 +1,4 @@
-"""Dry runs: names of pods, memory by the shardings, FLOPs, what falls back or does not fit."""
+"""Dry runs: names of pods, memory and FLOPs per device, warnings and refusals."""
 
 import contextlib
 import csv
@@ -17,16 +17,26 @@ from tests.refusals import refused
     ('name', 'num_devices'),
     [('v5p-2x4x4', 32), ('V6e-16x16', 256), ('tpu7x-4x4x4', 128), ('a100_80gb-16x8', 128)],
 )
-def test_a_name_of_a_pod_gives_its_devices(name, num_devices):
+def test_a_pod_name_gives_the_number_of_devices(name, num_devices):
     assert Pod(name).devices == num_devices
 
 
 @pytest.mark.parametrize(
     'name',
-    ['a3-2x8', 'cluster', 'v5p-64', 'v5p-4x4', 'v5p-4x0x4', 'h100-8', 'h100-2x8;touch x'],
+    [
+        pytest.param('a3-2x8', id='unknown chip'),
+        pytest.param('cluster', id='no shape'),
+        pytest.param('v5p-64', id='one side'),
+        pytest.param('v5p-4x4', id='two sides of three'),
+        pytest.param('v5p-4x0x4', id='a side of zero'),
+        pytest.param('h100-8', id='no number of hosts'),
+        pytest.param('h100-2x8;touch x', id='a shell command'),
+    ],
 )
-def test_a_name_of_no_pod_is_refused(name):
-    message = f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and .* v4, v5e'
+def test_an_invalid_pod_name_is_refused(name):
+    message = (
+        f'--dry_run={name} must be a chip and a shape, as in v5p-2x4x4 and .*; chips are v4, v5e'
+    )
     with refused(message):
         Pod(name)
 
@@ -41,23 +51,27 @@ def test_a_name_of_no_pod_is_refused(name):
         (2**51, '2,048.00 TiB'),
     ],
 )
-def test_sizes_are_in_the_largest_unit_that_they_fill(num_bytes, size):
+def test_a_size_is_shown_in_the_largest_unit_that_fits(num_bytes, size):
     assert dry_run._size_text(num_bytes) == size
 
 
 @pytest.fixture(scope='module')
 def describe_run(tiny):
-    """Describes a run of one trial of one layer, on a host of 8 GPUs."""
+    """A function that describes a dry run of one trial, as in describe_run(data=2, fsdp=4).
 
-    def make(topology='h100-1x8', model={}, **mesh):  # noqa: B006 (never changed)
+    The model has one layer. Keyword arguments are sizes of the mesh.
+    """
+
+    def describe(pod='h100-1x8', model={}, **mesh):  # noqa: B006 (never changed)
         model = {'tied_embeddings': False, 'num_layers': 1} | model
         train = {'accumulation': 1, 'steps_per_dispatch': 2, 'log_every': 2, 'lifting': 'auto'}
         config = tiny(trials={'seeds': (0,)}, model=model, train=train, mesh=mesh)
         with pytest.MonkeyPatch.context() as patch:
+            # The cache of compiled programs, which a dry run switches off, makes tests fast.
             patch.setattr(dry_run, 'without_cache', contextlib.nullcontext)
-            return dry_run.describe(config, topology)
+            return dry_run.describe(config, pod)
 
-    return make
+    return describe
 
 
 @pytest.fixture(scope='module')
@@ -65,16 +79,33 @@ def data_parallel(describe_run):
     return describe_run(data=8)
 
 
-def test_memory_is_that_of_the_shardings(describe_run):
+def test_memory_follows_from_the_shardings(describe_run):
     run = describe_run(data=2, fsdp=2, tensor=2, model={'qk_norm': True})
+
     D, N, H, F, V, T = 32, 2, 16, 128, 256, 16
-    matrices = 4 * D * N * H / (2 * 2) + 2 * D * F / (2 * 2)
-    norms = 2 * D / 2 + 2 * H / 2  # H of the gains of queries and keys is split over tensor
-    parameters = matrices + norms + 2 * V * D / (2 * 2) + T * D / 2 + D / 2
+    fsdp = tensor = 2
+    attention = 4 * D * N * H / (fsdp * tensor)
+    mlp = 2 * D * F / (fsdp * tensor)
+    layer_norms = 2 * D / fsdp
+    qk_norms = 2 * H / tensor
+    embedding_and_output = 2 * V * D / (fsdp * tensor)
+    positions = T * D / fsdp
+    final_norm = D / fsdp
+    parameters = attention + mlp + layer_norms + qk_norms
+    parameters += embedding_and_output + positions + final_norm
     assert run.memory['parameters'] == 4 * parameters
-    assert 0 <= run.memory['optimizer state'] - 8 * parameters <= 4 * 2  # counters
-    assert run.memory['batch'] == 2 * 2 * T * (4 + 4 + 4)  # 2 steps, 2 of 8 rows, 3 arrays
-    assert run.capacity == 80 * 10**9 and 'WARNING' not in dry_run.text(run)
+
+    # AdamW keeps two moments for each parameter, and up to two counters of 4 bytes.
+    counters = run.memory['optimizer state'] - 2 * 4 * parameters
+    assert 0 <= counters <= 2 * 4
+
+    steps = 2
+    rows_per_device = 8 / 4
+    bytes_per_token = 4 + 4 + 4  # token, target and weight
+    assert run.memory['batch'] == steps * rows_per_device * T * bytes_per_token
+
+    assert run.capacity == 80 * 10**9
+    assert 'WARNING' not in dry_run.text(run)
 
 
 @pytest.fixture(scope='module')
@@ -92,48 +123,82 @@ def test_fsdp_splits_the_state(fully_sharded, data_parallel):
 
 @pytest.mark.slow
 def test_fsdp_does_not_change_tokens_and_flops(fully_sharded, data_parallel):
+    batch_size = 8
+    context = 16
     run = fully_sharded
+    assert run.tokens == batch_size * context
     assert run.flops == data_parallel.flops
-    assert run.tokens == 8 * 16
-    assert run.flops == pytest.approx(data_parallel.parameters * 6 * 16, rel=0.5)  # 6 N per token
-    assert run.seconds == pytest.approx(run.flops / 989e12)
+
+    # A token takes about 6 FLOPs per parameter. Each of 8 devices computes one row of the batch.
+    flops_per_device = 6 * data_parallel.parameters * context
+    assert run.flops == pytest.approx(flops_per_device, rel=0.5)
+
+    peak_flops_of_h100 = 989e12
+    assert run.seconds == pytest.approx(run.flops / peak_flops_of_h100)
 
 
 @pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is absent')
 def test_a_tpu_slice_is_compiled_by_its_own_compiler(describe_run):
     run = describe_run('v5p-2x2x2', data=8)
-    assert run.compiler == 'XLA for TPU v5p:2x2x2 (libtpu)' and run.memory['program'] > 0
+    assert run.compiler == 'XLA for TPU v5p:2x2x2 (libtpu)'
+    assert run.memory['program'] > 0
     assert run.memory['parameters'] == 4 * run.parameters
 
 
-def test_a_program_that_does_not_fit_or_falls_back_is_warned_of(describe_run, monkeypatch):
-    monkeypatch.setitem(CHIPS, 'h100', dataclasses.replace(CHIPS['h100'], hbm=300_000))
-    kernel = 'attention of 16 queries to 16 keys by einsum: contexts are below 256'
+def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch):
+    small_chip = dataclasses.replace(CHIPS['h100'], hbm=300_000)
+    monkeypatch.setitem(CHIPS, 'h100', small_chip)
+
     page = dry_run.text(describe_run(tensor=8, model={'num_heads': 4, 'head_size': 8}))
-    assert kernel in page.splitlines()
-    assert 'WARNING the program DOES NOT FIT' in page and max(map(len, page.splitlines())) <= 100
-    assert 'N=4 does not divide over tensor=8; split over H' in ' '.join(page.split())
+
+    lines = page.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert 'attention of 16 queries to 16 keys by einsum: contexts are below 256' in lines
+    assert 'WARNING the program DOES NOT FIT' in page
+    # This note may be wrapped over two lines.
+    page_on_one_line = ' '.join(page.split())
+    assert 'N=4 does not divide over tensor=8; split over H' in page_on_one_line
 
 
-def test_a_mesh_or_pod_that_does_not_fit_is_refused(describe_run, monkeypatch):
-    # A schedule from outside computes, with which JAX would start on the devices that there are.
-    monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
+@pytest.mark.parametrize(
+    ('mesh', 'pod', 'message'),
+    [
+        pytest.param(
+            {},
+            'h100-1x8',
+            'has 1 device, but --dry_run=h100-1x8 has 8; .* multiply to 8$',
+            id='the mesh is smaller than the pod',
+        ),
+        pytest.param(
+            {'data': 8, 'tensor': 2},
+            'h100-2x8',
+            'has 16 devices, more than the 8 fake ones of this process',
+            id='the pod has more devices than the process',
+        ),
+    ],
+)
+def test_a_mesh_or_pod_of_the_wrong_size_is_refused(describe_run, monkeypatch, mesh, pod, message):
     assert len(jax.devices()) == 8
-    for mesh, pod, message in (
-        ({}, '1x8', 'has 1 device, but --dry_run=h100-1x8 has 8; .* multiply to 8$'),
-        ({'data': 8, 'tensor': 2}, '2x8', 'has 16 devices, more than the 8 fake ones of this proc'),
-    ):
-        with refused(message):
-            describe_run(f'h100-{pod}', **mesh)
+    # The refusal comes before `check_parts`, which may compute something, for example a schedule
+    # from outside.
+    monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
+    with refused(message):
+        describe_run(pod, **mesh)
 
 
-def test_the_log_is_a_table_with_a_row_per_run(data_parallel, tmp_path):
+def test_the_log_has_a_row_per_dry_run(data_parallel, tmp_path):
     path = tmp_path / 'log.csv'
     run = data_parallel
-    for _ in range(2):
-        dry_run.append_to_log(run, path)
+
+    dry_run.append_to_log(run, path)
+    dry_run.append_to_log(run, path)
+
     first, second = csv.DictReader(path.read_text().splitlines())
-    assert first == second and first['run'] == f'h100-1x8 data=8 1 x {run.parameters}'
-    assert (first['compiler'], first['devices']) == (run.compiler, '8')
-    assert float(first['state_gb']) == pytest.approx(12 * run.parameters / 1e9, rel=1e-3)
+    assert second == first
+    assert first['run'] == f'h100-1x8 data=8 1 x {run.parameters}'
+    assert first['compiler'] == run.compiler
+    assert first['devices'] == '8'
+    # Parameters and AdamW's two moments take 4 bytes each.
+    state_gb = 3 * 4 * run.parameters / 1e9
+    assert float(first['state_gb']) == pytest.approx(state_gb, rel=1e-3)
     assert float(first['model_tflop']) == pytest.approx(run.flops / 1e12, rel=1e-5)
