@@ -179,8 +179,7 @@ def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch
 )
 def test_a_mesh_or_pod_of_the_wrong_size_is_refused(describe_run, monkeypatch, mesh, pod, message):
     assert len(jax.devices()) == 8
-    # The refusal comes before `check_parts`, which may compute something, for example a schedule
-    # from outside.
+    # The refusal comes before `check_parts`, in which a schedule from outside may start JAX.
     monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
     with refused(message):
         describe_run(pod, **mesh)

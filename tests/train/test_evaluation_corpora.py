@@ -1,4 +1,4 @@
-"""Runs that are evaluated on further corpora: what they record, and what stays as it is."""
+"""Runs that are evaluated on further corpora (data.evaluate)."""
 
 import json
 import math
@@ -13,26 +13,26 @@ from qkattn.data.tokens import TokenDataset
 from qkattn.errors import CheckpointError, Stopped
 from qkattn.metrics import METRICS
 from qkattn.storage.metrics_log import read_metrics
-from qkattn.storage.records import check_result, corpora_of, metric_fields, read_json
+from qkattn.storage.records import check_result, corpora_of, metric_fields
 from qkattn.train import program
 from qkattn.train.loop import train
 from tests.refusals import refused
-from tests.runs import assert_same_run, results_of, without_times
+from tests.runs import FinishedRun, assert_same_run, results_of, without_times
 
 pytestmark = pytest.mark.usefixtures('programs_kept')
-
-CORPORA = ('@test', '@train', 'text:LINES')
 
 
 @pytest.fixture(scope='session')
 def config_with_corpora(small, tmp_path_factory):
-    """A run like `small_run` that is also evaluated on CORPORA; 'LINES' are 4,000 lines of text."""
+    """A function that makes a config like that of `small_run`, with three further corpora.
+
+    They are two splits of its own data, and a file of 4,000 lines.
+    """
     path = tmp_path_factory.mktemp('corpus') / 'lines.txt'
     path.write_text(''.join(f'{number} bottles on the wall\n' for number in range(4000)))
-    entries = tuple(entry.replace('LINES', str(path)) for entry in CORPORA)
 
     def make(**sections):
-        data = {'evaluate': entries} | sections.pop('data', {})
+        data = {'evaluate': ('@test', '@train', f'text:{path}')} | sections.pop('data', {})
         return small(data=data, **sections)
 
     return make
@@ -40,150 +40,198 @@ def config_with_corpora(small, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(config_with_corpora, built_once, tmp_path_factory):
-    """A finished run of `evaluated`: its config and its directory."""
+    """A finished run that was evaluated on three corpora."""
     config = config_with_corpora()
     path = tmp_path_factory.mktemp('evaluated') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
         train(config, path)
-    return config, path
+    return FinishedRun(config, path)
 
 
-def test_an_evaluation_has_the_logged_metrics_on_each_corpus(run):
-    config, path = run
-    records = read_metrics(path / 'metrics.jsonl')
+def without_corpora(records):
+    """Copies of records without the metrics on further corpora, such as 'loss[@test]'."""
+    copies = []
+    for record in records:
+        copies.append({name: value for name, value in record.items() if '[' not in name})
+    return copies
+
+
+def train_with_signal(config, path, signal_at=None):
+    """Trains a run and returns the splits that it evaluates, in order.
+
+    SIGTERM comes when evaluation number `signal_at` of this start begins.
+    """
+    splits = []
+    eval_batches = pipeline.eval_batches
+
+    def eval_batches_with_signal(rows, split, **options):
+        splits.append(split)
+        if len(splits) == signal_at:
+            signal.raise_signal(signal.SIGTERM)
+        return eval_batches(rows, split, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, 'eval_batches', eval_batches_with_signal)
+        train(config, path)
+    return splits
+
+
+def test_each_evaluation_has_the_logged_metrics_on_each_corpus(run):
+    records = read_metrics(run.path / 'metrics.jsonl')
     evaluations = [record for record in records if record['kind'] == 'eval']
     assert [record['step'] for record in evaluations] == [4, 8, 12]
     for record in evaluations:
-        for corpus in config.data.evaluate:
+        for corpus in run.config.data.evaluate:
             for metric in ('loss', 'bits_per_byte', 'accuracy', 'solved'):
-                first, second = record[f'{metric}[{corpus}]']
-                assert 0 <= first < 12 and 0 <= second < 12
-    assert len({tuple(record[f'loss[{config.data.evaluate[2]}]']) for record in evaluations}) == 3
+                first_trial, second_trial = record[f'{metric}[{corpus}]']
+                assert 0 <= first_trial < 12
+                assert 0 <= second_trial < 12
+
+
+def test_losses_on_a_corpus_change_from_evaluation_to_evaluation(run):
+    records = read_metrics(run.path / 'metrics.jsonl')
+    text = run.config.data.evaluate[2]
+    losses = [record[f'loss[{text}]'] for record in records if record['kind'] == 'eval']
+    first, second, third = losses
+    assert first != second
+    assert second != third
+    assert first != third
 
 
 def test_the_results_are_those_of_the_last_evaluation(run):
-    config, path = run
-    *_, evaluation, final = read_metrics(path / 'metrics.jsonl')
-    results = results_of(path)
-    for corpus in config.data.evaluate:
+    records = read_metrics(run.path / 'metrics.jsonl')
+    last_evaluation = records[-2]
+    final = records[-1]
+    results = results_of(run.path)
+    for corpus in run.config.data.evaluate:
         field = f'loss[{corpus}]'
         losses = [result[field] for result in results]
-        assert evaluation[field] == final[field] == losses
-        assert [math.exp(loss) for loss in losses] == pytest.approx(final[f'perplexity[{corpus}]'])
-    # The test split is evaluated again when training ends.
-    for metric in ('loss', 'bits_per_byte', 'perplexity', 'loss_se', 'accuracy', 'solved'):
-        for result in results:
+        assert last_evaluation[field] == losses
+        assert final[field] == losses
+        perplexities = [math.exp(loss) for loss in losses]
+        assert perplexities == pytest.approx(final[f'perplexity[{corpus}]'])
+
+
+def test_metrics_on_the_own_test_split_are_the_test_metrics(run):
+    for result in results_of(run.path):
+        for metric in ('loss', 'bits_per_byte', 'perplexity', 'loss_se', 'accuracy', 'solved'):
             assert result[f'{metric}[@test]'] == result[f'test_{metric}']
 
 
-def test_results_name_the_corpora_and_their_targets(run):
-    config, path = run
-    result = results_of(path)[0]
-    assert corpora_of(result) == config.data.evaluate
-    # Its own test split, and the text of a file; 8 rows of 16 targets of each.
-    described = result['data']['evaluate']
-    assert described['@test']['fingerprints'] == {
-        'test': result['data']['fingerprints']['test'],
-    }
-    assert described[config.data.evaluate[2]]['name'] == 'text'
-    assert [corpus['eval_tokens'] for corpus in described.values()] == [8 * 16] * 3
-    names = [name for name in metric_fields(result) if '[' in name]
-    assert len(names) == 3 * len(METRICS) and 'loss[@test]' in names
+def test_results_describe_the_corpora(run):
+    result = results_of(run.path)[0]
+    assert corpora_of(result) == run.config.data.evaluate
+
+    text = run.config.data.evaluate[2]
+    descriptions = result['data']['evaluate']
+    own_fingerprints = result['data']['fingerprints']
+    assert descriptions['@test']['fingerprints'] == {'test': own_fingerprints['test']}
+    assert descriptions[text]['name'] == 'text'
+
+    rows, tokens_per_row = 8, 16
+    assert len(descriptions) == 3
+    for description in descriptions.values():
+        assert description['eval_tokens'] == rows * tokens_per_row
+
+
+def test_results_have_every_metric_on_each_corpus(run):
+    result = results_of(run.path)[0]
+    fields = [name for name in metric_fields(result) if '[' in name]
+    assert 'loss[@test]' in fields
+    num_corpora = 3
+    assert len(fields) == num_corpora * len(METRICS)
 
 
 def test_further_corpora_change_nothing_else_of_a_run(run, small_run):
-    config, path = run
-    other_config, other_path = small_run
-    assert fingerprint(config) != fingerprint(other_config)
+    assert fingerprint(run.config) != fingerprint(small_run.config)
 
-    def without_corpora(records):
-        return [{n: v for n, v in record.items() if '[' not in n} for record in records]
+    records = read_metrics(run.path / 'metrics.jsonl')
+    expected_records = read_metrics(small_run.path / 'metrics.jsonl')
+    assert without_times(without_corpora(records)) == without_times(expected_records)
 
-    records = [read_metrics(directory / 'metrics.jsonl') for directory in (path, other_path)]
-    assert without_times(without_corpora(records[0])) == without_times(records[1])
-    assert (path / 'documents.json').read_bytes() == (other_path / 'documents.json').read_bytes()
-    for result, other in zip(results_of(path), results_of(other_path), strict=True):
-        result['data'].pop('evaluate')
-        for name, value in other.items():
+    documents = (run.path / 'documents.json').read_bytes()
+    assert documents == (small_run.path / 'documents.json').read_bytes()
+
+    results = results_of(run.path)
+    expected_results = results_of(small_run.path)
+    for result, expected_result in zip(results, expected_results, strict=True):
+        del result['data']['evaluate']
+        for name, value in expected_result.items():
             if name.startswith(('val_', 'test_', 'data')):
                 assert result[name] == value
 
 
-def test_a_run_that_is_stopped_while_it_evaluates_a_corpus_resumes_bitwise(
-    run, tmp_path, monkeypatch
-):
-    # `straight` was trained without a stop.
-    config, straight = run
-    read = pipeline.eval_batches
-    splits = []
-    stop_in = None
-
-    # Asks to stop when the `stop_in`-th split is evaluated.
-    def stopped(rows, split, **options):
-        splits.append(split)
-        if len(splits) == stop_in:
-            signal.raise_signal(signal.SIGTERM)
-        return read(rows, split, **options)
-
-    monkeypatch.setattr(pipeline, 'eval_batches', stopped)
-    for stop_in in (2, 4):  # noqa: B007 (read by the batches)
-        splits.clear()
+def test_a_run_stopped_in_the_evaluation_of_a_corpus_resumes_bitwise(run, tmp_path):
+    # The second evaluation of a start is on @test, the fourth one on the text.
+    for number in (2, 4):
         with pytest.raises(Stopped, match='stopped at step 4 of 12'):
-            train(config, tmp_path)
-        assert read_metrics(tmp_path / 'metrics.jsonl')[-1]['kind'] == 'train'
-    stop_in = None
-    splits.clear()
-    train(config, tmp_path)
+            train_with_signal(run.config, tmp_path, signal_at=number)
+        last_record = read_metrics(tmp_path / 'metrics.jsonl')[-1]
+        assert last_record['kind'] == 'train'
+
+    splits = train_with_signal(run.config, tmp_path)
+
+    # The split of the text is called validation, too.
     assert splits[:4] == ['validation', 'test', 'train', 'validation']
-    assert_same_run(tmp_path, straight)
+    assert_same_run(tmp_path, run.path)
 
 
-def test_a_last_evaluation_is_not_repeated_but_made_again_after_a_resume(
-    run, tmp_path, monkeypatch
-):
-    config, straight = run
-    path = shutil.copytree(straight, tmp_path / 'run', ignore=shutil.ignore_patterns('result.json'))
-    assert train(config, path) == results_of(path)
-    assert_same_run(path, straight)
+def test_the_last_evaluation_is_made_again_after_a_resume(run, tmp_path):
+    """A finished run without its results resumes at its last step."""
+    no_result = shutil.ignore_patterns('result.json')
+    path = shutil.copytree(run.path, tmp_path / 'run', ignore=no_result)
+
+    results = train(run.config, path)
+
+    assert results == results_of(path)
+    assert_same_run(path, run.path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [{'data': 2, 'trial': 2}, {'fsdp': 2, 'tensor': 2}], ids=str)
-def test_on_a_mesh_corpora_have_the_same_losses(run, config_with_corpora, tmp_path, mesh):
-    config, straight = run
-    train(config_with_corpora(mesh=mesh, train={'accumulation': 1}), tmp_path / 'mesh')
-    for result, expected in zip(results_of(tmp_path / 'mesh'), results_of(straight), strict=True):
-        for corpus in config.data.evaluate:
+def test_corpora_have_the_same_losses_on_a_mesh(run, config_with_corpora, tmp_path, mesh):
+    config = config_with_corpora(mesh=mesh, train={'accumulation': 1})
+
+    train(config, tmp_path / 'mesh')
+
+    results = results_of(tmp_path / 'mesh')
+    expected_results = results_of(run.path)
+    for result, expected_result in zip(results, expected_results, strict=True):
+        for corpus in run.config.data.evaluate:
             field = f'loss[{corpus}]'
-            assert result[field] == pytest.approx(expected[field], abs=1e-4)
+            assert result[field] == pytest.approx(expected_result[field], abs=1e-4)
 
 
 def test_a_diverged_trial_has_no_metrics_on_corpora(config_with_corpora, tmp_path):
     config = config_with_corpora(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)})
-    fine, diverged = train(config, tmp_path)
+
+    finished, diverged = train(config, tmp_path)
+
     for corpus in config.data.evaluate:
-        assert fine[f'loss[{corpus}]'] > 0 and diverged[f'loss[{corpus}]'] is None
+        assert finished[f'loss[{corpus}]'] > 0
+        assert diverged[f'loss[{corpus}]'] is None
     final = read_metrics(tmp_path / 'metrics.jsonl')[-1]
-    assert final['loss[@train]'] == [fine['loss[@train]'], None]
+    assert final['loss[@train]'] == [finished['loss[@train]'], None]
 
 
 def test_a_corpus_that_has_changed_is_refused(run, tmp_path, monkeypatch):
-    config, straight = run
-    path = shutil.copytree(straight, tmp_path / 'run', ignore=shutil.ignore_patterns('result.json'))
+    no_result = shutil.ignore_patterns('result.json')
+    path = shutil.copytree(run.path, tmp_path / 'run', ignore=no_result)
     identity = TokenDataset.identity
 
-    def changed(dataset):
-        other = {'version': 'other'} if dataset.name == 'text' else {}
-        return identity(dataset) | other
+    def changed_identity(dataset):
+        if dataset.name == 'text':
+            return identity(dataset) | {'version': 'other'}
+        return identity(dataset)
 
-    monkeypatch.setattr(TokenDataset, 'identity', changed)
-    corpus = config.data.evaluate[2]
-    with refused(rf'\(evaluate.{corpus}.version: "\S+" -> "other"\)', CheckpointError):
-        train(config, path)
+    monkeypatch.setattr(TokenDataset, 'identity', changed_identity)
+    text = run.config.data.evaluate[2]
+    with refused(rf'\(evaluate.{text}.version: "\S+" -> "other"\)', CheckpointError):
+        train(run.config, path)
 
 
-def test_a_corpus_that_cannot_be_read_is_refused_before_anything_is_written(
+def test_a_corpus_that_does_not_exist_is_refused_before_anything_is_written(
     config_with_corpora, tmp_path
 ):
     config = config_with_corpora(data={'evaluate': ('text:/absent',)})
@@ -193,14 +241,22 @@ def test_a_corpus_that_cannot_be_read_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ('changes', 'says'),
+    ('damaged_fields', 'message'),
     [
-        ({'loss[@test]': 'low'}, r"field 'loss\[@test\]' is 'low', expected"),
-        ({'data': {'evaluate': []}}, r"field 'evaluate' is \[\], expected dict"),
+        pytest.param(
+            {'loss[@test]': 'low'},
+            r"field 'loss\[@test\]' is 'low', expected",
+            id='a metric is a string',
+        ),
+        pytest.param(
+            {'data': {'evaluate': []}},
+            r"field 'evaluate' is \[\], expected dict",
+            id='the corpora are a list',
+        ),
     ],
 )
-def test_a_damaged_result_on_corpora_is_refused(run, changes, says):
-    result = read_json(run[1] / 'result.json', [{}])[0]
+def test_a_damaged_result_on_corpora_is_refused(run, damaged_fields, message):
+    result = results_of(run.path)[0]
     check_result(json.loads(json.dumps(result)))
-    with refused(says, ValueError):
-        check_result(result | changes)
+    with refused(message, ValueError):
+        check_result(result | damaged_fields)

@@ -1,4 +1,4 @@
-"""Models by themselves: saved, loaded, taken from a run, trained further; damage is named."""
+"""Exported models: saved, loaded, taken from a run, and trained further."""
 
 import dataclasses
 import json
@@ -27,18 +27,23 @@ MODEL = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
 
 
 def params_of(model: ModelConfig) -> dict:
-    draw = np.random.default_rng(0).standard_normal
-    return jax.tree.map(lambda a: np.float32(draw(a.shape)), abstract_params(model))
+    """Random parameters, the same at each call."""
+    rng = np.random.default_rng(0)
+    shapes = abstract_params(model)
+    return jax.tree.map(lambda leaf: np.float32(rng.standard_normal(leaf.shape)), shapes)
 
 
-@pytest.mark.parametrize('where', ['disk', 'bucket'])
-def test_a_directory_returns_what_was_saved(tmp_path, bucket, where):
-    path = str(tmp_path / 'w') if where == 'disk' else 'gs://runs/w'
+@pytest.mark.parametrize('place', ['disk', 'bucket'])
+def test_load_returns_what_was_saved(tmp_path, bucket, place):
+    path = str(tmp_path / 'w') if place == 'disk' else 'gs://runs/w'
     params = params_of(MODEL)
-    assert exported.save(path, MODEL, params, origin={'made': 'here'}) == as_path(path)
-    model, loaded = exported.load(path)
-    assert model == MODEL
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+    saved_path = exported.save(path, MODEL, params, origin={'made': 'here'})
+    loaded_model, loaded_params = exported.load(path)
+
+    assert saved_path == as_path(path)
+    assert loaded_model == MODEL
+    jax.tree.map(np.testing.assert_array_equal, loaded_params, params)
     with refused('holds neither exported parameters .* nor a run'):
         exported.load(f'{path}/absent')
 
@@ -49,113 +54,160 @@ def test_an_export_is_not_overwritten(tmp_path):
         exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
 
 
-def test_an_export_has_the_permissions_of_the_user(tmp_path):
+def test_an_export_has_the_permissions_of_the_umask(tmp_path):
     with umask(0o002):
         exported.save(tmp_path / 'w', MODEL, params_of(MODEL), origin={})
     assert not other_modes(tmp_path / 'w', 0o002)
 
 
-# Training that goes on from a model
+# Training that starts from exported parameters (train.init_from)
 
 
 @dataclasses.dataclass(frozen=True)
 class ContinuedRun:
-    """A finished run that began with the parameters of the small run."""
+    """A finished run that started from the exported parameters of `small_run`."""
 
     config: Config
     path: Path
-    sha256: str  # of the parameters that it began with, whose directory is gone
+    # The hash of these parameters. Their directory is deleted.
+    parameters_sha256: str
 
 
 @pytest.fixture(scope='module')
 def continued(small, small_run, tmp_path_factory):
-    """A `ContinuedRun`, made under a umask that lets nobody else read its files."""
+    """A `ContinuedRun` that was trained under the umask 0o077."""
     directory = tmp_path_factory.mktemp('continued')
     model, params = exported.load(small_run.path)
     assert model == small_run.config.model
     export = exported.save(directory / 'w', model, params, origin={})
-    sha256 = json.loads((export / exported.ABOUT).read_text())['parameters_sha256']
-    assert sha256 == exported.parameters_sha256(params)
+    about = json.loads((export / exported.ABOUT).read_text())
+    assert about['parameters_sha256'] == exported.parameters_sha256(params)
+
     config = small(train={'init_from': f'{export}'})
     with umask(0o077):
         train(config, directory / 'run')
+
     shutil.rmtree(export)
-    return ContinuedRun(config, directory / 'run', sha256)
+    return ContinuedRun(config, directory / 'run', about['parameters_sha256'])
 
 
-def test_training_goes_on_from_exported_parameters(small_run, continued):
-    first_losses = read_metrics(small_run.path / 'metrics.jsonl')[0]['loss']
-    losses = read_metrics(continued.path / 'metrics.jsonl')[0]['loss']
-    assert losses[0] < first_losses[0] - 0.5
+def test_training_starts_from_exported_parameters(small_run, continued):
+    random_start_records = read_metrics(small_run.path / 'metrics.jsonl')
+    records = read_metrics(continued.path / 'metrics.jsonl')
+    loss_of_random_start = random_start_records[0]['loss'][0]
+    loss = records[0]['loss'][0]
+    assert loss < loss_of_random_start - 0.5
 
 
 def test_results_hold_the_hash_of_the_first_parameters(continued):
     for result in results_of(continued.path):
-        assert result['provenance']['imported'] == {'train.init_from': continued.sha256}
+        imported = result['provenance']['imported']
+        assert imported == {'train.init_from': continued.parameters_sha256}
 
 
 def test_other_parameters_have_another_hash(continued):
-    assert continued.sha256 != exported.parameters_sha256(params_of(continued.config.model))
+    other_params = params_of(continued.config.model)
+    assert exported.parameters_sha256(other_params) != continued.parameters_sha256
 
 
-def test_a_run_has_the_permissions_of_the_user(continued):
+def test_a_run_has_the_permissions_of_the_umask(continued):
     assert not other_modes(continued.path, 0o077)
 
 
-def test_a_run_resumes_where_its_first_parameters_are_gone(continued, tmp_path):
+def test_a_run_resumes_after_its_first_parameters_were_deleted(continued, tmp_path):
     no_result = shutil.ignore_patterns('result.json')
     path = shutil.copytree(continued.path, tmp_path / 'run', ignore=no_result)
+
     results = train(continued.config, path)
+
     assert without_times(results) == without_times(results_of(continued.path))
 
 
-def test_a_run_whose_first_parameters_are_absent_makes_no_directory(continued, tmp_path):
+def test_a_run_without_its_first_parameters_makes_no_directory(continued, tmp_path):
+    """A directory would fix the settings, but the user has to correct train.init_from."""
     with refused('holds neither exported parameters'):
         train(continued.config, tmp_path / 'run')
-    assert not (tmp_path / 'run').exists()  # so that init_from can be corrected
+    assert not (tmp_path / 'run').exists()
 
 
-def test_a_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path):
+def test_the_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path):
     path = shutil.copytree(small_run.path, tmp_path / 'run')
-    config = small(trials={'seeds': (5, 7)})
-    write_json(path / 'config.json', {'hash': fingerprint(config), 'config': to_json(config)})
+    other_config = small(trials={'seeds': (5, 7)})
+    other = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
+    write_json(path / 'config.json', other)
+
     with refused('12 is of a run with another configuration', CheckpointError):
         exported.load(path)
 
 
-def test_settings_of_a_model_that_the_run_does_not_have_are_named(small, tmp_path, caplog):
-    config = small()
-    fields = {'activation': 'gelu', 'd_ff': config.model.mlp_width, 'window': 3, 'logit_cap': 9.0}
-    model = dataclasses.replace(config.model, **fields, encoder_variant='a/b', cross_variant='a/b')
-    exported.save(tmp_path / 'w', model, params_of(model), origin={})
+def test_differences_between_the_settings_of_export_and_run_are_logged(small, tmp_path, caplog):
+    own_model = small().model
+    exported_model = dataclasses.replace(
+        own_model,
+        activation='gelu',
+        d_ff=own_model.mlp_width,  # the default, so no difference
+        window=3,
+        logit_cap=9.0,
+        encoder_variant='a/b',
+        cross_variant='a/b',
+    )
+    params = params_of(exported_model)
+    exported.save(tmp_path / 'w', exported_model, params, origin={})
+
     config = small(train={'init_from': f'{tmp_path}/w'})
-    loaded = InitialParameters(config).load()
-    jax.tree.map(np.testing.assert_array_equal, loaded, params_of(model))
-    changes = 'encoder_variant: "a/b" -> null, cross_variant: "a/b" -> null, activation: "gelu" -> '
-    changes += '"gelu_tanh", logit_cap: 9.0 -> null, window: 3 -> null\n'
-    assert f'{tmp_path}/w has other settings: {changes}' in caplog.text
+    loaded_params = InitialParameters(config).load()
+
+    jax.tree.map(np.testing.assert_array_equal, loaded_params, params)
+    changes = [
+        'encoder_variant: "a/b" -> null',
+        'cross_variant: "a/b" -> null',
+        'activation: "gelu" -> "gelu_tanh"',
+        'logit_cap: 9.0 -> null',
+        'window: 3 -> null',
+    ]
+    assert f'{tmp_path}/w has other settings: {", ".join(changes)}\n' in caplog.text
 
 
-def test_parameters_that_do_not_fit_a_model_are_refused_by_name():
-    for change, message in (
-        ({'value': 'no_v'}, 'has no place for parameter blocks.attention.value.w_v_DKH'),
-        ({'tied_embeddings': False}, 'lacks parameter w_output_DV'),
-        ({'d_ff': 100}, r'blocks.mlp.w_in_DF is \(2, 16, 64\), not \(2, 16, 100\)'),
-    ):
-        with refused(message):
-            exported.check(dataclasses.replace(MODEL, **change), params_of(MODEL), 'w')
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        pytest.param(
+            {'value': 'no_v'},
+            'has no place for parameter blocks.attention.value.w_v_DKH',
+            id='an additional parameter',
+        ),
+        pytest.param(
+            {'tied_embeddings': False},
+            'lacks parameter w_output_DV',
+            id='a missing parameter',
+        ),
+        pytest.param(
+            {'d_ff': 100},
+            r'blocks.mlp.w_in_DF is \(2, 16, 64\), not \(2, 16, 100\)',
+            id='another shape',
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_a_model_are_refused_by_name(changes, message):
+    other_model = dataclasses.replace(MODEL, **changes)
+    with refused(message):
+        exported.check(other_model, params_of(MODEL), 'w')
 
 
 @pytest.mark.parametrize('name', [exported.PARAMETERS, exported.ABOUT])
 def test_damaged_files_are_named(tmp_path, name):
     exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
-    sound = (tmp_path / name).read_bytes()
-    flipped = sound[:-5] + bytes([sound[-5] ^ 1]) + sound[-4:]
-    fields = damages.fields(sound) if name == exported.ABOUT else ()
-    for label, content in [*damages.whole(sound), ('one bit', flipped), *fields]:
-        damages.replace(tmp_path / name, content)
+    content = (tmp_path / name).read_bytes()
+    flipped_bit = bytearray(content)
+    flipped_bit[-5] ^= 1
+    damaged = [*damages.whole(content), ('one bit', bytes(flipped_bit))]
+    if name == exported.ABOUT:
+        damaged += damages.fields(content)
+
+    for label, damaged_content in damaged:
+        damages.replace(tmp_path / name, damaged_content)
         if label == '0: without crc32':
-            exported.load(tmp_path)
-            continue
-        with refused(name):
-            exported.load(tmp_path)
+            exported.load(tmp_path)  # the checksum is optional
+        else:
+            with refused(name):
+                exported.load(tmp_path)
