@@ -1,6 +1,7 @@
-"""Optimizers by hand and against optax, schedules, and what those from outside keep."""
+"""Optimizers and schedules: their steps, and the contract that those from outside keep."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,14 @@ ADAM = functools.partial(optax.adamw, RATE, b1=0.9, b2=0.99, eps=1e-8)
 
 
 def params_and_gradients():
-    """[parameters, gradients of the first step, gradients of the second step], random."""
-    draw = np.random.default_rng(0).standard_normal
+    """Random parameters, and random gradients of two steps."""
+    rng = np.random.default_rng(0)
     shapes = abstract_params(MODEL)
-    return [jax.tree.map(lambda a: jnp.float32(draw(a.shape)), shapes) for _ in range(3)]
+
+    def random_tree():
+        return jax.tree.map(lambda leaf: jnp.float32(rng.standard_normal(leaf.shape)), shapes)
+
+    return random_tree(), random_tree(), random_tree()
 
 
 def optimizer_of(weight_decay=0.0, clip_norm=None, **fields):
@@ -34,17 +39,8 @@ def optimizer_of(weight_decay=0.0, clip_norm=None, **fields):
     return optimizers.optimizer(config, jnp.float32(RATE), jnp.float32(weight_decay))
 
 
-def after_two_steps(one, other):
-    """The parameters after two steps of one optimizer, and of the other, by one program."""
-    return jax.jit(
-        lambda *params_and_gradients: [
-            two_steps(which, *params_and_gradients) for which in (one, other)
-        ]
-    )(*params_and_gradients())
-
-
-def two_steps(transform, params, *gradients):
-    """The parameters after a step with each of these gradients."""
+def take_steps(transform, params, *gradients):
+    """The parameters after a step with each of the gradients."""
     state = transform.init(params)
     for grads in gradients:
         updates, state = transform.update(grads, state, params)
@@ -52,76 +48,110 @@ def two_steps(transform, params, *gradients):
     return params
 
 
-def test_steps_of_adamw_are_those_of_optax_on_clipped_gradients():
-    expected = optax.chain(
+def params_after_two_steps(transform, other_transform):
+    """The parameters after two steps of each of two optimizers, computed by one program."""
+
+    @jax.jit
+    def with_both(params, *gradients):
+        after = take_steps(transform, params, *gradients)
+        other_after = take_steps(other_transform, params, *gradients)
+        return after, other_after
+
+    return with_both(*params_and_gradients())
+
+
+def assert_allclose(params, other_params, rtol, atol):
+    close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
+    jax.tree.map(close, params, other_params)
+
+
+def test_adamw_takes_the_steps_of_optax_on_clipped_gradients():
+    adamw = optimizer_of(DECAY, clip_norm=1.0, decay='coupled')
+    adamw_of_optax = optax.chain(
         optax.clip_by_global_norm(1.0),
         ADAM(weight_decay=DECAY, mask=decay_mask),
     )
-    adamw = optimizer_of(DECAY, clip_norm=1.0, decay='coupled')
-    jax.tree.map(np.testing.assert_array_equal, *after_two_steps(adamw, expected))
+    params, expected_params = params_after_two_steps(adamw, adamw_of_optax)
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
 
 
-def test_steps_of_sgd_are_those_of_optax():
-    sgd = after_two_steps(optimizer_of(name='sgd'), optax.sgd(RATE, 0.95))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), *sgd)
+def test_sgd_takes_the_steps_of_optax():
+    sgd = optimizer_of(name='sgd')
+    sgd_of_optax = optax.sgd(RATE, momentum=0.95)
+    params, expected_params = params_after_two_steps(sgd, sgd_of_optax)
+    assert_allclose(params, expected_params, rtol=1e-6, atol=1e-6)
 
 
 def test_muon_makes_the_step_of_each_head_near_orthogonal():
-    """A step of a matrix of a block has singular values from 0.7 to 1.2 (Jordan et al. 2024).
+    """The singular values of a step are 0.7 to 1.2 (Jordan et al. 2024) times 0.2 sqrt(longer side).
 
-    They are times 0.2 sqrt(longer side). All other parameters are trained by AdamW.
+    This holds for matrices of blocks. Adam trains all other parameters.
     """
-    params, gradients, _ = params_and_gradients()
-    after, adam = after_two_steps(optimizer_of(name='muon'), ADAM(nesterov=True, weight_decay=0.0))
-    first = jax.jit(
-        lambda *params_and_gradients: two_steps(optimizer_of(name='muon'), *params_and_gradients)
-    )(params, gradients)
+    muon = optimizer_of(name='muon')
+    adam = ADAM(nesterov=True, weight_decay=0.0)
+    params, first_gradients, _ = params_and_gradients()
+    params_after_muon, params_after_adam = params_after_two_steps(muon, adam)
+    params_after_first_step = jax.jit(functools.partial(take_steps, muon))(params, first_gradients)
 
-    def check(path, p, got, want, one):
+    def check(path, before, after_first_step, after_muon, after_adam):
         name = path[-1].key
-        if path[0].key != 'blocks' or not name.startswith('w_'):
-            return np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-        u = (p - one) / RATE  # [L, rows, columns], or [L, D, N, H] and [L, N, H, D] by head
-        u = np.moveaxis(u, 2, 1) if name.endswith('DNH') or name.endswith('DKH') else u
-        scale = 0.2 * max(u.shape[-2:]) ** 0.5
-        sizes = np.linalg.svd(u, compute_uv=False) / scale
-        assert 0.6 < sizes.min() and sizes.max() < 1.25, name
+        is_matrix_of_block = path[0].key == 'blocks' and name.startswith('w_')
+        if not is_matrix_of_block:
+            np.testing.assert_allclose(after_muon, after_adam, rtol=1e-4, atol=1e-5)
+            return
 
-    jax.tree_util.tree_map_with_path(check, params, after, adam, first)
+        step = (before - after_first_step) / RATE
+        if name.endswith(('DNH', 'DKH')):
+            step = np.moveaxis(step, 2, 1)  # [L, D, N, H] to [L, N, D, H], a matrix per head
+        longer_side = max(step.shape[-2:])
+        singular_values = np.linalg.svd(step, compute_uv=False) / (0.2 * longer_side**0.5)
+        assert singular_values.min() > 0.6, name
+        assert singular_values.max() < 1.25, name
+
+    jax.tree_util.tree_map_with_path(
+        check, params, params_after_first_step, params_after_muon, params_after_adam
+    )
 
 
 @pytest.mark.parametrize('name', slow_except(['adamw'], OPTIMIZERS))
-def test_coupled_decay_is_the_independent_one_times_the_learning_rate(name):
-    after = after_two_steps(
-        optimizer_of(DECAY, name=name, decay='coupled'), optimizer_of(RATE * DECAY, name=name)
-    )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *after)
+def test_coupled_decay_is_independent_decay_times_the_learning_rate(name):
+    coupled = optimizer_of(DECAY, name=name, decay='coupled')
+    independent = optimizer_of(RATE * DECAY, name=name)
+    params, expected_params = params_after_two_steps(coupled, independent)
+    assert_allclose(params, expected_params, rtol=1e-4, atol=1e-5)
 
 
-def test_muon_trains_the_matrices_of_blocks_of_which_heads_are_batches():
+def test_muon_trains_the_matrices_of_blocks():
     blocks = {'w_mixing_NR': jnp.zeros((5, 2, 3)), 'w_ov_NDE': jnp.zeros((5, 2, 4, 4))}
-    want = {'w_mixing_NR': ((1,), (2,)), 'w_ov_NDE': ((2,), (3,))}
-    assert matrix_axes({'blocks': blocks}) == {'blocks': want}
+    # Axis 0 is that of layers. N of w_ov_NDE is an axis of heads, each with a matrix of its own.
+    rows_and_columns = {'w_mixing_NR': ((1,), (2,)), 'w_ov_NDE': ((2,), (3,))}
+    assert matrix_axes({'blocks': blocks}) == {'blocks': rows_and_columns}
 
 
-def test_schedules_have_the_fractions_worked_out_by_hand():
-    for name, length, fractions in (
+@pytest.mark.parametrize(
+    ('name', 'num_steps', 'fraction_by_step'),
+    [
         ('inverse_sqrt', 64, {16: 1 / 2, 64: 1 / 4}),
         ('inverse_sqrt', 50, {16: 1 / 2, 64: 1 / 4}),
+        # The decay lasts from step 4 to step 64. Step 19 is a quarter and step 34 half of the way.
         ('linear', 64, {34: 0.6, 64: 0.2}),
         ('cosine', 64, {19: 0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2, 34: 0.6}),
         ('constant', 64, {34: 1, 64: 1}),
-        # A quarter of 64 steps, the warm-up among them.
+        # The decay lasts for a quarter of all 64 steps.
         ('wsd', 64, {4: 1, 48: 1, 56: 0.6, 64: 0.2}),
-    ):
-        config = OptimizerConfig(
-            schedule=name, warmup_steps=4, final_fraction=0.2, decay_fraction=0.25
-        )
-        got = optimizers.schedule(config, length)(jnp.array([*fractions]))
-        np.testing.assert_allclose(got, [*fractions.values()], rtol=1e-6, err_msg=name)
+    ],
+)
+def test_schedules_have_the_expected_fractions(name, num_steps, fraction_by_step):
+    config = OptimizerConfig(schedule=name, warmup_steps=4, final_fraction=0.2, decay_fraction=0.25)
+    steps = list(fraction_by_step)
+    expected_fractions = list(fraction_by_step.values())
+
+    fractions = optimizers.schedule(config, num_steps)(jnp.array(steps))
+
+    np.testing.assert_allclose(fractions, expected_fractions, rtol=1e-6)
 
 
-# What every optimizer and schedule keeps, registered or from outside
+# Contracts of optimizers and schedules, registered or from outside
 
 
 def pytest_generate_tests(metafunc):
@@ -130,48 +160,63 @@ def pytest_generate_tests(metafunc):
 
 
 def test_an_optimizer_keeps_its_contract(outside, optimizer):
-    """Eight steps lower a sum of squares, decay acts on matrices alone, and a zero gradient and no
-    decay leave a parameter as it is; numbers are arguments of one compiled program."""
+    """Learning rate and weight decay are arguments of one compiled program."""
     config = OptimizerConfig(name=optimizer, clip_norm=None)
-    rising = jnp.linspace(1, 2, 12).reshape(3, 4)
-    blocks = {'w_in_DF': rising, 'w_frozen_DF': jnp.ones((3, 4)), 'b_in_F': jnp.ones(4)}
-    before = {'w_embedding_VD': jnp.linspace(-1, 1, 12).reshape(4, 3), 'blocks': blocks}
+    embedding = jnp.linspace(-1, 1, 12).reshape(4, 3)
+    matrix = jnp.linspace(1, 2, 12).reshape(3, 4)
+    bias = jnp.ones(4)
+    frozen = jnp.ones((3, 4))
+    initial_params = {
+        'w_embedding_VD': embedding,
+        'blocks': {'w_in_DF': matrix, 'b_in_F': bias, 'w_frozen_DF': frozen},
+    }
 
     @jax.jit
-    def step(params, inner, rate, weight_decay):
+    def step(params, state, rate, weight_decay):
+        # The gradients of the sum of squares, but none for the frozen parameter.
         grads = jax.tree.map(lambda p: 2 * p, params)
         grads['blocks']['w_frozen_DF'] *= 0
         transform = optimizers.optimizer(config, rate, weight_decay, fraction=0.5)
-        updates, inner = transform.update(grads, inner, params)
-        return optax.apply_updates(params, updates), inner
+        updates, state = transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-    def after(rate, weight_decay):
-        # The state depends on none of the numbers.
-        params = before
-        inner = optimizers.optimizer(config, 0.0, 0.0).init(before)
+    def params_after_eight_steps(rate, weight_decay):
+        params = initial_params
+        # The state depends neither on the rate nor on the decay, which are 0 here.
+        state = optimizers.optimizer(config, 0.0, 0.0).init(initial_params)
         for _ in range(8):
-            params, inner = step(params, inner, rate, weight_decay)
-        np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], 1)
-        return [params['w_embedding_VD'], params['blocks']['w_in_DF'], params['blocks']['b_in_F']]
+            params, state = step(params, state, rate, weight_decay)
+        return params
 
-    w = before['w_embedding_VD']
-    w_in = rising
-    b = jnp.ones(4)
-    for first, last in zip((w, w_in, b), after(0.02, 0.0), strict=True):
-        assert jnp.sum(last**2) < jnp.sum(first**2)
-    w_decayed, _, b_kept = after(0.0, 0.1)
-    np.testing.assert_allclose(w_decayed, (1 - 0.5 * 0.1) ** 8 * w, rtol=1e-5)
-    np.testing.assert_array_equal(b_kept, b)
-    assert step._cache_size() == 1
+    # Steps without decay lower the sum of squares.
+    params = params_after_eight_steps(0.02, 0.0)
+    assert jnp.sum(params['w_embedding_VD'] ** 2) < jnp.sum(embedding**2)
+    assert jnp.sum(params['blocks']['w_in_DF'] ** 2) < jnp.sum(matrix**2)
+    assert jnp.sum(params['blocks']['b_in_F'] ** 2) < jnp.sum(bias**2)
+    np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], frozen)
+
+    # With a learning rate of 0, only the decay acts, and only on matrices that are not frozen.
+    params = params_after_eight_steps(0.0, 0.1)
+    factor_per_step = 1 - 0.5 * 0.1
+    expected_embedding = factor_per_step**8 * embedding
+    np.testing.assert_allclose(params['w_embedding_VD'], expected_embedding, rtol=1e-5)
+    np.testing.assert_array_equal(params['blocks']['b_in_F'], bias)
+    np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], frozen)
+
+    num_compiled_programs = step._cache_size()
+    assert num_compiled_programs == 1
 
 
 def test_a_schedule_keeps_its_contract(outside, schedule):
     config = OptimizerConfig(schedule=schedule, warmup_steps=4, final_fraction=0.1)
     check_optimizer(config, 60)
-    fractions = np.asarray(jax.vmap(optimizers.schedule(config, 60))(jnp.arange(61)))
-    # Four steps of warm-up, then a fraction of the peak, at the end a tenth.
-    np.testing.assert_allclose(fractions[:5], np.arange(1, 6) / 5, rtol=1e-5)
-    assert np.all((fractions >= 0) & (fractions <= 1 + 1e-6))
+
+    fraction_of_step = optimizers.schedule(config, 60)
+    fractions = np.asarray(jax.vmap(fraction_of_step)(jnp.arange(61)))
+
+    np.testing.assert_allclose(fractions[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-5)
+    assert np.all(fractions >= 0)
+    assert np.all(fractions <= 1 + 1e-6)
     if config.decays:
         np.testing.assert_allclose(fractions[-1], 0.1, rtol=1e-5)
 
@@ -181,31 +226,80 @@ import optax
 def returns_nothing(config, learning_rate, weight_decay): pass
 def fails(config, learning_rate, weight_decay): raise KeyError('x')
 def ends_at_a_third(config, decay_steps): return lambda steps: 1 - 2 * steps / decay_steps / 3
-def divides(config, decay_steps): return lambda steps: 1 / (steps - decay_steps)
+def divides_by_zero(config, decay_steps): return lambda steps: 1 / (steps - decay_steps)
 """
 
 
-def test_a_name_of_no_optimizer_or_schedule_is_refused_in_one_sentence(outside):
+@pytest.fixture
+def strange_module(outside):
+    """Puts STRANGE_MODULE on the path as `strange`."""
     (outside / 'strange.py').write_text(STRANGE_MODULE)
-    for fields, says in (
-        ({'name': 'best'}, "unknown optimizer.name 'best'; known: adamw, muon, sgd, or an imp"),
-        ({'name': 'adamw(b1=1.0)'}, "adamw has no option 'b1'; it takes none"),
-        ({'name': 'cooldown:cooldown'}, r'is not a function \(config, learning_rate, weight_decay'),
-        ({'name': 'strange:returns_nothing'}, 'must return an optax.GradientT.*, not None'),
-        ({'name': 'strange:fails'}, "name='strange:fails' fails, KeyError in .*strange.py, line 4"),
-        ({'schedule': 'strange:divides'}, 'fails, ZeroDivisionError in .*strange.py, line 6: '),
-        ({'schedule': 'strange:ends_at_a_third'}, 'final_fraction=0.0 must be 0.3333, where opti'),
-    ):
-        with refused(says):
-            check_optimizer(OptimizerConfig(**fields), 1000)
-    # With no step after the warm-up a schedule has no end, and the config is refused for that.
-    check_optimizer(OptimizerConfig(schedule='strange:ends_at_a_third'), 50)
+    yield
+    sys.modules.pop('strange', None)
 
 
-def test_a_schedule_anneals_where_it_decays_to_a_low_final_fraction():
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        pytest.param(
+            {'name': 'best'},
+            "unknown optimizer.name 'best'; known: adamw, muon, sgd, or an import path",
+            id='unknown name',
+        ),
+        pytest.param(
+            {'name': 'adamw(b1=1.0)'},
+            "adamw has no option 'b1'; it takes none",
+            id='unknown option',
+        ),
+        pytest.param(
+            {'name': 'cooldown:cooldown'},
+            r'is not a function \(config, learning_rate, weight_decay',
+            id='a schedule as optimizer',
+        ),
+        pytest.param(
+            {'name': 'strange:returns_nothing'},
+            'must return an optax.GradientTransformation, not None',
+            id='an optimizer returns None',
+        ),
+        pytest.param(
+            {'name': 'strange:fails'},
+            "name='strange:fails' fails, KeyError in .*strange.py, line 4",
+            id='an optimizer fails',
+        ),
+        pytest.param(
+            {'schedule': 'strange:divides_by_zero'},
+            'fails, ZeroDivisionError in .*strange.py, line 6: ',
+            id='a schedule fails',
+        ),
+        pytest.param(
+            {'schedule': 'strange:ends_at_a_third'},
+            'final_fraction=0.0 must be 0.3333, where optimizer.schedule=',
+            id='a schedule has another end',
+        ),
+    ],
+)
+def test_an_invalid_optimizer_or_schedule_is_refused(strange_module, fields, message):
+    with refused(message):
+        check_optimizer(OptimizerConfig(**fields), num_steps=1000)
+
+
+def test_the_end_of_a_schedule_is_not_checked_without_steps_after_the_warmup(strange_module):
+    """Such a config is refused elsewhere."""
+    config = OptimizerConfig(schedule='strange:ends_at_a_third')
+    assert config.warmup_steps >= 50
+    check_optimizer(config, num_steps=50)
+
+
+def test_a_schedule_from_outside_anneals_with_a_low_final_fraction():
     name = 'strange:ends_at_a_third'
-    low, high = (OptimizerConfig(schedule=name, final_fraction=f) for f in (0.1, 1 / 3))
-    assert low.anneals and high.decays and not high.anneals
-    for end in ('', '()'):
-        decaying = [name for name in SCHEDULES if OptimizerConfig(schedule=name + end).decays]
-        assert decaying == ['linear', 'cosine', 'wsd']
+    low = OptimizerConfig(schedule=name, final_fraction=0.1)
+    high = OptimizerConfig(schedule=name, final_fraction=1 / 3)
+    assert low.anneals
+    assert high.decays
+    assert not high.anneals
+
+
+@pytest.mark.parametrize('options', ['', '()'])
+def test_linear_cosine_and_wsd_schedules_decay(options):
+    decaying = [name for name in SCHEDULES if OptimizerConfig(schedule=name + options).decays]
+    assert decaying == ['linear', 'cosine', 'wsd']
