@@ -83,7 +83,7 @@ def test_sgd_takes_the_steps_of_optax():
 
 
 def test_muon_makes_the_step_of_each_head_near_orthogonal():
-    """The singular values of a step are 0.7 to 1.2 (Jordan et al. 2024) times 0.2 sqrt(longer side).
+    """A step's singular values are 0.7 to 1.2 (Jordan et al. 2024) times 0.2 sqrt(longer side).
 
     This holds for matrices of blocks. Adam trains all other parameters.
     """
