@@ -1,4 +1,4 @@
-"""A run as one job of several processes: the run of one process with as many devices."""
+"""Jobs of several processes train the runs that one process trains."""
 
 import dataclasses
 import json
@@ -20,9 +20,10 @@ from tests.processes import start_job, wait_for_results
 from tests.runs import SMALL, assert_close, results_of
 from tests.study.test_plan import STUDY
 
-# Trains a run, or works on a study, per line of a file; a rank with lines of its own takes them.
-# The results go to a file, since Gloo prints. Process 0 loses a run when it asks for the time
-# LOST_AFTER.
+# The program of a process. It trains the runs, and works on the studies, that the lines of a file
+# name. The file is runs1.jsonl in process 1 if there is one, and otherwise runs.jsonl. Results go
+# to a file, because Gloo writes to the standard output. In process 0, `lost` returns True from call
+# LOST_AFTER on; the calls are counted over all runs.
 TRAIN_LINES = """
     import itertools, json, os, sys
     from pathlib import Path
@@ -34,12 +35,12 @@ TRAIN_LINES = """
 
     loop.SEEN_WITHIN = 1.0
     lost_after = int(os.environ['LOST_AFTER'])
-    questions = itertools.count(1)
+    calls = itertools.count(1)
 
     def call(kind, settings, path):
         if kind == 'Study':
             return str(worker.run(from_json(Study, settings), path))
-        lost = lambda: next(questions) >= lost_after
+        lost = lambda: next(calls) >= lost_after
         return loop.train(from_json(Config, settings), path, lost=lost)
 
     @signals.exit_on_signal()
@@ -60,34 +61,59 @@ TRAIN_LINES = """
 """
 
 
-def start_training_job(directory, runs, count=2, devices=4, lost_after=10**9, **by_rank):
-    """Starts a job that trains `runs`: pairs of a config or a study, and its directory.
+def start_training_job(
+    directory, runs, *, runs_of_process_1=None, count=2, devices=4, lost_after=10**9
+):
+    """Starts a job of `count` processes that trains `runs` one after another.
 
-    `runs1` are those of process 1, if it is to differ from process 0.
+    Args:
+      directory: the directory of the job.
+      runs: pairs of a config, or a study, and its directory.
+      runs_of_process_1: the runs of process 1, if they differ.
+      count: the number of processes.
+      devices: the number of devices of each process.
+      lost_after: `train(lost=...)` returns True from this call on, counted over all runs.
     """
     directory.mkdir(exist_ok=True)
-    for name, pairs in {'runs': runs, **by_rank}.items():
-        lines = [json.dumps([type(c).__name__, to_json(c), str(p)]) + '\n' for c, p in pairs]
-        (directory / f'{name}.jsonl').write_text(''.join(lines))
+    write_runs(directory / 'runs.jsonl', runs)
+    if runs_of_process_1 is not None:
+        write_runs(directory / 'runs1.jsonl', runs_of_process_1)
     flags = FLAGS.replace('device_count=8', f'device_count={devices}')
     return start_job(TRAIN_LINES, count, directory, XLA_FLAGS=flags, LOST_AFTER=str(lost_after))
 
 
-def results_of_job(directory, job):
-    """Waits for a job; returns what `train` returned, or its error, for each run.
+def write_runs(file, runs):
+    lines = []
+    for settings, path in runs:
+        kind = type(settings).__name__  # Config or Study
+        lines.append(json.dumps([kind, to_json(settings), str(path)]) + '\n')
+    file.write_text(''.join(lines))
 
-    It is the same in every process.
+
+def results_of_job(directory, job):
+    """Waits for a job; returns the results of each run, or the text of its error.
+
+    Asserts that all processes have the same results.
     """
     for code, _, errors in wait_for_results(job, timeout=900):
         assert code == 0, errors
-    first, *others = [json.loads((directory / f'got{r}.json').read_text()) for r in range(len(job))]
-    assert all(other == first for other in others)
-    return first
+    results = []
+    for rank in range(len(job)):
+        results.append(json.loads((directory / f'got{rank}.json').read_text()))
+    for other in results[1:]:
+        assert other == results[0]
+    return results[0]
+
+
+def train_in_job(directory, config, path, **options):
+    """Trains one run in a job of its own; see `start_training_job`."""
+    job = start_training_job(directory, [(config, path)], **options)
+    results_of_job(directory, job)
 
 
 @pytest.fixture
 def small(tiny):
-    """A run of two trials on a mesh, quick to compile."""
+    """A function that makes a config of two trials on a mesh, quick to compile."""
 
     def make(mesh={}, train={}, model={}, **sections):  # noqa: B006 (never changed)
         train = {'num_steps': 8, 'batch_size': 16} | train
@@ -97,113 +123,166 @@ def small(tiny):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_device_and_refuse_settings_that_differ(small, tmp_path):
+def test_two_processes_train_as_one_device_and_refuse_different_settings(small, tmp_path):
     short = {'accumulation': 1, 'num_steps': 4}
     config = small({'data': 2, 'tensor': 2}, short)
-    # A mesh of 2 of the 4 devices is refused.
-    too_small = small({'data': 2}), tmp_path / 'idle'
-    # Process 0 trains `runs` in turn and process 1 `other`: the same run twice, then one with
-    # other settings, then one with another directory.
-    runs = [(config, tmp_path / name) for name in ('two', 'two', 'differs', 'mine')]
-    other = [*runs[:2], (small(train={'num_steps': 9}), runs[2][1]), (config, tmp_path / 'other')]
-    job = start_training_job(
-        tmp_path / 'job', [*runs, too_small], devices=2, runs1=[*other, too_small]
-    )
+    other_steps = small(train={'num_steps': 9})
+    two_devices = small({'data': 2})  # the job has four
 
-    # The same run on one device.
+    job = start_training_job(
+        tmp_path / 'job',
+        runs=[
+            (config, tmp_path / 'two'),
+            (config, tmp_path / 'two'),
+            (config, tmp_path / 'differs'),
+            (config, tmp_path / 'mine'),
+            (two_devices, tmp_path / 'idle'),
+        ],
+        runs_of_process_1=[
+            (config, tmp_path / 'two'),
+            (config, tmp_path / 'two'),
+            (other_steps, tmp_path / 'differs'),
+            (config, tmp_path / 'other'),
+            (two_devices, tmp_path / 'idle'),
+        ],
+        devices=2,
+    )
     train(small({}, short), tmp_path / 'one')
-    first, again, differs, apart, refused = results_of_job(tmp_path / 'job', job)
+    results = results_of_job(tmp_path / 'job', job)
+    first, again, other_settings_error, other_directory_error, idle_devices_error = results
+
     assert_close(tmp_path / 'two', tmp_path / 'one')
-    assert first == again == results_of(tmp_path / 'two')
-    assert 'uses 2 of the 4 devices of 2 processes; it must use all of them' in refused
-    assert 'process 1 has other settings than process 0 (' in differs
-    assert 'train.num_steps: 4 -> 9' in differs
-    assert f'workdir={tmp_path / "other"} of process 1 is not {tmp_path / "mine"} of' in apart
-    assert not (tmp_path / 'idle').exists() and not (tmp_path / 'differs').exists()
-    begun = json.loads((tmp_path / 'two/provenance.json').read_text())['starts'][0]
-    assert begun['devices'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 4, 'processes': 2}
+    assert first == results_of(tmp_path / 'two')
+    assert again == first
+    provenance = json.loads((tmp_path / 'two/provenance.json').read_text())
+    devices = provenance['starts'][0]['devices']
+    assert devices == {'platform': 'cpu', 'kind': 'cpu', 'count': 4, 'processes': 2}
+
+    assert 'process 1 has other settings than process 0 (' in other_settings_error
+    assert 'train.num_steps: 4 -> 9' in other_settings_error
+    assert not (tmp_path / 'differs').exists()
+
+    other = tmp_path / 'other'
+    mine = tmp_path / 'mine'
+    assert f'workdir={other} of process 1 is not {mine} of' in other_directory_error
+
+    assert 'uses 2 of the 4 devices of 2 processes; it must use all of them' in idle_devices_error
+    assert not (tmp_path / 'idle').exists()
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
-    """Runs with dropout, both liftings, steps that share a dispatch, a divergence, translations."""
     trial_mesh = {'trial': 2, 'data': 4}
-    shared = {'steps_per_dispatch': 2, 'log_every': 2}
+    steps_share_a_dispatch = {'steps_per_dispatch': 2, 'log_every': 2}
     short = {'accumulation': 1, 'num_steps': 4, 'batch_size': 16}
+    dropout = {'dropout': 0.1}
     configs = {
-        'data': small({'data': 8}, model={'dropout': 0.1}),
+        'data': small({'data': 8}, model=dropout),
         'fsdp': small({'fsdp': 4, 'tensor': 2}, {'lifting': 'vmap'}),
-        'trial': small({'trial': 2, 'data': 2, 'fsdp': 2}, shared, {'dropout': 0.1}),
+        'trial': small({'trial': 2, 'data': 2, 'fsdp': 2}, steps_share_a_dispatch, dropout),
         'diverges': small(trial_mesh, trials={'learning_rates': (1e-2, 1e30)}),
         'translates': task('translation', mesh=trial_mesh, train=short),
     }
-    measured = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
+    auto_lifting = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
+
     runs = [(config, tmp_path / 'two' / name) for name, config in configs.items()]
-    job = start_training_job(tmp_path / 'job', [*runs, (measured, tmp_path / 'measured')])
+    runs.append((auto_lifting, tmp_path / 'auto'))
+    job = start_training_job(tmp_path / 'job', runs)
     for name, config in configs.items():
         train(config, tmp_path / 'one' / name)
-    *_, of_measured = results_of_job(tmp_path / 'job', job)
+    results = results_of_job(tmp_path / 'job', job)
+
     for name in configs:
         assert_close(tmp_path / 'two' / name, tmp_path / 'one' / name)
-    assert [r['status'] for r in results_of(tmp_path / 'two/diverges')].count('diverged') == 2
-    # The lifting that process 0 has measured as the faster.
-    lifting, seconds = read_json(tmp_path / 'measured/lifting.json', {}).values()
-    assert {r['lifting'] for r in of_measured} == {lifting} == {min(seconds, key=seconds.get)}
+    statuses = [result['status'] for result in results_of(tmp_path / 'two/diverges')]
+    assert statuses.count('diverged') == 2
+
+    # Both processes use the lifting that was faster in process 0.
+    choice = read_json(tmp_path / 'auto/lifting.json', {})
+    seconds_per_step = choice['seconds_per_step']
+    fastest = min(seconds_per_step, key=seconds_per_step.get)
+    assert choice['lifting'] == fastest
+    for result in results[-1]:
+        assert result['lifting'] == fastest
 
 
 def copy_at_step_4(path, to):
-    """A copy of a finished run as it was at step 4."""
+    """Copies a finished run as it was at step 4, so that it can resume there."""
     return shutil.copytree(path, to, ignore=shutil.ignore_patterns('result.json', '8'))
 
 
 @pytest.mark.slow
-def test_checkpoints_are_restored_by_other_jobs_on_other_meshes(small, tmp_path):
+def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
-    runs = [(small(mesh), tmp_path / name) for name in ('two', 'lost')]
-    # The first run asks 12 times: after each of 8 steps, before each of 2 checkpoints, after the
-    # last step and before the results. The second asks the 8th time, the 20th in all, in step 7.
-    job = start_training_job(tmp_path / 'job', runs, lost_after=20)
-    train(small(mesh), tmp_path / 'one')
-    _, lost = results_of_job(tmp_path / 'job', job)
-    assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', lost)  # once both know
-    assert sorted(p.name for p in (tmp_path / 'lost/checkpoints').iterdir()) == ['4']
-    states = [load_stack(tmp_path / name)[2] for name in ('two', 'one')]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *states)
-    for i, other in enumerate([{'trial': 2, 'fsdp': 4}, {'data': 4}, {}]):
-        path = copy_at_step_4(tmp_path / 'two', tmp_path / f'two-{i}')
-        train(small(other), path)
-        assert_close(path, tmp_path / 'two')
-    # A file of the newest checkpoint that process 1 has written, and process 0 does not read.
+    config = small(mesh)
+    two = tmp_path / 'two'
+    one = tmp_path / 'one'
+
+    # Two processes train a run, and then one that is lost in step 7. The first run calls `lost` 12
+    # times: after 8 steps, before 2 checkpoints, after the last step and before the results. The
+    # second run calls it after 4 steps, before a checkpoint, and after 3 steps, which is call 20.
+    runs = [(config, two), (config, tmp_path / 'lost')]
+    job = start_training_job(tmp_path / 'job', runs, lost_after=12 + 8)
+    train(config, one)
+    _, error = results_of_job(tmp_path / 'job', job)
+    # Process 1 may know it only one step later.
+    assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', error)
+    assert [path.name for path in (tmp_path / 'lost/checkpoints').iterdir()] == ['4']
+
+    # The parameters of two processes are those of one process.
+    _, _, state = load_stack(two)
+    _, _, expected_state = load_stack(one)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, expected_state)
+
+    # One process resumes the run of two processes on any mesh.
+    for i, other_mesh in enumerate([{'trial': 2, 'fsdp': 4}, {'data': 4}, {}]):
+        path = copy_at_step_4(two, tmp_path / f'two-{i}')
+        train(small(other_mesh), path)
+        assert_close(path, two)
+
+    # Two processes skip checkpoint 8, from which files of process 1 are missing.
     no_result = shutil.ignore_patterns('result.json')
-    damaged = shutil.copytree(tmp_path / 'two', tmp_path / 'damaged', ignore=no_result)
+    damaged = shutil.copytree(two, tmp_path / 'damaged', ignore=no_result)
     for file in (damaged / 'checkpoints/8/state/ocdbt.process_1/d').iterdir():
         file.unlink()
-    results_of_job(tmp_path / 'job', start_training_job(tmp_path / 'job', [(small(mesh), damaged)]))
-    assert_close(damaged, tmp_path / 'two')
-    # Back, and to more processes: of one to two and of two to four.
-    back = copy_at_step_4(tmp_path / 'one', tmp_path / 'back')
-    results_of_job(tmp_path / 'job', start_training_job(tmp_path / 'job', [(small(mesh), back)]))
-    assert_close(back, tmp_path / 'one')
-    four = copy_at_step_4(tmp_path / 'two', tmp_path / 'four')
-    job = start_training_job(
-        tmp_path / 'job', [(small({'trial': 2, 'tensor': 2, 'data': 2}), four)], 4, 2
-    )
-    results_of_job(tmp_path / 'job', job)
-    assert_close(four, tmp_path / 'two')
+    train_in_job(tmp_path / 'job', config, damaged)
+    assert_close(damaged, two)
+
+    # Two processes resume the run of one process.
+    resumed_by_two = copy_at_step_4(one, tmp_path / 'resumed-by-two')
+    train_in_job(tmp_path / 'job', config, resumed_by_two)
+    assert_close(resumed_by_two, one)
+
+    # Four processes resume the run of two processes.
+    resumed_by_four = copy_at_step_4(two, tmp_path / 'resumed-by-four')
+    other_config = small({'trial': 2, 'tensor': 2, 'data': 2})
+    train_in_job(tmp_path / 'job', other_config, resumed_by_four, count=4, devices=2)
+    assert_close(resumed_by_four, two)
 
 
 @pytest.mark.slow
-def test_a_worker_of_two_processes_ends_a_study_as_one_process_does(small, tmp_path):
+def test_two_processes_complete_a_study_as_one_process_does(small, tmp_path):
     base = small({'data': 2, 'fsdp': 2, 'tensor': 2})
     study = dataclasses.replace(STUDY, base=base, tolerance=0.1, tuning=TuningConfig())
     two = tmp_path / 'two'
     one = tmp_path / 'one'
+
+    # The second pass over the study finds it complete.
     job = start_training_job(tmp_path / 'job', [(study, two), (study, two)])
     worker.run(study, one)
-    assert results_of_job(tmp_path / 'job', job) == [str(two)] * 2
-    plans = [(path / 'plan.jsonl').read_text() for path in (two, one)]
-    assert plans[0] == plans[1] and len(plans[0].splitlines()) == 2
-    for line in map(json.loads, plans[0].splitlines()):
-        assert_close(two / line['directory'], one / line['directory'])
-    assert len((two / 'results.jsonl').read_text().splitlines()) == 4
-    assert not leases.holders(two / 'leases') and len(list((two / 'leases').iterdir())) == 2
+    returned = results_of_job(tmp_path / 'job', job)
+
+    assert returned == [str(two), str(two)]
+    plan = (two / 'plan.jsonl').read_text()
+    assert plan == (one / 'plan.jsonl').read_text()
+    runs = [json.loads(line) for line in plan.splitlines()]
+    assert len(runs) == 2
+    for run in runs:
+        assert_close(two / run['directory'], one / run['directory'])
+    num_results = len((two / 'results.jsonl').read_text().splitlines())
+    num_trials = 2
+    assert num_results == len(runs) * num_trials
+
+    # Each run had a lease, and nobody holds one.
+    assert len(list((two / 'leases').iterdir())) == len(runs)
+    assert not leases.holders(two / 'leases')
