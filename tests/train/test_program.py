@@ -1,4 +1,4 @@
-"""From one trial to a stack: lifting and its choice; where the time of its run goes."""
+"""Lifting functions of one trial to many trials, and the times of a run."""
 
 import types
 from unittest.mock import Mock
@@ -18,60 +18,81 @@ from qkattn.train.timing import Clock, Trace
 
 def lengths_of_loops(jaxpr):
     """The lengths of a program's outermost loops."""
-    return [e.params['length'] for e in jaxpr.eqns if e.primitive.name == 'scan']
+    return [eqn.params['length'] for eqn in jaxpr.eqns if eqn.primitive.name == 'scan']
 
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
-def test_a_single_trial_has_no_axis(lifting):
-    square = program.map_over_trials(lambda a, b: a @ b, lifting, sharding.make_mesh(MeshConfig()))
-    jaxpr = jax.make_jaxpr(square)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
-    products = [e for e in jaxpr.eqns if e.primitive.name == 'dot_general']
-    assert [product.outvars[0].aval.shape for product in products] == [(4, 5)]
+def test_a_single_trial_has_no_axis_in_the_program(lifting):
+    mesh = sharding.make_mesh(MeshConfig())
+    matmul = program.map_over_trials(lambda a, b: a @ b, lifting, mesh)
+
+    jaxpr = jax.make_jaxpr(matmul)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
+
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'dot_general']
+    shapes = [product.outvars[0].aval.shape for product in products]
+    assert shapes == [(4, 5)]
     assert not lengths_of_loops(jaxpr)
 
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
 def test_trials_keep_their_order_over_slices_of_the_mesh(lifting):
-    double = program.map_over_trials(
-        lambda a: 2 * a, lifting, sharding.make_mesh(MeshConfig(trial=2))
-    )
+    mesh = sharding.make_mesh(MeshConfig(trial=2))
+    double = program.map_over_trials(lambda x_D: 2 * x_D, lifting, mesh)
     x_XD = np.arange(12.0).reshape(4, 3)
     np.testing.assert_array_equal(jax.jit(double)(x_XD), 2 * x_XD)
 
 
-def test_map_takes_all_steps_of_a_trial_before_those_of_the_next(tiny):
-    steps = {'steps_per_dispatch': 3, 'log_every': 3}
-    config = tiny(trials={'seeds': (0, 1, 2, 3, 4)}, train=steps)
+@pytest.mark.parametrize(
+    ('lifting', 'length_of_outermost_loop'),
+    [
+        pytest.param('map', 5, id='map loops over trials'),
+        pytest.param('vmap', 3, id='vmap loops over steps'),
+    ],
+)
+def test_the_outermost_loop_is_over_trials_or_steps(tiny, lifting, length_of_outermost_loop):
+    three_steps = {'steps_per_dispatch': 3, 'log_every': 3}
+    five_trials = {'seeds': (0, 1, 2, 3, 4)}
+    config = tiny(trials=five_trials, train=three_steps)
     mesh = sharding.make_mesh(MeshConfig())
 
-    def lengths(lifting):
-        steps = program.train_steps(config, lifting, mesh)
-        return lengths_of_loops(jax.make_jaxpr(steps)(*program.abstract_inputs(config, mesh)).jaxpr)
+    train_steps = program.train_steps(config, lifting, mesh)
+    state, hyper, batch = program.abstract_inputs(config, mesh)
+    jaxpr = jax.make_jaxpr(train_steps)(state, hyper, batch).jaxpr
 
-    # The outermost loop is over 5 trials, or over 3 steps of all trials.
-    assert (lengths('map'), lengths('vmap')) == ([5], [3])
+    assert lengths_of_loops(jaxpr) == [length_of_outermost_loop]
+
+
+def test_auto_measures_both_liftings(small, evaluation_only):
+    built = program.build(small(train={'lifting': 'auto'}))
+    assert built.measured.keys() == {'map', 'vmap'}
+    for seconds in built.measured.values():
+        assert 1e-6 < seconds < 600
 
 
 def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_only):
     config = small(train={'lifting': 'auto'})
-    built = program.build(config)
-    assert set(built.measured) == {'map', 'vmap'}
-    assert all(1e-6 < seconds < 600 for seconds in built.measured.values())
-
-    # Where map takes 0.2 s a step and vmap 0.1 s, vmap is compiled and recorded.
+    # A step takes 0.2 s with map and 0.1 s with vmap. A third measurement would fail.
     seconds = iter([0.2, 0.1])
-    monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *a: next(seconds))
-    recorded = {'lifting': 'vmap', 'seconds_per_step': {'map': 0.2, 'vmap': 0.1}}
-    for _ in range(2):  # a later start does not measure (the iterator is used up)
-        assert compile_program(config, tmp_path).lifting == 'vmap'
-        assert read_json(tmp_path / 'lifting.json', {}) == recorded
+    monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *_: next(seconds))
 
-    # A single trial needs no measurement.
-    one = program.build(small(train={'lifting': 'auto'}, trials={'seeds': (0,)}))
-    assert one.lifting == 'vmap' and one.measured == {}
+    first_start = compile_program(config, tmp_path)
+    recorded = read_json(tmp_path / 'lifting.json', {})
+    assert first_start.lifting == 'vmap'
+    assert recorded == {'lifting': 'vmap', 'seconds_per_step': {'map': 0.2, 'vmap': 0.1}}
+
+    second_start = compile_program(config, tmp_path)
+    assert second_start.lifting == 'vmap'
+    assert read_json(tmp_path / 'lifting.json', {}) == recorded
 
 
-def test_the_choice_of_a_lifting_is_logged_in_plain_words(caplog):
+def test_auto_measures_nothing_for_a_single_trial(small, evaluation_only):
+    config = small(train={'lifting': 'auto'}, trials={'seeds': (0,)})
+    built = program.build(config)
+    assert built.lifting == 'vmap'
+    assert built.measured == {}
+
+
+def test_the_choice_of_a_lifting_is_logged(caplog):
     caplog.set_level('INFO', 'qkattn')
     program._fastest({'map': 0.2, 'vmap': 0.1})
     assert caplog.messages == [
@@ -80,15 +101,29 @@ def test_the_choice_of_a_lifting_is_logged_in_plain_words(caplog):
     ]
 
 
-@pytest.mark.parametrize(('devices', 'levels'), [(1, [3, 1]), (2, [])])
-def test_one_cpu_device_compiles_without_the_notice_of_xla(monkeypatch, devices, levels):
-    """Messages of the partitioner stay."""
+@pytest.fixture
+def log_levels_of_xla(monkeypatch):
+    """A list that gets each level to which the messages of XLA are set."""
+    levels: list[int] = []
     monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
-    calls: list[int] = []
-    monkeypatch.setattr(program.utils, 'absl_set_min_log_level', calls.append)
-    with program._without_slow_compile_notice(sharding.make_mesh(MeshConfig(data=devices))):
-        assert calls == levels[:1]
-    assert calls == levels
+    monkeypatch.setattr(program.utils, 'absl_set_min_log_level', levels.append)
+    return levels
+
+
+def test_one_cpu_device_compiles_without_messages_of_xla(log_levels_of_xla):
+    fatal_errors, warnings = 3, 1
+    mesh = sharding.make_mesh(MeshConfig(data=1))
+    with program._without_slow_compile_notice(mesh):
+        assert log_levels_of_xla == [fatal_errors]
+    assert log_levels_of_xla == [fatal_errors, warnings]
+
+
+def test_two_devices_compile_with_messages_of_xla(log_levels_of_xla):
+    """They may be messages of the partitioner."""
+    mesh = sharding.make_mesh(MeshConfig(data=2))
+    with program._without_slow_compile_notice(mesh):
+        assert log_levels_of_xla == []
+    assert log_levels_of_xla == []
 
 
 # Times
@@ -96,7 +131,7 @@ def test_one_cpu_device_compiles_without_the_notice_of_xla(monkeypatch, devices,
 
 @pytest.fixture
 def wait(monkeypatch):
-    """wait(seconds) moves the time of the module, which otherwise stands still."""
+    """A function wait(seconds) that moves the clock of `timing`, which otherwise stands still."""
     now = 100.0
 
     def wait(seconds):
@@ -107,83 +142,130 @@ def wait(monkeypatch):
     return wait
 
 
-def test_waits_for_inputs_are_a_part_of_the_time(wait):
+def test_waits_for_inputs_are_counted(wait):
     clock = Clock({})
-    for _ in clock.inputs(wait(2) for _ in range(3)):
-        wait(7)  # what is done with a batch is no wait
-    assert clock.seconds == {'train_seconds': 0, 'input_seconds': 6, 'logging_seconds': 0}
+
+    def slow_inputs():
+        for _ in range(3):
+            wait(2)
+            yield
+
+    for _ in clock.inputs(slow_inputs()):
+        wait(7)  # training on an input is not counted
+
+    assert clock.seconds == {'train_seconds': 0, 'input_seconds': 3 * 2, 'logging_seconds': 0}
 
 
 def test_a_resumed_run_adds_to_its_times(wait):
     clock = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0})
-    # Of training, 0.5 s are logging and 1.5 s are steps; the pause of 11 s is not counted.
+
     clock.start()
     with clock.counted_as('logging_seconds'):
         wait(0.5)
     clock.pause(tokens=10)
-    wait(11)
+    wait(11)  # in the pause, so it is not counted
     clock.start()
     wait(1.5)
     clock.pause(tokens=10)
-    assert clock.seconds == {'train_seconds': 42, 'input_seconds': 0, 'logging_seconds': 2.5}
-    assert clock.tokens_per_second == 10
+
+    assert clock.seconds['train_seconds'] == 40 + 0.5 + 1.5
+    assert clock.seconds['logging_seconds'] == 2 + 0.5
+    assert clock.seconds['input_seconds'] == 0
+    assert len(clock.seconds) == 3
+    assert clock.tokens_per_second == (10 + 10) / (0.5 + 1.5)
 
 
-def test_steps_per_second_and_input_share_of_a_lap_leave_out_pauses(wait):
-
-    # A second each of input and of training, then a pause; and 2 s more.
+def test_a_lap_leaves_out_pauses(wait):
     clock = Clock({'train_seconds': 40.0, 'input_seconds': 3.0}, step=5)
+
+    def slow_input():
+        wait(1)
+        yield
+
+    # Two steps in 4 s, of which 1 s is a wait for input.
     clock.start()
-    next(clock.inputs(wait(1) for _ in range(1)))
+    next(clock.inputs(slow_input()))
     wait(1)
     clock.pause(tokens=0)
     wait(100)
     clock.start()
     wait(2)
-    assert clock.lap(step=7) == (2 / 4, 1 / 4)
+    lap = clock.lap(step=5 + 2)
+    assert lap.steps_per_second == 2 / 4
+    assert lap.input_wait_fraction == 1 / 4
+
+    # One step in 2 s.
     wait(2)
     clock.pause(tokens=0)
     wait(100)
-    assert clock.lap(step=8) == (1 / 2, 0)
+    lap = clock.lap(step=5 + 2 + 1)
+    assert lap.steps_per_second == 1 / 2
+    assert lap.input_wait_fraction == 0
 
 
-def test_the_peak_rate_is_of_a_device_that_jax_names():
+def test_peak_flops_are_known_by_the_device_kind_of_jax():
     assert peak_flops('NVIDIA H100 80GB HBM3') == 989e12
-    assert peak_flops('TPU7x') == 2307e12 / 2  # a chip is two devices
+    assert peak_flops('TPU7x') == 2307e12 / 2  # a chip has two devices
     assert peak_flops('NVIDIA H100 PCIe') is None
     assert peak_flops(jax.devices('cpu')[0].device_kind) is None
 
 
-@pytest.mark.parametrize(('number', 'calls'), [(9, '001112'), (4, '0011'), (2, '00')])
-def test_the_third_to_the_fifth_dispatch_are_traced(tmp_path, monkeypatch, caplog, number, calls):
-    """The calls of the profiler so far, at each dispatch, and after the end."""
+@pytest.fixture
+def profiler(monkeypatch):
+    """A mock in place of the profiler of JAX."""
     profiler = Mock()
-    seen = ''
     monkeypatch.setattr(timing.jax, 'profiler', profiler)
+    return profiler
+
+
+def names_of_calls(mock):
+    return [call[0] for call in mock.method_calls]
+
+
+@pytest.mark.parametrize(
+    ('num_dispatches', 'num_calls_by_dispatch'),
+    [
+        pytest.param(9, [0, 0, 1, 1, 1, 2, 2, 2, 2], id='the trace ends before dispatch 6'),
+        pytest.param(4, [0, 0, 1, 1], id='the trace ends after dispatch 4'),
+    ],
+)
+def test_the_dispatches_3_to_5_are_traced(
+    tmp_path, profiler, caplog, num_dispatches, num_calls_by_dispatch
+):
+    """The first call of the profiler starts the trace, and the second one stops it."""
+    num_calls = []
     with Trace(tmp_path) as trace:
-        for _ in range(number):
+        for _ in range(num_dispatches):
             trace.before_dispatch(None)
-            seen += str(len(profiler.method_calls))
-    assert seen[:6] == calls
-    is_traced = number > 2
-    names = [call[0] for call in profiler.method_calls]
-    assert names == (['start_trace', 'stop_trace'] if is_traced else [])
-    warning = 'begins at dispatch 3 of a start, and this one had 2'
-    assert (warning in caplog.text) == (not is_traced)
+            num_calls.append(len(profiler.method_calls))
+
+    assert num_calls == num_calls_by_dispatch
+    assert names_of_calls(profiler) == ['start_trace', 'stop_trace']
+    assert 'no trace written' not in caplog.text
 
 
-def test_a_trace_ends_where_a_run_fails(tmp_path, monkeypatch, caplog):
-    profiler = Mock()
-    monkeypatch.setattr(timing.jax, 'profiler', profiler)
+def test_a_start_of_two_dispatches_has_no_trace(tmp_path, profiler, caplog):
+    with Trace(tmp_path) as trace:
+        for _ in range(2):
+            trace.before_dispatch(None)
+
+    assert names_of_calls(profiler) == []
+    assert 'begins at dispatch 3 of a start, and this one had 2' in caplog.text
+
+
+def test_a_trace_ends_if_the_run_fails(tmp_path, profiler, caplog):
     with pytest.raises(RuntimeError), Trace(tmp_path) as trace:
         for _ in range(3):
             trace.before_dispatch(None)
         raise RuntimeError
-    assert [call[0] for call in profiler.method_calls] == ['start_trace', 'stop_trace']
+
+    assert names_of_calls(profiler) == ['start_trace', 'stop_trace']
     assert 'no trace' not in caplog.text
 
 
 @pytest.mark.slow
 def test_training_with_profile_writes_a_trace(small, tmp_path):
-    train(small(trials={'seeds': (0,)}), tmp_path / 'run', profile=f'{tmp_path}/trace')
-    assert len(list((tmp_path / 'trace').rglob('*.xplane.pb'))) == 1
+    config = small(trials={'seeds': (0,)})
+    train(config, tmp_path / 'run', profile=f'{tmp_path}/trace')
+    traces = list((tmp_path / 'trace').rglob('*.xplane.pb'))
+    assert len(traces) == 1
