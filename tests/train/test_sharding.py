@@ -1,5 +1,6 @@
-"""The mesh, arrays by the letters of their names, batches by their rows, memory."""
+"""The mesh, the split of arrays and batches over its devices, and memory."""
 
+import contextlib
 import dataclasses
 import logging
 
@@ -7,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from qkattn.config import Config, MeshConfig, ModelConfig, TrainConfig, TrialsConfig
 from qkattn.errors import ConfigError
@@ -15,35 +15,55 @@ from qkattn.model import cost
 from qkattn.train import sharding
 
 
-def test_an_array_is_split_by_the_letters_of_its_name(caplog):
-    mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
-    sharding.say_once.cache_clear()
-    caplog.set_level(logging.INFO)
-    for path, shape, want in (
-        ('p/blocks/a/w_q_DNH', (2, 3, 32, 4, 8), P('trial', None, 'fsdp', 'tensor', None)),
-        ('params/blocks/a/w_q2_DNH', (2, 3, 32, 4, 8), P('trial', None, 'fsdp', 'tensor', None)),
-        ('params/blocks/a/w_Query_DNH', (2, 3, 32, 4, 8), P('trial')),
-        ('s/0/mu/blocks/mlp/w_in_DF', (2, 3, 32, 64), P('trial', None, 'fsdp', 'tensor')),
-        ('trials/opt_state/1/0/count', (2,), P('trial')),
-        ('p/final_norm/g_D', (2, 32), P('trial', 'fsdp')),
-        ('p/w_embedding_VD', (2, 256, 32), P('trial', ('tensor', 'fsdp'), None)),
-        ('p/w_output_DV', (2, 32, 256), P('trial', None, ('tensor', 'fsdp'))),
+@pytest.mark.parametrize(
+    ('path', 'shape', 'partition'),
+    [
+        ('p/blocks/a/w_q_DNH', (2, 3, 32, 4, 8), ('trial', None, 'fsdp', 'tensor', None)),
+        ('p/blocks/a/w_q2_DNH', (2, 3, 32, 4, 8), ('trial', None, 'fsdp', 'tensor', None)),
+        ('s/0/mu/blocks/mlp/w_in_DF', (2, 3, 32, 64), ('trial', None, 'fsdp', 'tensor')),
+        ('trials/opt_state/1/0/count', (2,), ('trial',)),
+        ('p/final_norm/g_D', (2, 32), ('trial', 'fsdp')),
+        ('p/w_embedding_VD', (2, 256, 32), ('trial', ('tensor', 'fsdp'), None)),
+        ('p/w_output_DV', (2, 32, 256), ('trial', None, ('tensor', 'fsdp'))),
         # 50 tokens divide over 2 devices, but not over 4.
-        ('p/w_embedding_VD', (2, 50, 32), P('trial', 'fsdp', None)),
+        ('p/w_embedding_VD', (2, 50, 32), ('trial', 'fsdp', None)),
         # A mesh axis splits one of two axes of the same letter.
-        ('p/blocks/a/w_mix_DNND', (2, 3, 8, 4, 4, 8), P('trial', None, 'fsdp', 'tensor')),
-        # 3 heads do not divide over 2 devices: the head size takes their place
-        ('p/blocks/a/w_q_DNH', (2, 3, 33, 3, 8), P('trial', None, None, None, 'tensor')),
-    ):
-        for _ in range(2):
-            spec = sharding.spec(path, shape, mesh)
-        assert tuple(spec) == (*want, *[None] * (len(spec) - len(want))), path
-    assert caplog.text.count('params/') == caplog.text.count('params/blocks/a/w_Query_DNH: ') == 1
+        (
+            'p/blocks/a/w_mix_DNND',
+            (2, 3, 8, 4, 4, 8),
+            ('trial', None, 'fsdp', 'tensor', None, None),
+        ),
+        # D = 33 and N = 3 do not divide over 2 devices, so the head size H is split.
+        ('p/blocks/a/w_q_DNH', (2, 3, 33, 3, 8), ('trial', None, None, None, 'tensor')),
+    ],
+)
+def test_an_array_is_split_by_the_letters_of_its_name(path, shape, partition):
+    """The first axis is that of trials, and in `blocks` the second one is that of layers."""
+    mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
+    spec = sharding.spec(path, shape, mesh)
+    assert tuple(spec) == partition
+
+
+def test_a_parameter_whose_name_has_no_letters_is_logged_once(caplog):
+    caplog.set_level(logging.INFO)
+    sharding.say_once.cache_clear()
+    mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
+    shape = (2, 3, 32, 4, 8)
+
+    for _ in range(2):
+        with_letters = sharding.spec('params/blocks/a/w_q2_DNH', shape, mesh)
+        without_letters = sharding.spec('params/blocks/a/w_Query_DNH', shape, mesh)
+
+    # An upper case letter in the name itself is not allowed.
+    assert tuple(with_letters) == ('trial', None, 'fsdp', 'tensor', None)
+    assert tuple(without_letters) == ('trial', None, None, None, None)
+    assert caplog.text.count('params/blocks/a/w_Query_DNH: ') == 1
+    assert caplog.text.count('params/') == 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a mesh asks of a GPU, which has a node, or a TPU, which has coordinates."""
+    """What a mesh needs to know of a GPU in a node (`slice_index`) or a TPU (`coords`)."""
 
     id: int
     slice_index: int = 0
@@ -54,29 +74,47 @@ class Device:
     device_kind: str = 'H100'
 
 
-def test_inner_axes_stay_inside_a_node_where_they_can():
-    # In an order that is not that of the nodes.
-    devices = [Device(id=i, slice_index=i % 2) for i in range(8)]
-    for mesh, crossing in (
+@pytest.mark.parametrize(
+    ('mesh_config', 'axis_across_nodes'),
+    [
         (MeshConfig(data=2, tensor=4), 'data'),
         (MeshConfig(trial=2, data=2, fsdp=2), 'trial'),
         (MeshConfig(data=4, fsdp=2), 'data'),
         (MeshConfig(fsdp=4, tensor=2), 'fsdp'),
-    ):
-        built = sharding.make_mesh(mesh, devices)
-        assert dict(built.shape) == dataclasses.asdict(mesh)
-        assert {d.id for d in built.devices.flat} == set(range(8))
-        node = np.vectorize(lambda d: d.slice_index)(built.devices)
-        across = [name for i, name in enumerate(built.axis_names) if np.ptp(node, axis=i).any()]
-        assert across == [crossing]
+    ],
+    ids=str,
+)
+def test_inner_axes_stay_inside_a_node(mesh_config, axis_across_nodes):
+    # Two nodes of four devices, listed in turn.
+    devices = [Device(id=i, slice_index=i % 2) for i in range(8)]
+
+    mesh = sharding.make_mesh(mesh_config, devices)
+
+    assert dict(mesh.shape) == dataclasses.asdict(mesh_config)
+    assert {device.id for device in mesh.devices.flat} == set(range(8))
+    node_of_device = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    axes_across_nodes = []
+    for axis, name in enumerate(mesh.axis_names):
+        first_along_axis = node_of_device.take([0], axis)
+        if (node_of_device != first_along_axis).any():
+            axes_across_nodes.append(name)
+    assert axes_across_nodes == [axis_across_nodes]
 
 
-def test_an_axis_may_span_a_part_of_a_side_of_the_torus():
+def test_a_mesh_axis_may_span_a_part_of_a_side_of_the_torus():
     """`jax.make_mesh` refuses 8 x 2 on a torus of 4 x 4."""
-    kind = {'platform': 'tpu', 'device_kind': 'TPU v6 lite'}
-    devices = [Device(id=i, coords=(i // 4, i % 4, 0), **kind) for i in range(16)]
-    built = sharding.make_mesh(MeshConfig(trial=8, data=2), devices)
-    assert {d.id for d in built.devices.flat} == set(range(16))
+    devices = []
+    for i in range(16):
+        row, column = divmod(i, 4)
+        device = Device(id=i, coords=(row, column, 0), platform='tpu', device_kind='TPU v6 lite')
+        devices.append(device)
+
+    mesh = sharding.make_mesh(MeshConfig(trial=8, data=2), devices)
+
+    assert {device.id for device in mesh.devices.flat} == set(range(16))
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
     with pytest.raises(ConfigError, match="'data': 16.*needs 16 devices, but there are 8"):
         sharding.make_mesh(MeshConfig(data=16))
 
@@ -90,67 +128,158 @@ CONFIG = Config(
 )
 
 
-def test_a_training_step_has_to_fit_into_memory(monkeypatch):
+def test_a_model_that_does_not_fit_into_memory_is_refused():
     model = dataclasses.replace(CONFIG.model, vocab_size=2**31 - 1)
+    config = dataclasses.replace(CONFIG, model=model)
     with pytest.raises(ConfigError, match='model.vocab_size=2147483647.* 768.0 GiB, more than the'):
-        sharding.require_memory(dataclasses.replace(CONFIG, model=model))
-    # Float32 parameters and gradients; tokens, targets and loss weights of 5 steps of 4 rows.
-    needed = 2 * 4 * 3 * cost.measured(CONFIG.model, 'total') + 5 * 3 * 4 * (3 * 16) * 4
+        sharding.require_memory(config)
+
+
+def test_parameters_gradients_and_a_batch_have_to_fit_into_memory(monkeypatch):
+    bytes_per_number = 4
+    num_trials = 3
+    num_parameters = cost.measured(CONFIG.model, 'total')
+    parameters_and_gradients = 2 * num_trials * num_parameters * bytes_per_number
+    steps, rows, context = 5, 4, 16
+    arrays = 3  # tokens, targets and loss weights
+    batch = steps * num_trials * rows * context * arrays * bytes_per_number
+    needed = parameters_and_gradients + batch
+
     memory = {'SC_PAGE_SIZE': 1, 'SC_PHYS_PAGES': needed}
     monkeypatch.setattr(sharding.os, 'sysconf', memory.__getitem__)
     sharding.require_memory(CONFIG)
-    memory['SC_PHYS_PAGES'] -= 1
+
+    memory['SC_PHYS_PAGES'] = needed - 1
     with pytest.raises(ConfigError, match='3 trials of 7,472 parameters'):
         sharding.require_memory(CONFIG)
 
 
-MESHES = [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(trial=2, data=4), MeshConfig(data=8)]
-# Devices by process: a block each; rows of devices that are not consecutive; one with other trials.
-DEVICES_BY_PROCESS = [
-    [[0, 1, 2, 3], [4, 5, 6, 7]],
-    [[0, 1, 4, 5], [2, 3, 6, 7]],
-    [[0, 1, 2], [3, 4, 5], [6, 7]],
-]
+# Device IDs of each process of a job.
+BLOCKS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+SPREAD = [[0, 1, 4, 5], [2, 3, 6, 7]]
+UNEQUAL = [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+OVER_ROWS_AND_TENSOR = MeshConfig(data=2, fsdp=2, tensor=2)
+OVER_TRIALS_AND_ROWS = MeshConfig(trial=2, data=4)
+OVER_ROWS = MeshConfig(data=8)
+
+BATCH_CONFIG = dataclasses.replace(
+    CONFIG,
+    train=TrainConfig(steps_per_dispatch=3, batch_size=16, accumulation=2),
+    trials=TrialsConfig(seeds=(0, 1, 2, 3)),
+)
 
 
-@pytest.mark.parametrize('job', DEVICES_BY_PROCESS, ids=['blocks', 'spread', 'unequal'])
-@pytest.mark.parametrize('mesh', MESHES, ids=str)
-def test_a_process_reads_the_rows_that_its_devices_hold(mesh, job, monkeypatch):
-    train = TrainConfig(steps_per_dispatch=3, batch_size=16, accumulation=2)
-    trials = TrialsConfig(seeds=(0, 1, 2, 3))
-    config = dataclasses.replace(CONFIG, train=train, trials=trials, mesh=mesh)
-    over = sharding.make_mesh(mesh)
+@contextlib.contextmanager
+def as_process_with(device_ids):
+    """In the block, this process has only some of the devices.
+
+    A global array is a dict: for each of these devices, by ID, the part that it holds.
+    """
+
+    def indices_of_devices(self, shape):
+        indices = self.devices_indices_map(shape)
+        return {device: indices[device] for device in indices if device.id in device_ids}
+
+    def parts_by_device(shape, array_sharding, part_of_device):
+        indices = indices_of_devices(array_sharding, shape)
+        return {device.id: part_of_device(index) for device, index in indices.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NamedSharding, 'addressable_devices_indices_map', indices_of_devices)
+        patch.setattr(jax, 'make_array_from_callback', parts_by_device)
+        yield
+
+
+def shares_read(mesh_config, job):
+    """Whether process p reads row r of the batch of trial x, as an array [p, x, r]."""
+    config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
+    mesh = sharding.make_mesh(mesh_config)
+    is_read = np.zeros((len(job), 4, 16), bool)
+    for process, device_ids in enumerate(job):
+        with as_process_with(device_ids):
+            trials, rows = sharding.local_share(config, mesh)
+        is_read[process][np.ix_(trials, rows)] = True
+    return is_read
+
+
+def test_rows_become_microbatches_in_turn():
+    mesh = sharding.make_mesh(OVER_ROWS)
     batch = np.random.default_rng(0).integers(0, 99, (3, 4, 16, 5), np.int32)
-    rows = np.random.default_rng(1).integers(0, 99, (16, 5), np.int32)
-    placed_batch = sharding.place_batch(config, over, {'_': batch})['_']
-    placed_rows = sharding.place_rows(config, over, {'_': rows})['_']
-    for a in range(2):  # rows become microbatches in turn
-        np.testing.assert_array_equal(placed_batch[:, :, a], batch[:, :, a::2])
-    read = np.zeros((len(job), 4, 16), bool)
-    own_batch = {}
-    own_rows = {}
-    for process, ids in enumerate(job):
 
-        def mine(self, shape, ids=ids):
-            return {d: i for d, i in self.devices_indices_map(shape).items() if d.id in ids}
+    placed = sharding.place_batch(BATCH_CONFIG, mesh, {'tokens': batch})['tokens']
 
-        def keep(shape, placed, part, mine=mine):
-            return {device.id: part(index) for device, index in mine(placed, shape).items()}
+    # Axis 2 of the placed batch is that of two microbatches.
+    np.testing.assert_array_equal(placed[:, :, 0], batch[:, :, 0::2])
+    np.testing.assert_array_equal(placed[:, :, 1], batch[:, :, 1::2])
 
-        with monkeypatch.context() as patch:
-            patch.setattr(NamedSharding, 'addressable_devices_indices_map', mine)
-            patch.setattr(jax, 'make_array_from_callback', keep)
-            trials, numbers = sharding.local_share(config, over)
-            own = {'_': batch[:, trials][:, :, numbers]}
-            own_batch |= sharding.place_batch(config, over, own)['_']
-            own = {'_': rows[sharding.local_rows(config, over)]}
-            own_rows |= sharding.place_rows(config, over, own)['_']
-        read[process][np.ix_(trials, numbers)] = True
-    for placed, own in ((placed_batch, own_batch), (placed_rows, own_rows)):
-        for shard in placed.addressable_shards:
-            np.testing.assert_array_equal(own[shard.device.id], shard.data)
-    assert read.any(0).all()
-    if mesh.data * mesh.fsdp == 8 or (job is DEVICES_BY_PROCESS[0] and mesh.tensor == 1):
-        assert read.sum() == 4 * 16  # nothing is read twice
-    if mesh.trial == 2 and job is DEVICES_BY_PROCESS[0]:
-        assert read[:, :, 0].tolist() == [[True, True, False, False], [False, False, True, True]]
+
+JOBS = [
+    pytest.param(BLOCKS, id='blocks'),
+    pytest.param(SPREAD, id='spread'),
+    pytest.param(UNEQUAL, id='unequal'),
+]
+MESHES = [OVER_ROWS_AND_TENSOR, OVER_TRIALS_AND_ROWS, OVER_ROWS]
+
+
+@pytest.mark.parametrize('job', JOBS)
+@pytest.mark.parametrize('mesh_config', MESHES, ids=str)
+def test_processes_make_the_arrays_that_one_process_makes(mesh_config, job):
+    config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
+    mesh = sharding.make_mesh(mesh_config)
+    # 3 steps of 4 trials on 16 rows of 5 tokens, and an evaluation batch of 16 rows.
+    train_batch = np.random.default_rng(0).integers(0, 99, (3, 4, 16, 5), np.int32)
+    eval_batch = np.random.default_rng(1).integers(0, 99, (16, 5), np.int32)
+
+    # Each process makes the parts of its own devices from the rows that it reads.
+    train_parts = {}
+    eval_parts = {}
+    for device_ids in job:
+        with as_process_with(device_ids):
+            trials, rows = sharding.local_share(config, mesh)
+            local_train_batch = {'tokens': train_batch[:, trials][:, :, rows]}
+            train_parts |= sharding.place_batch(config, mesh, local_train_batch)['tokens']
+
+            eval_rows = sharding.local_rows(config, mesh)
+            local_eval_batch = {'tokens': eval_batch[eval_rows]}
+            eval_parts |= sharding.place_rows(config, mesh, local_eval_batch)['tokens']
+
+    # One process reads everything.
+    train_array = sharding.place_batch(config, mesh, {'tokens': train_batch})['tokens']
+    eval_array = sharding.place_rows(config, mesh, {'tokens': eval_batch})['tokens']
+    for shard in train_array.addressable_shards:
+        np.testing.assert_array_equal(train_parts[shard.device.id], shard.data)
+    for shard in eval_array.addressable_shards:
+        np.testing.assert_array_equal(eval_parts[shard.device.id], shard.data)
+
+
+@pytest.mark.parametrize('job', JOBS)
+@pytest.mark.parametrize('mesh_config', MESHES, ids=str)
+def test_processes_together_read_every_row(mesh_config, job):
+    is_read = shares_read(mesh_config, job)
+    assert is_read.any(axis=0).all()
+
+
+@pytest.mark.parametrize(
+    ('mesh_config', 'job'),
+    [
+        (OVER_ROWS, BLOCKS),
+        (OVER_ROWS, SPREAD),
+        (OVER_ROWS, UNEQUAL),
+        (OVER_TRIALS_AND_ROWS, BLOCKS),
+    ],
+    ids=str,
+)
+def test_no_row_is_read_twice_if_processes_share_none(mesh_config, job):
+    is_read = shares_read(mesh_config, job)
+    num_processes_per_row = is_read.sum(axis=0)
+    assert (num_processes_per_row == 1).all()
+
+
+def test_a_process_reads_only_the_trials_of_its_devices():
+    is_read = shares_read(OVER_TRIALS_AND_ROWS, BLOCKS)
+    is_trial_read = is_read[:, :, 0]
+    assert is_trial_read.tolist() == [
+        [True, True, False, False],  # process 0
+        [False, False, True, True],  # process 1
+    ]
