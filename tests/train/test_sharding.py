@@ -44,7 +44,8 @@ def test_an_array_is_split_by_the_letters_of_its_name(path, shape, partition):
     assert tuple(spec) == partition
 
 
-def test_a_parameter_whose_name_has_no_letters_is_logged_once(caplog):
+def test_a_parameter_without_letters_of_its_axes_is_logged_once(caplog):
+    """The upper case letter in 'Query' makes the name invalid."""
     caplog.set_level(logging.INFO)
     sharding.say_once.cache_clear()
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
@@ -54,7 +55,6 @@ def test_a_parameter_whose_name_has_no_letters_is_logged_once(caplog):
         with_letters = sharding.spec('params/blocks/a/w_q2_DNH', shape, mesh)
         without_letters = sharding.spec('params/blocks/a/w_Query_DNH', shape, mesh)
 
-    # An upper case letter in the name itself is not allowed.
     assert tuple(with_letters) == ('trial', None, 'fsdp', 'tensor', None)
     assert tuple(without_letters) == ('trial', None, None, None, None)
     assert caplog.text.count('params/blocks/a/w_Query_DNH: ') == 1
@@ -203,23 +203,25 @@ def shares_read(mesh_config, job):
     return is_read
 
 
-def test_rows_become_microbatches_in_turn():
-    mesh = sharding.make_mesh(OVER_ROWS)
-    batch = np.random.default_rng(0).integers(0, 99, (3, 4, 16, 5), np.int32)
-
-    placed = sharding.place_batch(BATCH_CONFIG, mesh, {'tokens': batch})['tokens']
-
-    # Axis 2 of the placed batch is that of two microbatches.
-    np.testing.assert_array_equal(placed[:, :, 0], batch[:, :, 0::2])
-    np.testing.assert_array_equal(placed[:, :, 1], batch[:, :, 1::2])
-
-
 JOBS = [
     pytest.param(BLOCKS, id='blocks'),
     pytest.param(SPREAD, id='spread'),
     pytest.param(UNEQUAL, id='unequal'),
 ]
 MESHES = [OVER_ROWS_AND_TENSOR, OVER_TRIALS_AND_ROWS, OVER_ROWS]
+
+
+@pytest.mark.parametrize('mesh_config', MESHES, ids=str)
+def test_rows_become_microbatches_in_turn(mesh_config):
+    config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
+    mesh = sharding.make_mesh(mesh_config)
+    batch = np.random.default_rng(0).integers(0, 99, (3, 4, 16, 5), np.int32)
+
+    placed = sharding.place_batch(config, mesh, {'tokens': batch})['tokens']
+
+    # Axis 2 of the placed batch is that of two microbatches.
+    np.testing.assert_array_equal(placed[:, :, 0], batch[:, :, 0::2])
+    np.testing.assert_array_equal(placed[:, :, 1], batch[:, :, 1::2])
 
 
 @pytest.mark.parametrize('job', JOBS)
