@@ -1,4 +1,4 @@
-"""One step: golden numbers, losses, accumulation, divergence, dropout, memory."""
+"""Training steps: losses, gradients, divergence, dropout, memory, and checks of settings."""
 
 import dataclasses
 import functools
@@ -24,43 +24,52 @@ from qkattn.train.optimizer import schedule
 from tests.lanes import slow_except
 from tests.refusals import refused
 
-GOLDEN = {'loss': [6.1501417, 5.9226151], 'grad_norm': [2.7045262, 2.1575873]}
-GOLDEN |= {'update_norm': [0.6097617, 0.6096081]}
+# Metrics of the first step of two trials.
+GOLDEN = {
+    'loss': [6.1501417, 5.9226151],
+    'grad_norm': [2.7045262, 2.1575873],
+    'update_norm': [0.6097617, 0.6096081],
+}
 
 
 @functools.cache
-def init_and_train_steps(model, optimizer, train, lifting):
-    """Initialization and training program; trials differ in data only."""
+def compiled_functions(model, optimizer, train, lifting):
+    """The jitted functions that initialize and train the trials of a run."""
     config = qkattn.Config(model=model, optimizer=optimizer, train=train)
     mesh = sharding.make_mesh(MeshConfig())
     init = functools.partial(step.init_stack, config)
-    return jax.jit(init), jax.jit(program.train_steps(config, lifting, mesh))
+    train_steps = program.train_steps(config, lifting, mesh)
+    return jax.jit(init), jax.jit(train_steps)
 
 
-def tokens_XABT1(config):
-    shape = (*sharding.leading_shape(config)[1:], config.model.context + 1)
+def random_tokens(config):
+    """Rows of T + 1 tokens for each trial and microbatch, [X, A, B, T + 1]."""
+    _, X, A, B = sharding.leading_shape(config)
+    shape = (X, A, B, config.model.context + 1)
     return np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
 
 
-def language_batch(tokens_ABT1):
-    """Windows of T + 1 tokens as inputs, targets and weights."""
+def language_batch(tokens):
+    """A batch of next-token prediction from rows of T + 1 tokens."""
+    targets = tokens[..., 1:]
     return {
-        'tokens_BT': tokens_ABT1[..., :-1],
-        'targets_BT': tokens_ABT1[..., 1:],
-        'loss_weights_BT': jnp.ones(tokens_ABT1[..., 1:].shape, jnp.float32),
+        'tokens_BT': tokens[..., :-1],
+        'targets_BT': targets,
+        'loss_weights_BT': jnp.ones(targets.shape, jnp.float32),
     }
 
 
 def three_steps(config, tokens=None, lifting='vmap'):
-    """State and metrics after three steps on the same tokens."""
+    """The state after three steps on the same tokens, and the metrics [3, X] of the steps."""
     if tokens is None:
-        tokens = tokens_XABT1(config)
+        tokens = random_tokens(config)
+    batch = language_batch(jnp.broadcast_to(tokens, (3, *tokens.shape)))
     hyper = {}
     for name, dtype in program.HYPER.items():
         hyper[name] = jnp.array([trial[name] for trial in config.trials.trials()], dtype)
-    init, run = init_and_train_steps(config.model, config.optimizer, config.train, lifting)
-    batch = language_batch(jnp.broadcast_to(tokens, (3, *tokens.shape)))
-    return run(init(hyper['seed']), hyper, batch)
+
+    init, train_steps = compiled_functions(config.model, config.optimizer, config.train, lifting)
+    return train_steps(init(hyper['seed']), hyper, batch)
 
 
 def params_of(config):
@@ -68,17 +77,18 @@ def params_of(config):
 
 
 def assert_close(got, want, rtol):
-    """Leaves agree to `rtol` of their largest number; bitwise for 0."""
+    """Asserts that leaves differ by at most `rtol` times the largest number of a leaf."""
 
-    def close(a, b):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+    def assert_leaf_close(got_leaf, want_leaf):
+        atol = rtol * np.abs(want_leaf).max()
+        np.testing.assert_allclose(got_leaf, want_leaf, rtol=rtol, atol=atol)
 
-    jax.tree.map(close, got, want)
+    jax.tree.map(assert_leaf_close, got, want)
 
 
 @pytest.fixture
 def four_trials(tiny):
-    """A run of four trials, small to compile; model and trials are replaced by keywords."""
+    """A function that makes a config of four trials: two learning rates times two seeds."""
 
     def make(trials=None, **model):
         trials = {'learning_rates': (1e-2, 1e-3), 'seeds': (0, 5)} | (trials or {})
@@ -88,179 +98,229 @@ def four_trials(tiny):
 
 
 @pytest.mark.stored
-def test_losses_and_norms_of_two_steps_are_the_stored_ones(four_trials):
-    """The numbers change only with initialization, loss, optimizer or JAX's random bits.
+def test_the_first_step_has_the_stored_losses_and_norms(four_trials):
+    """The numbers change with the initialization, the loss, the optimizer or JAX's random bits.
 
-    Then copy them from the message. The first loss is about 0.5 nats above log V, that of logits
-    with standard deviation 1.
+    Then copy them from the message. The logits have a standard deviation near 1 before training,
+    so the loss is about 0.5 nats above log V.
     """
     _, metrics = three_steps(four_trials({'seeds': (0, 1)}))
     got = {name: np.asarray(metrics[name][0, :2]).tolist() for name in GOLDEN}
+
     for name, want in GOLDEN.items():
         np.testing.assert_allclose(got[name], want, rtol=2e-6, err_msg=str(got))
-    assert np.log(256) < min(got['loss']) < max(got['loss']) < np.log(256) + 1
+    loss_of_uniform_guess = np.log(256)
+    assert min(got['loss']) > loss_of_uniform_guess
+    assert max(got['loss']) < loss_of_uniform_guess + 1
+    assert min(got['loss']) < max(got['loss'])
 
 
 def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
     config = four_trials(num_layers=1)
     params = params_of(config)
-    batch = language_batch(jnp.asarray(tokens_XABT1(config)[0]))
-    # The two microbatches hold very different numbers of tokens.
+    batch = language_batch(jnp.asarray(random_tokens(config)[0]))
+    # The two microbatches hold very different numbers of targets.
     weights_ABT = np.ones((2, 4, 16), np.float32)
     weights_ABT[0, :, 2:] = 0
     batch['loss_weights_BT'] = jnp.asarray(weights_ABT)
-    whole = jax.tree.map(lambda a: a.reshape(-1, 16), batch)
+    whole_batch = jax.tree.map(lambda a_ABT: a_ABT.reshape(-1, 16), batch)
 
     def mean_loss(params):
-        return step.objective(config, params, whole)[0] / weights_ABT.sum()
+        loss_sum, _ = step.objective(config, params, whole_batch)
+        return loss_sum / weights_ABT.sum()
 
-    want = jax.jit(jax.value_and_grad(mean_loss))(params)
+    expected = jax.jit(jax.value_and_grad(mean_loss))(params)
+
     gradients = jax.jit(functools.partial(step.gradients, config))
-    for batch_ABT in (batch, jax.tree.map(lambda a: a[None], whole)):
-        assert_close(gradients(params, batch_ABT), want, 1e-6)
+    one_microbatch = jax.tree.map(lambda a_BT: a_BT[None], whole_batch)
+    assert_close(gradients(params, batch), expected, 1e-6)
+    assert_close(gradients(params, one_microbatch), expected, 1e-6)
 
 
 @pytest.mark.parametrize('lifting', slow_except(['vmap'], ['vmap', 'map']))
-def test_a_stack_equals_its_trials_alone(four_trials, lifting):
+def test_trials_train_as_they_do_alone(four_trials, lifting):
     config = four_trials()
-    tokens = tokens_XABT1(config)
-    state, metrics = three_steps(config, tokens, lifting)
-    rates_C = jnp.stack([schedule(config.optimizer, config.train.num_steps)(i) for i in range(3)])
-    np.testing.assert_allclose(metrics['learning_rate'][:, 0], 1e-2 * rates_C, rtol=1e-6)
-    assert int(state['step']) == 3 and len(set(rates_C.tolist())) == 3
+    tokens = random_tokens(config)
 
-    # Each trial alone has the losses and parameters that it has in the stack.
+    state, metrics = three_steps(config, tokens, lifting)
+
+    assert int(state['step']) == 3
+    fraction_of_step = schedule(config.optimizer, config.train.num_steps)
+    fractions_C = jnp.stack([fraction_of_step(i) for i in range(3)])
+    assert len(set(fractions_C.tolist())) == 3  # the learning rate changes at each step
+    np.testing.assert_allclose(metrics['learning_rate'][:, 0], 1e-2 * fractions_C, rtol=1e-6)
+
     for x, trial in enumerate(config.trials.trials()):
-        alone = four_trials(
-            {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
-        )
-        want_state, want = three_steps(alone, tokens[x : x + 1])
-        np.testing.assert_allclose(metrics['loss'][:, x], want['loss'][:, 0], rtol=1e-5)
-        leaves = (jax.tree.leaves(s['trials']['params']) for s in (state, want_state))
-        for got, leaf in zip(*leaves, strict=True):
-            np.testing.assert_allclose(got[x], leaf[0], atol=1e-4)
+        alone = {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
+        state_alone, metrics_alone = three_steps(four_trials(alone), tokens[x : x + 1])
+        np.testing.assert_allclose(metrics['loss'][:, x], metrics_alone['loss'][:, 0], rtol=1e-5)
+        leaves = jax.tree.leaves(state['trials']['params'])
+        leaves_alone = jax.tree.leaves(state_alone['trials']['params'])
+        for leaf, leaf_alone in zip(leaves, leaves_alone, strict=True):
+            np.testing.assert_allclose(leaf[x], leaf_alone[0], atol=1e-4)
 
 
 def test_a_diverged_trial_is_frozen_while_the_others_go_on(four_trials):
     state, metrics = three_steps(four_trials({'learning_rates': (1e-2, 1e30)}))
+    _, expected_metrics = three_steps(four_trials())
+
+    # The first two trials have the learning rate 1e-2.
     assert state['trials']['alive'].tolist() == [True, True, False, False]
-    assert np.isfinite(metrics['loss'][:, :2]).all() and np.isnan(metrics['loss'][-1, 2:]).all()
-    assert all(np.isfinite(p).all() for p in jax.tree.leaves(state['trials']['params']))
-    _, want = three_steps(four_trials())
-    np.testing.assert_allclose(metrics['loss'][:, :2], want['loss'][:, :2], rtol=1e-5)
+    assert np.isfinite(metrics['loss'][:, :2]).all()
+    np.testing.assert_allclose(metrics['loss'][:, :2], expected_metrics['loss'][:, :2], rtol=1e-5)
+
+    # A diverged trial keeps its last finite parameters.
+    assert np.isnan(metrics['loss'][-1, 2:]).all()
+    for leaf in jax.tree.leaves(state['trials']['params']):
+        assert np.isfinite(leaf).all()
 
 
 def test_a_step_in_bfloat16_keeps_parameters_in_float32(four_trials):
-    _, want = three_steps(four_trials())
-    state, got = three_steps(four_trials(compute_dtype='bfloat16'))
-    assert {str(p.dtype) for p in jax.tree.leaves(state['trials']['params'])} == {'float32'}
-    np.testing.assert_allclose(got['loss'][0], want['loss'][0], rtol=2e-2)
-    assert np.abs(np.asarray(got['loss'][0] - want['loss'][0])).max() > 1e-6
+    _, expected_metrics = three_steps(four_trials())
+    state, metrics = three_steps(four_trials(compute_dtype='bfloat16'))
+
+    for leaf in jax.tree.leaves(state['trials']['params']):
+        assert leaf.dtype == 'float32'
+
+    # The loss is rounded, but not by much.
+    loss = np.asarray(metrics['loss'][0])
+    expected_loss = np.asarray(expected_metrics['loss'][0])
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-2)
+    assert np.abs(loss - expected_loss).max() > 1e-6
 
 
 def test_dropout_is_drawn_by_seed_at_each_step(four_trials):
-    points = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
-    runs = (three_steps(four_trials(points, dropout=rate)) for rate in (0.1, 0.1, 0.0))
-    losses_CX, again_CX, without_CX = (np.asarray(metrics['loss']) for _, metrics in runs)
-    np.testing.assert_array_equal(losses_CX, again_CX)
-    assert np.abs(losses_CX[0] - without_CX[0]).min() > 1e-4
-    assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4  # other units at another step
-    # Each kind asks for a key by itself.
-    assert (
-        four_trials(attention_dropout=0.1).model.drops
-        and four_trials(activation_dropout=0.1).model.drops
-    )
+    # Without updates, losses differ only by what is dropped.
+    no_updates = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
+
+    def losses_with(dropout):
+        _, metrics = three_steps(four_trials(no_updates, dropout=dropout))
+        return np.asarray(metrics['loss'])
+
+    losses_CX = losses_with(dropout=0.1)
+    losses_again_CX = losses_with(dropout=0.1)
+    losses_without_dropout_CX = losses_with(dropout=0.0)
+
+    np.testing.assert_array_equal(losses_CX, losses_again_CX)
+    assert np.abs(losses_CX[0] - losses_without_dropout_CX[0]).min() > 1e-4
+    # Each step drops other units.
+    assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4
+
+
+@pytest.mark.parametrize('field', ['attention_dropout', 'activation_dropout'])
+def test_each_kind_of_dropout_alone_draws_random_numbers(four_trials, field):
+    config = four_trials(**{field: 0.1})
+    assert config.model.drops
 
 
 @pytest.mark.slow
 def test_remat_keeps_less_for_the_same_gradient(four_trials):
-    config = four_trials()
+    plain_config = four_trials()
+    params = params_of(plain_config)
+    batch = language_batch(jnp.asarray(random_tokens(plain_config)[0, 0]))
     grads = {}
-    kept = {}
-    params = params_of(config)
-    batch = language_batch(jnp.asarray(tokens_XABT1(config)[0, 0]))
+    num_kept = {}
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four_trials(dropout=0.1, remat=remat, scan_unroll=unroll)
-        loss = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
-        total, pullback, _ = jax.vjp(jax.jit(loss), params, has_aux=True)
+        objective = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
+        total, pullback, _ = jax.vjp(jax.jit(objective), params, has_aux=True)
         (grads[remat],) = pullback(jnp.ones_like(total))
-        # What the backward pass reads.
-        kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
-    for remat in ('full', 'dots'):
-        assert_close(grads[remat], grads['none'], 1e-4)
-    # 'dots' keeps q, k, v, the output of attention and the hidden layer of the MLP (4 D).
-    model = config.model
-    stream = model.num_layers * 4 * model.context * model.d_model
-    assert kept['dots'] - kept['full'] == stream * (3 + 1 + 4)
-    assert kept['none'] > kept['dots'] + 2 * stream
+        # The leaves of a pullback are the arrays that the backward pass reads.
+        num_kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
+
+    assert_close(grads['full'], grads['none'], 1e-4)
+    assert_close(grads['dots'], grads['none'], 1e-4)
+
+    # 'dots' keeps q, k, v, the output of attention, and the hidden layer of the MLP.
+    model = plain_config.model
+    stream = model.num_layers * 4 * model.context * model.d_model  # a batch of 4 rows
+    hidden = 4 * stream
+    assert num_kept['dots'] - num_kept['full'] == 3 * stream + stream + hidden
+    assert num_kept['none'] > num_kept['dots'] + 2 * stream
 
 
-def test_the_loss_is_a_mean_by_weight_smoothed_with_the_uniform_distribution(tiny):
-    config = tiny(model={'num_layers': 1})
+def test_the_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
+    V = 256
+    model_fields = {'num_layers': 1}
+    config = tiny(model=model_fields)
     model = build(config.model, key=jax.random.key(0))
     params = nnx.to_pure_dict(nnx.state(model))
     batch = next(batches(config))
-    batch['loss_weights_BT'] = np.random.default_rng(0).random((8, 16)).astype(np.float32)
-    weights_BT = batch['loss_weights_BT']
+    weights_BT = np.random.default_rng(0).random((8, 16)).astype(np.float32)
+    batch['loss_weights_BT'] = weights_BT
+
+    # The negative log probability of each token.
     logits_BTV = np.asarray(model(batch['tokens_BT']), np.float64)
-    nats_BTV = np.log(np.exp(logits_BTV).sum(-1, keepdims=True)) - logits_BTV
-    # Cross-entropy with 1 - epsilon of the target and epsilon of everything, word for word.
-    target_BTV = np.eye(256)[batch['targets_BT']]
-    sums = []
+    log_normalizer_BT1 = np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
+    nats_BTV = log_normalizer_BT1 - logits_BTV
+    one_hot_BTV = np.eye(V)[batch['targets_BT']]
+
+    def expected_sum(epsilon):
+        """The cross-entropy with (1 - epsilon) of the target and epsilon of the uniform."""
+        distribution_BTV = (1 - epsilon) * one_hot_BTV + epsilon / V
+        loss_BT = (distribution_BTV * nats_BTV).sum(-1)
+        return (loss_BT * weights_BT).sum()
+
+    plain_sum = expected_sum(0.0)
+    assert abs(plain_sum - expected_sum(0.1)) > 1e-2
     for epsilon in (0.0, 0.1):
-        mixture_BTV = (1 - epsilon) * target_BTV + epsilon / 256
-        sums.append(((mixture_BTV * nats_BTV).sum(-1) * weights_BT).sum())
-        smooth = tiny(model={'num_layers': 1}, train={'label_smoothing': epsilon})
-        minimized, loss = step.objective(smooth, params, batch)
-        np.testing.assert_allclose([minimized, loss], sums[-1], rtol=1e-5)
-        nats_B = trials.row_sums(smooth, params, batch)['loss']  # which are never smoothed
-        np.testing.assert_allclose(nats_B.sum(), sums[0], rtol=1e-5)
-    assert abs(sums[0] - sums[1]) > 1e-2
-    np.testing.assert_allclose(qkattn.loss(model, batch), sums[0] / weights_BT.sum(), rtol=1e-5)
+        smooth_config = tiny(model=model_fields, train={'label_smoothing': epsilon})
+        minimized, loss = step.objective(smooth_config, params, batch)
+        np.testing.assert_allclose(minimized, expected_sum(epsilon), rtol=1e-5)
+        np.testing.assert_allclose(loss, expected_sum(epsilon), rtol=1e-5)
+        # The loss of an evaluation is never smoothed.
+        nats_B = trials.row_sums(smooth_config, params, batch)['loss']
+        np.testing.assert_allclose(nats_B.sum(), plain_sum, rtol=1e-5)
+    mean_loss = qkattn.loss(model, batch)
+    np.testing.assert_allclose(mean_loss, plain_sum / weights_BT.sum(), rtol=1e-5)
 
 
 KERNELS_AND_CHUNKS = [*itertools.product(('einsum', 'blockwise'), (None, 5))]
 
 
 @pytest.mark.parametrize(('kernel', 'chunk'), slow_except([('einsum', 5)], KERNELS_AND_CHUNKS))
-def test_z_loss_adds_the_squared_log_normalizer_to_what_is_minimized_alone(tiny, kernel, chunk):
-    """The loss that is logged stays the smoothed cross-entropy."""
+def test_z_loss_adds_to_the_gradient_but_not_to_the_logged_loss(tiny, kernel, chunk):
+    """z-loss is z_loss times the mean of (log Z)^2, where Z is the sum of exp(logits)."""
     z_loss = 0.5
     model = {'num_layers': 1, 'kernel': kernel}
     train = {'logits_chunk': chunk, 'label_smoothing': 0.1}
     plain = tiny(model=model, train=train)
     penalized = tiny(model=model, train=train | {'z_loss': z_loss})
     params = params_of(plain)
-    batch = language_batch(jnp.asarray(tokens_XABT1(plain)[0]))
+    batch = language_batch(jnp.asarray(random_tokens(plain)[0]))
     rng = np.random.default_rng(0)
     weights_ABT = rng.random(batch['targets_BT'].shape).astype(np.float32)
     batch['loss_weights_BT'] = weights_ABT
 
     def mean_penalty(params):
         model = with_params(plain.model, params)
-        log_z_ABT = jnp.stack([jax.nn.logsumexp(model(t_BT), -1) for t_BT in batch['tokens_BT']])
+        log_z_ABT = jnp.stack(
+            [jax.nn.logsumexp(model(tokens_BT), -1) for tokens_BT in batch['tokens_BT']]
+        )
         return z_loss * jnp.average(log_z_ABT**2, weights=weights_ABT)
 
     loss, grads = step.gradients(plain, params, batch)
     penalty, penalty_grads = jax.value_and_grad(mean_penalty)(params)
+    penalized_loss, penalized_grads = step.gradients(penalized, params, batch)
+
     assert penalty > 0.1 * loss
-    want = jax.tree.map(jnp.add, grads, penalty_grads)
-    assert_close(step.gradients(penalized, params, batch), (loss, want), 1e-5)
+    assert_close(penalized_loss, loss, 1e-5)
+    assert_close(penalized_grads, jax.tree.map(jnp.add, grads, penalty_grads), 1e-5)
 
 
 def test_an_evaluation_has_no_z_loss(tiny):
     batch = next(batches(tiny()))
     params = params_of(tiny())
-    want = trials.row_sums(tiny(), params, batch)
-    got = trials.row_sums(tiny(train={'z_loss': 0.5}), params, batch)
-    np.testing.assert_array_equal(got['loss'], want['loss'])
+    sums = trials.row_sums(tiny(train={'z_loss': 0.5}), params, batch)
+    expected_sums = trials.row_sums(tiny(), params, batch)
+    np.testing.assert_array_equal(sums['loss'], expected_sums['loss'])
 
 
 # Logits of a few positions at a time
 
 B, T, V = 4, 16, 8192
-# Of which logits are most of what is computed.
-LARGE = {'d_model': 8, 'num_layers': 1, 'vocab_size': V}
+# A model whose logits take most of its memory.
+LARGE_VOCABULARY = {'d_model': 8, 'num_layers': 1, 'vocab_size': V}
 
 
 def gradient(config, params, batch):
@@ -271,95 +331,125 @@ def gradient(config, params, batch):
 @pytest.mark.parametrize('compute', [gradient, trials.row_sums])
 def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
     rng = np.random.default_rng(0)
-    params = params_of(tiny(model=LARGE))
-    reached = {}
-    batch = {name: rng.integers(0, V, (B, T), np.int32) for name in ('tokens_BT', 'targets_BT')}
-    batch['loss_weights_BT'] = (rng.random((B, T)) > 0.2).astype(np.float32)
-    penalized = {'label_smoothing': 0.1, 'z_loss': 1e-2}
-    for chunk in (None, 3):  # which does not divide 16 positions
-        config = tiny(model=LARGE, train={'logits_chunk': chunk, **penalized})
+    params = params_of(tiny(model=LARGE_VOCABULARY))
+    batch = {
+        'tokens_BT': rng.integers(0, V, (B, T), np.int32),
+        'targets_BT': rng.integers(0, V, (B, T), np.int32),
+        'loss_weights_BT': (rng.random((B, T)) > 0.2).astype(np.float32),
+    }
+
+    def result_and_memory(logits_chunk):
+        train = {'logits_chunk': logits_chunk, 'label_smoothing': 0.1, 'z_loss': 1e-2}
+        config = tiny(model=LARGE_VOCABULARY, train=train)
         compiled = jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
-        memory = compiled.memory_analysis().temp_size_in_bytes
-        reached[chunk] = compiled(params, batch), memory
-        assert_close(reached[chunk][0], reached[None][0], 1e-5)
-    logits = 4 * B * T * V
-    # A chunk of three positions has three sixteenths of the logits, and their gradient.
-    assert reached[None][1] > logits and reached[3][1] < reached[None][1] / 2
+        return compiled(params, batch), compiled.memory_analysis().temp_size_in_bytes
+
+    expected, memory_of_whole = result_and_memory(None)
+    result, memory_of_chunks = result_and_memory(3)  # 3 does not divide the 16 positions
+
+    assert_close(result, expected, 1e-5)
+    bytes_of_logits = 4 * B * T * V
+    assert memory_of_whole > bytes_of_logits
+    # A chunk holds 3/16 of the logits, and of their gradient.
+    assert memory_of_chunks < memory_of_whole / 2
 
 
 def test_no_device_holds_the_whole_vocabulary(tiny):
-    """The embedding splits V over fsdp and tensor, logits over tensor, and rows over fsdp."""
-    config = tiny(model=LARGE, train={'accumulation': 1})
+    """The embedding splits V over fsdp and tensor; logits split V over tensor, rows over fsdp."""
+    config = tiny(model=LARGE_VOCABULARY, train={'accumulation': 1})
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
-    inputs = program.abstract_inputs(config, mesh)
-    compiled = program.lower(config, 'vmap', mesh, *inputs).compile()
-    state = jax.tree.leaves(inputs[0])
-    for leaf, placed in zip(state, jax.tree.leaves(compiled.output_shardings[0]), strict=True):
-        assert placed.is_equivalent_to(leaf.sharding, leaf.ndim)  # where it was before the step
-    # Shapes in the program: V is divided by 2 and by 4, and never whole.
+    state, hyper, batch = program.abstract_inputs(config, mesh)
+
+    compiled = program.lower(config, 'vmap', mesh, state, hyper, batch).compile()
+
+    # The state stays where it was before the step.
+    leaves = jax.tree.leaves(state)
+    output_shardings = jax.tree.leaves(compiled.output_shardings[0])
+    for leaf, output_sharding in zip(leaves, output_shardings, strict=True):
+        assert output_sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+
+    # The sizes of all axes in the program, which is that of one device.
     text = compiled.as_text()
-    sizes = {int(n) for shape in re.findall(r'f32\[([\d,]+)\]', text) for n in shape.split(',')}
-    assert V not in sizes and {V // 2, V // 4} < sizes
-    rows = config.train.batch_size // 2
-    assert f'f32[2,{rows},{T},{V // 2}]' in text and f'{2 * rows},{T},{V // 2}]' not in text
+    sizes = set()
+    for shape in re.findall(r'f32\[([\d,]+)\]', text):
+        sizes.update(int(size) for size in shape.split(','))
+    assert V // 4 in sizes
+    assert V // 2 in sizes
+    assert V not in sizes
+
+    num_rows = config.train.batch_size
+    assert f'f32[2,{num_rows // 2},{T},{V // 2}]' in text  # the logits of two trials
+    assert f'{num_rows},{T},{V // 2}]' not in text
+
+
+# Checks of settings
 
 
 @pytest.fixture
 def names_of_checks(monkeypatch):
-    """A list that gets the name of the check for each setting, circuit and spec that is checked."""
-    checked = []
+    """A list that gets a name for each check.
 
-    def recorded(owner, name):
+    '_check_value' is the check of a setting, '_check_circuit' of an attention circuit, and
+    '__post_init__' of an AttentionSpec.
+    """
+    names = []
+
+    def record_calls(owner, name):
         function = getattr(owner, name)
 
-        def recording(*arguments, **options):
-            checked.append(name)
+        def recording_function(*arguments, **options):
+            names.append(name)
             return function(*arguments, **options)
 
-        monkeypatch.setattr(owner, name, recording)
+        monkeypatch.setattr(owner, name, recording_function)
 
-    recorded(setting, '_check_value')
-    recorded(registry, '_check_circuit')
-    recorded(AttentionSpec, '__post_init__')
-    return checked
-
-
-KINDS = [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}]
+    record_calls(setting, '_check_value')
+    record_calls(registry, '_check_circuit')
+    record_calls(AttentionSpec, '__post_init__')
+    return names
 
 
-@pytest.mark.parametrize('changes', KINDS, ids=str)
-def test_a_config_that_was_validated_is_not_checked_again_on_the_way_to_a_gradient(
-    names_of_checks, changes
-):
+@pytest.mark.parametrize(
+    'changes', [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}], ids=str
+)
+def test_tracing_a_gradient_does_not_check_a_valid_config_again(names_of_checks, changes):
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=3, context=6, **changes)
     config = qkattn.Config(model=model)
     validate(config)
-    # Sections that are their defaults may have been checked before.
+    # At least the settings of the model were checked. Default sections may have been before.
     assert names_of_checks.count('_check_value') >= len(dataclasses.fields(model))
     names_of_checks.clear()
+
     state = jax.eval_shape(functools.partial(step.init_trial, config), jnp.uint32(0))
-    tokens_1BT = jax.ShapeDtypeStruct((1, 2, 6), jnp.int32)
-    batch = dict.fromkeys(('tokens_BT', 'targets_BT'), tokens_1BT)
-    batch['loss_weights_BT'] = jax.ShapeDtypeStruct((1, 2, 6), jnp.float32)
+    tokens_ABT = jax.ShapeDtypeStruct((1, 2, 6), jnp.int32)
+    batch = {
+        'tokens_BT': tokens_ABT,
+        'targets_BT': tokens_ABT,
+        'loss_weights_BT': jax.ShapeDtypeStruct((1, 2, 6), jnp.float32),
+    }
     if model.kind == 'encoder_decoder':
-        batch['source_BS'] = tokens_1BT
+        batch['source_BS'] = tokens_ABT
     jax.eval_shape(functools.partial(step.gradients, config), state['params'], batch)
+
     assert not names_of_checks
 
 
 def test_building_a_model_checks_each_setting_once(names_of_checks):
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=2, context=6)
+
     build(model, key=jax.random.key(0))
     assert names_of_checks.count('_check_value') == len(dataclasses.fields(model))
     assert names_of_checks.count('__post_init__') == 1
+
     names_of_checks.clear()
     build(model, key=jax.random.key(1))
     assert not names_of_checks
 
 
-def test_settings_that_replace_checked_ones_are_checked():
+def test_a_changed_copy_of_a_checked_config_is_checked():
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=1, context=6)
     build(model, key=jax.random.key(0))
+
     with refused('model.d_model=0 must be at least 1', ConfigError):
         build(dataclasses.replace(model, d_model=0), key=jax.random.key(0))
     with refused('d_model=8 must be a multiple of num_heads=3', SpecError):
