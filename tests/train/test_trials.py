@@ -1,4 +1,4 @@
-"""What trials reach and leave: evaluations, induction, results. (Also test_loop.py.)"""
+"""Evaluations of trials, induction, and results. (See also test_loop.py.)"""
 
 import functools
 import math
@@ -25,76 +25,141 @@ from tests.lanes import slow_except
 from tests.refusals import refused
 
 
+# Relative tolerances of metrics.
+RTOL = {
+    'loss': 1e-5,
+    'loss_se': 1e-4,
+    'accuracy': 1e-6,
+    'solved': 1e-6,
+    'top_3': 1e-6,
+    'calibration_error': 1e-4,
+}
+
+
+def losses_of_targets(logits_BTV, batch):
+    """The losses in nats, [B, T]; 0 at positions without a target."""
+    log_normalizer_BT1 = np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
+    targets_BT1 = batch['targets_BT'][..., None]
+    logits_BT1 = np.take_along_axis(logits_BTV, targets_BT1, -1)
+    nats_BT = (log_normalizer_BT1 - logits_BT1)[..., 0]
+    return np.where(batch['loss_weights_BT'] > 0, nats_BT, 0.0)
+
+
+def expected_metrics(logits_BTV, batch):
+    """The metrics of one trial, by name."""
+    is_target_BT = batch['loss_weights_BT'] > 0
+    targets_BT = batch['targets_BT']
+    num_rows = len(targets_BT)
+    num_targets = is_target_BT.sum()
+
+    # The standard error takes rows as clusters.
+    nats_BT = losses_of_targets(logits_BTV, batch)
+    loss = nats_BT[is_target_BT].mean()
+    excess_B = nats_BT.sum(-1) - loss * is_target_BT.sum(-1)
+    loss_se = np.std(excess_B, ddof=1) * num_rows**0.5 / num_targets
+
+    is_correct_BT = logits_BTV.argmax(-1) == targets_BT
+    is_solved_B = [is_correct_BT[b, is_target_BT[b]].all() for b in range(num_rows)]
+    three_best_BT3 = np.argsort(logits_BTV)[..., -3:]
+    is_in_top_3_BT = (three_best_BT3 == targets_BT[..., None]).any(-1)
+
+    # The calibration error compares confidence and accuracy in ten bins of the confidence.
+    probabilities_BTV = np.exp(logits_BTV) / np.exp(logits_BTV).sum(-1, keepdims=True)
+    confidence = probabilities_BTV.max(-1)[is_target_BT]
+    gaps = confidence - is_correct_BT[is_target_BT]
+    bins = np.floor(10 * confidence)
+    gap_of_bin = [gaps[bins == number].sum() for number in range(10)]
+
+    return {
+        'loss': loss,
+        'loss_se': loss_se,
+        'accuracy': is_correct_BT[is_target_BT].mean(),
+        'solved': np.mean(is_solved_B),
+        'top_3': is_in_top_3_BT[is_target_BT].mean(),
+        'calibration_error': np.abs(gap_of_bin).sum() / num_targets,
+    }
+
+
 @pytest.mark.parametrize(
     'name', slow_except(['masked'], ['translation', 'masked', 'labelling probe'])
 )
 def test_metrics_of_an_evaluation_are_means_over_targets(
     task, name, monkeypatch, evaluation_only, outside
 ):
-    # 5 rows at a time do not divide the rows that there are, nor 5 positions a row.
-    own = {'metrics': ('confidence:top(k=3)', 'confidence:CALIBRATION'), 'logits_chunk': 5}
-    own |= {'batch_size': 5, 'accumulation': 1, 'label_smoothing': 0.2}
+    train = {
+        # Batches of 5 rows do not divide the rows, nor chunks of 5 positions a row.
+        'batch_size': 5,
+        'logits_chunk': 5,
+        'accumulation': 1,
+        'label_smoothing': 0.2,
+        'metrics': ('confidence:top(k=3)', 'confidence:CALIBRATION'),
+    }
     data = {'eval_sequences': None if name == 'translation' else 12}
-    config = task(name, model={'dropout': 0.5}, train=own, trials={'seeds': (0, 7)}, data=data)
+    model = {'dropout': 0.5}
+    config = task(name, model=model, train=train, data=data, trials={'seeds': (0, 7)})
     rows = rows_of(config)
+    bytes_per_token = 2.0
     if 'probe' not in name:
-        monkeypatch.setattr(rows, 'bytes_per_token', {'validation': 2.0}.__getitem__)
+        monkeypatch.setattr(rows, 'bytes_per_token', {'validation': bytes_per_token}.__getitem__)
     built = program.build(config)
     stack = Stack(config, built, rows, built.init(None))
-    got = stack.evaluate('validation')
-    numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
-    draws_B2 = np.stack([np.zeros_like(numbers), numbers], axis=1).astype(np.uint64)
-    batch = rows.read('validation', numbers, draws_B2)
+
+    evaluation = stack.evaluate('validation')
+
+    # Read all rows at once.
+    row_numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
+    draws_B2 = np.stack([np.zeros_like(row_numbers), row_numbers], axis=1).astype(np.uint64)
+    batch = rows.read('validation', row_numbers, draws_B2)
+    num_rows = len(batch['targets_BT'])
+
     predict = jax.jit(lambda params: with_params(config.model, params)(**inputs_of(batch)))
-    used = batch['loss_weights_BT'] > 0
     for x in range(2):
         logits_BTV = np.asarray(predict(stack.params(x)), np.float64)
-        logs_BTV = logits_BTV - np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
-        nats_BT = -np.take_along_axis(logs_BTV, batch['targets_BT'][..., None], -1)[..., 0] * used
-        right_BT = logs_BTV.argmax(-1) == batch['targets_BT']
-        excess_B = nats_BT.sum(-1) - nats_BT[used].mean() * used.sum(-1)
-        in_top_BT = (np.argsort(logs_BTV)[..., -3:] == batch['targets_BT'][..., None]).any(-1)
-        confidence_C = np.exp(logs_BTV.max(-1))[used]
-        gaps_C = confidence_C - right_BT[used]
-        bins_C = np.floor(10 * confidence_C)
-        gaps = [gaps_C[bins_C == number].sum() for number in range(10)]
-        want = {
-            'top_3': (in_top_BT[used].mean(), 1e-6),
-            'calibration_error': (np.abs(gaps).sum() / used.sum(), 1e-4),
-            'loss': (nats_BT[used].mean(), 1e-5),
-            'accuracy': (right_BT[used].mean(), 1e-6),
-            'solved': (np.mean([right_BT[b, used[b]].all() for b in range(len(used))]), 1e-6),
-            'loss_se': (np.std(excess_B, ddof=1) * len(used) ** 0.5 / used.sum(), 1e-4),
-        }
-        for metric, (value, rtol) in want.items():
-            np.testing.assert_allclose(got.values[metric][x], value, rtol=rtol, err_msg=metric)
-        nats_R = got.nats_RX[: len(used), x]
-        np.testing.assert_allclose(nats_R, nats_BT.sum(-1), rtol=1e-5, atol=1e-5)
-    assert got.num_targets == got.targets_R.sum() == batch['loss_weights_BT'].sum()
-    bits = None if 'probe' in name else pytest.approx(got.values['loss'] / math.log(2) / 2)
-    assert got.values['bits_per_byte'] == bits
+        for metric, expected in expected_metrics(logits_BTV, batch).items():
+            value = evaluation.values[metric][x]
+            np.testing.assert_allclose(value, expected, rtol=RTOL[metric], err_msg=metric)
+        nats_B = evaluation.nats_RX[:num_rows, x]  # without rows that pad the last batch
+        expected_nats_B = losses_of_targets(logits_BTV, batch).sum(-1)
+        np.testing.assert_allclose(nats_B, expected_nats_B, rtol=1e-5, atol=1e-5)
+
+    num_targets = batch['loss_weights_BT'].sum()
+    assert evaluation.num_targets == num_targets
+    assert evaluation.targets_R.sum() == num_targets
+    if 'probe' in name:
+        assert evaluation.values['bits_per_byte'] is None
+    else:
+        bits_per_token = evaluation.values['loss'] / math.log(2)
+        bits_per_byte = bits_per_token / bytes_per_token
+        assert evaluation.values['bits_per_byte'] == pytest.approx(bits_per_byte)
+
+    # A diverged trial has no metrics.
     stack.state['trials']['alive'] = jnp.array([True, False])
     loss_X = stack.evaluate('validation').values['loss']
-    assert loss_X[0] == got.values['loss'][0] and np.isnan(loss_X[1])
-    assert stack.evaluate('validation', lambda: True) is None
+    assert loss_X[0] == evaluation.values['loss'][0]
+    assert np.isnan(loss_X[1])
+
+    assert stack.evaluate('validation', should_stop=lambda: True) is None
 
 
 # Induction
 
 
-def induction_of(config, answer):
-    """Gain [X] and accuracy [X] of two models that predict `answer(tokens_BT)`, logits_BTV."""
+def induction_of(config, logits_of):
+    """The induction of two models whose logits [B, T, V] are `logits_of(tokens_BT)`.
 
-    class Answering(Stack):
+    Returns (gain [X], accuracy [X]), or () if the task does not measure induction.
+    """
+
+    class StackOfTwo(Stack):
         def _measure(self, batch):
-            logits_BTV = answer(batch['tokens_BT'])
+            logits_BTV = logits_of(batch['tokens_BT'])
             targets = trials.per_target(metrics.METRICS, logits_BTV, batch['targets_BT'])
             sums = metrics.row_sums(targets, batch['loss_weights_BT'])
-            return {name: np.stack([rows_B, rows_B]) for name, rows_B in sums.items()}
+            return {name: np.stack([sum_B, sum_B]) for name, sum_B in sums.items()}
 
     rows = rows_of(config)
     built = SimpleNamespace(mesh=make_mesh(MeshConfig()), lifting='map')
-    measured = repeats.induction(rows, Answering(config, built, rows, state={}))
+    measured = repeats.induction(rows, StackOfTwo(config, built, rows, state={}))
     return tuple(measured.values())
 
 
@@ -106,87 +171,126 @@ def config(request, tiny):
 
 
 def test_a_model_that_copies_gains_on_the_second_copy(config):
-    context = config.model.context
-    half = (context + 1) // 2
+    # A window holds a sequence of random tokens twice.
+    length_of_copy = (config.model.context + 1) // 2
 
-    def copying(tokens_BT):
-        """Predicts what stood H - 1 positions ago, its logit 5 above the others."""
-        again_BT = np.roll(tokens_BT, half - 1, axis=1)
-        again_BT[:, : half - 1] = 0
-        return np.where(again_BT[..., None] == np.arange(256), np.float32(5), np.float32(0))
+    def logits_of_copying(tokens_BT):
+        """Predicts the token after the same place in the first copy, by a logit of 5."""
+        predicted_BT = np.roll(tokens_BT, length_of_copy - 1, axis=1)
+        # In the first copy it predicts token 0, which never occurs.
+        predicted_BT[:, : length_of_copy - 1] = 0
+        is_predicted_BTV = predicted_BT[..., None] == np.arange(256)
+        return np.where(is_predicted_BTV, np.float32(5), np.float32(0))
 
-    # The first copy was never seen before: token 0 is guessed, which no text holds. The gain is the
-    # difference of two closed forms.
-    gain_X, accuracy_X = induction_of(config, copying)
+    gain_X, accuracy_X = induction_of(config, logits_of_copying)
+
+    # The logits of the targets are 0 in the first copy and 5 in the second.
     np.testing.assert_allclose(gain_X, 5, rtol=1e-5)
     np.testing.assert_allclose(accuracy_X, [1, 1])
 
 
-def test_a_model_that_is_blind_to_its_window_gains_nothing(config):
-    """Every copy costs the same, and only one token is ever right."""
-    r_BH = repeats.sequences(rows_of(config))
-    values, counts = np.unique(r_BH[:, 1:], return_counts=True)
-    always_BTV = np.zeros((24, config.model.context, 256), np.float32)
-    always_BTV[..., values[counts.argmax()]] = 3.0
-    gain_X, accuracy_X = induction_of(config, lambda _: always_BTV)
+def test_a_model_that_does_not_read_its_window_gains_nothing(config):
+    # It always predicts the most frequent token.
+    sequences_BH = repeats.sequences(rows_of(config))
+    targets = sequences_BH[:, 1:]
+    tokens, counts = np.unique(targets, return_counts=True)
+    most_frequent = tokens[counts.argmax()]
+    logits_BTV = np.zeros((24, config.model.context, 256), np.float32)
+    logits_BTV[..., most_frequent] = 3.0
+
+    gain_X, accuracy_X = induction_of(config, lambda tokens_BT: logits_BTV)
+
     np.testing.assert_allclose(gain_X, [0, 0], atol=1e-6)
-    part = counts.max() / r_BH[:, 1:].size
-    np.testing.assert_allclose(accuracy_X, [part, part], rtol=1e-6)
+    frequency = counts.max() / targets.size
+    np.testing.assert_allclose(accuracy_X, [frequency, frequency], rtol=1e-6)
 
 
 def test_a_masked_model_measures_no_induction(tiny):
-    assert induction_of(tiny(model={'kind': 'encoder', 'vocab_size': 257}), None) == ()
+    config = tiny(model={'kind': 'encoder', 'vocab_size': 257})
+    assert induction_of(config, logits_of=None) == ()
 
 
 # Results of trials and of documents
 
 
 def evaluation_of(nats_RX=None, targets_R=(16.0,), **metrics_X):
-    """An evaluation with these metrics; the others are not defined."""
-    nats_RX = 16 * metrics_X['loss'][None] if nats_RX is None else nats_RX
-    values = dict.fromkeys(metrics.METRICS) | metrics_X
-    return Evaluation(values, metrics.METRICS, 16, 1, nats_RX, np.array(targets_R))
+    """An `Evaluation` with the given metrics, [X] each. By default it has one row of 16 targets."""
+    if nats_RX is None:
+        loss_X = metrics_X['loss']
+        nats_RX = 16 * loss_X[None]
+    return Evaluation(
+        values=dict.fromkeys(metrics.METRICS) | metrics_X,
+        metrics=metrics.METRICS,
+        num_targets=16,
+        num_rows=1,
+        nats_RX=nats_RX,
+        targets_R=np.array(targets_R),
+    )
 
 
-def stack_of(config, **fields):
-    return SimpleNamespace(config=config, rows=rows_of(config), corpora=(), **fields)
+def results_of(config, evaluations, end_metrics=None, alive=None, of_corpora=None):
+    """The results of trials after step 7.
+
+    Args:
+      config: the settings of the run.
+      evaluations: the last `Evaluation` of each split.
+      end_metrics: what the task measures when training ends, [X] by field.
+      alive: whether each trial has not diverged; by default none has.
+      of_corpora: the last `Evaluation` on each further corpus.
+    """
+    of_corpora = of_corpora or {}
+    rows = rows_of(config)
+    rows.end_metrics = lambda trained, finished_X: end_metrics or {}
+    num_trials = len(config.trials.trials())
+    stack = SimpleNamespace(
+        config=config,
+        rows=rows,
+        corpora=tuple(SimpleNamespace(name=name, identity=dict) for name in of_corpora),
+        step=7,
+        alive_X=np.array(alive or [True] * num_trials),
+    )
+    return results.trial_results(
+        stack, evaluations, costs={}, provenance={}, diverged_at={}, corpora=of_corpora
+    )
 
 
-def results_of(config, evaluations, end_metrics=None, alive=None):
-    """Results of trials of which the task measures `end_metrics` when training ends."""
-    alive_X = np.array(alive or [True] * len(config.trials.trials()))
-    stack = stack_of(config, step=7, alive_X=alive_X)
-    stack.rows.end_metrics = lambda trained, finished_X: end_metrics or {}
-    return results.trial_results(stack, evaluations, {}, {}, {}, {})
-
-
-def test_rows_without_documents_are_dealt_into_clusters(tiny):
+def test_rows_without_documents_are_grouped_into_128_clusters(tiny):
+    """Row r is in cluster r modulo 128."""
     config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': 300})
     nats_R = np.arange(304.0)
-    # Of 304 rows, 300 are evaluated, and those from 256 on have no targets; nor have those of
-    # cluster 5, as row r is in cluster r modulo 128.
-    targets_R = np.where(np.arange(304) < 256, 2.0, 0.0)
+    # Rows from 256 on have no targets, nor has cluster 5.
+    targets_R = np.full(304, 2.0)
+    targets_R[256:] = 0
     targets_R[5::128] = 0
-    one = evaluation_of(nats_R[:, None], targets_R, loss=np.array([1.0]))
-    finished = [{'status': 'finished'}]
-    test = results.document_results(stack_of(config), {'test': one}, finished)['test']
-    assert test['documents'] == [str(c) for c in range(128) if c != 5]
-    assert test['tokens'] == [4] * 127
-    assert test['nats'] == [[sum(nats_R[c:300:128]) for c in range(128) if c != 5]]
+    evaluation = evaluation_of(nats_R[:, None], targets_R, loss=np.array([1.0]))
+
+    stack = SimpleNamespace(config=config, rows=rows_of(config))
+    statuses = [{'status': 'finished'}]
+    documents = results.document_results(stack, {'test': evaluation}, statuses)['test']
+
+    # 300 of the 304 rows are evaluated. The others pad the last batch.
+    clusters = [cluster for cluster in range(128) if cluster != 5]
+    nats = [sum(nats_R[cluster:300:128]) for cluster in clusters]
+    assert documents['documents'] == [str(cluster) for cluster in clusters]
+    assert documents['tokens'] == [2 * 2] * 127  # two rows of two targets
+    assert documents['nats'] == [nats]
 
 
 @pytest.fixture
 def result_without_test_split(tiny):
-    """The result of one trial whose standard error is not defined."""
+    """The result of one trial. It has no test split, and no standard error of the loss."""
     config = tiny(model={'context': 7}, trials={'seeds': (0,)})
     validation = evaluation_of(loss=np.array([2.0]), loss_se=np.array([np.nan]))
-    (result,) = results_of(config, {'validation': validation})
-    return result
+    by_trial = results_of(config, {'validation': validation})
+    assert len(by_trial) == 1
+    return by_trial[0]
 
 
 def test_a_result_holds_what_was_trained(result_without_test_split, tiny):
     result = result_without_test_split
-    assert (result['val_loss'], result['num_steps'], result['status']) == (2.0, 7, 'finished')
+    assert result['val_loss'] == 2.0
+    assert result['num_steps'] == 7
+    assert result['status'] == 'finished'
     assert result['parameters'] == cost.count(tiny(model={'context': 7}).model)
 
 
@@ -196,42 +300,53 @@ def test_a_metric_without_a_value_is_null(result_without_test_split, field):
 
 
 def test_a_measurement_that_does_not_apply_is_absent(result_without_test_split):
-    names = result_without_test_split.keys()
-    assert not [name for name in names if 'induction' in name or 'bleu' in name]
+    for name in result_without_test_split:
+        assert 'induction' not in name
+        assert 'bleu' not in name
 
 
 def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
     """The gradient of the last step was finite, the parameters after it are not."""
-    values_X = np.array([2.0, np.inf])
-    late = evaluation_of(loss=values_X, accuracy=np.array([0.5, 0.0]))
-    measured = {'val_induction_gain': values_X}
-    fine, diverged = results_of(tiny(), {'validation': late, 'test': late}, measured)
-    assert (fine['status'], diverged['status']) == ('finished', 'diverged')
-    assert (fine['diverged_at'], diverged['diverged_at']) == (None, 7)
-    for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
-        assert fine[name] is not None and diverged[name] is None
+    loss_X = np.array([2.0, np.inf])
+    evaluation = evaluation_of(loss=loss_X, accuracy=np.array([0.5, 0.0]))
+    end_metrics = {'val_induction_gain': loss_X}
 
-
-def test_a_late_divergence_leaves_no_metrics_on_further_corpora(tiny):
-    config = tiny()
-    # The second trial diverges in the last evaluation; on the further corpus it has a finite loss.
-    late = evaluation_of(loss=np.array([2.0, np.inf]))
-    on_corpus = evaluation_of(loss=np.array([3.0, 4.0]))
-    corpus = SimpleNamespace(name='@train', identity=dict)
-    stack = stack_of(config, step=7, alive_X=np.array([True, True]))
-    stack.corpora = (corpus,)
-    stack.rows.end_metrics = lambda trained, finished_X: {}
-    fine, diverged = results.trial_results(
-        stack, {'validation': late}, {}, {}, {}, {'@train': on_corpus}
+    finished, diverged = results_of(
+        tiny(), {'validation': evaluation, 'test': evaluation}, end_metrics
     )
-    assert (fine['loss[@train]'], diverged['loss[@train]']) == (3.0, None)
+
+    assert finished['status'] == 'finished'
+    assert finished['diverged_at'] is None
+    assert diverged['status'] == 'diverged'
+    assert diverged['diverged_at'] == 7
+    for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
+        assert finished[name] is not None
+        assert diverged[name] is None
+
+
+def test_a_trial_that_diverged_last_has_no_metrics_on_further_corpora(tiny):
+    """The second trial has a finite loss on the further corpus."""
+    validation = evaluation_of(loss=np.array([2.0, np.inf]))
+    on_corpus = evaluation_of(loss=np.array([3.0, 4.0]))
+
+    finished, diverged = results_of(
+        tiny(), {'validation': validation}, of_corpora={'@train': on_corpus}
+    )
+
+    assert finished['loss[@train]'] == 3.0
+    assert diverged['loss[@train]'] is None
 
 
 def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
-    one = evaluation_of(loss=np.array([2.0, np.nan]))
-    measured = {'val_induction_gain': np.array([1.5, 0.5])}
-    fine, diverged = results_of(tiny(), {'validation': one}, measured, alive=[True, False])
-    assert (fine['val_induction_gain'], diverged['val_induction_gain']) == (1.5, None)
+    validation = evaluation_of(loss=np.array([2.0, np.nan]))
+    end_metrics = {'val_induction_gain': np.array([1.5, 0.5])}
+
+    finished, diverged = results_of(
+        tiny(), {'validation': validation}, end_metrics, alive=[True, False]
+    )
+
+    assert finished['val_induction_gain'] == 1.5
+    assert diverged['val_induction_gain'] is None
 
 
 @pytest.mark.slow
@@ -240,32 +355,38 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
     rows = rows_of(config)
     built = program.build(config)
     stack = Stack(config, built, rows, built.init(None))
-    read = functools.partial(
+
+    validation = stack.evaluate('validation')
+    by_trial = results.trial_results(
+        stack, {'validation': validation}, costs={}, provenance={}, diverged_at={}, corpora={}
+    )
+
+    # The metric is the accuracy on next tokens.
+    read_next_tokens = functools.partial(
         pipeline.eval_batches,
         LanguageRows(rows.dataset, rows.length),
         'validation',
         max_rows=config.data.eval_sequences,
     )
-    sums = stack.sums(read)
-    expected_X = sums['accuracy'].sum(0) / sums['weight'].sum(0)
-    evaluations = {'validation': stack.evaluate('validation')}
-    by_trial = results.trial_results(stack, evaluations, {}, {}, {}, {})
-    assert [result['val_nearer'] for result in by_trial] == expected_X.tolist()
-    # Read without the module of the task.
-    assert metrics_of(by_trial[0])['nearer'] == rows.metrics[0]
+    sums = stack.sums(read_next_tokens)
+    accuracy_X = sums['accuracy'].sum(0) / sums['weight'].sum(0)
+    assert [result['val_nearer'] for result in by_trial] == accuracy_X.tolist()
     assert 'val_induction_gain' not in by_trial[0]
+    # The result describes the metric, so it can be read without the module of the task.
+    assert metrics_of(by_trial[0])['nearer'] == rows.metrics[0]
 
 
 def test_an_end_metric_that_is_not_declared_is_refused(tiny):
-    one = evaluation_of(loss=np.array([2.0, 2.0]))
-    with refused(
-        "end_metrics of LanguageRows measures 'val_nearer', which is no field of a metric"
-    ):
-        results_of(tiny(), {'validation': one}, {'val_nearer': np.array([0.1, 0.2])})
+    validation = evaluation_of(loss=np.array([2.0, 2.0]))
+    end_metrics = {'val_nearer': np.array([0.1, 0.2])}
+    message = "end_metrics of LanguageRows measures 'val_nearer', which is no field of a metric"
+    with refused(message):
+        results_of(tiny(), {'validation': validation}, end_metrics)
 
 
 def test_a_metric_of_a_task_needs_a_name_of_its_own(tiny, outside):
     source = (outside / 'ahead.py').read_text()
     (outside / 'taken.py').write_text(source.replace("'nearer'", "'accuracy'"))
+    config = tiny(data={'task': 'taken:Ahead'})
     with refused("metric 'accuracy' has the name of another"):
-        trials.check_metrics(tiny(data={'task': 'taken:Ahead'}))
+        trials.check_metrics(config)
