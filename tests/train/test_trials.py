@@ -24,7 +24,6 @@ from qkattn.train.trials import Evaluation, Stack
 from tests.lanes import slow_except
 from tests.refusals import refused
 
-
 # Relative tolerances of metrics.
 RTOL = {
     'loss': 1e-5,
