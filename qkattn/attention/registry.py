@@ -130,13 +130,15 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
     check(spec)
     score_class, score_options = find_score(spec.score)
     value_class, value_options = find_value(spec.value)
+    # Every matrix is drawn from `key` and its own name, so the Score and the Value share `key`.
+    # `initialization` sets the standard deviation of the matrices that are drawn in its block.
     with initialization(spec.init, spec.init_qk):
         score = score_class(spec, key=key, **score_options)
     with initialization(spec.init, spec.init_vo):
         value = value_class(spec, score, key=key, **value_options)
-    for circuit in (score, value):
-        if circuit.uses_layer:
-            circuit.layer = 0  # the default; `Attention.at` sets the index of the layer
+    for score_or_value in (score, value):
+        if score_or_value.uses_layer:
+            score_or_value.layer = 0  # the layer index, until `Attention.at` sets another
     return score, value
 
 

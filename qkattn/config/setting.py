@@ -60,16 +60,18 @@ class Bounds:
     filled: bool = False
 
     def admit(self, kind: type, value: Any) -> bool:
-        """Returns whether a value of type `kind` is valid."""
+        """Returns whether `value`, which has type `kind`, is within the bounds."""
         if kind is bool:
-            return True
+            return True  # both bools are valid
         if kind is str:
             return self._admit_text(value)
-        for comparison, limit in self._limits(kind).items():
+        limits = self._limits(kind)  # such as {'at least': 0, 'below': 2**31}
+        for comparison, limit in limits.items():
             compare = COMPARISONS[comparison]
             if not compare(value, limit):
                 return False
-        return abs(value) <= FLOAT_MAX  # also refuses NaN
+        is_finite = abs(value) <= FLOAT_MAX  # False for NaN
+        return is_finite
 
     def _admit_text(self, text: str) -> bool:
         """Returns whether a text is valid."""

@@ -24,35 +24,49 @@ from qkattn.convert.factors import (
 
 
 def merge(layer: Attention) -> Attention:
-    """Any bilinear Score -> `merged`: W_QK[n] = W_Q[n] W_K[n]^T. Exact.
+    """Converts any bilinear Score to `merged`, exactly.
 
-    The query bias becomes W_K[n] b_Q[n], a vector [D] per head. The key bias is dropped: it shifts
-    all logits of a query equally, which softmax ignores.
+    In each of the N heads, the logits without their scale are
+
+        (x W_Q + b_Q) (y W_K + b_K)^T = (x W_QK + b_Q W_K^T) y^T + terms without y
+
+    with W_QK = W_Q W_K^T. The terms without y are dropped, because softmax ignores them.
     """
     factors = qk_factors(layer)
     target = empty_layer(layer, score='merged')
-    # E = F = D + 1. The last row comes from b_Q, and the last column from b_K.
-    A_NEF = factors.logit_matrices() / logit_scale(target)
-    w_qk_NDD = A_NEF[:, :-1, :-1]
-    b_q_ND = A_NEF[:, -1, :-1]
-    score = {'w_qk_DNE': np.moveaxis(w_qk_NDD, 0, 1), 'b_q_NE': b_q_ND}
-    return fill(target, layer, score=score)
+    # The matrix [[W_QK, W_Q b_K^T], [b_Q W_K^T, b_Q b_K^T]] of each head has R = D + 1 rows and
+    # C = D + 1 columns. It includes the scale of `layer`, but the target applies its own scale.
+    A_NRC = factors.logit_matrices() / logit_scale(target)
+    w_qk_NDE = A_NRC[:, :-1, :-1]  # E = D
+    b_q_NE = A_NRC[:, -1, :-1]
+    w_qk_DNE = np.moveaxis(w_qk_NDE, 0, 1)
+    return fill(target, layer, score={'w_qk_DNE': w_qk_DNE, 'b_q_NE': b_q_NE})
 
 
 def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
-    """Any bilinear Score -> `qk`, or `low_rank(rank=)` if `rank` is not the head size. Exact.
+    """Converts any bilinear Score to `qk` or `low_rank(rank=)`, exactly.
 
-    W_Q[n] and W_K[n] get the same norm. Raises ConversionError if A[n] has a higher rank.
-    `truncate` converts such layers approximately.
+    W_Q[n] and W_K[n] get the same norm.
+
+    Args:
+      layer: the layer to convert.
+      rank: the rank of the new Score. None or the head size gives `qk`.
+
+    Raises:
+      ConversionError: A[n] has a higher rank; `truncate` is an approximation.
     """
     return _lossless(truncate, layer, rank, matrix_name='A[n]')
 
 
 def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
-    """Any bilinear Score -> the closest `qk` or `low_rank(rank=)` of a rank, and its error.
+    """Converts any bilinear Score to the closest `qk` or `low_rank(rank=)`.
 
     Each A[n] keeps its `rank` largest singular values. If the layer has biases, A[n] has an
     additional row for b_Q. The key bias is dropped, because softmax ignores it.
+
+    Args:
+      layer: the layer to convert.
+      rank: the rank of the new Score. The head size gives `qk`.
 
     Returns:
       layer: the converted layer.
@@ -83,7 +97,10 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
 
 
 def merge_vo(layer: Attention) -> Attention:
-    """Any Value -> `merged_vo`: W_OV[n] = W_V[n] W_O[n], and b_V W_O is added to b_O. Exact."""
+    """Converts any Value to `merged_vo`, exactly.
+
+    W_OV[n] is W_V[n] W_O[n], and sum_n b_V[n] W_O[n] is added to b_O.
+    """
     factors = extract_factors(layer, of_qk=False)
     B_NDE, b_E = factors.output_matrices()
     target = empty_layer(layer, value='merged_vo')
@@ -91,17 +108,26 @@ def merge_vo(layer: Attention) -> Attention:
 
 
 def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
-    """Any Value -> `vo`, or `low_rank(rank=)` if `rank` is not the head size. Exact.
+    """Converts any Value to `vo` or `low_rank(rank=)`, exactly.
 
-    Raises ConversionError if B[n] has a higher rank.
+    Args:
+      layer: the layer to convert.
+      rank: the rank of the new Value. None or the head size gives `vo`.
+
+    Raises:
+      ConversionError: B[n] has a higher rank; `truncate_vo` is an approximation.
     """
     return _lossless(truncate_vo, layer, rank, matrix_name='B[n]')
 
 
 def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
-    """Any Value -> the closest `vo` or `low_rank(rank=)` of a rank, and its error.
+    """Converts any Value to the closest `vo` or `low_rank(rank=)`.
 
     Each B[n] keeps its `rank` largest singular values. The value bias moves into the output bias.
+
+    Args:
+      layer: the layer to convert.
+      rank: the rank of the new Value. The head size gives `vo`.
 
     Returns:
       layer: the converted layer.
@@ -122,15 +148,22 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
 
 
 def _variant_of_rank(standard: str, rank: int, layer: Attention) -> tuple[str, str]:
-    """Returns the variant with this rank, and the letter of the rank in its parameter names.
+    """Returns the Score or Value of a given rank, and the rank's axis letter in parameter names.
 
-    - If the rank is the head size: `standard` ('qk' or 'vo') and 'H', as in w_q_DNH.
-    - Otherwise: 'low_rank(rank=8)' and 'R', as in w_q_DNR.
+    - (`standard`, 'H') if the rank is the head size, with parameters such as w_q_DNH.
+    - ('low_rank(rank=8)', 'R') for another rank, with parameters such as w_q_DNR.
 
-    Raises ConversionError if query heads share key heads.
+    Args:
+      standard: the Score or Value whose rank is the head size, 'qk' or 'vo'.
+      rank: the rank.
+      layer: the layer to convert.
+
+    Raises:
+      ConversionError: query heads share key heads.
     """
     N = layer.spec.num_heads
     K = layer.spec.num_kv_heads
+    # The factors have a key head for each query head.
     require(
         N == K,
         f'every query head gets its own key head, and num_kv_heads={K} are shared among {N}; '

@@ -149,18 +149,21 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
 def _read_settings(path: Path) -> dict[str, Any]:
     """Reads the config.json in a model directory, or beside a model file.
 
-    Two defaults of transformers are added: tie_word_embeddings and n_inner. Returns {} for a file
-    without a config.json.
+    Returns {} for a model file without a config.json.
     """
-    directory = path if path.is_dir() else path.parent
+    is_directory = path.is_dir()
+    directory = path if is_directory else path.parent
     config_file = directory / 'config.json'
-    if not path.is_dir() and not config_file.exists():
+    if not is_directory and not config_file.exists():
         return {}
-    settings = {'tie_word_embeddings': True} | _read_json(config_file)
-    n_embd = settings.get('n_embd', 768)  # the default of transformers
-    has_null_width = 'n_inner' in settings and settings['n_inner'] is None
-    if has_null_width and isinstance(n_embd, int):
-        settings['n_inner'] = 4 * n_embd
+    settings = _read_json(config_file)
+    # transformers ties the embeddings by default.
+    settings.setdefault('tie_word_embeddings', True)
+    # transformers reads "n_inner": null as 4 * n_embd.
+    if 'n_inner' in settings and settings['n_inner'] is None:
+        n_embd = settings.get('n_embd', 768)  # the default of transformers
+        if isinstance(n_embd, int):  # another type is refused later
+            settings['n_inner'] = 4 * n_embd
     return settings
 
 

@@ -23,8 +23,8 @@ MAX_CLUSTERS = 128
 def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part = None) -> Batch:
     """Reads the training batch of a step.
 
-    Training reads an endless sequence of rows. Every epoch has all rows of the train split, in a
-    random order. Batch row r of a step is row step * batch_size + r of the sequence.
+    Training reads all rows of the train split in a random order, then again in another random
+    order, and so on. Each step reads the next `batch_size` rows of this endless sequence.
 
     Args:
       rows: the task.
@@ -41,16 +41,18 @@ def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
-    batch_row_B = rows_of_part(batch_size, part)
-    position_B = int(step) * batch_size + batch_row_B
+    index_in_batch_B = rows_of_part(batch_size, part)
+    first_position = int(step) * batch_size
+    position_B = first_position + index_in_batch_B
 
+    # grain looks up one position at a time.
     row_sequence = _train_order(rows.count('train'), int(seed))
     row_B = np.array([row_sequence[position] for position in position_B.tolist()])
 
-    # Each row draws its random numbers from the pair (seed, position).
+    # The random numbers of a row depend on the pair (seed, position).
     seed_B = np.full_like(position_B, seed)
-    draws_B2 = np.stack([seed_B, position_B], axis=1).astype(np.uint64)
-    return rows.read('train', row_B, draws_B2)
+    seed_pair_B2 = np.stack([seed_B, position_B], axis=1).astype(np.uint64)
+    return rows.read('train', row_B, seed_pair_B2)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -146,10 +148,10 @@ def eval_batches(
     Raises:
       ConfigError: at the call, if the split is unknown or has no rows.
     """
-    batch_row_B = rows_of_part(batch_size, part)
+    index_in_batch_B = rows_of_part(batch_size, part)
     row_R = eval_rows(rows, split, max_rows)
     starts = range(0, len(row_R), batch_size)
-    return (_eval_batch(rows, split, row_R, start + batch_row_B) for start in starts)
+    return (_eval_batch(rows, split, row_R, start + index_in_batch_B) for start in starts)
 
 
 def _eval_batch(rows: Rows, split: str, row_R: np.ndarray, position_B: np.ndarray) -> Batch:
@@ -165,9 +167,10 @@ def _eval_batch(rows: Rows, split: str, row_R: np.ndarray, position_B: np.ndarra
     is_real_B = position_B < len(row_R)
     readable_position_B = np.where(is_real_B, position_B, 0)  # padding reads any row
     row_B = row_R[readable_position_B]
-    # Each row draws its random numbers from the pair (0, row index).
-    draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
-    batch = rows.read(split, row_B, draws_B2)
+    # The random numbers of a row depend on the pair (0, row index).
+    zero_B = np.zeros_like(row_B)
+    seed_pair_B2 = np.stack([zero_B, row_B], axis=1).astype(np.uint64)
+    batch = rows.read(split, row_B, seed_pair_B2)
 
     padded = {}
     for name, array in batch.items():
@@ -190,17 +193,17 @@ def eval_rows(rows: Rows, split: str, max_rows: int | None = None) -> np.ndarray
 
 
 def rows_of_part(batch_size: int, part: Part) -> np.ndarray:
-    """Returns the indices of the batch rows that `part` selects.
+    """Returns the indices, in [0, batch_size), of the batch rows that `part` selects.
 
     Raises:
       ConfigError: `part` selects no row.
     """
-    batch_row_B = np.arange(batch_size)
+    index_in_batch_B = np.arange(batch_size)
     if part is not None:
-        batch_row_B = batch_row_B[part]
-    if not batch_row_B.size:
+        index_in_batch_B = index_in_batch_B[part]
+    if not index_in_batch_B.size:
         raise ConfigError(f'part={part!r} selects no row of a batch of {batch_size}.')
-    return batch_row_B
+    return index_in_batch_B
 
 
 def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[str], np.ndarray]:

@@ -374,15 +374,21 @@ def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
 
 
 def _is_same_tokenizer(requested: str, index: Index) -> bool:
-    """Whether the setting data.tokenizer is left at its default or names the index's tokenizer."""
-    if requested == DataConfig.tokenizer:
+    """Whether data.tokenizer has its default value, or is the tokenizer of the index.
+
+    For a file, `index.tokenizer` is a file name such as 'a.json', and `index.tokenizer_name`
+    identifies the content, such as 'file-0123456789ab'.
+    """
+    default = DataConfig.tokenizer
+    if requested == default:
         return True
     if _without_directory(requested) != index.tokenizer:
         return False
     is_file = requested.endswith('.json')
     if not is_file:
         return True
-    # Another directory may have another file of this name, so compare the vocabularies.
+    # Files in two directories may have the same name, so compare the content. The context opens the
+    # file with the document separator of the index.
     with use_recorded_tokenizers(index.tokenizer_name):
-        tokenizer = restore_tokenizer(requested, None)
+        tokenizer = restore_tokenizer(requested, model=None)
     return tokenizer.name == index.tokenizer_name

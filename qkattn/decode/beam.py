@@ -60,7 +60,7 @@ def decode(
 ) -> Any:
     """Decodes token by token, and returns the last state.
 
-    For three tokens, this computes:
+    Three tokens are computed as follows:
 
         first = choose(0, logits_MV, state)
         logits_MV, cache = step(first.tokens_M, first.rows_M, cache)
@@ -72,11 +72,12 @@ def decode(
     Args:
       logits_MV: the logits of the first token, for M rows and V ids.
       cache: the cache before the first token.
-      step: appends tokens to the cache; see `Step`.
+      step: maps (tokens_M, rows_M, cache) to the next (logits_MV, cache). Token m continues row
+        rows_M[m] of the cache, as in beam search. None continues row m.
       choose: maps (t, logits_MV, state) to a Choice of the tokens at position t, from 0.
       state: the initial state, any pytree that `choose` takes and returns.
-      num_tokens: the maximum number of tokens.
-      not_done: maps a state to whether decoding goes on.
+      num_tokens: the maximum number of tokens, at least 1.
+      not_done: maps the state after a token to whether decoding goes on.
     """
 
     def has_next(carry: _Carry) -> jax.Array:
@@ -84,12 +85,14 @@ def decode(
 
     def next_token(carry: _Carry) -> _Carry:
         last = carry.choice
-        logits_MV, cache = step(last.tokens_M, last.rows_M, carry.cache)
-        choice = choose(carry.num_chosen, logits_MV, last.state)
-        return _Carry(carry.num_chosen + 1, cache, choice)
+        next_logits_MV, next_cache = step(last.tokens_M, last.rows_M, carry.cache)
+        t = carry.num_chosen
+        next_choice = choose(t, next_logits_MV, last.state)
+        return _Carry(num_chosen=t + 1, cache=next_cache, choice=next_choice)
 
+    # The first token needs no step, so it is chosen before the loop.
     first_choice = choose(jnp.int32(0), logits_MV, state)
-    start = _Carry(jnp.int32(1), cache, first_choice)
+    start = _Carry(num_chosen=jnp.int32(1), cache=cache, choice=first_choice)
     end = jax.lax.while_loop(has_next, next_token, start)
     return end.choice.state
 

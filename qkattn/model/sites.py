@@ -171,23 +171,13 @@ def _trace_attention(
     # The segments of a row are documents, or sentence pairs in an encoder-decoder.
     has_segments = not config.data.cross_documents or model.kind == 'encoder_decoder'
 
-    def attend(layer: Attention, x_BTD: jax.Array, y_BSD: jax.Array) -> jax.Array:
-        """Attends with the mask and dropout of training."""
-        mask = Mask(
-            causal=is_causal,
-            window=spec.window,
-            segments_BT=jnp.ones((1, T), jnp.int32) if has_segments else None,
-            segments_BS=jnp.ones((1, S), jnp.int32) if has_segments else None,
-        )
-        return layer.attend_to(
-            x_BTD,
-            layer.cached(y_BSD),
-            mask,
-            cross=is_cross,
-            dropout=model.probability_dropout,
-            dropout_key=jax.random.key(0),
-        )
-
+    attend = functools.partial(
+        _attend_as_in_training,
+        is_causal=is_causal,
+        is_cross=is_cross,
+        has_segments=has_segments,
+        dropout=model.probability_dropout,
+    )
     dtype = jnp.dtype(model.compute_dtype)
     # Shapes stand for arrays.
     layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
@@ -195,3 +185,38 @@ def _trace_attention(
     x_BTD = jax.ShapeDtypeStruct((1, T, model.d_model), dtype)
     y_BSD = jax.ShapeDtypeStruct((1, S, model.d_model), dtype)
     return x_BTD, jax.eval_shape(attend, layer, x_BTD, y_BSD)
+
+
+def _attend_as_in_training(
+    layer: Attention,
+    x_BTD: jax.Array,
+    y_BSD: jax.Array,
+    *,
+    is_causal: bool,
+    is_cross: bool,
+    has_segments: bool,
+    dropout: float,
+) -> jax.Array:
+    """Attends from T tokens x to S tokens y, for tracing.
+
+    Segments and the dropout key have arbitrary values, because tracing needs only their shapes.
+    """
+    segments_BT = None
+    segments_BS = None
+    if has_segments:
+        segments_BT = jnp.ones(x_BTD.shape[:2], jnp.int32)
+        segments_BS = jnp.ones(y_BSD.shape[:2], jnp.int32)
+    mask = Mask(
+        causal=is_causal,
+        window=layer.spec.window,
+        segments_BT=segments_BT,
+        segments_BS=segments_BS,
+    )
+    return layer.attend_to(
+        x_BTD,
+        layer.cached(y_BSD),
+        mask,
+        cross=is_cross,
+        dropout=dropout,
+        dropout_key=jax.random.key(0),
+    )

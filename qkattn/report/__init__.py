@@ -125,11 +125,14 @@ def _warn_of_directories(declaration: Path) -> None:
     """Logs a warning if an exported study.json contains absolute paths."""
 
     def has_absolute_path(value: Any) -> bool:
-        # `without_directories` strips the directories of absolute paths.
-        return isinstance(value, str) and without_directories(value) != value
+        if not isinstance(value, str):
+            return False
+        # `without_directories` shortens absolute paths, and leaves other text unchanged.
+        return without_directories(value) != value
 
+    study_json = parse_file(declaration, schema={})  # any object
     settings_with_paths = []
-    for setting, value in flat(parse_file(declaration, {})):
+    for setting, value in flat(study_json):
         entries = value if isinstance(value, list) else [value]
         if any(has_absolute_path(entry) for entry in entries):
             settings_with_paths.append(setting)

@@ -181,23 +181,28 @@ def _run_problems(study: TrainedStudy) -> Iterator[str]:
 
 
 def _derived_fields(study: TrainedStudy, trial: Trial) -> Iterator[tuple[str, float, float]]:
-    """Yields (name, stored value, expected value) of the fields that follow from other fields."""
+    """Yields (name, stored value, expected value) of fields that follow from other fields.
+
+    If arms have the cost of the baseline, `study.match` is the kind of cost, `run.target` is the
+    baseline's cost, and `run.residual` is the relative deviation of the arm's cost.
+    """
     run = trial.run
     tokens_per_step = run.config['train']['batch_size'] * run.config['model']['context']
-    yield 'num_tokens', trial.num_tokens, trial.num_steps * tokens_per_step
+    expected_tokens = trial.num_steps * tokens_per_step
+    yield 'num_tokens', trial.num_tokens, expected_tokens
 
     has_matched_arms = study.match is not None
     if has_matched_arms and run.target:
         total = trial.parameters['total']
-        cost_by_quantity = {
+        cost_by_kind = {
             'total': total,
             'non_embedding': total - trial.parameters['embedding'],
             'flops': trial.flops_per_token,
             'cache': trial.cache_floats_per_token,
         }
-        cost = cost_by_quantity[study.match]
-        # The relative error of the match.
-        yield 'residual', run.residual, cost / run.target - 1
+        cost = cost_by_kind[study.match]
+        expected_residual = cost / run.target - 1
+        yield 'residual', run.residual, expected_residual
 
 
 def near(stored: float, number: float) -> bool:

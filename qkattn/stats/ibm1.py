@@ -51,7 +51,7 @@ class _Cells(NamedTuple):
     num_choices_J: np.ndarray  # l + 1, the number of source words of position j
     source_words: list[str]
     target_words: list[str]
-    num_pairs: int  # number of sentence pairs
+    num_pairs: int  # number of sentence pairs with a target word
 
 
 def words(text: str) -> list[str]:
@@ -122,44 +122,50 @@ def _likeliest_pairs(
 
 
 def _make_cells(pairs: Sequence[tuple[str, str]]) -> _Cells | None:
-    """Pairs each target word with the source words of its sentence and the empty word.
+    """Pairs each target word with the empty word and the source words of its sentence.
 
-    'ein Haus' and 'a house' give six cells: 'a' and 'house', each with '', 'ein' and 'Haus'. Stops
-    before a sentence pair that exceeds MAX_CELLS. Returns None if there are no cells.
+    The source 'ein Haus' and the target 'a house' give six cells:
+
+        source words   ''   ein   Haus   ''      ein     Haus
+        target words   a    a     a      house   house   house
+
+    Axes are S source words and T target words of one sentence, J target words of all sentences,
+    and X cells. Sentence pairs without a target word are left out. Reads the first pairs, up to
+    MAX_CELLS cells. Returns None if there are no cells.
     """
     source_ids: dict[str, int] = {}
     target_ids: dict[str, int] = {}
     # Each list has one array per sentence pair.
-    sources = []
-    targets = []
-    num_choices = []
+    source_of_cells = []
+    target_of_cells = []
+    num_choices_of_targets = []
     num_cells = 0
     for source, target in pairs:
         source_S = _word_ids([_EMPTY_WORD, *words(source)], source_ids)
         target_T = _word_ids(words(target), target_ids)
-        num_sources = len(source_S)
-        num_targets = len(target_T)
+        S = len(source_S)
+        T = len(target_T)
 
-        num_cells += num_sources * num_targets
+        num_cells += S * T
         if num_cells > MAX_CELLS:
             break
-        if num_targets > 0:
-            # The example has the sources [0 1 2 0 1 2] and the targets [0 0 0 1 1 1].
-            sources.append(np.tile(source_S, num_targets))
-            targets.append(np.repeat(target_T, num_sources))
-            num_choices.append(np.full(num_targets, num_sources))
+        if T > 0:
+            source_of_cells.append(np.tile(source_S, T))
+            target_of_cells.append(np.repeat(target_T, S))
+            num_choices_of_targets.append(np.full(T, S))
 
-    if not sources:
+    if not source_of_cells:
         return None
-    num_choices_J = np.concatenate(num_choices)
+    num_choices_J = np.concatenate(num_choices_of_targets)
+    position_J = np.arange(len(num_choices_J))
     return _Cells(
-        source_X=np.concatenate(sources),
-        target_X=np.concatenate(targets),
-        position_X=np.repeat(np.arange(len(num_choices_J)), num_choices_J),
+        source_X=np.concatenate(source_of_cells),
+        target_X=np.concatenate(target_of_cells),
+        position_X=np.repeat(position_J, num_choices_J),
         num_choices_J=num_choices_J,
         source_words=list(source_ids),
         target_words=list(target_ids),
-        num_pairs=len(num_choices),
+        num_pairs=len(source_of_cells),
     )
 
 

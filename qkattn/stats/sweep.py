@@ -437,37 +437,44 @@ def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> 
     """Fits L_s(v) = a_s + b x + c x^2 with x = ln(v / best) to V values and S seeds.
 
     Returns:
-        The fields `curvature`, `optimum`, `loss` and `bounded` of `Sweep`. Only the curvature if
-        the parabola is not convex or its vertex is outside `values`.
+        The fields `curvature`, `optimum`, `loss` and `bounded` of `Sweep`. If the parabola has no
+        minimum within `values`, only `curvature`.
     """
-    x_V = np.log(np.array(values) / best)
     V, S = losses_VS.shape
-    # The least-squares problem has N = V S losses and P = S + 2 coefficients: a_s, b and c.
-    x_N = np.repeat(x_V, S)
+    # N = V S losses: all seeds of the first value, then all seeds of the next value.
     losses_N = losses_VS.ravel()
-    is_seed_NS = np.tile(np.eye(S), (V, 1))  # 1 for the seed of each loss, else 0
-    design_NP = np.column_stack([is_seed_NS, x_N, x_N**2])
+    x_V = np.log(np.array(values) / best)
+    x_N = np.repeat(x_V, S)
+    seed_N = np.tile(np.arange(S), V)
+    one_hot_seed_NS = np.eye(S)[seed_N]
+
+    # Least squares for the P = S + 2 coefficients a_1 .. a_S, b and c.
+    design_NP = np.column_stack([one_hot_seed_NS, x_N, x_N**2])
     coefficients_P, *_ = np.linalg.lstsq(design_NP, losses_N)
-    level_S = coefficients_P[:S]
+    a_S = coefficients_P[:S]
     b, c = coefficients_P[S:]
 
     parabola: dict[str, Any] = {'curvature': float(2 * c)}
-    if not c > 0:
+    is_convex = c > 0
+    if not is_convex:
         return parabola
-    vertex = -b / (2 * c)
-    # Rounding errors may put a vertex at an end slightly outside.
-    is_inside = x_V[0] - ROUNDING <= vertex <= x_V[-1] + ROUNDING
-    if not is_inside:
+    x_of_vertex = -b / (2 * c)
+    # The margin is for rounding errors.
+    is_within_values = x_V[0] - ROUNDING <= x_of_vertex <= x_V[-1] + ROUNDING
+    if not is_within_values:
         return parabola
-    parabola['optimum'] = float(best * math.exp(vertex))
-    parabola['loss'] = float(np.mean(level_S) + b * vertex + c * vertex**2)
+    parabola['optimum'] = float(best * math.exp(x_of_vertex))
+    parabola['loss'] = float(np.mean(a_S) + b * x_of_vertex + c * x_of_vertex**2)
 
-    # A t test of c > 0.
-    df = V * S - (S + 2)
+    num_coefficients = S + 2
+    df = V * S - num_coefficients
     if df > 0:
         residuals_N = losses_N - design_NP @ coefficients_P
         variance = float(np.sum(residuals_N**2)) / df
         inverse_PP = np.linalg.inv(design_NP.T @ design_NP)
-        error_of_c = (variance * inverse_PP[-1, -1]) ** 0.5
-        parabola['bounded'] = bool(c > t_quantile(df) * error_of_c)
+        variance_of_c = variance * inverse_PP[-1, -1]
+        standard_error_of_c = variance_of_c**0.5
+        # The optimum is bounded if the 95 % interval of c is above 0.
+        half_width = t_quantile(df) * standard_error_of_c
+        parabola['bounded'] = bool(c > half_width)
     return parabola

@@ -302,18 +302,20 @@ def check_result(record: Any) -> None:
 def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     """Returns the metrics that a result may have, by name.
 
-    These are the metrics of the package and the outside metrics that the result describes.
+    The metrics are those of the package, and metrics from outside the package that the result
+    describes in its field 'outside_metrics'.
 
     Raises:
       ValueError: a description is not valid.
     """
     if OUTSIDE not in result:
         return METRICS
-    check(result, {OUTSIDE: dict})
+    check(result, {OUTSIDE: dict})  # raises ValueError if the field is not an object
+    descriptions = result[OUTSIDE]
     outside_metrics = []
-    for name, description in result[OUTSIDE].items():
+    for name, description in descriptions.items():
         try:
-            # `details` holds Python types, so a description does not contain it.
+            # JSON cannot describe `Metric.details`, which holds Python types.
             metric = read_dataclass(Metric, description, name=name, details={})
         except ValueError as error:
             raise ValueError(f'metric {name!r}: {error}') from error

@@ -129,23 +129,25 @@ def _bytes_or_none(file: Path) -> bytes | None:
 
 
 def pack(study: Files, destination: Path) -> None:
-    """Writes a study as a stored study.
+    """Writes a study to a directory as a few files: WHOLE_FILES and the archive logs.zip.
 
-    Leaves out checkpoints, training records and provenance.json.
+    Checkpoints, training records and provenance.json are left out.
 
     Args:
         study: The files of the study, from `open_files`.
         destination: The directory to write to.
 
     Raises:
-        ReportError: The stored study could not be read again. Nothing is written then.
+        ReportError: The archive could not be read again. Nothing is written.
     """
     logs = zip_bytes(dict(_stored_logs(study)))
-    StoredFiles(destination, logs)  # raises ReportError if the logs cannot be read
-    # study.json is written first: it identifies the study if the export has to be repeated.
+    # Raise ReportError before writing if the archive is not readable.
+    StoredFiles(destination, logs)
+    # WHOLE_FILES begins with study.json, which identifies the study after a crash.
     for name in WHOLE_FILES:
-        if (study / name).is_file():
-            write_atomic(destination / name, (study / name).read_bytes())
+        file = study / name
+        if file.is_file():
+            write_atomic(destination / name, file.read_bytes())
     write_atomic(destination / LOGS, logs)
 
 

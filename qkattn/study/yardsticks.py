@@ -234,12 +234,13 @@ def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
 
 
 def _measure_yardsticks(config: Config, rows: Rows) -> Yardsticks:
-    """Measures the yardsticks of a task.
+    """Measures what a trained baseline has to beat on a task, such as n-gram losses.
 
     Raises ConfigError if a task from outside the package fails or returns invalid yardsticks.
     """
     task = config.data.task
-    if task is None or ':' not in task:  # not an import path
+    # A task from outside the package has an import path, such as 'my_file:MyTask'.
+    if task is None or ':' not in task:
         return rows.yardsticks(config)
     measured = call_with_config_errors('data.task', task, lambda: rows.yardsticks(config))
     if not isinstance(measured, Yardsticks):
@@ -247,6 +248,7 @@ def _measure_yardsticks(config: Config, rows: Rows) -> Yardsticks:
             f'yardsticks of data.task={task!r} must return Yardsticks, not {measured!r:.80}'
         )
     evaluation_splits = rows.splits[1:]  # without 'train'
+    # Losses are keyed by the prefix of their split: 'val' or 'test'.
     valid_prefixes = [PREFIXES[split] for split in evaluation_splits]
     for prefix in measured.losses:
         if prefix not in valid_prefixes:

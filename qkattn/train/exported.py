@@ -194,7 +194,7 @@ def _crc32s(param_by_name: dict[str, np.ndarray]) -> dict[str, int]:
 
 
 def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
-    """Loads the newest checkpoint of a run, or an average of the newest ones.
+    """Loads the newest checkpoint of a run, or averages the newest checkpoints.
 
     Args:
       path: the run directory.
@@ -202,21 +202,27 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
         6.1).
 
     Returns:
-      (settings, newest step, trials {'params', 'opt_state', 'alive'} with a leading axis [X]).
+      config: the settings of the run.
+      step: the step of the newest checkpoint.
+      trials: {'params': ..., 'opt_state': ..., 'alive': ...}, with leaves [X, ...] for the X trials
+        of the run. All but 'params' are from the newest checkpoint.
 
     Raises:
       ConfigError: there are fewer than `average` checkpoints, or there is a gap between them.
       CheckpointError: all checkpoints are damaged, or the newest one is of another run.
     """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
-    states = _newest_states(path, config, average)
+    states = _newest_states(path, config, average)  # newest first
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
     steps = [int(state['step']) for state in states]
+    newest_step = steps[0]
+    oldest_step = steps[-1]
     # Consecutive checkpoints are at most checkpoint_every steps apart.
     longest_span = (average - 1) * config.train.checkpoint_every
-    has_gap = steps[0] - steps[-1] > longest_span
-    if len(states) < average or has_gap:
+    has_gap = newest_step - oldest_step > longest_span
+    has_too_few = len(states) < average
+    if has_too_few or has_gap:
         raise ConfigError(
             f'average={average} needs that many in a row, but the newest sound checkpoints of '
             f'{path} are of steps {steps}; train.keep={config.train.keep} there sets how many stay'
@@ -228,11 +234,11 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     newest_trials = states[0]['trials']
     params_of_states = [state['trials']['params'] for state in states]
     params = jax.tree.map(mean, *params_of_states)
-    return config, steps[0], {**newest_trials, 'params': params}
+    return config, newest_step, {**newest_trials, 'params': params}
 
 
 def _newest_states(path: Path, config: Config, count: int) -> list[dict]:
-    """Reads the newest `count` undamaged checkpoints of a run onto one device.
+    """Reads the newest `count` undamaged checkpoints of a run onto one device, newest first.
 
     Returns fewer states if there are fewer checkpoints.
     """

@@ -499,18 +499,20 @@ class Run:
         Raises:
           Lost: another process has taken over the run.
         """
-        # An evaluation since the last check may have taken minutes.
-        self._raise_if_taken_over(self._is_taken_over(), f'at step {self.step:,}')
+        # Check again, because an evaluation may have taken minutes.
+        is_taken_over = self._is_taken_over()
+        self._raise_if_taken_over(is_taken_over, f'at step {self.step:,}')
         num_trials = len(self.config.trials.trials())
+        # Flush before saving, so that metrics.jsonl has all steps up to the checkpoint.
+        flushed = agreement.call_in_process_0(self.directory.metrics.flush)
         record = {
-            # Flushed before the checkpoint is saved, so that a resumed metrics.jsonl has no gap.
-            'metrics': agreement.call_in_process_0(self.directory.metrics.flush),
+            'metrics': flushed,  # the line count and checksum of metrics.jsonl
             'data': identity_with(self.rows, self.corpora),
             **self.clock.seconds,
             # None for trials that have not diverged.
             'diverged_at': [self.diverged_at.get(trial) for trial in range(num_trials)],
             'evaluated': is_evaluated,
-            'given': self.read_files,
+            'given': self.read_files,  # the sha256 of each input file
             'code': self.code,
         }
         with self.progress.phase('saving'):

@@ -33,27 +33,31 @@ class Lap(NamedTuple):
 
 
 class Clock:
-    """Measures the time of training, over all starts of a run, and its speed.
+    """Measures the time and the speed of training.
+
+    A run that is interrupted and resumed has several starts.
 
     Attributes:
-      seconds: 'train_seconds' and its PARTS, over all starts.
+      seconds: 'train_seconds' and its PARTS, summed over all starts.
       tokens_per_second: the mean speed of this start; None before the first pause.
     """
 
     def __init__(self, record: Mapping[str, Any], step: int = 0):
-        """Continues from a checkpoint.
+        """Continues from the times in a checkpoint.
 
         Args:
-          record: the record of the checkpoint, with the `seconds` so far; {} for none.
+          record: the record of the checkpoint, with 'train_seconds', 'input_seconds' and
+            'logging_seconds'. Missing times are 0.
           step: the number of completed steps.
         """
-        names = ('train_seconds', *PARTS)
+        names = ('train_seconds', *PARTS)  # PARTS are 'input_seconds' and 'logging_seconds'
         self.seconds: dict[str, float] = {name: record.get(name, 0.0) for name in names}
         self.tokens_per_second: float | None = None
-        self._seconds_of_earlier_starts = self.seconds['train_seconds']
+        # The training time before the run was resumed.
+        self._earlier_train_seconds = self.seconds['train_seconds']
         # None in a pause.
         self._start_time: float | None = None
-        # The number of tokens trained in this start.
+        # The number of tokens trained since the run was resumed.
         self._tokens = 0
         # The values at the last call of `lap`.
         self._lap_step = step
@@ -69,7 +73,7 @@ class Clock:
         self.seconds['train_seconds'] = self._train_seconds()
         self._start_time = None
         self._tokens += tokens
-        seconds_of_start = self.seconds['train_seconds'] - self._seconds_of_earlier_starts
+        seconds_of_start = self.seconds['train_seconds'] - self._earlier_train_seconds
         self.tokens_per_second = self._tokens / seconds_of_start
 
     def lap(self, step: int) -> Lap:
@@ -91,7 +95,7 @@ class Clock:
         return lap
 
     def _train_seconds(self) -> float:
-        """Returns the seconds of training up to this moment, over all starts."""
+        """Returns the seconds of training up to this moment, summed over all starts."""
         if self._start_time is None:
             return self.seconds['train_seconds']
         return self.seconds['train_seconds'] + (time.perf_counter() - self._start_time)

@@ -179,23 +179,26 @@ class Stack:
     def _sums(
         self, batches: Iterable[Batch], should_stop: Callable[[], bool] = lambda: False
     ) -> metrics.Sums | None:
-        """Computes `row_sums` of the R rows of all batches; returns arrays [R, X, ...] in float64.
+        """Computes `row_sums` of all rows in the batches, for every trial.
 
-        Returns None as soon as `should_stop`, called before every batch, returns True.
+        Returns:
+          float64 arrays [R, X, ...] by metric name, for R rows and X trials. None as soon as
+          `should_stop`, called before every batch, returns True.
         """
-        sums_by_batch: list[dict] = []  # for each batch, arrays [X, B, ...] by name
+        # For each batch of B rows, arrays [X, B, ...] by metric name.
+        sums_of_batches: list[dict[str, jax.Array]] = []
         for batch in batches:
             if should_stop():
                 return None
-            sums_by_batch.append(self._measure(batch))
-            # Stay at most one batch ahead of the devices, to notice a stop request soon.
-            if len(sums_by_batch) > 1:
-                previous_sums = sums_by_batch[-2]
+            sums_of_batches.append(self._measure(batch))
+            # Wait for the devices to finish the previous batch, to notice a stop request soon.
+            if len(sums_of_batches) >= 2:
+                previous_sums = sums_of_batches[-2]
                 jax.block_until_ready(previous_sums)
 
         sums = {}
-        for name in sums_by_batch[0]:
-            sums_XR = np.concatenate([arrays[name] for arrays in sums_by_batch], axis=1)
+        for name in sums_of_batches[0]:
+            sums_XR = np.concatenate([arrays[name] for arrays in sums_of_batches], axis=1)
             sums_RX = np.swapaxes(sums_XR, 0, 1)
             sums[name] = sums_RX.astype(np.float64)
         return sums

@@ -45,18 +45,18 @@ class PositiveControl:
 
 
 def family_size(study: TrainedStudy) -> int:
-    """Returns the number of comparisons that verdicts on primary arms are corrected for.
+    """Returns the number of comparisons in the multiple-comparison correction of primary arms.
 
-    The number counts the primary arms of the study and of all studies that the study repeats. An
-    arm that several studies share counts once.
+    Each primary arm of the study, and of the studies that it repeats, is one comparison. An arm
+    that several studies share counts once.
     """
-    # A question is the key of an arm in a form that is the same in all studies.
-    questions = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}
-    for earlier in study.earlier:
-        questions |= earlier.family
-    # Arms may have been removed since they were declared in the ledger.
-    most_ever_declared = study.ledger.family
-    return max(len(questions), most_ever_declared)
+    # `question_of` gives an arm the same key in all studies.
+    compared_arms = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}
+    for earlier_study in study.earlier:
+        compared_arms |= earlier_study.family
+    # The ledger remembers the largest size ever declared, even if arms are removed later.
+    largest_declared_size = study.ledger.family
+    return max(len(compared_arms), largest_declared_size)
 
 
 def primary_verdicts(

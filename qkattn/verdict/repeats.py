@@ -25,7 +25,7 @@ def with_earlier_arms(
     """Adds to each arm the same arm of earlier studies, so that seeds can be pooled.
 
     An earlier arm is added if it has the same training settings and qualifies for a verdict in its
-    own study. The arm's question, a key that is the same in all studies, identifies it.
+    own study. `question_of` gives an arm the same key in all studies.
 
     Args:
         study: The study.
@@ -35,18 +35,19 @@ def with_earlier_arms(
     if not earlier:
         return tuple(arms)
 
+    # The usable arms of each earlier study, by the key that is the same in all studies.
     usable_by_study: dict[str, dict[ArmKey, TrainedArm]] = {}
     for study_name, findings in earlier.items():
-        withholds_all_verdicts = bool(findings.blocks)
-        if not withholds_all_verdicts:
+        has_verdicts = not findings.blocks  # `blocks` are remarks that withhold every verdict
+        if has_verdicts:
             usable_by_study[study_name] = _usable_arms(findings)
 
     completed = []
     for arm in arms:
-        question = study.question_of(arm.key)
+        common_key = study.question_of(arm.key)
         earlier_arms: dict[str, TrainedArm] = {}
-        for study_name, arm_by_question in usable_by_study.items():
-            earlier_arm = arm_by_question.get(question)
+        for study_name, usable_arms in usable_by_study.items():
+            earlier_arm = usable_arms.get(common_key)
             if earlier_arm is None:
                 continue
             if _training_settings(earlier_arm) == _training_settings(arm):
@@ -56,14 +57,14 @@ def with_earlier_arms(
 
 
 def _usable_arms(findings: Findings) -> dict[ArmKey, TrainedArm]:
-    """Returns the arms of an earlier study that qualify for a verdict, by question."""
+    """Returns the arms of an earlier study that qualify for a verdict, by `question_of`."""
     study = findings.study
-    arm_by_question = {}
+    arm_by_key = {}
     for arm in findings.every_arm:
         if _is_usable(study, arm):
-            question = study.question_of(arm.key)
-            arm_by_question[question] = arm
-    return arm_by_question
+            common_key = study.question_of(arm.key)  # the same in all studies
+            arm_by_key[common_key] = arm
+    return arm_by_key
 
 
 def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:

@@ -461,18 +461,24 @@ def _varied_settings(study: TrainedStudy) -> set[str]:
 def _values_to_share(arm: TrainedArm, varied: Collection[str]) -> dict[str, Any]:
     """Returns the values that an arm has to share with its baseline, by name.
 
-    For example, {'train.num_steps': 4000, 'eval_rows': 256, ...}. Settings in `varied` and settings
-    of the machine are left out.
+    For example, {'train.num_steps': 4000, 'eval_rows': 256, ...}.
+
+    Args:
+        arm: The arm.
+        varied: The names of settings in which arms may differ. They are left out, as are settings
+            of the machine.
     """
-    trial = arm.example  # any trial, as all of them have the same values
+    trial = arm.example  # all trials of an arm have the same values
     values: dict[str, Any] = {}
     for setting_name, setting in flat(trial.run.config):
-        if setting_name not in varied and not setting_name.startswith(OF_MACHINE):
+        is_of_machine = setting_name.startswith(OF_MACHINE)
+        if setting_name not in varied and not is_of_machine:
             values[setting_name] = setting
     for field, data_value in flat(trial.data):
         values[f'data.{field}'] = data_value
-    for field in _MEASURED:
+    for field in _MEASURED:  # 'eval_tokens', 'eval_rows' and 'test_tokens'
         values[field] = getattr(trial, field)
+    # The cost, such as the number of parameters, that arms are matched to.
     values['target_parameters'] = trial.run.target
     return values
 

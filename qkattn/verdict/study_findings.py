@@ -143,35 +143,40 @@ def _with_comparisons(
 def _decompositions(
     study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
 ) -> dict[ArmKey, Decomposition]:
-    """Splits the difference of each primary arm from its baseline into parts.
+    """Splits each primary arm's difference from its baseline into parts.
 
-    For example, an arm without W_O is worse by 0.004 nats/token at the baseline's shape, where it
-    has fewer parameters. A larger model with the saved parameters is better by 0.010, so
-    reinvesting them gains 0.014.
+    For example, an arm without W_O may have a loss that is 0.010 nats/token below the baseline:
+
+        same_shape    +0.004   from removing W_O, at the baseline's shape
+        reinvesting   -0.014   from spending the saved parameters on a larger model
+
+    A third estimate, `longer`, is the arm minus the baseline after longer training of both.
 
     Args:
         study: The study.
         arms: All arms of the study.
-        blocks: The remarks that withhold every verdict.
+        blocks: The blocking remarks that are about every arm or about the study as a whole.
 
     Returns:
         The parts by arm key.
     """
     arm_by_key = {arm.key: arm for arm in arms}
-    # Remarks about the study as a whole do not prevent an estimate.
+    # A remark about the study as a whole blocks verdicts, but not estimates.
     blocks_of_every_arm = [remark for remark in blocks if remark.every_arm]
     margin = study.margin
     parts_by_arm = {}
     for arm in arms:
         if not is_compared(arm.key, study.baseline):
             continue
-        # The control saves no parameters, so its label has no destination: 'qk/no_o', not
-        # 'qk/no_o [d_ff]'.
-        label = study.bare(arm.variant)
-        same_shape = arm_by_key.get(arm.key._replace(variant=label, control=SAME_SHAPE))
+        bare_variant = study.bare(arm.variant)  # 'qk/no_o' for 'qk/no_o [d_ff]'
+        same_shape_key = arm.key._replace(variant=bare_variant, control=SAME_SHAPE)
+        longer_key = arm.key._replace(control=LONGER)
+        longer_baseline_key = arm.baseline_key._replace(control=LONGER)
+
         baseline = arm_by_key.get(arm.baseline_key)
-        longer_arm = arm_by_key.get(arm.key._replace(control=LONGER))
-        longer_baseline = arm_by_key.get(arm.baseline_key._replace(control=LONGER))
+        same_shape = arm_by_key.get(same_shape_key)
+        longer_arm = arm_by_key.get(longer_key)
+        longer_baseline = arm_by_key.get(longer_baseline_key)
         parts_by_arm[arm.key] = Decomposition(
             same_shape=_estimate(same_shape, baseline, blocks_of_every_arm, margin),
             reinvesting=_estimate(arm, same_shape, blocks_of_every_arm, margin),

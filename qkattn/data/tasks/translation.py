@@ -334,40 +334,41 @@ def score_split(
 def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) -> list[np.ndarray]:
     """Packs sentence pairs into rows by best fit, in a random order.
 
-    Axes of length 2 are sources and targets. O = OPEN_ROWS rows are filled at a time.
+    O = OPEN_ROWS rows are filled at a time. Axes of length 2 are (source, target).
 
     Args:
-      sizes_2I: the numbers of source and target tokens of each pair.
+      sizes_2I: the numbers of source and target tokens of all I pairs.
       kept: the indices of the pairs to pack. Each pair fits into an empty row.
       capacity_2: the numbers of source and target tokens in a row.
 
     Returns:
       The indices of the pairs in each row.
     """
-    draws = np.random.Generator(np.random.Philox(key=0)).random(len(kept))
-    random_order = kept[np.argsort(draws)]
+    sort_keys = np.random.Generator(np.random.Philox(key=0)).random(len(kept))
+    random_order = kept[np.argsort(sort_keys)]
 
-    # The index and the free space of each open row.
+    # The index and the free tokens of each open row.
     row_O = np.arange(OPEN_ROWS)
     free_2O = np.tile(np.array(capacity_2)[:, None], OPEN_ROWS)
-    num_rows = OPEN_ROWS  # open and closed rows
+    next_row = OPEN_ROWS
     pairs_of_row: dict[int, list[int]] = {}
     for pair in random_order.tolist():
         size_2 = sizes_2I[:, pair]
         free_after_2O = free_2O - size_2[:, None]
         fits_O = (free_after_2O >= 0).all(axis=0)
         if fits_O.any():
-            # Take the row with the least space left, summed over both sides.
+            # Best fit: the fewest free tokens afterwards, source plus target.
             total_free_after_O = free_after_2O.sum(axis=0)
-            slot = np.where(fits_O, total_free_after_O, np.inf).argmin()
+            fitting_O = np.flatnonzero(fits_O)
+            o = fitting_O[total_free_after_O[fitting_O].argmin()]
         else:
-            # Replace the fullest row by an empty one.
+            # Close the row with the fewest free tokens on one side, and open an empty row.
             least_free_O = free_2O.min(axis=0)
-            slot = least_free_O.argmin()
-            free_2O[:, slot] = capacity_2
-            row_O[slot] = num_rows
-            num_rows += 1
-        free_2O[:, slot] -= size_2
-        pairs_of_row.setdefault(int(row_O[slot]), []).append(pair)
+            o = least_free_O.argmin()
+            free_2O[:, o] = capacity_2
+            row_O[o] = next_row
+            next_row += 1
+        free_2O[:, o] -= size_2
+        pairs_of_row.setdefault(int(row_O[o]), []).append(pair)
 
     return [np.array(pairs_of_row[row]) for row in sorted(pairs_of_row)]

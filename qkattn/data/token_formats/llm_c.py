@@ -34,21 +34,25 @@ class LlmC(TokenFormat):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        """Memory-maps a file and checks its header; see `TokenFormat.open`."""
+        """Memory-maps the ids of a file and checks its header; see `TokenFormat.open`.
+
+        `path` is a file for which `reads` returns True, so its magic number is in KINDS.
+        """
         header = _read_header(path)
-        if len(header) < HEADER_BYTES // 4:
+        if header.nbytes < HEADER_BYTES:
             raise ConfigError(
                 f'data.path: {path} ends inside of its header of {HEADER_BYTES} bytes'
             )
         magic, version, num_ids = header[:3].tolist()
-        expected_version, stated_dtype = KINDS[magic]
+        expected_version, dtype_of_ids = KINDS[magic]
         if version != expected_version:
             raise ConfigError(
                 f'data.path: {path} has version {version} of the magic number {magic}; valid is '
                 f'{expected_version}'
             )
-        refuse_other_dtype(path, stated_dtype, dtype)
-        ids = memory_map_ids(path, np.dtype(stated_dtype).newbyteorder('<'), offset=HEADER_BYTES)
+        refuse_other_dtype(path, stated=dtype_of_ids, requested=dtype)
+        little_endian_dtype = np.dtype(dtype_of_ids).newbyteorder('<')
+        ids = memory_map_ids(path, little_endian_dtype, offset=HEADER_BYTES)
         if len(ids) != num_ids:
             raise ConfigError(
                 f'data.path: {path} holds {len(ids):,} tokens after its header, which states '

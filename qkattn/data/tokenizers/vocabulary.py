@@ -77,22 +77,23 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
 def open_tokenizer(
     root: Path, corpus: str, kind: str, size: int, texts: Callable[[], Iterable[bytes]]
 ) -> Tokenizer:
-    """Opens the tokenizer of a corpus. A learned tokenizer is trained the first time and cached.
+    """Opens the tokenizer of a corpus.
+
+    A learned tokenizer is trained at the first call, and read from a file afterwards.
 
     Args:
-      root: the directory of prepared data, in which learned tokenizers are cached.
+      root: the directory of prepared data, with the files of learned tokenizers.
       corpus: the name and version of the corpus, such as 'stdlib/1.0.0'.
       kind: the value of data.tokenizer.
       size: the vocabulary size of 'bpe'.
       texts: returns the texts to train on; called only for training.
     """
-    cls, options = check(kind)
-    is_learned = hasattr(cls, 'train')
+    tokenizer_class, options_in_kind = check(kind)
+    is_learned = hasattr(tokenizer_class, 'train')
     if not is_learned:
-        return restore_tokenizer(kind, None)
+        return restore_tokenizer(kind, model=None)
 
-    if kind == 'bpe':
-        options = {'size': size}
+    train_options = {'size': size} if kind == 'bpe' else options_in_kind
     path = root / 'tokenizers' / corpus / _folder(kind, size) / 'tokenizer.json'
 
     def read() -> Tokenizer:
@@ -103,10 +104,11 @@ def open_tokenizer(
 
     def train() -> None:
         log.info('Training the %s tokenizer in %s', kind, path.parent)
-        tokenizer = cls.train(texts(), **options)
+        tokenizer = tokenizer_class.train(texts(), **train_options)
         write_atomic(path, tokenizer.model())
 
-    return read_or_prepare(path, read, train, root=root)
+    # Call `train` first if the file is missing or damaged.
+    return read_or_prepare(path, read=read, prepare=train, root=root)
 
 
 def _folder(kind: str, size: int) -> str:
