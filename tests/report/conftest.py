@@ -3,11 +3,13 @@
 import json
 import math
 from html.parser import HTMLParser
+from typing import NamedTuple
 
 from qkattn.storage import ledger
 from qkattn.verdict import find, load_study
 from tests.studies import tuned_arm, write_tuned
 
+# Losses of the baseline: about 2, a little different for each of eight seeds.
 BASE = tuple(2 + 0.01 * math.sin(seed) for seed in range(8))
 SIZES = {f'd_model={d}': d for d in (32, 64, 96, 128)}
 LONG = 'my_package.my_module:MyScore/my_package.other:MyValue?num_kv_heads=1'
@@ -19,7 +21,11 @@ def findings_of(directory):
 
 def losses_around(mean, spread=0.001):
     """The baseline's losses plus `mean`, and plus or minus `spread` by turns."""
-    return [loss + mean + spread * (-1) ** seed for seed, loss in enumerate(BASE)]
+    losses = []
+    for seed, loss in enumerate(BASE):
+        sign = 1 if seed % 2 == 0 else -1
+        losses.append(loss + mean + sign * spread)
+    return losses
 
 
 def records_of_every_decision():
@@ -29,7 +35,7 @@ def records_of_every_decision():
         'good/vo': losses_around(-0.03),
         'bad/vo': losses_around(0.05),
         'same/vo': losses_around(0.0005),
-        'wide/vo': losses_around(0.006, 0.012),
+        'wide/vo': losses_around(0.006, spread=0.012),
     }
     records = []
     for variant, losses in losses_by_variant.items():
@@ -42,59 +48,94 @@ def records_of_a_scaling_law(multiplier):
 
     A parameter of arm b/vo is worth `multiplier` parameters of the baseline.
     """
+    worth_of_a_parameter = {'qk/vo': 1.0, 'b/vo': multiplier}
     records = []
-    for size, d in SIZES.items():
-        parameters = tuned_arm('qk/vo', size, BASE, d_model=d)[0]['parameters']['total']
-        for variant, factor in (('qk/vo', 1.0), ('b/vo', multiplier)):
-            loss = 1.5 + 30 * (factor * parameters) ** -0.3
-            seeds = [loss + 1e-4 * math.sin(7 * seed + d) for seed in range(8)]
-            records += tuned_arm(variant, size, seeds, d_model=d)
+    for size, d_model in SIZES.items():
+        baseline = tuned_arm('qk/vo', size, BASE, d_model=d_model)[0]
+        num_parameters = baseline['parameters']['total']
+        for variant, worth in worth_of_a_parameter.items():
+            loss = 1.5 + 30 * (worth * num_parameters) ** -0.3
+            losses = [loss + 1e-4 * math.sin(7 * seed + d_model) for seed in range(8)]
+            records += tuned_arm(variant, size, losses, d_model=d_model)
+    return records
+
+
+class PlannedArm(NamedTuple):
+    """An arm of the study that `write_controlled_study` writes."""
+
+    variant: str
+    control: str | None
+    shift: float  # difference of its losses from the baseline's
+    d_model: int
+    extra_parameters: int  # beyond the target
+
+
+CONTROLLED_ARMS = [
+    PlannedArm('qk/vo', None, shift=0.0, d_model=128, extra_parameters=0),
+    PlannedArm('qk/no_o', None, shift=-0.03, d_model=136, extra_parameters=-80),
+    PlannedArm('shared_qk/vo', None, shift=0.04, d_model=132, extra_parameters=40),
+    PlannedArm('qk/no_o', 'equal_shape', shift=-0.02, d_model=128, extra_parameters=-65536),
+    PlannedArm('shared_qk/vo', 'equal_shape', shift=0.06, d_model=128, extra_parameters=-65536),
+    PlannedArm('qk/vo', 'longer', shift=-0.3, d_model=128, extra_parameters=0),
+    PlannedArm('qk/no_o', 'longer', shift=-0.31, d_model=136, extra_parameters=-80),
+    PlannedArm('qk/no_v', None, shift=-0.01, d_model=136, extra_parameters=-80),
+]
+
+
+def records_of_controlled_arms():
+    target = tuned_arm('qk/vo')[0]['target_parameters']
+    records = []
+    for arm in CONTROLLED_ARMS:
+        changes = {}
+        if arm.control == 'longer':
+            changes = {'num_steps': 1600, 'num_tokens': 1600 * 768}
+        elif arm.variant == 'shared_qk/vo' and arm.control == 'equal_shape':
+            # The last rate of its grid. A control gets a verdict all the same.
+            changes = {'optimum': 16e-3}
+
+        is_baseline = arm.variant == 'qk/vo' and arm.control is None
+        losses = BASE if is_baseline else losses_around(arm.shift)
+        trials = tuned_arm(
+            arm.variant, losses=losses, control=arm.control, d_model=arm.d_model, **changes
+        )
+        for record in trials:
+            record['target_parameters'] = target
+            record['residual'] = arm.extra_parameters / target
+            total = target + arm.extra_parameters
+            record['parameters'] = record['parameters'] | {'total': total}
+        records += trials
     return records
 
 
 def write_controlled_study(directory):
     """Writes a study with controls, an arm that was added after a look, and accepted changes."""
-    target = tuned_arm('qk/vo')[0]['target_parameters']
-    # Variant and control: the shift of its losses, d_model, parameters beyond the target.
-    planned = {
-        ('qk/vo', None): (0.0, 128, 0),
-        ('qk/no_o', None): (-0.03, 136, -80),
-        ('shared_qk/vo', None): (0.04, 132, 40),
-        ('qk/no_o', 'equal_shape'): (-0.02, 128, -65536),
-        ('shared_qk/vo', 'equal_shape'): (0.06, 128, -65536),
-        ('qk/vo', 'longer'): (-0.3, 128, 0),
-        ('qk/no_o', 'longer'): (-0.31, 136, -80),
-        ('qk/no_v', None): (-0.01, 136, -80),
-    }
-    records = []
-    for (variant, control), (shift, d_model, more) in planned.items():
-        changes = {'num_steps': 1600, 'num_tokens': 1600 * 768} if control == 'longer' else {}
-        if (variant, control) == ('shared_qk/vo', 'equal_shape'):
-            changes['optimum'] = 16e-3  # at the end of its grid, which withholds no verdict
-        losses = BASE if (variant, control) == ('qk/vo', None) else losses_around(shift)
-        trials = tuned_arm(variant, losses=losses, control=control, d_model=d_model, **changes)
-        for record in trials:
-            record |= {'target_parameters': target, 'residual': more / target}
-            record['parameters'] = record['parameters'] | {'total': target + more}
-        records += trials
-
-    # The ledger has a look at all arms but qk/no_v, which is declared afterwards.
-    early = [record for record in records if record['variant'] != 'qk/no_v']
+    records = records_of_controlled_arms()
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
+
+    # A look at all arms but qk/no_v.
+    early = [record for record in records if record['variant'] != 'qk/no_v']
     write_tuned(directory, early, controls=controls)
     ledger.record_look(directory)
-    declared = (directory / ledger.NAME).read_text()
+    ledger_after_look = (directory / ledger.NAME).read_text()
+
+    # Then qk/no_v is declared. `write_tuned` begins a new ledger, so the old one is put back.
     write_tuned(directory, records, controls=controls)
-    (directory / ledger.NAME).write_text(declared)
-    ledger.declare(directory, json.loads((directory / 'study.json').read_text()))
+    (directory / ledger.NAME).write_text(ledger_after_look)
+    study = json.loads((directory / 'study.json').read_text())
+    ledger.declare(directory, study)
     ledger.accept(directory, ['uncommitted'], 'a comment was edited')
     return directory
 
 
 def row_names(ax):
     """The names of the lines of a forest plot, from the top."""
-    name = ax.yaxis.get_major_formatter()
-    return [name(y, place) for place, y in enumerate(ax.get_yticks())]
+    name_at = ax.yaxis.get_major_formatter()
+    return [name_at(y, place) for place, y in enumerate(ax.get_yticks())]
+
+
+# Tags that begin a line of text, and tags that are never closed.
+LINE_TAGS = {'h1', 'h2', 'h3', 'p', 'li', 'tr', 'dt', 'section', 'figcaption', 'summary'}
+VOID_TAGS = {'meta', 'br', 'wbr', 'link', 'img', 'source', 'input', 'hr'}
 
 
 class Page(HTMLParser):
@@ -107,26 +148,30 @@ class Page(HTMLParser):
         self.tags = []
         self.ids = []
         self.lines = ['']
+
         self.feed(html)
         self.close()
         assert self.open == []
-        self.lines = [line for text in self.lines if (line := ' '.join(text.split()))]
+
+        lines = [' '.join(text.split()) for text in self.lines]
+        self.lines = [line for line in lines if line]
         self.text = ' '.join(self.lines)
 
     def handle_starttag(self, tag, attrs):
-        # A word goes on behind <wbr>, where its line may break.
+        # <wbr> stands within a word, so no space follows it.
         self.after_break = tag == 'wbr'
         self.tags.append((tag, dict(attrs)))
         self.ids += [value for name, value in attrs if name == 'id']
-        if tag in {'h1', 'h2', 'h3', 'p', 'li', 'tr', 'dt', 'section', 'figcaption', 'summary'}:
+        if tag in LINE_TAGS:
             self.lines.append('')
-        if tag not in {'meta', 'br', 'wbr', 'link', 'img', 'source', 'input', 'hr'}:
+        if tag not in VOID_TAGS:
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open[-1:] != ['style']:
+        in_style = bool(self.open) and self.open[-1] == 'style'
+        if not in_style:
             self.lines[-1] += data if self.after_break else f' {data}'
         self.after_break = False
