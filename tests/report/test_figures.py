@@ -1,5 +1,6 @@
 """What the figures show, read from the matplotlib objects; that they are legible; their files."""
 
+import itertools
 import sys
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ class Drawn(NamedTuple):
 
 def draw(path):
     findings = findings_of(path)
-    return Drawn(findings, {drawing.stem: drawing.figure() for drawing in figures(findings)})
+    figure_by_name = {drawing.stem: drawing.figure() for drawing in figures(findings)}
+    return Drawn(findings, figure_by_name)
 
 
 def marks_at(ax, label: str) -> list[np.ndarray]:
@@ -47,8 +49,10 @@ def marks_at(ax, label: str) -> list[np.ndarray]:
 
 
 def line(ax, label: str):
-    (match,) = [line for line in ax.lines if line.get_label() == label]
-    return match
+    """The only line of the axes that has this label."""
+    matches = [line for line in ax.lines if line.get_label() == label]
+    assert len(matches) == 1
+    return matches[0]
 
 
 @pytest.fixture(scope='module')
@@ -64,12 +68,14 @@ def drawn(tmp_path_factory):
     for record in records:
         if record['variant'] == 'bad/vo':
             record['parameters'] = record['parameters'] | {'total': 10**6}
+    # far/vo diverged at the last rate, lost/vo in all seeds, and half/vo in the first seed.
     records += tuned_arm('far/vo', losses=losses_around(3.0), diverged_rates=RATES[-1:])
     records += tuned_arm('lost/vo', losses=[None] * 8)
     records += tuned_arm('half/vo', losses=[None, *losses_around(0.0)[1:]])
-    late = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
+    without_results = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
+
     path = tmp_path_factory.mktemp('drawn') / 'study'
-    path = write_tuned(path, records, declared=[late], num_evals=4, margin=0.004)
+    write_tuned(path, records, declared=[without_results], num_evals=4, margin=0.004)
     result = draw(path)
     for figure in result.figure_by_name.values():
         with style_sheet():
@@ -78,150 +84,227 @@ def drawn(tmp_path_factory):
 
 
 def test_a_forest_shows_every_declared_arm(drawn):
-    findings, figure_by_name = drawn
-    (ax,) = figure_by_name['verdicts'].axes
-    names = row_names(ax)
-    finished = ['good/vo', 'half/vo', 'same/vo', 'wide/vo', short(LONG, 44), 'bad/vo', 'far/vo']
-    assert names == [*finished, 'lost/vo', 'late/vo']
-    shown = [text.get_text() for text in ax.texts]
-    assert shown.count('diverged') == shown.count('no result yet') == 1
+    (ax,) = drawn.figure_by_name['verdicts'].axes
 
-    # The line of an arm: its numbers in words, its interval, its seeds, and the margin.
-    by_name = {arm.variant: arm for arm in findings.arms}
-    good = by_name['good/vo'].difference
-    assert f'{good.mean:+.4f} [{good.low:+.4f}, {good.high:+.4f}]  better' in shown
-    assert any(text.endswith('undecided  1 diverged') for text in shown)
-    (interval, *_) = [c for c in ax.collections if c.get_label() == '95 % interval']
-    assert interval.get_segments()[0][:, 0] == pytest.approx((good.low, good.high))
-    (seeds, *_) = marks_at(ax, 'one seed')
-    differences = by_name['good/vo'].comparison.differences.values()
+    finished = ['good/vo', 'half/vo', 'same/vo', 'wide/vo', short(LONG, 44), 'bad/vo', 'far/vo']
+    assert row_names(ax) == [*finished, 'lost/vo', 'late/vo']
+    texts = [text.get_text() for text in ax.texts]
+    assert texts.count('diverged') == 1
+    assert texts.count('no result yet') == 1
+
+
+def test_a_line_of_a_forest_shows_the_numbers_of_its_arm(drawn):
+    (ax,) = drawn.figure_by_name['verdicts'].axes
+    (good_arm,) = [arm for arm in drawn.findings.arms if arm.variant == 'good/vo']
+    good = good_arm.difference
+
+    texts = [text.get_text() for text in ax.texts]
+    assert f'{good.mean:+.4f} [{good.low:+.4f}, {good.high:+.4f}]  better' in texts
+    assert any(text.endswith('undecided  1 diverged') for text in texts)
+
+    # good/vo is the first line.
+    intervals = [c for c in ax.collections if c.get_label() == '95 % interval']
+    ends = intervals[0].get_segments()[0][:, 0]
+    assert ends == pytest.approx((good.low, good.high))
+    seeds = marks_at(ax, 'one seed')[0]
+    differences = good_arm.comparison.differences.values()
     assert sorted(seeds) == pytest.approx(sorted(differences))
+
+
+def test_a_forest_has_a_band_of_the_margin(drawn):
+    (ax,) = drawn.figure_by_name['verdicts'].axes
     (band,) = [patch for patch in ax.patches if patch.get_label().startswith('±0.004')]
     corners = band.get_extents().transformed(ax.transData.inverted())
-    assert (corners.x0, corners.x1) == pytest.approx((-0.004, 0.004))
+    assert corners.x0 == pytest.approx(-0.004)
+    assert corners.x1 == pytest.approx(0.004)
 
-    # The axis ends before an arm that is far off: its mean and seeds are arrowheads at the edge.
+
+def test_an_arm_far_off_is_beyond_the_axis_of_a_forest(drawn):
+    (ax,) = drawn.figure_by_name['verdicts'].axes
+    right_edge = ax.get_xlim()[1]
+    assert right_edge < 0.5
+
+    # far/vo is the last line with a mean.
     means = np.concatenate(marks_at(ax, 'mean'))
-    edge = ax.get_xlim()[1]
     assert (means[:-1] < 0.1).all()
-    assert means[-1] > edge < 0.5
-    assert np.concatenate(marks_at(ax, 'off the scale')).tolist() == [edge] * 2
+    assert means[-1] > right_edge
+
+    # Arrowheads at the edge show its mean and its seeds.
+    arrowheads = np.concatenate(marks_at(ax, 'off the scale'))
+    assert arrowheads.tolist() == [right_edge, right_edge]
 
 
 def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
-    def line(name, mean, low, high):
+    def make_line(name, mean, low, high):
         reported = (mean - 0.1, mean + 0.1)
         return Line(name, mean, low, high, seeds=(mean,), reported=reported)
 
     lines = [
-        line('in/vo', 0.1, -0.1, 0.2),
-        line('near/vo', -0.1, -0.2, 0.1),
-        line('wide/vo', 0.1, -9.0, 9.0),
-        line('far/vo', 50.0, 40.0, 60.0),
+        make_line('in/vo', mean=0.1, low=-0.1, high=0.2),
+        make_line('near/vo', mean=-0.1, low=-0.2, high=0.1),
+        make_line('wide/vo', mean=0.1, low=-9.0, high=9.0),
+        make_line('far/vo', mean=50.0, low=40.0, high=60.0),
     ]
     names = [line.arm for line in lines]
     with style_sheet():
         (ax,) = forest({'': lines}, 'x', styles(names, None), far=1.5).axes
-    low, high = ax.get_xlim()
+
+    left, right = ax.get_xlim()
     arrowheads = [c for c in ax.collections if c.get_label() == 'off the scale']
-    places = [tuple(c.get_offsets()[0]) for c in arrowheads]
-    # Line 2, wide/vo, has both ends of its interval there; line 3, far/vo, what others report,
-    # its mean with the interval, and below these its seed.
-    assert places == [(low, 2), (high, 2), (high, 3), (high, 3), (high, 3.16)]
+    positions = [tuple(c.get_offsets()[0]) for c in arrowheads]
+    assert positions == [
+        (left, 2),  # wide/vo: lower end of the interval
+        (right, 2),  # wide/vo: upper end
+        (right, 3),  # far/vo: the reported interval
+        (right, 3),  # far/vo: the mean and its interval
+        (right, 3.16),  # far/vo: the seed, a little below
+    ]
 
 
-@pytest.mark.parametrize('number', [1, 2, 8])
-def test_texts_of_a_forest_do_not_overlap(number):
-    lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0, (1.0, 1.1), right='gjy') for n in range(number)]
+def lines_of_forest(number):
+    """Equal lines named 0/vo, 1/vo, and so on, with a text on the right."""
+    seeds = (1.0, 1.1)
+    return [Line(f'{n}/vo', 1.0, 0.5, 2.0, seeds, right='gjy') for n in range(number)]
+
+
+@pytest.mark.parametrize('num_lines', [1, 2, 8])
+def test_texts_of_a_forest_do_not_overlap(num_lines):
+    lines = lines_of_forest(num_lines)
     styles_of_lines = styles([line.arm for line in lines], None)
     with style_sheet():
         figure = forest({'': lines}, 'x', styles_of_lines, margin=0.00833)
         figure.draw_without_rendering()
-    boxes = [text.get_bbox_patch().get_window_extent() for text in figure.axes[0].texts]
-    assert len(boxes) == 2 * number
-    for place, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:place])
+
+    (ax,) = figure.axes
+    boxes = [text.get_bbox_patch().get_window_extent() for text in ax.texts]
+    assert len(boxes) == 2 * num_lines  # a name and a text on the right
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
 
 
-def test_sweeps_show_how_a_rate_was_chosen(drawn):
-    findings, figure_by_name = drawn
-    axes = figure_by_name['sweep_learning_rate'].axes
-    swept = [arm for arm in findings.arms if arm.sweeps]
-    # The first panel, of the baseline: its title, its points, and the value that was chosen.
-    ax = axes[0]
-    sweep = swept[0].sweeps['learning_rate']
+def panels_of_sweeps(drawn):
+    """The axes of the sweeps of the learning rate, by variant."""
+    axes = drawn.figure_by_name['sweep_learning_rate'].axes
+    variants = [arm.variant for arm in drawn.findings.arms if arm.sweeps]
+    return dict(zip(variants, axes, strict=False))
+
+
+def sweep_of_baseline(drawn):
+    (baseline,) = [arm for arm in drawn.findings.arms if arm.variant == 'qk/vo']
+    return baseline.sweeps['learning_rate']
+
+
+def test_a_sweep_shows_how_a_rate_was_chosen(drawn):
+    panels = panels_of_sweeps(drawn)
+    ax = panels['qk/vo']
+    sweep = sweep_of_baseline(drawn)
+
+    assert list(panels)[0] == 'qk/vo'
     interval = f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
     assert ax.get_title(loc='left').splitlines() == ['qk/vo', f'{sweep.chosen:.3g}', interval]
-    losses = [c.get_offsets()[:, 1] for c in ax.collections if c.get_label() == 'one seed']
-    assert sorted(losses[0]) == sorted(loss for of_value in sweep.losses for loss in of_value)
     assert line(ax, 'chosen value').get_xdata()[0] == sweep.chosen
-    # The records are an exact parabola: the curve goes through the means.
+
+    # A mark for each trial.
+    marks = [c for c in ax.collections if c.get_label() == 'one seed']
+    drawn_losses = marks[0].get_offsets()[:, 1]
+    assert sorted(drawn_losses) == sorted(itertools.chain(*sweep.losses))
+
+    # The losses are an exact parabola, so the curve goes through the means.
     curve = line(ax, 'parabola')
     at_second_rate = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
     assert at_second_rate == pytest.approx(sweep.means[1], abs=1e-4)
 
-    # The panel of an arm whose losses are higher by 3 has a scale of its own.
-    far = axes[[arm.variant for arm in swept].index('far/vo')]
-    assert far.get_ylim()[0] > ax.get_ylim()[1] > max(map(max, sweep.losses))
-    # The rate at which it diverged is marked as off the scale; the baseline has no such mark.
-    assert [x.tolist() for x in marks_at(far, 'off the scale')] == [[RATES[-1]]]
-    assert marks_at(ax, 'off the scale') == []
+
+def test_each_panel_of_a_sweep_has_its_own_scale(drawn):
+    panels = panels_of_sweeps(drawn)
+    baseline = panels['qk/vo']
+    far = panels['far/vo']  # its losses are higher by 3
+
+    highest_loss_of_baseline = max(itertools.chain(*sweep_of_baseline(drawn).losses))
+    assert baseline.get_ylim()[1] > highest_loss_of_baseline
+    assert far.get_ylim()[0] > baseline.get_ylim()[1]
+
+
+def test_a_sweep_marks_a_rate_that_diverged(drawn):
+    panels = panels_of_sweeps(drawn)
+    assert marks_at(panels['qk/vo'], 'off the scale') == []
+    (diverged_rates,) = marks_at(panels['far/vo'], 'off the scale')
+    assert diverged_rates.tolist() == [RATES[-1]]
 
 
 def test_learning_curves_stand_beside_the_baseline(drawn):
     figure = drawn.figure_by_name['curves']
-    axes = {ax.get_title(loc='left'): ax for ax in figure.axes}
-    assert len(axes) == 7
-    assert 'qk/vo' not in axes
-    for ax in axes.values():
-        assert len(line(ax, 'baseline qk/vo').get_ydata()) == 4
-    good = line(axes['good/vo'], 'the variant named above')
-    assert good.get_ydata()[-1] == pytest.approx(np.mean(losses_around(-0.03)))
-    assert good.get_xdata()[-1] == 400 * 768
+    panels = {ax.get_title(loc='left'): ax for ax in figure.axes}
+    assert len(panels) == 7
+    assert 'qk/vo' not in panels
+
+    num_evals = 4
+    for ax in panels.values():
+        assert len(line(ax, 'baseline qk/vo').get_ydata()) == num_evals
+
+    good = line(panels['good/vo'], 'the variant named above')
+    final_loss = good.get_ydata()[-1]
+    final_tokens = good.get_xdata()[-1]
+    assert final_loss == pytest.approx(np.mean(losses_around(-0.03)))
+    assert final_tokens == 400 * 768  # steps, times tokens of a batch
 
 
-def test_panels_of_long_names_that_differ_in_the_middle_have_titles_of_their_own(study_dir):
-    names = [f'low_rank(rank={rank})/vo?num_kv_heads=1' for rank in (4, 8)]
-    records = [r for name in ('qk/vo', *names) for r in tuned_arm(name, losses=losses_around(0.0))]
-    _, figure_by_name = draw(write_tuned(study_dir, records, num_evals=4))
+def test_panels_of_long_names_have_whole_titles(study_dir):
+    # The names differ in the middle alone.
+    long_names = ['low_rank(rank=4)/vo?num_kv_heads=1', 'low_rank(rank=8)/vo?num_kv_heads=1']
+    records = []
+    for name in ['qk/vo', *long_names]:
+        records += tuned_arm(name, losses=losses_around(0.0))
+    write_tuned(study_dir, records, num_evals=4)
+
+    figure_by_name = draw(study_dir).figure_by_name
+
     for stem in ('sweep_learning_rate', 'curves'):
-        titles = [ax.get_title(loc='left').splitlines()[0] for ax in figure_by_name[stem].axes]
-        assert titles[-2:] == names
+        axes = figure_by_name[stem].axes
+        titles = [ax.get_title(loc='left').splitlines()[0] for ax in axes]
+        assert titles[-2:] == long_names
 
 
 def test_text_is_legible_on_a_narrow_screen(drawn):
-    """Letters have at least 11 pixels where a figure is 368 pixels wide: a page of 400 less its
-    margins."""
+    """Letters have at least 11 pixels where a page is 400 pixels wide."""
+    figure_width = 400 - 32  # pixels, without the margins of the page
     for stem, figure in drawn.figure_by_name.items():
-        seen = [text for text in figure.findobj(Text) if text.get_text().strip()]
-        assert len(seen) > 5
+        texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
+        assert len(texts) > 5
         assert figure.get_figwidth() == WIDTH
-        for text in seen:
-            assert text.get_fontsize() * 96 / 72 * 368 / (96 * WIDTH) >= 11, (stem, text)
+        pixels_per_point = figure_width / WIDTH / 72
+        for text in texts:
+            assert text.get_fontsize() * pixels_per_point >= 11, (stem, text)
+
+
+def test_everything_drawn_is_within_its_figure(drawn):
+    tolerance = 0.01
+    for stem, figure in drawn.figure_by_name.items():
+        content = figure.get_tightbbox()
+        page = figure.bbox_inches
+        assert content.x0 >= -tolerance, stem
+        assert content.y0 >= -tolerance, stem
+        assert content.x1 <= page.x1 + tolerance, stem
+        assert content.y1 <= page.y1 + tolerance, stem
 
 
 def test_texts_cover_neither_each_other_nor_marks(drawn):
     for stem, figure in drawn.figure_by_name.items():
-        box = figure.get_tightbbox()
-        whole = figure.bbox_inches
-        assert -0.01 <= box.x0 and box.x1 <= whole.x1 + 0.01, stem
-        assert -0.01 <= box.y0 and box.y1 <= whole.y1 + 0.01, stem
-
-        # No text overlaps another or lies on a mark.
         for ax in figure.axes:
             boxes = [text.get_window_extent() for text in ax.texts]
-            marks = [ax.transData.transform(c.get_offsets()) for c in ax.collections]
-            for place, box in enumerate(boxes):
-                assert not any(box.overlaps(other) for other in boxes[:place]), (stem, place)
-                assert not any(box.contains(*mark) for c in marks for mark in c), (stem, place)
+            for one, other in itertools.combinations(boxes, 2):
+                assert not one.overlaps(other), stem
+            for collection in ax.collections:
+                for x, y in ax.transData.transform(collection.get_offsets()):
+                    assert not any(box.contains(x, y) for box in boxes), stem
 
 
-def drawings_of_arms(path, number):
-    """The drawings, by name, of a study of this many arms beside the baseline."""
-    variants = ['qk/vo', *(f'v{place}/vo' for place in range(number))]
-    records = [
-        r for i, v in enumerate(variants) for r in tuned_arm(v, losses=losses_around(0.01 * i))
-    ]
+def drawings_of_arms(path, num_arms):
+    """The drawings, by name, of a study of arms v0/vo, v1/vo, ... beside the baseline."""
+    variants = ['qk/vo', *(f'v{n}/vo' for n in range(num_arms))]
+    records = []
+    for place, variant in enumerate(variants):
+        records += tuned_arm(variant, losses=losses_around(0.01 * place))
     findings = findings_of(write_tuned(path, records, num_evals=3, num_documents=5))
     return {drawing.stem: drawing for drawing in figures(findings)}
 
@@ -231,34 +314,48 @@ def test_figures_of_many_arms_show_the_first_and_last_ones(study_dir, monkeypatc
     monkeypatch.setattr(sys.modules[forest.__module__], 'MOST_LINES', 4)
     few = drawings_of_arms(study_dir / 'few', 4)
     many = drawings_of_arms(study_dir / 'many', 8)
+
     for stem in ('sweep_learning_rate', 'curves'):
-        assert len(few[stem].grid.panels) == len(many[stem].grid.panels) == 3
-    # 'cut' is how many are shown of how many: of 8 arms in a forest, the first and the last two.
+        assert len(few[stem].grid.panels) == 3
+        assert len(many[stem].grid.panels) == 3
+    forest_of_many = many['verdicts'].figure()
+    assert row_names(forest_of_many.axes[0]) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
+
+    # For the caption: how many are shown (a forest counts those at each end), and of how many.
     assert few['verdicts'].values['cut'] is None
     assert many['verdicts'].values['cut'] == (2, 8)
-    assert row_names(many['verdicts'].figure().axes[0]) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
     assert many['sweep_learning_rate'].values['cut'] == (3, 9)
     assert many['curves'].values['cut'] == (3, 8)
 
 
 def one_line(width):
-    return forest(
-        {'': [Line('a/vo', absent='no result yet')]}, 'x', styles(['a/vo'], None), width=width
-    )
+    """A forest of one arm without results."""
+    lines = [Line('a/vo', absent='no result yet')]
+    return forest({'': lines}, 'x', styles(['a/vo'], None), width=width)
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_the_formats_asked_for_are_written(tmp_path):
     write_plots(tmp_path, [Drawing('new', one_line)], ['png', 'pdf'])
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    files = contents(tmp_path)
     assert files.keys() == {'new.png', 'new.pdf'}
-    image = imread(tmp_path / 'new.png')[..., :3]
-    assert np.mean(np.any(image < 0.9, axis=-1)) > 0.01  # drawn
-    # Fonts that journals take, no bitmap, and no date.
+
+    # The picture is not empty.
+    image = imread(tmp_path / 'new.png')
+    is_dark = np.any(image[..., :3] < 0.9, axis=-1)
+    assert np.mean(is_dark) > 0.01
+
+    # The document has fonts that journals take, no bitmap, and no date.
     assert b'/CIDFontType2' in files['new.pdf']
     for mark in (b'/Type3', b'Subtype /Image', b'/CreationDate'):
         assert mark not in files['new.pdf']
+
+    # The same drawing gives the same bytes.
     write_plots(tmp_path, [Drawing('new', one_line)], ['png', 'pdf'])
-    assert files == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert contents(tmp_path) == files
 
 
 def test_figures_of_an_earlier_report_do_not_stay(tmp_path):
@@ -275,29 +372,40 @@ def test_a_picture_of_a_page_has_the_same_bytes_each_time():
 
 
 def test_labels_of_a_wide_forest_stand_beside_its_axes():
-    lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0, (1.0, 1.1), right='gjy') for n in range(3)]
+    lines = lines_of_forest(3)
+    styles_of_lines = styles([line.arm for line in lines], None)
     with style_sheet():
-        figure = forest({'': lines}, 'x', styles([line.arm for line in lines], None), width=WIDE)
+        figure = forest({'': lines}, 'x', styles_of_lines, width=WIDE)
         figure.draw_without_rendering()
-    (ax,) = figure.axes
-    axis = ax.get_window_extent()
 
-    # Names of arms are left of the axes, numbers are right of them.
+    (ax,) = figure.axes
+    axes_box = ax.get_window_extent()
+
+    # Names of arms are left of the axes.
     names = [label.get_window_extent() for label in ax.get_yticklabels()]
     assert len(names) == 3
-    assert all(name.x0 >= 0 and name.x1 < axis.x0 for name in names)
+    for name in names:
+        assert name.x0 >= 0
+        assert name.x1 < axes_box.x0
+
+    # Texts are right of the axes.
     texts = [text.get_window_extent() for text in ax.texts]
     assert len(texts) == 3
-    assert all(axis.x1 < text.x0 and text.x1 <= figure.bbox.x1 for text in texts)
+    for text in texts:
+        assert text.x0 > axes_box.x1
+        assert text.x1 <= figure.bbox.x1
 
 
 def test_a_legend_shows_the_marks_of_several_arms():
     lines = [Line(f'{n}/vo', 1.0, 0.5, 2.0) for n in range(5)]
+    styles_of_lines = styles([line.arm for line in lines], None)
     with style_sheet():
-        figure = forest({'': lines}, 'x', styles([line.arm for line in lines], None))
+        figure = forest({'': lines}, 'x', styles_of_lines)
+
     (legend,) = figure.legends
-    colors = {tuple(mark.get_facecolor()[0]) for mark in legend.findobj(PathCollection)}
-    assert len(colors) == 3
+    marks = legend.findobj(PathCollection)
+    colors = {tuple(mark.get_facecolor()[0]) for mark in marks}
+    assert len(colors) == 3  # a legend shows the first three
 
 
 def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
@@ -307,8 +415,11 @@ def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
             for figure in panels:
                 figure.draw_without_rendering()
 
-        # Axes of all panels are at the same place, and labels stay within the figure.
-        assert len({tuple(figure.axes[0].get_position().bounds) for figure in panels}) == 1
+        # Axes of all panels are at the same place.
+        places = {tuple(figure.axes[0].get_position().bounds) for figure in panels}
+        assert len(places) == 1
+
+        # Labels are shown, and stay within the figure.
         for figure in panels:
             box = figure.get_tightbbox()
             assert box.x0 >= 0
@@ -320,38 +431,67 @@ def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
             assert all(text.get_visible() for text in labels)
 
 
-@pytest.mark.parametrize(('chosen', 'explained'), [(0.004, False), (0.005, True)])
-def test_a_caption_explains_a_choice_beside_the_vertex(chosen, explained, study_dir, monkeypatch):
+@pytest.mark.parametrize(
+    ('chosen_rate', 'is_explained'),
+    [
+        pytest.param(0.004, False, id='at the vertex'),
+        pytest.param(0.005, True, id='beside the vertex'),
+    ],
+)
+def test_a_caption_explains_a_choice_beside_the_vertex(
+    chosen_rate, is_explained, study_dir, monkeypatch
+):
     findings = findings_of(write_tuned(study_dir, records_of_every_decision()))
     for arm in findings.arms:
         sweep = arm.sweeps['learning_rate']
-        monkeypatch.setitem(sweep.__dict__, 'chosen', chosen)
+        monkeypatch.setitem(sweep.__dict__, 'chosen', chosen_rate)
+
     (drawing,) = [d for d in figures(findings) if d.stem == 'sweep_learning_rate']
     caption = described(findings, drawing)['caption']
-    assert ('not always at the vertex' in caption) == explained
+    assert ('not always at the vertex' in caption) == is_explained
 
 
 def test_laws_are_drawn_over_the_sizes(study_dir):
-    findings, figure_by_name = draw(write_tuned(study_dir, records_of_a_scaling_law(1.2)))
-    assert [ax.get_title(loc='left') for ax in figure_by_name['verdicts'].axes] == list(SIZES)
-    assert figure_by_name.keys() >= {'sweep_learning_rate_4', 'curves_4'}
+    write_tuned(study_dir, records_of_a_scaling_law(1.2))
+
+    findings, figure_by_name = draw(study_dir)
+
+    titles = [ax.get_title(loc='left') for ax in figure_by_name['verdicts'].axes]
+    assert titles == list(SIZES)
+    assert 'sweep_learning_rate_4' in figure_by_name  # of the fourth size
+    assert 'curves_4' in figure_by_name
     (ax,) = figure_by_name['loss_parameters'].axes
     (law,) = [scaling.law for scaling in findings.scaling if scaling.variant == 'b/vo']
-    assert line(ax, '_law of b/vo').get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
+    curve = line(ax, '_law of b/vo')
+    assert curve.get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
     assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
 
 
-def test_heat_maps_are_symmetric_around_zero():
-    values = {'norm': np.array([[np.nan, 1.5], [2.0, 3.0]]), 'drift': np.array([[-2.0], [1.0]])}
-    norm, drift = (ax.images[0] for ax in attention_figure.heat_maps(values).axes[:2])
-    assert norm.get_clim() == (0, 3)
-    assert drift.get_clim() == (-2, 2)
-    assert norm.get_array().mask.tolist() == [[True, False], [False, False]]
+def test_colors_of_heat_maps_depend_on_signs():
+    norms = np.array([[np.nan, 1.5], [2.0, 3.0]])
+    drifts = np.array([[-2.0], [1.0]])
+
+    axes = attention_figure.heat_maps({'norm': norms, 'drift': drifts}).axes
+
+    # The limits begin at zero, or are symmetric around zero if some values are negative.
+    norm_image = axes[0].images[0]
+    drift_image = axes[1].images[0]
+    assert norm_image.get_clim() == (0, 3)
+    assert drift_image.get_clim() == (-2, 2)
+
+    # NaN is masked.
+    assert norm_image.get_array().mask.tolist() == [[True, False], [False, False]]
 
 
 def test_singular_values_are_relative_to_the_largest():
-    layers = {0: np.array([[4.0, 2.0, 1e-7], [0.0, 0.0, 0.0]])}
+    singular_values_of_heads = np.array([[4.0, 2.0, 1e-7], [0.0, 0.0, 0.0]])
+    layers = {0: singular_values_of_heads}
+
     (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
+
+    # 1e-7 is a rounding error beside the largest, 4.
     np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])
     assert np.isnan(line(ax, 'head 1').get_ydata()).all()
-    assert [ax.yaxis.get_major_formatter()(value) for value in (1, 0.01)] == ['1', '0.01']
+    label_of = ax.yaxis.get_major_formatter()
+    assert label_of(1) == '1'
+    assert label_of(0.01) == '0.01'

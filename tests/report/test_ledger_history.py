@@ -9,7 +9,9 @@ from qkattn.errors import ReportError
 from qkattn.report.ledger_history import REASONS, check_ledgers
 from tests.processes import ROOT, git
 
-FIRST, SECOND, OTHER = ({'event': name, 'hash': name} for name in ('first', 'second', 'other'))
+FIRST = {'event': 'first', 'hash': 'first'}
+SECOND = {'event': 'second', 'hash': 'second'}
+OTHER = {'event': 'other', 'hash': 'other'}
 STUDY = 'claims/cpu/a'
 REASON = f'''
 [[rewritten]]
@@ -25,42 +27,49 @@ def write_ledger(results, study, *entries):
     path.write_text(''.join(json.dumps(entry) + '\n' for entry in entries))
 
 
-def commit(results, *ledgers, removed=()):
-    """A commit of ledgers, each a study and its entries, without the studies `removed`."""
-    for study in removed:
-        shutil.rmtree(results / study)
-    for ledger in ledgers:
-        write_ledger(results, *ledger)
+def commit_all(results):
     git(results, 'add', '-A')
     git(results, 'commit', '-m', 'A commit', '--allow-empty')
 
 
+def commit_ledger(results, study, *entries):
+    """Commits a ledger of these entries, together with what has changed in the directory."""
+    write_ledger(results, study, *entries)
+    commit_all(results)
+
+
+def commit_removal(results, study):
+    shutil.rmtree(results / study)
+    commit_all(results)
+
+
 @pytest.fixture
 def results(tmp_path):
-    """Studies whose ledger has grown by a line."""
+    """A directory of results in a repository: the ledger of STUDY has grown by a line."""
     directory = tmp_path / 'repository/results'
     directory.mkdir(parents=True)
     git(directory.parent, 'init')
-    commit(directory, (STUDY, FIRST))
-    commit(directory, (STUDY, FIRST, SECOND))
+    commit_ledger(directory, STUDY, FIRST)
+    commit_ledger(directory, STUDY, FIRST, SECOND)
     return directory
 
 
 def declare_anew(results):
-    commit(results, (STUDY, OTHER))
+    commit_ledger(results, STUDY, OTHER)
 
 
 def remove_and_declare_anew(results):
-    commit(results, removed=[STUDY])
-    commit(results, (STUDY, OTHER))
+    commit_removal(results, STUDY)
+    commit_ledger(results, STUDY, OTHER)
 
 
 def declare_anew_elsewhere(results):
-    commit(results, ('a', OTHER), removed=[STUDY])
+    shutil.rmtree(results / STUDY)
+    commit_ledger(results, 'a', OTHER)
 
 
 def drop_last_line(results):
-    commit(results, (STUDY, FIRST))
+    commit_ledger(results, STUDY, FIRST)
 
 
 def rewrite_without_commit(results):
@@ -68,11 +77,11 @@ def rewrite_without_commit(results):
 
 
 def rewrite_in_a_merge(results):
-    """Merges a branch on which the ledger of the study begins otherwise."""
+    """Merges a branch on which the ledger of STUDY has another first line."""
     git(results, 'checkout', '-b', 'branch')
-    commit(results, (STUDY, OTHER))
+    commit_ledger(results, STUDY, OTHER)
     git(results, 'checkout', 'main')
-    commit(results, ('b', FIRST))
+    commit_ledger(results, 'b', FIRST)
     git(results, 'merge', 'branch')
 
 
@@ -94,12 +103,13 @@ def test_a_ledger_that_was_rewritten_is_named(results, rewrite):
 
 
 def move(results):
-    commit(results, ('a', FIRST, SECOND), removed=[STUDY])
+    shutil.rmtree(results / STUDY)
+    commit_ledger(results, 'a', FIRST, SECOND)
 
 
 def remove_and_restore(results):
-    commit(results, removed=[STUDY])
-    commit(results, (STUDY, FIRST, SECOND, OTHER))
+    commit_removal(results, STUDY)
+    commit_ledger(results, STUDY, FIRST, SECOND, OTHER)
 
 
 def grow_without_commit(results):
@@ -107,7 +117,7 @@ def grow_without_commit(results):
 
 
 def add_a_second_scale(results):
-    commit(results, ('claims/gpu/a', OTHER))
+    commit_ledger(results, 'claims/gpu/a', OTHER)
 
 
 def add_without_commit(results):
@@ -115,7 +125,7 @@ def add_without_commit(results):
 
 
 def remove(results):
-    commit(results, removed=[STUDY])
+    commit_removal(results, STUDY)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +141,21 @@ def test_a_rewrite_with_a_reason_is_counted(results):
     (results / REASONS).write_text(REASON)
     declare_anew(results)
     assert check_ledgers(results).endswith('1 rewritten for a stated reason')
-    commit(results, (STUDY, FIRST))  # another one
+
+    # A second rewrite, which has no reason.
+    commit_ledger(results, STUDY, FIRST)
     with pytest.raises(ReportError, match='was rewritten'):
         check_ledgers(results)
 
 
 @pytest.mark.parametrize(
-    'text', ['[[rewritten', '[[rewritten]]\nledger = "a"', REASON[:-16] + '""']
+    'text',
+    [
+        pytest.param('[[rewritten', id='no TOML'),
+        pytest.param('[[rewritten]]\nledger = "a"', id='missing fields'),
+        pytest.param(REASON.replace('"Declared anew."', '"""'), id='an open string'),
+        pytest.param(REASON.replace('Declared anew.', ''), id='an empty reason'),
+    ],
 )
 def test_a_bad_list_of_reasons_is_one_sentence(results, text):
     (results / REASONS).write_text(text)
@@ -146,11 +164,15 @@ def test_a_bad_list_of_reasons_is_one_sentence(results, text):
     assert '\n' not in str(raised.value)
 
 
-def test_a_shallow_clone_and_a_missing_history_are_reported(results, tmp_path):
+def test_a_shallow_clone_is_reported(results, tmp_path):
     declare_anew(results)
     url = f'file://{results.parent}'
     git(tmp_path, 'clone', '--depth=1', url, 'shallow')
     assert 'the clone is shallow' in check_ledgers(tmp_path / 'shallow/results')
+
+
+def test_a_missing_history_is_reported(results):
+    declare_anew(results)
     shutil.rmtree(results.parent / '.git')
     assert 'has no git history' in check_ledgers(results)
 

@@ -8,10 +8,11 @@ from qkattn.study import variant_tables
 
 @pytest.mark.parametrize(('kind', 'names'), [('Score', SCORES), ('Value', VALUES)])
 def test_every_circuit_of_the_catalogue_has_a_plain_name(kind, names):
-    assert names.keys() == variant_tables.stored()[kind].keys()
+    catalogue = variant_tables.stored()
+    assert names.keys() == catalogue[kind].keys()
 
 
-@pytest.mark.parametrize('names', [SCORES, VALUES])
+@pytest.mark.parametrize('names', [SCORES, VALUES], ids=['scores', 'values'])
 def test_plain_names_differ(names):
     assert len(set(names.values())) == len(names)
 
@@ -25,7 +26,7 @@ def test_plain_names_differ(names):
         ('low_rank(rank=8)/vo', 'W_Q W_K^T of low rank (rank 8)'),
         ('qk/vo?num_kv_heads=1&qk_norm=True', 'key/value heads: 1, qk norm: True'),
         ('qk(bilinear=True)/vo', 'qk (bilinear)'),
-        ('my_module:Score/vo', None),
+        ('my_module:Score/vo', None),  # not in the catalogue
         ('bad/vo', None),
         ('bad', None),
     ],

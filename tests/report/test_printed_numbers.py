@@ -62,7 +62,7 @@ W_K, B4 and GPT-2 (Shazeer 2019, arXiv 1911.02150)
 
 @pytest.fixture
 def numbers_toml(tmp_path):
-    """A numbers.toml among its pages and logs, which agree."""
+    """A numbers.toml beside pages and logs that agree with it."""
     (tmp_path / 'docs').mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -74,7 +74,7 @@ def test_entries_that_agree_are_counted(numbers_toml):
 
 
 @pytest.mark.parametrize(
-    ('name', 'old', 'new', 'message'),
+    ('file', 'old', 'new', 'message'),
     [
         ('README.md', '-0.034', '-0.035', "README.md does not contain 'no_o -0.034, 12.5 % of it'"),
         ('README.md', '1.88 nats', '1.9 nats', "does not contain '1.88 nats'.*example.org"),
@@ -84,12 +84,7 @@ def test_entries_that_agree_are_counted(numbers_toml):
         ('config.py', '38.7', '39.7', "config.py does not contain 'BLEU 38.7 of 1,234"),
         ('code.py', '0.01', '0.02', "does not contain 'the margin is 0.02'"),
         ('table.csv', 'qk/no_o', 'qk/no_v', r'entry 1 cannot be made .*no_o'),
-        (
-            'table.csv',
-            'equivalent',
-            'worse',
-            "but .* gives 'no_o worse'",
-        ),
+        ('table.csv', 'equivalent', 'worse', "but .* gives 'no_o worse'"),
         ('scores.jsonl', '}', '', 'entry 2 cannot be made .*scores.jsonl'),
         ('docs/numbers.toml', ':.1f', ':.1q', 'entry 2 cannot be made'),
         ('docs/numbers.toml', 'source =', 'url =', r'\[\[external\]\] entry 1 has .*url'),
@@ -99,17 +94,17 @@ def test_entries_that_agree_are_counted(numbers_toml):
         ('config.py', '"""A', '"A', 'config.py.* cannot be read'),
     ],
 )
-def test_a_page_or_entry_that_does_not_agree_or_cannot_be_read_is_named(
-    numbers_toml, tmp_path, name, old, new, message
-):
-    assert old in FILES[name]
-    (tmp_path / name).write_text(FILES[name].replace(old, new, 1))
+def test_a_file_that_does_not_agree_is_named(numbers_toml, tmp_path, file, old, new, message):
+    text = FILES[file]
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new, 1))
+
     with pytest.raises(ReportError, match=message):
         check_numbers(numbers_toml)
 
 
 @pytest.mark.parametrize(
-    'page',
+    'text',
     [
         'no number',
         'claims A1 and B2, W_2, A100, v0.1, GPT-2',
@@ -120,24 +115,35 @@ def test_a_page_or_entry_that_does_not_agree_or_cannot_be_read_is_named(
         'covered: 3 of 4',
     ],
 )
-def test_a_number_that_is_no_result_needs_no_entry(page):
-    assert not [*uncovered(page, ['covered: 3 of 4'])]
+def test_a_number_that_is_no_result_needs_no_entry(text):
+    passages = list(uncovered(text, texts=['covered: 3 of 4']))
+    assert passages == []
 
 
 @pytest.mark.parametrize('number', ['3', '-0.5', '+1,024', '1e-5', '95 %', '5-gram', 'factor-2'])
 def test_each_other_number_needs_an_entry(number):
-    (passage,) = uncovered(f'It is {number} of them.', ['It is 4'])
-    assert number.partition(' ')[0] in passage
+    passages = list(uncovered(f'It is {number} of them.', texts=['It is 4']))
+    assert len(passages) == 1
+    digits = number.removesuffix(' %')
+    assert digits in passages[0]
+
+
+CODE = """
+A = 0.05
+B: int = 3
+C = A * 2
+D, E = 1, 2
+class F:
+    g: int = setting(4, "x")
+"""
 
 
 def test_constants_of_a_python_file_are_its_literals(tmp_path):
-    (tmp_path / 'code.py').write_text(
-        'A = 0.05\nB: int = 3\nC = A * 2\nD, E = 1, 2\nclass F:\n  g: int = setting(4, "x")\n'
-    )
+    (tmp_path / 'code.py').write_text(CODE)
     assert read_log(tmp_path / 'code.py') == {'A': 0.05, 'B': 3, 'F': {'g': 4}}
 
 
-def test_a_log_that_is_no_utf8_is_named(numbers_toml, tmp_path):
+def test_a_log_that_is_not_utf8_is_named(numbers_toml, tmp_path):
     (tmp_path / 'scores.jsonl').write_bytes(b'\xff')
     with pytest.raises(ReportError, match=re.escape('cannot be made from scores.jsonl')):
         check_numbers(numbers_toml)
