@@ -1,9 +1,7 @@
 """A number that the logs do not give is found, wherever it stands."""
 
-import functools
 import json
 import math
-import operator
 import shutil
 
 import pytest
@@ -29,13 +27,15 @@ def figures_are_not_rendered():
 @pytest.fixture(scope='module')
 def written(tmp_path_factory, figures_are_not_rendered):
     """A tuned study, its runs named by the hashes of their configs, with its report."""
-    arms = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
+    mean_losses = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
     records = []
-    for place, (variant, loss) in enumerate(arms.items()):
-        losses = [loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
-        for record in studies.tuned_arm(variant, losses=losses):
-            record = studies.outside_record('qk/vo', 1 / record['val_loss']) | record
-            records.append(studies.on_corpus(record, 'stdlib@test', 1 + record['val_loss']))
+    for place, (variant, mean_loss) in enumerate(mean_losses.items()):
+        losses = [mean_loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
+        for trial in studies.tuned_arm(variant, losses=losses):
+            # With a metric from outside the package, and with a loss on a further corpus.
+            with_metric = studies.outside_record('qk/vo', 1 / trial['val_loss']) | trial
+            further_loss = 1 + trial['val_loss']
+            records.append(studies.on_corpus(with_metric, 'stdlib@test', further_loss))
     directory = tmp_path_factory.mktemp('verify') / 'study'
     studies.write_tuned(directory, studies.named_by_hash(records))
     report.write_report(directory)
@@ -50,26 +50,41 @@ def study(written, tmp_path):
     return kept
 
 
-def change_file(study, name, keys, change):
-    """Changes a file of a study at the end of `keys`, as in (-1, 'test_loss'), or removes it.
+def changed_at(content, keys, change):
+    """The content with `change` applied to content[keys[0]][keys[1]]..., or to all of it."""
+    if not keys:
+        return change(content)
+    first, *rest = keys
+    content[first] = changed_at(content[first], rest, change)
+    return content
 
-    LOG and DOCUMENTS are the files of the run of the last result.
+
+def path_of_file(study, name):
+    """The path of a file; LOG and DOCUMENTS are files in the run of the last result."""
+    last_result = studies.read_lines(study / 'results.jsonl')[-1]
+    if name == 'LOG':
+        return study / last_result['run'] / 'metrics.jsonl'
+    if name == 'DOCUMENTS':
+        return study / last_result['run'] / 'documents.json'
+    return study / name
+
+
+def change_file(study, name, keys, change):
+    """Applies `change` to the value that is found by `keys` in a file, or removes the file.
+
+    With keys (-1, 'test_loss'), that is `test_loss` in the last line.
     """
-    if file := {'LOG': 'metrics.jsonl', 'DOCUMENTS': 'documents.json'}.get(name):
-        name = f'{studies.read_lines(study / "results.jsonl")[-1]["run"]}/{file}'
-    path = study / name
+    path = path_of_file(study, name)
     if change is None:
         path.unlink()
     elif path.suffix == '.csv':
         path.write_text(change(path.read_text()))
+    elif path.suffix == '.jsonl':
+        lines = studies.read_lines(path)
+        studies.write_lines(path, changed_at(lines, keys, change))
     else:
-        is_lines = path.suffix == '.jsonl'
-        whole = [studies.read_lines(path) if is_lines else json.loads(path.read_text())]
-        path_of_keys = [0, *keys]
-        last = path_of_keys.pop()
-        holder = functools.reduce(operator.getitem, path_of_keys, whole)
-        holder[last] = change(holder[last])
-        studies.write_lines(path, whole[0] if is_lines else whole)
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(changed_at(content, keys, change)) + '\n')
 
 
 def less(x):
@@ -79,11 +94,28 @@ def less(x):
 def lower_nats_of_documents(documents):
     """Lowers the losses of all test documents of the last trial by 0.01 nats a token."""
     test = documents['test']
-    test['nats'][-1] = [n - 0.01 * t for n, t in zip(test['nats'][-1], test['tokens'], strict=True)]
+    lowered = []
+    for nats, num_tokens in zip(test['nats'][-1], test['tokens'], strict=True):
+        lowered.append(nats - 0.01 * num_tokens)
+    test['nats'][-1] = lowered
     return documents
 
 
-LOWER_TEST_LOSS = [  # lowers a loss in all files that have it
+def without_no_v(entries):
+    return [entry for entry in entries if entry['variant'] != 'qk/no_v']
+
+
+def without_residuals(lines):
+    return [line | {'residual': 0.0} for line in lines]
+
+
+def without_last(lines):
+    return lines[:-1]
+
+
+# Changes of files: (file, keys, function of the value). LOWER_TEST_LOSS changes all files that
+# have the loss.
+LOWER_TEST_LOSS = [
     ('results.jsonl', (-1, 'test_loss'), less),
     ('LOG', (-1, 'test_loss', -1), less),
     ('DOCUMENTS', (), lower_nats_of_documents),
@@ -91,95 +123,129 @@ LOWER_TEST_LOSS = [  # lowers a loss in all files that have it
 REMOVE_AN_ARM = [
     ('study.json', ('variants',), lambda variants: variants[:-1]),
     ('study.json', ('arms',), lambda arms: arms[:-1]),
-    *((file, (), lambda lines: [x for x in lines if x['variant'] != 'qk/no_v'])
-      for file in ('plan.jsonl', 'results.jsonl')),
-    ('yardsticks.json', ('runs',), lambda runs: [x for x in runs if x['variant'] != 'qk/no_v']),
-]  # fmt: skip
+    ('plan.jsonl', (), without_no_v),
+    ('results.jsonl', (), without_no_v),
+    ('yardsticks.json', ('runs',), without_no_v),
+]
 NO_RESIDUAL = [
-    (file, (), lambda lines: [line | {'residual': 0.0} for line in lines])
-    for file in ('plan.jsonl', 'results.jsonl')
+    ('plan.jsonl', (), without_residuals),
+    ('results.jsonl', (), without_residuals),
 ]
 
-# Changes of files, each (file, keys, function of the value), and a part of the refusal.
+# Changes of files, and what the refusal says.
 CHANGES = [
-    ([('results.jsonl', (), lambda lines: lines[:-1])], 'not the trials of its config in their or'),
+    ([('results.jsonl', (), without_last)], 'not the trials of its config in their order'),
     ([('results.jsonl', (-1, 'num_tokens'), lambda x: x // 2)], 'num_tokens 153600, which is 3072'),
     (NO_RESIDUAL, 'has residual 0.0, which is'),
     ([('results.jsonl', (-1, 'eval_tokens'), lambda x: x + 9)], 'ends with eval_tokens'),
     (LOWER_TEST_LOSS, 'results.jsonl and logs changed since the last look'),
     ([('LOG', (-1, 'test_loss', 0), lambda x: math.nextafter(x, 9))], 'ends with test_loss'),
     ([('LOG', (-2, 'val_top_3', 0), less)], 'ends with val_top_3 .*, its results with'),
-    ([('LOG', (-2, 'loss[stdlib@test]', 0), less)], r'ends with loss\[stdlib@test\] .*, its res'),
-    ([('LOG', (-1, 'loss[stdlib@test]', 0), less)], r'ends with loss\[stdlib@test\] .*, its res'),
+    (
+        [('LOG', (-2, 'loss[stdlib@test]', 0), less)],
+        r'ends with loss\[stdlib@test\] .*, its results with',
+    ),
+    (
+        [('LOG', (-1, 'loss[stdlib@test]', 0), less)],
+        r'ends with loss\[stdlib@test\] .*, its results with',
+    ),
     ([('LOG', (2, 'val_loss', 0), less)], 'logs changed since the last look'),
-    ([('LOG', (-1, 'trials', 0, 'seed'), lambda x: 9)], 'ends with trials .* its results with'),
-    ([('LOG', (-1, 'step'), lambda x: 401)], 'does not end with the last evaluation and the fin'),
-    ([('plan.jsonl', (0, 'config', 'optimizer', 'warmup_steps'), less)], 'not the hash of its con'),
+    ([('LOG', (-1, 'trials', 0, 'seed'), lambda x: 9)], 'ends with trials .*, its results with'),
+    ([('LOG', (-1, 'step'), lambda x: 401)], 'does not end with the last evaluation and the final'),
+    (
+        [('plan.jsonl', (0, 'config', 'optimizer', 'warmup_steps'), less)],
+        'not the hash of its config',
+    ),
     ([('study.json', ('margin',), lambda x: 0.2)], 'study.json is not what the last declaration'),
     ([('study.json', ('base', 'train', 'num_steps'), less)], 'base_hash of study.json is not'),
     (REMOVE_AN_ARM, 'study.json is not what the last declaration'),
     ([('ledger.jsonl', (0, 'margin'), less)], r'ledger\.jsonl, line 1 was edited'),
-    ([('ledger.jsonl', (), lambda lines: lines[:-1])], 'changed since the last look'),
+    ([('ledger.jsonl', (), without_last)], 'changed since the last look'),
     ([('yardsticks.json', ('seconds',), less)], r'yardsticks\.json changed since the last look in'),
     ([('table.md', (), None)], r'table\.md does not exist; make it'),
     ([('table.csv', (), lambda text: text.replace('0.09', '0.08', 1))], 'table.csv does .*0.08'),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(('changes', 'message'), CHANGES, ids=lambda x: x if type(x) is str else '')
+@pytest.mark.parametrize(('changes', 'message'), CHANGES, ids=[says for _, says in CHANGES])
 def test_a_file_that_was_changed_by_hand_is_refused(study, changes, message):
-    for change in changes:
-        change_file(study, *change)
+    for file, keys, change in changes:
+        change_file(study, file, keys, change)
     with pytest.raises(ReportError, match=message):
         check_study(study)
 
 
 def test_results_that_were_changed_before_another_look_are_found(study):
-    for change in LOWER_TEST_LOSS:
-        change_file(study, *change)
+    for file, keys, change in LOWER_TEST_LOSS:
+        change_file(study, file, keys, change)
     report.write_report(study)
     with pytest.raises(ReportError, match=r'last look in .*; run \w+ is not what look 1 saw;'):
         check_study(study)
 
 
-def test_numbers_may_differ_by_rounding_but_text_may_not():
-    for kept, number, agree in ((3.14159, 3.1415951, True), (3.14159, 3.1416, False)):
-        assert near(kept, number) == agree
+def test_a_stored_number_may_differ_by_rounding():
+    assert near(3.14159, 3.1415951)
+    assert not near(3.14159, 3.1416)
 
-    # Two texts, and whether they agree.
-    for one, other, expected in (
-        ('p < 0.001, worse', 'p 0.001, worse', True),
-        ('+0.0000', '-0.0000', True),
-        ('1.5e-07', '1.6e-07', True),
-        ('13 seeds', '14 seeds', False),
-        ('p < 0.001', 'p 0.003', False),
-        ('+0.082 better', '+0.083 worse', False),
-        ('a\nb', 'a', False),
-    ):
-        assert (difference(one, other) is None) == expected
+
+@pytest.mark.parametrize(
+    ('printed', 'expected'),
+    [
+        ('p < 0.001, worse', 'p 0.001, worse'),
+        ('+0.0000', '-0.0000'),
+        ('1.5e-07', '1.6e-07'),
+    ],
+)
+def test_printed_numbers_may_differ_by_rounding(printed, expected):
+    assert difference(printed, expected) is None
+
+
+@pytest.mark.parametrize(
+    ('printed', 'expected'),
+    [
+        ('13 seeds', '14 seeds'),
+        ('p < 0.001', 'p 0.003'),
+        ('+0.082 better', '+0.083 worse'),
+        ('a\nb', 'a'),
+    ],
+)
+def test_counts_and_words_may_not_differ(printed, expected):
+    assert difference(printed, expected) is not None
+
+
+def test_a_difference_is_described_with_its_line():
     assert difference('0.082', '0.084') == "line 1: '0.082', expected '0.084'"
 
 
-def test_a_report_on_verdict_results_is_a_look(written, tmp_path):
-    report.write_report(written)  # once more
+def test_a_first_report_on_verdict_results_is_a_look(written):
+    # `written` has a report already. A second one is no other look.
+    report.write_report(written)
     entries = ledger.read(written / 'ledger.jsonl').entries
     assert [entry['event'] for entry in entries] == ['declared', 'looked']
-    unseen = studies.write_tuned(tmp_path / 'study', studies.tuned_arm('qk/vo')[:10])
-    report.write_report(unseen)
-    assert ledger.read(unseen / 'ledger.jsonl').first_look is None
 
 
-def test_an_export_has_a_few_files_of_which_the_report_is_made_again(written, tmp_path):
+def test_a_report_on_screening_alone_is_no_look(tmp_path):
+    num_screening_trials = len(studies.RATES) * len(studies.SCREENING_SEEDS)
+    screening = studies.tuned_arm('qk/vo')[:num_screening_trials]
+    study = studies.write_tuned(tmp_path / 'study', screening)
+    report.write_report(study)
+    assert ledger.read(study / 'ledger.jsonl').first_look is None
+
+
+def test_a_report_is_made_again_from_an_export(written, tmp_path):
     kept = report.export(written, tmp_path / 'kept')
-    names = 'study.json ledger.jsonl yardsticks.json logs.zip table.md table.csv'
-    assert {path.name for path in kept.iterdir()} == {*names.split()}
+
+    names = {path.name for path in kept.iterdir()}
+    logs = {'study.json', 'ledger.jsonl', 'yardsticks.json', 'logs.zip'}
+    assert names == logs | {'table.md', 'table.csv'}
     assert check_study(kept) == check_study(written)
+
     report.write_report(kept)
     for name in ('report.html', 'ledger.jsonl'):
         assert (kept / name).read_text() == (written / name).read_text()
 
 
-def test_an_export_warns_of_settings_that_name_a_directory_of_the_machine(tmp_path, caplog):
+def test_an_export_warns_of_paths_of_this_machine(tmp_path, caplog):
     study = studies.write_study(
         tmp_path / 'study',
         [studies.trial_record('qk/vo')],
@@ -187,8 +253,22 @@ def test_an_export_warns_of_settings_that_name_a_directory_of_the_machine(tmp_pa
         command='python -m experiments.ablate --workdir=/home/ann/a',
     )
     report.export(study, tmp_path / 'kept')
-    (record,) = caplog.records
-    assert 'kept/study.json contains paths of this machine in command; they stay' in record.message
+    assert len(caplog.records) == 1
+    warning = caplog.records[0].message
+    assert 'kept/study.json contains paths of this machine in command; they stay' in warning
+
+
+def test_an_export_replaces_nothing_but_exports_of_its_study(written, tmp_path):
+    file = tmp_path / 'mine.txt'
+    file.write_text('precious')
+    other_study = studies.write_study(
+        tmp_path / 'other', [studies.trial_record('qk/vo')], name='another'
+    )
+    copy_of_study = shutil.copytree(written, tmp_path / 'run')
+
+    for destination in (tmp_path, file, written, other_study, copy_of_study):
+        with pytest.raises(ReportError, match='holds something other than an export of study'):
+            report.export(written, destination)
 
 
 def write_and_interrupt(path, content):
@@ -196,20 +276,15 @@ def write_and_interrupt(path, content):
     raise KeyboardInterrupt
 
 
-def test_an_export_replaces_an_export_of_its_study_and_nothing_else(written, tmp_path, monkeypatch):
-    (tmp_path / 'mine.txt').write_text('precious')
-    other = studies.write_study(tmp_path / 'other', [studies.trial_record('qk/vo')], name='another')
-    copy = shutil.copytree(written, tmp_path / 'run')
-    for destination in (tmp_path, tmp_path / 'mine.txt', written, other, copy):
-        with pytest.raises(ReportError, match='holds something other than an export of study'):
-            report.export(written, destination)
-
-    # An export that was interrupted may be made again, and so may a finished one.
+def test_an_export_may_be_made_again(written, tmp_path, monkeypatch):
+    kept = tmp_path / 'kept'
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(stored, 'write_atomic', write_and_interrupt)
-        report.export(written, tmp_path / 'twice')
-    for _ in range(2):
-        assert report.export(written, tmp_path / 'twice') == tmp_path / 'twice'
+        report.export(written, kept)
+
+    # After the interrupted export, and after a finished one.
+    assert report.export(written, kept) == kept
+    assert report.export(written, kept) == kept
 
 
 def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
@@ -218,8 +293,9 @@ def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
     with pytest.raises(ReportError, match='README.md does not match its studies, line 3'):
         check_page(page)
 
-    # Written again, the page has the table of the study.
-    assert check_page(page, write=True) == check_page(page) == 1
+    # Written again, the page has the table of the study in its one block.
+    assert check_page(page, write=True) == 1
+    assert check_page(page) == 1
     text = page.read_text()
     assert text.startswith('before\n<!-- headline: kept -->\n| variant')
     assert 'after 1.5' in text
@@ -234,8 +310,11 @@ def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
 
 def test_an_export_to_a_bucket_writes_nothing_here(written, bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        report.export(written, 'gs://runs/kept')
-    assert {'kept/study.json', 'kept/logs.zip', 'kept/table.md'} <= set(bucket.names('runs'))
+    report.export(written, 'gs://runs/kept')
+    report.export(written, 'gs://runs/kept')  # replaces the first
+
+    names = bucket.names('runs')
+    for name in ('kept/study.json', 'kept/logs.zip', 'kept/table.md'):
+        assert name in names
     assert check_study('gs://runs/kept') == check_study(written)
-    assert not [*tmp_path.iterdir()]
+    assert list(tmp_path.iterdir()) == []
