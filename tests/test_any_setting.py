@@ -1,8 +1,8 @@
 """Whatever a setting holds, it is accepted or refused in one sentence, and nothing compiles."""
 
-import functools
 import itertools
 import math
+import operator
 
 import jax
 import pytest
@@ -83,49 +83,48 @@ class Accepted(BaseException):
 
 @pytest.fixture(scope='module')
 def accepts(tmp_path_factory):
-    """accepts(kind, changes, text) -> whether the config of this kind with the changes is accepted.
+    """accepts(kind, changes, as_flags=...): whether CONFIGS[kind] with the changes is accepted.
 
-    It fails the test where a refusal has several lines or anything compiles. With `text`, changes
-    are given as on the command line, otherwise as in a file. The data is text that is prepared at
-    once, in as many documents as a study asks for.
+    Changes are given as flags on the command line, or as a file has them. The test fails where a
+    refusal has several lines, or where anything compiles.
     """
     directory = tmp_path_factory.mktemp('any')
-    numbers = itertools.count()
+    write_texts(directory / 'texts')
+    paths = {'path': str(directory / 'texts'), 'data_dir': str(directory / 'data')}
+    run_numbers = itertools.count()
     compilations = []
-    data = {'path': str(directory / 'texts'), 'data_dir': str(directory / 'data')}
-    for split in ('train', 'validation', 'test'):
-        (directory / 'texts' / split).mkdir(parents=True)
-        for number in range(100):
-            (directory / 'texts' / split / f'{number}.txt').write_text(f'{split} {number} ' * 9)
-        for language in ('en', 'de'):
-            pairs = directory / 'texts' / f'{split}.{language}'
-            pairs.write_text(f'{split} {language}\n' * 20)
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **_: 'backend_compile' in event and compilations.append(event)
-    )
+
+    def note_compilation(event, duration, **_):
+        if 'backend_compile' in event:
+            compilations.append(event)
 
     def accept(*args, **kwargs):
         raise Accepted
 
-    def try_settings(kind, changes, text) -> bool:
+    def try_settings(kind, changes, as_flags) -> bool:
         section = 'base.data' if kind == 'study' else 'data'
-        changes = {f'{section}.{name}': value for name, value in data.items()} | changes
+        paths_in_section = {f'{section}.{name}': path for name, path in paths.items()}
+        changes = paths_in_section | changes
+        replace = parse_overrides if as_flags else replace_fields
         try:
-            config = (parse_overrides if text else replace_fields)(CONFIGS[kind], changes)
-            start = train
+            config = replace(CONFIGS[kind], changes)
+            run_directory = directory / str(next(run_numbers))
             if isinstance(config, Study):
                 table(build_arms(config), config.match)
-                start = worker.run
-            start(config, directory / str(next(numbers)))
+                worker.run(config, run_directory)
+            else:
+                train(config, run_directory)
             raise AssertionError(f'{changes} ended without a program')
         except Accepted:
             return True
         except (ConfigError, CheckpointError) as error:
-            assert str(error) and '\n' not in str(error), (changes, str(error))
+            assert str(error), changes
+            assert '\n' not in str(error), (changes, str(error))
             return False
         finally:
             assert not compilations, changes
 
+    jax.monitoring.register_event_duration_secs_listener(note_compilation)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'train_steps', accept)
         patch.setattr(worker, 'make_directory', accept)
@@ -133,9 +132,21 @@ def accepts(tmp_path_factory):
         yield try_settings
 
 
+def write_texts(directory):
+    """Writes a small corpus of documents, and one of pairs in English and German."""
+    for split in ('train', 'validation', 'test'):
+        (directory / split).mkdir(parents=True)
+        for number in range(100):  # as many documents as a study asks for
+            (directory / split / f'{number}.txt').write_text(f'{split} {number} ' * 9)
+        for language in ('en', 'de'):
+            (directory / f'{split}.{language}').write_text(f'{split} {language}\n' * 20)
+
+
 def parse_overrides(config, changes):
     """The config as the command line overrides it; what it cannot parse is a ConfigError."""
-    arguments = ['train', *(f'--config.{name}={as_typed(x)}' for name, x in changes.items())]
+    arguments = ['train']
+    for name, value in changes.items():
+        arguments.append(f'--config.{name}={as_typed(value)}')
     try:
         values = flags.FlagValues()
         config_flags.DEFINE_config_dict(
@@ -144,7 +155,8 @@ def parse_overrides(config, changes):
         values(arguments)
         return from_config_dict(values.config)
     except MALFORMED as error:
-        raise ConfigError((str(error) or type(error).__name__).splitlines()[0]) from error
+        message = str(error) or type(error).__name__
+        raise ConfigError(message.splitlines()[0]) from error
 
 
 def replace_fields(config, changes):
@@ -152,50 +164,76 @@ def replace_fields(config, changes):
     values = to_json(config)
     for name, value in changes.items():
         *sections, field = name.split('.')
-        functools.reduce(lambda at, key: at.setdefault(key, {}), sections, values)[field] = value
+        holder = values
+        for section in sections:
+            holder = holder.setdefault(section, {})
+        holder[field] = value
     return from_json(type(config), values)
 
 
 def as_typed(value) -> str:
-    """As on the command line, which holds no null characters."""
+    """The text of a value on the command line, which cannot have null characters."""
     return value.replace('\0', '') if isinstance(value, str) else repr(value)
 
 
 @pytest.mark.parametrize('kind', CONFIGS)
-def test_every_field_accepts_an_extreme_value_or_refuses_it_in_one_sentence(accepts, kind):
-    """By turns, values are given as on the command line and as in a file."""
-    assert accepts(kind, {}, text=True)
-    assert accepts(kind, {}, text=False)
+def test_a_config_is_accepted_as_flags_and_in_a_file(accepts, kind):
+    assert accepts(kind, {}, as_flags=True)
+    assert accepts(kind, {}, as_flags=False)
+
+
+@pytest.mark.parametrize('kind', CONFIGS)
+def test_an_extreme_value_is_accepted_or_refused_in_one_sentence(accepts, kind):
+    """`accepts` fails where a refusal is not one sentence. Its result does not matter here."""
     extremes = NUMBERS + TEXTS
-    for number, name in enumerate(FIELDS_TO_TRY[kind]):
-        # `accepts` fails unless the config is valid, or refused in one sentence.
-        accepts(kind, {name: extremes[5 * number % len(extremes)]}, text=number % 2 == 0)
-        if FIELDS[kind][name].bounds.path:
-            for path in ('\0', 'a\nb', 'x' * 5000):
-                assert not accepts(kind, {name: path}, text=False)
+    for place, field in enumerate(FIELDS_TO_TRY[kind]):
+        value = extremes[5 * place % len(extremes)]
+        accepts(kind, {field: value}, as_flags=place % 2 == 0)
 
 
-def changes_of(kind: str):
-    changes = st.dictionaries(st.sampled_from([*FIELDS[kind]]), VALUES, min_size=1, max_size=3)
-    return st.tuples(st.just(kind), changes, st.booleans())
+@pytest.mark.parametrize('path', ['\0', 'a\nb', 'x' * 5000], ids=['null', 'newline', 'long'])
+def test_a_path_that_cannot_exist_is_refused(accepts, path):
+    for kind, fields in FIELDS_TO_TRY.items():
+        for field in fields:
+            if FIELDS[kind][field].bounds.path:
+                assert not accepts(kind, {field: path}, as_flags=False)
 
 
-@pytest.mark.parametrize('examples', slow_except([15], [15, 5000]))
-def test_random_values_are_accepted_or_refused_in_one_sentence(accepts, examples):
-    fixed = {'derandomize': True, 'database': None, 'deadline': None}
-    options = settings(max_examples=examples, suppress_health_check=list(HealthCheck), **fixed)
+def arguments_of_accepts(kind: str):
+    """A strategy for the arguments of `accepts`: one to three changed fields of a config."""
+    fields = st.sampled_from(list(FIELDS[kind]))
+    changes = st.dictionaries(fields, VALUES, min_size=1, max_size=3)
+    as_flags = st.booleans()
+    return st.tuples(st.just(kind), changes, as_flags)
 
-    @options
-    @given(st.one_of(*map(changes_of, CONFIGS)))
-    # `accepts` fails unless the config is valid, or refused in one sentence.
-    def check(changes):
-        accepts(*changes)
+
+@pytest.mark.parametrize('num_examples', slow_except([15], [15, 5000]))
+def test_random_values_are_accepted_or_refused_in_one_sentence(accepts, num_examples):
+    """`accepts` fails where a refusal is not one sentence. Its result does not matter here."""
+
+    @settings(
+        max_examples=num_examples,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+        deadline=None,
+    )
+    @given(st.one_of(*map(arguments_of_accepts, CONFIGS)))
+    def check(arguments):
+        kind, changes, as_flags = arguments
+        accepts(kind, changes, as_flags)
 
     check()
 
 
+def is_optional(kind: str, field: str) -> bool:
+    return 'None' in str(FIELDS[kind][field].kind)
+
+
 def test_optional_settings_are_switched_off_on_the_command_line():
-    for kind, names in FIELDS_TO_TRY.items():
-        for name in (name for name in names if 'None' in str(FIELDS[kind][name].kind)):
-            changed = parse_overrides(CONFIGS[kind], {name: None})
-            assert functools.reduce(getattr, name.split('.'), changed) is None, name
+    for kind, fields in FIELDS_TO_TRY.items():
+        for field in fields:
+            if is_optional(kind, field):
+                changed = parse_overrides(CONFIGS[kind], {field: None})
+                value = operator.attrgetter(field)(changed)
+                assert value is None, field
