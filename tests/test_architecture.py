@@ -19,19 +19,36 @@ from tests.processes import ROOT
 FOLDERS = ('qkattn', 'experiments', 'examples')
 FILES = sorted(path for folder in FOLDERS for path in ROOT.glob(f'{folder}/**/*.py'))
 # Lowest first. Rooms of one layer do not import each other.
-LAYERS = ['errors', 'config', 'metrics, stats', 'jobs', 'storage', 'attention', 'model']
-LAYERS += ['data', 'analysis, decode', 'train', 'convert', 'study']
-LAYERS += ['verdict', 'report', 'claims, explorer, benchmark']
-LAYERS += ['experiments, examples, __main__']
-LAYER = {room: number for number, layer in enumerate(LAYERS) for room in layer.split(', ')}
+LAYERS = [
+    ['errors'],
+    ['config'],
+    ['metrics', 'stats'],
+    ['jobs'],
+    ['storage'],
+    ['attention'],
+    ['model'],
+    ['data'],
+    ['analysis', 'decode'],
+    ['train'],
+    ['convert'],
+    ['study'],
+    ['verdict'],
+    ['report'],
+    ['claims', 'explorer', 'benchmark'],
+    ['experiments', 'examples', '__main__'],
+]
+LAYER = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
 
 # Imported where it is used: only reading .pt files needs it.
 OPTIONAL = {'torch'}
 
 
 def module_of(path: Path) -> str:
+    """Returns the import path of a file, such as 'qkattn.train.loop'."""
     parts = path.relative_to(ROOT).with_suffix('').parts
-    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+    if parts[-1] == '__init__':
+        parts = parts[:-1]
+    return '.'.join(parts)
 
 
 MODULES = {module_of(path): path for path in FILES}
@@ -40,63 +57,85 @@ PACKAGES = {path.parent.name for path in ROOT.glob('experiments/*/__init__.py')}
 
 
 def room_of(module: str) -> str | None:
-    """Returns the room of a module of ours; None for the top of the package and for others."""
+    """Returns the package of a module of ours, such as 'train'.
+
+    It is None for qkattn itself and for modules that are not ours.
+    """
     top, *inside = module.split('.')
     if top == 'experiments':
-        return inside[0] if inside and inside[0] in PACKAGES else top
+        is_in_package = bool(inside) and inside[0] in PACKAGES
+        return inside[0] if is_in_package else 'experiments'
     if top == 'examples':
-        return top
+        return 'examples'
     if top == 'qkattn' and inside:
         return inside[0]
     return None
 
 
 def modules_imported_by(node: ast.AST) -> Iterator[str]:
-    """The modules of ours that one import statement names."""
+    """Yields the modules of ours that a statement imports."""
+    names = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, 'imports are absolute'
-        whole = [f'{node.module}.{alias.name}' for alias in node.names]
-        names = [name if name in MODULES else str(node.module) for name in whole]
-    else:
-        return
-    yield from (name for name in names if name.split('.')[0] in FOLDERS)
+        for alias in node.names:
+            # `from PACKAGE import NAME` imports the module PACKAGE.NAME if there is one.
+            submodule = f'{node.module}.{alias.name}'
+            names.append(submodule if submodule in MODULES else str(node.module))
+    for name in names:
+        if name.split('.')[0] in FOLDERS:
+            yield name
 
 
-def upward_imports(path: Path) -> Iterator[str]:
-    """Yields imports of packages that are not below that of the module."""
+def upward_imports(path: Path) -> list[str]:
+    """Returns the imports of packages that are not below that of the module."""
     room = room_of(module_of(path))
     if room is None:
-        return
+        return []
+    problems = []
     for node in ast.walk(ast.parse(path.read_text())):
-        for other in {room_of(module) for module in modules_imported_by(node)} - {room, None}:
+        for module in modules_imported_by(node):
+            other = room_of(module)
+            if other is None or other == room:
+                continue
             if LAYER[other] >= LAYER[room]:
-                yield f'{path.relative_to(ROOT)}: imports {other}'
+                problems.append(f'{path.relative_to(ROOT)}: imports {other}')
+    return problems
 
 
 def test_imports_point_down():
-    assert not {problem for path in FILES for problem in upward_imports(path)}
+    problems = [problem for path in FILES for problem in upward_imports(path)]
+    assert problems == []
 
 
-def imports_in_blocks(path: Path) -> Iterator[str]:
-    """Yields imports that are not at the top level of the module, but for optional packages."""
+def imports_in_blocks(path: Path) -> list[str]:
+    """Returns the imports that are not at the top level of the module.
+
+    An `import` of optional packages alone may be anywhere.
+    """
     tree = ast.parse(path.read_text())
+    places = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and {alias.name for alias in node.names} <= OPTIONAL:
+        if not isinstance(node, ast.Import | ast.ImportFrom) or node in tree.body:
             continue
-        if isinstance(node, ast.Import | ast.ImportFrom) and node not in tree.body:
-            yield f'{path.relative_to(ROOT)}, line {node.lineno}'
+        names = {alias.name for alias in node.names}
+        if isinstance(node, ast.Import) and names <= OPTIONAL:
+            continue
+        places.append(f'{path.relative_to(ROOT)}, line {node.lineno}')
+    return places
 
 
 def test_imports_stand_at_the_top():
-    assert not {place for path in FILES for place in imports_in_blocks(path)}
+    places = [place for path in FILES for place in imports_in_blocks(path)]
+    assert places == []
 
 
 def is_parallel(node: ast.AST) -> bool:
     """Whether a statement assigns several values to several names at once, as in `a, b = c, d`.
 
-    Swaps and sizes, `T, D = 4, 16`, are none; nor is the unpacking of one value, `T, D = x.shape`.
+    A swap does not count, nor do sizes, as in `T, D = 4, 16`, nor the unpacking of one value, as in
+    `T, D = x.shape`.
     """
     if not isinstance(node, ast.Assign):
         return False
@@ -125,54 +164,59 @@ def test_a_parallel_assignment_is_recognized(statement, parallel):
 
 
 def test_no_statement_assigns_unrelated_values_at_once():
-    parallel = {
-        f'{path.relative_to(ROOT)}, line {node.lineno}'
-        for path in [*FILES, *ROOT.glob('tests/**/*.py')]
-        for node in ast.walk(ast.parse(path.read_text()))
-        if is_parallel(node)
-    }
-    assert not parallel
+    places = []
+    for path in [*FILES, *ROOT.glob('tests/**/*.py')]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if is_parallel(node):
+                places.append(f'{path.relative_to(ROOT)}, line {node.lineno}')
+    assert places == []
 
 
 @pytest.fixture(scope='module')
 def imports_by_module():
-    """The modules of ours that each of our modules imports, by name."""
-    trees = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
-    return {
-        module: {other for node in tree.body for other in modules_imported_by(node)} - {module}
-        for module, tree in trees.items()
-    }
+    """For each of our modules, the others of our modules that it imports."""
+    imports = {}
+    for module, path in MODULES.items():
+        imports[module] = set()
+        for node in ast.parse(path.read_text()).body:
+            imports[module].update(modules_imported_by(node))
+        imports[module].discard(module)
+    return imports
 
 
 def test_imports_between_modules_form_no_circle(imports_by_module):
-    tuple(
-        graphlib.TopologicalSorter(imports_by_module).static_order()
-    )  # raises CycleError, which shows it
+    # Raises CycleError, with the circle, if there is one.
+    graphlib.TopologicalSorter(imports_by_module).prepare()
 
 
-def test_output_of_other_programs_is_decoded_by_one_function_that_accepts_any_bytes():
-    """subprocess would raise an error for a file name or a message that is not UTF-8."""
-    strict = {'text', 'universal_newlines', 'encoding'}
+def test_output_of_programs_is_decoded_by_one_function():
+    """It accepts any bytes. subprocess itself would raise an error for bytes that are not UTF-8."""
+    decoding_arguments = {'text', 'universal_newlines', 'encoding'}
     helpers = {ROOT / 'qkattn/jobs/output.py', ROOT / 'launch/arguments.py'}
+    files = {*FILES, *ROOT.glob('launch/*.py')} - helpers
     places = []
-    for path in {*FILES, *ROOT.glob('launch/*.py')} - helpers:
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
-            of_subprocess = ast.unparse(node.func).startswith('subprocess.')
-            if of_subprocess and strict & {keyword.arg for keyword in node.keywords}:
+            is_of_subprocess = ast.unparse(node.func).startswith('subprocess.')
+            arguments = {keyword.arg for keyword in node.keywords}
+            if is_of_subprocess and arguments & decoding_arguments:
                 places.append(f'{path.relative_to(ROOT)}, line {node.lineno}')
-    assert not places
+    assert places == []
 
 
 def loaded_by(module: str, imports_by_module: dict[str, set[str]]) -> set[str]:
-    """The modules of ours that an import of the module loads, itself among them."""
+    """Returns the modules of ours that `import module` loads, the module included."""
     loaded: set[str] = set()
-    pending = {module}
+    pending = [module]
     while pending:
-        loaded |= pending
-        packages = {name.rpartition('.')[0] for name in pending} & imports_by_module.keys()
-        pending = set().union(packages, *(imports_by_module[name] for name in pending)) - loaded
+        name = pending.pop()
+        if name in loaded or name not in imports_by_module:
+            continue
+        loaded.add(name)
+        package = name.rpartition('.')[0]
+        pending += [package, *imports_by_module[name]]
     return loaded
 
 
@@ -184,37 +228,55 @@ def test_attention_layers_need_few_packages(imports_by_module):
                 packages |= {alias.name.partition('.')[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 packages.add(node.module.partition('.')[0])
-    assert packages - sys.stdlib_module_names == {'flax', 'jax', 'numpy', 'qkattn', 'scipy'}
+    third_party = packages - sys.stdlib_module_names
+    assert third_party == {'flax', 'jax', 'numpy', 'qkattn', 'scipy'}
 
 
+# Files and folders of the package.
 ENTRIES = {path.name for path in ROOT.glob('qkattn/*') if path.name != '__pycache__'}
 TOP_FILES = {'__init__.py', '__main__.py', 'errors.py', 'py.typed'}
 
 
 def test_modules_are_in_subpackages():
-    assert {name for name in ENTRIES if '.' in name} == TOP_FILES
+    files = {name for name in ENTRIES if '.' in name}
+    assert files == TOP_FILES
 
 
 def test_every_package_has_a_layer():
-    assert ENTRIES - TOP_FILES | PACKAGES <= LAYER.keys()
+    packages = (ENTRIES - TOP_FILES) | PACKAGES
+    assert packages <= LAYER.keys()
+
+
+IMPORTS_WITHOUT_JAX = """
+import sys
+import qkattn
+
+dir(qkattn)
+assert 'jax' not in sys.modules
+assert 'numpy' not in sys.modules
+
+import qkattn.config
+import qkattn.metrics
+import qkattn.stats
+import qkattn.verdict
+import qkattn.report.verify
+
+assert 'jax' not in sys.modules
+"""
 
 
 def test_packages_that_read_results_do_not_import_jax():
-    names = ('config', 'metrics', 'stats', 'verdict', 'report.verify')
-    rooms = [f'qkattn.{name}' for name in names]
-    program = f"""
-import sys, qkattn
-dir(qkattn)
-assert not {{'jax', 'numpy'}} & {{*sys.modules}}
-import {', '.join(rooms)}
-assert 'jax' not in sys.modules"""
-    assert subprocess.run([sys.executable, '-c', program], cwd=ROOT).returncode == 0
+    done = subprocess.run([sys.executable, '-c', IMPORTS_WITHOUT_JAX], cwd=ROOT)
+    assert done.returncode == 0
 
 
 def test_every_public_name_is_exported():
     for name in qkattn.__all__:
         assert callable(getattr(qkattn, name))
         assert not (ROOT / 'qkattn' / name).exists(), 'the name of a package'
+
+
+def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="'qkattn' has no attribute 'biuld'"):
         _ = qkattn.biuld
 
