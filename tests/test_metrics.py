@@ -19,31 +19,52 @@ from tests.refusals import refused
 
 def test_every_metric_of_the_table_is_described():
     for name, metric in metrics.METRICS.items():
-        assert metric.name == name and metric.label and metric.description.endswith('.')
-        assert metric.value is not None or not metric.logged
-        assert (metric.direction == 'lower') == (metric.role in ('loss', 'error'))
-    kinds = metrics.result_fields()
-    assert (kinds['test_loss_se'], kinds['val_num_sentences']) == (float, int)
+        assert metric.name == name
+        assert metric.label
+        assert metric.description.endswith('.')
+        if metric.logged:
+            assert metric.value is not None
+        is_error = metric.role in ('loss', 'error')
+        assert (metric.direction == 'lower') == is_error
+
+
+def test_fields_of_results_have_types():
+    types = metrics.result_fields()
+    assert types['test_loss_se'] is float
+    assert types['val_num_sentences'] is int
+
+
+def test_a_metric_has_no_field_for_another_prefix():
     with pytest.raises(ValueError, match="induction_gain has no prefix 'test'"):
         metrics.METRICS['induction_gain'].field('test')
 
 
 def test_perplexity_of_a_uniform_guess(recwarn):
-    assert metrics.perplexity(math.log(50)) == pytest.approx(50)
-    assert metrics.perplexity(1e4) == metrics.perplexity(math.inf) == math.inf
+    vocab_size = 50
+    assert metrics.perplexity(math.log(vocab_size)) == pytest.approx(vocab_size)
+    assert not recwarn.list
+
+
+def test_perplexity_of_losses_without_a_finite_one(recwarn):
+    assert metrics.perplexity(1e4) == math.inf  # an overflow
+    assert metrics.perplexity(math.inf) == math.inf
     assert math.isnan(metrics.perplexity(math.nan))
     assert not recwarn.list
 
 
 def test_bits_per_byte_of_a_uniform_guess():
-    assert metrics.bits_per_byte(math.log(2**12), 4.0) == pytest.approx(3)
+    # 12 bits for each token of 4 bytes.
+    assert metrics.bits_per_byte(math.log(2**12), bytes_per_token=4.0) == pytest.approx(3)
+
+
+def test_bits_per_byte_need_a_number_of_bytes():
     with pytest.raises(ConfigError, match='bytes_per_token=nan must be above 0'):
         metrics.bits_per_byte(1.0, math.nan)
 
 
 # Metrics from outside the package
 
-R, T, V, X = 6, 20, 13, 2
+R, T, V, X = 6, 20, 13, 2  # rows, tokens of a row, vocabulary, trials
 EXAMPLES = ['confidence:top(k=3)', 'confidence:ENTROPY', 'confidence:CALIBRATION']
 
 
@@ -55,38 +76,66 @@ def config_of(*names):
     return Config(model=ModelConfig(vocab_size=V), train=TrainConfig(metrics=names))
 
 
-def test_a_metric_keeps_its_contract(outside, metric):
+def outside_metric(known):
+    """The only metric that is not in the table of metrics."""
+    (name,) = known.keys() - metrics.METRICS.keys()
+    return known[name]
+
+
+def test_a_metric_is_a_mean_over_targets(outside, metric):
     check_metrics(config_of(metric))
     known = metrics.named([metric])
-    rng = np.random.default_rng(0)
-    (name,) = known.keys() - metrics.METRICS.keys()
+    name = outside_metric(known).name
     measure = jax.jit(functools.partial(per_target, known))
 
-    def values(logits_XRTV, targets_RT, weights_RT):
+    def evaluate(logits_XRTV, targets_RT, weights_RT):
         """The metric of X trials, computed as an evaluation does."""
         weights_RT = jax.numpy.asarray(weights_RT)
-        trials = [metrics.row_sums(measure(x, targets_RT), weights_RT) for x in logits_XRTV]
-        sums = {n: np.stack([np.float64(t[n]) for t in trials], axis=1) for n in trials[0]}
+        sums_of_trials = []
+        for logits_RTV in logits_XRTV:
+            measured = measure(logits_RTV, targets_RT)
+            sums_of_trials.append(metrics.row_sums(measured, weights_RT))
+        sums = {}
+        for sum_name in sums_of_trials[0]:
+            rows_of_trials = [np.float64(trial[sum_name]) for trial in sums_of_trials]
+            sums[sum_name] = np.stack(rows_of_trials, axis=1)
         return metrics.values(sums, 1.0, known)[name]
 
+    # Weights are 0 where there is no target. The last row has none.
+    rng = np.random.default_rng(0)
     logits_XRTV = 3 * rng.standard_normal((X, R, T, V)).astype(np.float32)
     targets_RT = rng.integers(0, V, (R, T))
     weights_RT = np.float32(rng.random((R, T)) < 0.7)
     weights_RT[-1] = 0
-    got_X = values(logits_XRTV, targets_RT, weights_RT)
-    assert np.shape(got_X) == (X,) and np.isfinite(got_X).all() and got_X[0] != got_X[1]
-    # Neither the length of a row nor what stands where there is no target changes a mean.
+
+    values_X = evaluate(logits_XRTV, targets_RT, weights_RT)
+    assert np.shape(values_X) == (X,)
+    assert np.isfinite(values_X).all()
+    assert values_X[0] != values_X[1]
+
+    # Logits where there is no target do not matter.
     logits_XRTV[:, weights_RT == 0] = np.nan
-    halves = [
+    without_others_X = evaluate(logits_XRTV, targets_RT, weights_RT)
+    np.testing.assert_allclose(without_others_X, values_X, rtol=1e-5)
+
+    # The length of rows does not matter.
+    of_half_rows_X = evaluate(
         logits_XRTV.reshape(X, 2 * R, T // 2, V),
-        *(array.reshape(2 * R, T // 2) for array in (targets_RT, weights_RT)),
-    ]
-    for arrays in ((logits_XRTV, targets_RT, weights_RT), halves):
-        np.testing.assert_allclose(values(*arrays), got_X, rtol=1e-5)
-    recorded = metrics_of(describe_outside_metrics(known))[name]
-    printed = ('name', 'label', 'unit', 'scale', 'decimals', 'direction', 'prefixes', 'for_text')
-    assert [getattr(recorded, n) for n in printed] == [getattr(known[name], n) for n in printed]
-    assert recorded.text(0.5) == known[name].text(0.5)
+        targets_RT.reshape(2 * R, T // 2),
+        weights_RT.reshape(2 * R, T // 2),
+    )
+    np.testing.assert_allclose(of_half_rows_X, values_X, rtol=1e-5)
+
+
+def test_a_metric_is_read_from_results_as_it_was(outside, metric):
+    known = metrics.named([metric])
+    original = outside_metric(known)
+    read = metrics_of(describe_outside_metrics(known))[original.name]
+
+    fields = ('name', 'label', 'unit', 'scale', 'decimals', 'direction', 'prefixes', 'for_text')
+    for field in fields:
+        assert getattr(read, field) == getattr(original, field)
+    assert read.text(0.5) == original.text(0.5)
 
 
 BAD_MODULE = """
@@ -104,10 +153,17 @@ def fails(*, k=1): return 1 / 0
 """
 
 
-def test_an_object_that_is_no_metric_is_refused_in_one_sentence(outside):
+@pytest.fixture
+def bad_module(outside):
+    """Makes `bad`, a module of objects that are no metrics, importable."""
     (outside / 'bad.py').write_text(BAD_MODULE)
-    # The object in bad.py, and what the refusal says.
-    for name, says in (
+    yield
+    sys.modules.pop('bad')
+
+
+@pytest.mark.parametrize(
+    ('name', 'says'),
+    [
         ('jnp', "train.metrics='bad:jnp' is not a Metric, or a function"),
         ('fails', 'fails, ZeroDivisionError in .*bad.py, line 12: '),
         ('FIELD', "metric 'tokens' has the name of another"),
@@ -116,7 +172,8 @@ def test_an_object_that_is_no_metric_is_refused_in_one_sentence(outside):
         ('MISSING', "metrics='bad:MISSING' fails, KeyError in .* line 9"),
         ('NOTHING', "metric 'mine' must have per_target, value or both"),
         ('SEVERAL', "metric 'mine' gives several numbers for each target, so it needs value"),
-    ):
-        with refused(says):
-            check_metrics(config_of(f'bad:{name}'))
-    sys.modules.pop('bad')
+    ],
+)
+def test_an_object_that_is_no_metric_is_refused_in_one_sentence(bad_module, name, says):
+    with refused(says):
+        check_metrics(config_of(f'bad:{name}'))
