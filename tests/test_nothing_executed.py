@@ -28,13 +28,16 @@ from tests.refusals import refused
 
 def test_no_module_beside_a_run_is_executed(tmp_path):
     """Variants from outside the package come from the path of the interpreter alone."""
-    with pytest.raises(SystemExit):  # it would be noticed
-        pickle.loads(PICKLE)
     config = {'hash': 'x', 'config': {'model': {'score': 'evil:Score'}}}
     (tmp_path / 'evil.py').write_text('raise SystemExit')
     (tmp_path / 'config.json').write_text(json.dumps(config))
     with refused('.', (ConfigError, SpecError)):
         exported.load(tmp_path)
+
+
+def test_loading_the_pickle_of_the_tests_would_be_noticed():
+    with pytest.raises(SystemExit):
+        pickle.loads(PICKLE)
 
 
 def test_torch_checkpoints_are_loaded_as_weights_alone(tmp_path, monkeypatch):
@@ -58,45 +61,56 @@ def evil_name(tmp_path, monkeypatch):
 
 def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tmp_path):
     config = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
-    save_model(tmp_path / 'w', config)
-    # The exported description, without the checksum, which would notice the change.
-    about = json.loads((tmp_path / 'w' / exported.ABOUT).read_text())
-    del about['crc32']
-    for field in ('score', 'value', 'pattern'):
-        named = f'qk/vo,{evil_name}/vo' if field == 'pattern' else f'{evil_name}(a=1)'
-        model = about['model'] | {field: named}
-        (tmp_path / 'w' / exported.ABOUT).write_text(json.dumps(about | {'model': model}))
-        says = 'qkattn.json names evil:Name, code that is imported only if you name it too; '
+    weights = tmp_path / 'weights'
+    save_model(weights, config)
+    description = json.loads((weights / exported.ABOUT).read_text())
+    del description['crc32']  # It would notice the changes below.
+    evil_settings = {
+        'score': f'{evil_name}(a=1)',
+        'value': f'{evil_name}(a=1)',
+        'pattern': f'qk/vo,{evil_name}/vo',
+    }
+    refusal = 'qkattn.json names evil:Name, code that is imported only if you name it too; '
 
-        # Loading and training refuse; a user who names the code runs it (it exits).
-        with refused(f'{says}if you trust it, give --imports=evil:Name'):
-            loading.load(tmp_path / 'w')
-        with refused(f"{says}name it in the model's settings too"):
-            InitialParameters(tiny(train={'init_from': str(tmp_path / 'w')})).load()
+    for field, setting in evil_settings.items():
+        model = description['model'] | {field: setting}
+        (weights / exported.ABOUT).write_text(json.dumps(description | {'model': model}))
+
+        # Loading and training refuse.
+        with refused(f'{refusal}if you trust it, give --imports=evil:Name'):
+            loading.load(weights)
+        with refused(f"{refusal}name it in the model's settings too"):
+            InitialParameters(tiny(train={'init_from': str(weights)})).load()
+
+        # A user who names the code runs it, and it exits.
         with pytest.raises(SystemExit):
-            loading.load(tmp_path / 'w', imports=[evil_name])
+            loading.load(weights, imports=[evil_name])
 
 
 def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
     """Metrics from outside are read as data, and yardsticks open only data that the user names."""
     records = [
-        studies.outside_record(variant, corpus=evil_name)
-        for variant in ('qk/vo', f'{evil_name}/vo')
+        studies.outside_record('qk/vo', corpus=evil_name),
+        studies.outside_record(f'{evil_name}/vo', corpus=evil_name),
     ]
     path = studies.write_study(tmp_path / 'study', records)
-    outside = {
-        'train__metrics': [evil_name],
-        'data__tokenizer': evil_name,
-        'optimizer__name': evil_name,
-    }
     for record in records:
-        studies.edit_plan(path, record['run'], **outside)
+        studies.edit_plan(
+            path,
+            record['run'],
+            train__metrics=[evil_name],
+            data__tokenizer=evil_name,
+            optimizer__name=evil_name,
+        )
+
+    # Reports and their check import nothing. The check finds that plans were edited.
     report.show_report(path)
-    with refused('plan.jsonl is not the hash of its config', ReportError):  # which was edited
+    with refused('plan.jsonl is not the hash of its config', ReportError):
         verify.check_study(path)
-    with refused(
-        'plan.jsonl names evil:Name, code that is .*; if you trust it, give --imports=evil'
-    ):
+
+    # Yardsticks import what the user names too, and the code exits.
+    refusal = 'plan.jsonl names evil:Name, code that is .*; if you trust it, give --imports=evil'
+    with refused(refusal):
         yardsticks.record(path, [])
     with pytest.raises(SystemExit):
         yardsticks.record(path, [evil_name])
