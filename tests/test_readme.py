@@ -46,20 +46,23 @@ def between(text: str, begin: str, end: str) -> str:
     return text.split(begin)[1].split(end)[0].strip()
 
 
-def test_tables_of_variants_are_generated():
-    # The stored measurements of all variants are those that would be measured now.
-    stored = variant_tables.stored()
-    assert json.loads(json.dumps(variant_catalogue.measured())) == stored
+def test_stored_measurements_of_variants_are_up_to_date():
+    measured = variant_catalogue.measured()
+    assert json.loads(json.dumps(measured)) == variant_tables.stored()
 
-    # Every registered score and value is documented.
-    scores, values = map(set, zip(*variant_catalogue.documented_variants(), strict=True))
-    assert scores >= {*SCORES}
-    assert values >= {*VALUES}
 
-    # The page has the table that is written from them.
-    made = variant_tables.markdown(stored).strip()
+def test_every_registered_score_and_value_is_documented():
+    documented_variants = variant_catalogue.documented_variants()
+    documented_scores = {score for score, _ in documented_variants}
+    documented_values = {value for _, value in documented_variants}
+    assert documented_scores >= set(SCORES)
+    assert documented_values >= set(VALUES)
+
+
+def test_the_page_of_variants_has_the_generated_table():
+    generated = variant_tables.markdown(variant_tables.stored()).strip()
     begin = '<!-- catalogue: python -m experiments.variants --markdown -->'
-    assert between(VARIANTS, begin, '<!-- end -->') == made
+    assert between(VARIANTS, begin, '<!-- end -->') == generated
 
 
 def test_the_readme_is_short():
@@ -68,7 +71,7 @@ def test_the_readme_is_short():
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """Import path of the score of the README's example."""
+    """The score of the README's example, importable as 'signed_diagonal:SignedDiagonal'."""
     code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
     (tmp_path / 'signed_diagonal.py').write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -78,11 +81,13 @@ def example(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_passes_the_contract_tests(example, tmp_path):
+    tests = 'tests/attention/test_contract.py'
+    options = ['-q', '-p', 'no:cacheprovider', f'--variant={example}/vo']
+    python_path = os.pathsep.join([str(ROOT), str(tmp_path)])
     done = subprocess.run(
-        [sys.executable, '-m', 'pytest', '-q', 'tests/attention/test_contract.py']
-        + ['-p', 'no:cacheprovider', f'--variant={example}/vo'],
+        [sys.executable, '-m', 'pytest', tests, *options],
         cwd=ROOT,
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), str(tmp_path)])},
+        env={**os.environ, 'PYTHONPATH': python_path},
         capture_output=True,
         text=True,
         timeout=600,
@@ -100,81 +105,118 @@ def test_every_path_that_a_page_names_exists():
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings of a page, as GitHub makes them."""
-    slugs: list[str] = []
-    text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
-    for title in re.findall(r'^#{1,6} +(.+?)[ #]*$', text, re.M):
-        shown = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', title)  # a link shows its text
-        slugs.append(re.sub(r'[^\w\- ]', '', shown.lower()).replace(' ', '-'))
-    seen: Counter[str] = Counter()
-    numbered = set()
-    for slug in slugs:
-        numbered.add(f'{slug}-{seen[slug]}' if seen[slug] else slug)
-        seen[slug] += 1
-    return numbered
+    """The anchors of the headings of a page, as GitHub makes them.
+
+    The heading 'Use a layer' has the anchor 'use-a-layer', and a second one 'use-a-layer-1'.
+    """
+    without_code = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
+    num_seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r'^#{1,6} +(.+?)[ #]*$', without_code, re.M):
+        text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading)  # [text](target) -> text
+        anchor = re.sub(r'[^\w\- ]', '', text.lower()).replace(' ', '-')
+        found.add(f'{anchor}-{num_seen[anchor]}' if anchor in num_seen else anchor)
+        num_seen[anchor] += 1
+    return found
 
 
 def test_every_link_leads_to_a_file_and_to_a_heading_in_it():
     for page in PAGES:
-        for path, anchor in re.findall(r'\]\(([^)#]*)#?([^)]*)\)', page.read_text()):
+        links = re.findall(r'\]\(([^)#]*)#?([^)]*)\)', page.read_text())
+        for path, anchor in links:
             if path.startswith('https://'):
                 continue
             target = page.parent / path if path else page
             assert target.exists(), (page, path)
             if anchor:
-                assert target.suffix == '.md' and anchor in anchors(target), (page, path, anchor)
+                assert target.suffix == '.md', (page, path, anchor)
+                assert anchor in anchors(target), (page, path, anchor)
 
 
 def test_every_registry_that_contributors_need_exists():
     text = (ROOT / 'CONTRIBUTING.md').read_text()
-    named = re.findall(r'`(\w+)` in `(qkattn/[\w./]+\.py)`', text)
-    assert len(named) >= 10
-    for name, path in named:
+    registries = re.findall(r'`(\w+)` in `(qkattn/[\w./]+\.py)`', text)
+    assert len(registries) >= 10
+    for name, path in registries:
         source = (ROOT / path).read_text()
-        assert re.search(rf'^(class |def )?{name}\b', source, re.M), (name, path)
+        definition = rf'^(class |def )?{name}\b'
+        assert re.search(definition, source, re.M), (name, path)
+
+
+TABLE_FROM_ELSEWHERE = re.compile(
+    r'^\| there.* \| here \|\n\|---\|---\|\n((?:\|.*\n)+)',
+    re.MULTILINE,
+)
 
 
 def codes_here() -> set[str]:
     """The code in the column 'here' of the tables of docs/from_elsewhere.md."""
     text = (ROOT / 'docs/from_elsewhere.md').read_text()
-    codes = set()
-    for table in re.findall(r'^\| there.* \| here \|\n\|---\|---\|\n((?:\|.*\n)+)', text, re.M):
-        for row in table.splitlines():
-            codes |= {*re.findall(r'`([^`]+)`', row.split('|')[2])}
+    codes: set[str] = set()
+    for rows in TABLE_FROM_ELSEWHERE.findall(text):
+        for row in rows.splitlines():
+            _, _there, here, *_ = row.split('|')
+            codes.update(re.findall(r'`([^`]+)`', here))
     return codes
 
 
 def config_with(name: str, value: str) -> Config:
-    """The default settings with one of them changed; the value is Python, or text as it is."""
+    """The default config with one setting changed, such as 'train.num_steps'.
+
+    The value is a Python literal, or else the text itself.
+    """
     section_name, field = name.split('.')
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(value)
-    section = dataclasses.replace(getattr(Config(), section_name), **{field: value})
-    return dataclasses.replace(Config(), **{section_name: section})
+    config = Config()
+    section = dataclasses.replace(getattr(config, section_name), **{field: value})
+    return dataclasses.replace(config, **{section_name: section})
+
+
+def is_flag(code: str) -> bool:
+    return code.startswith('--')
+
+
+def is_variant(code: str) -> bool:
+    """Whether the code is a variant, as 'qk/vo', or a part of one, as 'low_rank(rank=8)'."""
+    name = code.partition('=')[0]
+    return not is_flag(code) and ('/' in name or '(' in name)
+
+
+CODES = sorted(codes_here())
+FLAGS = [code for code in CODES if is_flag(code)]
+VARIANTS_HERE = [code for code in CODES if is_variant(code)]
+SETTINGS = [code for code in CODES if not is_flag(code) and not is_variant(code)]
 
 
 def test_there_are_tables_for_users_of_other_codebases():
-    assert len(codes_here()) > 50
+    assert len(CODES) > 50
 
 
-@pytest.mark.parametrize('code', sorted(codes_here()))
-def test_a_setting_or_flag_that_users_of_other_codebases_are_told_exists(code):
-    """A cell holds settings, with values or without, variants and flags."""
+@pytest.mark.parametrize('code', FLAGS)
+def test_a_flag_named_for_users_of_other_codebases_exists(code):
+    name = code.partition('=')[0].removeprefix('--')
+    with added_flags_removed():
+        runpy.run_module('experiments.train')
+        assert name in flags.FLAGS
+
+
+@pytest.mark.parametrize('code', VARIANTS_HERE)
+def test_a_variant_named_for_users_of_other_codebases_is_valid(code):
+    variant = Variant.parse(code)
+    positions = 'rope' if 'rope_size' in code else 'learned'
+    model = ModelConfig(**variant._asdict(), positions=positions)
+    validate(Config(model=model))
+
+
+@pytest.mark.parametrize('code', SETTINGS)
+def test_a_setting_named_for_users_of_other_codebases_is_valid(code):
     name, has_value, value = code.partition('=')
-    if name.startswith('--'):
-        with added_flags_removed():
-            runpy.run_module('experiments.train')
-            assert name[2:] in flags.FLAGS
-    elif '/' in name or '(' in name:
-        variant = Variant.parse(code)
-        positions = 'rope' if 'rope_size' in code else 'learned'
-        validate(Config(model=ModelConfig(**variant._asdict(), positions=positions)))
-    else:
-        assert name in settings(Config)
-        if has_value:
-            config = config_with(name, value)
-            validate(config)
-            check_optimizer(config.optimizer, config.train.num_steps)
+    assert name in settings(Config)
+    if has_value:
+        config = config_with(name, value)
+        validate(config)
+        check_optimizer(config.optimizer, config.train.num_steps)
 
 
 # Commands: every line of every ```sh block
@@ -193,28 +235,36 @@ OTHER_COMMANDS = (
 
 def commands() -> list[str]:
     """Every command of every page, its continuation lines joined."""
-    # tests/test_tutorial.py types those of the tutorial.
-    pages = [page for page in PAGES if page.name != 'tutorial.md']
-    blocks = [b for page in pages for b in re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)]
-    lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
-    stripped = [shlex.join(shlex.split(line, comments=True)) for line in lines]
-    return [x for x in stripped if x]
+    found = []
+    for page in PAGES:
+        if page.name == 'tutorial.md':
+            continue  # tests/test_tutorial.py types its commands
+        for block in re.findall(r'```sh\n(.*?)```', page.read_text(), re.S):
+            for line in block.replace('\\\n', ' ').splitlines():
+                words = shlex.split(line, comments=True)
+                if words:
+                    found.append(shlex.join(words))
+    return found
 
 
 def started_by(launcher: str) -> str:
     """The command that a launcher starts, after a dry run; '' where it starts none."""
     head, separator, started = launcher.partition(' -- ')
-    path, *flags = shlex.split(head)
-    behind = ['--', *shlex.split(started)] if separator else []
-    done = launch_here(Path(path).stem, *flags, '--dry_run', *behind, env={**os.environ})
+    path, *flags_of_launcher = shlex.split(head)
+    command = ['--', *shlex.split(started)] if separator else []
+    name = Path(path).stem
+    done = launch_here(name, *flags_of_launcher, '--dry_run', *command, env={**os.environ})
     assert done.returncode == 0, done.stderr
-    return started and f'.venv/bin/python -m experiments.{started}'
+    return f'.venv/bin/python -m experiments.{started}' if started else ''
 
 
 @functools.cache
 def check_trains(config: Config | Study) -> None:
     """Raises ConfigError where a run cannot train, or the arms of a study cannot be built."""
-    build_arms(config) if isinstance(config, Study) else validate(config)
+    if isinstance(config, Study):
+        build_arms(config)
+    else:
+        validate(config)
 
 
 @pytest.mark.parametrize('build', slow_except([False], [False, True]), ids=['parsed', 'built'])
@@ -225,17 +275,23 @@ def test_every_command_is_accepted(example, outside, monkeypatch, build):
     for command in commands():
         if re.match(r'launch/\w+\.py ', command):
             command = started_by(command)
+            if not command:
+                continue
         match = re.match(r'\.venv/bin/python -m experiments\.(\w+)', command)
-        if not match:
-            assert not command or command.startswith(OTHER_COMMANDS), command
+        if match is None:
+            assert command.startswith(OTHER_COMMANDS), command
             continue
-        scripts.add(match[1])
+
+        name = match[1]
+        scripts.add(name)
+        _python, _m, _module, *arguments = shlex.split(command)
         # Overrides of settings are read from sys.argv.
-        monkeypatch.setattr(sys, 'argv', [match[1], *shlex.split(command)[3:]])
+        monkeypatch.setattr(sys, 'argv', [name, *arguments])
         with added_flags_removed():
-            script = runpy.run_module(f'experiments.{match[1]}')
-            assert len(flags.FLAGS(sys.argv)) == 1, command
-            if match[1] in ('ablate', 'train'):
+            script = runpy.run_module(f'experiments.{name}')
+            not_parsed = flags.FLAGS(sys.argv)
+            assert len(not_parsed) == 1, command  # the name of the script alone
+            if name in ('ablate', 'train'):
                 config = cli.read_config(script['CONFIG'])
                 if build:
                     check_trains(config)
@@ -247,31 +303,48 @@ def test_every_config_is_valid(path):
     namespace = runpy.run_path(str(path))
     config = namespace['get_config']()
     check_trains(config)
+
     script = 'ablate' if isinstance(config, Study) else 'train'
-    command = f'-m experiments.{script} --config=configs/{path.name}'
-    assert all(part in namespace['__doc__'] for part in (command, 'Expected', '\nTime: '))
+    docstring = namespace['__doc__']
+    assert f'-m experiments.{script} --config=configs/{path.name}' in docstring
+    assert 'Expected' in docstring
+    assert '\nTime: ' in docstring
 
 
-def lines_printed_by(source: str, namespace: dict[str, Any]) -> list[str]:
-    """The lines that a cell prints, with the value of its last expression."""
+def lines_shown_by(source: str, namespace: dict[str, Any]) -> list[str]:
+    """The lines that a notebook shows below a cell: what it prints, and its last expression."""
     tree = ast.parse(source)
-    if isinstance(last := tree.body[-1], ast.Expr):
+    last = tree.body[-1]
+    has_value = isinstance(last, ast.Expr)
+    if has_value:
+        # The value of the expression is assigned to the name `value`.
         tree.body[-1] = ast.Assign([ast.Name('value', ast.Store())], last.value)
+    code = compile(ast.fix_missing_locations(tree), 'cell', 'exec')
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        exec(compile(ast.fix_missing_locations(tree), 'cell', 'exec'), namespace)
-        if isinstance(last, ast.Expr) and (value := namespace.pop('value')) is not None:
+        exec(code, namespace)
+        value = namespace.pop('value') if has_value else None
+        if value is not None:
             print(repr(value))
     return text.getvalue().splitlines()
+
+
+def stored_lines(cell: dict[str, Any]) -> list[str]:
+    """The lines of text in the stored output of a cell."""
+    lines = []
+    for output in cell['outputs']:
+        text = output.get('text') or output['data'].get('text/plain', [])
+        lines += [line.rstrip('\n') for line in text]
+    return lines
 
 
 @pytest.mark.slow
 @pytest.mark.stored
 def test_the_notebook_prints_its_stored_text():
+    notebook = json.loads((ROOT / 'docs/notebook.ipynb').read_text())
     namespace: dict[str, Any] = {}
-    for cell in json.loads((ROOT / 'docs/notebook.ipynb').read_text())['cells']:
+    for cell in notebook['cells']:
         if cell['cell_type'] == 'code':
-            texts = (o.get('text') or o['data'].get('text/plain', []) for o in cell['outputs'])
-            stored = [line.rstrip('\n') for text in texts for line in text]
-            assert lines_printed_by(''.join(cell['source']), namespace) == stored
+            source = ''.join(cell['source'])
+            assert lines_shown_by(source, namespace) == stored_lines(cell)
     assert plt.get_fignums(), 'the last cell draws'
     plt.close('all')
