@@ -1,7 +1,7 @@
 """A directory from elsewhere is data: nothing outside of it is touched, and nothing waits for it.
 
-Each table has the writers, readers or names of every room; none of them may follow a link, wait for
-a pipe, or leave the directory.
+The tables below have all writers and readers of the package. None of them may follow a link, wait
+for a pipe, or leave the directory.
 """
 
 import contextlib
@@ -38,12 +38,15 @@ from tests.processes import time_limit
 from tests.refusals import refused
 
 
-def contents(directory: Path) -> dict[str, bytes | None]:
+def contents(directory: Path) -> dict[str, str]:
     """Every path below a directory, with the content and the time of each file."""
-    return {
-        str(path): f'{path.read_bytes()!r} {path.stat().st_mtime_ns}' if path.is_file() else ''
-        for path in directory.rglob('*')
-    }
+    found = {}
+    for path in directory.rglob('*'):
+        if path.is_file():
+            found[str(path)] = f'{path.read_bytes()!r} {path.stat().st_mtime_ns}'
+        else:
+            found[str(path)] = ''
+    return found
 
 
 def begin_run(path):
@@ -55,10 +58,11 @@ def open_checkpoints(path):
 
 
 def supersede(path):
-    """Deletes superseded checkpoints where the trash has become a link since they were opened."""
-    (path / 'trash').rename(path.parent / 'link')
+    """Deletes superseded checkpoints, where the trash became a link after they were opened."""
+    link = path.parent / 'link'
+    (path / 'trash').rename(link)
     checkpoints = Checkpoints(path)
-    (path.parent / 'link').rename(path / 'trash')
+    link.rename(path / 'trash')
     checkpoints.wait()
 
 
@@ -73,9 +77,15 @@ def plan_study(path):
 def train_planned(path):
     """Trains a planned run as a worker does; raises the error with which the run failed."""
     failed = {}
-    leased = {'run': 'x', 'directory': 'runs/x', 'config': {}, 'label': 'x'}
+    run = {
+        'run': 'x',
+        'directory': 'runs/x',
+        'config': {},
+        'label': 'x',
+        'left': {'runs': 0, 'share': 0.0},
+    }
     lease = contextlib.nullcontext(Mock(lost=False))
-    worker._train(path, leased | {'left': {'runs': 0, 'share': 0.0}}, Mock(lease=lease), failed)
+    worker._train(path, run, Mock(lease=lease), failed)
     raise RunDirectoryError(failed['x'])
 
 
@@ -100,15 +110,28 @@ def hold_lock(path):
 # The place of a link in a directory, and what would write or delete through it.
 WRITERS = [
     ('lock', hold_lock),
-    *((name, begin_run) for name in ('lock', 'metrics.jsonl', 'checkpoints', 'checkpoints/trash')),
-    *((name, begin_run) for name in ('checkpoints/4', 'tensorboard', 'wandb')),
-    *(('trash', write) for write in (open_checkpoints, supersede)),
+    ('lock', begin_run),
+    ('metrics.jsonl', begin_run),
+    ('checkpoints', begin_run),
+    ('checkpoints/trash', begin_run),
+    ('checkpoints/4', begin_run),
+    ('tensorboard', begin_run),
+    ('wandb', begin_run),
+    ('trash', open_checkpoints),
+    ('trash', supersede),
     ('leases', acquire),
-    *((name, plan_study) for name in ('lock', 'leases', 'runs', 'plots')),
-    *((name, train_planned) for name in ('runs', 'runs/x')),
+    ('lock', plan_study),
+    ('leases', plan_study),
+    ('runs', plan_study),
+    ('plots', plan_study),
+    ('runs', train_planned),
+    ('runs/x', train_planned),
     ('plots', draw),
-    *((name, prepare) for name in ('tokens', 'tokens/text', 'tokens/text/1.0.0')),
-    *((name, trace) for name in ('plugins', 'plugins/profile')),
+    ('tokens', prepare),
+    ('tokens/text', prepare),
+    ('tokens/text/1.0.0', prepare),
+    ('plugins', trace),
+    ('plugins/profile', trace),
 ]
 
 
@@ -117,64 +140,82 @@ WRITERS = [
 )
 def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
     outside = tmp_path / 'outside'
-    received = tmp_path / 'received'
     for folder in ('4', 'x'):
         (outside / folder).mkdir(parents=True)
         (outside / folder / 'kept').write_text('kept')
-    (received / place).parent.mkdir(parents=True)
-    is_file = place in ('lock', 'metrics.jsonl')
 
     # What would be written in a received directory is a link to something outside.
-    (received / place).symlink_to(outside / '4/kept' if is_file else outside)
+    is_file = place in ('lock', 'metrics.jsonl')
+    target = outside / '4/kept' if is_file else outside
+    received = tmp_path / 'received'
+    (received / place).parent.mkdir(parents=True)
+    (received / place).symlink_to(target)
+
     before = contents(outside)
     with time_limit(20), refused('is a link', RunDirectoryError):
         write(received)
+
     assert contents(outside) == before
-    assert {path.name for path in received.rglob('*')} == {*Path(place).parts}
+    names = {path.name for path in received.rglob('*')}
+    assert names == set(Path(place).parts)  # nothing beside the link
 
 
 def test_no_program_is_deleted_through_a_link(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_cache, 'LIMIT', 0)
-    (tmp_path / 'outside').mkdir()
-    (tmp_path / 'outside/kept-cache').write_text('kept')
-    (tmp_path / 'compiled/1-cores').mkdir(parents=True)
-    (tmp_path / 'compiled/1-cores/old-cache').write_text('old')
-    (tmp_path / 'compiled/2-cores').symlink_to(tmp_path / 'outside')
-    program_cache._delete_oldest(tmp_path / 'compiled')
-    assert (tmp_path / 'outside/kept-cache').exists()
-    assert not (tmp_path / 'compiled/1-cores/old-cache').exists()
-
-
-@pytest.mark.parametrize('own', [begin_run, open_checkpoints, hold_lock, acquire, draw])
-def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, own):
-    (tmp_path / 'elsewhere').mkdir()
-    (tmp_path / 'named').symlink_to(tmp_path / 'elsewhere')
-    own(tmp_path / 'named')
-    assert (tmp_path / 'named').is_symlink()
-
-
-def test_replacing_or_removing_a_link_leaves_its_target_alone(tmp_path):
-    # A directory outside, to which links lead from where files are replaced or removed.
+    monkeypatch.setattr(program_cache, 'LIMIT', 0)  # so that all programs are deleted
     outside = tmp_path / 'outside'
-    link = tmp_path / 'file.tmp'
     outside.mkdir()
-    (outside / 'kept').write_text('kept')
-    before = contents(outside)
+    (outside / 'kept-cache').write_text('kept')
+    compiled = tmp_path / 'compiled'
+    (compiled / '1-cores').mkdir(parents=True)
+    (compiled / '1-cores/old-cache').write_text('old')
+    (compiled / '2-cores').symlink_to(outside)
 
-    # A temporary file, a lease and a directory tree that are links.
-    link.symlink_to(outside / 'kept')
-    with replacing(tmp_path / 'file') as temporary:
-        temporary.write_text('whole')
-    (tmp_path / 'run.0').symlink_to(outside / 'kept')
+    program_cache._delete_oldest(compiled)
+
+    assert (outside / 'kept-cache').exists()
+    assert not (compiled / '1-cores/old-cache').exists()
+
+
+@pytest.mark.parametrize('write', [begin_run, open_checkpoints, hold_lock, acquire, draw])
+def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, write):
+    (tmp_path / 'elsewhere').mkdir()
+    named = tmp_path / 'named'
+    named.symlink_to(tmp_path / 'elsewhere')
+    write(named)
+    assert named.is_symlink()
+
+
+@pytest.fixture
+def untouched(tmp_path):
+    """A directory with the file `kept`. A test fails if it changes either of them."""
+    directory = tmp_path / 'outside'
+    directory.mkdir()
+    (directory / 'kept').write_text('kept')
+    before = contents(directory)
+    yield directory
+    assert contents(directory) == before
+
+
+def test_replacing_a_file_does_not_write_through_a_link(tmp_path, untouched):
+    temporary = tmp_path / 'file.tmp'
+    temporary.symlink_to(untouched / 'kept')
+    with replacing(tmp_path / 'file') as path:
+        path.write_text('whole')
+    assert not (tmp_path / 'file').is_symlink()
+
+
+def test_a_lease_that_is_a_link_does_not_change_its_target(tmp_path, untouched):
+    (tmp_path / 'run.0').symlink_to(untouched / 'kept')
     lease = leases._File(tmp_path, 'run')
     lease.renew()
     lease.free()
-    remove_tree_of_link = tmp_path / 'tree'
-    remove_tree_of_link.symlink_to(outside)
-    remove_tree(remove_tree_of_link)
-    assert contents(outside) == before
-    assert not (tmp_path / 'file').is_symlink()
-    assert not remove_tree_of_link.is_symlink()
+
+
+def test_removing_a_tree_that_is_a_link_removes_the_link_alone(tmp_path, untouched):
+    link = tmp_path / 'tree'
+    link.symlink_to(untouched)
+    remove_tree(link)
+    assert not link.is_symlink()
 
 
 def open_local(path):
@@ -195,12 +236,13 @@ def read_lease(path):
 
 def read_state(path):
     """Reads a checkpoint whose array file is `path`, and raises what is wrong with it."""
+    step = 4
     checkpoints = Checkpoints(path.parent, read_only=True)
-    state = path.parent / '4/state'
+    state = path.parent / f'{step}/state'
     state.mkdir(parents=True)
     path.rename(state / 'manifest.ocdbt')
     target = {'a': Mock(sharding=None)}
-    _, damage = checkpoints._read_state(4, target)
+    _, damage = checkpoints._read_state(step, target)
     raise RunDirectoryError(damage)
 
 
@@ -226,7 +268,7 @@ READERS = {
 @pytest.mark.parametrize('read', READERS.values(), ids=READERS)
 def test_a_pipe_is_refused_at_once(tmp_path, read):
     os.mkfifo(tmp_path / 'pipe')
-    errors = ConfigError, UnsuitableFileError
+    errors = (ConfigError, UnsuitableFileError)
     with time_limit(10), refused('is a pipe|no regular file|no file', errors):
         read(tmp_path / 'pipe')
 
@@ -245,32 +287,43 @@ def test_a_pipe_in_the_place_of_a_benchmark_is_refused(tmp_path):
         record.read(tmp_path)
 
 
-ELSEWHERE = ['/etc', '../x', '..', '', 'runs/..', 'runs/../../x', 'runs/', 'runs//x', 'runs/.']
-KEY = {'variant': 'qk/vo', 'size': 's', 'corpus': 'c', 'control': None}
-LINE = {'run': 'x', 'trials': 1, 'stage': 'verdict', **KEY}
-CONFIG = {
-    'model': dataclasses.asdict(ModelConfig()),
-    'optimizer': {'schedule': 'linear', 'final_fraction': 0.0},
-    'train': {'num_steps': 1},
-    'trials': {'seeds': [0]},
+# A line of plan.jsonl without its directory.
+LINE = {
+    'run': 'x',
+    'trials': 1,
+    'stage': 'verdict',
+    'variant': 'qk/vo',
+    'size': 's',
+    'corpus': 'c',
+    'control': None,
+    'config': {
+        'model': dataclasses.asdict(ModelConfig()),
+        'optimizer': {'schedule': 'linear', 'final_fraction': 0.0},
+        'train': {'num_steps': 1},
+        'trials': {'seeds': [0]},
+    },
 }
 
 
-@pytest.mark.parametrize('directory', ELSEWHERE)
+@pytest.mark.parametrize(
+    'directory',
+    ['/etc', '../x', '..', '', 'runs/..', 'runs/../../x', 'runs/', 'runs//x', 'runs/.'],
+)
 def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, directory):
-    """Reports, workers, yardsticks and the ledger, which all read plan.jsonl, refuse it."""
-    line = LINE | {'directory': directory, 'config': CONFIG}
+    line = LINE | {'directory': directory}
     (tmp_path / 'plan.jsonl').write_text(json.dumps(line) + '\n')
     (tmp_path / 'results.jsonl').touch()
     (tmp_path / 'study.json').write_text('{"baseline": "qk/vo"}')
     monkeypatch.setattr(declaration.plan, 'runs', Mock(return_value=[]))
     before = contents(tmp_path)
-    for read in (
-        lambda: parse_run(line),
-        lambda: declaration._check_runs(tmp_path, Mock(), []),
-        lambda: yardsticks.record(tmp_path),
-    ):
-        with refused('expected one or two components below the study', ValueError):
-            read()
-    assert [*ledger._hash_logs(tmp_path)] == []
+
+    # Reports, workers and yardsticks refuse the run, and the ledger leaves it out.
+    refusal = 'expected one or two components below the study'
+    with refused(refusal, ValueError):
+        parse_run(line)
+    with refused(refusal, ValueError):
+        declaration._check_runs(tmp_path, Mock(), [])
+    with refused(refusal, ValueError):
+        yardsticks.record(tmp_path)
+    assert list(ledger._hash_logs(tmp_path)) == []
     assert contents(tmp_path) == before
