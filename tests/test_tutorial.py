@@ -5,6 +5,7 @@ import random
 import re
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.launchers import write_program
 from tests.processes import GIT_IDENTITY, ROOT, git
 
 PAGE = (ROOT / 'docs/tutorial.md').read_text()
+# The commands of the page, with continuation lines joined.
 COMMANDS = [
     shlex.join(shlex.split(command))
     for block in re.findall(r'```sh\n(.*?)```', PAGE, re.S)
     for command in block.replace('\\\n', ' ').splitlines()
 ]
+# Settings of a study that is trained within seconds.
 TINY = (
     '--config.sizes=("d_model=16",)',
     '--config.base.train.num_steps=20',
@@ -49,24 +53,33 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if not (ROOT / '.git').exists() or shutil.which('git') is None:
         pytest.skip('the files of the clone are those that git knows')
     clone = tmp_path_factory.mktemp('tutorial') / 'qkattn'
-    listed = git(ROOT, 'ls-files', '--cached', '--others', '--exclude-standard')
-    for name in listed.splitlines():
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, clone / name)
+    copy_files(clone)
     git(clone, 'init')
     git(clone, 'add', '--all')
     git(clone, 'commit', '--message=all')
-    (clone / '.venv/bin').mkdir(parents=True)
-    python = clone / '.venv/bin/python'
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    draw = random.Random(0)
-    words = [''.join(draw.choices('abcdefghijklmnopqrstuvwxyz', k=5)) for _ in range(500)]
-    speeches = (' '.join(draw.choices(words, k=20)) + '.\n\n' for _ in range(2500))
-    (clone.parent / 'plays.txt').write_text(''.join(speeches))
+    write_program(
+        clone / '.venv/bin/python', f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    (clone.parent / 'plays.txt').write_text(random_speeches())
     yield clone
     shutil.rmtree(clone)
+
+
+def copy_files(directory: Path) -> None:
+    """Copies the files of the repository, with changes that are not committed yet."""
+    listed = git(ROOT, 'ls-files', '--cached', '--others', '--exclude-standard')
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, directory / name)
+
+
+def random_speeches() -> str:
+    """2500 speeches of 20 words each, out of 500 random words."""
+    generator = random.Random(0)
+    words = [''.join(generator.choices(string.ascii_lowercase, k=5)) for _ in range(500)]
+    speeches = [' '.join(generator.choices(words, k=20)) for _ in range(2500)]
+    return ''.join(f'{speech}.\n\n' for speech in speeches)
 
 
 def run(directory: Path, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -88,10 +101,14 @@ def one_line(text: str) -> str:
 
 @pytest.mark.slow
 def test_a_plan_prints_what_the_page_shows(clone):
-    copied, refused, planned = (run(clone, command) for command in COMMANDS[1:4])
+    _download, copy, plan_with_error, plan = COMMANDS[:4]
+    copied = run(clone, copy)
     assert copied.returncode == 0
+    refused = run(clone, plan_with_error)
     assert refused.returncode == 2
+    planned = run(clone, plan)
     assert planned.returncode == 0, planned.stderr
+
     (warning,) = blocks('warned')
     assert warning in planned.stderr
     printed = f'{one_line(refused.stderr)} {one_line(planned.stdout)}'
@@ -101,11 +118,13 @@ def test_a_plan_prints_what_the_page_shows(clone):
 
 @pytest.mark.slow
 def test_every_command_of_the_page_runs(clone):
-    assert COMMANDS[0].startswith('curl ')  # the text lies there
-    for command in COMMANDS[1:]:
+    download, *others = COMMANDS
+    assert download.startswith('curl ')  # left out, as `clone` has a text
+    for command in others:
         flags = TINY if '--workdir=' in command else ()
         done = run(clone, command, *flags)
-        refused = 'documents=None' in command
-        assert done.returncode == (2 if refused else 0), (command, done.stdout, done.stderr)
+        is_refused = 'documents=None' in command
+        expected = 2 if is_refused else 0
+        assert done.returncode == expected, (command, done.stdout, done.stderr)
     assert (clone / 'runs/speeches/report.html').exists()
     assert (clone / 'runs/speeches/plots').is_dir()
