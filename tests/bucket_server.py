@@ -1,7 +1,7 @@
 """A bucket server in memory, on loopback: what qkattn needs of the Cloud Storage JSON API.
 
-Uploads, ranges, listings, and preconditions on generations, which the emulators of the package
-index lack. A bucket named `forbidden` may not be entered, one named `read-only` takes no objects.
+It has uploads, ranges, listings, and preconditions on generations, which the emulators on PyPI
+lack. Every request to a bucket named `forbidden` is refused, and every change of `read-only`.
 """
 
 import base64
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import google_crc32c
 
+# Such as /storage/v1/b/BUCKET/o/NAME or /upload/storage/v1/b/BUCKET/o.
 PATH = re.compile(r'/(?:(upload|download)/)?storage/v1/b/([^/]+)(/o)?/?(.*)')
 OCTETS = {'Content-Type': 'application/octet-stream'}
 
@@ -43,13 +44,16 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(('127.0.0.1', 0), Handler)
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
         self.lock = threading.RLock()
+        # The resumable uploads that have begun, by ID: the name of the object, and the query.
         self.uploads: dict[str, tuple[str, dict[str, str]]] = {}
-        self.numbers = itertools.count(1)
-        self.skew = datetime.timedelta()  # what the clock of the buckets is ahead of this machine's
+        self.numbers = itertools.count(1)  # of generations and uploads
+        self.skew = datetime.timedelta()  # how far the server's clock is ahead of this machine's
         self.url = f'http://127.0.0.1:{self.server_port}'
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        poll_seconds = 0.02
+        threading.Thread(target=self.serve_forever, args=(poll_seconds,), daemon=True).start()
 
     def names(self, bucket: str, prefix: str = '') -> list[str]:
+        """Returns the names of objects that begin with the prefix, sorted."""
         with self.lock:
             return sorted(name for name in self.buckets[bucket] if name.startswith(prefix))
 
@@ -64,13 +68,14 @@ class Server(http.server.ThreadingHTTPServer):
         """Makes an object `seconds` old, in the same generation."""
         with self.lock:
             updated = self._now() - datetime.timedelta(seconds=seconds)
-            self.buckets[bucket][name] = self.buckets[bucket][name]._replace(updated=updated)
+            stored = self.buckets[bucket][name]
+            self.buckets[bucket][name] = stored._replace(updated=updated)
 
     def _now(self) -> datetime.datetime:
         return datetime.datetime.now(datetime.UTC) + self.skew
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that are killed cut their connections."""
+        """Ignores errors of connections, which clients that are killed leave open."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -81,44 +86,61 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
 
     def log_message(self, *_: Any) -> None:
-        """Nothing is printed."""
+        """Prints nothing."""
 
     def _handle(self) -> None:
+        """Answers one request of any method."""
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query))
         self.body = self.rfile.read(int(self.headers.get('Content-Length', 0)))
+        kind, bucket, objects, name = PATH.fullmatch(url.path).groups()
         headers: dict[str, str] = {}
         try:
             with self.server.lock:
-                code, answer, headers = self._answer(*PATH.fullmatch(url.path).groups())
+                status, answer, headers = self._answer(kind, bucket, objects, name)
         except Refused as refused:
-            code = refused.args[0]
-            answer = {'error': {'code': code, 'message': f'refused with {code}'}}
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(code)
-        for name, value in ({'Content-Type': 'application/json'} | headers).items():
-            self.send_header(name, value)
-        if code in (204, 304):  # these have no content
-            data = b''
-        else:
-            self.send_header('Content-Length', str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+            status = refused.args[0]
+            answer = {'error': {'code': status, 'message': f'refused with {status}'}}
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self._send(status, content, {'Content-Type': 'application/json'} | headers)
 
     do_GET = do_POST = do_PUT = do_DELETE = _handle
 
-    def _answer(self, head: str, bucket: str, objects: str, name: str) -> tuple[int, Any, dict]:
-        """Returns status, content and headers of the answer to a request."""
-        if bucket == 'forbidden' or (bucket == 'read-only' and self.command != 'GET'):
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if status in (204, 304):  # these have no content
+            content = b''
+        else:
+            self.send_header('Content-Length', str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _answer(
+        self, kind: str | None, bucket: str, objects: str | None, name: str
+    ) -> tuple[int, Any, dict]:
+        """Returns status, content and headers of the answer to a request.
+
+        Args:
+          kind: 'upload', 'download' or None, as the path of the URL begins.
+          bucket: name of the bucket.
+          objects: '/o' where the request is about objects rather than the bucket.
+          name: quoted name of an object, or ''.
+        """
+        if bucket == 'forbidden':
+            raise Refused(403)
+        if bucket == 'read-only' and self.command != 'GET':
             raise Refused(403)
         if bucket not in self.server.buckets:
             raise Refused(404)
         if not objects:
             return 200, {'kind': 'storage#bucket', 'name': bucket}, {}
-        if head == 'upload':
+        if kind == 'upload':
             return self._upload(bucket)
         if not name:
             return 200, self._listing(bucket), {}
+
         name = urllib.parse.unquote(name)
         self._check_generation(bucket, name, self.query)
         stored = self.server.buckets[bucket].get(name)
@@ -127,20 +149,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.command == 'DELETE':
             del self.server.buckets[bucket][name]
             return 204, b'', {}
-        if head == 'download' or self.query.get('alt') == 'media':
+        if kind == 'download' or self.query.get('alt') == 'media':
             return self._download(stored)
-        return 200, self._about(bucket, name), {}
+        return 200, self._metadata(bucket, name), {}
 
     def _check_generation(self, bucket: str, name: str, query: dict[str, str]) -> None:
+        """Raises Refused where a condition of the query on the generation does not hold."""
         stored = self.server.buckets[bucket].get(name)
-        generation = str(stored.generation if stored else 0)
+        generation = str(stored.generation) if stored else '0'
         if query.get('ifGenerationMatch', generation) != generation:
             raise Refused(412)
         if query.get('ifGenerationNotMatch') == generation:
             raise Refused(304 if self.command == 'GET' else 412)
 
-    def _about(self, bucket: str, name: str) -> dict[str, Any]:
+    def _metadata(self, bucket: str, name: str) -> dict[str, Any]:
+        """Returns what the API tells about an object."""
         stored = self.server.buckets[bucket][name]
+        updated = stored.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z')
+        checksum = google_crc32c.Checksum(stored.data).digest()
         return {
             'kind': 'storage#object',
             'bucket': bucket,
@@ -148,31 +174,38 @@ class Handler(http.server.BaseHTTPRequestHandler):
             'size': str(len(stored.data)),
             'generation': str(stored.generation),
             'metageneration': '1',
-            'updated': stored.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z'),
-            'crc32c': base64.b64encode(google_crc32c.Checksum(stored.data).digest()).decode(),
+            'updated': updated,
+            'crc32c': base64.b64encode(checksum).decode(),
         }
 
     def _listing(self, bucket: str) -> dict[str, Any]:
-        """All objects below a prefix; with a delimiter, objects and folders directly below it."""
+        """Lists the objects below a prefix.
+
+        With a delimiter, lists the objects and folders directly below the prefix.
+        """
         prefix = self.query.get('prefix', '')
         delimiter = self.query.get('delimiter')
         items = []
         folders = set()
         for name in self.server.names(bucket, prefix):
-            folder, separator, _ = name[len(prefix) :].partition(delimiter or '\0')
-            if separator:
-                folders.add(prefix + folder + separator)
+            rest = name.removeprefix(prefix)
+            if delimiter and delimiter in rest:
+                folder = rest.split(delimiter)[0]
+                folders.add(prefix + folder + delimiter)
             else:
-                items.append(self._about(bucket, name))
+                items.append(self._metadata(bucket, name))
         return {'kind': 'storage#objects', 'items': items, 'prefixes': sorted(folders)}
 
     def _download(self, stored: Stored) -> tuple[int, bytes, dict[str, str]]:
+        """Answers with the data of an object, or with the range of it that is asked for."""
         headers = OCTETS | {'x-goog-generation': str(stored.generation)}
         size = len(stored.data)
-        span = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range', ''))
-        if span is None:
+        byte_range = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range', ''))
+        if byte_range is None:
             return 200, stored.data, headers
-        first, last = span.groups()
+
+        # The forms of a range are FIRST-LAST, FIRST- and -LENGTH, the last bytes of an object.
+        first, last = byte_range.groups()
         start = int(first) if first else max(0, size - int(last))
         stop = min(size, int(last) + 1) if first and last else size
         if start >= size:
@@ -183,27 +216,38 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _upload(self, bucket: str) -> tuple[int, Any, dict[str, str]]:
         """Stores an object that is uploaded in one of three ways.
 
-        media: the body is the object. multipart: the body has a part of metadata with the name,
-        and one of data. resumable: a first request gives the name and is told where to send the
-        data, which a second request does.
+        media: the body is the object.
+        multipart: the body has a part with the name, and a part with the object.
+        resumable: a first request gives the name, and a second one, to the URL in the answer, has
+          the object as its body.
         """
         query = self.query
         data = self.body
         name = query.get('name', '')
         if 'upload_id' in query:
+            # The second request of a resumable upload.
             name, query = self.server.uploads.pop(query['upload_id'])
         elif query['uploadType'] == 'resumable':
-            number = str(next(self.server.numbers))
-            self.server.uploads[number] = name or json.loads(data)['name'], query
-            path = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={number}'
+            upload_id = str(next(self.server.numbers))
+            name = name or json.loads(data)['name']
+            self.server.uploads[upload_id] = (name, query)
+            path = f'/upload/storage/v1/b/{bucket}/o?uploadType=resumable&upload_id={upload_id}'
             return 200, b'', {'Location': self.server.url + path}
         elif query['uploadType'] == 'multipart':
-            head = f'Content-Type: {self.headers["Content-Type"]}\r\n\r\n'.encode()
-            boundary = email.message_from_bytes(head).get_boundary().encode()
-            parts = re.split(b'\r?\n?--' + re.escape(boundary) + b'(?:--)?', data)
-            # Each part has headers of its own before an empty line.
-            metadata, data = (re.split(b'\r?\n\r?\n', part, maxsplit=1)[1] for part in parts[1:3])
+            metadata, data = self._parts_of_body()
             name = json.loads(metadata)['name']
+
         self._check_generation(bucket, name, query)
         self.server.put(bucket, name, data)
-        return 200, self._about(bucket, name), {}
+        return 200, self._metadata(bucket, name), {}
+
+    def _parts_of_body(self) -> list[bytes]:
+        """Splits a multipart body into the contents of its two parts, without their headers."""
+        header = f'Content-Type: {self.headers["Content-Type"]}\r\n\r\n'.encode()
+        boundary = email.message_from_bytes(header).get_boundary().encode()
+        parts = re.split(b'\r?\n?--' + re.escape(boundary) + b'(?:--)?', self.body)
+        contents = []
+        for part in parts[1:3]:  # parts[0] is what precedes the first boundary
+            _headers, content = re.split(b'\r?\n\r?\n', part, maxsplit=1)
+            contents.append(content)
+        return contents

@@ -7,18 +7,26 @@ from importlib.metadata import version
 from pathlib import Path
 
 FLAGS = ' --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-FLAGS += ' --xla_cpu_parallel_codegen_split_count=1'  # each part costs; the workers are parallel
+# Each part of a program costs time. The workers of pytest are parallel already.
+FLAGS += ' --xla_cpu_parallel_codegen_split_count=1'
 if version('jaxlib').startswith('0.10.'):
     # Compiles a training step in a quarter of the time; later versions do not have the choice.
     FLAGS += ' --xla_cpu_use_fusion_emitters=false'
 
 
 def programs_directory() -> Path:
-    """Returns the directory of compiled programs: in the user's cache, by the CPU's features."""
-    features = platform.machine() + platform.processor()
+    """Returns a directory in the user's cache; CPUs with other features have another one."""
+    features = platform.machine() + platform.processor() + _features_in_cpuinfo()
+    digest = hashlib.sha256(features.encode()).hexdigest()
+    cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(cache, 'qkattn-tests', digest[:16])
+
+
+def _features_in_cpuinfo() -> str:
+    """Returns the line with the features of the first CPU; '' on systems without such a line."""
     cpuinfo = Path('/proc/cpuinfo')
     if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        features += next((x for x in lines if x.startswith(('flags', 'Features'))), '')
-    cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    return Path(cache, 'qkattn-tests', hashlib.sha256(features.encode()).hexdigest()[:16])
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith(('flags', 'Features')):
+                return line
+    return ''

@@ -12,8 +12,9 @@ from tests.compiled_programs import FLAGS, programs_directory
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(programs_directory()))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
-os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'  # two thirds of the time of a lowering
-# Once: they are part of the key of a compiled program, and processes that tests start inherit them.
+# Tracebacks in programs would take two thirds of the time of a lowering.
+os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'
+# Processes that tests start inherit the flags. Flags given twice would give another cache key.
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '').removesuffix(FLAGS) + FLAGS
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
@@ -36,34 +37,43 @@ from tests.runs import built_once, programs_kept, small_run  # noqa: F401, fixtu
 # As scripts do, which some tests run in this process.
 keep_programs()
 
-# The commit of this checkout, asked once: every run would start three processes of git.
+# git is asked for the commit of this checkout once. Every run would start three processes of git.
 PACKAGE = Path(run_directory.__file__).resolve().parents[1]
 git_state = run_directory.git_state
-own_state = functools.cache(git_state)
-run_directory.git_state = lambda directory=run_directory.PACKAGE: (
-    dict(own_state(directory)) if directory.is_relative_to(PACKAGE) else git_state(directory)
-)
+cached_git_state = functools.cache(git_state)
+
+
+def git_state_asked_once(directory=run_directory.PACKAGE):
+    if directory.is_relative_to(PACKAGE):
+        return dict(cached_git_state(directory))
+    return git_state(directory)
+
+
+run_directory.git_state = git_state_asked_once
 
 # Parts of a run that may come from outside the package and have contract tests.
 CONTRACTS = ('dataset', 'tokenizer', 'task', 'optimizer', 'schedule', 'metric')
 
 
 def pytest_addoption(parser):
-    kinds = {'variant': 'score/value'} | dict.fromkeys(CONTRACTS, 'this name or import path')
-    for kind, noun in kinds.items():
-        about = f'run contract tests on {noun} only; repeatable'
+    """Adds --variant, --dataset and so on, which choose what contract tests run on."""
+    values = {'variant': 'score/value'}
+    for kind in CONTRACTS:
+        values[kind] = 'this name or import path'
+    for kind, value in values.items():
+        about = f'run contract tests on {value} only; repeatable'
         parser.addoption(f'--{kind}', action='append', help=about)
 
 
 def pytest_collection_finish():
-    """What is loaded by now stays, and tracing leaves few cycles: collecting takes a seventh."""
+    """Makes the garbage collector run rarely, which would take a seventh of the time."""
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """JAX lowers cuDNN's attention for a Hopper GPU that is not there; nothing can run."""
+    """Lets JAX lower cuDNN's attention as for a Hopper GPU. The programs cannot run."""
     module = 'jax._src.cudnn.fused_attention_stablehlo'
     monkeypatch.setattr(f'{module}.check_cudnn_version', lambda: 91000)
     monkeypatch.setattr(f'{module}.check_compute_capability', lambda least: True)
@@ -72,7 +82,7 @@ def cudnn(monkeypatch):
 
 @pytest.fixture(scope='session')
 def data_dir(tmp_path_factory):
-    """The default dataset, prepared once."""
+    """A directory with the default dataset, prepared once."""
     path = tmp_path_factory.mktemp('data')
     load(DataConfig(data_dir=str(path)))
     return str(path)
@@ -80,19 +90,25 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def tiny(data_dir):
-    """A run of two trials, accumulation on; fields are replaced as in tiny(train={...})."""
+    """Makes the config of a run of two trials; tiny(train={...}) changes fields of a section."""
+    settings = {
+        'model': {'d_model': 32, 'num_layers': 2, 'num_heads': 2, 'context': 16},
+        'data': {'data_dir': data_dir, 'eval_sequences': 8},
+        'optimizer': {'warmup_steps': 2},
+        'train': {
+            'num_steps': 12,
+            'batch_size': 8,
+            'accumulation': 2,
+            'steps_per_dispatch': 1,
+            'log_every': 1,
+            'eval_every': 4,
+            'checkpoint_every': 4,
+            'lifting': 'map',
+        },
+        'trials': {'seeds': (0, 1), 'learning_rates': (1e-2,)},
+    }
 
     def make(**sections) -> Config:
-        settings = {
-            'model': {'d_model': 32, 'num_layers': 2, 'num_heads': 2, 'context': 16},
-            'data': {'data_dir': data_dir, 'eval_sequences': 8},
-            'optimizer': {'warmup_steps': 2},
-            'train': {
-                **{'num_steps': 12, 'batch_size': 8, 'accumulation': 2, 'steps_per_dispatch': 1},
-                **{'log_every': 1, 'eval_every': 4, 'checkpoint_every': 4, 'lifting': 'map'},
-            },
-            'trials': {'seeds': (0, 1), 'learning_rates': (1e-2,)},
-        }
         config = from_json(Config, settings)
         for name, fields in sections.items():
             section = dataclasses.replace(getattr(config, name), **fields)
@@ -107,18 +123,20 @@ def study_dir(tmp_path):
     return tmp_path / 'study'
 
 
-held_after_dropping = 2**31 - 2**29  # bytes, when programs were last dropped
+GIB = 2**30
+memory_limit = 2 * GIB  # bytes
 
 
 @pytest.fixture(autouse=True, scope='module')
 def compiled_programs_are_dropped():
-    """Drops them at 2 GiB, and after each half GiB more: not all memory comes back.
+    """Drops compiled programs when the process has needed much memory.
 
-    Dropping them after every module costs a sixth of the time: most small programs recur.
+    Most small programs recur in other modules, so they are not dropped after every module.
     """
-    global held_after_dropping
+    global memory_limit
     yield
-    most_held = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if most_held > held_after_dropping + 2**29:
+    peak_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if peak_memory > memory_limit:
         jax.clear_caches()
-        held_after_dropping = most_held
+        # The peak never falls, so programs are dropped again half a GiB later.
+        memory_limit = peak_memory + GIB // 2

@@ -2,9 +2,7 @@
 
 import copy
 import enum
-import functools
 import json
-import operator
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -14,54 +12,70 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar('T')
-EVERY = 24  # cases, of which one is tried in the quick tests, from one of the first twelve
+# The quick tests try each 24th case, the slow ones all cases.
+EVERY = 24
 SOME = [pytest.param(1, marks=pytest.mark.slow, id='all'), pytest.param(EVERY, id='some')]
 NESTED = '[' * 100_000
 
 
 class _Payload:
+    """Exits the process where a pickle of it is loaded."""
+
     def __reduce__(self):
         return exec, ("raise SystemExit('a pickle was executed')",)
 
 
 PICKLE = pickle.dumps(_Payload())
+
+
+def _always(content: bytes) -> Callable[[bytes], bytes]:
+    """A damage that puts this content in the place of any."""
+    return lambda _: content
+
+
+# What JSON may hold instead of an object.
+JSON_TEXTS = ('null', '3', '"text"', '[]', '{}', '[null]', '[{}]')
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    'a pickle': lambda content: PICKLE,
-    'empty': lambda content: b'',
+    'a pickle': _always(PICKLE),
+    'empty': _always(b''),
     'half': lambda content: content[: len(content) // 2],
     'without its end': lambda content: content[:-3],
-    'garbage': lambda content: b'\x80\x00garbage' * 7,
+    'garbage': _always(b'\x80\x00garbage' * 7),
     'not UTF-8': lambda content: content.replace(b'"', b'"\xff', 1),
-    'nested': lambda content: NESTED.encode(),
+    'nested': _always(NESTED.encode()),
     'twice': lambda content: content + content,
-    **{
-        text: lambda content, text=text: f'{text}\n'.encode()
-        for text in ('null', '3', '"text"', '[]', '{}', '[null]', '[{}]')
-    },
+    **{text: _always(f'{text}\n'.encode()) for text in JSON_TEXTS},
 }
 
 
 def some(cases: list[T], name: str, every: int) -> list[T]:
-    """The first case, a pickle, and each `every`-th other, from one that differs by name."""
-    return [*cases[:1], *cases[1:][len(name) % min(every, EVERY // 2) :: every]]
+    """Returns the first case, which is a pickle, and each `every`-th of the others.
+
+    The second case that is returned depends on the name, so that files get different damages.
+    """
+    others = cases[1:]
+    start = len(name) % min(every, EVERY // 2)
+    return [*cases[:1], *others[start::every]]
 
 
 class Special(enum.Enum):
     """What may be in the place of a file."""
 
     DIRECTORY = enum.auto()
-    PIPE = enum.auto()  # without anybody who writes to it
+    PIPE = enum.auto()  # nothing writes to it
 
 
 def replace(path: Path, content: bytes | Special) -> None:
-    """Writes the content, or puts something else in the place of the file."""
+    """Writes a file with the content, or puts a directory or a pipe in its place."""
     if path.is_dir():
         path.rmdir()
     elif not path.is_file():
         path.unlink(missing_ok=True)
+
     if isinstance(content, bytes):
         path.write_bytes(content)
         return
+
     path.unlink(missing_ok=True)
     if content is Special.DIRECTORY:
         path.mkdir()
@@ -70,52 +84,85 @@ def replace(path: Path, content: bytes | Special) -> None:
 
 
 def content_of(path: Path) -> bytes | Special:
-    """The content that `replace` takes to make the path what it is."""
+    """Returns what is at the path, in the form that `replace` takes."""
     if path.is_file():
         return path.read_bytes()
-    return Special.DIRECTORY if path.is_dir() else Special.PIPE
+    if path.is_dir():
+        return Special.DIRECTORY
+    return Special.PIPE
 
 
 def whole(content: bytes) -> Iterator[tuple[str, bytes | Special]]:
-    """(name, damaged content) of a file, or what is in its place."""
+    """Yields the damages of a whole file: (name, damaged content)."""
     for name, damage in DAMAGES.items():
-        if (damaged := damage(content)) != content:
+        damaged = damage(content)
+        if damaged != content:
             yield name, damaged
     yield 'a directory', Special.DIRECTORY
     yield 'a pipe', Special.PIPE
 
 
 def fields(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """(name, content) with each field of the first object left out, or of another type.
+    """Yields (name, damaged content), with each field left out, and with another type.
 
-    JSON Lines are damaged in their first and last lines.
+    A file of JSON Lines is damaged in its first and its last line, a list in its first object.
     """
     try:
-        values = [json.loads(content)]
+        lines = [json.loads(content)]
     except ValueError:
-        values = [json.loads(line) for line in content.splitlines()]
-    for place in sorted({0, len(values) - 1}):
-        for path in _paths(_object_at(values, place)):
-            for how in ('without', 'with another'):
-                damaged = copy.deepcopy(values)
-                *parents, name = path
-                owner = functools.reduce(operator.getitem, parents, _object_at(damaged, place))
-                other = _other_type(owner.pop(name))
-                owner |= {name: other} if how == 'with another' else {}
-                text = ''.join(json.dumps(line) + '\n' for line in damaged)
-                yield f'{place}: {how} {".".join(path)}', text.encode()
+        lines = [json.loads(line) for line in content.splitlines()]
+
+    last = len(lines) - 1
+    for place in sorted({0, last}):
+        for path in _paths(_object_at(lines, place)):
+            label = '.'.join(path)
+
+            damaged = copy.deepcopy(lines)
+            _remove(_object_at(damaged, place), path)
+            yield f'{place}: without {label}', _encoded(damaged)
+
+            damaged = copy.deepcopy(lines)
+            _change_type(_object_at(damaged, place), path)
+            yield f'{place}: with another {label}', _encoded(damaged)
 
 
-def _object_at(values: list[Any], place: int) -> dict[str, Any]:
-    return values[place][0] if isinstance(values[place], list) else values[place]
+def _object_at(lines: list[Any], place: int) -> dict[str, Any]:
+    """Returns the object of a line, or the first one where the line has a list."""
+    line = lines[place]
+    return line[0] if isinstance(line, list) else line
 
 
 def _paths(value: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Every field, and those of the objects in it."""
-    inner = [(name, key) for name, rest in value.items() if isinstance(rest, dict) for key in rest]
-    return [*((name,) for name in value), *inner]
+    """Returns the paths of all fields, and of the fields of objects in them."""
+    outer: list[tuple[str, ...]] = [(name,) for name in value]
+    inner: list[tuple[str, ...]] = []
+    for name, content in value.items():
+        if isinstance(content, dict):
+            inner += [(name, key) for key in content]
+    return outer + inner
+
+
+def _owner(value: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the object that has the last field of the path."""
+    for name in path[:-1]:
+        value = value[name]
+    return value
+
+
+def _remove(value: dict[str, Any], path: tuple[str, ...]) -> None:
+    del _owner(value, path)[path[-1]]
+
+
+def _change_type(value: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Gives a field another type, and moves it to the end of its object."""
+    owner = _owner(value, path)
+    owner[path[-1]] = _other_type(owner.pop(path[-1]))
+
+
+def _encoded(lines: list[Any]) -> bytes:
+    return ''.join(json.dumps(line) + '\n' for line in lines).encode()
 
 
 def _other_type(value: Any) -> Any:
-    """A text for a number, a number for a text, a list or an object."""
+    """Returns 3 in place of a text, a list or an object, and a text in place of the others."""
     return 3 if isinstance(value, str | list | dict) else 'text'

@@ -34,27 +34,32 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def chosen(metafunc: pytest.Metafunc, kind: str, names: list[str]) -> None:
-    """Runs a test that asks for `kind` on the names given on the command line, or on `names`."""
+    """Parametrizes a test that has an argument `kind`, such as 'metric'.
+
+    The values are those of --metric on the command line, or else `names`.
+    """
     if kind in metafunc.fixturenames:
-        metafunc.parametrize(kind, metafunc.config.getoption(f'--{kind}') or names)
+        given = metafunc.config.getoption(f'--{kind}')
+        metafunc.parametrize(kind, given or names)
 
 
 @pytest.fixture(scope='session')
 def chromium() -> str:
-    """The path of Chromium; QKATTN_TEST_CHROMIUM names another than that on PATH."""
-    paths = (os.environ.get('QKATTN_TEST_CHROMIUM'), *map(shutil.which, BROWSERS))
-    path = next(filter(None, paths), None)
-    if path is None:
+    """The path of Chromium: QKATTN_TEST_CHROMIUM, or else the first browser on PATH."""
+    path = os.environ.get('QKATTN_TEST_CHROMIUM')
+    for name in BROWSERS:
+        path = path or shutil.which(name)
+    if not path:
         pytest.skip('Chromium is absent: install it, or set QKATTN_TEST_CHROMIUM to its path')
     return path
 
 
 @pytest.fixture
 def unread() -> Iterator[TextIO]:
-    """A stream whose reader has gone, as that of `... | head`."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, 'w') as stream:
+    """The writing end of a pipe that nobody reads any more, as after `... | head`."""
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    with open(writing_end, 'w') as stream:
         yield stream
 
 
@@ -62,13 +67,18 @@ def unread() -> Iterator[TextIO]:
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server with the buckets `runs` and `read-only`, for this process and those it starts."""
     pytest.importorskip('gcsfs', reason="buckets need pip install -e '.[gcs]'")
-    server = importlib.import_module('tests.bucket_server').Server('runs', 'read-only')
+    # Imported here, as it needs gcsfs.
+    bucket_server = importlib.import_module('tests.bucket_server')
+    server = bucket_server.Server('runs', 'read-only')
+
     for name in ('TENSORSTORE_GCS_HTTP_URL', 'GOOGLE_AUTH_TOKEN_FOR_TESTING'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
     forget_buckets()
+
     yield server
+
     forget_buckets()
     server.shutdown()
     server.server_close()

@@ -1,4 +1,4 @@
-"""Cases of a parametrized test, of which some are quick and the others carry the mark `slow`."""
+"""Cases of parametrized tests, some of which are marked `slow`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,17 +7,19 @@ import pytest
 
 
 def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list:
-    """All of `cases`, marked slow but for those in `quick`; a tuple holds several arguments."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            marks=() if case in quick else pytest.mark.slow,
-        )
-        for case in cases
-    ]
+    """Marks the cases slow that are not in `quick`.
+
+    A case that is a tuple has several arguments.
+    """
+    params = []
+    for case in cases:
+        arguments = case if isinstance(case, tuple) else (case,)
+        marks = () if case in quick else pytest.mark.slow
+        params.append(pytest.param(*arguments, marks=marks))
+    return params
 
 
 def mostly_slow(cases: Iterable[Any], every: int) -> list:
-    """All of `cases`, marked slow but for every `every`-th."""
+    """Marks the cases slow, except the first and each `every`-th after it."""
     cases = list(cases)
     return slow_except(cases[::every], cases)

@@ -11,7 +11,7 @@ from qkattn.errors import ConfigError
 
 @contextlib.contextmanager
 def refused(says: str, error: type | tuple = ConfigError) -> Iterator[Any]:
-    """Expects an error of one line that matches the regular expression."""
+    """Expects an error whose message is one line and matches the regular expression `says`."""
     with pytest.raises(error, match=says) as caught:
         yield caught
     assert '\n' not in str(caught.value)
