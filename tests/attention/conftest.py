@@ -53,21 +53,31 @@ def buildable_variants() -> list[tuple[str, str]]:
 
 
 def quick_variants(fixture: str) -> set[tuple[str, str]]:
-    return QUICK if fixture == 'variant' else {*variant_catalogue.documented_variants()[::9]}
+    """The variants on which tests with this fixture, 'variant' or 'some', are quick."""
+    if fixture == 'variant':
+        return QUICK
+    return set(variant_catalogue.documented_variants()[::9])
 
 
 def pytest_generate_tests(metafunc):
-    """Runs contract tests on the variants of --variant, or on all, most of them as slow."""
+    """Parametrizes the contract tests by the variants of --variant, or by all if none is given."""
     if not metafunc.module.__name__.endswith('test_contract'):
         return
     named = [_checked(text) for text in metafunc.config.getoption('--variant') or ()]
-    every = named or [*buildable_variants(), *examples.VARIANTS]
-    for fixture in {'variant', 'some'} & {*metafunc.fixturenames}:
-        quick = named or quick_variants(fixture)
-        cases = slow_except([(pair,) for pair in quick], [(pair,) for pair in every])
-        metafunc.parametrize(fixture, cases, ids=map('/'.join, every))
-    outside = [score for score, _ in examples.VARIANTS if score not in SCORES]
-    scores = [*dict(named)] or [*SCORES, *outside]
+    variants = named or [*buildable_variants(), *examples.VARIANTS]
+    for fixture in ('variant', 'some'):
+        if fixture in metafunc.fixturenames:
+            quick = named or quick_variants(fixture)
+            # A case is a tuple of arguments; here it has one argument, the pair.
+            quick_cases = [(variant,) for variant in quick]
+            cases = slow_except(quick_cases, [(variant,) for variant in variants])
+            metafunc.parametrize(fixture, cases, ids=map('/'.join, variants))
+
+    if named:
+        scores = list(dict.fromkeys(score for score, _ in named))
+    else:
+        outside = [score for score, _ in examples.VARIANTS if score not in SCORES]
+        scores = [*SCORES, *outside]
     if 'score' in metafunc.fixturenames:
         metafunc.parametrize('score', scores)
     if 'some_score' in metafunc.fixturenames:
@@ -75,7 +85,7 @@ def pytest_generate_tests(metafunc):
 
 
 def _checked(text: str) -> tuple[str, str]:
-    """Returns the score and the value of a variant of the flag, or refuses the flag."""
+    """Parses 'score/value' from --variant; a variant that cannot be built is a usage error."""
     try:
         score, value = parse_variant(text)
         registry.check(variant_catalogue.reference_spec(score, value))
