@@ -23,15 +23,22 @@ def _initialized(spec: AttentionSpec, seed: int, x64: bool) -> tuple[list[jax.Ar
 
 
 def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> Attention:
-    """A layer of a variant, as in make(('qk', 'vo'), biases=True).
+    """A small layer of a variant, as in make(('qk', 'vo'), biases=True).
 
-    Where `moved`, noise is added to every parameter, since biases that are 0 would not be tested.
+    Args:
+        variant: The names of the Score and the Value.
+        seed: The seed of the initial values.
+        moved: Whether to add noise to every parameter, so that biases are not 0.
+        options: Fields of `AttentionSpec`.
     """
-    spec = AttentionSpec(score=variant[0], value=variant[1], **{**SIZES, **options})
+    score, value = variant
+    spec = AttentionSpec(score=score, value=value, **{**SIZES, **options})
     leaves, tree = _initialized(spec, seed, jax.config.jax_enable_x64)
     if moved and leaves:
         rng = np.random.default_rng(seed + 1)
-        leaves = [jnp.asarray(np.asarray(a) + 0.1 * rng.standard_normal(a.shape)) for a in leaves]
+        leaves = [
+            jnp.asarray(np.asarray(leaf) + 0.1 * rng.standard_normal(leaf.shape)) for leaf in leaves
+        ]
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -41,15 +48,18 @@ def wide(tree: Any) -> Any:
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
-    """The size of each letter in `parameter_count`, from the spec and the names of parameters.
+    """The size of each axis letter, from the spec and the parameters of a circuit.
 
-    In 'w_q_DNH' the last part names the axes: a letter has one size throughout.
+    The last part of a parameter's name has a letter for each axis: w_q_DNH has the axes D, N, H.
     """
     sizes = spec.letters
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(circuit))):
+    parameters = nnx.to_pure_dict(nnx.state(circuit))
+    for path, parameter in jax.tree_util.tree_leaves_with_path(parameters):
         name = path[-1].key
-        for letter, size in zip(name.rsplit('_', 1)[1], leaf.shape, strict=True):
-            assert sizes.setdefault(letter, size) == size, f'{name}: {letter} is {size} here'
+        axes = name.split('_')[-1]
+        for letter, size in zip(axes, parameter.shape, strict=True):
+            known_size = sizes.setdefault(letter, size)
+            assert size == known_size, f'{name}: {letter} is {size} here'
     return sizes
 
 
@@ -62,22 +72,29 @@ def causal() -> jax.Array:
 
 
 def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
-    """The mask with the diagonal hidden where the Score hides it and others are visible."""
+    """The mask of a Score that may hide a token from itself.
+
+    A token that sees no other token still sees itself.
+    """
     mask_BTS = np.asarray(mask_BTS)
     if not score.hides_self:
         return mask_BTS
-    others_BTS = mask_BTS & ~np.eye(mask_BTS.shape[-1], dtype=bool)
-    return np.where(others_BTS.any(-1, keepdims=True), others_BTS, mask_BTS)
+    is_other_TS = ~np.eye(mask_BTS.shape[-1], dtype=bool)
+    others_BTS = mask_BTS & is_other_TS
+    sees_others_BT1 = others_BTS.any(-1, keepdims=True)
+    return np.where(sees_others_BT1, others_BTS, mask_BTS)
 
 
 def relative_bias(score: Any, T: int, S: int) -> np.ndarray | float:
-    """b_NTS of a Score that has one, looked up pair by pair; else 0."""
-    b_N1R = score.relative_bias(jnp.arange(1 - S, T)[None])
+    """The position biases b_NTS of a Score, or 0 if it has none."""
+    distances_1R = jnp.arange(1 - S, T)[None]
+    b_N1R = score.relative_bias(distances_1R)
     if b_N1R is None:
         return 0.0
     b_NTS = np.zeros((len(b_N1R), T, S))
     for t, s in np.ndindex(T, S):
-        b_NTS[:, t, s] = b_N1R[:, 0, t - s + S - 1]
+        distance = t - s
+        b_NTS[:, t, s] = b_N1R[:, 0, distance + S - 1]
     return b_NTS
 
 
@@ -90,76 +107,93 @@ def normed(z_BTNH: Any, gain_H: Any) -> np.ndarray:
 def rotary_logits(
     q_BTNH: np.ndarray, k_BSKH: np.ndarray, *, scale: float, rope_size: int | None
 ) -> np.ndarray:
-    """s_BNTS of queries and keys whose last `rope_size` channels are rotated by position.
+    """Logits s_BNTS of N query heads and K key heads with rotary positions (Su et al. 2021).
 
-    Pairs (h, h + H/2) are complex numbers; position t turns them by exp(i t / 10000^(2 h / H)),
-    so that a pair contributes Re(q conj(k) exp(i (t - s) w)). Su et al. 2021, eq. 16.
+    The last `rope_size` channels of a head are rotated, or all if it is None. Channel c and channel
+    c + half of these form a complex number. The pair contributes Re(q conj(k) exp(i (t - s) w_c)),
+    with the frequency w_c = 10000^(-c / half).
     """
     q_BTNH = np.asarray(q_BTNH, np.float64)
     k_BSKH = np.asarray(k_BSKH, np.float64)
     B, T, N, H = q_BTNH.shape
-    S = k_BSKH.shape[1]
-    keep = 0 if rope_size is None else H - rope_size
-    half = (H - keep) // 2
+    S, K = k_BSKH.shape[1:3]
+    num_plain = 0 if rope_size is None else H - rope_size
+    half = (H - num_plain) // 2
+    frequencies = 10_000.0 ** (-np.arange(half) / half)
+
+    def complex_pairs(z_H):
+        real = z_H[num_plain : num_plain + half]
+        imaginary = z_H[num_plain + half :]
+        return real + 1j * imaginary
+
     s_BNTS = np.zeros((B, N, T, S))
     for b, n, t, s in np.ndindex(*s_BNTS.shape):
         q_H = q_BTNH[b, t, n]
-        k_H = k_BSKH[b, s, n * k_BSKH.shape[2] // N]
-        pairs = [z[keep : keep + half] + 1j * z[keep + half :] for z in (q_H, k_H)]
-        turn = np.exp(1j * (t - s) * 10_000.0 ** (-np.arange(half) / half))
-        plain = q_H[:keep] @ k_H[:keep]
-        s_BNTS[b, n, t, s] = scale * (plain + (pairs[0] * pairs[1].conj() * turn).real.sum())
+        k_H = k_BSKH[b, s, n * K // N]
+        turns = np.exp(1j * (t - s) * frequencies)
+        rotated = (complex_pairs(q_H) * complex_pairs(k_H).conj() * turns).real.sum()
+        plain = q_H[:num_plain] @ k_H[:num_plain]
+        s_BNTS[b, n, t, s] = scale * (plain + rotated)
     return s_BNTS
 
 
 def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) -> np.ndarray:
-    """Logits s_BNTS by the definition, with scale, cap and biases of positions.
-
-    They come from A[n], or from queries and keys where QK norm or rotary positions act on these.
-    """
+    """Logits s_BNTS by the definition, with scale, cap and position biases."""
     score = layer.score
     spec = layer.spec
     if spec.qk_norm or spec.positions == 'rope':
+        # QK norm and rotary positions act on queries and keys, so A[n] is not enough.
         q_BTNH = score.queries(x_BTD)
         k_BSKH = score.keys(score.cached(y_BSD))
         if spec.qk_norm:
             q_BTNH = normed(q_BTNH, layer.g_q_H)
             k_BSKH = normed(k_BSKH, layer.g_k_H)
-        size = score.rope_size if spec.positions == 'rope' else 0
-        s_BNTS = rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=size)
+        rope_size = score.rope_size if spec.positions == 'rope' else 0
+        s_BNTS = rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=rope_size)
     elif score.bilinear:
         s_BNTS = oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale)
     else:
         s_BNTS = score.scale * score.reference_logits(np.asarray(x_BTD), np.asarray(y_BSD))
+
     s_BNTS = spec.score_scale * s_BNTS
     if spec.logit_cap is not None:
         s_BNTS = spec.logit_cap * np.tanh(s_BNTS / spec.logit_cap)
+    _, N, T, S = s_BNTS.shape
     if spec.positions == 'alibi':
-        for n, t, s in np.ndindex(*s_BNTS.shape[1:]):
-            s_BNTS[:, n, t, s] -= 2 ** (-8 * (n + 1) / spec.num_heads) * abs(t - s)
-    return s_BNTS + (0 if cross else relative_bias(score, *s_BNTS.shape[2:]))
+        for n, t, s in np.ndindex(N, T, S):
+            slope = 2 ** (-8 * (n + 1) / N)
+            s_BNTS[:, n, t, s] -= slope * abs(t - s)
+    if cross:
+        return s_BNTS
+    return s_BNTS + relative_bias(score, T, S)
 
 
 def expected_probabilities(
     layer: Attention, x_BTD: Any, y_BSD: Any, mask_BTS: Any, *, cross: bool
 ) -> np.ndarray:
-    """The attention probabilities of the layer, computed by the slow reference."""
+    """The attention probabilities p_BNTS of the layer, computed by the slow reference."""
     s_BNTS = expected_logits(layer, x_BTD, y_BSD, cross=cross)
-    mask_BTS = mask_BTS if cross else hide_self(layer.score, mask_BTS)
-    return oracle.probabilities(s_BNTS, mask_BTS, registry.find_normalizer(layer.spec.normalizer))
+    if not cross:
+        mask_BTS = hide_self(layer.score, mask_BTS)
+    normalizer = registry.find_normalizer(layer.spec.normalizer)
+    return oracle.probabilities(s_BNTS, mask_BTS, normalizer)
 
 
 def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> np.ndarray:
-    """out_BTD from A[n] and B[n], in cross-attention to y where it is given."""
-    value = layer.value
+    """The output of the layer by the slow reference; cross-attention to y_BSD if it is given."""
     cross = y_BSD is not None
-    y_BSD = y_BSD if cross else x_BTD
+    if not cross:
+        y_BSD = x_BTD
     p_BNTS = expected_probabilities(layer, x_BTD, y_BSD, mask_BTS, cross=cross)
+
+    value = layer.value
     if not value.linear:
-        x_BTD, y_BSD = (np.asarray(z, np.float64) for z in (x_BTD, y_BSD))
+        x_BTD = np.asarray(x_BTD, np.float64)
+        y_BSD = np.asarray(y_BSD, np.float64)
         return value.reference_output(p_BNTS, x_BTD, y_BSD, layer.score)
     b_o_D = getattr(value, 'b_o_D', None)
-    b_o_D = None if b_o_D is None else np.asarray(b_o_D[...])
+    if b_o_D is not None:
+        b_o_D = np.asarray(b_o_D[...])
     return oracle.mix(p_BNTS, value.matrix(layer.score), y_BSD, b_o_D)
 
 
@@ -179,15 +213,22 @@ def assert_close(got: Any, want: Any, tolerance: float, about: str) -> None:
 
 
 def assert_equals_oracle(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> None:
-    """Self-attention and cross-attention, to 1e-5 in float32 and to 1e-12 in float64."""
-    tolerance = {'float32': 1e-5, 'float64': 1e-12}[x_BTD.dtype.name]
-    y_BSD = jnp.asarray(stream(5, seed=6, d_model=x_BTD.shape[-1]), x_BTD.dtype)
-    all_BTS = visible(x_BTD.shape[1], 5, causal=False)
-    for kind, mask, y in (('self', mask_BTS, None), ('cross', all_BTS, y_BSD)):
-        out_BTD = layer(x_BTD, mask, y_BSD=y)
-        assert out_BTD.dtype == x_BTD.dtype
-        about = f'{kind}-attention of {layer.spec}'
-        assert_close(out_BTD, expected(layer, x_BTD, mask, y), tolerance, about)
+    """Compares self-attention to x and cross-attention to five other tokens with the oracle."""
+    dtype = x_BTD.dtype
+    tolerance = {'float32': 1e-5, 'float64': 1e-12}[dtype.name]
+    _, T, D = x_BTD.shape
+    y_BSD = jnp.asarray(stream(5, seed=6, d_model=D), dtype)
+    every_key_BTS = visible(T, 5, causal=False)
+
+    self_BTD = layer(x_BTD, mask_BTS)
+    assert self_BTD.dtype == dtype
+    want_BTD = expected(layer, x_BTD, mask_BTS)
+    assert_close(self_BTD, want_BTD, tolerance, f'self-attention of {layer.spec}')
+
+    cross_BTD = layer(x_BTD, every_key_BTS, y_BSD=y_BSD)
+    assert cross_BTD.dtype == dtype
+    want_BTD = expected(layer, x_BTD, every_key_BTS, y_BSD)
+    assert_close(cross_BTD, want_BTD, tolerance, f'cross-attention of {layer.spec}')
 
 
 def assert_equals_oracle_in_float64(layer: Attention) -> None:
@@ -198,13 +239,16 @@ def assert_equals_oracle_in_float64(layer: Attention) -> None:
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
     """The parameters of a layer or a model by path, 'score.w_q_DNH'."""
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator='.')
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {name(path[:-1]): np.asarray(leaf) for path, leaf in leaves}
+    parameters = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path_of_parameter = path[:-1]  # without '.value'
+        name = jax.tree_util.keystr(path_of_parameter, simple=True, separator='.')
+        parameters[name] = np.asarray(leaf)
+    return parameters
 
 
 def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **sizes: Any) -> float:
-    """Standard deviation of the logits of independent unit-normal x and y, mean over seeds."""
+    """The standard deviation of initial logits for unit-normal x and y, mean over seeds."""
     stds = []
     for seed in range(num_seeds):
         layer = make((score, value), seed=seed, moved=False, **sizes)
@@ -216,13 +260,15 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
         if layer.spec.qk_norm:
             q_BTNH = normed(q_BTNH, layer.g_q_H)
             k_BSKH = normed(k_BSKH, layer.g_k_H)
-        k_BSNH = np.repeat(k_BSKH, q_BTNH.shape[2] // k_BSKH.shape[2], axis=2)
-        stds.append(circuit.scale * (q_BTNH.swapaxes(1, 2) @ k_BSNH.transpose(0, 2, 3, 1)).std())
+        queries_per_key = q_BTNH.shape[2] // k_BSKH.shape[2]
+        k_BSNH = np.repeat(k_BSKH, queries_per_key, axis=2)
+        s_BNTS = circuit.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH, optimize=True)
+        stds.append(s_BNTS.std())
     return float(np.mean(stds))
 
 
 def assert_initial_logits_are_as_declared(score: str, **sizes: Any) -> None:
-    """That their standard deviation is `Score.initial_logit_std`, 1 by default."""
+    """Checks that initial logits have the standard deviation `Score.initial_logit_std`."""
     declared = make((score, 'no_v'), **sizes).score.initial_logit_std
     num_seeds = 6 if sizes['d_model'] == 64 else 2
     std = initial_logit_std(score, num_seeds=num_seeds, **sizes)
