@@ -26,39 +26,55 @@ def layer() -> Attention:
     return Attention(SPEC, rngs=nnx.Rngs(0))
 
 
-def test_sizes_have_defaults_and_wrong_numbers_are_refused_by_field():
-    assert (SPEC.num_kv_heads, SPEC.head_size) == (4, 8)
-    assert AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=6).head_size == 6
+def test_sizes_have_defaults():
+    assert SPEC.num_kv_heads == 4
+    assert SPEC.head_size == 8
+    other = AttentionSpec(d_model=32, num_heads=4, num_kv_heads=2, head_size=6)
+    assert other.head_size == 6
     with pytest.raises(SpecError, match='d_model=30 must be a multiple of num_heads=4'):
         AttentionSpec(d_model=30, num_heads=4)
 
-    # Whole numbers may be those of numpy.
-    numpy_sizes = {'d_model': np.int64(32), 'num_heads': np.int32(4), 'window': np.int64(3)}
-    assert AttentionSpec(**numpy_sizes) == dataclasses.replace(SPEC, window=3)
 
-    # The field, a wrong value, and what the refusal says it must be.
-    finite = 'a finite number above 0'
-    for field, number, words in (
-        *(('d_model', n, 'a whole number of at least 1') for n in (True, 32.0, 0, 'a')),
-        *(('window', n, 'a whole number of at least 1, or None') for n in (2.5, True, 0)),
-        *(('score_scale', n, finite) for n in ('a', True, 0, None, math.nan, math.inf)),
-        ('logit_cap', 0.0, 'a finite number above 0, or None'),
-        ('residual_gain', -0.5, 'a finite number at least 0'),
-    ):
-        with pytest.raises(SpecError, match=f'^{field}={number!r} must be {words}$'):
-            dataclasses.replace(SPEC, **{field: number})
+def test_sizes_may_be_numpy_integers():
+    spec = AttentionSpec(d_model=np.int64(32), num_heads=np.int32(4), window=np.int64(3))
+    assert spec == dataclasses.replace(SPEC, window=3)
 
 
-def test_the_mask_is_causal_with_the_window_unless_given(layer):
-    near = Attention(dataclasses.replace(SPEC, window=2), rngs=nnx.Rngs(0))
+WHOLE = 'a whole number of at least 1'
+FINITE = 'a finite number above 0'
+# Fields, wrong values of each, and what the refusal says that the value must be.
+WRONG_NUMBERS = [
+    ('d_model', [True, 32.0, 0, 'a'], WHOLE),
+    ('window', [2.5, True, 0], f'{WHOLE}, or None'),
+    ('score_scale', ['a', True, 0, None, math.nan, math.inf], FINITE),
+    ('logit_cap', [0.0], f'{FINITE}, or None'),
+    ('residual_gain', [-0.5], 'a finite number at least 0'),
+]
+
+
+@pytest.mark.parametrize(('field', 'wrong_values', 'must_be'), WRONG_NUMBERS)
+def test_a_wrong_number_is_refused_by_its_field(field, wrong_values, must_be):
+    for value in wrong_values:
+        with pytest.raises(SpecError, match=f'^{field}={value!r} must be {must_be}$'):
+            dataclasses.replace(SPEC, **{field: value})
+
+
+@pytest.mark.parametrize('window', [None, 2])
+def test_self_attention_is_causal_with_the_window_by_default(layer, window):
+    windowed = Attention(dataclasses.replace(SPEC, window=window), rngs=nnx.Rngs(0))
+    x_BTD = stream()
+    mask_BTS = visible(T, T, causal=True, window=window)
+    np.testing.assert_array_equal(windowed(x_BTD), layer(x_BTD, mask_BTS))
+
+
+@pytest.mark.parametrize('window', [None, 2])
+def test_cross_attention_sees_every_key_by_default(layer, window):
+    windowed = Attention(dataclasses.replace(SPEC, window=window), rngs=nnx.Rngs(0))
     x_BTD = stream()
     y_BSD = stream(5, seed=6)
-    for one, window in ((layer, None), (near, 2)):
-        # Within a sequence; then across to another, where no mask is the default.
-        mask_BTS = visible(7, 7, causal=True, window=window)
-        np.testing.assert_array_equal(one(x_BTD), layer(x_BTD, mask_BTS))
-        across_BTD = layer(x_BTD, visible(7, 5, causal=False), y_BSD=y_BSD)
-        np.testing.assert_array_equal(one(x_BTD, y_BSD=y_BSD), across_BTD)
+    mask_BTS = visible(T, 5, causal=False)
+    out_BTD = layer(x_BTD, mask_BTS, y_BSD=y_BSD)
+    np.testing.assert_array_equal(windowed(x_BTD, y_BSD=y_BSD), out_BTD)
 
 
 def test_a_layer_takes_a_key_or_rngs_that_it_draws_from_as_in_nnx(layer):
@@ -67,17 +83,19 @@ def test_a_layer_takes_a_key_or_rngs_that_it_draws_from_as_in_nnx(layer):
     second = Attention(SPEC, rngs=rngs)
     by_key = Attention(SPEC, key=nnx.Rngs(0).params())
 
-    # `layer` was made from key 0, as were the first draw and `by_key`.
-    for other, same in ((first, True), (by_key, True), (second, False)):
-        equal = layer.score.w_q_DNH[...] == other.score.w_q_DNH[...]
-        assert equal.all() if same else not equal.any()
+    # `layer` comes from the first draw of Rngs(0), as do `first` and `by_key`.
+    w_q_DNH = layer.score.w_q_DNH[...]
+    np.testing.assert_array_equal(first.score.w_q_DNH[...], w_q_DNH)
+    np.testing.assert_array_equal(by_key.score.w_q_DNH[...], w_q_DNH)
+    assert not (second.score.w_q_DNH[...] == w_q_DNH).any()
 
-    # Neither, or both.
-    for given in ({}, {'key': jax.random.key(0), 'rngs': rngs}):
-        with pytest.raises(
-            SpecError, match=r'either key=jax.random.key\(0\) or rngs=nnx.Rngs\(0\)'
-        ):
-            Attention(SPEC, **given)
+
+def test_a_layer_needs_either_a_key_or_rngs():
+    refusal = r'either key=jax.random.key\(0\) or rngs=nnx.Rngs\(0\)'
+    with pytest.raises(SpecError, match=refusal):
+        Attention(SPEC)
+    with pytest.raises(SpecError, match=refusal):
+        Attention(SPEC, key=jax.random.key(0), rngs=nnx.Rngs(0))
 
 
 def sum_of_squares(layer, x_BTD, dropout=0.0):
@@ -85,28 +103,35 @@ def sum_of_squares(layer, x_BTD, dropout=0.0):
     return jnp.square(out_BTD).sum()
 
 
-def test_logits_that_all_heads_have_in_common_are_computed_once():
-    """No array of logits has all 4 heads, unless dropout draws for each head."""
+@pytest.mark.parametrize(('dropout', 'is_per_head'), [(0.0, False), (0.5, True)])
+def test_logits_that_all_heads_have_in_common_are_computed_once(dropout, is_per_head):
+    """Arrays of logits have the shape [B, heads, T, T]; dropout draws for each of the 4 heads."""
     layer = make(('neither_full', 'vo'), num_kv_heads=2)
-    for dropout in (0.0, 0.5):
-        program = functools.partial(sum_of_squares, dropout=dropout)
-        jaxpr = jax.make_jaxpr(program)(layer, stream()).jaxpr
-        logits = (
-            v.aval.shape for e in jaxpr.eqns for v in e.outvars if v.aval.shape[-2:] == (T, T)
-        )
-        assert (4 in {shape[1] for shape in logits}) == bool(dropout)
+    program = functools.partial(sum_of_squares, dropout=dropout)
+    jaxpr = jax.make_jaxpr(program)(layer, stream()).jaxpr
+
+    heads_of_logits = set()
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            shape = variable.aval.shape
+            if shape[-2:] == (T, T):
+                heads_of_logits.add(shape[1])
+    assert (4 in heads_of_logits) == is_per_head
 
 
 @pytest.mark.slow
 def test_logits_in_common_have_the_gradients_of_a_query_for_each_head(monkeypatch):
-    gradients = jax.grad(sum_of_squares, (0, 1))
+    compute_gradients = jax.grad(sum_of_squares, (0, 1))
     with jax.enable_x64(True):
-        inputs = wide((make(('neither_full', 'vo'), num_kv_heads=2), stream()))
-        got = gradients(*inputs)
-        # The general method, with a query for each head.
+        layer, x_BTD = wide((make(('neither_full', 'vo'), num_kv_heads=2), stream()))
+        got = compute_gradients(layer, x_BTD)
+        # The general method has a query for each head.
         monkeypatch.setattr(NeitherFull, 'queries_and_keys', Score.queries_and_keys)
-        for a, b in zip(*map(jax.tree.leaves, (got, gradients(*inputs))), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+        want = compute_gradients(layer, x_BTD)
+        got_leaves = jax.tree.leaves(got)
+        want_leaves = jax.tree.leaves(want)
+        for got_leaf, want_leaf in zip(got_leaves, want_leaves, strict=True):
+            np.testing.assert_allclose(got_leaf, want_leaf, rtol=1e-9, atol=1e-9)
 
 
 COLLABORATIVE = 'examples.collaborative:Collaborative'
@@ -116,22 +141,26 @@ SHARED += [((score, 'merged_vo'), {}) for score in ('merged', COLLABORATIVE, 'ne
 
 @pytest.mark.parametrize(('variant', 'options'), slow_except(SHARED[1:2], SHARED), ids=str)
 def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
-    """In the compiled gradient, no array but logits has both the S = 13 keys and the N = 4 heads.
+    """In the compiled gradient, only logits have an axis of S keys and an axis of N query heads.
 
-    Logits also have an axis of T queries.
+    Logits are the arrays that also have an axis of T queries.
     """
+    S, N = 13, 4
     layer = make(variant, head_size=5, **options)
     x_BTD = stream()
-    y_BSD = stream(13, seed=6)
+    y_BSD = stream(S, seed=6)
 
     def run(layer, x_BTD, y_BSD):
         return jnp.square(layer(x_BTD, y_BSD=y_BSD)).sum()
 
     compiled = jax.jit(jax.grad(run, (0, 1, 2))).lower(layer, x_BTD, y_BSD).compile()
-    sizes = set(re.findall(r'f32\[([\d,]+)\]', compiled.as_text()))
-    shapes = [{*map(int, numbers.split(','))} for numbers in sizes]
-    assert any({13, T} <= shape for shape in shapes)
-    assert not [shape for shape in shapes if {13, 4} <= shape and T not in shape]
+    # Shapes stand in the program as f32[2,4,7,13].
+    texts = set(re.findall(r'f32\[([\d,]+)\]', compiled.as_text()))
+    shapes = [{int(size) for size in text.split(',')} for text in texts]
+    assert any(S in shape and T in shape for shape in shapes)
+    for shape in shapes:
+        is_copied = S in shape and N in shape and T not in shape
+        assert not is_copied, shape
 
 
 def test_a_product_made_in_an_inner_trace_is_not_reused_outside_of_it():
@@ -165,16 +194,18 @@ MASKS = {
 def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
     """Whether query t may attend to key s in row b, by the definition of each field."""
     position = t + int(mask.first_query or 0)
-    return not (
-        (mask.causal and s > position)
-        or (mask.window is not None and abs(position - s) >= mask.window)
-        or (mask.valid_BS is not None and not mask.valid_BS[b, s])
-        or (mask.mask_BTS is not None and not mask.mask_BTS[b, t, s])
-        or (
-            mask.segments_BS is not None
-            and (mask.segments_BT[b, t] != mask.segments_BS[b, s] or mask.segments_BS[b, s] == 0)
-        )
-    )
+    if mask.causal and s > position:
+        return False
+    if mask.window is not None and abs(position - s) >= mask.window:
+        return False
+    if mask.valid_BS is not None and not mask.valid_BS[b, s]:
+        return False
+    if mask.mask_BTS is not None and not mask.mask_BTS[b, t, s]:
+        return False
+    if mask.segments_BT is not None:
+        segment = mask.segments_BS[b, s]  # 0 is padding
+        return segment != 0 and mask.segments_BT[b, t] == segment
+    return True
 
 
 @pytest.mark.parametrize('name', MASKS)
@@ -183,40 +214,50 @@ def test_every_field_allows_what_it_says(name):
     want_BTS = np.zeros((2, Q, S), bool)
     for b, t, s in np.ndindex(2, Q, S):
         want_BTS[b, t, s] = allowed(mask, b, t, s)
+
     got_BTS = np.asarray(mask.dense(Q, S))
     np.testing.assert_array_equal(np.broadcast_to(got_BTS, want_BTS.shape), want_BTS)
+
     # A block: 2 queries from position 3 on, and 3 keys from position 4 on.
     block_BTS = jax.jit(lambda mask, t, s: mask.block(t, 2, s, 3))(mask, 3, 4)
     np.testing.assert_array_equal(block_BTS, got_BTS[:, 3:5, 4:7])
 
 
-def test_a_mask_that_does_not_fit_is_refused(layer):
-    seen_BTS = jnp.ones((2, T, T), bool)
-    both = 'both segments_BT and segments_BS'
-    # A batch of 1 is valid: it holds for both rows.
-    assert jnp.array_equal(layer(stream(), seen_BTS), layer(stream(), seen_BTS[:1]))
-    # Fields of a mask for 2 rows of T = 7, and what the refusal says.
-    for fields, words in (
-        ({'segments_BT': SEGMENTS['segments_BT']}, both),
-        ({'segments_BS': SEGMENTS['segments_BS']}, both),
+def test_a_mask_of_one_row_holds_for_every_row(layer):
+    every_key_BTS = jnp.ones((2, T, T), bool)
+    np.testing.assert_array_equal(
+        layer(stream(), every_key_BTS), layer(stream(), every_key_BTS[:1])
+    )
+
+
+@pytest.mark.parametrize(
+    ('fields', 'message'),
+    [
+        ({'segments_BT': SEGMENTS['segments_BT']}, 'both segments_BT and segments_BS'),
+        ({'segments_BS': SEGMENTS['segments_BS']}, 'both segments_BT and segments_BS'),
         (SEGMENTS, r'segments_BT is int32 of shape \(2, 5\); it must be of shape \(2, 7\), where'),
         ({'valid_BS': jnp.ones((3, T), bool)}, r'valid_BS is bool of shape \(3, 7\)'),
         ({'valid_BS': jnp.ones((2, T))}, 'valid_BS is float32 .* must be boolean and of shape'),
-        *(
-            ({'mask_BTS': seen_BTS[index]}, 'mask_BTS')
-            for index in (0, np.s_[:, 1:], np.s_[..., 1:])
-        ),
+        ({'mask_BTS': jnp.ones((T, T), bool)}, 'mask_BTS'),
+        ({'mask_BTS': jnp.ones((2, T - 1, T), bool)}, 'mask_BTS'),
+        ({'mask_BTS': jnp.ones((2, T, T - 1), bool)}, 'mask_BTS'),
         ({'mask_BTS': jnp.ones((2, T, T + 1), bool)}, r'mask_BTS is bool of shape \(2, 7, 8\)'),
-    ):
-        with pytest.raises(SpecError, match=words):
-            layer(stream(), Mask(causal=True, **fields))
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(layer, fields, message):
+    """The input has 2 rows of T = 7 tokens."""
+    with pytest.raises(SpecError, match=message):
+        layer(stream(), Mask(causal=True, **fields))
 
 
 def test_a_query_attends_to_itself_where_it_may_to_no_other():
     mask = Mask(causal=True, window=2, valid_BS=VALID[:, :Q])
-    open_BTS = np.asarray(mask.dense(Q, Q))
-    got_BTS = np.asarray(dataclasses.replace(mask, hides_self=True).dense(Q, Q))
+    visible_BTS = np.asarray(mask.dense(Q, Q))
+    hiding = dataclasses.replace(mask, hides_self=True)
+    got_BTS = np.asarray(hiding.dense(Q, Q))
     for b, t in np.ndindex(2, Q):
-        others_S = open_BTS[b, t] & (np.arange(Q) != t)
-        want_S = others_S if others_S.any() else open_BTS[b, t]
+        visible_S = visible_BTS[b, t]
+        others_S = visible_S.copy()
+        others_S[t] = False
+        want_S = others_S if others_S.any() else visible_S
         np.testing.assert_array_equal(got_BTS[b, t], want_S)
