@@ -21,7 +21,18 @@ from tests.attention.layers import N, T, assert_close, causal, error, make, stre
 from tests.lanes import slow_except
 
 OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
-SIZES = [(64, 8), (64, 1), (64, 4), *((256, n) for n in (1, 4, 8)), *((512, n) for n in (1, 4, 8))]
+# Sizes of the model and numbers of heads.
+SIZES = [
+    (64, 8),
+    (64, 1),
+    (64, 4),
+    (256, 1),
+    (256, 4),
+    (256, 8),
+    (512, 1),
+    (512, 4),
+    (512, 8),
+]
 
 
 def mask_of_lengths(lengths: tuple[int, int], **options) -> jax.Array:
@@ -36,11 +47,12 @@ def test_a_layer_equals_the_oracle(some):
 
 @functools.cache
 def biased_layer_and_gradients(variant: tuple[str, str]) -> tuple[Attention, jax.Array, tuple]:
-    """A layer with biases, its input x, and the gradients of sum |out|^2 by both."""
+    """A layer with biases, its input x, and the gradients of sum |out|^2 by layer and input."""
     with jax.enable_x64(True):
         layer, x_BTD = wide((make(variant, biases=True, residual_gain=0.5), stream()))
-        out_BTD, pull_back = jax.vjp(lambda layer, x: layer(x, causal()), layer, x_BTD)
-        return layer, x_BTD, pull_back(2 * out_BTD)
+        out_BTD, pull_back = jax.vjp(lambda layer, x_BTD: layer(x_BTD, causal()), layer, x_BTD)
+        gradients = pull_back(2 * out_BTD)
+    return layer, x_BTD, gradients
 
 
 def test_a_layer_equals_the_oracle_in_float64(variant):
@@ -57,7 +69,8 @@ def test_logits_are_those_of_the_matrix(score):
         circuit = layer.score
         q_BTNH = circuit.queries(x_BTD)
         k_BSKH = circuit.keys(circuit.cached(y_BSD))
-        k_BSNH = jnp.repeat(k_BSKH, N // k_BSKH.shape[2], axis=2)
+        num_key_heads = k_BSKH.shape[2]
+        k_BSNH = jnp.repeat(k_BSKH, N // num_key_heads, axis=2)
         got = circuit.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
         want = layers.expected_logits(layer, x_BTD, y_BSD, cross=True)
         assert_close(got, want, 1e-12, f'logits of {score}, from keys that are cached')
@@ -75,55 +88,75 @@ def is_random(parameter: np.ndarray) -> bool:
 def test_a_factor_scales_only_the_random_matrices_of_its_group(variant):
     before = initial(variant)
     for factor, group in (('init_qk', 'score.'), ('init_vo', 'value.')):
-        for path, after in initial(variant, **{factor: 2.0}).items():
-            scaled = path.startswith(group) and is_random(before[path])
-            np.testing.assert_array_equal(after, (2 if scaled else 1) * before[path], err_msg=path)
+        doubled = initial(variant, **{factor: 2.0})
+        for path, after in doubled.items():
+            is_scaled = path.startswith(group) and is_random(before[path])
+            want = 2 * before[path] if is_scaled else before[path]
+            np.testing.assert_array_equal(after, want, err_msg=path)
 
 
-def test_nanogpt_initialization_has_standard_deviation_0_02_and_the_residual_gain(variant):
-    """The residual gain multiplies one matrix of the value; what is not random is as for fan_in."""
-    fan_in = initial(variant)
-    one, quarter = (initial(variant, init='nanogpt', residual_gain=g) for g in (1.0, 0.25))
-    gains = {}
-    for path, w in one.items():
+def test_nanogpt_initialization_has_standard_deviation_0_02(variant):
+    by_fan_in = initial(variant)
+    by_nanogpt = initial(variant, init='nanogpt', residual_gain=1.0)
+    for path, w in by_nanogpt.items():
         if is_random(w):
-            gains[path] = (quarter[path] / w).flat[0]
-            np.testing.assert_allclose(quarter[path], gains[path] * w, rtol=1e-6, err_msg=path)
             assert abs(w.std() / 0.02 - 1) < 5 * w.size**-0.5, path
         else:
-            np.testing.assert_array_equal(w, fan_in[path], err_msg=path)
-    assert all(gain == 1 for path, gain in gains.items() if path.startswith('score.'))
-    values = [gain for path, gain in gains.items() if path.startswith('value.')]
-    # A matrix that is both W_V and W_O has the root; `Hadamard` has the gain in its diagonal.
-    assert set(values) <= {1, 0.25, 0.5}
-    assert len([g for g in values if g < 1]) == bool(values and 'value.g_o_D' not in one)
+            np.testing.assert_array_equal(w, by_fan_in[path], err_msg=path)
+
+
+def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
+    plain = initial(variant, init='nanogpt', residual_gain=1.0)
+    quartered = initial(variant, init='nanogpt', residual_gain=0.25)
+    gains_in_value = []
+    for path, w in plain.items():
+        if not is_random(w):
+            continue
+        gain = (quartered[path] / w).flat[0]
+        np.testing.assert_allclose(quartered[path], gain * w, rtol=1e-6, err_msg=path)
+        if path.startswith('score.'):
+            assert gain == 1, path
+        if path.startswith('value.'):
+            # A matrix that is both W_V and W_O has the root of the gain.
+            assert gain in (1, 0.25, 0.5), path
+            gains_in_value.append(gain)
+
+    multiplied = [gain for gain in gains_in_value if gain < 1]
+    # `Hadamard` has the gain in its diagonal g_o_D, which is not random.
+    if gains_in_value and 'value.g_o_D' not in plain:
+        assert len(multiplied) == 1
+    else:
+        assert len(multiplied) == 0
 
 
 def test_every_parameter_has_a_finite_gradient(variant):
-    gradients, _ = biased_layer_and_gradients(variant)[2]
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+    _, _, (layer_gradients, _) = biased_layer_and_gradients(variant)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(layer_gradients):
         name = jax.tree_util.keystr(path)
         gradient = np.asarray(gradient)
         assert np.isfinite(gradient).all(), name
-        # A constant added to every key moves all logits of a query alike: softmax ignores it.
         if 'frozen' in name:
             assert np.abs(gradient).max() == 0, name
+        # The gradient of b_k may be 0: softmax ignores a constant added to all logits of a query.
         elif 'b_k' not in name:
             assert np.abs(gradient).max() > 0, name
 
 
 @pytest.mark.parametrize('num_kv_heads', slow_except([2], [2, 1]), ids=['two', 'one'])
 def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
-    score = registry.find_score(variant[0])[0]
-    value = registry.find_value(variant[1])[0]
+    score, _ = registry.find_score(variant[0])
+    value, _ = registry.find_value(variant[1])
     if not (score.uses_kv_heads or value.uses_kv_heads):
         with pytest.raises(SpecError, match='changes nothing|num_kv_heads must be'):
             make(variant, num_kv_heads=num_kv_heads)
         return
+
     try:
         layer = make(variant, num_kv_heads=num_kv_heads, biases=True)
     except SpecError as refusal:  # a pair that needs as many key heads as query heads
-        assert 'num_kv_heads' in str(refusal) and '\n' not in str(refusal)
+        message = str(refusal)
+        assert 'num_kv_heads' in message
+        assert '\n' not in message
         return
     layers.assert_equals_oracle(layer, stream(), causal())
 
@@ -135,89 +168,103 @@ def test_a_circuit_has_as_many_parameters_as_it_declares(variant):
         except SpecError:
             continue
         for circuit in (layer.score, layer.value):
-            letters = layers.letters(circuit, layer.spec)
+            size_of_letter = layers.letters(circuit, layer.spec)
             counted = sum(leaf.size for leaf in jax.tree.leaves(circuit))
-            assert counted == eval(circuit.parameter_count, letters), letters
+            # `parameter_count` is a formula, such as 'D*N*H + D*K*H'.
+            declared = eval(circuit.parameter_count, size_of_letter)
+            assert counted == declared, size_of_letter
 
 
 def test_bfloat16_is_near_float32(some):
     layer = make(some, moved=False)
     x_BTD = stream()
-    half, x_half_BTD = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (layer, x_BTD))
-    got = half(x_half_BTD, causal())
+    half_layer, half_x_BTD = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (layer, x_BTD))
+    got = half_layer(half_x_BTD, causal())
+    want = layer(x_BTD, causal())
     assert got.dtype == jnp.bfloat16
-    assert 1e-5 < error(got, layer(x_BTD, causal())) < 0.06
+    assert 1e-5 < error(got, want) < 0.06
 
 
 def test_stacked_trials_on_a_mesh_equal_single_ones(some):
     """Parameters placed by the letters of their names on a mesh of 8 devices."""
-    layers = [make(some, seed=seed) for seed in (0, 7)]
+    single_layers = [make(some, seed=seed) for seed in (0, 7)]
     x_BTD = stream()
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 
-    def stack(path, *leaves):
+    def stack_on_mesh(path, *leaves):
         stacked = np.stack(leaves)
         name = jax.tree_util.keystr(path, simple=True, separator='/').removesuffix('/value')
-        return jax.device_put(
-            stacked, NamedSharding(mesh, sharding.spec(name, stacked.shape, mesh))
-        )
+        spec = sharding.spec(name, stacked.shape, mesh)
+        return jax.device_put(stacked, NamedSharding(mesh, spec))
 
-    stacked = jax.tree_util.tree_map_with_path(stack, *layers)
+    stacked_layer = jax.tree_util.tree_map_with_path(stack_on_mesh, *single_layers)
     run = jax.jit(jax.vmap(lambda layer, x_BTD: layer(x_BTD, causal()), (0, None), axis_size=2))
-    for got_BTD, layer in zip(run(stacked, x_BTD), layers, strict=True):
+    stacked_out = run(stacked_layer, x_BTD)
+    for got_BTD, layer in zip(stacked_out, single_layers, strict=True):
         want_BTD = layer(x_BTD, causal())
         assert_close(got_BTD, want_BTD, 1e-5, f'stacked and sharded, {layer.spec}')
 
 
 def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
-    """A layer with rotary positions, or None where its variant refuses them.
+    """A layer with rotary positions, or None if its variant refuses them.
 
-    Only a Score without a rotary form, `latent` without a size or a class from outside may refuse.
+    Three kinds of variants may refuse: a Score without a rotary form, `latent` without a size, and
+    classes from outside.
     """
-    supported = registry.find_score(variant[0])[0].supports_rope
+    score, _ = variant
+    supports_rope = registry.find_score(score)[0].supports_rope
     try:
         layer = make(variant, positions='rope', **options)
     except SpecError as refusal:
-        assert variant[0] == 'latent' or is_from_outside(variant) or not supported
+        assert score == 'latent' or is_from_outside(variant) or not supports_rope
         assert '\n' not in str(refusal)
         return None
-    assert supported
+    assert supports_rope
     return layer
 
 
 def test_decoding_from_a_cache_equals_attention_over_the_whole_sequence(variant):
-    """One token at a time, from cached keys and values: no position depends on a later one."""
-    rotary = make_rotary(variant, biases=True)
-    assert_cached_decoding_is_exact(rotary or make(variant, positions='alibi', biases=True))
+    """Keys and values are cached token by token: no position depends on a later one."""
+    layer = make_rotary(variant, biases=True)
+    if layer is None:
+        layer = make(variant, positions='alibi', biases=True)
+    assert_cached_decoding_is_exact(layer)
 
 
 def assert_cached_decoding_is_exact(layer: Attention) -> None:
     """Every step t of decoding gives row t of the output for the whole sequence, to 1e-5."""
     x_BTD = stream()
-    want = np.asarray(layer(x_BTD, causal()))
-    tokens = jax.vmap(layer.cached, (1, 0), 1)(x_BTD[:, :, None], jnp.arange(T))
-    # Slots that are not written yet hold large numbers, which must not be read.
-    written_TS = np.tri(T, T + 1, dtype=bool)
-    cache = {}  # of every step t, by name
-    for name, array in tokens.items():
-        slots_BS = np.full((2, T + 1, *array.shape[3:]), 1e3, np.float32)
-        slots_BS[:, :T] = np.asarray(array)[:, :, 0]
-        written = written_TS.reshape(T, 1, T + 1, *[1] * (array.ndim - 3))
-        cache[name] = np.where(written, slots_BS, np.float32(1e3))
+    want_BTD = np.asarray(layer(x_BTD, causal()))
 
-    def step(t, x_BD, cache):
+    # The caches of all steps t by name, each with T + 1 slots for tokens. Slots that are not
+    # written yet hold 1000, which must not be read.
+    num_slots = T + 1
+    is_written_TS = np.tri(T, num_slots, dtype=bool)
+    tokens = jax.vmap(layer.cached, (1, 0), 1)(x_BTD[:, :, None], jnp.arange(T))
+    caches = {}
+    for name, array in tokens.items():
+        num_feature_axes = array.ndim - 3
+        slots_BS = np.full((2, num_slots, *array.shape[3:]), 1e3, np.float32)
+        slots_BS[:, :T] = np.asarray(array)[:, :, 0]
+        is_written = is_written_TS.reshape(T, 1, num_slots, *[1] * num_feature_axes)
+        caches[name] = np.where(is_written, slots_BS, np.float32(1e3))
+
+    def decode(t, x_BD, cache):
         mask = Mask(causal=True, first_query=t)
         return layer.attend_to(x_BD[:, None], cache, mask)[:, 0]
 
-    got_TBD = jax.vmap(step, (0, 1, 0))(jnp.arange(T), x_BTD, cache)
-    assert np.abs(np.moveaxis(got_TBD, 0, 1) - want).max() < 1e-5 * np.abs(want).max()
+    got_TBD = jax.vmap(decode, (0, 1, 0))(jnp.arange(T), x_BTD, caches)
+    got_BTD = np.moveaxis(got_TBD, 0, 1)
+    assert np.abs(got_BTD - want_BTD).max() < 1e-5 * np.abs(want_BTD).max()
 
 
 def test_options_together_are_honoured_or_refused(some):
     try:
         layer = make(some, **OPTIONS)
-    except SpecError as refusal:  # of a class from outside: all others have all options
-        assert is_from_outside(some) and '\n' not in str(refusal)
+    except SpecError as refusal:
+        # Only a class from outside may lack an option.
+        assert is_from_outside(some)
+        assert '\n' not in str(refusal)
     else:
         layers.assert_equals_oracle(layer, stream(), visible(T, T, causal=True, window=3))
 
@@ -230,15 +277,16 @@ def test_an_option_alone_is_honoured(option):
 
 
 def test_rotary_positions_equal_the_complex_form(score):
-    if layer := make_rotary((score, 'vo')):
+    layer = make_rotary((score, 'vo'))
+    if layer is not None:
         layers.assert_equals_oracle(layer, stream(), causal())
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), slow_except([(64, 8)], SIZES))
 def test_initial_logits_have_the_declared_standard_deviation(some_score, d_model, num_heads):
-    """For unit-normal x and y. Every Score of this package declares 1, so that variants differ
-    in form alone."""
+    """For unit-normal x and y. Every Score of this package declares 1."""
     sizes = {'num_heads': num_heads, 'num_kv_heads': num_heads, 'head_size': d_model // num_heads}
     layers.assert_initial_logits_are_as_declared(some_score, d_model=d_model, **sizes)
     if not is_from_outside((some_score, 'vo')):
-        assert make((some_score, 'no_v')).score.initial_logit_std == 1
+        score = make((some_score, 'no_v')).score
+        assert score.initial_logit_std == 1
