@@ -15,13 +15,23 @@ HADAMARD_NHD = (scipy.linalg.hadamard(D) / D**0.5).reshape(N, H, D)
 
 def parameters_by_name(circuit):
     """The parameters by their names without the axes: w_q_DNH is 'w_q'."""
-    parameters = {name: p for name, p in vars(circuit).items() if isinstance(p, nnx.Param)}
-    return {name.rpartition('_')[0]: np.asarray(p[...]) for name, p in parameters.items()}
+    parameters = {}
+    for name, attribute in vars(circuit).items():
+        if isinstance(attribute, nnx.Param):
+            name_without_axes = name.rpartition('_')[0]
+            parameters[name_without_axes] = np.asarray(attribute[...])
+    return parameters
+
+
+def for_every_query_head(w_DKH):
+    """A matrix of K key heads, each repeated for the query heads that share it."""
+    num_key_heads = w_DKH.shape[1]
+    return np.repeat(w_DKH, N // num_key_heads, axis=1)
 
 
 def as_output_matrix(w_DKH):
-    """W_O [N, H, D] of heads that take the transpose of an inward matrix as theirs."""
-    return np.moveaxis(np.repeat(w_DKH, N // w_DKH.shape[1], axis=1), 0, -1)
+    """W_O [N, H, D], the transpose of an inward matrix."""
+    return np.moveaxis(for_every_query_head(w_DKH), 0, -1)
 
 
 def product(w_DR, w_RNH):
@@ -103,17 +113,30 @@ VALUES = {
 }
 
 
+# The pair of a Score and a Value, and the number of key heads.
+CASES = [
+    *(('qk', value, N) for value in VALUES if value != 'latent'),
+    ('latent(size=6)', 'latent', N),
+    *((score, 'vo', N) for score in SCORES),
+    ('qk', 'k_is_v', 2),
+    ('qk', 'vo', 2),
+]
+
+
 def test_matrices_are_those_of_the_definition():
     """A[n] = W_Q[n] W_K[n]^T and B[n] = W_V[n] W_O[n], with the four matrices of the tables."""
-    cases = [('latent(size=6)' if value == 'latent' else 'qk', value, N) for value in VALUES]
-    cases += [*((score, 'vo', N) for score in SCORES), ('qk', 'k_is_v', 2), ('qk', 'vo', 2)]
-    for score, value, num_kv_heads in cases:
+    for score, value, num_kv_heads in CASES:
         layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)
-        s = parameters_by_name(layer.score)
-        v = parameters_by_name(layer.value)
-        w_q, w_k = SCORES[score](s)
-        w_v, w_o = VALUES[value](s, v)
-        w_k, w_v = (np.repeat(w_DKH, N // w_DKH.shape[1], axis=1) for w_DKH in (w_k, w_v))
         A_NDE, B_NDE = layer.matrix()
-        assert error(A_NDE, np.einsum('DNH,ENH->NDE', w_q, w_k)) < 1e-5, score
-        assert error(B_NDE, np.einsum('DNH,NHE->NDE', w_v, w_o)) < 1e-5, value
+
+        score_parameters = parameters_by_name(layer.score)
+        value_parameters = parameters_by_name(layer.value)
+        w_q_DNH, w_k_DKH = SCORES[score](score_parameters)
+        w_k_DNH = for_every_query_head(w_k_DKH)
+        expected_A_NDE = np.einsum('DNH,ENH->NDE', w_q_DNH, w_k_DNH)
+        assert error(A_NDE, expected_A_NDE) < 1e-5, score
+
+        w_v_DKH, w_o_NHD = VALUES[value](score_parameters, value_parameters)
+        w_v_DNH = for_every_query_head(w_v_DKH)
+        expected_B_NDE = np.einsum('DNH,NHE->NDE', w_v_DNH, w_o_NHD)
+        assert error(B_NDE, expected_B_NDE) < 1e-5, value
