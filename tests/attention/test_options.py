@@ -56,9 +56,10 @@ VARIANTS_WITH_OUTPUTS += [
     ('qk', 'examples.hadamard:Hadamard'),
 ]
 VARIANTS_WITH_OUTPUTS += [('qk', 'low_rank(rank=3)'), ('qk', 'merged_vo(init="product")')]
+# A Score, positions, and the number of key and value heads that all queries use: 1 if absorbed.
 LATENT_FORMS = [
-    ('latent(size=24, query_size=10, rope_size=4)', 'rope', (4, 4)),
-    ('latent(size=6)', 'none', (1, 1)),
+    ('latent(size=24, query_size=10, rope_size=4)', 'rope', 4),
+    ('latent(size=6)', 'none', 1),
 ]
 
 
@@ -74,10 +75,13 @@ def test_rotated_keys_keep_the_contract(variant):
     layer = make(variant, positions='rope', biases=True)
     layers.assert_equals_oracle(layer, stream(), causal())
     contract.assert_cached_decoding_is_exact(layer)
-    # The last token sees the others in two orders, which positions tell apart.
-    near_BTD = layer(stream(), causal())
-    far_BTD = layer(stream()[:, ::-1], causal())
-    assert error(near_BTD[:, -1], np.asarray(far_BTD[:, -1])) > 1e-3
+
+    # Positions distinguish the order of the tokens that the last token sees.
+    x_BTD = stream()
+    others_reversed_BTD = jnp.concatenate([x_BTD[:, -2::-1], x_BTD[:, -1:]], axis=1)
+    last_BD = layer(x_BTD, causal())[:, -1]
+    other_last_BD = layer(others_reversed_BTD, causal())[:, -1]
+    assert error(last_BD, np.asarray(other_last_BD)) > 1e-3
 
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), slow_except([(64, 8)], [(64, 8), (512, 1)]))
@@ -89,18 +93,18 @@ def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
 def test_another_standard_deviation_has_to_be_declared(monkeypatch):
     """Cosines of docs/extend.md deviate by 10 / sqrt(8) = 3.5, which the class must declare."""
     assert 'cosine' in examples.SOURCES
-    module = sys.modules['cosine']
+    cosine = sys.modules['cosine']
 
-    class Undeclared(module.Cosine):
+    class Undeclared(cosine.Cosine):
         def __init__(self, spec, *, key):
             super().__init__(spec, key=key)
             self.initial_logit_std = 1.0
 
-    monkeypatch.setattr(module, 'Undeclared', Undeclared, raising=False)
+    monkeypatch.setattr(cosine, 'Undeclared', Undeclared, raising=False)
     sizes = {'d_model': 64, 'num_heads': 8, 'num_kv_heads': 8, 'head_size': 8}
     layers.assert_initial_logits_are_as_declared('cosine:Cosine', **sizes)
-    problem = r'of cosine:Undeclared have the standard deviation 3\.\d+, not 1\.00; .* declare'
-    with pytest.raises(AssertionError, match=problem):
+    message = r'of cosine:Undeclared have the standard deviation 3\.\d+, not 1\.00; .* declare'
+    with pytest.raises(AssertionError, match=message):
         layers.assert_initial_logits_are_as_declared('cosine:Undeclared', **sizes)
 
 
@@ -122,6 +126,7 @@ def test_the_scale_counts_rotary_channels():
     assert 0.9 < std < 1.1
 
 
+# Scores, with the mean and the standard deviation of logits of tokens with themselves.
 DIAGONALS = [
     ('shared_qk(key_norm=True)', 32**0.5 / (1 + 1 / 8) ** 0.5, 0.7),
     ('neither', 32**0.5, 2**0.5),
@@ -133,15 +138,15 @@ DIAGONALS = [
 
 
 @pytest.mark.parametrize(('score', 'mean', 'std'), slow_except(DIAGONALS[:3], DIAGONALS))
-def test_logits_of_tokens_with_themselves_have_the_documented_mean_and_deviation(score, mean, std):
-    """At initialization. Of shared_qk with normed keys, q . k / sqrt(H) of a token is large."""
+def test_initial_logits_of_tokens_with_themselves_are_as_documented(score, mean, std):
     sizes = {'d_model': 256, 'num_heads': 8, 'num_kv_heads': 8, 'head_size': 32}
     circuit = make((score, 'no_v'), moved=False, **sizes).score
     x_BTD = stream(64, d_model=256)
     q_BTNH = circuit.queries(x_BTD)
-    k_BSNH = circuit.keys(circuit.cached(x_BTD))
-    logits = np.asarray(circuit.scale * (q_BTNH * jnp.broadcast_to(k_BSNH, q_BTNH.shape)).sum(-1))
-    assert abs(logits.mean() - mean) < 0.2 and abs(logits.std() - std) < 0.2, (logits.mean(),)
+    k_BSNH = jnp.broadcast_to(circuit.keys(circuit.cached(x_BTD)), q_BTNH.shape)
+    logits_BTN = np.asarray(circuit.scale * (q_BTNH * k_BSNH).sum(-1))
+    assert abs(logits_BTN.mean() - mean) < 0.2
+    assert abs(logits_BTN.std() - std) < 0.2
 
 
 def test_a_temperature_divides_the_logits():
@@ -170,8 +175,11 @@ def test_fixed_rows_are_the_identity():
     score = make((f'examples.gauge_fixed:GaugeFixedQK(rows={ROWS})', 'vo')).score
     for n, fixed in enumerate(ROWS):
         np.testing.assert_array_equal(score.w_k_DKH[list(fixed), n], np.eye(H))
-        from_the_first_on = [d % D for d in range(fixed[0], fixed[0] + D)]
-        free = [d for d in from_the_first_on if d not in fixed]
+
+        # Free rows begin at the first fixed row and wrap around.
+        first = fixed[0]
+        all_rows = [d % D for d in range(first, first + D)]
+        free = [d for d in all_rows if d not in fixed]
         np.testing.assert_array_equal(score.w_k_DKH[free, n], score.w_k_free_CKH[:, n])
 
 
@@ -179,9 +187,10 @@ def test_fixed_columns_are_the_identity():
     value = make(('qk', f'examples.gauge_fixed:GaugeFixedVO(columns={ROWS})')).value
     w_o_NHD = np.asarray(value.output_matrix(None))
     for n, fixed in enumerate(ROWS):
-        np.testing.assert_array_equal(w_o_NHD[n][:, fixed], np.eye(H))
+        w_o_HD = w_o_NHD[n]
         free = [d for d in range(D) if d not in fixed]
-        np.testing.assert_array_equal(w_o_NHD[n][:, free], value.w_o_NHC[n])
+        np.testing.assert_array_equal(w_o_HD[:, fixed], np.eye(H))
+        np.testing.assert_array_equal(w_o_HD[:, free], value.w_o_NHC[n])
 
 
 def test_fixed_rows_go_round_the_stream_by_default():
@@ -198,15 +207,15 @@ def test_a_head_of_all_channels_has_fixed_rows_only():
 
 
 @pytest.mark.parametrize(
-    ('score', 'positions', 'heads'), slow_except(LATENT_FORMS[1:], LATENT_FORMS)
+    ('score', 'positions', 'num_heads'), slow_except(LATENT_FORMS[1:], LATENT_FORMS)
 )
 def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
-    score, positions, heads, monkeypatch
+    score, positions, num_heads, monkeypatch
 ):
     """W_K and W_V are absorbed into queries and outputs where that takes fewer products.
 
-    With latents of R = 24 > H = 8 channels this is so for one query of seven keys, with R = 6 for
-    all queries. `heads` counts the key and value heads that all queries use: 1 if absorbed.
+    For one query of seven keys this is always so. For all queries it is so with latents of 6
+    channels, fewer than the 8 of a head, but not with 24.
     """
     with jax.enable_x64(True):
         layer, x_BTD = wide((make((score, 'latent'), positions=positions), stream()))
@@ -214,31 +223,50 @@ def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
         with monkeypatch.context() as patch:
             for module in (key_latents, value_latents):
                 patch.setattr(module, 'absorbing_is_cheaper', lambda *_: False)
-            full_BTD = layer(x_BTD)
+            written_out_BTD = layer(x_BTD)
+
+        def assert_same_attention(queries_BTD, mask, num_heads):
+            num_queries = queries_BTD.shape[1]
+            _, k_BSKH = layer.score.queries_and_keys(queries_BTD, cache)
+            v_BSKH, _ = layer.value.values_and_output(cache, layer.score, num_queries)
+            assert k_BSKH.shape[2] == num_heads
+            assert v_BSKH.shape[2] == num_heads
+            got_BTD = layer.attend_to(queries_BTD, cache, mask)
+            assert error(got_BTD, written_out_BTD[:, -num_queries:]) < 1e-12
+
         last = Mask(causal=True, first_query=jnp.int32(T - 1))
-        forms = (x_BTD, Mask(causal=True), heads), (x_BTD[:, -1:], last, (1, 1))
-        for z_BTD, mask, num_heads in forms:
-            _, k_BSKH = layer.score.queries_and_keys(z_BTD, cache)
-            v_BSKH, _ = layer.value.values_and_output(cache, layer.score, z_BTD.shape[1])
-            assert (k_BSKH.shape[2], v_BSKH.shape[2]) == num_heads
-            got_BTD = layer.attend_to(z_BTD, cache, mask)
-            assert error(got_BTD, full_BTD[:, -z_BTD.shape[1] :]) < 1e-12
-        floats = sum(a.shape[-1] for a in cache.values())
-        assert floats == layer.score.w_down_DR.shape[1] + (layer.score.rope_size or 0)
-    # With biases, keys are written out.
-    biased = make((score, 'latent'), positions=positions, biases=True)
-    _, k_BSKH = biased.score.queries_and_keys(stream()[:, -1:], biased.cached(stream()))
+        assert_same_attention(x_BTD, Mask(causal=True), num_heads)
+        assert_same_attention(x_BTD[:, -1:], last, num_heads=1)
+
+        cached_floats = sum(array.shape[-1] for array in cache.values())
+        latent_size = layer.score.w_down_DR.shape[1]
+        rope_size = layer.score.rope_size or 0
+        assert cached_floats == latent_size + rope_size
+
+
+@pytest.mark.parametrize(
+    ('score', 'positions'),
+    slow_except([('latent(size=6)', 'none')], [form[:2] for form in LATENT_FORMS]),
+)
+def test_keys_of_latents_with_biases_are_written_out(score, positions):
+    layer = make((score, 'latent'), positions=positions, biases=True)
+    _, k_BSKH = layer.score.queries_and_keys(stream()[:, -1:], layer.cached(stream()))
     assert k_BSKH.shape[2] == 4
 
 
 def test_initial_outputs_have_the_residual_gain_as_standard_deviation():
     """For heads that each attend to one unit-normal y, independent of those of other heads."""
-    sizes = {'d_model': 64, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 16}
+    d_model = 64
+    gain = 0.25
+    sizes = {'d_model': d_model, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 16}
     for variant in VARIANTS_WITH_OUTPUTS:
-        layer = make(variant, moved=False, residual_gain=0.25, **sizes)
-        # `moved=False` leaves the initial weights as they are. For such a y, the variance of a
-        # feature of the output is the sum of squares of its row of 64 weights.
-        std = float(jnp.sqrt(jnp.square(layer.value.matrix(layer.score)).sum() / 64))
-        # subspace has no matrix of its own: the size of its output is what W_K gives.
-        expected = 0.25 * (1 + 16 / 64) ** 0.5 if 'subspace' in variant else 0.25
+        layer = make(variant, moved=False, residual_gain=gain, **sizes)
+        B_NDE = layer.value.matrix(layer.score)
+        # The variance of an output feature is the sum of squares of its weights.
+        mean_variance = jnp.square(B_NDE).sum() / d_model
+        std = float(jnp.sqrt(mean_variance))
+        expected = gain
+        if 'subspace' in variant:
+            # subspace has no matrix of its own: the size of its output is what W_K gives.
+            expected = gain * (1 + 16 / 64) ** 0.5
         assert std == pytest.approx(expected, rel=0.1), variant
