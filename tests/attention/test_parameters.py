@@ -22,12 +22,14 @@ SIZES |= {'tied_embeddings': False, 'biases': True}
 
 
 def draw(shape, key=KEY, name='w'):
+    """The initial values of a parameter with standard deviation 1."""
     return np.asarray(weight(key, name, shape, 1.0)[...])
 
 
-def test_an_entry_depends_on_its_indices_and_not_on_the_shape():
-    for larger in ((9, 3, 7), (5, 4, 7), (5, 3, 8), (64, 8, 33)):
-        np.testing.assert_array_equal(draw(larger)[:5, :3, :7], draw((5, 3, 7)))
+@pytest.mark.parametrize('larger', [(9, 3, 7), (5, 4, 7), (5, 3, 8), (64, 8, 33)])
+def test_an_entry_depends_on_its_indices_and_not_on_the_shape(larger):
+    corner = draw(larger)[:5, :3, :7]
+    np.testing.assert_array_equal(corner, draw((5, 3, 7)))
 
 
 def test_entries_are_standard_normal():
@@ -40,13 +42,17 @@ def test_entries_are_standard_normal():
 
 def test_entries_are_independent():
     w = draw((64, 64, 16))
-    # Neighbours along each axis; another name or key; two corners of the same array.
-    pairs = [(w, np.roll(w, 1, axis)) for axis in range(3)]
-    pairs.append((w, draw(w.shape, name='v')))
-    pairs.append((w, draw(w.shape, jax.random.key(1))))
-    pairs.append((w[:32, 32:], w[32:, :32].swapaxes(0, 1)))
+    pairs = [
+        (w, np.roll(w, 1, axis=0)),  # neighbours along each axis
+        (w, np.roll(w, 1, axis=1)),
+        (w, np.roll(w, 1, axis=2)),
+        (w, draw(w.shape, name='v')),
+        (w, draw(w.shape, key=jax.random.key(1))),
+        (w[:32, 32:], w[32:, :32].swapaxes(0, 1)),  # two corners of one array
+    ]
     for first, second in pairs:
-        assert abs((first * second).mean()) < 5 * first.size**-0.5
+        standard_error = first.size**-0.5
+        assert abs((first * second).mean()) < 5 * standard_error
 
 
 def initial_parameters(**settings):
@@ -61,22 +67,32 @@ def parameter_name(path):
 @pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
 def test_a_factor_scales_the_matrices_of_its_group(kind):
     before = initial_parameters(kind=kind)
-    matrices = {parameter_name(path) for path in before if parameter_name(path).startswith('w_')}
+    names = {parameter_name(path) for path in before}
+    matrices = {name for name in names if name.startswith('w_')}
     assert matrices == set.union(*GROUPS.values())
-    for factor, names in GROUPS.items():
-        for path, after in initial_parameters(kind=kind, **{factor: 2.0}).items():
-            want = (2 if parameter_name(path) in names else 1) * before[path]
+
+    for factor, scaled_names in GROUPS.items():
+        doubled = initial_parameters(kind=kind, **{factor: 2.0})
+        for path, after in doubled.items():
+            is_scaled = parameter_name(path) in scaled_names
+            want = 2 * before[path] if is_scaled else before[path]
             np.testing.assert_array_equal(after, want, err_msg=path)
 
 
 def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
+    num_branches = 2 * SIZES['num_layers']
     for path, w in initial_parameters(init='nanogpt').items():
-        std = 0.02 / (2 * 2) ** 0.5 if parameter_name(path) in ('w_o_NHD', 'w_out_FD') else 0.02
-        if parameter_name(path).startswith('w_'):
-            draws = w / std
-            assert abs((draws**2).mean() - 1) < 5 * (2 / w.size) ** 0.5, path
+        name = parameter_name(path)
+        if name.startswith('w_'):
+            std = 0.02
+            if name in ('w_o_NHD', 'w_out_FD'):
+                std = 0.02 / num_branches**0.5
+            mean_square = ((w / std) ** 2).mean()
+            assert abs(mean_square - 1) < 5 * (2 / w.size) ** 0.5, path
+        elif name.startswith('g_'):
+            assert np.all(w == 1), path
         else:
-            assert set(w.flat) == {1.0 if parameter_name(path).startswith('g_') else 0.0}, path
+            assert np.all(w == 0), path
 
 
 @pytest.mark.parametrize('num_kv_heads', [2, 4])
@@ -91,29 +107,38 @@ def test_frozen_is_initially_qk(num_kv_heads):
 def test_a_gauge_fixed_product_is_initially_that_of_its_factors(num_kv_heads):
     options = {'num_kv_heads': num_kv_heads, 'moved': False}
     _, B_NDE = make(('qk', 'vo'), **options).matrix()
-    fixed = make(('qk', 'examples.gauge_fixed:GaugeFixedVO(init="product")'), **options).value
-    assert error(fixed.matrix(None), B_NDE) < 1e-3  # the inverse of a random block
+    fixed = make(('qk', 'examples.gauge_fixed:GaugeFixedVO(init="product")'), **options)
+    # The tolerance is that of the inverse of a random block.
+    assert error(fixed.value.matrix(None), B_NDE) < 1e-3
 
 
 def test_merged_matrices_are_initially_products_of_the_standard_factors():
     """Under the same seed they are the same function, of rank H in each head."""
     standard = make(('qk', 'vo'), moved=False)
-    A_NDE, B_NDE = standard.matrix()
-    logits_NDE = np.asarray(standard.score.scale * A_NDE)
     merged = make(('merged(init="product")', 'merged_vo(init="product")'), moved=False)
-    np.testing.assert_allclose(merged.score.scale * merged.score.matrix(), logits_NDE, atol=1e-6)
+
+    A_NDE, B_NDE = standard.matrix()
+    want_logits_NDE = np.asarray(standard.score.scale * A_NDE)
+    logits_NDE = merged.score.scale * merged.score.matrix()
+    np.testing.assert_allclose(logits_NDE, want_logits_NDE, atol=1e-6)
     assert error(merged.value.matrix(None), B_NDE) < 1e-6
-    for matrix in merged.matrix():
-        assert np.linalg.matrix_rank(matrix, tol=1e-5).tolist() == [H] * N
+    for matrix_NDE in merged.matrix():
+        ranks_N = np.linalg.matrix_rank(matrix_NDE, tol=1e-5)
+        np.testing.assert_array_equal(ranks_N, [H] * N)
 
 
 def test_variants_start_from_the_same_shared_tensors():
     standard = make(('qk', 'vo'), moved=False)
     query_free = make(('query_free', 'vo'), moved=False)
     double = make(('double(which="q")', 'vo'), moved=False)
-    # Tensors of one name are equal across variants, and different from those of other names.
     w_k_DKH = standard.score.w_k_DKH[...]
+    w_o_NHD = standard.value.w_o_NHD[...]
+    w_v_DKH = standard.value.w_v_DKH[...]
+
+    # Tensors of one name are equal across variants.
     np.testing.assert_array_equal(query_free.score.w_k_DKH[...], w_k_DKH)
     np.testing.assert_array_equal(double.score.w_k_DKH[...], w_k_DKH)
-    np.testing.assert_array_equal(query_free.value.w_o_NHD[...], standard.value.w_o_NHD[...])
-    assert jnp.abs(w_k_DKH - standard.value.w_v_DKH[...]).max() > 0.01
+    np.testing.assert_array_equal(query_free.value.w_o_NHD[...], w_o_NHD)
+
+    # Tensors of two names are different.
+    assert jnp.abs(w_k_DKH - w_v_DKH).max() > 0.01
