@@ -20,9 +20,9 @@ from tests.processes import ROOT
 from tests.refusals import refused
 
 
-def test_a_variant_text_that_cannot_be_resolved_is_refused():
-    # The variant, and what the refusal says.
-    for text, message in (
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
         ('qq/vo', "unknown score 'qq'.*qk, merged, shared_qk"),
         ('qk/no_w', "unknown value 'no_w', did you mean 'no_v'"),
         ('qk', 'must be written'),
@@ -30,17 +30,21 @@ def test_a_variant_text_that_cannot_be_resolved_is_refused():
         ('t5_bias:T5Bias(rank=3)/vo', 'it takes buckets, farthest'),
         ('no_such_module:X/vo', "no module named 'no_such_module'"),
         ('gated:Gated/vo', 'not a subclass of qkattn.attention.Score'),
-    ):
-        with refused(message, SpecError):
-            parse_variant(text)
+    ],
+)
+def test_a_variant_text_that_cannot_be_resolved_is_refused(text, message):
+    with refused(message, SpecError):
+        parse_variant(text)
 
 
 def test_a_class_outside_the_package_takes_its_options():
     text = 't5_bias:T5Bias(buckets=8)'
     cls, options = registry.find_score(text)
-    assert issubclass(cls, Score) and options == {'buckets': 8}
+    assert issubclass(cls, Score)
+    assert options == {'buckets': 8}
     layer = Attention(AttentionSpec(score=text, **SIZES), key=jax.random.key(0))
-    assert layer.score.w_bias_NR.shape == (4, 8)
+    num_heads = 4
+    assert layer.score.w_bias_NR.shape == (num_heads, 8)
 
 
 ROPE = {'positions': 'rope'}
@@ -62,8 +66,18 @@ REFUSED = [
     ('shared_qk(temperature=0)/vo', {}, "temperature=0.*above 0, 'learned' or None"),
     ('shared_qk(key_norm=True)/vo', {'qk_norm': True}, 'qk_norm=True undoes key_norm'),
     ('shared_qk(temperature="learned")/vo', {'qk_norm': True}, 'qk_norm=True undoes key_norm'),
-    (f'shared_qk(temperature={10**400})/vo', {}, "above 0, 'learned' or None"),
-    ('qk/vo', {'normalizer': f'sigmoid(bias={10**400})'}, 'must be a finite number'),
+    pytest.param(
+        f'shared_qk(temperature={10**400})/vo',
+        {},
+        "above 0, 'learned' or None",
+        id='temperature beyond float',
+    ),
+    pytest.param(
+        'qk/vo',
+        {'normalizer': f'sigmoid(bias={10**400})'},
+        'must be a finite number',
+        id='bias beyond float',
+    ),
     (
         'examples.symmetric_skew:SymmetricSkew(symmetric_rank=33)/vo',
         {},
@@ -113,67 +127,96 @@ REFUSED = [
 ]
 
 
-def test_a_layer_that_cannot_be_built_is_refused_in_one_sentence():
-    for variant, change, message in REFUSED:
-        spec = {**SIZES, **parse_variant(variant)._asdict(), **change}
-        with refused(message, SpecError):
-            registry.check(AttentionSpec(**spec))
+@pytest.mark.parametrize(('variant', 'change', 'message'), REFUSED)
+def test_a_layer_that_cannot_be_built_is_refused_in_one_sentence(variant, change, message):
+    score, value = parse_variant(variant)
+    fields = {**SIZES, 'score': score, 'value': value, **change}
+    with refused(message, SpecError):
+        registry.check(AttentionSpec(**fields))
 
 
-def test_an_odd_head_size_is_allowed_where_rotated_channels_are_even():
-    for score in ('low_rank(rank=4)', 'full_size', 'latent(rope_size=4)'):
-        odd = {**SIZES, **ROPE, 'score': score, 'head_size': 7}
-        layer = Attention(AttentionSpec(**odd), key=jax.random.key(0))
-        assert layer(jnp.ones((1, 5, 32))).shape == (1, 5, 32)
+@pytest.mark.parametrize('score', ['low_rank(rank=4)', 'full_size', 'latent(rope_size=4)'])
+def test_an_odd_head_size_is_allowed_where_rotated_channels_are_even(score):
+    fields = {**SIZES, 'positions': 'rope', 'score': score, 'head_size': 7}
+    layer = Attention(AttentionSpec(**fields), key=jax.random.key(0))
+    assert layer(jnp.ones((1, 5, 32))).shape == (1, 5, 32)
+
+
+def wrong_values(class_name: str, option: str) -> list:
+    """Values that an option of a Score or Value must refuse."""
+    wrong = ['wrong']
+    if option.endswith(('rank', 'size')):
+        too_small = -1 if 'SymmetricSkew' in class_name else 0
+        wrong += [too_small, 2.5, True, 2**17 + 1]
+    if option in ('rows', 'columns'):
+        # A tuple of 8 whole numbers for each of 4 heads would be right.
+        right = tuple(range(8))
+        with_float = (0.0, 1, 2, 3, 4, 5, 6, 7)
+        wrong += [3, (1, 2, 3, 4), (with_float, right, right, right)]
+    return wrong
 
 
 @pytest.mark.parametrize(
-    ('kind', 'known', 'find'),
+    ('kind', 'registered', 'find'),
     [('score', SCORES, registry.find_score), ('value', VALUES, registry.find_value)],
+    ids=['score', 'value'],
 )
-def test_every_option_refuses_wrong_types_and_sizes(kind, known, find):
-    classes = dict(known)
-    for variant in examples.FOLDER_VARIANTS:
-        name = variant[0] if kind == 'score' else variant[1]
+def test_every_option_refuses_wrong_types_and_sizes(kind, registered, find):
+    classes = dict(registered)
+    for score, value in examples.FOLDER_VARIANTS:
+        name = score if kind == 'score' else value
         if ':' in name:
             classes[name], _ = find(name)
-    options = [(name, option) for name, cls in classes.items() for option in options_of(cls)]
-    assert len(options) >= 5
 
-    # Wrong numbers for ranks and sizes are too small, fractional, a bool or too large; rows and
-    # columns must be tuples of whole numbers, one for each head.
-    for name, option in options:
-        least = -1 if 'SymmetricSkew' in name else 0
-        numbers = [least, 2.5, True, 2**17 + 1] if option.endswith(('rank', 'size')) else []
-        halves = ((0.0, *range(1, 8)), *[tuple(range(8))] * 3)
-        numbers += [3, (1, 2, 3, 4), halves] if option in ('rows', 'columns') else []
-        for wrong in ('wrong', *numbers):
-            text = f'{name}({option}={wrong!r})'
-            with refused(f'^{re.escape(text)} must ', SpecError):
-                registry.check(AttentionSpec(**SIZES | {kind: text}))
+    num_options = 0
+    for name, cls in classes.items():
+        for option in options_of(cls):
+            num_options += 1
+            for wrong in wrong_values(name, option):
+                text = f'{name}({option}={wrong!r})'
+                with refused(f'^{re.escape(text)} must ', SpecError):
+                    registry.check(AttentionSpec(**{**SIZES, kind: text}))
+    assert num_options >= 5
 
 
-def test_a_normalizer_that_cannot_be_built_is_refused():
-    for name, message in (
+@pytest.mark.parametrize(
+    ('normalizer', 'message'),
+    [
         ('softmx', "unknown normalizer 'softmx', did you mean 'softmax'"),
         ('softmax(heat=2)', "no option 'heat'"),
         ("sigmoid(bias='low')", r"sigmoid\(bias='low'\) must be a finite number, or None"),
         ('gated:Gated', 'is not a subclass of qkattn.attention.Normalizer'),
-    ):
-        with refused(message, SpecError):
-            registry.check(AttentionSpec(normalizer=name, **SIZES))
+    ],
+)
+def test_a_normalizer_that_cannot_be_built_is_refused(normalizer, message):
+    with refused(message, SpecError):
+        registry.check(AttentionSpec(normalizer=normalizer, **SIZES))
+
+
+def public_members(cls: type) -> set[str]:
+    """Attributes and annotated fields that a Circuit class has beyond those of nnx.Module."""
+    members = set(dir(cls))
+    for base in cls.__mro__:
+        if issubclass(base, Circuit):
+            members |= set(inspect.get_annotations(base))
+    members -= set(dir(nnx.Module))
+    return {name for name in members if not name.startswith('_')}
+
+
+def names_in_code(table: str) -> set[str]:
+    """The names in backticks of a Markdown table, its last two columns left out."""
+    without_last_columns = re.sub(r'\|[^|]*\|[^|]*\|$', '', table, flags=re.M)
+    return set(re.findall(r'`(\w+)[`(]', without_last_columns))
 
 
 def test_the_page_on_extending_names_every_member_of_the_interface():
     page = (examples.PAGE.parent / 'extend.md').read_text()
-    _, both, scores, values = page.split('## The interface')[1].split('## ')[0].split('| member |')
-    tables = {Circuit: both, Score: both + scores, Value: both + values}
-    for cls, table in tables.items():
-        listed = set(re.findall(r'`(\w+)[`(]', re.sub(r'\|[^|]*\|[^|]*\|$', '', table, flags=re.M)))
-        bases = [base for base in cls.__mro__ if issubclass(base, Circuit)]
-        members = {*dir(cls)}.union(*map(inspect.get_annotations, bases)) - {*dir(nnx.Module)}
-        own = {name for name in members if not name.startswith('_')}
-        assert own <= listed, f'{cls.__name__} has {own - listed}'
+    section = page.split('## The interface')[1].split('## ')[0]
+    # Members of both classes, of Score and of Value, one table each.
+    _, both, scores, values = section.split('| member |')
+    for cls, tables in ((Circuit, both), (Score, both + scores), (Value, both + values)):
+        missing = public_members(cls) - names_in_code(tables)
+        assert not missing, f'{cls.__name__} has {missing}'
 
 
 def test_the_page_on_extending_lists_every_variant_of_the_folder():
@@ -193,5 +236,9 @@ def test_every_class_of_the_folder_is_held_to_the_contract():
             is_circuit = inspect.isclass(member) and issubclass(member, Circuit)
             if is_circuit and member.__module__ == module.__name__:
                 defined.add(f'examples.{path.stem}:{name}')
-    named = {name for variant in examples.FOLDER_VARIANTS for name in variant if ':' in name}
-    assert defined == named
+
+    held = set()
+    for score, value in examples.FOLDER_VARIANTS:
+        held |= {score, value}
+    held_from_folder = {name for name in held if ':' in name}
+    assert defined == held_from_folder
