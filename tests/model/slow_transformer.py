@@ -30,49 +30,60 @@ def with_noise(model):
 
 def forward(model, tokens_BT, segments_BT=None, source_BS=None, source_segments_BS=None):
     """Logits_BTV of tokens whose segments number the sequences of a row; 0 is padding."""
-    segments_BT = np.ones_like(tokens_BT) if segments_BT is None else segments_BT
+    if segments_BT is None:
+        segments_BT = np.ones_like(tokens_BT)
+
     y_BSD = cross_mask_BTS = None
     if source_BS is not None:
         table_VD = model.w_embedding_VD if model.config.shared_embeddings else None
         x_BSD = _embed(model.encoder, source_BS, source_segments_BS, table_VD)
-        y_BSD = _run(model.encoder, x_BSD, _same(source_segments_BS, source_segments_BS))
-        cross_mask_BTS = _same(segments_BT, source_segments_BS)
-    mask_BTS = _same(segments_BT, segments_BT)
+        source_mask_BSS = _same_segment(source_segments_BS, source_segments_BS)
+        y_BSD = _run(model.encoder, x_BSD, source_mask_BSS)
+        cross_mask_BTS = _same_segment(segments_BT, source_segments_BS)
+
+    mask_BTT = _same_segment(segments_BT, segments_BT)
     if model.config.kind != 'encoder':
-        mask_BTS &= np.tri(tokens_BT.shape[1], dtype=bool)
-    x_BTD = _run(model, _embed(model, tokens_BT, segments_BT), mask_BTS, y_BSD, cross_mask_BTS)
+        is_causal_TT = np.tri(tokens_BT.shape[1], dtype=bool)
+        mask_BTT &= is_causal_TT
+    x_BTD = _embed(model, tokens_BT, segments_BT)
+    out_BTD = _run(model, x_BTD, mask_BTT, y_BSD, cross_mask_BTS)
     if model.config.tied_embeddings:
-        return x_BTD @ _array(model.w_embedding_VD).T
-    return x_BTD @ _array(model.w_output_DV)
+        return out_BTD @ _array(model.w_embedding_VD).T
+    return out_BTD @ _array(model.w_output_DV)
 
 
-def _same(segments_BT, segments_BS) -> np.ndarray:
-    """mask_BTS, pair by pair. Padding reads something, for a softmax; nobody reads padding."""
+def _same_segment(segments_BT, segments_BS) -> np.ndarray:
+    """mask_BTS of equal segments. Queries of padding see every key, so that softmax is finite."""
     mask_BTS = np.zeros((*segments_BT.shape, segments_BS.shape[1]), bool)
     for b, t, s in np.ndindex(*mask_BTS.shape):
-        mask_BTS[b, t, s] = segments_BT[b, t] in (segments_BS[b, s], 0)
+        is_padding = segments_BT[b, t] == 0
+        mask_BTS[b, t, s] = is_padding or segments_BT[b, t] == segments_BS[b, s]
     return mask_BTS
 
 
 def _run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
-    """From embedded tokens to what the norm behind the last block leaves."""
+    """The output of the blocks and the final norm, with cross-attention to y_BSD if given."""
     config = stream.config
-    pre = stream.config.norm_position == 'pre'
+    is_pre_norm = config.norm_position == 'pre'
 
     def branches(block):
-        yield block.attention_norm, lambda z: expected(block.attention, z, mask_BTS)
+        """The norm and the function of each branch of a block."""
+        yield block.attention_norm, lambda z_BTD: expected(block.attention, z_BTD, mask_BTS)
         if y_BSD is not None:
             cross = block.cross_attention
-            yield block.cross_norm, lambda z: expected(cross, z, cross_mask_BTS, y_BSD)
-        yield block.mlp_norm, lambda z: _mlp(config.activation, block.mlp, z)
+            yield block.cross_norm, lambda z_BTD: expected(cross, z_BTD, cross_mask_BTS, y_BSD)
+        yield block.mlp_norm, lambda z_BTD: _mlp(config.activation, block.mlp, z_BTD)
 
     for index in range(config.num_layers):
-        for norm, branch in branches(layer_of(stream.blocks, index)):
-            if pre:
+        block = layer_of(stream.blocks, index)
+        for norm, branch in branches(block):
+            if is_pre_norm:
                 x_BTD = x_BTD + branch(_norm(config, norm, x_BTD))
             else:
                 x_BTD = _norm(config, norm, x_BTD + branch(x_BTD))
-    return _norm(config, stream.final_norm, x_BTD) if pre else x_BTD
+    if is_pre_norm:
+        return _norm(config, stream.final_norm, x_BTD)
+    return x_BTD
 
 
 def _mlp(activation, mlp, z_BTD) -> np.ndarray:
@@ -86,32 +97,44 @@ def _mlp(activation, mlp, z_BTD) -> np.ndarray:
 
 
 def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
-    """Tokens and their positions in their segments, looked up one by one."""
+    """Embeddings of tokens and of their positions in their segments."""
     config = stream.config
     D = config.d_model
     table_VD = _array(stream.w_embedding_VD if table_VD is None else table_VD)
     x_BTD = np.zeros((*tokens_BT.shape, D))
     for b, t in np.ndindex(*tokens_BT.shape):
         x_BTD[b, t] = table_VD[tokens_BT[b, t]]
-        position = (segments_BT[b, :t] == segments_BT[b, t]).sum()
+        earlier_in_segment = segments_BT[b, :t] == segments_BT[b, t]
+        position = earlier_in_segment.sum()
         if config.positions == 'learned':
             x_BTD[b, t] += _array(stream.w_position_TD)[position]
         elif config.positions == 'sinusoidal':
-            half = (D + 1) // 2
-            std = 0.02 if config.init == 'nanogpt' else D**-0.5
-            for d in range(D):
-                angle = position / 10_000 ** (d % half / half)
-                x_BTD[b, t, d] += (np.sin if d < half else np.cos)(angle) * (
-                    2**0.5 * std * config.init_embedding
-                )
-    return x_BTD * D**0.5 if config.scale_embeddings else x_BTD
+            x_BTD[b, t] += _sinusoids(config, position)
+    if config.scale_embeddings:
+        x_BTD *= D**0.5
+    return x_BTD
+
+
+def _sinusoids(config, position) -> np.ndarray:
+    """Sines in the first half of the channels, cosines in the second, as large as embeddings."""
+    D = config.d_model
+    half = (D + 1) // 2
+    std = 0.02 if config.init == 'nanogpt' else D**-0.5
+    amplitude = 2**0.5 * std * config.init_embedding
+    sinusoid_D = np.zeros(D)
+    for d in range(D):
+        angle = position / 10_000 ** (d % half / half)
+        sinusoid_D[d] = amplitude * (np.sin(angle) if d < half else np.cos(angle))
+    return sinusoid_D
 
 
 def _norm(config, norm, x_BTD):
+    """LayerNorm or RMSNorm, with the gain and the bias that the norm has."""
     if config.norm == 'layernorm':
         x_BTD = x_BTD - x_BTD.mean(-1, keepdims=True)
     unit_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + 1e-5)
-    return unit_BTD * (1 if norm.g_D is None else _array(norm.g_D)) + _bias(norm.b_D)
+    gain_D = 1 if norm.g_D is None else _array(norm.g_D)
+    return unit_BTD * gain_D + _bias(norm.b_D)
 
 
 def _array(parameter):
