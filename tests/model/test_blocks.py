@@ -26,75 +26,88 @@ KEY = jax.random.key(7)
 
 @pytest.mark.parametrize('order', [lambda f: f, jax.grad], ids=['forward', 'backward'])
 def test_gelu_and_its_gradient_are_exact(order):
+    our_function = jax.vmap(order(gelu))
+    jax_function = jax.vmap(order(exact_gelu))
     with jax.enable_x64(True):
         x_F = jnp.linspace(-9, 9, 2001)
-        expected_F = jax.vmap(order(exact_gelu))(x_F)
-        np.testing.assert_allclose(jax.vmap(order(gelu))(x_F), expected_F, rtol=0, atol=1e-14)
-        narrow_F = jax.vmap(order(gelu))(x_F.astype(jnp.float32))
-        np.testing.assert_allclose(narrow_F, expected_F, rtol=0, atol=2e-6)
+        expected_F = jax_function(x_F)
+        np.testing.assert_allclose(our_function(x_F), expected_F, rtol=0, atol=1e-14)
+        in_float32_F = our_function(x_F.astype(jnp.float32))
+        np.testing.assert_allclose(in_float32_F, expected_F, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize('order', [lambda f: f, jax.grad], ids=['forward', 'backward'])
 def test_gelu_is_rounded_once_in_bfloat16(order):
     x_F = jnp.linspace(-4, 4, 257).astype(jnp.bfloat16)
-    half_F = jax.vmap(order(gelu))(x_F)
-    assert half_F.dtype == jnp.bfloat16
+    got_F = jax.vmap(order(gelu))(x_F)
     expected_F = jax.vmap(order(exact_gelu))(x_F.astype(jnp.float32))
-    np.testing.assert_allclose(half_F.astype(jnp.float32), expected_F, rtol=2**-8, atol=1e-6)
+    assert got_F.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got_F.astype(jnp.float32), expected_F, rtol=2**-8, atol=1e-6)
 
 
 def branch_output(part: str, key=None, **fields):
-    """What a block adds to the stream, with only the branch `part` at work."""
+    """What the branch 'attention' or 'mlp' of a block adds; the output of the other one is 0."""
     block = Block(ModelConfig(**SIZES, **fields), key=jax.random.key(0))
-    if part != 'attention':
+    if part == 'attention':
+        block.mlp.w_out_FD[...] *= 0
+    else:
         block.attention.value.w_o_NHD[...] *= 0
-    block.mlp.w_out_FD[...] = jnp.eye(16) * (part == 'mlp')
-    return np.asarray(block(STREAM_BTD, visible(7, 7, causal=False), key)) - STREAM_BTD
+        block.mlp.w_out_FD[...] = jnp.eye(16)
+    mask_BTS = visible(7, 7, causal=False)
+    return np.asarray(block(STREAM_BTD, mask_BTS, key)) - STREAM_BTD
+
+
+def is_kept(output):
+    """Which elements dropout has kept: the others are 0."""
+    return np.abs(output) > 1e-6
 
 
 def share_that_is_kept(got, want):
-    """The share of elements that dropout at 0.5 has kept, each twice as large; others are 0."""
-    left = np.abs(got) > 1e-6
-    np.testing.assert_allclose(got[left], 2 * want[left], rtol=1e-3, atol=1e-5)
-    return left.mean()
+    """The share of elements that dropout at 0.5 has kept, each twice as large."""
+    kept = is_kept(got)
+    np.testing.assert_allclose(got[kept], 2 * want[kept], rtol=1e-3, atol=1e-5)
+    return kept.mean()
 
 
-def test_dropout_acts_on_whole_branches():
-    for part in ('attention', 'mlp'):
-        got = branch_output(part, KEY, dropout=0.5, attention_dropout=0.0)
-        assert 0.3 < share_that_is_kept(got, branch_output(part)) < 0.7
-    # With probabilities dropped as well, what is left is not twice what it was.
-    both = branch_output('attention', KEY, dropout=0.5)
-    left = np.abs(both) > 1e-6
-    assert np.abs(both[left] - 2 * branch_output('attention')[left]).max() > 1e-2
+@pytest.mark.parametrize('part', ['attention', 'mlp'])
+def test_dropout_acts_on_whole_branches(part):
+    got = branch_output(part, KEY, dropout=0.5, attention_dropout=0.0)
+    plain = branch_output(part)
+    assert 0.3 < share_that_is_kept(got, plain) < 0.7
+
+
+def test_dropout_acts_on_attention_probabilities_by_default():
+    """With probabilities dropped as well, what is left is not twice what it was."""
+    got = branch_output('attention', KEY, dropout=0.5)
+    plain = branch_output('attention')
+    kept = is_kept(got)
+    assert np.abs(got[kept] - 2 * plain[kept]).max() > 1e-2
 
 
 def test_dropout_of_probabilities_acts_on_attention_alone():
     fields = {'dropout': 0.0, 'attention_dropout': 0.5}
     np.testing.assert_array_equal(branch_output('mlp', KEY, **fields), branch_output('mlp'))
-    assert (
-        np.abs(branch_output('attention', KEY, **fields) - branch_output('attention')).max() > 1e-2
-    )
+    change = branch_output('attention', KEY, **fields) - branch_output('attention')
+    assert np.abs(change).max() > 1e-2
 
 
 def test_dropout_of_activations_acts_on_the_mlp_alone():
-    fields = {'activation_dropout': 0.5}
-    np.testing.assert_array_equal(
-        branch_output('attention', KEY, **fields), branch_output('attention')
-    )
-    assert 0.3 < share_that_is_kept(branch_output('mlp', KEY, **fields), branch_output('mlp')) < 0.7
+    attention = branch_output('attention', KEY, activation_dropout=0.5)
+    np.testing.assert_array_equal(attention, branch_output('attention'))
+    mlp = branch_output('mlp', KEY, activation_dropout=0.5)
+    assert 0.3 < share_that_is_kept(mlp, branch_output('mlp')) < 0.7
 
 
 def test_dropout_of_activations_keeps_the_mean_of_the_mlp():
     mlp = MLP(ModelConfig(**SIZES, activation_dropout=0.5), key=jax.random.key(0))
-    draws = np.stack([mlp(STREAM_BTD, jax.random.key(seed)) for seed in range(200)])
-    np.testing.assert_allclose(draws.mean(0), mlp(STREAM_BTD), atol=0.5)
+    outputs = [mlp(STREAM_BTD, jax.random.key(seed)) for seed in range(200)]
+    np.testing.assert_allclose(np.mean(outputs, axis=0), mlp(STREAM_BTD), atol=0.5)
 
 
 def test_dropout_of_activations_is_drawn_apart_from_that_of_the_branch():
     """Two dropouts at 0.5 keep a quarter of the elements."""
     both = branch_output('mlp', KEY, dropout=0.5, attention_dropout=0.0, activation_dropout=0.5)
-    assert 0.15 < (np.abs(both) > 1e-6).mean() < 0.35
+    assert 0.15 < is_kept(both).mean() < 0.35
 
 
 # Layers of several variants in turn
@@ -107,30 +120,38 @@ CONFIG = ModelConfig(
 
 @pytest.mark.slow
 def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
-    fresh = build(CONFIG, key=jax.random.key(0)).layers()
-    assert [str(a.spec.variant) for a in fresh] == [*VARIANTS, *VARIANTS[:2]]
-    assert fresh[2].value.layer == 2
-    for index, variant in enumerate(VARIANTS[:2]):
-        fields = parse_variant(variant)
-        uniform = build(dataclasses.replace(CONFIG, pattern=None, **fields), key=jax.random.key(0))
-        # The pattern of three variants is repeated from layer 3 on.
+    """The pattern of three variants is repeated from layer 3 on."""
+    layers = build(CONFIG, key=jax.random.key(0)).layers()
+    first, second, third = VARIANTS
+    variants_of_layers = [str(layer.spec.variant) for layer in layers]
+    assert variants_of_layers == [first, second, third, first, second]
+    assert layers[2].value.layer == 2
+
+    for index, variant in ((0, first), (1, second)):
+        config = dataclasses.replace(CONFIG, pattern=None, **parse_variant(variant))
+        uniform_layers = build(config, key=jax.random.key(0)).layers()
         for layer in (index, index + 3):
-            one = fresh[layer]
-            other = uniform.layers()[layer]
-            jax.tree.map(np.testing.assert_array_equal, one, other)
+            jax.tree.map(np.testing.assert_array_equal, layers[layer], uniform_layers[layer])
 
 
-def test_the_costs_of_a_pattern_are_sums_over_its_layers():
-    # The cost of a model apart from its layers, and that of one layer of the variant.
-    def uniform(variant, which):
-        one = dataclasses.replace(CONFIG, pattern=None, num_layers=1, **parse_variant(variant))
-        none = cost.measured(dataclasses.replace(one, num_layers=2), which)
-        return 2 * cost.measured(one, which) - none, none - cost.measured(one, which)
+def costs_of_layer_and_rest(variant, quantity):
+    """The cost of one layer of the variant, and that of the model apart from its layers."""
+    one_layer = dataclasses.replace(CONFIG, pattern=None, num_layers=1, **parse_variant(variant))
+    two_layers = dataclasses.replace(one_layer, num_layers=2)
+    cost_of_one = cost.measured(one_layer, quantity)
+    cost_of_two = cost.measured(two_layers, quantity)
+    layer = cost_of_two - cost_of_one
+    return layer, cost_of_one - layer
 
-    for which in ('total', 'non_embedding', 'flops', 'cache'):
-        rest, layer = uniform('qk/vo', which)
-        layers = 2 * layer + 2 * uniform(VARIANTS[1], which)[1] + uniform(VARIANTS[2], which)[1]
-        assert cost.measured(CONFIG, which) == pytest.approx(rest + layers, rel=1e-12), which
+
+@pytest.mark.parametrize('quantity', ['total', 'non_embedding', 'flops', 'cache'])
+def test_the_costs_of_a_pattern_are_sums_over_its_layers(quantity):
+    first, rest = costs_of_layer_and_rest(VARIANTS[0], quantity)
+    second, _ = costs_of_layer_and_rest(VARIANTS[1], quantity)
+    third, _ = costs_of_layer_and_rest(VARIANTS[2], quantity)
+    # Five layers: the pattern of three, then the first two again.
+    expected = rest + 2 * first + 2 * second + third
+    assert cost.measured(CONFIG, quantity) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_pattern_of_variants_is_matched_to_the_baseline():
@@ -138,7 +159,8 @@ def test_a_pattern_of_variants_is_matched_to_the_baseline():
     config = dataclasses.replace(base, **parse_variant('qk/vo?pattern=qk/vo,qk/no_v'))
     target = cost.measured(base, 'total')
     matched = match(config, target, destination='d_model')
-    assert abs(cost.count(matched)['total'] / target - 1) <= 1e-3
+    matched_total = cost.count(matched)['total']
+    assert abs(matched_total / target - 1) <= 1e-3
     assert matched.d_model > 128
 
 
