@@ -44,6 +44,8 @@ def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
         return jax.grad(loss)(model, batch).w_embedding_VD[...]
 
     with jax.disable_jit():  # operations recur between variants, whole programs do not
+        # Row t of the identity selects the loss at position t.
         gradient_TSD = jax.vmap(embedding_gradient)(jnp.eye(T))
-    largest_TS = np.abs(gradient_TSD).max(-1)
-    np.testing.assert_array_equal(largest_TS > 0, np.tri(T, dtype=bool))
+    depends_TS = np.abs(gradient_TSD).max(-1) > 0
+    is_causal_TS = np.tri(T, dtype=bool)
+    np.testing.assert_array_equal(depends_TS, is_causal_TS)
