@@ -10,41 +10,90 @@ from qkattn.study import variant_catalogue
 from tests.attention import examples
 from tests.lanes import mostly_slow
 
-D, L, V, T, F, S = 64, 3, 100, 32, 256, 48
+D = 64
+L = 3  # layers
+V = 100  # tokens of the vocabulary
+T = 32  # context
+F = 256  # hidden features of an MLP
+S = 48  # source context
 BASE = ModelConfig(d_model=D, num_layers=L, num_heads=4, context=T, vocab_size=V)
 BOTH = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'source_context': S}
 VARIANTS = {'encoder_variant': 'merged/no_vo', 'cross_variant': 'key_free/no_v'}
 UNSHARED = {'shared_embeddings': False, 'positions': 'rope', 'norm_position': 'post'}
 UNTIED = {'tied_embeddings': False, 'positions': 'none', 'biases': True}
+# FLOPs per token.
 PROJECTION = 2 * D * D
 MLP = 4 * D * F
-READ = 2 * T * D
+READ = 2 * T * D  # logits, or the sum of values
 UNEMBED = 2 * D * V
 LAYER = 4 * PROJECTION + MLP + 2 * READ
 ENCODER = S * (4 * PROJECTION + MLP + 4 * S * D)
 # Queries and output of the cross-attention are per target token, keys and values per source token.
 DECODER = T * (LAYER + 2 * PROJECTION + 4 * S * D) + S * 2 * PROJECTION
 
+# Numbers of parameters: the matrices of attention or an MLP, without biases and with them.
+ATTENTION = 4 * D * D
+BIASED_ATTENTION = 4 * (D * D + D)
+MLP_MATRICES = 2 * D * F
+BIASED_MLP = 2 * D * F + F + D
 
-BIASED = 3 * 4 * (D * D + D), 3 * (2 * D * F + F + D)
 
-
-def test_parameter_counts_are_those_worked_out_by_hand():
-    for fields, attention, mlp, embedding, norm in (
-        ({}, 3 * 4 * D * D, 3 * 2 * D * F, V * D + T * D, 7 * D),
-        (BOTH | VARIANTS, (3 * 4 + 4 + 3 * 2) * D * D, 4 * 2 * D * F, (V + T + S) * D, 13 * D),
-        (BOTH | UNSHARED, 7 * 4 * D * D, 4 * 2 * D * F, 2 * V * D, 11 * D),
-        # q, k, v and o add a vector each; both directions of the MLP as well.
-        (BOTH | UNTIED, 7 * 4 * (D * D + D), 4 * (2 * D * F + F + D), 2 * V * D, 26 * D),
-        # A gate: three matrices, by default of 8/3 D in place of 4 D. No gain before attention.
-        ({'activation': 'geglu'}, 3 * 4 * D * D, 3 * 3 * D * 171, V * D + T * D, 7 * D),
-        ({'attention_gain': False}, 3 * 4 * D * D, 3 * 2 * D * F, V * D + T * D, 4 * D),
+@pytest.mark.parametrize(
+    ('fields', 'attention', 'mlp', 'embedding', 'norm'),
+    [
+        pytest.param({}, 3 * ATTENTION, 3 * MLP_MATRICES, V * D + T * D, 7 * D, id='default'),
+        # Four matrices in the decoder, one in the encoder, two in cross-attention.
+        pytest.param(
+            BOTH | VARIANTS,
+            (3 * 4 + 4 + 3 * 2) * D * D,
+            4 * MLP_MATRICES,
+            (V + T + S) * D,
+            13 * D,
+            id='variants by site',
+        ),
+        pytest.param(
+            BOTH | UNSHARED, 7 * ATTENTION, 4 * MLP_MATRICES, 2 * V * D, 11 * D, id='unshared'
+        ),
+        pytest.param(
+            BOTH | UNTIED, 7 * BIASED_ATTENTION, 4 * BIASED_MLP, 2 * V * D, 26 * D, id='untied'
+        ),
+        # A gated MLP has three matrices and, by default, 8/3 D in place of 4 D hidden features.
+        pytest.param(
+            {'activation': 'geglu'},
+            3 * ATTENTION,
+            3 * 3 * D * 171,
+            V * D + T * D,
+            7 * D,
+            id='gated',
+        ),
+        pytest.param(
+            {'attention_gain': False},
+            3 * ATTENTION,
+            3 * MLP_MATRICES,
+            V * D + T * D,
+            4 * D,
+            id='no gain before attention',
+        ),
         # RMSNorm has no biases.
-        (UNTIED | {'norm': 'rmsnorm'}, *BIASED, 2 * V * D, 7 * D),
-    ):
-        parts = {'attention': attention, 'mlp': mlp, 'embedding': embedding, 'norm': norm}
-        counts = cost.count(dataclasses.replace(BASE, **fields))
-        assert counts == parts | {'total': sum(parts.values())}, fields
+        pytest.param(
+            UNTIED | {'norm': 'rmsnorm'},
+            3 * BIASED_ATTENTION,
+            3 * BIASED_MLP,
+            2 * V * D,
+            7 * D,
+            id='rmsnorm',
+        ),
+    ],
+)
+def test_parameter_counts_are_those_worked_out_by_hand(fields, attention, mlp, embedding, norm):
+    counts = cost.count(dataclasses.replace(BASE, **fields))
+    assert counts == {
+        'attention': attention,
+        'mlp': mlp,
+        'embedding': embedding,
+        'norm': norm,
+        'total': attention + mlp + embedding + norm,
+    }
 
 
 def test_a_parameter_of_no_group_is_refused():
@@ -52,20 +101,24 @@ def test_a_parameter_of_no_group_is_refused():
         cost.group_of('w_extra_D')
 
 
-def test_flops_are_those_worked_out_by_hand():
-    for fields, flops in (
-        ({}, 3 * LAYER + UNEMBED),
-        # one matrix less, though queries and keys come from the same product
-        ({'score': 'shared_qk'}, 3 * (LAYER - PROJECTION) + UNEMBED),
-        # four heads of D x D, each of which scores whole vectors
-        ({'score': 'merged'}, 3 * (LAYER + 2 * PROJECTION + 3 * READ) + UNEMBED),
-        # one pattern of attention for all heads
-        ({'score': 'neither_full'}, 3 * (LAYER - 2 * PROJECTION) + UNEMBED),
-        ({'activation': 'swiglu', 'd_ff': F}, 3 * (LAYER + MLP // 2) + UNEMBED),
-        ({'scan_unroll': 1}, 3 * LAYER + UNEMBED),
-        (BOTH, (ENCODER + 3 * DECODER) / T + UNEMBED),
-    ):
-        assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops, fields
+@pytest.mark.parametrize(
+    ('fields', 'flops'),
+    [
+        ({}, L * LAYER + UNEMBED),
+        # One matrix less, though queries and keys come from the same product.
+        ({'score': 'shared_qk'}, L * (LAYER - PROJECTION) + UNEMBED),
+        # Four heads of D x D, each of which scores whole vectors.
+        ({'score': 'merged'}, L * (LAYER + 2 * PROJECTION + 3 * READ) + UNEMBED),
+        # One pattern of attention for all heads.
+        ({'score': 'neither_full'}, L * (LAYER - 2 * PROJECTION) + UNEMBED),
+        ({'activation': 'swiglu', 'd_ff': F}, L * (LAYER + MLP // 2) + UNEMBED),
+        ({'scan_unroll': 1}, L * LAYER + UNEMBED),
+        (BOTH, (ENCODER + L * DECODER) / T + UNEMBED),
+    ],
+    ids=str,
+)
+def test_flops_are_those_worked_out_by_hand(fields, flops):
+    assert cost.flops_per_token(dataclasses.replace(BASE, **fields)) == flops
 
 
 @pytest.mark.parametrize(
@@ -75,36 +128,45 @@ def test_flops_are_those_worked_out_by_hand():
 def test_a_training_step_costs_three_forward_passes(score, value):
     """The backward pass has two products for each of the forward pass."""
     config = dataclasses.replace(BASE, num_layers=1, score=score, value=value)
-    fixed = 0
-    if 'Frozen' in score:  # no gradients of W_Q and W_K
-        fixed = 2 * PROJECTION
-    if 'Hadamard' in value:  # nor of the two factors of W_O, 8 x 8
-        fixed = 2 * 2 * 64 * 8
-    want = 3 * cost.flops_per_token(config) - fixed
+    without_gradient = 0
+    if 'Frozen' in score:  # W_Q and W_K
+        without_gradient = 2 * PROJECTION
+    if 'Hadamard' in value:  # the two factors of W_O, 8 x 8
+        without_gradient = 2 * 2 * 64 * 8
+    want = 3 * cost.flops_per_token(config) - without_gradient
     assert cost.training_flops_per_token(config) == want
 
 
 def test_rematerialization_costs_another_forward_pass():
     config = dataclasses.replace(BASE, remat='full', scan_unroll=1)
     layers = cost.flops_per_token(config) - UNEMBED
-    # without the last product of each layer, which no gradient needs
-    again = layers - 3 * 2 * 64 * 256
-    assert cost.training_flops_per_token(config) == 3 * (layers + UNEMBED) + again
+    # No gradient needs the last product of an MLP, so it is not computed again.
+    last_products = L * 2 * F * D
+    recomputed = layers - last_products
+    assert cost.training_flops_per_token(config) == 3 * (layers + UNEMBED) + recomputed
 
 
-def test_cache_sizes_are_those_worked_out_by_hand():
-    # The model, and the floats it caches for a token: 3 layers, keys and values (2;
-    # 4 with cross-attention), and the features of each.
-    for fields, floats in (
-        ({}, 3 * 2 * D),
-        ({'num_kv_heads': 1}, 3 * 2 * 16),
-        ({'score': 'key_free'}, 3 * 2 * D),
-        ({'score': 'key_free', 'value': 'no_v'}, 3 * D),
-        ({'score': 'merged', 'value': 'no_vo'}, 3 * D),
-        (BOTH, 3 * 4 * D),
-        (BOTH | {'num_kv_heads': 1}, 3 * 4 * 16),
-        (BOTH | {'cross_variant': 'merged/no_v'}, 3 * 3 * D),
-        (BOTH | {'encoder_variant': 'merged/no_v'}, 3 * 4 * D),
-    ):
-        config = dataclasses.replace(BASE, **fields)
-        assert cost.cache_floats_per_token(config) == floats, fields
+KEYS_AND_VALUES = 2 * D
+ONE_HEAD = 16  # channels
+
+
+@pytest.mark.parametrize(
+    ('fields', 'floats'),
+    [
+        ({}, L * KEYS_AND_VALUES),
+        ({'num_kv_heads': 1}, L * 2 * ONE_HEAD),
+        ({'score': 'key_free'}, L * KEYS_AND_VALUES),
+        # The input x alone is cached where it is both keys and values.
+        ({'score': 'key_free', 'value': 'no_v'}, L * D),
+        ({'score': 'merged', 'value': 'no_vo'}, L * D),
+        # Cross-attention caches as much as self-attention.
+        (BOTH, L * 2 * KEYS_AND_VALUES),
+        (BOTH | {'num_kv_heads': 1}, L * 4 * ONE_HEAD),
+        (BOTH | {'cross_variant': 'merged/no_v'}, L * (KEYS_AND_VALUES + D)),
+        (BOTH | {'encoder_variant': 'merged/no_v'}, L * 2 * KEYS_AND_VALUES),
+    ],
+    ids=str,
+)
+def test_cache_sizes_are_those_worked_out_by_hand(fields, floats):
+    config = dataclasses.replace(BASE, **fields)
+    assert cost.cache_floats_per_token(config) == floats
