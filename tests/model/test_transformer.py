@@ -1,6 +1,7 @@
 """Models of every kind: the numbers of a slow reference, padding, packed rows, layers, kernels."""
 
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'd_ff': 24, 'vocab_size
 BOTH = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'context': 10, 'source_context': 12}
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 7))
 logits_of = jax.jit(lambda model, *args, **options: model(*args, **options))
-# Three pairs in a row: tokens, their segments, the tokens of each pair, the length of the row.
+# The tokens of a packed row, their segments, the tokens of its three pairs, and its length.
 SIDES = [
     ('source_BS', 'source_segments_BS', (4, 1, 5), 12),
     ('tokens_BT', 'segments_BT', (5, 1, 3), 10),
@@ -39,12 +40,13 @@ def make_model(**fields) -> Decoder | Encoder | EncoderDecoder:
 
 
 def packed_row() -> dict[str, np.ndarray]:
-    """All pairs in one row, and padding behind them."""
+    """Three pairs of source and target in one row, with padding behind them."""
     rng = np.random.default_rng(0)
     batch = {}
-    for tokens, segments, sizes, length in SIDES:
-        numbers = np.repeat([1, 2, 3], sizes)
-        batch[segments] = np.pad(numbers, (0, length - len(numbers)))[None]
+    for tokens, segments, tokens_of_pairs, length in SIDES:
+        segments_T = np.repeat([1, 2, 3], tokens_of_pairs)
+        num_padding = length - len(segments_T)
+        batch[segments] = np.pad(segments_T, (0, num_padding))[None]
         batch[tokens] = rng.integers(0, 13, (1, length))
     return batch
 
@@ -85,25 +87,27 @@ QUICK = [CASES[0], CASES[4], CASES[18], CASES[-1]]
 
 @pytest.mark.parametrize(('kind', 'fields'), slow_except(QUICK, CASES), ids=str)
 def test_logits_are_those_of_the_slow_reference(kind, fields):
-    # Pairs are packed, several in a row; texts are one in each row, with padding behind.
     if kind == 'encoder_decoder':
+        # Pairs are packed, several in a row.
         fields = BOTH | fields
         inputs = packed_row()
-        batch = packed_row()
+        reference_inputs = packed_row()
     else:
+        # Texts are one in each row, with padding behind.
         valid_BT = np.arange(7) < np.array([[7], [4]])
         inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
-        batch = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
+        reference_inputs = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
+    # With noise, since gains of 1 and biases of 0 would hide mistakes.
     model = slow.with_noise(make_model(**{'kind': kind} | fields))
 
-    # With noise, since gains of 1 and biases of 0 would hide mistakes.
-    used_BT = batch['segments_BT'] > 0
-    want = slow.forward(model, **batch)
-    got = logits_of(model, **inputs)
-    np.testing.assert_allclose(got[used_BT], want[used_BT], atol=2e-5 * np.abs(want).max())
+    got_BTV = logits_of(model, **inputs)
+    want_BTV = slow.forward(model, **reference_inputs)
+    is_token_BT = reference_inputs['segments_BT'] > 0
+    atol = 2e-5 * np.abs(want_BTV).max()
+    np.testing.assert_allclose(got_BTV[is_token_BT], want_BTV[is_token_BT], atol=atol)
 
     # The logits vary; constants would agree in any model.
-    assert np.std(want[used_BT]) > 0.1
+    assert np.std(want_BTV[is_token_BT]) > 0.1
     assert model.final_norm is None or model.config.norm_position == 'pre'
 
 
@@ -111,17 +115,23 @@ def test_logits_are_those_of_the_slow_reference(kind, fields):
 def test_padding_is_never_read_wherever_it_stands(kind):
     model = make_model(kind=kind)
     valid_BT = np.ones((2, 7), bool)
-    valid_BT[0, 5:] = valid_BT[1, :2] = False
+    valid_BT[0, 5:] = False
+    valid_BT[1, :2] = False
     want = logits_of(model, TOKENS, valid_BT=valid_BT)
-    # With other tokens in the places of padding.
-    got = logits_of(model, np.where(valid_BT, TOKENS, 3), valid_BT=valid_BT)
+
+    # Other tokens in the places of padding change nothing.
+    other_padding = np.where(valid_BT, TOKENS, 3)
+    got = logits_of(model, other_padding, valid_BT=valid_BT)
     np.testing.assert_array_equal(got[valid_BT], want[valid_BT])
     assert np.isfinite(got).all()
-    # The first row alone, without its padding at the end.
+
+    # The first row is as if its padding at the end were cut off.
     shorter = logits_of(model, TOKENS[:1, :5])
     np.testing.assert_allclose(want[:1, :5], shorter, atol=1e-5)
+
     # Without the mask, padding would be read.
-    assert np.abs(logits_of(model, TOKENS) - want)[valid_BT].max() > 1e-3
+    unmasked = logits_of(model, TOKENS)
+    assert np.abs(unmasked - want)[valid_BT].max() > 1e-3
 
 
 KERNELS = ['einsum', 'blockwise']
@@ -136,61 +146,89 @@ def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
     segments_BT = np.array([[1, 1, 1, 1, 1, 2, 2], [2, 3, 3, 3, 4, 4, 4]])
     got = logits_of(model, TOKENS, segments_BT=segments_BT)
     for row, segments_T in enumerate(segments_BT):
-        for number in np.unique(segments_T):
-            is_document_T = segments_T == number
-            alone = logits_of(model, TOKENS[row : row + 1, is_document_T])[0]
+        for segment in np.unique(segments_T):
+            is_document_T = segments_T == segment
+            document_1T = TOKENS[row, is_document_T][None]
+            alone = logits_of(model, document_1T)[0]
             np.testing.assert_allclose(got[row, is_document_T], alone, atol=1e-5)
+
     # Without the segments, later documents would read earlier ones.
-    assert np.abs(got - logits_of(model, TOKENS))[segments_BT > 1].max() > 1e-2
+    unsegmented = logits_of(model, TOKENS)
+    is_later_BT = segments_BT > 1
+    assert np.abs(got - unsegmented)[is_later_BT].max() > 1e-2
 
 
 def test_a_window_reaches_both_ways():
     model = make_model(kind='encoder', window=2, num_layers=1)
-    other = TOKENS.copy()
-    other[:, 3] = (other[:, 3] + 1) % 11
-    moved_BT = np.abs(logits_of(model, other) - logits_of(model, TOKENS)).max(-1) > 1e-6
-    assert moved_BT.tolist() == [[False, False, True, True, True, False, False]] * 2
+    changed = TOKENS.copy()
+    changed[:, 3] = (changed[:, 3] + 1) % 11
+    difference_BTV = logits_of(model, changed) - logits_of(model, TOKENS)
+    is_affected_BT = np.abs(difference_BTV).max(-1) > 1e-6
+    for is_affected_T in is_affected_BT:
+        assert np.flatnonzero(is_affected_T).tolist() == [2, 3, 4]
 
 
-def test_more_tokens_than_there_is_room_for_are_refused():
-    refusal = '8 tokens do not fit into model.{}=7'
-    for kind in ('decoder', 'encoder'):
-        with pytest.raises(ValueError, match=refusal.format('context')):
-            make_model(kind=kind)(jnp.zeros((1, 8), int))
-    both = make_model(kind='encoder_decoder', source_context=7)
-    for tokens, source, field in ((8, 7, 'context'), (7, 8, 'source_context')):
-        with pytest.raises(ValueError, match=refusal.format(field)):
-            both(jnp.zeros((1, tokens), int), source_BS=jnp.zeros((1, source), int))
+@pytest.mark.parametrize('kind', ['decoder', 'encoder'])
+def test_more_tokens_than_the_context_are_refused(kind):
+    model = make_model(kind=kind)
+    with pytest.raises(ValueError, match='8 tokens do not fit into model.context=7'):
+        model(jnp.zeros((1, 8), int))
 
 
-def test_a_setting_out_of_its_bounds_is_refused_by_name():
-    fields = {'positions': 'rotary', 'norm': 'layer_norm', 'norm_position': 'Pre', 'dropout': 1.5}
-    for field, value in (fields | {'activation': 'silu', 'kind': 'gpt'}).items():
-        for construct in (build, Decoder):
-            with pytest.raises(ConfigError, match=f'^model.{field}={value!r} must be'):
-                construct(config_of(**{field: value}), key=jax.random.key(0))
+def test_more_tokens_than_a_context_of_an_encoder_decoder_are_refused():
+    model = make_model(kind='encoder_decoder', source_context=7)
+    short = jnp.zeros((1, 7), int)
+    long = jnp.zeros((1, 8), int)
+    with pytest.raises(ValueError, match='8 tokens do not fit into model.context=7'):
+        model(long, source_BS=short)
+    with pytest.raises(ValueError, match='8 tokens do not fit into model.source_context=7'):
+        model(short, source_BS=long)
+
+
+@pytest.mark.parametrize('construct', [build, Decoder])
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [
+        ('positions', 'rotary'),
+        ('norm', 'layer_norm'),
+        ('norm_position', 'Pre'),
+        ('dropout', 1.5),
+        ('activation', 'silu'),
+        ('kind', 'gpt'),
+    ],
+)
+def test_a_setting_out_of_its_bounds_is_refused_by_name(construct, field, value):
+    with pytest.raises(ConfigError, match=f'^model.{field}={value!r} must be'):
+        construct(config_of(**{field: value}), key=jax.random.key(0))
+
+
+def test_an_encoder_refuses_the_settings_of_a_decoder():
     with pytest.raises(ConfigError, match="^model.kind='decoder' must be 'encoder' in Encoder"):
         Encoder(config_of(), key=jax.random.key(0))
 
 
 def test_rematerialization_halves_the_memory_of_a_compiled_gradient():
-    def temporaries(**fields):
+    def temporary_bytes(**fields):
         model = abstract_model(config_of(num_layers=4, context=64, scan_unroll=None, **fields))
+        tokens_BT = jax.ShapeDtypeStruct((16, 64), int)
         gradients = jax.jit(jax.grad(lambda model, tokens_BT: model(tokens_BT).sum()))
-        compiled = gradients.lower(model, jax.ShapeDtypeStruct((16, 64), int)).compile()
+        compiled = gradients.lower(model, tokens_BT).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries(remat='full') < temporaries() / 2
+    assert temporary_bytes(remat='full') < temporary_bytes() / 2
 
 
 def test_dropout_is_off_without_a_key():
+    with_dropout = make_model(dropout=0.5)
+    without_dropout = make_model()
     np.testing.assert_array_equal(
-        logits_of(make_model(dropout=0.5), TOKENS), logits_of(make_model(), TOKENS)
+        logits_of(with_dropout, TOKENS), logits_of(without_dropout, TOKENS)
     )
 
 
 def test_dropout_acts_on_embeddings():
     model = make_model(dropout=0.5)
+    # Both branches give 0, which leaves the embeddings alone.
     model.blocks.attention.value.w_o_NHD[...] *= 0
     model.blocks.mlp.w_out_FD[...] *= 0
     first = logits_of(model, TOKENS, dropout_key=jax.random.key(0))
@@ -215,43 +253,56 @@ def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
 
 
 def test_no_two_parts_have_correlated_initial_values():
-    model = make_model(
-        **BOTH | {'shared_embeddings': False, 'num_encoder_layers': 2, 'context': 12}
-    )
-    stacks = model.blocks, model.encoder.blocks
-    attentions = [model.blocks.cross_attention, *(stack.attention for stack in stacks)]
-    # Parameters of equal shape, which would be equal if they were drawn from one key.
+    """Parameters of equal shape would be equal if they were drawn from one key."""
+    fields = {'shared_embeddings': False, 'num_encoder_layers': 2, 'context': 12}
+    decoder = make_model(**{**BOTH, **fields})
+    encoder = decoder.encoder
+    attentions = [
+        decoder.blocks.cross_attention,
+        decoder.blocks.attention,
+        encoder.blocks.attention,
+    ]
+
+    queries_and_keys = []
+    for attention in attentions:
+        queries_and_keys += [*attention.score.w_q_DNH[...], *attention.score.w_k_DKH[...]]
     families = [
-        [w[i] for a in attentions for w in (a.score.w_q_DNH, a.score.w_k_DKH) for i in range(2)],
-        [stack.mlp.w_in_DF[i] for stack in stacks for i in range(2)],
-        [model.w_embedding_VD[...], model.encoder.w_embedding_VD[...]],
-        [model.w_position_TD[...], model.encoder.w_position_TD[...]],
+        queries_and_keys,
+        [*decoder.blocks.mlp.w_in_DF[...], *encoder.blocks.mlp.w_in_DF[...]],
+        [decoder.w_embedding_VD[...], encoder.w_embedding_VD[...]],
+        [decoder.w_position_TD[...], encoder.w_position_TD[...]],
     ]
     for family in families:
-        correlations = np.corrcoef([np.ravel(a) for a in family])
-        assert np.abs(np.triu(correlations, 1)).max() < 0.5
+        correlations = np.corrcoef([np.ravel(parameter) for parameter in family])
+        between_two = np.triu(correlations, 1)
+        assert np.abs(between_two).max() < 0.5
 
 
 def test_logits_in_bfloat16_are_summed_in_float32():
-    model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_model(num_layers=1))
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_model(num_layers=1))
     x_BTD = jax.random.normal(jax.random.key(1), (2, 4, 16)).astype(jnp.bfloat16)
+    got_BTV = model.logits(x_BTD)
+
     w_VD = model.w_embedding_VD[...].astype(jnp.float32)
-    assert model.logits(x_BTD).dtype == jnp.float32
     expected_BTV = x_BTD.astype(jnp.float32) @ w_VD.T
-    np.testing.assert_allclose(model.logits(x_BTD), expected_BTV, rtol=0, atol=2e-5)
+    assert got_BTV.dtype == jnp.float32
+    np.testing.assert_allclose(got_BTV, expected_BTV, rtol=0, atol=2e-5)
 
 
 def test_the_layers_of_a_model_compute_what_its_blocks_compute():
     model = build(config_of(num_layers=3), rngs=nnx.Rngs(0))
-    x_BTD = model.embed(TOKENS)
     layers = model.layers()
     assert len(layers) == 3
+
+    x_BTD = model.embed(TOKENS)
     for index, layer in enumerate(layers):
-        block = jax.tree.map(lambda stacked, index=index: stacked[index], model.blocks)
-        x_BTD = block.run_branches([layer], x_BTD)
         A_NDE, B_NDE = layer.matrix()
-        assert A_NDE.shape == B_NDE.shape == (2, 16, 16)
-    np.testing.assert_allclose(model.logits(model.normed(x_BTD)), model(TOKENS), atol=1e-5)
+        assert A_NDE.shape == (2, 16, 16)
+        assert B_NDE.shape == (2, 16, 16)
+        block = jax.tree.map(operator.itemgetter(index), model.blocks)
+        x_BTD = block.run_branches([layer], x_BTD)
+    logits_BTV = model.logits(model.normed(x_BTD))
+    np.testing.assert_allclose(logits_BTV, model(TOKENS), atol=1e-5)
 
 
 @pytest.mark.parametrize('kind', ['no_kind', ['decoder'], None])
@@ -265,8 +316,10 @@ def test_an_abstract_model_has_the_shapes_of_a_model():
     abstract = abstract_model(config)
     model = build(config, key=jax.random.key(0))
     assert jax.tree.structure(abstract) == jax.tree.structure(model)
-    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(abstract)]
-    assert shapes == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(model)]
+    abstract_leaves = jax.tree.leaves(abstract)
+    for abstract_leaf, leaf in zip(abstract_leaves, jax.tree.leaves(model), strict=True):
+        assert abstract_leaf.shape == leaf.shape
+        assert abstract_leaf.dtype == leaf.dtype
 
 
 def test_a_model_is_drawn_after_an_abstract_one():
