@@ -23,34 +23,49 @@ SPLIT = np.array([[1.0, 3.0], [1.0, -2.0]])
 DIAGONAL = np.diag([3.0, 1.0, 0.0, 0.0])
 
 
-def test_a_quantity_of_a_matrix_has_the_value_worked_out_by_hand():
-    for quantity, matrix, expected in (
+@pytest.mark.parametrize(
+    ('quantity', 'matrix', 'expected'),
+    [
         ('norm', SPLIT, 15**0.5),
         ('symmetric_share', SPLIT, 13 / 15),
         ('symmetric_share', SPLIT - SPLIT.T, 0),
-        # p = (3/4, 1/4): exp(H) = 4 / 3^(3/4).
+        # The shares of singular values are 3/4 and 1/4, whose entropy is ln(4 / 3^(3/4)).
         ('effective_rank', DIAGONAL, 4 / 3**0.75),
         ('effective_rank', np.ones((4, 4)), 1),
         ('singular_values', np.diag([1.0, -4, 2]), [4, 2, 1]),
-    ):
-        actual = getattr(matrices, quantity)(jnp.asarray(matrix, jnp.float32)[None])
-        np.testing.assert_allclose(actual, [expected], atol=1e-6, err_msg=quantity)
+    ],
+)
+def test_a_quantity_of_a_matrix_has_the_value_worked_out_by_hand(quantity, matrix, expected):
+    measure = getattr(matrices, quantity)
+    one_matrix_NDE = jnp.asarray(matrix, jnp.float32)[None]
+    np.testing.assert_allclose(measure(one_matrix_NDE), [expected], atol=1e-6)
+
+
+def excess_of_norms(a_DD, axis):
+    """The sum of what norms along the axis exceed their mean plus two standard deviations."""
+    norms = np.linalg.norm(a_DD, axis=axis)
+    bound = norms.mean() + 2 * norms.std(ddof=1)
+    return np.maximum(norms - bound, 0).sum()
 
 
 def test_directionality_counts_what_exceeds_two_deviations():
-    """Columns count for it, rows against it, each by what its norm exceeds two deviations.
+    """Large columns count for it and large rows against it."""
+    identity_DD = np.eye(10)
+    # Nine columns of norm 1 and one of norm 8, but rows of equal norms.
+    large_column_DD = np.eye(10)
+    large_column_DD[:, 3] = 8 / 10**0.5
+    large_row_DD = large_column_DD.T
+    zero_DD = np.zeros((10, 10))
+    # A large column and a large row.
+    mixed_DD = large_column_DD.copy()
+    mixed_DD[7] += 1
 
-    The first matrix has nine columns of norm 1 and one of norm 8, whose rows have equal norms; the
-    last has a large row as well, which is worked out here.
-    """
-    a_DD = np.eye(10)
-    a_DD[:, 3] = 8 / 10**0.5
-    mixed_DD = a_DD + np.eye(10)[7][:, None]
-    norms = [np.linalg.norm(mixed_DD, axis=axis) for axis in (0, 1)]
-    c, r = (np.maximum(n - n.mean() - 2 * n.std(ddof=1), 0).sum() for n in norms)
-    all_NDD = jnp.asarray(np.stack([a_DD, a_DD.T, np.eye(10), 0 * a_DD, mixed_DD]), jnp.float32)
-    expected = [1, -1, 0, np.nan, (c - r) / (c + r)]
-    np.testing.assert_allclose(matrices.directionality(all_NDD), expected, atol=1e-5)
+    columns = excess_of_norms(mixed_DD, axis=0)
+    rows = excess_of_norms(mixed_DD, axis=1)
+    expected_N = [1, -1, 0, np.nan, (columns - rows) / (columns + rows)]
+    all_NDD = np.stack([large_column_DD, large_row_DD, identity_DD, zero_DD, mixed_DD])
+    directionality_N = matrices.directionality(jnp.asarray(all_NDD, jnp.float32))
+    np.testing.assert_allclose(directionality_N, expected_N, atol=1e-5)
 
 
 def test_drift_is_relative_to_the_reference():
@@ -60,17 +75,24 @@ def test_drift_is_relative_to_the_reference():
     assert float(matrices.drift(other, reference)) == pytest.approx(1 / 26**0.5)
 
 
-def test_a_factor_on_a_matrix_changes_its_norm_alone():
+@pytest.mark.parametrize('quantity', matrices.MATRIX_QUANTITIES)
+def test_a_factor_on_a_matrix_changes_its_norm_alone(quantity):
+    measure = matrices.MATRIX_QUANTITIES[quantity]
     a = np.random.default_rng(0).standard_normal((5, 5))
-    for name, function in matrices.MATRIX_QUANTITIES.items():
-        one, scaled = (float(function(jnp.asarray(f * a, jnp.float32))) for f in (1, 7))
-        np.testing.assert_allclose(scaled, one * (7 if name == 'norm' else 1), 2e-4, err_msg=name)
+    plain = float(measure(jnp.asarray(a, jnp.float32)))
+    scaled = float(measure(jnp.asarray(7 * a, jnp.float32)))
+    expected = 7 * plain if quantity == 'norm' else plain
+    np.testing.assert_allclose(scaled, expected, rtol=2e-4)
 
 
-def test_a_zero_matrix_has_a_norm_alone():
-    for name, function in matrices.MATRIX_QUANTITIES.items():
-        zero = float(function(jnp.zeros((5, 5))))
-        assert zero == 0 if name == 'norm' else np.isnan(zero)
+@pytest.mark.parametrize('quantity', matrices.MATRIX_QUANTITIES)
+def test_a_zero_matrix_has_a_norm_alone(quantity):
+    measure = matrices.MATRIX_QUANTITIES[quantity]
+    measured = float(measure(jnp.zeros((5, 5))))
+    if quantity == 'norm':
+        assert measured == 0
+    else:
+        assert np.isnan(measured)
 
 
 # Patterns
@@ -82,48 +104,86 @@ PREVIOUS = np.eye(4)[[0, 0, 1, 2]]
 
 
 def pattern(*heads, logits=None, mask=CAUSAL):
+    """A pattern of one row, from the probabilities of each head; logits are 0 by default."""
     p_BNTS = jnp.asarray(np.stack(heads)[None], jnp.float32)
     s_BNTS = jnp.zeros_like(p_BNTS) if logits is None else jnp.asarray(logits, jnp.float32)
     return Pattern(s_BNTS, p_BNTS, jnp.asarray(mask))
 
 
 HEADS = pattern(EQUAL, PREVIOUS)
+# The last of four tokens is padding.
 PADDED = CAUSAL & [True, True, True, False] & np.array([[True], [True], [True], [False]])
 # Tokens a b a b: position 2 attends to 1, position 3 to 2.
 REPEATS = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 0.5, 0]])
 
 
-def test_a_quantity_of_patterns_has_the_value_worked_out_by_hand():
-    for quantity, measured, expected in (
-        ('entropy', HEADS, [np.log([1, 2, 3, 4]).mean(), 0]),
-        # Probabilities that do not sum to 1, as of sigmoid attention, are divided by their sum.
-        ('entropy', pattern(0.5 * EQUAL), [np.log([1, 2, 3, 4]).mean()]),
-        ('entropy', pattern(EQUAL * PADDED[0], mask=PADDED), [np.log([1, 2, 3]).mean()]),
-        ('diagonal_mass', HEADS, [(1 + 1 / 2 + 1 / 3 + 1 / 4) / 4, 1 / 4]),
-        ('diagonal_mass', pattern(PREVIOUS, mask=np.tri(4, k=-1, dtype=bool)[None]), [0]),
+@pytest.mark.parametrize(
+    ('quantity', 'measured', 'expected'),
+    [
+        pytest.param('entropy', HEADS, [np.log([1, 2, 3, 4]).mean(), 0], id='entropy'),
+        # As of sigmoid attention: probabilities are divided by their sum.
+        pytest.param(
+            'entropy', pattern(0.5 * EQUAL), [np.log([1, 2, 3, 4]).mean()], id='entropy, sum not 1'
+        ),
+        pytest.param(
+            'entropy',
+            pattern(EQUAL * PADDED[0], mask=PADDED),
+            [np.log([1, 2, 3]).mean()],
+            id='entropy, padded',
+        ),
+        pytest.param(
+            'diagonal_mass', HEADS, [(1 + 1 / 2 + 1 / 3 + 1 / 4) / 4, 1 / 4], id='diagonal'
+        ),
+        pytest.param(
+            'diagonal_mass',
+            pattern(PREVIOUS, mask=np.tri(4, k=-1, dtype=bool)[None]),
+            [0],
+            id='hidden diagonal',
+        ),
         # The first token has no previous one.
-        ('previous_token_mass', HEADS, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1]),
-        ('previous_token_mass', pattern(EQUAL * PADDED[0], mask=PADDED), [(1 / 2 + 1 / 3) / 2]),
-        ('previous_token_mass', pattern(np.eye(4), mask=np.eye(4, dtype=bool)[None]), [np.nan]),
-    ):
-        actual = getattr(patterns, quantity)(measured)
-        np.testing.assert_allclose(actual, expected, atol=1e-6, err_msg=quantity)
+        pytest.param(
+            'previous_token_mass', HEADS, [(1 / 2 + 1 / 3 + 1 / 4) / 3, 1], id='previous token'
+        ),
+        pytest.param(
+            'previous_token_mass',
+            pattern(EQUAL * PADDED[0], mask=PADDED),
+            [(1 / 2 + 1 / 3) / 2],
+            id='previous token, padded',
+        ),
+        pytest.param(
+            'previous_token_mass',
+            pattern(np.eye(4), mask=np.eye(4, dtype=bool)[None]),
+            [np.nan],
+            id='hidden previous token',
+        ),
+    ],
+)
+def test_a_quantity_of_patterns_has_the_value_worked_out_by_hand(quantity, measured, expected):
+    measure = getattr(patterns, quantity)
+    np.testing.assert_allclose(measure(measured), expected, atol=1e-6)
 
 
 def test_the_induction_score_is_the_mass_after_the_previous_occurrence():
-    score = patterns.induction_score(pattern(REPEATS, EQUAL), 2)
-    np.testing.assert_allclose(score, [(0.75 + 0.5) / 2, (1 / 3 + 1 / 4) / 2], rtol=1e-6)
+    """Of tokens a b a b, positions 2 and 3 have a previous occurrence, before positions 1 and 2."""
+    score_N = patterns.induction_score(pattern(REPEATS, EQUAL), 2)
+    np.testing.assert_allclose(score_N, [(0.75 + 0.5) / 2, (1 / 3 + 1 / 4) / 2], rtol=1e-6)
 
 
-def test_the_size_of_logits_ignores_what_softmax_ignores():
-    logits = np.array([[0, 9, 9], [1, 3, 9], [10, 10, 16]], float)[None, None]
-    for shift in (0, 5):  # variances 0, 1 and 8
-        mask = np.tri(3, dtype=bool)[None]
-        one = pattern(np.zeros((3, 3)), logits=logits + shift, mask=mask)
-        assert float(patterns.logit_deviation(one)[0]) == pytest.approx(3**0.5)
-        assert float(patterns.largest_logit(one)[0]) == 16 + shift
+@pytest.mark.parametrize('shift', [0, 5])
+def test_the_size_of_logits_ignores_what_softmax_ignores(shift):
+    """Softmax ignores a shift of all logits, and logits of hidden keys."""
+    # The logits of visible keys have the variances 0, 1 and 8.
+    logits_TS = np.array([[0, 9, 9], [1, 3, 9], [10, 10, 16]], float)
+    measured = pattern(
+        np.zeros((3, 3)),
+        logits=logits_TS[None, None] + shift,
+        mask=np.tri(3, dtype=bool)[None],
+    )
+    assert float(patterns.logit_deviation(measured)[0]) == pytest.approx(3**0.5)
+    assert float(patterns.largest_logit(measured)[0]) == 16 + shift
 
 
+# The Score and options of the layer.
 PATTERNS = [
     ('nonlinear_query', {}),
     ('shared_qk(self_mask=True)', {}),
@@ -133,41 +193,48 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(('score', 'options'), slow_except(PATTERNS[1:3], PATTERNS))
-def test_the_pattern_is_that_of_the_slow_reference(score, options):
+@pytest.mark.parametrize('cross', [False, True], ids=['self-attention', 'cross-attention'])
+def test_the_pattern_is_that_of_the_slow_reference(score, options, cross):
     layer = layers.make((score, 'vo'), **options)
-    x_BTD = layers.stream()
     spec = layer.spec
     value = layer.value
-    # Self-attention, then cross-attention to another sequence.
-    for y_BSD in (None, layers.stream(length=5, seed=6)):
-        cross = y_BSD is not None
-        read_BSD = x_BTD if y_BSD is None else y_BSD
-        mask = Mask(causal=not cross, window=spec.window)
-        measured = pattern_of(layer, x_BTD, mask, y_BSD)
-        assert layer.spec is spec
-        assert layer.value is value
+    x_BTD = layers.stream()
+    y_BSD = layers.stream(length=5, seed=6) if cross else None
+    mask = Mask(causal=not cross, window=spec.window)
+    measured = pattern_of(layer, x_BTD, mask, y_BSD)
+    # The layer is left as it was.
+    assert layer.spec is spec
+    assert layer.value is value
 
-        # The probabilities, the mask, and the logits where the mask admits them.
-        mask_BTS = np.asarray(mask.dense(*measured.logits_BNTS.shape[2:]))
-        p_BNTS = layers.expected_probabilities(layer, x_BTD, read_BSD, mask_BTS, cross=cross)
-        np.testing.assert_allclose(measured.probabilities_BNTS, p_BNTS, atol=1e-5)
-        mask_BTS = mask_BTS if cross else layers.hide_self(layer.score, mask_BTS)
-        np.testing.assert_array_equal(measured.mask_BTS, mask_BTS)
-        s_BNTS = layers.expected_logits(layer, x_BTD, read_BSD, cross=cross) * mask_BTS[:, None]
-        np.testing.assert_allclose(measured.logits_BNTS, s_BNTS, atol=1e-4)
+    keys_BSD = y_BSD if cross else x_BTD
+    _, _, T, S = measured.logits_BNTS.shape
+    mask_BTS = np.asarray(mask.dense(T, S))
+    p_BNTS = layers.expected_probabilities(layer, x_BTD, keys_BSD, mask_BTS, cross=cross)
+    np.testing.assert_allclose(measured.probabilities_BNTS, p_BNTS, atol=1e-5)
+
+    if not cross:
+        mask_BTS = layers.hide_self(layer.score, mask_BTS)
+    np.testing.assert_array_equal(measured.mask_BTS, mask_BTS)
+
+    # Logits are 0 where the mask hides the key.
+    s_BNTS = layers.expected_logits(layer, x_BTD, keys_BSD, cross=cross) * mask_BTS[:, None]
+    np.testing.assert_allclose(measured.logits_BNTS, s_BNTS, atol=1e-4)
 
 
 def test_a_walk_layer_by_layer_gives_what_the_model_computes():
     model = make(kind='encoder_decoder', cross_variant='merged/vo', norm_position='post')
     tokens = np.arange(16).reshape(2, 8)
     inputs = {'tokens_BT': tokens, 'source_BS': tokens[:, :6]}
-    sites = []
-    # `walk` calls a function at each attention layer, with its site and its depth.
-    walked = jax.jit(lambda m, i: walk(m, i, lambda *at: sites.append(at[:2])))(model, inputs)
-    expected = jax.jit(lambda m, i: m.stream(**i))(model, inputs)
+    visited = []
+
+    def visit(site, depth, *_):
+        visited.append((site, depth))
+
+    walked = jax.jit(lambda model, inputs: walk(model, inputs, visit))(model, inputs)
+    expected = jax.jit(lambda model, inputs: model.stream(**inputs))(model, inputs)
     np.testing.assert_allclose(walked, expected, atol=2e-5)
-    assert sites[:2] == [('encoder/attention', 0), ('encoder/attention', 1)]
-    assert len(sites) == 6
+    assert visited[:2] == [('encoder/attention', 0), ('encoder/attention', 1)]
+    assert len(visited) == 6
 
 
 # Models
@@ -182,6 +249,7 @@ def make(**fields):
     return build(ModelConfig(**{**SIZES, **fields}), key=jax.random.key(0))
 
 
+# Fields of a model, and the number of layers at each of its sites.
 DEPTHS_OF_SITES = [
     (BOTH, {'attention': 2, 'cross_attention': 2, 'encoder/attention': 1}),
     (PATTERN, {'attention': 3}),
@@ -193,40 +261,51 @@ DEPTHS_OF_SITES = [
     ('fields', 'depths'), slow_except(DEPTHS_OF_SITES[1:2], DEPTHS_OF_SITES), ids=str
 )
 def test_every_head_of_every_site_is_measured(fields, depths):
-    model = make(**fields)
-    source = {'source_BS': TOKENS[:, :6]} if fields is BOTH else {}
-    analysis = analyze(model, {'tokens_BT': TOKENS} | source)
-    # At each site, both heads of each of its `depth` layers.
+    num_heads = SIZES['num_heads']
+    has_source = fields is BOTH
+    inputs = {'tokens_BT': TOKENS}
+    if has_source:
+        inputs['source_BS'] = TOKENS[:, :6]
+    analysis = analyze(make(**fields), inputs)
+
     for site, depth in depths.items():
-        for part, quantity in (('A', 'effective_rank'), ('B', 'norm'), ('pattern', 'entropy')):
-            assert analysis.values(quantity, part, site).shape == (depth, 2)
+        shape = (depth, num_heads)
+        assert analysis.values('effective_rank', 'A', site).shape == shape
+        assert analysis.values('norm', 'B', site).shape == shape
+        assert analysis.values('entropy', 'pattern', site).shape == shape
     assert analysis.missing == []
+    # Spectra of A and of B for each layer.
     assert len(analysis.spectra) == 2 * sum(depths.values())
 
     # What has no meaning across sequences is not measured there.
-    kinds = {(row.site, row.quantity) for row in analysis.rows}
-    assert ('cross_attention', 'diagonal_mass') not in kinds
-    assert (('attention', 'induction_score') in kinds) == (fields is not BOTH)
+    measured = {(row.site, row.quantity) for row in analysis.rows}
+    assert ('cross_attention', 'diagonal_mass') not in measured
+    has_induction_score = ('attention', 'induction_score') in measured
+    assert has_induction_score == (not has_source)
 
 
 def test_numbers_of_a_layer_are_those_of_its_matrices():
     model = make(score_scale=0.5)
     analysis = analyze(model, induction=False)
-    score = model.layers()[1].score
-    value = model.layers()[1].value
+    layer = model.layers()[1]
+    w_q_DNH = np.asarray(layer.score.w_q_DNH[...], np.float64)
+    w_k_DKH = np.asarray(layer.score.w_k_DKH[...], np.float64)
+    w_v_DKH = np.asarray(layer.value.w_v_DKH[...], np.float64)
+    w_o_NHD = np.asarray(layer.value.w_o_NHD[...])
 
-    # A of layer 1, head 1, from the weights.
-    w_q, w_k = (np.asarray(w[...], np.float64) for w in (score.w_q_DNH, score.w_k_DKH))
-    A = 0.5 * 8**-0.5 * w_q[:, 1] @ w_k[:, 1].T
-    s_D = np.linalg.svd(A, compute_uv=False)
-    np.testing.assert_allclose(analysis.spectra['attention', 1, 'A'][1], s_D, atol=1e-5)
-    assert analysis.values('norm', 'A')[1, 1] == pytest.approx(np.linalg.norm(A), rel=1e-5)
+    # A of layer 1, head 1. Heads have 8 channels.
+    A_DE = 0.5 * 8**-0.5 * w_q_DNH[:, 1] @ w_k_DKH[:, 1].T
+    singular_values_D = np.linalg.svd(A_DE, compute_uv=False)
+    spectrum_D = analysis.spectra['attention', 1, 'A'][1]
+    np.testing.assert_allclose(spectrum_D, singular_values_D, atol=1e-5)
+    norm_of_A = analysis.values('norm', 'A')[1, 1]
+    assert norm_of_A == pytest.approx(np.linalg.norm(A_DE), rel=1e-5)
 
-    # B of layer 1, head 0, whose key-value head is the first.
-    B = np.asarray(value.w_v_DKH[...], np.float64)[:, 0] @ value.w_o_NHD[...][0]
-    assert analysis.values('norm', 'B')[1, 0] == pytest.approx(np.linalg.norm(B), rel=1e-4)
+    # B of layer 1, head 0.
+    B_DE = w_v_DKH[:, 0] @ w_o_NHD[0]
+    norm_of_B = analysis.values('norm', 'B')[1, 0]
+    assert norm_of_B == pytest.approx(np.linalg.norm(B_DE), rel=1e-4)
 
-    # What was not measured, or is ambiguous, is named.
     with pytest.raises(KeyError, match='no entropy was measured at attention'):
         analysis.values('entropy')
     with pytest.raises(KeyError, match='norm is of A and of B; give the subject'):
@@ -235,33 +314,55 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
 
 def test_a_circuit_without_a_matrix_is_listed_as_missing():
     model = make(score='nonlinear_query', value='differential:Differential', num_layers=1)
-    missing = [('attention', 0, 'A'), ('attention', 0, 'B')]
-    assert analyze(model, induction=False).missing == missing
-    analysis = Analysis([Row('attention', 1, 0, 'A', 'norm', 2.0)], {}, [('attention', 2, 'A')])
+    analysis = analyze(model, induction=False)
+    assert analysis.missing == [('attention', 0, 'A'), ('attention', 0, 'B')]
+
+
+def test_a_layer_that_was_not_measured_has_the_value_nan():
+    """Layer 1 is measured, layer 2 is missing, and there is nothing of layer 0."""
+    row = Row('attention', 1, 0, 'A', 'norm', 2.0)
+    analysis = Analysis([row], {}, [('attention', 2, 'A')])
     np.testing.assert_array_equal(analysis.values('norm', 'A'), [[np.nan], [2], [np.nan]])
 
 
 def test_drift_is_measured_by_head_between_models_of_different_factorizations():
-    reference = make()
     scaled = make()
-    scaled.blocks.attention.score.w_q_DNH[...] *= np.array([[1.0], [1.5]])
-    analysis = analyze(converted(scaled, 'merge'), induction=False, reference=reference)
-    np.testing.assert_allclose(analysis.values('drift', 'A'), [[0, 0.5]] * 2, atol=1e-5)
+    factors_of_heads = np.array([[1.0], [1.5]])
+    scaled.blocks.attention.score.w_q_DNH[...] *= factors_of_heads
+    merged = converted(scaled, 'merge')
+
+    analysis = analyze(merged, induction=False, reference=make())
+    drifts_of_heads = [0, 0.5]
+    np.testing.assert_allclose(
+        analysis.values('drift', 'A'), [drifts_of_heads, drifts_of_heads], atol=1e-5
+    )
     np.testing.assert_array_equal(analysis.values('drift', 'B'), np.zeros((2, 2)))
-    scaled = make()  # gains act before A and B, and what is folded into them shows as drift
-    scaled.blocks.attention_norm.g_D[...] *= 2
-    analysis = analyze(converted(scaled, 'fold_gains', 'merge'), induction=False, reference=scaled)
-    for circuit, drift in (('A', 3), ('B', 1)):
-        np.testing.assert_allclose(analysis.values('drift', circuit), drift, rtol=1e-5)
+
+
+def test_a_gain_that_is_folded_into_matrices_shows_as_drift():
+    """A gain of 2 acts on both sides of A, a factor of 4, and on one side of B."""
+    model = make()
+    model.blocks.attention_norm.g_D[...] *= 2
+    folded = converted(model, 'fold_gains', 'merge')
+    analysis = analyze(folded, induction=False, reference=model)
+    np.testing.assert_allclose(analysis.values('drift', 'A'), 4 - 1, rtol=1e-5)
+    np.testing.assert_allclose(analysis.values('drift', 'B'), 2 - 1, rtol=1e-5)
+
+
+def test_a_reference_of_another_shape_is_refused():
     with pytest.raises(ConfigError, match='attention 1 is a layer of one model only'):
         analyze(make(), reference=make(num_layers=1))
     with pytest.raises(ConfigError, match='attention 0: A.* is .4, 16, 16. in the reference'):
         analyze(make(), reference=make(num_heads=4))
 
 
-def test_attention_that_is_equal_over_all_keys_has_its_induction_score():
-    for window, expected in ((None, np.mean([1 / (t + 1) for t in range(4, 8)])), (3, 1 / 3)):
-        model = make(window=window)
-        model.blocks.attention.score.w_q_DNH[...] *= 0
-        score_LN = analyze(model).values('induction_score', 'pattern')
-        np.testing.assert_allclose(score_LN, expected, rtol=1e-5)
+@pytest.mark.parametrize(
+    ('window', 'expected'),
+    [(None, np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8])), (3, 1 / 3)],
+)
+def test_attention_that_is_equal_over_all_keys_has_its_induction_score(window, expected):
+    """Sequences repeat four tokens, so the score is that of positions 4 to 7."""
+    model = make(window=window)
+    model.blocks.attention.score.w_q_DNH[...] *= 0  # all logits are equal
+    score_LN = analyze(model).values('induction_score', 'pattern')
+    np.testing.assert_allclose(score_LN, expected, rtol=1e-5)
