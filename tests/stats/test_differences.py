@@ -1,7 +1,6 @@
 """Differences, their intervals and the decisions on them: closed forms and scipy."""
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
@@ -31,23 +30,30 @@ def sample(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
     values = sample(mean)
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+
     difference = paired_test(values, TEST_MARGIN)
-    interval = tuple(stats.ttest_1samp(values, 0).confidence_interval(0.95))
-    assert (difference.low, difference.high) == pytest.approx(interval)
-    assert difference.df == pytest.approx(8)
-    sd = np.std(values, ddof=1)
-    estimate = inference.Estimate(values.mean(), 9, sd, *interval)
-    assert vars(inference.estimate(values.tolist())) == pytest.approx(vars(estimate))
+    assert difference.low == pytest.approx(low)
+    assert difference.high == pytest.approx(high)
+    assert difference.df == pytest.approx(9 - 1)
+
+    estimate = inference.estimate(values.tolist())
+    assert estimate.mean == pytest.approx(values.mean())
+    assert estimate.n == 9
+    assert estimate.sd == pytest.approx(np.std(values, ddof=1))
+    assert estimate.low == pytest.approx(low)
+    assert estimate.high == pytest.approx(high)
 
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
     values = sample(mean)
     difference = paired_test(values, TEST_MARGIN)
-    above = stats.ttest_1samp(values, -TEST_MARGIN, alternative='greater').pvalue
-    below = stats.ttest_1samp(values, TEST_MARGIN, alternative='less').pvalue
-    assert (difference.p_not_better, difference.p_not_worse) == pytest.approx((above, below))
-    assert difference.p_equivalence == pytest.approx(max(above, below))
+    p_above = stats.ttest_1samp(values, -TEST_MARGIN, alternative='greater').pvalue
+    p_below = stats.ttest_1samp(values, TEST_MARGIN, alternative='less').pvalue
+    assert difference.p_not_better == pytest.approx(p_above)
+    assert difference.p_not_worse == pytest.approx(p_below)
+    assert difference.p_equivalence == pytest.approx(max(p_above, p_below))
 
 
 @pytest.mark.parametrize('mean', MEANS)
@@ -55,43 +61,60 @@ def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
     values = sample(mean)
     difference = paired_test(values, TEST_MARGIN)
     p_less = stats.ttest_1samp(values, 0, alternative='less').pvalue
-    p_side = min(p_less, 1 - p_less)
-    assert difference.p == pytest.approx(2 * p_side)
-    beyond = stats.t.sf((abs(values.mean()) - TEST_MARGIN) / stats.sem(values), 8)
-    assert difference.p_margin == pytest.approx(min(1.0, beyond + p_side))
+    p_one_sided = min(p_less, 1 - p_less)
+    assert difference.p == pytest.approx(2 * p_one_sided)
+
+    t_beyond_margin = (abs(values.mean()) - TEST_MARGIN) / stats.sem(values)
+    p_beyond_margin = stats.t.sf(t_beyond_margin, df=9 - 1)
+    expected = min(1.0, p_beyond_margin + p_one_sided)
+    assert difference.p_margin == pytest.approx(expected)
 
 
 def test_typical_values_are_tested_apart_from_an_outlier():
     alone = paired_test(VALUES)
-    with_outlier = paired_test([*VALUES, 0.06])
+    assert alone.n == 7
     assert alone.typical is None
     assert alone.p < 0.001
+
+    values = [*VALUES, 0.06]
+    with_outlier = paired_test(values)
+    assert with_outlier.n == 8
     assert with_outlier.typical == alone
-    assert (with_outlier.n, alone.n) == (8, 7)
-    assert with_outlier.p == pytest.approx(stats.ttest_1samp([*VALUES, 0.06], 0).pvalue)
+    assert with_outlier.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert with_outlier.p > 0.5
 
 
 def test_a_shift_that_a_few_of_many_values_make_is_no_finding():
     rng = np.random.default_rng(0)
-    shifted = paired_test([*rng.normal(0, 0.01, 72), *rng.normal(0.2, 0.01, 8)])
-    assert shifted.mean / shifted.error_seeds > 2.6
-    assert 0.1 < shifted.p == shifted.typical.p
-    assert shifted.low == shifted.typical.low < 0 < shifted.typical.high < shifted.high
+    typical_values = rng.normal(0, 0.01, 72)
+    outliers = rng.normal(0.2, 0.01, 8)
+    shifted = paired_test([*typical_values, *outliers])
+    t = shifted.mean / shifted.error_seeds
+    assert t > 2.6  # which would be significant
+
+    assert shifted.p > 0.1
+    assert shifted.p == shifted.typical.p
+    assert shifted.low == shifted.typical.low
+    assert shifted.low < 0
+    assert 0 < shifted.typical.high < shifted.high
 
 
 def test_a_difference_whose_sign_depends_on_outliers_is_no_finding():
-    turned = paired_test([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1])
-    assert turned.mean > 0 > turned.typical.mean
-    assert (turned.p, turned.p_margin) == (1.0, 1.0)
+    difference = paired_test([-1.01, -1.0, -0.99, -1.0, -0.98, 9.0, 9.1])
+    assert difference.mean > 0
+    assert difference.typical.mean < 0
+    assert difference.p == 1.0
+    assert difference.p_margin == 1.0
 
 
 @pytest.mark.parametrize(('beyond', 'is_apart'), [(-0.01, False), (0.01, True)])
 def test_values_lie_apart_by_the_median_absolute_deviation(beyond, is_apart):
-    others = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0)  # their deviation is 1
+    """The bound is five standard deviations, estimated as 1.4826 median absolute deviations."""
+    others = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0)  # median absolute deviation of 1
     last = 5 * 1.4826 + beyond
-    expected = others if is_apart else (*others, last)
-    assert inference.typical((*others, last)) == expected
+    values = (*others, last)
+    expected = others if is_apart else values
+    assert inference.typical(values) == expected
 
 
 @pytest.mark.parametrize('values', [(0.0, 0.1, 9.0), (1.0, 1.0, 1.0, 9.0)])
@@ -106,36 +129,43 @@ MISSES = pytest.mark.parametrize(
 
 
 def alternating(sign):
-    return np.array([sign * (0.02 + 0.001 * (-1) ** i) for i in range(8)])
+    """Eight values, 0.021 and 0.019 by turns, with the sign."""
+    return sign * np.array([0.021, 0.019] * 4)
 
 
 @MISSES
 def test_the_bound_of_tuning_widens_the_interval(sign, low, high):
     values = alternating(sign)
     plain = paired_test(values)
-    missed = paired_test(values, tuning=(low, high))
-    assert (missed.low, missed.high) == pytest.approx((plain.low - low, plain.high + high))
+    tuned = paired_test(values, tuning=(low, high))
+    assert tuned.low == pytest.approx(plain.low - low)
+    assert tuned.high == pytest.approx(plain.high + high)
 
 
 @MISSES
 def test_the_bound_of_tuning_weakens_the_tests(sign, low, high):
+    """Tuning may have missed up to 0.004 on the side of zero and 0.007 on the other side."""
     values = alternating(sign)
-    # Tuning may have missed up to 0.004 on one side and 0.007 on the other.
-    missed = paired_test(values, tuning=(low, high))
-    nearer = paired_test(values - sign * 0.004)
-    assert (missed.p, missed.p_margin) == pytest.approx((nearer.p, nearer.p_margin))
-    wide = paired_test(values, 0.03, tuning=(low, high))
-    farther = paired_test(values + sign * 0.007, 0.03)
-    assert wide.p_equivalence == pytest.approx(farther.p_equivalence)
+    tuned = paired_test(values, tuning=(low, high))
+    nearer_to_zero = paired_test(values - sign * 0.004)
+    assert tuned.p == pytest.approx(nearer_to_zero.p)
+    assert tuned.p_margin == pytest.approx(nearer_to_zero.p_margin)
+
+    margin = 0.03
+    tuned = paired_test(values, margin, tuning=(low, high))
+    farther_from_zero = paired_test(values + sign * 0.007, margin)
+    assert tuned.p_equivalence == pytest.approx(farther_from_zero.p_equivalence)
 
 
 @pytest.mark.parametrize('sign', [1, -1])
 @pytest.mark.parametrize('miss', [0.03, np.inf])
 def test_nothing_is_shown_where_tuning_may_miss_more_than_the_difference(sign, miss):
-    lost = paired_test(alternating(sign), tuning=(miss, miss))
-    assert (lost.p, lost.p_margin) == (1.0, 1.0)
-    assert lost.p_equivalence > 0.99
-    assert lost.low < 0 < lost.high
+    difference = paired_test(alternating(sign), tuning=(miss, miss))
+    assert difference.p == 1.0
+    assert difference.p_margin == 1.0
+    assert difference.p_equivalence > 0.99
+    assert difference.low < 0
+    assert difference.high > 0
 
 
 EVALUATION_ERROR = 0.0015
@@ -146,10 +176,15 @@ def test_the_error_over_documents_adds_to_that_over_seeds():
     both = paired_test(VALUES, evaluation=(EVALUATION_ERROR, 20.0))
     assert both.error_seeds == alone.error_seeds
     assert both.error_evaluation == EVALUATION_ERROR
+
     total = math.hypot(alone.error_seeds, EVALUATION_ERROR)
-    df = total**4 / (alone.error_seeds**4 / 6 + EVALUATION_ERROR**4 / 20)  # Satterthwaite
-    assert (both.low, both.high) == pytest.approx(stats.t.interval(0.95, df, both.mean, total))
-    assert (both.df, both.p) == pytest.approx((df, 2 * stats.t.cdf(both.mean / total, df)))
+    # Degrees of freedom by Satterthwaite: 6 of the seven seeds, 20 of the documents.
+    df = total**4 / (alone.error_seeds**4 / 6 + EVALUATION_ERROR**4 / 20)
+    low, high = stats.t.interval(0.95, df, both.mean, total)
+    assert both.df == pytest.approx(df)
+    assert both.low == pytest.approx(low)
+    assert both.high == pytest.approx(high)
+    assert both.p == pytest.approx(2 * stats.t.cdf(both.mean / total, df))
 
 
 def test_an_error_that_is_known_exactly_costs_no_degrees_of_freedom():
@@ -161,35 +196,43 @@ def test_an_error_that_is_known_exactly_costs_no_degrees_of_freedom():
 def test_an_error_that_is_not_known_leaves_the_mean_alone():
     unknown = paired_test(VALUES, evaluation=None)
     assert unknown.mean == paired_test(VALUES).mean
-    assert unknown.p is unknown.low is None
+    assert unknown.p is None
+    assert unknown.low is None
 
 
 def test_the_error_over_equal_documents_is_that_of_their_mean():
+    """Four seeds and 12 documents of 500 tokens."""
     nats_SC = np.random.default_rng(2).normal(0, 3.0, (4, 12))
     error, df = inference.evaluation_error(nats_SC, np.full(12, 500))
-    assert (error, df) == pytest.approx((stats.sem(nats_SC.mean(axis=0) / 500), 11))
+    nats_per_token_C = nats_SC.mean(axis=0) / 500
+    assert error == pytest.approx(stats.sem(nats_per_token_C))
+    assert df == pytest.approx(12 - 1)
 
 
 def test_the_error_over_documents_is_cluster_robust():
     """The error of a mean over tokens whose documents are clusters of unequal size."""
     tokens_C = np.array([4000, 500, 500, 1000])
-    difference_C = np.array([0.01, -0.02, 0.03, 0.0])
+    difference_C = np.array([0.01, -0.02, 0.03, 0.0])  # nats per token
+    nats_SC = (difference_C * tokens_C)[None]
+    error, df = inference.evaluation_error(nats_SC, tokens_C)
+
     share_C = tokens_C / 6000
     mean = share_C @ difference_C
-    variance = sum(
-        share**2 * (difference - mean) ** 2 / (1 - share)
-        for share, difference in zip(share_C, difference_C, strict=True)
-    )
-    error, df = inference.evaluation_error((difference_C * tokens_C)[None], tokens_C)
+    variance = np.sum(share_C**2 * (difference_C - mean) ** 2 / (1 - share_C))
     assert error == pytest.approx(variance**0.5)
-    assert df == pytest.approx(np.sum(share_C**2) ** 2 / np.sum(share_C**4) - 1)
+    num_equal_documents = np.sum(share_C**2) ** 2 / np.sum(share_C**4)
+    assert df == pytest.approx(num_equal_documents - 1)
 
 
 def test_documents_that_differ_by_rounding_alone_have_no_error():
     tokens_C = np.arange(1, 13) * 137.0
-    nats_SC = np.outer([0.1, 0.1], tokens_C) / 3
-    assert inference.evaluation_error(nats_SC, tokens_C)[0] == 0
-    assert inference.evaluation_error(nats_SC * (1 + 1e-9 * tokens_C), tokens_C)[0] > 0
+    nats_SC = np.outer([0.1, 0.1], tokens_C) / 3  # equal but for rounding, per token
+    error, _ = inference.evaluation_error(nats_SC, tokens_C)
+    assert error == 0
+
+    slightly_different_SC = nats_SC * (1 + 1e-9 * tokens_C)
+    error, _ = inference.evaluation_error(slightly_different_SC, tokens_C)
+    assert error > 0
 
 
 @pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
@@ -197,14 +240,15 @@ def test_documents_that_differ_by_rounding_alone_have_no_error():
 def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
     """At this true difference, the two-sided t test of half of all experiments has the power."""
     error = 0.003
-    median = stats.chi(df).median() / df**0.5  # the median estimate of an error of 1
-    noncentrality = inference.detectable_difference(median * error, df, alpha) / error
-    power = stats.nct.sf(stats.t.isf(alpha / 2, df), df, noncentrality)
+    median_factor = stats.chi(df).median() / df**0.5  # the median estimate of an error of 1
+    detectable = inference.detectable_difference(median_factor * error, df, alpha)
+    critical_t = stats.t.isf(alpha / 2, df)
+    power = stats.nct.sf(critical_t, df, detectable / error)
     assert power == pytest.approx(inference.POWER, abs=1e-5)
 
 
-# The same number but for its last bits; numpy's mean of three 0.1 is not 0.1.
-NEARLY = [
+# Equal but for their last bits; numpy's mean of three 0.1 is not 0.1.
+NEARLY_EQUAL = [
     [0.1, 0.1, 0.1],
     [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25],
     [3.3, 3.3 + 2**-51, 3.3],
@@ -212,23 +256,38 @@ NEARLY = [
 
 
 @pytest.mark.filterwarnings('error')
-@pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY], ids=str)
+@pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY_EQUAL], ids=str)
 def test_a_spread_of_rounding_errors_is_zero(values):
     estimate = inference.estimate(values)
     difference = paired_test(values)
-    is_zero = float(values[0] == 0)
-    mean = pytest.approx(values[0], abs=1e-14)
-    assert (estimate.sd, difference.sd) == (0.0, 0.0)
-    assert (difference.p, difference.p_equivalence) == (is_zero, 1.0 - is_zero)
-    assert estimate.low == estimate.high == difference.low == difference.high == mean
+    assert estimate.sd == 0.0
+    assert difference.sd == 0.0
+
+    # The interval is a point, and what it shows is certain.
+    mean = values[0]
+    assert estimate.low == estimate.high == pytest.approx(mean, abs=1e-14)
+    assert difference.low == difference.high == estimate.low
+    if mean == 0:
+        assert difference.p == 1.0
+        assert difference.p_equivalence == 0.0
+    else:
+        assert difference.p == 0.0
+        assert difference.p_equivalence == 1.0
 
 
 def test_a_single_seed_leaves_blanks():
-    known = {'mean': 0.01, 'n': 1, 'margin': inference.MARGIN, 'tuning_low': 0, 'tuning_high': 0}
-    assert {
-        n: value for n, value in vars(paired_test([0.01])).items() if value is not None
-    } == known
-    assert inference.estimate([2.0]) == inference.Estimate(2.0, 1, None, None, None)
+    difference = paired_test([0.01])
+    known = {name: field for name, field in vars(difference).items() if field is not None}
+    assert known == {
+        'mean': 0.01,
+        'n': 1,
+        'margin': inference.MARGIN,
+        'tuning_low': 0,
+        'tuning_high': 0,
+    }
+    assert inference.estimate([2.0]) == inference.Estimate(
+        mean=2.0, n=1, sd=None, low=None, high=None
+    )
 
 
 @pytest.mark.parametrize('differences', [[], [0.1, math.nan], [math.inf]])
@@ -243,23 +302,41 @@ EIGHT = [0.01, 0.03, -0.01, 0.02, 0.0, 0.01, 0.02, -0.02]
 def test_the_detectable_difference_needs_as_many_pairs_as_there_are():
     eight = paired_test(EIGHT)
     detectable = inference.detectable_difference(eight.error_seeds, eight.df)
-    assert inference.to_find(eight, detectable * (1 + 1e-9)) == (8, 1.0)
+    pairs, documents = inference.to_find(eight, detectable * (1 + 1e-9))
+    assert pairs == 8
+    assert documents == 1.0
 
 
 def test_half_a_difference_takes_four_times_as_many_pairs():
     eight = paired_test(EIGHT)
-    many, documents = inference.to_find(eight, 2e-5)  # above a million
-    more, documents_of_more = inference.to_find(eight, 1e-5)
-    assert documents == documents_of_more == 1
-    assert more / many == pytest.approx(4, rel=0.01)
+    pairs, documents = inference.to_find(eight, 2e-5)  # above a million pairs
+    more_pairs, more_documents = inference.to_find(eight, 1e-5)
+    assert more_pairs / pairs == pytest.approx(4, rel=0.01)
+    assert documents == 1
+    assert more_documents == 1
 
 
 def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
+    """1.96 and 0.84 are normal quantiles of the 5 % level, two-sided, and of 80 % power."""
     noisy = paired_test(EIGHT, evaluation=(0.01, 100))
-    pairs, documents = inference.to_find(noisy, 0.01)
-    error = math.hypot(noisy.sd / pairs**0.5, 0.01 / documents**0.5)
+    pairs, documents = inference.to_find(noisy, 0.01)  # documents in multiples of those there are
     assert documents > 1
+    error = math.hypot(noisy.sd / pairs**0.5, 0.01 / documents**0.5)
     assert error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
+
+
+def rejected_by_definition(p_values, alpha):
+    """The p values that Holm's method rejects, from the smallest one on.
+
+    Rejects p_(k) up to alpha / (m - k + 1) for k = 1 ... m, and nothing after the first failure.
+    """
+    rejected = []
+    m = len(p_values)
+    for k, p in enumerate(sorted(p_values), start=1):
+        if p > alpha / (m - k + 1):
+            break
+        rejected.append(p)
+    return rejected
 
 
 def test_no_number_of_pairs_finds_a_difference_that_tuning_may_hide():
@@ -274,24 +351,26 @@ def test_a_single_pair_gives_no_number_of_pairs():
 
 
 def test_holm_rejects_what_its_definition_rejects():
-    """Step down: reject while p_(k) <= alpha / (m - k + 1), and nothing after the first failure."""
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
     rng = np.random.default_rng(6)
     for _ in range(300):
-        p_values = rng.beta(0.3, 3.0, rng.integers(1, 8)).tolist()
+        num_tests = rng.integers(1, 8)
+        p_values = rng.beta(0.3, 3.0, num_tests).tolist()
+        adjusted_p_values = holm(p_values)
         for alpha in (0.01, 0.05, 0.3):
-            rejected = []
-            for k, p in enumerate(sorted(p_values)):
-                if p > alpha / (len(p_values) - k):
-                    break
-                rejected.append(p)
-            assert [p in rejected for p in p_values] == [p <= alpha for p in holm(p_values)]
+            rejected = rejected_by_definition(p_values, alpha)
+            for p, adjusted_p in zip(p_values, adjusted_p_values, strict=True):
+                assert (adjusted_p <= alpha) == (p in rejected)
 
 
-def difference_around(mean, spread=0.001, n=8, **keywords):
-    """The difference of n pairs that lie `spread` above and below the mean by turns."""
-    return paired_test([mean + spread * (-1) ** i for i in range(n)], **keywords)
+def test_holm_adjusts_p_values_to_at_most_one():
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def difference_around(mean, spread=0.001, num_pairs=8, **keywords):
+    """The difference of pairs that lie `spread` above and below the mean by turns."""
+    values = [mean + spread, mean - spread] * (num_pairs // 2)
+    return paired_test(values, **keywords)
 
 
 @pytest.mark.parametrize(
@@ -315,31 +394,51 @@ def difference_around(mean, spread=0.001, n=8, **keywords):
 def test_a_decision_is_never_better_for_an_arm_that_diverged(
     compared, decided, arm_diverged, baseline_diverged
 ):
-    counts = {(0, 0): decided, (1, 0): arm_diverged, (0, 2): baseline_diverged, (1, 1): UNDECIDED}
-    for diverged, expected in counts.items():
-        assert judge({0: compared}, diverged={0: diverged})[0].decision is expected
+    def decision_where_trials_diverged(of_arm, of_baseline):
+        judged = judge({'arm': compared}, diverged={'arm': (of_arm, of_baseline)})
+        return judged['arm'].decision
+
+    assert decision_where_trials_diverged(of_arm=0, of_baseline=0) is decided
+    assert decision_where_trials_diverged(of_arm=1, of_baseline=0) is arm_diverged
+    assert decision_where_trials_diverged(of_arm=0, of_baseline=2) is baseline_diverged
+    assert decision_where_trials_diverged(of_arm=1, of_baseline=1) is UNDECIDED
+
+
+def assert_judged_in_the_family(judged, difference, alpha, num_remaining):
+    """Checks the adjusted p values of an arm against a level alpha.
+
+    Adjusted p values are compared at the level of a first look, a fraction of alpha. An arm whose
+    margin test is rejected has left the family; the others share alpha among themselves.
+    """
+    fraction = level(1) / ALPHA
+    p = fraction * judged.p_holm
+    p_equivalence = fraction * judged.p_equivalence_holm
+    p_margin = fraction * judged.p_margin_holm
+    if p_margin <= alpha:
+        assert p <= alpha
+        assert p_equivalence > alpha
+    else:
+        shared_alpha = alpha / num_remaining
+        assert (p <= alpha) == (difference.p <= shared_alpha)
+        assert (p_equivalence <= alpha) == (difference.p_equivalence <= shared_alpha)
 
 
 def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
-    """The other arms then share the error rate among themselves.
-
-    At each alpha, arms stay in the family whose margin tests Holm's method does not reject.
-    Adjusted p-values are compared at the level of a first look, a fraction of alpha.
-    """
     rng = np.random.default_rng(11)
-    first = level(1) / ALPHA
+    fraction = level(1) / ALPHA
     for _ in range(100):
         means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
-        differences = {i: paired_test(rng.normal(mean, 0.01, 8)) for i, mean in enumerate(means)}
+        differences = {}
+        for arm, mean in enumerate(means):
+            differences[arm] = paired_test(rng.normal(mean, 0.01, 8))
         judged = judge(differences)
+
         p_margins = holm([difference.p_margin for difference in differences.values()])
-        for alpha, (arm, p_margin) in itertools.product((0.01, 0.05, 0.2), enumerate(p_margins)):
-            num_remaining = sum(p > alpha for p in p_margins)
-            assert judged[arm].p_margin_holm == pytest.approx(min(1.0, p_margin / first))
-            differs = first * judged[arm].p_holm
-            same = first * judged[arm].p_equivalence_holm
-            if p_margin > alpha:
-                assert (differs <= alpha) == (differences[arm].p <= alpha / num_remaining)
-                assert (same <= alpha) == (differences[arm].p_equivalence <= alpha / num_remaining)
-            else:
-                assert differs <= alpha < same
+        for arm, p_margin in enumerate(p_margins):
+            expected = min(1.0, p_margin / fraction)
+            assert judged[arm].p_margin_holm == pytest.approx(expected)
+
+        for alpha in (0.01, 0.05, 0.2):
+            num_remaining = sum(p_margin > alpha for p_margin in p_margins)
+            for arm, difference in differences.items():
+                assert_judged_in_the_family(judged[arm], difference, alpha, num_remaining)
