@@ -17,19 +17,27 @@ def test_words_of_a_toy_corpus_have_their_translation():
 
 
 def test_the_first_step_counts_words_in_equal_shares():
-    """One pair of one word each: f is drawn from e and from no word alike, with certainty."""
+    """Each target word is drawn from the source word or from no word, equally likely at first."""
     dictionary = ibm1.fit([('a', 'b'), ('a', 'c')], iterations=1)
-    assert dictionary.log_likelihoods == pytest.approx([np.log(1 / 2)] * 2)
+    log_likelihood = np.log(1 / 2)
+    assert dictionary.log_likelihoods == pytest.approx([log_likelihood, log_likelihood])
     assert dictionary.likeliest == {'a': 'b'}  # of equally likely words the first
 
 
 def test_no_iteration_lowers_the_likelihood():
+    """Random words 0 to 11 with the translations w0 to w11, in reverse order."""
     rng = np.random.default_rng(0)
-    numbers = [rng.integers(12, size=rng.integers(1, 6)) for _ in range(200)]
-    pairs = [(' '.join(map(str, n)), ' '.join(f'w{i}' for i in n[::-1])) for n in numbers]
+    pairs = []
+    for _ in range(200):
+        num_words = rng.integers(1, 6)
+        words = rng.integers(12, size=num_words)
+        source = ' '.join(str(word) for word in words)
+        target = ' '.join(f'w{word}' for word in reversed(words))
+        pairs.append((source, target))
+
     dictionary = ibm1.fit(pairs)
     assert np.all(np.diff(dictionary.log_likelihoods) > 0)
-    assert dictionary.likeliest == {str(i): f'w{i}' for i in range(12)}
+    assert dictionary.likeliest == {str(word): f'w{word}' for word in range(12)}
 
 
 def test_pairs_are_read_up_to_a_number_of_cells(monkeypatch):
