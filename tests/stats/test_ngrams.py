@@ -11,25 +11,31 @@ from qkattn.stats import ngrams
 V = 5
 
 
-def slow_probability(rows, context, target, number):
-    """P of a target after its context, nearest token first, by the definition."""
-    if number < 0:
+def slow_probability(rows, context, target, order):
+    """P(target | the first `order` tokens of its context, nearest token first), by the definition.
+
+    An order of -1 is the uniform distribution (Witten-Bell smoothing).
+    """
+    if order < 0:
         return 1 / V
-    lower = slow_probability(rows, context, target, number - 1)
-    if len(context) < number:
+    lower = slow_probability(rows, context, target, order - 1)
+    if len(context) < order:
         return lower
-    after = collections.Counter()
+
+    followers = collections.Counter()
     for row in rows:
-        for t in range(max(number, 1), len(row)):
-            if row[t - 1 :: -1][:number] == context[:number]:
-                after[row[t]] += 1
-    if not after:
+        for t in range(max(order, 1), len(row)):
+            nearest_first = row[t - 1 :: -1]
+            if nearest_first[:order] == context[:order]:
+                followers[row[t]] += 1
+    if not followers:
         return lower
-    return (after[target] + len(after) * lower) / (after.total() + len(after))
+    num_types = len(followers)
+    return (followers[target] + num_types * lower) / (followers.total() + num_types)
 
 
 def text():
-    """Counted and evaluated rows; of these the last id is never counted, nor are some contexts."""
+    """Counted rows, and evaluated ones with a token and some contexts that are never counted."""
     rng = np.random.default_rng(0)
     counted_RL = rng.choice(V - 1, (30, 9), p=(0.5, 0.3, 0.15, 0.05))
     rows_RL = rng.integers(V, size=(6, 9))
@@ -38,66 +44,89 @@ def text():
 
 def test_losses_are_those_of_counts_in_dictionaries():
     counted_RL, rows_RL = text()
-    counted = ngrams.preceding(counted_RL, 3)
-    (nats_OM,) = ngrams.losses(*counted, [ngrams.preceding(rows_RL, 3)], V)
+    contexts, targets = ngrams.preceding(counted_RL, 3)
+    (nats_OM,) = ngrams.losses(contexts, targets, [ngrams.preceding(rows_RL, 3)], V)
+
+    # Orders 0 to 3 of 8 targets in each of 6 rows: the first token of a row is no target.
     nats_ORT = nats_OM.reshape(4, 6, 8)
     counted_rows = counted_RL.tolist()
     for r, row in enumerate(rows_RL.tolist()):
         for t in range(1, 9):
+            context = row[t - 1 :: -1]  # nearest token first
             for order in range(4):
-                p = slow_probability(counted_rows, row[t - 1 :: -1], row[t], order)
+                p = slow_probability(counted_rows, context, row[t], order)
                 assert nats_ORT[order, r, t - 1] == pytest.approx(-math.log(p))
 
 
 def test_probabilities_of_all_tokens_sum_to_one():
     counted_RL, rows_RL = text()
-    contexts_KM, targets_M = ngrams.preceding(rows_RL, 3)
-    every_token = [(contexts_KM, np.full(len(targets_M), token)) for token in range(V)]
-    nats_VOM = np.stack(ngrams.losses(*ngrams.preceding(counted_RL, 3), every_token, V))
+    counted_contexts, counted_targets = ngrams.preceding(counted_RL, 3)
+    contexts, targets = ngrams.preceding(rows_RL, 3)
+    # Each token in turn is the target of all contexts.
+    evaluated = [(contexts, np.full(len(targets), token)) for token in range(V)]
+    nats_VOM = np.stack(ngrams.losses(counted_contexts, counted_targets, evaluated, V))
     np.testing.assert_allclose(np.exp(-nats_VOM).sum(axis=0), 1)
 
 
+def has_neighbours(row, t, chain):
+    """Whether the neighbours of position t are those of the chain."""
+    for offset, token in chain:
+        s = t + offset
+        if not 0 <= s < len(row) or row[s] != token:
+            return False
+    return True
+
+
 def slow_masked_probability(rows, chain, target):
-    """P of a target between the tokens of a chain, [(offset, token)], by the definition."""
+    """P(target | neighbours) by the definition; the chain is a list of (offset, token)."""
     lower = slow_masked_probability(rows, chain[:-1], target) if chain else 1 / V
-    between = collections.Counter()
+    fillers = collections.Counter()
     for row in rows:
         for t, token in enumerate(row):
-            neighbours = [(t + offset, neighbour) for offset, neighbour in chain]
-            if all(0 <= s < len(row) and row[s] == neighbour for s, neighbour in neighbours):
-                between[token] += 1
-    if not between:
+            if has_neighbours(row, t, chain):
+                fillers[token] += 1
+    if not fillers:
         return lower
-    return (between[target] + len(between) * lower) / (between.total() + len(between))
+    num_types = len(fillers)
+    return (fillers[target] + num_types * lower) / (fillers.total() + num_types)
 
 
-def slow_chain(shown, t, number):
-    """The offsets and tokens of the nearest visible neighbours of position t, left ones first."""
-    neighbours = [(s - t, token) for s, token in enumerate(shown) if token >= 0 and s != t]
-    neighbours.sort(key=lambda neighbour: (abs(neighbour[0]), neighbour[0]))
-    return neighbours[:number]
+def slow_chain(shown, t, length):
+    """The nearest visible neighbours of position t as (offset, token), left ones first."""
+    neighbours = []
+    for s, token in enumerate(shown):
+        is_visible = token >= 0
+        if is_visible and s != t:
+            neighbours.append((s - t, token))
+
+    def distance_and_side(neighbour):
+        offset, _ = neighbour
+        return abs(offset), offset
+
+    return sorted(neighbours, key=distance_and_side)[:length]
 
 
 def masked_text():
-    """Counted rows, and evaluated ones with what is shown and which tokens are targets."""
+    """Counted rows, and evaluated rows: as shown, with all tokens, and where they are hidden."""
     rng = np.random.default_rng(1)
     counted_RT = rng.choice(V - 1, (40, 8), p=(0.5, 0.3, 0.15, 0.05))
     rows_RT = rng.integers(V, size=(9, 8))  # some contexts are never counted
     hidden_RT = rng.random(rows_RT.shape) < 0.5
     hidden_RT[0] = True  # nothing is visible
-    return counted_RT, (np.where(hidden_RT, ngrams.MISSING, rows_RT), rows_RT, hidden_RT)
+    shown_RT = np.where(hidden_RT, ngrams.MISSING, rows_RT)
+    return counted_RT, (shown_RT, rows_RT, hidden_RT)
 
 
 def test_masked_losses_are_those_of_counts_at_the_nearest_visible_offsets():
     counted_RT, (shown_RT, rows_RT, hidden_RT) = masked_text()
-    sets = [
-        (shown_RT[:4], rows_RT[:4], hidden_RT[:4]),
-        (shown_RT[4:], rows_RT[4:], hidden_RT[4:]),
-    ]
-    nats_OM = np.concatenate(ngrams.masked_losses(counted_RT, sets, 3, V, rare=0), axis=1)
-    places = np.argwhere(hidden_RT)
-    assert nats_OM.shape == (4, len(places))
-    for (r, t), nats_O in zip(places, nats_OM.T, strict=True):
+    first_set = (shown_RT[:4], rows_RT[:4], hidden_RT[:4])
+    second_set = (shown_RT[4:], rows_RT[4:], hidden_RT[4:])
+    losses = ngrams.masked_losses(counted_RT, [first_set, second_set], 3, V, rare=0)
+    nats_OM = np.concatenate(losses, axis=1)
+
+    targets = np.argwhere(hidden_RT)
+    assert nats_OM.shape == (4, len(targets))
+    for (r, t), nats_O in zip(targets, nats_OM.T, strict=True):
         for order in range(4):
             chain = slow_chain(shown_RT[r].tolist(), t, order)
             p = slow_masked_probability(counted_RT.tolist(), chain, rows_RT[r, t])
@@ -106,9 +135,11 @@ def test_masked_losses_are_those_of_counts_at_the_nearest_visible_offsets():
 
 def test_a_rare_chain_of_offsets_has_the_probability_of_the_depth_before():
     counted_RT, evaluated = masked_text()
-    (every,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0)
-    (common,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0.2)
-    depth_M = np.argmax(common == common[-1], axis=0)  # where a target's chain ends
+    (all_nats_OM,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0)
+    (nats_OM,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0.2)
+
+    # The depth at which the chain of a target becomes rare: its loss is the last one from there on.
+    depth_M = np.argmax(nats_OM == nats_OM[-1], axis=0)
     assert 0 < depth_M.mean() < 3
     is_counted_OM = np.arange(4)[:, None] <= depth_M
-    np.testing.assert_array_equal(common[is_counted_OM], every[is_counted_OM])
+    np.testing.assert_array_equal(nats_OM[is_counted_OM], all_nats_OM[is_counted_OM])
