@@ -27,35 +27,41 @@ def contains(interval, truth):
 
 
 def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
+    """The law is loss = E + A n^-a at five sizes n."""
     losses = noisy_losses(np.random.default_rng(3), SIZES, SD / 2)
-    # The law loss = E + A n^-a at five sizes, given in another order.
-    order = [3, 0, 4, 1, 2]
-    fit = scaling.fit(SIZES[order], losses[order])
+    shuffled = [3, 0, 4, 1, 2]
+    fit = scaling.fit(SIZES[shuffled], losses[shuffled])
     assert fit.sizes == tuple(SIZES)
-    solved, covariance = optimize.curve_fit(
+
+    (E_value, _, a_value), covariance = optimize.curve_fit(
         lambda n, E, A, a: E + A * n**-a, SIZES / 1e5, losses, p0=(1.2, 1.0, EXPONENT)
     )
-    for place, interval in ((0, fit.E), (2, fit.a)):
-        half = stats.t.ppf(0.975, 2) * covariance[place, place] ** 0.5
-        ends = solved[place] - half, solved[place] + half
-        assert (interval.low, interval.high) == pytest.approx(ends, rel=1e-4)
+    t = stats.t.ppf(0.975, df=5 - 3)  # losses less parameters
+    half_of_E = t * covariance[0, 0] ** 0.5
+    assert fit.E.low == pytest.approx(E_value - half_of_E, rel=1e-4)
+    assert fit.E.high == pytest.approx(E_value + half_of_E, rel=1e-4)
+    half_of_a = t * covariance[2, 2] ** 0.5
+    assert fit.a.low == pytest.approx(a_value - half_of_a, rel=1e-4)
+    assert fit.a.high == pytest.approx(a_value + half_of_a, rel=1e-4)
 
 
-@pytest.mark.parametrize('more', [0.0, 0.002])
-def test_intervals_from_four_sizes_contain_the_truth(more):
+@pytest.mark.parametrize('shared_sd', [0.0, 0.002])
+def test_intervals_from_four_sizes_contain_the_truth(shared_sd):
     """Most sweeps of 4 sizes give no law; the intervals of those that do miss it in at most 7 %.
 
-    Computed from the residuals alone, 17 % would. `more` is noise that all seeds of a size share,
+    Computed from the residuals alone, 17 % would. All seeds of a size share noise of `shared_sd`,
     such as that of its tuning.
     """
     rng = np.random.default_rng(1)
+    num_seeds = 8
     sizes = np.geomspace(1e5, 1.6e6, 4)
     are_held = []
     for _ in range(400):
-        shared_V = 1 + 0.6 * (sizes / 1e5) ** -0.25 + more * rng.normal(size=4)
-        losses_SV = shared_V + 0.003 * 8**0.5 * rng.normal(size=(8, 4))
-        variance_of_means = losses_SV.var(axis=0, ddof=1).mean() / 8
-        law = scaling.fit(sizes, losses_SV.mean(axis=0), (variance_of_means, 4 * 7))
+        shared_V = 1 + 0.6 * (sizes / 1e5) ** -0.25 + shared_sd * rng.normal(size=4)
+        losses_SV = shared_V + 0.003 * num_seeds**0.5 * rng.normal(size=(num_seeds, 4))
+        variance_of_means = losses_SV.var(axis=0, ddof=1).mean() / num_seeds
+        df = 4 * (num_seeds - 1)
+        law = scaling.fit(sizes, losses_SV.mean(axis=0), (variance_of_means, df))
         if not isinstance(law, Problem):
             are_held.append(contains(law.a, 0.25) and contains(law.E, 1.0))
     assert len(are_held) > 50
@@ -67,8 +73,10 @@ def test_the_floor_is_never_negative():
     losses = 20 * SIZES**-0.25 - 0.001 * np.log(SIZES / SIZES[0]) ** 2
     fit = scaling.fit(SIZES, losses)
     assert fit.E.value == 0
-    x = SIZES**-fit.a.value
-    assert fit.A == pytest.approx(x @ losses / (x @ x))
+    # Without a floor, A is the least-squares factor of N^-a.
+    powers = SIZES**-fit.a.value
+    expected_A = (powers @ losses) / (powers @ powers)
+    assert fit.A == pytest.approx(expected_A)
 
 
 def multiplier_of(factor, rng, sizes=SIZES, sd=SD / 2):
@@ -77,30 +85,43 @@ def multiplier_of(factor, rng, sizes=SIZES, sd=SD / 2):
     arm_losses = noisy_losses(rng, factor * sizes, sd)
     baseline_loss_of_size = dict(zip(SIZES, baseline_losses, strict=True))
     pairs = []
-    for size, loss in zip(sizes, arm_losses, strict=True):
-        pairs.append((size, size, loss - baseline_loss_of_size[size]))
+    for size, arm_loss in zip(sizes, arm_losses, strict=True):
+        difference = arm_loss - baseline_loss_of_size[size]
+        pairs.append((size, size, difference))
     return scaling.multiplier(scaling.fit(SIZES, baseline_losses), pairs)
+
+
+def assert_intervals_cover(multipliers, truth):
+    """Checks that about 95 % of the intervals hold the truth, and that they are narrow."""
+    are_held = [contains(multiplier, truth) for multiplier in multipliers]
+    assert 0.93 <= np.mean(are_held) <= 0.995
+    widths = [multiplier.high / multiplier.low for multiplier in multipliers]
+    assert np.median(widths) < 1.15
 
 
 def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
     """Five sizes within a factor of 4.5, and 5 seeds of each."""
     sizes = np.geomspace(1e5, 4.5e5, 5)
-    rng = np.random.default_rng(0)
+    factor = 0.8
     sd = SD / 2
-    worths = []
+    df = 5 * (5 - 1)  # of five seeds at five sizes
+    rng = np.random.default_rng(0)
+    multipliers = []
     for _ in range(200):
         baseline_losses = noisy_losses(rng, sizes, sd)
-        arm_losses = noisy_losses(rng, 0.8 * sizes, sd)
-        fit = scaling.fit(sizes, baseline_losses, (sd**2 * rng.chisquare(20) / 20, 20))
+        arm_losses = noisy_losses(rng, factor * sizes, sd)
+        estimated_variance = sd**2 * rng.chisquare(df) / df
+        fit = scaling.fit(sizes, baseline_losses, (estimated_variance, df))
         if fit.loose:
             differences = arm_losses - baseline_losses
             pairs = list(zip(sizes, sizes, differences, strict=True))
-            worths.append(scaling.multiplier(fit, pairs))
-    assert len(worths) > 100
+            multipliers.append(scaling.multiplier(fit, pairs))
+
     assert fit.loose.code is ProblemCode.EXPONENT_LOOSE
-    assert fit.loose.data['high'] - fit.loose.data['low'] > fit.loose.data['value']
-    assert 0.93 <= np.mean([contains(worth, 0.8) for worth in worths]) <= 0.995
-    assert np.median([worth.high / worth.low for worth in worths]) < 1.15
+    width = fit.loose.data['high'] - fit.loose.data['low']
+    assert width > fit.loose.data['value']
+    assert len(multipliers) > 100
+    assert_intervals_cover(multipliers, factor)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +131,13 @@ def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
         law(SIZES) + 0.02 * np.array([-1, 0, 1, 0, -1]),
         2 + (SIZES / 1e5) ** -9.5 + 2e-5 * np.array([0, -1, 1, 1, -1]),  # its interval exceeds 10
     ],
+    ids=['logarithmic', 'noisy', 'steep'],
 )
 def test_an_exponent_is_no_finding_whose_interval_is_wide_or_leaves_those_searched(losses):
     assert scaling.fit(SIZES, losses).loose.code is ProblemCode.EXPONENT_LOOSE
+
+
+def test_an_exponent_of_losses_without_noise_is_a_finding():
     assert scaling.fit(SIZES, law(SIZES)).loose is None
 
 
@@ -120,20 +145,21 @@ FACTORS = pytest.mark.parametrize('factor', [0.7, 1.0, 1.5])
 
 
 @FACTORS
-@pytest.mark.parametrize('sizes', [SIZES, SIZES[1:3]], ids=['all', 'some'])
-def test_losses_without_noise_give_the_multiplier(factor, sizes):
-    worth = multiplier_of(factor, np.random.default_rng(0), sizes, sd=0)
-    assert worth.value == pytest.approx(factor, rel=1e-5 if sizes is SIZES else 1e-6)
+@pytest.mark.parametrize(
+    ('sizes', 'tolerance'), [(SIZES, 1e-5), (SIZES[1:3], 1e-6)], ids=['all', 'some']
+)
+def test_losses_without_noise_give_the_multiplier(factor, sizes, tolerance):
+    multiplier = multiplier_of(factor, np.random.default_rng(0), sizes, sd=0)
+    assert multiplier.value == pytest.approx(factor, rel=tolerance)
 
 
 @FACTORS
 def test_the_interval_of_the_multiplier_holds_the_truth_in_most_studies(factor):
     rng = np.random.default_rng(0)
     results = [multiplier_of(factor, rng) for _ in range(200)]
-    worths = [result for result in results if not isinstance(result, Problem)]
-    assert len(worths) > 190
-    assert 0.93 <= np.mean([contains(worth, factor) for worth in worths]) <= 0.995
-    assert np.median([worth.high / worth.low for worth in worths]) < 1.15
+    multipliers = [result for result in results if not isinstance(result, Problem)]
+    assert len(multipliers) > 190
+    assert_intervals_cover(multipliers, factor)
 
 
 @pytest.fixture
@@ -142,8 +168,10 @@ def noisy_law():
 
 
 def test_equal_losses_give_exactly_the_multiplier_1(noisy_law):
-    same = scaling.multiplier(noisy_law, [(n, n, 0.0) for n in SIZES])
-    assert (same.low, same.value, same.high) == pytest.approx((1, 1, 1))
+    multiplier = scaling.multiplier(noisy_law, [(n, n, 0.0) for n in SIZES])
+    assert multiplier.low == pytest.approx(1)
+    assert multiplier.value == pytest.approx(1)
+    assert multiplier.high == pytest.approx(1)
 
 
 def test_an_arm_may_have_other_sizes_than_the_baseline(noisy_law):
@@ -168,20 +196,41 @@ def test_a_worth_that_differs_by_size_widens_the_interval(noisy_law):
 @pytest.mark.parametrize(
     ('sizes', 'losses', 'code', 'data'),
     [
-        (SIZES[:3], law(SIZES[:3]), 'FEW_SIZES', {'sizes': 3}),
-        (SIZES**0.3, law(SIZES), 'FEW_SIZES', {'sizes': 5, 'factor': 32**0.3}),
-        (SIZES, law(SIZES[::-1]), 'POOR_FIT', {'r_squared': 0.0}),
-        (SIZES, (2.0,) * 5, 'POOR_FIT', {'r_squared': 0.0}),
-        (SIZES, (2.0, 1.6, 1.9, 1.5, 1.7), 'POOR_FIT', {'needed': 0.95}),
-        (SIZES, 3 - np.log(SIZES / 1e5) * 0.001, 'EXPONENT_LOOSE', {'value': 0.001}),
-        (SIZES, (2.0, 1.2, 1.2, 1.2, 1.2), 'EXPONENT_LOOSE', {'value': 10.0}),
+        pytest.param(SIZES[:3], law(SIZES[:3]), 'FEW_SIZES', {'sizes': 3}, id='3 sizes'),
+        pytest.param(
+            SIZES**0.3,
+            law(SIZES),
+            'FEW_SIZES',
+            {'sizes': 5, 'factor': 32**0.3},
+            id='sizes near each other',
+        ),
+        pytest.param(SIZES, law(SIZES[::-1]), 'POOR_FIT', {'r_squared': 0.0}, id='rising losses'),
+        pytest.param(SIZES, (2.0,) * 5, 'POOR_FIT', {'r_squared': 0.0}, id='equal losses'),
+        pytest.param(
+            SIZES, (2.0, 1.6, 1.9, 1.5, 1.7), 'POOR_FIT', {'needed': 0.95}, id='noisy losses'
+        ),
+        pytest.param(
+            SIZES,
+            3 - np.log(SIZES / 1e5) * 0.001,
+            'EXPONENT_LOOSE',
+            {'value': 0.001},
+            id='exponent at the lower bound',
+        ),
+        pytest.param(
+            SIZES,
+            (2.0, 1.2, 1.2, 1.2, 1.2),
+            'EXPONENT_LOOSE',
+            {'value': 10.0},
+            id='exponent at the upper bound',
+        ),
     ],
 )
 def test_losses_that_determine_no_law_are_refused(sizes, losses, code, data):
     problem = scaling.fit(sizes, losses)
     assert problem.code is ProblemCode[code]
-    for name, value in data.items():
-        assert problem.data[name] == pytest.approx(value, rel=1e-4, abs=1e-6)
+    for name, expected in data.items():
+        assert problem.data[name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
     pairs = [(n, n, 0.0) for n in SIZES]
     assert scaling.multiplier(problem, pairs) == Problem(ProblemCode.NO_BASELINE_LAW)
 
@@ -201,9 +250,9 @@ def pairs_of(factor):
     ids=['above', 'below', 'floor'],
 )
 def test_no_multiplier_where_the_baseline_is_extrapolated(pairs, parameters):
-    worth = scaling.multiplier(scaling.fit(SIZES, law(SIZES)), pairs)
+    baseline = scaling.fit(SIZES, law(SIZES))
     data = {'parameters': parameters, 'factor': 2.0}
-    assert worth == Problem(ProblemCode.EXTRAPOLATED, data)
+    assert scaling.multiplier(baseline, pairs) == Problem(ProblemCode.EXTRAPOLATED, data)
 
 
 def test_a_multiplier_may_be_almost_twice_beyond_the_sizes():
