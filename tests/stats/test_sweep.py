@@ -24,10 +24,12 @@ def losses_by_value(values=GRID, seeds=3, rng=None, noise=0.0, curvature=0.06):
     """Losses by value and seed, with noise if there is a random generator."""
     losses_of_value = {}
     for value in values:
-        of_seed = {seed: loss(value, seed, curvature) for seed in range(seeds)}
-        if rng is not None:
-            of_seed = {seed: of_seed[seed] + rng.normal(0, noise) for seed in of_seed}
-        losses_of_value[value] = of_seed
+        loss_of_seed = {}
+        for seed in range(seeds):
+            loss_of_seed[seed] = loss(value, seed, curvature)
+            if rng is not None:
+                loss_of_seed[seed] += rng.normal(0, noise)
+        losses_of_value[value] = loss_of_seed
     return losses_of_value
 
 
@@ -44,63 +46,79 @@ def indices_of_nearest_worse(swept):
     return sweep._nearest_worse(swept.losses, swept.means, swept.values.index(swept.best))
 
 
-@pytest.mark.parametrize('noise', [0.004, 0.06, 0.07])
-def test_the_fit_is_least_squares_with_a_level_per_seed(noise):
+@pytest.mark.parametrize(('noise', 'is_bounded'), [(0.004, True), (0.06, True), (0.07, False)])
+def test_the_fit_is_least_squares_with_a_level_per_seed(noise, is_bounded):
     table = losses_by_value(rng=np.random.default_rng(1), noise=noise)
-    swept = sweep.fit(dict(reversed(table.items())))
-    losses_VS = np.array(swept.losses)
+    in_any_order = dict(reversed(table.items()))
+    swept = sweep.fit(in_any_order)
+
     # The same fit by numpy: level + b x + c x^2, with x the logarithm of a rate over 0.004.
+    losses_VS = np.array(swept.losses)
     x_V = np.log(np.array(GRID) / 0.004)
     centred_N = (losses_VS - losses_VS.mean(axis=0)).ravel()  # removes the level of each seed
     columns_VP = np.column_stack([x_V - x_V.mean(), x_V**2 - np.mean(x_V**2)])
     design_NP = columns_VP.repeat(3, axis=0)
     (b, c), (residual,), _, _ = np.linalg.lstsq(design_NP, centred_N)
     level = losses_VS.mean() - b * x_V.mean() - c * np.mean(x_V**2)
-    expected = (2 * c, 0.004 * math.exp(-b / (2 * c)), level - b**2 / (4 * c))
-    assert (swept.curvature, swept.optimum, swept.loss) == pytest.approx(expected)
-    # The standard error of c, with 15 losses and 5 parameters, and a t test of c > 0.
-    error = (residual / (15 - 5) * np.linalg.inv(design_NP.T @ design_NP)[1, 1]) ** 0.5
-    assert swept.bounded == (c / error > 2.228139) == (noise < 0.065)  # the 97.5 % quantile
+    assert swept.curvature == pytest.approx(2 * c)
+    assert swept.optimum == pytest.approx(0.004 * math.exp(-b / (2 * c)))
+    assert swept.loss == pytest.approx(level - b**2 / (4 * c))
+
+    # A t test of c > 0, with 15 losses and 5 parameters: b, c and three levels.
+    df = 15 - 5
+    variance_of_c = residual / df * np.linalg.inv(design_NP.T @ design_NP)[1, 1]
+    t = c / variance_of_c**0.5
+    assert swept.bounded == is_bounded
+    assert swept.bounded == (t > 2.228139)  # the 97.5 % quantile
 
 
 @pytest.mark.parametrize('optimum', [GRID[-1] * (1 - 1e-14), GRID[-1], GRID[-1] * (1 + 1e-14)])
 def test_an_optimum_at_the_end_of_the_grid_is_kept_whatever_the_rounding(optimum):
-    swept = sweep_of_means(*(2.0 + 0.1 * math.log(value / optimum) ** 2 for value in GRID))
+    means = [2.0 + 0.1 * math.log(value / optimum) ** 2 for value in GRID]
+    swept = sweep_of_means(*means)
     assert swept.best == GRID[-1]
     assert swept.optimum == pytest.approx(GRID[-1], rel=1e-12)
 
 
 def excess_on_a_grid_of_curves(swept, value):
-    """The excess at `value` and the interval of the optimum, by trying curves on a fixed grid.
+    """The largest excess at `value` of allowed curves, and the least and largest of their optima.
 
-    A curve is allowed if its residuals are not too large by an F test. Returns the largest excess
-    of allowed curves, and the least and the largest of their optima. The axes of arrays are, in
-    this order, optima, skews, values and seeds.
+    A curve is allowed if its residuals are not too large by an F test. Curves with O optima and K
+    skews are compared with the losses at V values of S seeds.
     """
     x_V = np.log(np.array(swept.fitted) / value)
     losses_VS = np.array([swept.losses[swept.values.index(fitted)] for fitted in swept.fitted])
     losses_VS -= losses_VS.mean(axis=0)
     means_V = losses_VS.mean(axis=1)
     num_seeds = losses_VS.shape[1]
+
+    # The least squares of each curve, times a scale of 0 or more.
+    optimum_O11 = np.linspace(x_V[0], x_V[-1], 1001)[:, None, None]
+    skew_K1 = np.linspace(-sweep.SKEW, sweep.SKEW, 121)[:, None]
+    curve_OKV = sweep._curve(x_V - optimum_O11, skew_K1)
+    curve_OKV -= curve_OKV.mean(axis=-1, keepdims=True)
+    length_OK = np.sum(curve_OKV**2, axis=-1)
+    scale_OK = np.maximum(np.sum(curve_OKV * means_V, axis=-1) / length_OK, 0.0)
+    fit_OKV = scale_OK[..., None] * curve_OKV
+    residuals_OKVS = losses_VS - fit_OKV[..., None]
+    squares_OK = np.sum(residuals_OKVS**2, axis=(-2, -1))
+    least_squares = squares_OK.min()
+
+    # The variance is that of residuals, or that of slopes between seeds where this is larger.
+    df = losses_VS.size - num_seeds - 3  # levels of seeds; optimum, skew and scale
     centred_V = x_V - x_V.mean()
     slopes_S = centred_V @ losses_VS / np.sum(centred_V**2) ** 0.5
+    variance = max(least_squares / df, np.var(slopes_S, ddof=1))
+    largest_squares = least_squares + stats.t.isf(0.025, df) ** 2 * variance
+    is_allowed_OK = squares_OK <= largest_squares
 
-    optimum = np.linspace(x_V[0], x_V[-1], 1001)[:, None, None]
-    skew = np.linspace(-sweep.SKEW, sweep.SKEW, 121)[:, None]
-    curve = sweep._curve(x_V - optimum, skew)
-    curve -= curve.mean(axis=-1, keepdims=True)
-    length = np.sum(curve**2, axis=-1)
-    scale = np.maximum(np.sum(curve * means_V, axis=-1) / length, 0.0)
-    residuals = losses_VS - (scale[..., None] * curve)[..., None]
-    square = np.sum(residuals**2, axis=(-2, -1))
-    df = losses_VS.size - num_seeds - 3
-    variance = max(square.min() / df, np.var(slopes_S, ddof=1))
-    spare = square.min() + stats.t.isf(0.025, df) ** 2 * variance - square
-    largest = scale + np.sqrt(np.maximum(spare, 0) / (num_seeds * length))
-    excess_at_value = largest * sweep._curve(-optimum, skew)[..., 0]
-    excess = np.max(np.where(spare >= 0, excess_at_value, 0.0))
-    optima = value * np.exp(optimum[np.any(spare >= 0, axis=1)])
-    return excess, optima.min(), optima.max()
+    # The largest scale at which a curve is allowed gives its excess.
+    spare_OK = np.maximum(largest_squares - squares_OK, 0)
+    largest_scale_OK = scale_OK + np.sqrt(spare_OK / (num_seeds * length_OK))
+    excess_OK = largest_scale_OK * sweep._curve(-optimum_O11, skew_K1)[..., 0]
+    largest_excess = excess_OK[is_allowed_OK].max()
+    optima = value * np.exp(optimum_O11[is_allowed_OK.any(axis=1)])
+    return largest_excess, optima.min(), optima.max()
 
 
 CHOICES = pytest.mark.parametrize('choice', ['vertex', 'minimax'])
@@ -111,10 +129,12 @@ def assert_excess_of_allowed_curves(swept, value):
 
     With 'minimax' the chosen value lies in that interval.
     """
-    excess, *ends = excess_on_a_grid_of_curves(swept, value)
+    excess, low, high = excess_on_a_grid_of_curves(swept, value)
     assert swept.excess(value) == pytest.approx(excess, rel=0.15)
-    assert (swept.optimum_low, swept.optimum_high) == pytest.approx(ends, rel=0.03)
-    assert swept.choice == 'vertex' or ends[0] < swept.chosen < ends[1]
+    assert swept.optimum_low == pytest.approx(low, rel=0.03)
+    assert swept.optimum_high == pytest.approx(high, rel=0.03)
+    if swept.choice == 'minimax':
+        assert low < swept.chosen < high
 
 
 @CHOICES
@@ -129,13 +149,16 @@ def test_an_excess_is_bounded_by_the_curves_that_the_data_do_not_contradict(choi
 
 @CHOICES
 def test_an_excess_counts_the_variance_between_seeds_whose_optima_differ(choice):
-    shifts = (0.7, 1, 1.4)
+    shift_of_seed = {0: 0.7, 1: 1, 2: 1.4}
     table = {}
     for value in GRID:
-        table[value] = {seed: loss(value * shifts[seed], seed, 0.2) for seed in range(3)}
+        table[value] = {}
+        for seed, shift in shift_of_seed.items():
+            table[value][seed] = loss(value * shift, seed, curvature=0.2)
     assert_excess_of_allowed_curves(sweep.fit(table, choice), 0.003)
 
 
+# Numbers of seeds, deviations of ln(optimum) between seeds, and bounds of the share.
 SPREADS = [(2, 0.15, 0.83, 0.94), (2, 0.0, 0.95, 1.0), (2, 0.4, 0.65, 0.84), (4, 0.15, 0.95, 1.0)]
 
 
@@ -149,12 +172,13 @@ def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, sp
         table = {}
         for value in GRID:
             table[value] = {}
-            for seed in range(seeds):
+            for seed, shift in enumerate(shifts):
                 noise = rng.normal(0, 0.002)
-                table[value][seed] = loss(value / shifts[seed], seed, 0.4) + noise
+                table[value][seed] = loss(value / shift, seed, curvature=0.4) + noise
         swept = sweep.fit(table, 'minimax')
         if swept.bracketed and swept.at_worst is not None:
-            are_held.append(loss(swept.chosen, 0, 0.4) - loss(OPTIMUM) <= swept.at_worst)
+            miss = loss(swept.chosen, curvature=0.4) - loss(OPTIMUM)
+            are_held.append(miss <= swept.at_worst)
     assert len(are_held) > 50
     assert low <= np.mean(are_held) <= high
 
@@ -171,7 +195,8 @@ def diverged_sweep():
 def test_a_value_at_which_a_seed_diverged_is_worse_than_any(diverged_sweep):
     assert diverged_sweep.means[3:] == (math.inf, math.inf)
     assert diverged_sweep.losses[3:] == ((1.0, 1.0), ())
-    assert (diverged_sweep.best, diverged_sweep.bracketed) == (0.004, True)
+    assert diverged_sweep.best == 0.004
+    assert diverged_sweep.bracketed
 
 
 def test_a_value_at_which_a_seed_diverged_is_not_fitted(diverged_sweep):
@@ -183,7 +208,7 @@ class Screening(NamedTuple):
 
     means: tuple
     seeds: int
-    estimates: int  # how many of ESTIMATES are known, each of which needs those before it
+    num_estimates: int  # how many of ESTIMATES are known, each of which needs those before it
     bracketed: bool
     needs_seeds: bool
     further: tuple  # values to screen next
@@ -196,19 +221,117 @@ ESTIMATES = ('curvature', 'optimum', 'loss', 'optimum_low', 'at_worst')
 SCREENED = pytest.mark.parametrize(
     'screening',
     [
-        Screening((2.0,), 2, 0, False, True, (0.0005, 0.002)),
-        Screening((2.1, 2.0), 2, 0, False, False, (0.004,)),
-        Screening((None, 2.0), 2, 0, False, False, (0.004,)),
-        Screening((None, None, None), 2, 0, False, False, (0.0005,)),
-        Screening((2.1, 2.0, 2.0), 2, 5, False, True, (0.008,)),  # equals do not bracket
-        Screening((2.1, 2.0, 2.0, 2.1), 2, 5, True, False, ()),
-        Screening((2.3, 2.1, 2.0, 2.1, 2.3), 2, 5, True, False, ()),
-        Screening((2.2, 2.0, 2.1), 1, 3, False, True, ()),  # one seed brackets nothing
-        Screening((2.0, 2.1, 2.2), 2, 1, False, False, (0.0005,)),  # at the end, beyond doubt
-        Screening((2.1, 2.0, None), 2, 0, True, True, ()),  # two values, no parabola
-        Screening((2.4, 2.2, 2.1, None), 2, 1, True, True, ()),  # its vertex in a gap
-        Screening((2.0, 2.2, 2.25, 2.2, 2.1), 2, 1, False, False, (0.0005,)),  # a ridge
-        Screening((2.05, 2.07, 2.00, 2.07, 2.06), 2, 3, True, True, ()),  # far from the points
+        Screening(
+            (2.0,),
+            seeds=2,
+            num_estimates=0,
+            bracketed=False,
+            needs_seeds=True,
+            further=(0.0005, 0.002),
+        ),
+        Screening(
+            (2.1, 2.0),
+            seeds=2,
+            num_estimates=0,
+            bracketed=False,
+            needs_seeds=False,
+            further=(0.004,),
+        ),
+        Screening(
+            (None, 2.0),
+            seeds=2,
+            num_estimates=0,
+            bracketed=False,
+            needs_seeds=False,
+            further=(0.004,),
+        ),
+        Screening(
+            (None, None, None),
+            seeds=2,
+            num_estimates=0,
+            bracketed=False,
+            needs_seeds=False,
+            further=(0.0005,),
+        ),
+        # Equal means do not bracket.
+        Screening(
+            (2.1, 2.0, 2.0),
+            seeds=2,
+            num_estimates=5,
+            bracketed=False,
+            needs_seeds=True,
+            further=(0.008,),
+        ),
+        Screening(
+            (2.1, 2.0, 2.0, 2.1),
+            seeds=2,
+            num_estimates=5,
+            bracketed=True,
+            needs_seeds=False,
+            further=(),
+        ),
+        Screening(
+            (2.3, 2.1, 2.0, 2.1, 2.3),
+            seeds=2,
+            num_estimates=5,
+            bracketed=True,
+            needs_seeds=False,
+            further=(),
+        ),
+        # One seed brackets nothing.
+        Screening(
+            (2.2, 2.0, 2.1),
+            seeds=1,
+            num_estimates=3,
+            bracketed=False,
+            needs_seeds=True,
+            further=(),
+        ),
+        # The best is at the end, beyond doubt.
+        Screening(
+            (2.0, 2.1, 2.2),
+            seeds=2,
+            num_estimates=1,
+            bracketed=False,
+            needs_seeds=False,
+            further=(0.0005,),
+        ),
+        # Two values determine no parabola.
+        Screening(
+            (2.1, 2.0, None),
+            seeds=2,
+            num_estimates=0,
+            bracketed=True,
+            needs_seeds=True,
+            further=(),
+        ),
+        # The vertex is in a gap.
+        Screening(
+            (2.4, 2.2, 2.1, None),
+            seeds=2,
+            num_estimates=1,
+            bracketed=True,
+            needs_seeds=True,
+            further=(),
+        ),
+        # A ridge.
+        Screening(
+            (2.0, 2.2, 2.25, 2.2, 2.1),
+            seeds=2,
+            num_estimates=1,
+            bracketed=False,
+            needs_seeds=False,
+            further=(0.0005,),
+        ),
+        # The parabola is far from the points.
+        Screening(
+            (2.05, 2.07, 2.00, 2.07, 2.06),
+            seeds=2,
+            num_estimates=3,
+            bracketed=True,
+            needs_seeds=True,
+            further=(),
+        ),
     ],
     ids=lambda screening: str(screening.means),
 )
@@ -217,10 +340,14 @@ SCREENED = pytest.mark.parametrize(
 @SCREENED
 def test_a_sweep_estimates_what_its_values_determine(screening):
     swept = screening.sweep()
-    estimates = [name for name in ESTIMATES if getattr(swept, name) is not None]
-    assert estimates == list(ESTIMATES[: screening.estimates])
-    assert (swept.excess(0.001) < math.inf) == (screening.estimates == len(ESTIMATES))
-    assert swept.chosen == swept.best or screening.estimates >= 3
+    known = [name for name in ESTIMATES if getattr(swept, name) is not None]
+    assert known == list(ESTIMATES[: screening.num_estimates])
+
+    has_all_estimates = screening.num_estimates == len(ESTIMATES)
+    has_finite_excess = swept.excess(0.001) < math.inf
+    assert has_finite_excess == has_all_estimates
+    if screening.num_estimates < 3:
+        assert swept.chosen == swept.best
 
 
 @SCREENED
@@ -233,10 +360,27 @@ def test_further_seeds_are_needed_where_they_could_bracket_the_optimum(screening
 @SCREENED
 def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
     swept = screening.sweep()
-    number = len(screening.means)
-    assert sweep.next_values(swept, 2.0, 9, math.inf) == screening.further
-    assert sweep.next_values(swept, 2.0, number, math.inf) == ()
-    assert sweep.next_values(swept, 2.0, number + 1, math.inf) == screening.further[:1]
+    num_screened = len(screening.means)
+
+    def next_values(most_values):
+        return sweep.next_values(swept, 2.0, most_values, math.inf)
+
+    assert next_values(9) == screening.further
+    assert next_values(num_screened) == ()
+    assert next_values(num_screened + 1) == screening.further[:1]
+
+
+def critical_difference(losses_VS):
+    """The largest difference of two means that may be chance, by the losses at some values.
+
+    Its variance is that of the residuals from a level per value and one per seed, of two seeds.
+    """
+    without_values_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
+    residuals_VS = without_values_VS - without_values_VS.mean(axis=0)
+    df = len(losses_VS) - 1
+    variance = np.sum(residuals_VS**2) / df
+    variance_of_difference = variance * 2 / 2  # of two means over two seeds
+    return stats.t.isf(0.05 / 4, df) * variance_of_difference**0.5
 
 
 @pytest.mark.parametrize(
@@ -249,49 +393,58 @@ def test_further_values_have_no_rounding_noise(end, expected):
 
 def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
     losses_VS = np.array([[2.005, 2.106], [2.0, 2.1], [2.11, 2.2], [2.3, 2.42], [3.4, 2.6]])
+    best = 1
 
-    def fitted():
-        rows = zip(GRID, losses_VS.tolist(), strict=True)
-        return sweep.fit({value: dict(enumerate(row)) for value, row in rows})
-
-    def critical(values):
-        """The largest difference of means that may be chance, at values with these indices.
-
-        Its variance is that of the residuals from a level per value and one per seed.
-        """
-        table = losses_VS[values] - losses_VS[values].mean(axis=1, keepdims=True)
-        square = np.sum((table - table.mean(axis=0)) ** 2)
-        df = len(values) - 1
-        return stats.t.isf(0.05 / 4, df) * (square / df * 2 / 2) ** 0.5
+    def fit():
+        table = {}
+        for value, losses_S in zip(GRID, losses_VS.tolist(), strict=True):
+            table[value] = dict(enumerate(losses_S))
+        return sweep.fit(table)
 
     # Only values that are no worse count in the variance, so that the noisy last one hides nothing.
-    rises = losses_VS.mean(axis=1) - 2.05
-    assert rises[0] < critical([1, 0]) < critical([1, 0, 2]) < rises[2]
-    assert rises[4] < critical([1, 0, 2, 3, 4])
-    assert fitted().best == 0.002
-    assert not fitted().bracketed
-    assert fitted().needs_seeds
-    losses_VS[0] += critical([1, 0]) - rises[0] + 1e-6
-    assert fitted().bracketed
+    rises_V = losses_VS.mean(axis=1) - losses_VS[best].mean()
+    critical_of_two = critical_difference(losses_VS[[best, 0]])
+    critical_of_three = critical_difference(losses_VS[[best, 0, 2]])
+    critical_of_all = critical_difference(losses_VS[[best, 0, 2, 3, 4]])
+    assert rises_V[0] < critical_of_two < critical_of_three < rises_V[2]
+    assert rises_V[4] < critical_of_all
+    swept = fit()
+    assert swept.best == GRID[best]
+    assert not swept.bracketed
+    assert swept.needs_seeds
+
+    # The first value becomes worse where its mean rises above the critical difference.
+    losses_VS[0] += critical_of_two - rises_V[0] + 1e-6
+    assert fit().bracketed
     losses_VS[0] -= 2e-6
-    assert not fitted().bracketed
+    assert not fit().bracketed
 
 
 def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
     rng = np.random.default_rng(2)
-    wide = sweep.fit(losses_by_value(WIDE, 3, rng, 0.0097, 0.01))
-    below, above = indices_of_nearest_worse(wide)
-    best = WIDE.index(wide.best)
-    assert wide.bracketed
-    assert (above - below) > 4
-    assert wide.fitted == WIDE[min(below, best - 2) : max(above, best + 2) + 1]
-    # In a steep curve, worse values are nearer than two steps.
-    assert len(sweep.fit(losses_by_value(WIDE, 2, rng, 0.0097, 1.0)).fitted) == 5
+    flat = sweep.fit(losses_by_value(WIDE, 3, rng, noise=0.0097, curvature=0.01))
+    steep = sweep.fit(losses_by_value(WIDE, 2, rng, noise=0.0097, curvature=1.0))
+
+    below, above = indices_of_nearest_worse(flat)
+    best = WIDE.index(flat.best)
+    first = min(below, best - 2)
+    last = max(above, best + 2)
+    assert flat.bracketed
+    assert above - below > 4
+    assert flat.fitted == WIDE[first : last + 1]
+
+    # In a steep curve, worse values are nearer than two steps: the best and two on each side.
+    assert len(steep.fitted) == 5
 
 
 def test_a_chosen_value_that_rounding_moves_past_a_neighbour_is_the_best_of_the_grid():
+    """Values are so near each other that the optimum is rounded past them."""
     values = [0.0010004 * 1.0002**k for k in range(3)]
-    losses = {v: dict.fromkeys((0, 1), (k - 1.1) ** 2) for k, v in enumerate(values)}
-    swept = sweep.fit(losses)
+    table = {}
+    for k, value in enumerate(values):
+        loss_of_both_seeds = (k - 1.1) ** 2
+        table[value] = {0: loss_of_both_seeds, 1: loss_of_both_seeds}
+    swept = sweep.fit(table)
     assert values[1] < swept.optimum < values[2]
-    assert swept.chosen == swept.best == values[1]
+    assert swept.best == values[1]
+    assert swept.chosen == values[1]
