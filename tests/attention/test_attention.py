@@ -145,7 +145,8 @@ def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, optio
 
     Logits are the arrays that also have an axis of T queries.
     """
-    S, N = 13, 4
+    S = 13
+    N = 4
     layer = make(variant, head_size=5, **options)
     x_BTD = stream()
     y_BSD = stream(S, seed=6)
