@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from qkattn.storage.leases import locked
 from tests.processes import file_size_limit, start_python, wait_until
 
 HOUR = 3600.0
-EXPIRY = leases.EXPIRY
+EXPIRY = leases.EXPIRY  # seconds
 
 ACQUIRE_AND_WAIT = """
     import sys, time
@@ -39,24 +40,39 @@ ACQUIRE_AND_WAIT = """
 
 @dataclasses.dataclass
 class Storage:
-    """A directory of leases, on a disk or, with its server, in a bucket."""
+    """A directory of leases, on a disk or in a bucket."""
 
     directory: Path
-    server: Any = None
+    server: Any = None  # of the bucket
 
-    def write(self, run: str, age: float = 0.0, expiry: float = EXPIRY, number: int = 0) -> Path:
-        """Writes a lease of a process on the machine `far`, `age` seconds old; returns its path."""
-        about = {'host': 'far', 'process': None, 'pid': 12, 'expiry': expiry}
-        path = self.directory / (run if self.server else f'{run}.{number}')
-        write_atomic(path, json.dumps(about))
+    @property
+    def in_bucket(self) -> bool:
+        return self.server is not None
+
+    def write_lease(
+        self, run: str, age: float = 0.0, expiry: float = EXPIRY, number: int = 0
+    ) -> Path:
+        """Writes a lease of process 12 on the machine `far`; returns its path.
+
+        Args:
+          run: name of the run.
+          age: seconds since the last heartbeat.
+          expiry: seconds after which the lease expires.
+          number: number of the lease on a disk, where a run has the files RUN.0, RUN.1, ...
+        """
+        content = {'host': 'far', 'process': None, 'pid': 12, 'expiry': expiry}
+        name = run if self.in_bucket else f'{run}.{number}'
+        path = self.directory / name
+        write_atomic(path, json.dumps(content))
         self.set_age(path, age)
         return path
 
     def set_age(self, path: Path, age: float) -> None:
-        if self.server:
+        if self.in_bucket:
             self.server.set_age('runs', f'a/{path.name}', age)
         else:
-            os.utime(path, (time.time() - age,) * 2)
+            modified = time.time() - age
+            os.utime(path, (modified, modified))
 
     def acquire(self) -> leases.Lease | None:
         return leases.acquire(self.directory, 'run')
@@ -72,10 +88,10 @@ def disk_storage(tmp_path):
 
 @pytest.fixture
 def bucket_storage(bucket):
-    return Storage(make_directory('gs://runs/a'), bucket)
+    return Storage(make_directory('gs://runs/a'), server=bucket)
 
 
-@pytest.fixture(params=['disk_storage', 'bucket_storage'], ids=['disk', 'far'])
+@pytest.fixture(params=['disk_storage', 'bucket_storage'], ids=['disk', 'bucket'])
 def storage(request):
     return request.getfixturevalue(request.param)
 
@@ -83,94 +99,157 @@ def storage(request):
 @pytest.fixture
 def frequent_heartbeats(monkeypatch):
     """A heartbeat every 50 ms."""
-    monkeypatch.setattr(leases, '_BEATS', 20 * EXPIRY)
+    heartbeats_per_second = 20
+    monkeypatch.setattr(leases, '_BEATS', heartbeats_per_second * EXPIRY)
+
+
+@dataclasses.dataclass
+class Clock:
+    seconds_ahead: float = 0.0
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """[0.0]: a number of seconds that a test sets, by which the clock of leases is ahead."""
-    skipped = [0.0]
+    """Sets the clock of leases ahead, as in clock.seconds_ahead += 90.0."""
+    clock = Clock()
     seconds = leases.seconds
-    monkeypatch.setattr(leases, 'seconds', lambda: seconds() + skipped[0])
-    return skipped
+    monkeypatch.setattr(leases, 'seconds', lambda: seconds() + clock.seconds_ahead)
+    return clock
 
 
-@pytest.mark.parametrize('here', [False, True], ids=['far', 'here'])
-@pytest.mark.parametrize('before', [None, HOUR], ids=['none', 'expired'])
-def test_two_that_find_a_lease_free_do_not_both_acquire_it(storage, monkeypatch, before, here):
-    """The second one comes between the look at the lease and its acquisition."""
-    for number in (9, 10) if before else ():
-        storage.write('run', before, number=number)
-    kind = leases._Object if storage.server else leases._File
-    take = kind.take
-    raced = []
+def call_before_the_next_take(
+    monkeypatch: pytest.MonkeyPatch, storage: Storage, race: Callable[[], None]
+) -> None:
+    """Calls `race` once, after a process has found a lease free and before it takes the lease."""
+    lease_class = leases._Object if storage.in_bucket else leases._File
+    take = lease_class.take
 
-    def take_second(lease):
-        if not raced:
-            raced.append(None)  # the first one, which comes here, too, if it is of this process
-            number = 11 if before else 0
-            raced.append(storage.acquire() if here else storage.write('run', number=number))
+    def race_and_take(lease):
+        monkeypatch.setattr(lease_class, 'take', take)
+        race()
         take(lease)
 
-    monkeypatch.setattr(kind, 'take', take_second)
+    monkeypatch.setattr(lease_class, 'take', race_and_take)
+
+
+def write_expired_leases(storage: Storage) -> None:
+    storage.write_lease('run', age=HOUR, number=9)
+    storage.write_lease('run', age=HOUR, number=10)
+
+
+@pytest.mark.parametrize('before', ['no lease', 'expired leases'])
+def test_two_processes_on_one_machine_do_not_both_take_a_lease(storage, monkeypatch, before):
+    if before == 'expired leases':
+        write_expired_leases(storage)
+    winners = []
+
+    def acquire_first():
+        winners.append(storage.acquire())
+
+    call_before_the_next_take(monkeypatch, storage, acquire_first)
+
     assert storage.acquire() is None
-    assert raced[1] is not None
-    assert storage.holders()['run'].startswith(f'process {os.getpid() if here else 12} on ')
-    if here:
-        raced[1].release()
+    assert len(winners) == 1
+    assert winners[0] is not None
+    assert storage.holders()['run'].startswith(f'process {os.getpid()} on ')
+    winners[0].release()
+
+
+@pytest.mark.parametrize('before', ['no lease', 'expired leases'])
+def test_processes_on_two_machines_do_not_both_take_a_lease(storage, monkeypatch, before):
+    next_number = 0
+    if before == 'expired leases':
+        write_expired_leases(storage)
+        next_number = 11
+    written = []
+
+    def write_first():
+        written.append(storage.write_lease('run', number=next_number))
+
+    call_before_the_next_take(monkeypatch, storage, write_first)
+
+    assert storage.acquire() is None
+    assert len(written) == 1
+    assert storage.holders()['run'].startswith('process 12 on ')
 
 
 def test_a_holder_gives_up_before_its_lease_expires(disk_storage, clock):
     with disk_storage.acquire() as held:
-        for age, lost in ((0.87, False), (0.88, True), (0.0, True)):
-            clock[0] = age * EXPIRY
-            assert held.lost is lost
+        clock.seconds_ahead = 0.87 * EXPIRY
+        assert held.lost is False
+        clock.seconds_ahead = 0.88 * EXPIRY  # more than 7/8 of the expiry
+        assert held.lost is True
+        clock.seconds_ahead = 0.0
+        assert held.lost is True  # a lost lease stays lost
 
 
 def test_failed_heartbeats_are_retried_until_they_are_late(
     disk_storage, monkeypatch, clock, frequent_heartbeats
 ):
     renew = leases._File.renew
-    calls = Counter()
-    mode = 'work'  # what heartbeats do at present
+    behavior = 'work'
+    counts = Counter()
 
-    def renewal(lease):
-        calls[mode] += 1
-        if mode == 'fail':
+    def renew_with_behavior(lease):
+        counts[behavior] += 1
+        if behavior == 'fail':
             raise OSError(errno.EIO, 'Input/output error')
-        if mode == 'come late':
-            clock[0] += 0.2 * EXPIRY
+        if behavior == 'come late':
+            clock.seconds_ahead += 0.2 * EXPIRY
         return renew(lease)
 
-    monkeypatch.setattr(leases._File, 'renew', renewal)
+    def wait_for_three_heartbeats():
+        end = counts[behavior] + 3
+        wait_until(lambda: counts[behavior] >= end)
+
+    monkeypatch.setattr(leases._File, 'renew', renew_with_behavior)
     with disk_storage.acquire() as held:
-        # Three heartbeats of a mode, after which a share of the expiry passes at once. The 0.9
-        # count from the last heartbeat that worked; failed ones change nothing.
-        for mode, share in (('fail', 0.5), ('work', 0.9), ('work', 0.0), ('fail', 0.9)):
-            wait_until(lambda mode=mode, end=calls[mode] + 3: calls[mode] >= end)
-            clock[0] += share * EXPIRY
-            assert not held.lost
-        mode = 'come late'
+        behavior = 'fail'
+        wait_for_three_heartbeats()
+        clock.seconds_ahead += 0.5 * EXPIRY
+        assert not held.lost
+
+        behavior = 'work'
+        wait_for_three_heartbeats()
+        clock.seconds_ahead += 0.9 * EXPIRY
+        assert not held.lost
+
+        wait_for_three_heartbeats()
+        assert not held.lost
+
+        # The last heartbeat that worked is 0.9 of the expiry ago.
+        behavior = 'fail'
+        wait_for_three_heartbeats()
+        clock.seconds_ahead += 0.9 * EXPIRY
+        assert not held.lost
+
+        behavior = 'come late'
         wait_until(lambda: held.lost)
     assert not held._thread.is_alive()
     assert disk_storage.holders() == {}
 
 
-@pytest.mark.parametrize('change', ['taken over', 'deleted'])
-def test_a_holder_sees_at_its_next_heartbeat_what_happened_to_its_lease(
-    storage, frequent_heartbeats, change
-):
+def test_a_holder_sees_that_its_lease_was_taken_over(storage, frequent_heartbeats):
     with storage.acquire() as held:
         assert not held.lost
-        if change == 'taken over':
-            storage.write('run', number=1)
-        else:
-            (storage.directory / ('run' if storage.server else 'run.0')).unlink()
+        storage.write_lease('run', number=1)
         wait_until(lambda: held.lost)
-    # Another holder's lease is not released, a deleted one not created again.
-    expected = {'run': 'process 12 on far'} if change == 'taken over' else {}
+
+    # The lease of the new holder is not released.
     assert held.lost
-    assert storage.holders() == expected
+    assert storage.holders() == {'run': 'process 12 on far'}
+
+
+def test_a_holder_sees_that_its_lease_was_deleted(storage, frequent_heartbeats):
+    with storage.acquire() as held:
+        assert not held.lost
+        name = 'run' if storage.in_bucket else 'run.0'
+        (storage.directory / name).unlink()
+        wait_until(lambda: held.lost)
+
+    # The lease is not created again.
+    assert held.lost
+    assert storage.holders() == {}
 
 
 @pytest.mark.parametrize('error', [None, SystemExit])
@@ -181,14 +260,23 @@ def test_the_end_of_a_block_releases_the_lease(storage, error):
         assert list(storage.holders()) == ['run']
         if error:
             raise error
+
     assert not held._thread.is_alive()
     assert not held.lost
     assert storage.holders() == {}
+
+
+@pytest.mark.parametrize('error', [None, SystemExit])
+def test_a_released_lease_cannot_release_a_later_one(storage, error):
+    with contextlib.suppress(SystemExit), storage.acquire() as first:
+        if error:
+            raise error
+
     with storage.acquire():
-        held.release()
+        first.release()
         assert storage.acquire() is None
-    # Nothing but leases is left behind, and no object of a released one.
-    if storage.server:
+
+    if storage.in_bucket:
         assert storage.server.names('runs') == []
     else:
         assert sorted(os.listdir(storage.directory)) == ['run.0', 'run.1']
@@ -198,37 +286,43 @@ def test_the_lease_of_a_killed_process_is_free_at_once(storage):
     process = start_python(ACQUIRE_AND_WAIT, storage.directory)
     assert process.stdout.readline() == 'holding\n', process.stderr.read()
     assert storage.holders()['run'].startswith(f'process {process.pid} on ')
+
     process.kill()
     process.wait()
+
     assert storage.holders() == {}
 
 
 @pytest.mark.parametrize(
-    ('age', 'expiry', 'held'),
+    ('age', 'expiry', 'is_held'),
     [
-        (0, EXPIRY, True),
-        (EXPIRY + 1, EXPIRY, False),
-        (-HOUR, EXPIRY, True),
-        (HOUR, 1.2 * HOUR, True),
+        pytest.param(0, EXPIRY, True, id='new'),
+        pytest.param(EXPIRY + 1, EXPIRY, False, id='expired'),
+        pytest.param(-HOUR, EXPIRY, True, id='from the future'),
+        pytest.param(HOUR, 1.2 * HOUR, True, id='old with a long expiry'),
     ],
-    ids=['held', 'expired', 'future', 'its expiry'],
 )
-def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry, held):
-    """Ages are measured by the clock of the storage; the clock of this host is an hour ahead."""
-    if storage.server:
+def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry, is_held):
+    """Ages are measured by the storage's clock, while this machine's clock is an hour ahead."""
+    if storage.in_bucket:
         storage.server.skew = datetime.timedelta(hours=10)
-        make_directory(storage.directory)  # reads the clock
-    storage.write('run', age, expiry)
+        make_directory(storage.directory)  # reads the storage's clock
+    storage.write_lease('run', age, expiry)
     now = time.time
     monkeypatch.setattr(time, 'time', lambda: now() + HOUR)
+
     lease = storage.acquire()
-    assert (lease is None) == held
-    if lease:
+
+    if is_held:
+        assert lease is None
+    else:
+        assert lease is not None
         lease.release()
 
 
 def test_a_lease_that_a_full_disk_cuts_holds_nothing(disk_storage):
-    with file_size_limit(0), pytest.raises(DiskError, match='larger than this process may write'):
+    message = 'larger than this process may write'
+    with file_size_limit(0), pytest.raises(DiskError, match=message):
         disk_storage.acquire()
     assert disk_storage.holders() == {}
 
@@ -239,68 +333,102 @@ def test_a_damaged_lease_holds_for_the_usual_time(disk_storage, content):
     path.write_bytes(content)
     assert disk_storage.acquire() is None
     assert disk_storage.holders() == {'run': 'an unknown process'}
+
     disk_storage.set_age(path, EXPIRY + 1)
     assert not disk_storage.holders()
 
 
 def test_a_lock_excludes_other_threads_which_wait(storage):
     lock = storage.directory / 'lock'
-    counter = [0]
+    counter = 0
 
     def add_one(_):
+        nonlocal counter
         with locked(lock):
-            count = counter[0]
+            count = counter
             time.sleep(0.01)
-            counter[0] = count + 1
+            counter = count + 1
 
     # Without the lock, threads would overwrite each other's count.
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(max_workers=4) as pool:
         list(pool.map(add_one, range(4)))
-    assert counter == [4]
+    assert counter == 4
 
 
-def test_a_lock_that_is_held_raises_with_its_holder_unless_asked_to_wait(
-    storage, frequent_heartbeats
-):
+def test_a_lock_that_is_held_is_refused_without_waiting(storage, frequent_heartbeats):
     lock = storage.directory / 'lock'
     holder = f'^process {os.getpid()} on '
+
     with locked(lock, wait=False) as lost:
         with pytest.raises(BlockingIOError, match=holder), locked(lock, wait=False):
             pass
         assert not lost()
-        if storage.server:  # a lease, which another one may take over
-            storage.write('lock')
-            wait_until(lost)
-    if storage.server:
-        assert lock.read_bytes().startswith(b'{"host": "far"')
 
 
-@pytest.mark.parametrize('alive', [True, False])
-def test_a_lock_of_another_machine_is_taken_over_once_it_has_expired(
-    bucket_storage, caplog, monkeypatch, clock, alive
-):
-    """Between two looks at the lock, 90 s pass in which its holder renews it, if it is alive."""
-    path = bucket_storage.write('lock', age=5.0)
-    polls = []
-    waiting = threading.current_thread()
+def test_a_lock_in_a_bucket_can_be_lost(bucket_storage, frequent_heartbeats):
+    lock = bucket_storage.directory / 'lock'
+
+    with locked(lock, wait=False) as lost:
+        bucket_storage.write_lease('lock')
+        wait_until(lost)
+
+    # The lock of the new holder stays.
+    assert lock.read_bytes().startswith(b'{"host": "far"')
+
+
+def skip_sleep(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float, after: Callable[[], None]
+) -> None:
+    """Each sleep of this thread takes no time, sets the clock ahead and calls `after`."""
+    this_thread = threading.current_thread()
     really_sleep = time.sleep
 
-    def sleep(seconds):
-        if threading.current_thread() is not waiting:  # a heartbeat that has not ended yet
-            return really_sleep(seconds)
-        polls.append(seconds)
-        clock[0] += 90.0
-        if alive:
-            bucket_storage.write('lock', 5.0)
-        else:
-            bucket_storage.set_age(path, 5.0 + 90.0 * len(polls))
+    def sleep(duration):
+        if threading.current_thread() is this_thread:
+            clock.seconds_ahead += seconds
+            after()
+        else:  # the thread of an earlier lease
+            really_sleep(duration)
 
     monkeypatch.setattr(leases.time, 'sleep', sleep)
-    expectation = contextlib.nullcontext()
-    if alive:
-        expectation = pytest.raises(BlockingIOError, match='^process 12 on far$')
-    with expectation, locked(path, wait=False):
+
+
+def assert_waiting_is_logged(caplog):
+    assert len(caplog.records) == 1
+    assert 'is held by process 12 on far; waiting' in caplog.records[0].getMessage()
+
+
+def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
+    bucket_storage, caplog, monkeypatch, clock
+):
+    lock = bucket_storage.write_lease('lock', age=5.0)
+    renewals = []
+
+    def renew():
+        renewals.append(bucket_storage.write_lease('lock', age=5.0))
+
+    skip_sleep(monkeypatch, clock, seconds=90.0, after=renew)
+
+    message = '^process 12 on far$'
+    with pytest.raises(BlockingIOError, match=message), locked(lock, wait=False):
         pass
-    assert len(polls) == 2
-    (record,) = caplog.records
-    assert 'is held by process 12 on far; waiting' in record.getMessage()
+    assert len(renewals) == 2
+    assert_waiting_is_logged(caplog)
+
+
+def test_a_lock_of_another_machine_is_taken_over_when_expired(
+    bucket_storage, caplog, monkeypatch, clock
+):
+    lock = bucket_storage.write_lease('lock', age=5.0)
+    ages = [5.0]
+
+    def grow_older():
+        ages.append(ages[-1] + 90.0)
+        bucket_storage.set_age(lock, ages[-1])
+
+    skip_sleep(monkeypatch, clock, seconds=90.0, after=grow_older)
+
+    with locked(lock, wait=False):
+        pass
+    assert ages == [5.0, 95.0, 185.0]  # the lock expires after 180 s
+    assert_waiting_is_logged(caplog)

@@ -1,7 +1,7 @@
 """JSON files: what they may hold, and what is said of a file that holds something else."""
 
 import json
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,8 +14,15 @@ from tests.refusals import refused
 from tests.studies import outside_record
 
 
-def test_to_jsonable_covers_what_records_hold():
-    pairs = [
+@dataclass
+class Point:
+    x: float
+    where: Path
+
+
+@pytest.mark.parametrize(
+    ('value', 'expected'),
+    [
         (np.float32(0.5), 0.5),
         (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),
         (jnp.float32(0.25), 0.25),
@@ -23,26 +30,56 @@ def test_to_jsonable_covers_what_records_hold():
         (np.bool_(True), True),
         ([jnp.array([1.0, jnp.nan]), float('-inf')], [[1.0, None], None]),
         ({3: (1, None, True, 'text')}, {'3': [1, None, True, 'text']}),
-        (make_dataclass('Point', ['x', 'where'])(1.5, Path('a/b')), {'x': 1.5, 'where': 'a/b'}),
-    ]
-    for value, expected in pairs:
-        assert json.loads(json.dumps(to_jsonable(value))) == expected
-    for value in (1j, np.complex64(1j), print):
-        with pytest.raises(TypeError):
-            to_jsonable({'a': value})
+        (Point(1.5, Path('a/b')), {'x': 1.5, 'where': 'a/b'}),
+    ],
+)
+def test_to_jsonable_converts_what_records_hold(value, expected):
+    text = json.dumps(to_jsonable(value))
+    assert json.loads(text) == expected
 
 
-@pytest.mark.parametrize('value', [{'a': 1, 'b': [1.5]}, [{'a': 1, 'b': [1.5]}, {'a': 2, 'b': []}]])
-def test_a_file_that_was_changed_by_hand_is_refused_by_its_checksum(tmp_path, value):
+@pytest.mark.parametrize('value', [1j, np.complex64(1j), print])
+def test_to_jsonable_refuses_other_types(value):
+    with pytest.raises(TypeError):
+        to_jsonable({'a': value})
+
+
+RECORD_SCHEMA = {'a': int, 'b': tuple[float, ...]}
+
+
+@pytest.mark.parametrize(
+    ('value', 'schema'),
+    [
+        pytest.param({'a': 1, 'b': [1.5]}, RECORD_SCHEMA, id='record'),
+        pytest.param(
+            [{'a': 1, 'b': [1.5]}, {'a': 2, 'b': []}], [RECORD_SCHEMA], id='list of records'
+        ),
+    ],
+)
+def test_a_file_that_was_edited_is_refused_by_its_checksum(tmp_path, value, schema):
     path = tmp_path / 'x.json'
-    schema = {'a': int, 'b': tuple[float, ...]}
-    schema = [schema] if isinstance(value, list) else schema
     write_json(path, value)
     assert read_json(path, schema) == value
-    path.write_text(path.read_text().replace('1.5', '1.6'))
+
+    edited = path.read_text().replace('1.5', '1.6')
+    path.write_text(edited)
+
     with pytest.raises(RunDirectoryError, match=r'x\.json is damaged \(its checksum .*restore it'):
         read_json(path, schema)
-    path.write_text(json.dumps(value))  # a file without checksums
+
+
+@pytest.mark.parametrize(
+    ('value', 'schema'),
+    [
+        pytest.param({'a': 1, 'b': [1.5]}, RECORD_SCHEMA, id='record'),
+        pytest.param(
+            [{'a': 1, 'b': [1.5]}, {'a': 2, 'b': []}], [RECORD_SCHEMA], id='list of records'
+        ),
+    ],
+)
+def test_a_file_without_checksums_is_read(tmp_path, value, schema):
+    path = tmp_path / 'x.json'
+    path.write_text(json.dumps(value))
     assert read_json(path, schema) == value
 
 
@@ -57,36 +94,50 @@ def test_a_file_that_was_changed_by_hand_is_refused_by_its_checksum(tmp_path, va
         ('accuracy', {}, "metric 'accuracy' has the name of another"),
     ],
 )
-def test_a_description_of_a_metric_is_data_of_the_right_kind(name, change, message):
+def test_a_wrong_description_of_a_metric_is_refused(name, change, message):
     record = outside_record('qk/vo')
-    record['outside_metrics'] = {name: record['outside_metrics']['top_3'] | change}
+    description = record['outside_metrics']['top_3'] | change
+    record['outside_metrics'] = {name: description}
+
     with refused(message, ValueError):
         check_result(record)
 
 
 SCHEMA = {'name': str, 'rate': float, 'inner': {'count': int, 'kinds': tuple[str, ...] | None}}
-SOUND = {'name': 'x', 'rate': 1, 'inner': {'count': 2, 'kinds': None}, 'more': 1}
+# A field that is not in the schema is allowed.
+VALID = {'name': 'x', 'rate': 1, 'inner': {'count': 2, 'kinds': None}, 'more': 1}
+
+
+def test_a_value_that_fits_its_schema_is_read(tmp_path):
+    path = tmp_path / 'x.json'
+    write_json(path, VALID)
+    assert read_json(path, SCHEMA)['rate'] == 1
 
 
 @pytest.mark.parametrize(
-    ('content', 'message'),
+    ('change', 'message'),
     [
-        (SOUND | {'rate': '1'}, "field 'rate' is '1', expected float"),
-        (SOUND | {'rate': True}, "field 'rate' is True, expected float"),
-        (b'{"name": "x", "rate": 1e999, "inner": {}}', "field 'rate' is inf, expected float"),
-        (SOUND | {'inner': []}, r"field 'inner' is \[\], expected dict"),
-        (SOUND | {'inner': {'kinds': None}}, "field 'count' is missing"),
-        (SOUND | {'inner': {'count': 2, 'kinds': ['a', 1]}}, "field 'kinds' is .*, expected tuple"),
+        ({'rate': '1'}, "field 'rate' is '1', expected float"),
+        ({'rate': True}, "field 'rate' is True, expected float"),
+        ({'inner': []}, r"field 'inner' is \[\], expected dict"),
+        ({'inner': {'kinds': None}}, "field 'count' is missing"),
+        ({'inner': {'count': 2, 'kinds': ['a', 1]}}, "field 'kinds' is .*, expected tuple"),
     ],
-    ids=range(6),
+    ids=['string', 'boolean', 'list', 'missing field', 'list of other types'],
 )
-def test_a_value_that_does_not_fit_its_schema_is_refused_in_one_sentence(
-    tmp_path, content, message
-):
+def test_a_value_that_does_not_fit_its_schema_is_refused(tmp_path, change, message):
     path = tmp_path / 'x.json'
-    path.write_bytes(json.dumps(content).encode() if isinstance(content, dict) else content)
+    path.write_text(json.dumps(VALID | change))
+
     with refused(message, RunDirectoryError) as refusal:
         read_json(path, SCHEMA)
     assert len(str(refusal.value)) < 400
-    write_json(tmp_path / 'sound.json', SOUND)
-    assert read_json(tmp_path / 'sound.json', SCHEMA)['rate'] == 1
+
+
+def test_a_number_that_overflows_is_refused(tmp_path):
+    path = tmp_path / 'x.json'
+    path.write_bytes(b'{"name": "x", "rate": 1e999, "inner": {}}')
+
+    with refused("field 'rate' is inf, expected float", RunDirectoryError) as refusal:
+        read_json(path, SCHEMA)
+    assert len(str(refusal.value)) < 400

@@ -22,33 +22,54 @@ from tests.processes import git
 CONFIG = Config(trials=TrialsConfig(seeds=(0, 1)))
 
 
-@pytest.mark.parametrize('far', [False, True], ids=['disk', 'bucket'])
-def test_a_directory_has_one_owner(tmp_path, request, monkeypatch, far):
-    server = request.getfixturevalue('bucket') if far else None
-    path = 'gs://runs/a' if far else tmp_path
-    with RunDirectory(path, CONFIG) as first:
+@pytest.fixture(params=['disk', 'bucket'])
+def run_path(request, tmp_path):
+    if request.param == 'disk':
+        return tmp_path
+    request.getfixturevalue('bucket')
+    return 'gs://runs/a'
+
+
+def test_a_directory_has_one_owner(run_path):
+    owner = f'^workdir={run_path} is in use by process {os.getpid()} on '
+
+    with RunDirectory(run_path, CONFIG) as first:
         assert not first.lost()
         first.metrics.append({'step': 5})
-        owner = f'^workdir={path} is in use by process {os.getpid()} on '
         with pytest.raises(InUseError, match=owner):
-            RunDirectory(path, CONFIG)
-    if not far:
-        # A start that is killed as it writes its results leaves a temporary file behind.
-        with monkeypatch.context() as patch:
-            patch.setattr(os, 'replace', lambda *_: None)
-            write_atomic(tmp_path / 'result.json', '[]')
-        assert [*tmp_path.glob('.*')]
-    with RunDirectory(path, CONFIG) as again:
+            RunDirectory(run_path, CONFIG)
+
+    # Once it is closed, it may be opened again.
+    with RunDirectory(run_path, CONFIG) as again:
         assert again.metrics.last_step == 5
-    assert not [*tmp_path.glob('.*')]
-    if server:
-        kept = {'a/config.json', 'a/metrics.jsonl', 'a/provenance.json'}
-        assert set(server.names('runs')) == kept
+
+
+def test_unfinished_files_are_removed_at_a_start(tmp_path, monkeypatch):
+    RunDirectory(tmp_path, CONFIG).close()
+    # A write that is killed before it is finished leaves a temporary file behind.
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'replace', lambda *_: None)
+        write_atomic(tmp_path / 'result.json', '[]')
+    assert list(tmp_path.glob('.*'))
+
+    RunDirectory(tmp_path, CONFIG).close()
+
+    assert not list(tmp_path.glob('.*'))
+
+
+def test_a_closed_run_in_a_bucket_leaves_no_lock(bucket):
+    with RunDirectory('gs://runs/a', CONFIG) as run:
+        run.metrics.append({'step': 5})
+    RunDirectory('gs://runs/a', CONFIG).close()
+
+    names = set(bucket.names('runs'))
+    assert names == {'a/config.json', 'a/metrics.jsonl', 'a/provenance.json'}
 
 
 def test_an_owner_whose_lease_was_taken_over_writes_no_metrics(bucket, monkeypatch):
     path = 'gs://runs/a'
     seconds = leases.seconds
+
     with RunDirectory(path, CONFIG) as first:
         first.metrics.append({'step': 5})
         # The lease of the first owner expires, and the second takes it over.
@@ -58,28 +79,44 @@ def test_an_owner_whose_lease_was_taken_over_writes_no_metrics(bucket, monkeypat
             second.metrics.append({'step': 9})
         assert first.lost()
         assert not second.lost()
+
     assert read_metrics(f'{path}/metrics.jsonl') == [{'step': 9}]
 
 
-def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path):
+CHANGED_CONFIG = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, d_model=64, window=8),
+    trials=TrialsConfig(seeds=(0, 2)),
+    mesh=dataclasses.replace(CONFIG.mesh, data=2),  # of the machine, so no difference
+)
+
+
+def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
     RunDirectory(tmp_path, CONFIG).close()
-    before = (tmp_path / 'config.json').read_bytes()
-    changed = dataclasses.replace(
-        CONFIG,
-        model=dataclasses.replace(CONFIG.model, d_model=64, window=8),
-        trials=TrialsConfig(seeds=(0, 2)),
-        mesh=dataclasses.replace(CONFIG.mesh, data=2),  # of the machine, so no difference
-    )
+
     with pytest.raises(ConfigError) as refusal:
-        RunDirectory(tmp_path, changed)
-    _, *listed, _ = map(str.strip, str(refusal.value).splitlines())
-    assert listed[:2] == ['model.d_model: 128 -> 64', 'model.window: null -> 8']
-    assert listed[2:] == ['trials.seeds: [0, 1] -> [0, 2]']
-    # A refusal leaves the directory free.
+        RunDirectory(tmp_path, CHANGED_CONFIG)
+
+    lines = str(refusal.value).splitlines()
+    assert lines[1:-1] == [
+        '  model.d_model: 128 -> 64',
+        '  model.window: null -> 8',
+        '  trials.seeds: [0, 1] -> [0, 2]',
+    ]
+
+
+def test_a_refused_config_leaves_the_directory_as_it_was(tmp_path):
+    config_file = tmp_path / 'config.json'
     RunDirectory(tmp_path, CONFIG).close()
-    assert (tmp_path / 'config.json').read_bytes() == before
-    stored = {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)}
-    assert read_json(tmp_path / 'config.json', {}) == stored
+    before = config_file.read_bytes()
+
+    with pytest.raises(ConfigError):
+        RunDirectory(tmp_path, CHANGED_CONFIG)
+
+    RunDirectory(tmp_path, CONFIG).close()  # the directory is free
+    assert config_file.read_bytes() == before
+    stored = read_json(config_file, {})
+    assert stored == {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)}
 
 
 @pytest.mark.parametrize(
@@ -91,54 +128,111 @@ def test_another_config_is_refused_with_exactly_the_fields_that_differ(tmp_path)
     ],
 )
 def test_a_directory_that_holds_something_else_is_refused(tmp_path, name, content, message):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(content)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+
     with pytest.raises(ConfigError, match=message):
         RunDirectory(tmp_path, CONFIG)
-    assert {path.name for path in tmp_path.iterdir()} == {name.partition('/')[0], 'lock'}
+
+    first_component = name.split('/')[0]
+    remaining = {path.name for path in tmp_path.iterdir()}
+    assert remaining == {first_component, 'lock'}
 
 
-def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch, outside):
-    config = Config(
-        optimizer=OptimizerConfig(name='lion:lion(b2=0.9)', schedule='cooldown:cooldown')
-    )
-    importlib.import_module('lion')
-    for typed in (['-m', 'experiments.train', '--workdir=w'], ['/bin/qkattn', 'train']):
-        monkeypatch.setattr(sys, 'orig_argv', ['/bin/python3', *typed])
-        RunDirectory(tmp_path / 'run', config).close()
-    first, second = json.loads((tmp_path / 'run/provenance.json').read_text())['starts']
+def read_starts(directory):
+    provenance = json.loads((directory / 'provenance.json').read_text())
+    return provenance['starts']
+
+
+def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch):
+    python = '/bin/python3'
+    monkeypatch.setattr(sys, 'orig_argv', [python, '-m', 'experiments.train', '--workdir=w'])
+    RunDirectory(tmp_path, CONFIG).close()
+    monkeypatch.setattr(sys, 'orig_argv', [python, '/bin/qkattn', 'train'])
+    RunDirectory(tmp_path, CONFIG).close()
+
+    first, second = read_starts(tmp_path)
+
     assert first['command'] == ['python', '-m', 'experiments.train', '--workdir=w']
     assert second['command'] == ['qkattn', 'train']
     assert first['started'] <= second['started']
     assert first['versions']['numpy'] == np.__version__
     assert first['devices']['count'] >= 1
-    # Only modules that have been imported, which a run has done with all of them.
-    sha256 = hashlib.sha256((outside / 'lion.py').read_bytes()).hexdigest()
-    assert first['imported'] == {'lion:lion': sha256}
 
 
-def test_git_state_is_that_of_the_package(tmp_path, monkeypatch):
-    package = tmp_path / 'repository' / 'package'
-    outside = package / '.venv' / 'package'
-    for directory in (package, outside):
-        directory.mkdir(parents=True)
-        (directory / '__init__.py').touch()
-    (package / '.gitignore').write_text('.venv')
+def test_provenance_has_hashes_of_imported_outside_modules(tmp_path, outside):
+    """Of the two outside modules of the config, only `lion` has been imported."""
+    config = Config(
+        optimizer=OptimizerConfig(name='lion:lion(b2=0.9)', schedule='cooldown:cooldown')
+    )
+    importlib.import_module('lion')
 
-    state = run_directory.git_state(package)
-    assert state['commit'] is state['dirty'] is None
-    assert 'not a git repository' in state['reason']
+    RunDirectory(tmp_path / 'run', config).close()
+
+    start = read_starts(tmp_path / 'run')[0]
+    source = (outside / 'lion.py').read_bytes()
+    assert start['imported'] == {'lion:lion': hashlib.sha256(source).hexdigest()}
+
+
+def make_package(directory):
+    directory.mkdir(parents=True)
+    (directory / '__init__.py').touch()
+    return directory
+
+
+def commit_package(package):
+    """Makes a repository of the package; returns its first commit."""
     git(package, 'init', '-q')
     git(package, 'add', '.')
     git(package, 'commit', '-qm', 'first')
-    assert run_directory.git_state(outside)['commit'] is None, "in somebody else's checkout"
-    head = git(package, 'rev-parse', 'HEAD')
-    assert run_directory.git_state(package) == {'commit': head, 'dirty': False}
+    return git(package, 'rev-parse', 'HEAD')
+
+
+def test_a_package_outside_of_a_repository_has_no_git_state(tmp_path):
+    package = make_package(tmp_path / 'package')
+
+    state = run_directory.git_state(package)
+
+    assert state['commit'] is None
+    assert state['dirty'] is None
+    assert 'not a git repository' in state['reason']
+
+
+def test_an_installed_package_does_not_have_the_git_state_around_it(tmp_path):
+    package = make_package(tmp_path / 'repository' / 'package')
+    installed = make_package(package / '.venv' / 'package')
+    (package / '.gitignore').write_text('.venv')
+    commit_package(package)
+
+    assert run_directory.git_state(installed)['commit'] is None
+
+
+def test_the_git_state_tells_whether_a_file_was_changed(tmp_path):
+    package = make_package(tmp_path / 'repository' / 'package')
+    commit = commit_package(package)
+    assert run_directory.git_state(package) == {'commit': commit, 'dirty': False}
+
     (package / '__init__.py').write_text('changed = 1\n')
-    assert run_directory.git_state(package) == {'commit': head, 'dirty': True}
-    git(package, 'checkout', '-q', '.')
+    assert run_directory.git_state(package) == {'commit': commit, 'dirty': True}
+
+
+def test_the_git_state_counts_a_new_file_with_a_name_in_latin_1(tmp_path):
+    package = make_package(tmp_path / 'repository' / 'package')
+    commit = commit_package(package)
     git(package, 'config', 'core.quotePath', 'false')
-    (package / os.fsdecode(b'caf\xe9')).touch()  # in Latin-1
-    assert run_directory.git_state(package) == {'commit': head, 'dirty': True}
-    monkeypatch.setenv('PATH', str(tmp_path))
+
+    name = os.fsdecode(b'caf\xe9')
+    (package / name).touch()
+
+    assert run_directory.git_state(package) == {'commit': commit, 'dirty': True}
+
+
+def test_the_git_state_says_that_git_is_missing(tmp_path, monkeypatch):
+    package = make_package(tmp_path / 'repository' / 'package')
+    commit_package(package)
+    empty_directory = tmp_path / 'bin'
+    empty_directory.mkdir()
+    monkeypatch.setenv('PATH', str(empty_directory))
+
     assert "'git'" in run_directory.git_state(package)['reason']

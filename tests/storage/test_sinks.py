@@ -4,7 +4,9 @@ import dataclasses
 import json
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,39 +16,55 @@ from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path
 from qkattn.storage.sinks import Sinks, check_sinks, trial_names
 
+# Four trials: two seeds with two learning rates each.
 CONFIG = Config(trials=TrialsConfig(seeds=(0, 1), learning_rates=(1e-3, 2e-3)))
+LAST_TRIAL = 'seed=1,learning_rate=0.002'
 WRITING_SINK = 'tests.storage.test_sinks:WritingSink'
-NO_SINK = 'is not a class of .directory, config, step. with write'
 
 
-def open_sinks(directory: Path, *names: str, config: Config = CONFIG, step: int = 0) -> Sinks:
-    """The opened sinks of a run that starts at a step; a record written before is not kept."""
-    config = dataclasses.replace(config, train=TrainConfig(sinks=names))
-    assert fingerprint(config) == fingerprint(dataclasses.replace(config, train=TrainConfig()))
-    sinks = Sinks(config, directory)
-    sinks.write({'kind': 'train', 'step': step, 'loss': np.ones(4)})  # not open yet
-    sinks.open(step)
-    return sinks
+def open_sinks(directory: Path, *sinks: str, config: Config = CONFIG, step: int = 0) -> Sinks:
+    """Opens the sinks of a run that starts at `step`."""
+    config = dataclasses.replace(config, train=TrainConfig(sinks=sinks))
+    opened = Sinks(config, directory)
+    # A record that comes before the sinks are open is dropped.
+    opened.write({'kind': 'train', 'step': step, 'loss': np.ones(4)})
+    opened.open(step)
+    return opened
+
+
+def read_events(path: Path) -> Iterator[Any]:
+    """Reads the events in a TensorBoard file."""
+    tensorboardx = pytest.importorskip('tensorboardX')
+    content = path.read_bytes()
+    offset = 0
+    while offset < len(content):
+        # Length (8 bytes), its checksum (4), the event, and the event's checksum (4).
+        (length,) = struct.unpack_from('Q', content, offset)
+        start = offset + 12
+        end = start + length
+        yield tensorboardx.proto.event_pb2.Event.FromString(content[start:end])
+        offset = end + 4
 
 
 def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
-    """{name: {step: value}} of the event files of a trial, as TensorBoard reads them."""
-    tensorboardx = pytest.importorskip('tensorboardX')
+    """Reads the event files of a trial, as TensorBoard does.
+
+    Returns {name: {step: value}}, such as {'train/loss': {1: 4.1, 2: 4.0}}.
+    """
     series: dict[str, dict[int, float]] = {}
-    for path in sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns):
-        content = path.read_bytes()
-        offset = 0
-        while offset < len(content):
-            (length,) = struct.unpack_from('Q', content, offset)
-            record = content[offset + 12 : offset + 12 + length]
-            event = tensorboardx.proto.event_pb2.Event.FromString(record)
-            offset += 16 + length
+    paths = sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns)
+    for path in paths:
+        for event in read_events(path):
+            # A start of a run removes the values from its first step on.
             if event.HasField('session_log'):
-                for name, values in series.items():
-                    series[name] = {s: v for s, v in values.items() if s < event.step}
+                for values in series.values():
+                    for step in list(values):
+                        if step >= event.step:
+                            del values[step]
             for value in event.summary.value:
-                assert event.step not in series.setdefault(value.tag, {})
-                series[value.tag][event.step] = value.simple_value
+                values = series.setdefault(value.tag, {})
+                assert event.step not in values
+                values[event.step] = value.simple_value
     return series
 
 
@@ -60,7 +78,7 @@ class WritingSink:
     def write(self, step, values):
         if step == self.fails_at:
             raise OSError('no room')
-        lists = {name: list(v_X) for name, v_X in values.items()}
+        lists = {name: list(value_X) for name, value_X in values.items()}
         self.file.write(json.dumps([step, lists]) + '\n')
 
     def close(self):
@@ -68,64 +86,113 @@ class WritingSink:
         self.file.close()
 
 
+def read_written(directory: Path) -> list[Any]:
+    """What a `WritingSink` has written."""
+    lines = (directory / 'written').read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize('sinks', [(WRITING_SINK,), ('tensorboard',), ('wandb(project="x")',)])
+def test_sinks_do_not_change_the_fingerprint(sinks):
+    config = dataclasses.replace(CONFIG, train=TrainConfig(sinks=sinks))
+    without_sinks = dataclasses.replace(CONFIG, train=TrainConfig())
+    assert fingerprint(config) == fingerprint(without_sinks)
+
+
 def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
     sinks = open_sinks(tmp_path, WRITING_SINK)
+
     sinks.write({'kind': 'train', 'step': 2, 'loss': np.arange(4.0)})
-    final = {'val_loss': [1.5, None, 2.5, 3.5], 'trials': CONFIG.trials.trials(), 'eval_tokens': 7}
-    final['val_bleu_signature'] = [None, *['nrefs:1'] * 3]  # no number, and the first has diverged
-    sinks.write({'kind': 'final', 'step': 2, **final, 'none': None})
+    # The first trial has diverged. Only lists of numbers are given to sinks.
+    final_record = {
+        'kind': 'final',
+        'step': 2,
+        'val_loss': [1.5, None, 2.5, 3.5],
+        'val_bleu_signature': [None, 'nrefs:1', 'nrefs:1', 'nrefs:1'],
+        'trials': CONFIG.trials.trials(),
+        'eval_tokens': 7,
+        'none': None,
+    }
+    sinks.write(final_record)
     sinks.close()
-    written = [json.loads(line) for line in (tmp_path / 'written').read_text().splitlines()]
-    losses = {'final/val_loss': [1.5, pytest.approx(np.nan, nan_ok=True), 2.5, 3.5]}
-    assert written == [[2, {'train/loss': [0, 1, 2, 3]}], [2, losses], 'closed']
+
+    train_line, final_line, last_line = read_written(tmp_path)
+    assert train_line == [2, {'train/loss': [0, 1, 2, 3]}]
+    nan = pytest.approx(np.nan, nan_ok=True)
+    assert final_line == [2, {'final/val_loss': [1.5, nan, 2.5, 3.5]}]
+    assert last_line == 'closed'
 
 
 def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
     sinks = open_sinks(tmp_path, WRITING_SINK)
+
     sinks.write({'kind': 'train', 'step': 2, 'tokens_per_second': 3.5, 'mfu': 0.25})
     sinks.close()
-    written = json.loads((tmp_path / 'written').read_text().splitlines()[0])
-    assert written == [2, {'train/tokens_per_second': [3.5] * 4, 'train/mfu': [0.25] * 4}]
+
+    step, values = read_written(tmp_path)[0]
+    assert step == 2
+    assert values == {
+        'train/tokens_per_second': [3.5, 3.5, 3.5, 3.5],
+        'train/mfu': [0.25, 0.25, 0.25, 0.25],
+    }
 
 
 def test_a_sink_that_fails_is_dropped(tmp_path, caplog):
     sinks = open_sinks(tmp_path, f'{WRITING_SINK}(fails_at=1)', 'tensorboard')
+
     for step in (1, 2):
         sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
     sinks.close()
-    assert not (tmp_path / 'written').read_text()
-    assert caplog.text.count('failed, and the run continues without it: OSError: no room') == 1
-    trial = tmp_path / 'tensorboard' / 'seed=1,learning_rate=0.002'
-    assert tensorboard_values(trial) == {'train/loss': {1: 1.0, 2: 2.0}}
+
+    assert not read_written(tmp_path)
+    warning = 'failed, and the run continues without it: OSError: no room'
+    assert caplog.text.count(warning) == 1
+    # The other sink goes on.
+    values = tensorboard_values(tmp_path / 'tensorboard' / LAST_TRIAL)
+    assert values == {'train/loss': {1: 1.0, 2: 2.0}}
+
+
+def test_a_single_trial_has_no_name():
     assert trial_names(Config()) == ['']
 
 
 def test_a_resumed_run_repeats_no_event(tmp_path):
-    for start, end in ((0, 6), (4, 8)):  # the first start is killed
-        sinks = open_sinks(tmp_path, 'tensorboard', config=Config(), step=start)
-        for step in range(start + 1, end + 1):
-            sinks.write({'kind': 'train', 'step': step, 'loss': [start + step / 10]})
+    def write_losses(first_step, last_step, loss):
+        sinks = open_sinks(tmp_path, 'tensorboard', config=Config(), step=first_step - 1)
+        for step in range(first_step, last_step + 1):
+            sinks.write({'kind': 'train', 'step': step, 'loss': [loss]})
+
+    write_losses(first_step=1, last_step=6, loss=0.5)  # then the run is killed
+    write_losses(first_step=5, last_step=8, loss=4.5)
+
     values = tensorboard_values(tmp_path / 'tensorboard')['train/loss']
-    assert list(values) == [1, 2, 3, 4, 5, 6, 7, 8]
-    np.testing.assert_allclose([values[4], values[5]], [0.4, 4.5], rtol=1e-6)
+    assert values == {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5, 5: 4.5, 6: 4.5, 7: 4.5, 8: 4.5}
+
+
+NOT_A_SINK = 'is not a class of .directory, config, step. with write'
 
 
 @pytest.mark.parametrize(
-    ('name', 'sentence'),
+    ('name', 'message'),
     [
         ('tensorbord', "unknown train.sinks 'tensorbord', did you mean 'tensorboard'"),
         ('tensorboard(port=1)', "tensorboard has no option 'port'"),
         ('no_such_module:Sink', "no module named 'no_such_module'"),
-        ('types:SimpleNamespace', NO_SINK),
-        ('tests.storage.test_sinks:tensorboard_values', NO_SINK),
-        ('tensorboard', 'needs the package tensorboardX: pip install'),
-        ('wandb(project="x")', 'needs the package wandb: pip install'),
+        ('types:SimpleNamespace', NOT_A_SINK),
+        ('tests.storage.test_sinks:tensorboard_values', NOT_A_SINK),
     ],
 )
-def test_a_sink_that_cannot_be_opened_is_refused(name, sentence, monkeypatch):
-    for package in ('tensorboardX', 'wandb') if 'needs the package' in sentence else ():
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=sentence):
+def test_a_sink_that_cannot_be_opened_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sinks([name])
+
+
+@pytest.mark.parametrize(
+    ('name', 'package'), [('tensorboard', 'tensorboardX'), ('wandb(project="x")', 'wandb')]
+)
+def test_a_sink_whose_package_is_missing_is_refused(name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # an import of the package fails
+    with pytest.raises(ConfigError, match=f'needs the package {package}: pip install'):
         check_sinks([name])
 
 
@@ -139,14 +206,20 @@ def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch)
     wandb = pytest.importorskip('wandb', reason='wandb is not installed')
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
-    ids = []
+
+    run_ids = []
     for start in (0, 2):
         sinks = open_sinks(tmp_path, 'wandb(project="x")', step=start)
-        ids.append((wandb.run.id, wandb.run.project, wandb.run.config['model']['d_model']))
-        for step in (start + 1, start + 2):  # a step is logged when the next one begins
+        run_ids.append(wandb.run.id)
+        assert wandb.run.project == 'x'
+        assert wandb.run.config['model']['d_model'] == 128
+
+        for step in (start + 1, start + 2):
             sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
-        summary = wandb.run.summary
-        assert summary['train/loss/seed=1,learning_rate=0.002'] == start + 1
+        # A step is logged when the next one begins.
+        assert wandb.run.summary[f'train/loss/{LAST_TRIAL}'] == start + 1
         sinks.close()
-    assert ids[0] == ids[1] == ((tmp_path / 'wandb/id').read_text(), 'x', 128)
+
+    stored_id = (tmp_path / 'wandb/id').read_text()
+    assert run_ids == [stored_id, stored_id]
     assert len(list(tmp_path.glob('wandb/offline-run-*/*.wandb'))) == 2
