@@ -10,7 +10,8 @@ from qkattn.errors import ProcessError
 from qkattn.jobs import agreement, bootstrap
 from tests.processes import environments, start_job, start_python, wait_for_results
 
-# Each process prints, by name of a check, what it got; `called` lists what ran in it.
+# Each process prints {name of a check: what the process got}. Most checks are one call of a
+# function, whose error is printed as [class, message].
 AGREEING_PROCESS = """
     import json, time
     from jax._src import distributed
@@ -18,50 +19,78 @@ AGREEING_PROCESS = """
     from qkattn.jobs import agreement, bootstrap
 
     rank = bootstrap.start().process_id
-    assert bootstrap.start().process_id == rank and agreement.is_process_0() == (rank == 0)
+    assert bootstrap.start().process_id == rank
+    assert agreement.is_process_0() == (rank == 0)
     seen = {}
-    called = []
+    calls = []  # what was called in this process
 
-    def says(error, text):
-        called.append(text)
-        raise error(text)
-
-    def attempt(call):
+    def attempt(function):
         try:
-            return call()
+            return function()
         except Exception as error:
             return [type(error).__name__, str(error)]
 
-    seen['all'] = agreement.gather_from_processes({'rank': rank, 'none': None})
-    seen['owner'] = agreement.call_in_process_0(lambda: called.append('value') or [rank, 'value'])
-    seen['refused'] = attempt(
-        lambda: agreement.make_in_process_0(lambda: says(errors.InUseError, 'held'))
-    )
-    seen['bug'] = attempt(lambda: agreement.call_in_process_0(lambda: says(KeyError, 'bug')))
-    damaged = type('Damaged', (errors.ConfigError,), {})  # as of another module
-    seen['kind'] = attempt(lambda: agreement.call_in_process_0(lambda: says(damaged, 'x')))
+    def return_value():
+        calls.append('value')
+        return [rank, 'value']
+
+    def fail_with(error, message):
+        calls.append(message)
+        raise error(message)
+
+    seen['gathered'] = agreement.gather_from_processes({'rank': rank, 'none': None})
+    seen['value'] = agreement.call_in_process_0(return_value)
+
+    # Errors of process 0. `Damaged` is a class that other processes do not know.
+    def be_in_use():
+        fail_with(errors.InUseError, 'held')
+
+    def have_a_bug():
+        fail_with(KeyError, 'bug')
+
+    class Damaged(errors.ConfigError):
+        pass
+
+    def be_damaged():
+        fail_with(Damaged, 'x')
+
+    seen['in use'] = attempt(lambda: agreement.make_in_process_0(be_in_use))
+    seen['bug'] = attempt(lambda: agreement.call_in_process_0(have_a_bug))
+    seen['damaged'] = attempt(lambda: agreement.call_in_process_0(be_damaged))
     seen['any'] = [agreement.any_process(rank == 1), agreement.any_process(False)]
 
-    def use(made):
+    # The object that other processes get has every method, and hides no error of a block.
+    def make():
+        calls.append('made')
+        return calls
+
+    made = agreement.make_in_process_0(make)
+
+    def fail_in_block():
+        if rank == 0:
+            return 'not called'
         with made as entered:
             entered.metrics.append(1)
             raise ValueError('stays')
 
-    made = agreement.make_in_process_0(lambda: called.append('made') or called)
-    seen['stays'] = attempt(lambda: rank and use(made))
-    seen['first'] = agreement.run_in_process_0_first(lambda: f'made by {rank}')
+    seen['error in block'] = attempt(fail_in_block)
+    seen['process 0 first'] = agreement.run_in_process_0_first(lambda: f'made by {rank}')
+
     agreement.require_same('seed', '0')
-    seen['differs'] = attempt(lambda: agreement.require_same('hash', 'ab'[rank > 0]))
+    value = 'a' if rank == 0 else 'b'
+    seen['different values'] = attempt(lambda: agreement.require_same('hash', value))
     for _ in range(50):
         agreement.call_in_process_0(lambda: 'x' * 1000)
         agreement.barrier('here')
-    seen['places'] = attempt(lambda: agreement.barrier('one' if rank else 'other'))
-    client = distributed.global_state.client
-    time.sleep(3 * (rank == 2))
+    name = 'other' if rank == 0 else 'one'
+    seen['different barriers'] = attempt(lambda: agreement.barrier(name))
+    if rank == 2:
+        time.sleep(3)
     seen['late'] = attempt(lambda: agreement.barrier('late', limit=1))
     agreement.barrier('end')
-    seen['keys'] = len(client.key_value_dir_get('qkattn/agreed'))
-    seen['called'] = called
+    client = distributed.global_state.client
+    seen['number of keys'] = len(client.key_value_dir_get('qkattn/agreed'))
+    seen['calls'] = calls
     print(json.dumps(seen))
 """
 
@@ -69,58 +98,63 @@ AGREEING_PROCESS = """
 def test_three_processes_agree_on_values_errors_and_barriers():
     results = wait_for_results(start_job(AGREEING_PROCESS, 3))
     assert [code for code, _, _ in results] == [0, 0, 0], results
-    # What each process got, by the name of a check in `AGREEING_PROCESS`.
-    reported = [json.loads(out) for _, out, _ in results]
-    from_process_0 = reported[0]
-    assert from_process_0['all'] == [{'rank': rank, 'none': None} for rank in range(3)]
+    reports = [json.loads(printed) for _, printed, _ in results]
 
-    # Only process 0 calls a function; the others get its value or its error.
-    assert [by_rank['called'] for by_rank in reported] == [
-        ['value', 'held', 'bug', 'x', 'made'],
-        [],
-        [],
-    ]
-    bugs = [['KeyError', "'bug'"], *[['ProcessError', "process 0 raised KeyError: 'bug'"]] * 2]
-    assert [by_rank['bug'] for by_rank in reported] == bugs
-    assert [by_rank['kind'] for by_rank in reported] == [
-        ['Damaged', 'x'],
-        *[['ConfigError', 'x']] * 2,
-    ]
-    assert [by_rank['first'] for by_rank in reported] == ['made by 0', 'made by 1', 'made by 2']
-    assert [by_rank['stays'] for by_rank in reported] == [0, *[['ValueError', 'stays']] * 2]
+    def by_rank(check):
+        return [report[check] for report in reports]
 
-    # Checks with the same outcome in all processes.
+    # Every process gets the values of all processes.
+    gathered = [{'rank': 0, 'none': None}, {'rank': 1, 'none': None}, {'rank': 2, 'none': None}]
+    assert by_rank('gathered') == [gathered, gathered, gathered]
+    assert by_rank('any') == [[True, False], [True, False], [True, False]]
+
+    # Only process 0 calls a function. The other processes get its value or its error.
+    assert by_rank('calls') == [['value', 'held', 'bug', 'x', 'made'], [], []]
+    assert by_rank('value') == [[0, 'value'], [0, 'value'], [0, 'value']]
+    in_use = ['InUseError', 'held']
+    assert by_rank('in use') == [in_use, in_use, in_use]
+    bug_of_process_0 = ['ProcessError', "process 0 raised KeyError: 'bug'"]
+    assert by_rank('bug') == [['KeyError', "'bug'"], bug_of_process_0, bug_of_process_0]
+    assert by_rank('damaged') == [['Damaged', 'x'], ['ConfigError', 'x'], ['ConfigError', 'x']]
+    error_in_block = ['ValueError', 'stays']
+    assert by_rank('error in block') == ['not called', error_in_block, error_in_block]
+    assert by_rank('process 0 first') == ['made by 0', 'made by 1', 'made by 2']
+
+    # Different arguments and a late process are errors in all processes.
+    for error, message in by_rank('different values'):
+        assert error == 'ConfigError'
+        assert message.startswith('hash of processes 1, 2 differs')
+    for error, _ in by_rank('different barriers'):
+        assert error == 'ProcessError'
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
-    for by_rank in reported:
-        assert (by_rank['owner'], by_rank['any']) == ([0, 'value'], [True, False])
-        assert (by_rank['all'], by_rank['refused']) == (
-            from_process_0['all'],
-            ['InUseError', 'held'],
-        )
-        kind, text = by_rank['differs']
-        assert kind == 'ConfigError'
-        assert text.startswith('hash of processes 1, 2 differs')
-        assert (by_rank['places'][0], by_rank['late']) == ('ProcessError', late)
-        assert by_rank['keys'] < 10  # messages are deleted once they are read
+    assert by_rank('late') == [late, late, late]
+
+    # Messages are deleted once they are read.
+    for number_of_keys in by_rank('number of keys'):
+        assert number_of_keys < 10
 
 
-def test_a_single_process_gets_the_values_of_json():
-    assert agreement.call_in_process_0(lambda: {1: (2,)}) == {'1': [2]}
+def test_a_single_process_gets_its_value_as_json():
+    value = agreement.call_in_process_0(lambda: {1: (2,)})
+    assert value == {'1': [2]}
 
 
-def test_process_0_may_arrive_as_late_as_it_then_waits_itself(monkeypatch):
+def test_a_process_waits_twice_as_long_for_process_0(monkeypatch):
+    """Process 0 may arrive late by the limit, and then wait for other processes as long."""
     waits = []
 
-    def get(key, limit):
-        waits.append(limit)
+    def get(key, seconds):
+        waits.append(seconds)
         return json.dumps({'missing': [], 'values': [1, 2]})
 
-    # Process 1 waits for more than twice the limit, as process 0 waits itself after it arrives.
     monkeypatch.setattr(agreement.distributed.global_state, 'process_id', 1)
     monkeypatch.setattr(agreement, 'client', mock.MagicMock())
     monkeypatch.setattr(agreement, '_wait_for_key', get)
-    assert agreement.gather_from_processes(2, limit=60.0) == [1, 2]
-    assert waits[0] > 120
+
+    values = agreement.gather_from_processes(2, limit=60.0)
+
+    assert values == [1, 2]
+    assert waits[0] > 2 * 60.0
 
 
 # Processes that do not come together.
@@ -132,33 +166,39 @@ JOIN = """
 
 
 def test_a_coordinator_whose_port_is_in_use_names_it(monkeypatch):
+    start_uncached = bootstrap.start.__wrapped__
+
     with socket.create_server(('', 0)) as other:
         port = other.getsockname()[1]
-        job = environments(2)[0] | {'JAX_COORDINATOR_ADDRESS': f'localhost:{port}'}
-        for name, value in job.items():
+        environment = environments(2)[0]
+        environment['JAX_COORDINATOR_ADDRESS'] = f'localhost:{port}'
+        for name, value in environment.items():
             monkeypatch.setenv(name, value)
+
         with pytest.raises(ProcessError, match=rf'port {port} \(Address already in use\)'):
-            bootstrap.start.__wrapped__()  # what it keeps for a process is left aside
+            start_uncached()
 
 
-def test_a_process_that_waits_in_vain_for_the_others_names_the_coordinator():
-    from_process_0, _ = environments(2)
-    ((code, _, error),) = wait_for_results(
-        [start_python(JOIN, QKATTN_CONNECT_SECONDS='3', **from_process_0)]
-    )
-    assert code == 1 and error.endswith('within 3 s\n'), error
-    assert (
-        f'not all 2 processes reached the coordinator {from_process_0["JAX_COORDINATOR_ADDRESS"]}'
-        in error
-    )
+def test_a_process_that_waits_for_others_in_vain_names_the_coordinator():
+    environment = environments(2)[0]
+    coordinator = environment['JAX_COORDINATOR_ADDRESS']
+
+    process = start_python(JOIN, QKATTN_CONNECT_SECONDS='3', **environment)
+    code, _, error = wait_for_results([process])[0]
+
+    assert code == 1, error
+    assert f'not all 2 processes reached the coordinator {coordinator}' in error
+    assert error.endswith('within 3 s\n')
 
 
 @pytest.mark.slow
 def test_processes_that_disagree_on_their_number():
-    from_process_0, second = environments(2)
+    first, second = environments(2)
     second['JAX_NUM_PROCESSES'] = '3'
-    results = wait_for_results(
-        [start_python(JOIN, **environment) for environment in (from_process_0, second)]
-    )
-    assert [code for code, _, _ in results] == [2, 2], results
-    assert all('number of processes of process 1 differs' in error for *_, error in results)
+
+    processes = [start_python(JOIN, **first), start_python(JOIN, **second)]
+    results = wait_for_results(processes)
+
+    for code, _, error in results:
+        assert code == 2, results
+        assert 'number of processes of process 1 differs' in error

@@ -1,8 +1,10 @@
 """The cores, accelerators and memory that a process may use, whatever limits them."""
 
 import ctypes
+import dataclasses
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,80 +12,132 @@ from qkattn.jobs import machine
 from tests.processes import start_python, wait_for_results
 
 
-@pytest.fixture
-def control_group(tmp_path):
-    """control_group(path, {file: text}) writes settings of the control group at `path`.
+@dataclasses.dataclass
+class FakeLinux:
+    """The files of Linux that limit a process of the control group outer/inner."""
 
-    This process is in the group outer/inner.
-    """
-    (tmp_path / 'membership').write_text('0::/outer/inner\n')
+    directory: Path
 
-    def write(path: str, settings: dict[str, str]) -> None:
-        directory = tmp_path / 'cgroup' / path
+    @property
+    def groups(self) -> Path:
+        return self.directory / 'cgroup'
+
+    @property
+    def membership(self) -> Path:
+        return self.directory / 'membership'
+
+    @property
+    def meminfo(self) -> Path:
+        return self.directory / 'meminfo'
+
+    def write_settings(self, group: str, settings: dict[str, str]) -> None:
+        """Writes {file: text} of a control group, such as 'outer'."""
+        directory = self.groups / group
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in settings.items():
             (directory / name).write_text(text)
 
-    return write
+    def granted_cores(self) -> float:
+        return machine.granted_cores(self.groups, self.membership)
+
+    def free_memory(self) -> float:
+        return machine.free_memory(self.groups, self.membership, self.meminfo)
 
 
-def test_the_narrowest_control_group_is_the_limit(control_group, tmp_path):
-    groups, membership, meminfo = (tmp_path / name for name in ('cgroup', 'membership', 'meminfo'))
-
-    def cores_and_memory() -> tuple[float, float]:
-        """The number of cores and the bytes of memory that this process may use."""
-        cores = machine.granted_cores(groups, membership)
-        return cores, machine.free_memory(groups, membership, meminfo)
-
-    assert cores_and_memory() == (math.inf, math.inf)
-    meminfo.write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
-    control_group('outer', {'cpu.max': '250000 100000'})
-    control_group(
-        'outer/inner', {'cpu.max': 'max 100000', 'memory.max': 'max', 'memory.current': '10'}
-    )
-    assert cores_and_memory() == (2.5, 4096)
-    control_group('outer', {'memory.max': '5000', 'memory.current': '2000'})
-    control_group('', {'cpu.max': '150000 100000'})
-    assert cores_and_memory() == (1.5, 3000)
-    control_group('outer/inner', {'memory.stat': 'anon 5'})
-    # The kernel takes cached files out of memory where it is needed.
-    control_group('outer', {'memory.stat': 'anon 7\ninactive_file 500'})
-    assert cores_and_memory() == (1.5, 3500)
+@pytest.fixture
+def linux(tmp_path):
+    (tmp_path / 'membership').write_text('0::/outer/inner\n')
+    return FakeLinux(tmp_path)
 
 
-def test_a_quota_of_cores_takes_evenly_spaced_ones_of_the_affinity(monkeypatch):
-    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {9, 3, 4, 5, 6, 7, 8, 2}, raising=False)
-    every = [2, 3, 4, 5, 6, 7, 8, 9]
-    for limit, left in ((math.inf, every), (4.9, [2, 4, 6, 8]), (0.5, [2]), (100.0, every)):
-        monkeypatch.setattr(machine, 'granted_cores', lambda limit=limit: limit)
-        assert machine.usable_cores() == left
-    assert machine.split_evenly(range(5), 3) == [[0], [1, 2], [3, 4]]
+def test_a_process_without_limits(linux):
+    assert linux.granted_cores() == math.inf
+    assert linux.free_memory() == math.inf
+
+
+def test_the_narrowest_control_group_limits_the_cores(linux):
+    # A quota of 250 ms per 100 ms is 2.5 cores.
+    linux.write_settings('outer', {'cpu.max': '250000 100000'})
+    linux.write_settings('outer/inner', {'cpu.max': 'max 100000'})
+    assert linux.granted_cores() == 2.5
+
+    root = ''
+    linux.write_settings(root, {'cpu.max': '150000 100000'})
+    assert linux.granted_cores() == 1.5
+
+
+def test_the_narrowest_control_group_limits_the_memory(linux):
+    linux.meminfo.write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
+    linux.write_settings('outer/inner', {'memory.max': 'max', 'memory.current': '10'})
+    assert linux.free_memory() == 4 * 1024
+
+    linux.write_settings('outer', {'memory.max': '5000', 'memory.current': '2000'})
+    assert linux.free_memory() == 5000 - 2000
+
+    # The kernel frees inactive cached files where memory is needed.
+    linux.write_settings('outer/inner', {'memory.stat': 'anon 5'})
+    linux.write_settings('outer', {'memory.stat': 'anon 7\ninactive_file 500'})
+    assert linux.free_memory() == 5000 - 2000 + 500
 
 
 @pytest.mark.parametrize(
-    ('devices', 'visible', 'platforms', 'names'),
+    ('quota', 'cores'),
     [
-        ((), None, None, []),
-        (('nvidia0', 'nvidia1', 'nvidiactl'), None, None, ['0', '1']),
-        (('nvidia0', 'nvidia1'), '1', None, ['1']),
-        (('nvidia0', 'nvidia1'), '', None, []),
-        (('nvidia0', 'nvidia1'), '-1', None, []),
-        (('nvidia0', 'accel0'), None, 'cpu', []),
-        (('accel0', 'accel1'), None, None, None),
-        (('vfio/0',), None, 'tpu', None),
+        (math.inf, [2, 3, 4, 5, 6, 7, 8, 9]),
+        (4.9, [2, 4, 6, 8]),
+        (0.5, [2]),
+        (100.0, [2, 3, 4, 5, 6, 7, 8, 9]),
     ],
 )
-def test_accelerators_are_counted_from_device_files_without_opening_them(
-    devices, visible, platforms, names, tmp_path, monkeypatch
-):
+def test_a_quota_of_cores_takes_evenly_spaced_cores(monkeypatch, quota, cores):
+    affinity = {9, 3, 4, 5, 6, 7, 8, 2}
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda _: affinity, raising=False)
+    monkeypatch.setattr(machine, 'granted_cores', lambda: quota)
+    assert machine.usable_cores() == cores
+
+
+def test_items_are_split_evenly():
+    assert machine.split_evenly(range(5), 3) == [[0], [1, 2], [3, 4]]
+
+
+def set_visible_devices(monkeypatch, visible):
+    """Sets CUDA_VISIBLE_DEVICES, or removes the variable for None."""
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     if visible is not None:
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
+
+
+def make_device_files(root, names):
+    """Makes empty files dev/NAME below `root`."""
+    (root / 'dev').mkdir()
+    for name in names:
+        path = root / 'dev' / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+
+@pytest.mark.parametrize(
+    ('device_files', 'cuda_visible_devices', 'jax_platforms', 'expected'),
+    [
+        ([], None, None, []),
+        (['nvidia0', 'nvidia1', 'nvidiactl'], None, None, ['0', '1']),
+        (['nvidia0', 'nvidia1'], '1', None, ['1']),
+        (['nvidia0', 'nvidia1'], '', None, []),
+        (['nvidia0', 'nvidia1'], '-1', None, []),
+        (['nvidia0', 'accel0'], None, 'cpu', []),
+        # Accelerators of another kind cannot be counted.
+        (['accel0', 'accel1'], None, None, None),
+        (['vfio/0'], None, 'tpu', None),
+    ],
+)
+def test_accelerators_are_counted_from_device_files(
+    device_files, cuda_visible_devices, jax_platforms, expected, tmp_path, monkeypatch
+):
+    set_visible_devices(monkeypatch, cuda_visible_devices)
     monkeypatch.setattr(machine.importlib.util, 'find_spec', lambda name: name == 'jax_plugins')
-    for name in devices:
-        (tmp_path / 'dev' / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / 'dev' / name).touch()
-    assert machine.accelerators(platforms, tmp_path) == names
+    make_device_files(tmp_path, device_files)
+
+    assert machine.accelerators(jax_platforms, tmp_path) == expected
 
 
 # Takes 64 MiB, writes and frees them twice; prints the page faults of the second time.
@@ -104,30 +158,33 @@ PRINT_PAGE_FAULTS = """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='malloc is not of glibc')
-def test_freed_memory_is_taken_again_without_faults_unless_the_user_says_otherwise():
-    processes = [
-        start_python(PRINT_PAGE_FAULTS),
-        start_python(PRINT_PAGE_FAULTS, MALLOC_ARENA_MAX='4'),
-    ]
-    assert [int(faults) < 100 for _, faults, _ in wait_for_results(processes)] == [True, False]
+def test_freed_memory_is_reused_without_page_faults():
+    """A variable of malloc that the user sets turns this off."""
+    by_default = start_python(PRINT_PAGE_FAULTS)
+    with_variable = start_python(PRINT_PAGE_FAULTS, MALLOC_ARENA_MAX='4')
+
+    results = wait_for_results([by_default, with_variable])
+
+    faults_by_default, faults_with_variable = [int(printed) for _, printed, _ in results]
+    assert faults_by_default < 100
+    assert faults_with_variable >= 100
 
 
 @pytest.mark.parametrize(
-    ('devices', 'visible', 'words'),
+    ('device_files', 'cuda_visible_devices', 'expected'),
     [
-        ((), None, 'no accelerator'),
-        (('nvidia0', 'nvidiactl'), None, '1 NVIDIA GPU'),
-        (('nvidia0', 'nvidia1'), '1', '2 NVIDIA GPUs'),
-        (('nvidia0', 'nvidia1'), '', '2 NVIDIA GPUs, hidden by CUDA_VISIBLE_DEVICES='),
-        (('nvidia0',), '-1', '1 NVIDIA GPU, hidden by CUDA_VISIBLE_DEVICES=-1'),
-        (('accel0',), None, 'a TPU or a GPU of AMD'),
+        ([], None, 'no accelerator'),
+        (['nvidia0', 'nvidiactl'], None, '1 NVIDIA GPU'),
+        (['nvidia0', 'nvidia1'], '1', '2 NVIDIA GPUs'),
+        (['nvidia0', 'nvidia1'], '', '2 NVIDIA GPUs, hidden by CUDA_VISIBLE_DEVICES='),
+        (['nvidia0'], '-1', '1 NVIDIA GPU, hidden by CUDA_VISIBLE_DEVICES=-1'),
+        (['accel0'], None, 'a TPU or a GPU of AMD'),
     ],
 )
-def test_the_accelerators_of_a_machine_in_words(devices, visible, words, monkeypatch, tmp_path):
-    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
-    if visible is not None:
-        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', visible)
-    (tmp_path / 'dev').mkdir()
-    for name in devices:
-        (tmp_path / 'dev' / name).touch()
-    assert machine.describe_accelerators(tmp_path) == words
+def test_the_accelerators_of_a_machine_are_described_in_words(
+    device_files, cuda_visible_devices, expected, monkeypatch, tmp_path
+):
+    set_visible_devices(monkeypatch, cuda_visible_devices)
+    make_device_files(tmp_path, device_files)
+
+    assert machine.describe_accelerators(tmp_path) == expected

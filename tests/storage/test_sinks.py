@@ -157,16 +157,16 @@ def test_a_single_trial_has_no_name():
 
 
 def test_a_resumed_run_repeats_no_event(tmp_path):
-    def write_losses(first_step, last_step, loss):
+    def write_losses(first_step, last_step, offset):
         sinks = open_sinks(tmp_path, 'tensorboard', config=Config(), step=first_step - 1)
         for step in range(first_step, last_step + 1):
-            sinks.write({'kind': 'train', 'step': step, 'loss': [loss]})
+            sinks.write({'kind': 'train', 'step': step, 'loss': [offset + step]})
 
-    write_losses(first_step=1, last_step=6, loss=0.5)  # then the run is killed
-    write_losses(first_step=5, last_step=8, loss=4.5)
+    write_losses(first_step=1, last_step=6, offset=0)  # then the run is killed
+    write_losses(first_step=5, last_step=8, offset=100)
 
     values = tensorboard_values(tmp_path / 'tensorboard')['train/loss']
-    assert values == {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5, 5: 4.5, 6: 4.5, 7: 4.5, 8: 4.5}
+    assert values == {1: 1, 2: 2, 3: 3, 4: 4, 5: 105, 6: 106, 7: 107, 8: 108}
 
 
 NOT_A_SINK = 'is not a class of .directory, config, step. with write'
