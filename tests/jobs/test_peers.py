@@ -9,7 +9,8 @@ from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
 from tests.lanes import slow_except
 from tests.processes import start_job, wait_for_results
 
-# The main function of a script: `stage` is where the processes are when something happens.
+# A job with a failure. `stage` is where its processes are when something happens; `failure` is
+# what process 1 does then.
 JOB = """
     import hashlib, os, sys, time
     import jax, numpy as np
@@ -21,7 +22,8 @@ JOB = """
     stage, failure = sys.argv[1:]
     bootstrap.HEARTBEAT = 8
 
-    def native():
+    def hang():
+        # Native code, in which no Python code handles a signal.
         hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
 
     def fail():
@@ -31,7 +33,7 @@ JOB = """
             raise ConfigError('a file of one host')
         if failure == 'exit':
             os._exit(0)
-        native()
+        hang()
 
     @signals.exit_on_signal()
     @bootstrap.in_job
@@ -39,19 +41,24 @@ JOB = """
         rank = bootstrap.start().process_id
         print('ready', flush=True, file=sys.__stdout__)
         if stage == 'compiling':
-            fail() if rank else native()
+            if rank == 0:
+                hang()
+            else:
+                fail()
         with signals.StopRequest() as stop:
-            if stage == 'arriving' and rank:
-                native()
+            if stage == 'arriving' and rank == 1:
+                hang()
             stop.defer_exit()
             print('holding', flush=True, file=sys.__stdout__)
             print('a result')
-            if stage == 'collective' and rank:
+            if stage in ('collective', 'agreement') and rank == 1:
                 fail()
             if stage == 'collective':
                 multihost_utils.process_allgather(np.arange(3))
             if stage == 'agreement':
-                fail() if rank else agreement.barrier('there')
+                agreement.barrier('there')
+
+            # Steps last 0.01 s in process 0 and 0.02 s in process 1.
             for step in range(2, 10**6, 2):
                 time.sleep(0.01 * (rank + 1))
                 if stop.should_stop(step):
@@ -67,31 +74,41 @@ JOB = """
 
 
 def start_job_until(line, stage, failure='none'):
-    """Starts two processes of a job and returns them once each has printed this line."""
+    """Starts a job of two processes; returns them once each has printed this line."""
     processes = start_job(JOB, 2, stage, failure, PYTHONUNBUFFERED='')
     for process in processes:
         assert f'{line}\n' in process.stdout, process.stderr.read()
     return processes
 
 
-STOPS = [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1, 1], signal.SIGTERM)]
+QUICK_STOPS = [([1], signal.SIGTERM)]
+STOPS = [
+    ([1], signal.SIGTERM),
+    ([0], signal.SIGINT),
+    ([0, 1, 1], signal.SIGTERM),
+]
 
 
-@pytest.mark.parametrize(('to', 'number'), slow_except(STOPS[:1], STOPS))
-def test_a_signal_to_any_process_stops_all_at_the_same_step(to, number):
-    # Process 1 is slower: its steps last 0.02 s, those of process 0 0.01 s.
-    processes = start_job_until('holding', 'loop')
-    for rank in to:
-        processes[rank].send_signal(number)
+@pytest.mark.parametrize(('ranks', 'sent_signal'), slow_except(QUICK_STOPS, STOPS))
+def test_a_signal_to_any_process_stops_all_at_the_same_step(ranks, sent_signal):
+    processes = start_job_until('holding', stage='loop')
+
+    for rank in ranks:
+        processes[rank].send_signal(sent_signal)
     results = wait_for_results(processes)
-    assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
+
+    codes = [code for code, _, _ in results]
+    assert codes == [EXIT_REQUEUE, EXIT_REQUEUE], results
     errors = ''.join(error for _, _, error in results)
-    assert len(set(re.findall(r'stopped at step (\d+)', errors))) == 1, results
-    assert [out for _, out, _ in results] == ['a result\n', '']  # process 0 alone prints results
+    stop_steps = set(re.findall(r'stopped at step (\d+)', errors))
+    assert len(stop_steps) == 1, results
+    # Only process 0 prints results.
+    printed = [text for _, text, _ in results]
+    assert printed == ['a result\n', '']
 
 
 @pytest.mark.slow
-def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
+def test_a_process_that_exits_while_it_looks_at_its_peers_exits_with_0():
     # Each process looks at the others all the time.
     source = """
         import time
@@ -100,48 +117,78 @@ def test_a_process_that_exits_while_it_looks_at_the_others_exits_with_0():
         bootstrap.start()
         time.sleep(0.2)
     """
-    assert wait_for_results(start_job(source, 2)) == [(0, '', '')] * 2
+    results = wait_for_results(start_job(source, 2))
+    assert results == [(0, '', ''), (0, '', '')]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('stage', ['compiling', 'arriving'])
-@pytest.mark.parametrize('to', [[0], [1], [0, 1]])
-def test_a_stop_before_the_first_step_ends_all_processes_at_once(stage, to):
+@pytest.mark.parametrize('ranks', [[0], [1], [0, 1]])
+def test_a_stop_before_the_first_step_ends_all_processes_at_once(stage, ranks):
     processes = start_job_until('ready', stage)
-    for rank in to:
+
+    for rank in ranks:
         processes[rank].send_signal(signal.SIGTERM)
     results = wait_for_results(processes)
-    assert [code for code, _, _ in results] == [EXIT_REQUEUE] * 2, results
-    assert all('nothing to save' in error for _, _, error in results)
+
+    for code, _, error in results:
+        assert code == EXIT_REQUEUE, results
+        assert 'nothing to save' in error
+
+
+def start_failing_job(stage, failure='none'):
+    line = 'ready' if stage == 'compiling' else 'holding'
+    return start_job_until(line, stage, failure)
+
+
+def wait_for_process(process):
+    """Waits for one process of a job; returns its exit code, and its errors on one line."""
+    code, _, error = wait_for_results([process], timeout=60)[0]
+    return code, ' '.join(error.split())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('stage', ['compiling', 'collective', 'agreement'])
 @pytest.mark.parametrize(
-    ('failure', 'code', 'words'),
+    ('failure', 'expected_code', 'message'),
     [
         ('raise', 1, 'process 1 has ended with code 1: ValueError: of one'),
         ('config', EXIT_CONFIG, 'process 1 has ended with code 2: a file of one host'),
-        ('exit', 1, 'heartbeats): 1'),  # jax names it
-        (signal.SIGKILL, 1, 'heartbeats): 1'),
-        (signal.SIGSTOP, 1, 'heartbeats): 1'),
+        ('exit', 1, 'heartbeats): 1'),  # jax names process 1
     ],
 )
-def test_process_0_ends_and_says_why_where_process_1_fails(stage, failure, code, words):
-    line = 'ready' if stage == 'compiling' else 'holding'
-    processes = start_job_until(line, stage, getattr(failure, 'name', failure))
-    if not isinstance(failure, str):
-        processes[1].send_signal(failure)
-    ((exit_code, _, error),) = wait_for_results(processes[:1], timeout=60)
-    processes[1].kill()
-    assert (exit_code, words in ' '.join(error.split())) == (code, True), error
+def test_process_0_ends_and_says_why_where_process_1_fails(stage, failure, expected_code, message):
+    process_0, process_1 = start_failing_job(stage, failure)
+
+    code, error = wait_for_process(process_0)
+    process_1.kill()
+
+    assert code == expected_code, error
+    assert message in error
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
-def test_process_1_ends_where_the_coordinator_dies_or_hangs(number):
-    processes = start_job_until('ready', 'compiling')
-    processes[0].send_signal(number)
-    ((exit_code, _, error),) = wait_for_results(processes[1:], timeout=60)
-    processes[0].kill()
-    assert (exit_code, 'another one died or hangs' in error) == (1, True), error
+@pytest.mark.parametrize('stage', ['compiling', 'collective', 'agreement'])
+@pytest.mark.parametrize('sent_signal', [signal.SIGKILL, signal.SIGSTOP])
+def test_process_0_ends_where_process_1_is_killed_or_hangs(stage, sent_signal):
+    process_0, process_1 = start_failing_job(stage)
+
+    process_1.send_signal(sent_signal)
+    code, error = wait_for_process(process_0)
+    process_1.kill()
+
+    assert code == 1, error
+    assert 'heartbeats): 1' in error  # jax names process 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sent_signal', [signal.SIGKILL, signal.SIGSTOP])
+def test_process_1_ends_where_process_0_is_killed_or_hangs(sent_signal):
+    process_0, process_1 = start_failing_job('compiling')
+
+    process_0.send_signal(sent_signal)
+    code, error = wait_for_process(process_1)
+    process_0.kill()
+
+    assert code == 1, error
+    assert 'another one died or hangs' in error

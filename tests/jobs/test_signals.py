@@ -1,6 +1,7 @@
 """Stop requests with real signals."""
 
 import signal
+import subprocess
 import time
 
 import pytest
@@ -9,6 +10,22 @@ from qkattn.errors import Stopped
 from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE, StopRequest
 from tests.processes import start_python, wait_for_results
 
+SIGTERM_AND_SIGINT = [signal.SIGTERM, signal.SIGINT]
+
+
+def start_until_ready(source: str, *arguments: object) -> subprocess.Popen:
+    """Starts a program, and returns its process once it has printed 'ready'."""
+    process = start_python(source, *arguments)
+    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+    return process
+
+
+def test_exit_codes_are_those_that_launchers_know():
+    assert EXIT_CONFIG == 2
+    assert EXIT_REQUEUE == 75
+
+
+# Waits for a stop request, and then for as many seconds as its argument says.
 WAIT_FOR_STOP = """
     import signal, sys, time
     from qkattn.jobs.signals import EXIT_REQUEUE, StopRequest
@@ -19,53 +36,57 @@ WAIT_FOR_STOP = """
         while not stop.requested:
             time.sleep(0.01)
         print('saving', flush=True)
-        if sys.argv[1] == 'wait':
-            time.sleep(60)
+        time.sleep(float(sys.argv[1]))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     sys.exit(EXIT_REQUEUE)
 """
+ADVICE = 'press Ctrl-C again'  # for a user at a terminal
 
 
-# The signal, what follows, the exit code, and a part of standard error.
-@pytest.mark.parametrize(
-    ('first', 'then', 'exit_code', 'words'),
-    [
-        # The signal, what follows it (wait: the process goes on until a second interrupt), the
-        # exit code, and words of the errors.
-        (signal.SIGTERM, 'leave', EXIT_REQUEUE, ''),
-        (signal.SIGINT, 'wait', -signal.SIGINT, 'KeyboardInterrupt'),
-        (signal.SIGINT, 'leave unread', EXIT_REQUEUE, ''),  # as in `... 2>&1 | tee log`
-    ],
-)
-def test_a_signal_asks_a_process_to_stop_and_a_second_interrupt_ends_it(
-    first, then, exit_code, words
-):
-    process = start_python(WAIT_FOR_STOP, then)
-    assert process.stdout.readline() == 'ready\n', process.stderr.read()
-    if 'unread' in then:
-        process.stderr.close()
-    process.send_signal(first)
+def test_sigterm_asks_a_process_to_stop():
+    process = start_until_ready(WAIT_FOR_STOP, 0)
+
+    process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == 'saving\n'
-    if then == 'wait':
-        process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=60)[1] or ''
-    assert process.returncode == exit_code, errors
-    assert words in errors
-    assert (EXIT_CONFIG, EXIT_REQUEUE) == (2, 75)  # which launchers know
 
-    # Only a user at a terminal is told about the second interrupt.
-    is_advised = first == signal.SIGINT and 'unread' not in then
-    assert ('press Ctrl-C again' in errors) == is_advised
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_REQUEUE, errors
+    assert ADVICE not in errors
+
+
+def test_a_second_interrupt_ends_a_process_that_was_asked_to_stop():
+    process = start_until_ready(WAIT_FOR_STOP, 60)
+
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == 'saving\n'
+    process.send_signal(signal.SIGINT)
+
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT, errors
+    assert 'KeyboardInterrupt' in errors
+    assert ADVICE in errors
+
+
+def test_an_interrupt_stops_a_process_whose_errors_nobody_reads():
+    """As in `qkattn ... 2>&1 | tee log`, where Ctrl-C ends tee as well."""
+    process = start_until_ready(WAIT_FOR_STOP, 0)
+    process.stderr.close()
+
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == 'saving\n'
+
+    process.communicate(timeout=60)
+    assert process.returncode == EXIT_REQUEUE
 
 
 def test_a_request_to_stop_is_seen_in_blocks_that_begin_later():
     with StopRequest():
-        with StopRequest() as inner:
-            assert not inner.requested
+        with StopRequest() as before:
+            assert not before.requested
         signal.raise_signal(signal.SIGTERM)
-        with StopRequest() as inner:
-            assert inner.requested
+        with StopRequest() as after:
+            assert after.requested
     assert not StopRequest.requested
 
 
@@ -79,79 +100,108 @@ def test_a_request_to_stop_in_an_inner_block_is_seen_outside():
     assert not StopRequest.requested
 
 
-# A signal comes while a file is written; 'held' is a program that has something to save.
+# A signal comes while a file is written. The second argument is 'True' for a program that has
+# something to save.
 WRITE_AND_WAIT = """
     import os, signal, sys, time
     from pathlib import Path
     from qkattn.jobs import signals
     from qkattn.storage import files, leases
 
-    def stopped_on_the_way(path, sync=files._sync):
+    directory = Path(sys.argv[1])
+    has_state_to_save = sys.argv[2] == 'True'
+    sync = files._sync
+
+    def sync_after_a_signal(path):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
         sync(path)
 
     with signals.exit_on_signal(), signals.StopRequest() as stop:
-        directory = Path(sys.argv[1])
-        held = sys.argv[2] == 'held'
         lease = leases.acquire(directory / 'leases', 'run')
-        if held:
+        if has_state_to_save:
             stop.defer_exit()
-        files._sync = stopped_on_the_way
+        files._sync = sync_after_a_signal
         files.write_atomic(directory / 'file', 'whole')
-        time.sleep(0.5 if held else 60)
+        time.sleep(0.5 if has_state_to_save else 60)
         print('requested' if stop.requested else '')
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.set_wakeup_fd(-1) == -1
 """
 
 
-@pytest.mark.parametrize('held', ['not held', 'not held, unread', 'held'])
-def test_exit_on_signal_leaves_a_clean_directory(held, tmp_path):
-    """The signal ends the program after the file is written, and releases its lease.
+def assert_file_is_whole(directory):
+    """What `WRITE_AND_WAIT` leaves in its directory: a file and a directory of leases."""
+    names = {path.name for path in directory.iterdir()}
+    assert names == {'file', 'leases'}
+    assert (directory / 'file').read_text() == 'whole'
 
-    A program with something to save is not ended: it sees the request and ends by itself.
-    """
-    process = start_python(WRITE_AND_WAIT, tmp_path, held)
-    if 'unread' in held:
+
+def is_released(lease):
+    """Whether a lease file is free, which has a modification time of 0."""
+    return lease.stat().st_mtime == 0
+
+
+@pytest.mark.parametrize('errors_are_read', [True, False])
+def test_exit_on_signal_ends_a_program_between_writes(errors_are_read, tmp_path):
+    """The file is written to its end, and the lease of the program is released."""
+    process = start_python(WRITE_AND_WAIT, tmp_path, False)
+    if not errors_are_read:
         process.stderr.close()
-    stdout, errors = process.communicate(timeout=60)
-    expected = (EXIT_REQUEUE, '') if 'not' in held else (0, 'requested\n')
-    assert (process.returncode, stdout) == expected, errors
-    assert {path.name for path in tmp_path.iterdir()} == {'file', 'leases'}
-    assert (tmp_path / 'file').read_text() == 'whole'
+    printed, errors = process.communicate(timeout=60)
+
+    assert process.returncode == EXIT_REQUEUE, errors
+    assert printed == ''
+    assert_file_is_whole(tmp_path)
     (lease,) = (tmp_path / 'leases').iterdir()
-    assert (lease.stat().st_mtime == 0) == ('not' in held)  # released
+    assert is_released(lease)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_process_that_has_stopped_keeps_its_exit_code_where_a_signal_comes_again(number):
-    """The last signal comes while Python shuts down, from a finalizer of an object in a module."""
+def test_exit_on_signal_does_not_end_a_program_with_state_to_save(tmp_path):
+    """The program sees the request, and ends by itself."""
+    process = start_python(WRITE_AND_WAIT, tmp_path, True)
+    printed, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 0, errors
+    assert printed == 'requested\n'
+    assert_file_is_whole(tmp_path)
+    (lease,) = (tmp_path / 'leases').iterdir()
+    assert not is_released(lease)
+
+
+@pytest.mark.parametrize('sent_signal', SIGTERM_AND_SIGINT)
+def test_a_later_signal_keeps_the_exit_code(sent_signal):
+    """The process has stopped, and gets a signal twice more: last while Python shuts down."""
     program = """
     import os, signal, sys
     from qkattn.errors import Stopped
     from qkattn.jobs import signals
 
-    class Late:
-        def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
-            kill(pid, number)
+    sent_signal = int(sys.argv[1])
 
-    sys.late = Late()
+    class SignalAtShutdown:
+        def __del__(self, kill=os.kill, pid=os.getpid(), sent_signal=sent_signal):
+            kill(pid, sent_signal)
+
+    sys.late = SignalAtShutdown()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with signals.exit_on_signal():
             raise Stopped('state saved')
     except Stopped:
-        os.kill(os.getpid(), int(sys.argv[1]))
+        os.kill(os.getpid(), sent_signal)
         sys.exit(signals.EXIT_REQUEUE)
     """
-    ((code, _, errors),) = wait_for_results([start_python(program, int(number))])
-    assert (code, errors) == (EXIT_REQUEUE, '')
+
+    process = start_python(program, int(sent_signal))
+    code, _, errors = wait_for_results([process])[0]
+
+    assert code == EXIT_REQUEUE
+    assert errors == ''
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_dry_run_that_is_stopped_promises_nothing(number):
-    """A launcher does not start it again, as it does after EXIT_REQUEUE."""
+@pytest.mark.parametrize('sent_signal', SIGTERM_AND_SIGINT)
+def test_a_dry_run_that_is_stopped_is_not_requeued(sent_signal):
     program = """
     import time
     from qkattn.jobs import signals
@@ -160,13 +210,16 @@ def test_a_dry_run_that_is_stopped_promises_nothing(number):
         print('ready', flush=True)
         time.sleep(60)
     """
-    process = start_python(program)
-    assert process.stdout.readline() == 'ready\n', process.stderr.read()
-    process.send_signal(number)
-    ((code, _, errors),) = wait_for_results([process])
-    assert (code, errors) == (128 + number, 'interrupted\n')
+    process = start_until_ready(program)
+
+    process.send_signal(sent_signal)
+    code, _, errors = wait_for_results([process])[0]
+
+    assert code == 128 + sent_signal  # as a shell reports a signal, instead of EXIT_REQUEUE
+    assert errors == 'interrupted\n'
 
 
+# After a stop request, saves for as many seconds as its argument says.
 STOP_AND_SAVE = """
     import signal, sys, time
     from qkattn.errors import Stopped
@@ -191,37 +244,64 @@ STOP_AND_SAVE = """
     except Stopped as error:
         cli.exit_with(*cli.outcome(error))
 """
+SAVED = 'state saved; the same command resumes'
+
+
+def interrupt_and_read_errors(
+    save_seconds: float, later_signals: list[signal.Signals]
+) -> tuple[int, list[str]]:
+    """Runs `STOP_AND_SAVE`, interrupts it, and sends later signals while it saves.
+
+    Returns the exit code and the lines of standard error.
+    """
+    process = start_until_ready(STOP_AND_SAVE, save_seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == 'saving\n'
+    for later_signal in later_signals:
+        process.send_signal(later_signal)
+        time.sleep(0.5)  # equal signals that come at once are delivered once
+    code = process.wait(60)
+    lines = process.stderr.read().splitlines()
+    return code, [line for line in lines if line]
 
 
 @pytest.mark.parametrize(
-    ('again', 'seconds', 'code', 'last'),
+    ('save_seconds', 'later_signals'),
     [
-        ([], 0, EXIT_REQUEUE, 'state saved; the same command resumes'),
-        ([signal.SIGINT], 2, EXIT_REQUEUE, 'state saved; the same command resumes'),
-        ([signal.SIGTERM] * 3, 2, EXIT_REQUEUE, 'state saved; the same command resumes'),
-        ([signal.SIGINT] * 2, 60, 130, 'interrupted; the same command resumes from what is saved'),
+        pytest.param(0, [], id='no later signal'),
+        pytest.param(2, [signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], id='SIGTERM'),
     ],
-    ids=['once', 'a second Ctrl-C', 'SIGTERM again', 'a third Ctrl-C'],
 )
-def test_signals_while_the_state_is_saved_are_ignored_but_for_a_third_interrupt(
-    again, seconds, code, last
-):
-    """A third Ctrl-C is the way out of a save that hangs. Nothing ends in a traceback."""
-    process = start_python(STOP_AND_SAVE, seconds)
-    assert process.stdout.readline() == 'ready\n', process.stderr.read()
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == 'saving\n'
-    for number in again:
-        process.send_signal(number)
-        time.sleep(0.5)  # signals of one kind that come at once are one
-    assert process.wait(60) == code
-    lines = [line for line in process.stderr.read().splitlines() if line]
-    assert lines[0] == 'stopping after this step, and saving'
-    assert lines[-1] == last
-    waits = 'waiting until the state is saved; press Ctrl-C again to stop without it'
-    assert lines[1:-1] == ([waits] if signal.SIGINT in again else [])
+def test_sigterm_while_the_state_is_saved_is_ignored(save_seconds, later_signals):
+    code, lines = interrupt_and_read_errors(save_seconds, later_signals)
+
+    assert code == EXIT_REQUEUE
+    assert lines == ['stopping after this step, and saving', SAVED]
 
 
+def test_a_second_interrupt_while_the_state_is_saved_is_ignored():
+    code, lines = interrupt_and_read_errors(2, [signal.SIGINT])
+
+    assert code == EXIT_REQUEUE
+    assert lines == [
+        'stopping after this step, and saving',
+        'waiting until the state is saved; press Ctrl-C again to stop without it',
+        SAVED,
+    ]
+
+
+def test_a_third_interrupt_ends_a_save_that_hangs():
+    code, lines = interrupt_and_read_errors(60, [signal.SIGINT, signal.SIGINT])
+
+    assert code == 128 + signal.SIGINT
+    assert lines == [
+        'stopping after this step, and saving',
+        'waiting until the state is saved; press Ctrl-C again to stop without it',
+        'interrupted; the same command resumes from what is saved',
+    ]
+
+
+# Delays the thread that reads the numbers of signals, and lets it finish before the process ends.
 DELAY_READS = """
     import atexit, os, time
 
@@ -231,25 +311,34 @@ DELAY_READS = """
         return content
 
     os.read = read_late
-    atexit.register(time.sleep, 0.5)  # as long as the watcher is late, and longer
+    atexit.register(time.sleep, 0.5)
 """
 
 
-def test_a_saved_state_is_not_called_nothing_to_save_where_the_watcher_is_late():
-    """The main thread handles the signal, and saves, before the watcher has read its number."""
-    process = start_python(DELAY_READS + STOP_AND_SAVE, 0)
-    assert process.stdout.readline() == 'ready\n', process.stderr.read()
+def test_a_saved_state_is_reported_where_the_watcher_is_late():
+    """The state is saved before the watcher thread has read the number of the signal.
+
+    The watcher must not report that there is nothing to save.
+    """
+    process = start_until_ready(DELAY_READS + STOP_AND_SAVE, 0)
+
     process.send_signal(signal.SIGTERM)
-    ((code, _, errors),) = wait_for_results([process])
-    assert (code, errors) == (EXIT_REQUEUE, 'state saved; the same command resumes\n')
+    code, _, errors = wait_for_results([process])[0]
+
+    assert code == EXIT_REQUEUE
+    assert errors == f'{SAVED}\n'
 
 
+# A thread ends the process while the main thread writes a file. `announce` tells the other
+# processes of a job, which may then end this process; here it prints its arguments.
 END_FROM_A_THREAD = """
     import os, sys, threading, time, types
     from pathlib import Path
     from qkattn.jobs import signals
 
-    announce = lambda *ended: os.write(1, f'{ended}'.encode())
+    def announce(*arguments):
+        os.write(1, f'{arguments}'.encode())
+
     signals.StopRequest.peers = types.SimpleNamespace(announce=announce)
     print('a result')
     with signals.no_interrupt:
@@ -261,12 +350,12 @@ END_FROM_A_THREAD = """
 
 
 def test_a_thread_that_ends_the_process_waits_for_its_output(tmp_path):
-    """It waits for the block without interrupts, prints, and only then tells the other processes.
-
-    Those may end this process as soon as they know.
-    """
-    process = start_python(END_FROM_A_THREAD, tmp_path / 'file', PYTHONUNBUFFERED='')
+    path = tmp_path / 'file'
+    process = start_python(END_FROM_A_THREAD, path, PYTHONUNBUFFERED='')
     printed, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (EXIT_REQUEUE, 'ended\n')
+
+    assert process.returncode == EXIT_REQUEUE
+    assert errors == 'ended\n'
+    # The file and the result are written before other processes are told.
+    assert path.read_text() == 'whole'
     assert printed == "a result\n(75, 'ended')"
-    assert (tmp_path / 'file').read_text() == 'whole'
