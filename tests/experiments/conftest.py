@@ -51,15 +51,16 @@ def get_config():
 
 @pytest.fixture
 def files(tmp_path, tmp_path_factory, monkeypatch):
-    """study.py and run.py alone in the working directory; the data of all tests elsewhere."""
+    """Goes to a directory that holds study.py and run.py alone; all tests share one data cache."""
     (tmp_path / 'study.py').write_text(STUDY)
     (tmp_path / 'run.py').write_text(RUN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('QKATTN_DATA', str(tmp_path_factory.getbasetemp() / 'scripts-data'))
+    shared_data = tmp_path_factory.getbasetemp() / 'scripts-data'
+    monkeypatch.setenv('QKATTN_DATA', str(shared_data))
 
 
 def save_model(path: Path, config: ModelConfig) -> None:
-    """Exported parameters of a model as it is at initialization."""
+    """Saves a freshly initialized model as exported parameters."""
     model = build(config, key=jax.random.key(0))
     params = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
     exported.save(path, config, params, origin={})
@@ -67,9 +68,9 @@ def save_model(path: Path, config: ModelConfig) -> None:
 
 @contextlib.contextmanager
 def added_flags_removed():
-    """Removes the flags and log handlers that the block adds: scripts define the same names."""
+    """Removes the flags and log handlers that the block adds, as scripts define the same flags."""
     app.define_help_flags()
-    known = set(flags.FLAGS)
+    flags_before = set(flags.FLAGS)
     logger = logging.getLogger('qkattn')
     handlers = logger.handlers[:]
     level = logger.level
@@ -77,7 +78,7 @@ def added_flags_removed():
     try:
         yield
     finally:
-        for flag in set(flags.FLAGS) - known:
+        for flag in set(flags.FLAGS) - flags_before:
             delattr(flags.FLAGS, flag)
         flags.FLAGS.unparse_flags()
         logger.handlers = handlers
@@ -87,8 +88,10 @@ def added_flags_removed():
 
 @pytest.fixture
 def script_here(files, monkeypatch, capsys):
-    """script_here('ablate', '--flag=1', ...) -> what `qkattn ablate --flag=1` gives, in process."""
-    monkeypatch.setattr(sys, 'path', [path for path in sys.path if path])
+    """Runs a qkattn command in this process, as in script_here('ablate', '--flag=1')."""
+    # An installed script does not have the working directory '' on its path.
+    installed_path = [path for path in sys.path if path]
+    monkeypatch.setattr(sys, 'path', installed_path)
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, 'argv', ['/bin/qkattn', *arguments])
@@ -98,14 +101,15 @@ def script_here(files, monkeypatch, capsys):
                 main()
             except SystemExit as stopped:
                 code = stopped.code or 0
-        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+        output, errors = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, output, errors)
 
     return run
 
 
 @pytest.fixture
 def printed(script_here):
-    """What a script prints that succeeds."""
+    """Runs a qkattn command that must succeed; returns its standard output."""
 
     def run(*command: str) -> str:
         done = script_here(*command)
@@ -117,13 +121,16 @@ def printed(script_here):
 
 @pytest.fixture
 def refusal(script_here, monkeypatch):
-    """The one sentence of a script that refuses its settings."""
-    monkeypatch.setattr(Progress, 'tick', lambda display: None)  # shows waits
+    """Runs a qkattn command that must fail with one line and exit code 2; returns the line."""
+    # The progress display would write to standard error as well.
+    monkeypatch.setattr(Progress, 'tick', lambda display: None)
 
     def run(*command: str) -> str:
         done = script_here(*command)
-        assert done.returncode == 2 and 'Traceback' not in done.stderr, done.stderr
-        (sentence,) = filter(None, done.stderr.splitlines())
-        return sentence
+        assert done.returncode == 2, done.stderr
+        assert 'Traceback' not in done.stderr, done.stderr
+        lines = [line for line in done.stderr.splitlines() if line]
+        assert len(lines) == 1, done.stderr
+        return lines[0]
 
     return run

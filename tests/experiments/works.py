@@ -6,13 +6,13 @@ from experiments.benchmark.race import Work
 
 
 def writes_letter(file: str, letter: str, steps: float = 1) -> Work:
-    """Work that appends its letter to a file once a call, so that the order of calls is seen."""
+    """Appends a letter to a file at each call, which shows the order of calls."""
 
     def run(calls: int) -> None:
         with open(file, 'a') as stream:
             stream.write(letter * calls)
 
-    return Work(run, steps, {'here': os.getpid()})
+    return Work(run, steps, extra={'here': os.getpid()})
 
 
 def raises_value_error() -> Work:
@@ -20,6 +20,16 @@ def raises_value_error() -> Work:
 
 
 def exits_in_second_round() -> Work:
-    """Ends its process in the second round, after a call to warm up and a timed one."""
-    left = iter(range(3))
-    return Work(lambda calls: next(left, None) is None and os._exit(3))
+    """Ends its process at the fourth call.
+
+    The first call warms up, the second is timed while building, and the third is round 1.
+    """
+    num_calls = 0
+
+    def run(calls: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            os._exit(3)
+
+    return Work(run)
