@@ -12,24 +12,29 @@ from tests.data.test_token_formats import write_llm_c
 from tests.processes import ROOT
 from tests.runs import results_of
 
-END = 50256  # <|endoftext|>, before each document
+SEPARATOR = 50256  # <|endoftext|>, before each document
+VOCAB_SIZE = 50304  # 50257, padded to a multiple of 64
 STUDY = ('ablate', '--config=ablation_124m')
 
 
 def documents(seed, number):
-    """Documents of 20 to 60 ids of GPT-2."""
+    """Joins random documents of 20 to 59 token IDs of GPT-2, with a separator before each."""
     rng = np.random.default_rng(seed)
-    parts = [np.append(END, rng.integers(0, END, rng.integers(20, 60))) for _ in range(number)]
+    parts = []
+    for _ in range(number):
+        length = rng.integers(20, 60)
+        parts.append(np.append(SEPARATOR, rng.integers(0, SEPARATOR, length)))
     return np.concatenate(parts).astype(np.uint16)
 
 
 @pytest.fixture
 def shards(tmp_path):
-    """A directory as dev/data/fineweb10B; documents of the train split go on in the next shard."""
+    """A directory like dev/data/fineweb10B of llm.c; train documents may cross shards."""
     path = tmp_path / 'fineweb10B'
-    for index, ids in enumerate(np.array_split(documents(0, 300), 3)):
-        write_llm_c(path / f'fineweb_train_{index + 1:06}.bin', ids)
-    write_llm_c(path / 'fineweb_val_000000.bin', documents(1, 60))
+    train_shards = np.array_split(documents(seed=0, number=300), 3)
+    for index, ids in enumerate(train_shards, start=1):
+        write_llm_c(path / f'fineweb_train_{index:06}.bin', ids)
+    write_llm_c(path / 'fineweb_val_000000.bin', documents(seed=1, number=60))
     return path
 
 
@@ -37,56 +42,78 @@ def shards(tmp_path):
 def test_the_recipe_trains_from_shards(printed, tmp_path, shards):
     flags = (f'--config.data.path={shards}', f'--config.data.data_dir={tmp_path}/cache')
     printed('train', '--config=gpt2_124m:smoke', *flags, '--workdir=run')
-    (result,) = results_of(tmp_path / 'run')
-    assert (result['status'], result['num_steps']) == ('finished', 10)
-    # Ids are drawn uniformly, and the first predictions are nearly uniform.
-    assert result['val_loss'] == pytest.approx(np.log(50304), abs=0.1)
+
+    results = results_of(tmp_path / 'run')
+    assert len(results) == 1
+    result = results[0]
+    assert result['status'] == 'finished'
+    assert result['num_steps'] == 10
+    # IDs are drawn uniformly, and an untrained model predicts nearly uniformly.
+    assert result['val_loss'] == pytest.approx(np.log(VOCAB_SIZE), abs=0.1)
     assert result['data']['fingerprints'].keys() == {'train', 'validation'}
 
 
-def test_shards_are_valid_data_of_its_study(tmp_path, shards):
-    config = runpy.run_path(str(ROOT / 'configs/ablation_124m.py'))['get_config']('smoke').base
+def test_the_study_carves_a_test_split_from_the_train_shards(tmp_path, shards):
+    get_config = runpy.run_path(str(ROOT / 'configs/ablation_124m.py'))['get_config']
+    config = get_config('smoke').base
     data = dataclasses.replace(config.data, path=str(shards), data_dir=str(tmp_path / 'cache'))
+
     rows = rows_of(dataclasses.replace(config, data=data))
+
     assert rows.splits == ('train', 'validation', 'test')
-    names, _ = rows.documents('test')  # carved from the train shards
+    names, _ = rows.documents('test')
     assert len(names) > 20
 
 
 @pytest.mark.slow
-def test_the_study_of_gpt2_124m_trains_from_shards(printed, tmp_path, shards):
+def test_the_study_trains_from_shards(printed, tmp_path, shards):
     data = (f'--config.base.data.path={shards}', f'--config.base.data.data_dir={tmp_path}/cache')
     printed('ablate', '--config=ablation_124m:smoke', *data, '--workdir=study')
+
     results = studies.read_lines(tmp_path / 'study/results.jsonl')
-    assert len({result['variant'] for result in results}) == 7 and len(results) == 14
-    assert all((result['status'], result['num_steps']) == ('finished', 10) for result in results)
-    assert all(result['data']['carved'].keys() == {'test'} for result in results)
-    assert all(abs(result['test_loss'] - np.log(50304)) < 0.1 for result in results)
+    # 7 variants with 2 seeds each.
+    assert len({result['variant'] for result in results}) == 7
+    assert len(results) == 14
+    for result in results:
+        assert result['status'] == 'finished'
+        assert result['num_steps'] == 10
+        assert result['data']['carved'].keys() == {'test'}
+        assert abs(result['test_loss'] - np.log(VOCAB_SIZE)) < 0.1
 
 
-def test_an_unknown_scale_is_refused(refusal):
-    for command in (('train', '--config=gpt2_124m:cpu'), ('ablate', '--config=ablation_124m:cpu')):
-        assert "scale='cpu' must be smoke or gpu" in refusal(*command, '--dry_run')
+@pytest.mark.parametrize(
+    ('script', 'config'), [('train', 'gpt2_124m'), ('ablate', 'ablation_124m')]
+)
+def test_an_unknown_scale_is_refused(refusal, script, config):
+    sentence = refusal(script, f'--config={config}:cpu', '--dry_run')
+    assert "scale='cpu' must be smoke or gpu" in sentence
 
 
-def test_the_arms_of_gpt2_124m_have_the_parameters_of_gpt2(printed):
-    table = printed(*STUDY, '--dry_run').split('\n\n')[0].splitlines()
-    rows = [row.split() for row in table[-7:]]
-    assert [row[0] for row in rows][:2] == ['qk/vo', 'query_free/vo']
-    assert rows[0][10] == '124,475,904'
-    assert all(abs(float(row[11].rstrip('%'))) < 0.01 for row in rows)
+def test_the_arms_of_the_study_have_the_parameter_count_of_gpt2(printed):
+    text = printed(*STUDY, '--dry_run')
+
+    # The first table ends with a row for each of 7 arms.
+    table = text.split('\n\n')[0].splitlines()
+    rows = [line.split() for line in table[-7:]]
+    variants = [row[0] for row in rows]
+    assert variants[:2] == ['qk/vo', 'query_free/vo']
+    baseline_parameters = rows[0][10]
+    assert baseline_parameters == '124,475,904'
+    for row in rows:
+        deviation_percent = float(row[11].rstrip('%'))
+        assert abs(deviation_percent) < 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'command',
     [
-        ('train', '--config=gpt2_124m'),
-        (*STUDY, '--config.variants=("qk/vo","shared_qk/vo")'),
+        pytest.param(('train', '--config=gpt2_124m'), id='recipe'),
+        pytest.param((*STUDY, '--config.variants=("qk/vo","shared_qk/vo")'), id='study'),
     ],
-    ids=['recipe', 'study'],
 )
-def test_the_recipe_and_the_study_fit_on_a_host_of_eight_h100(printed, command):
+def test_the_recipe_and_the_study_fit_on_eight_h100(printed, command):
     text = printed(*command, '--dry_run=h100-1x8')
     assert 'mesh trial=1 data=8 fsdp=1 tensor=1' in text
-    assert 'DOES NOT FIT' not in text and 'replication' not in text
+    assert 'DOES NOT FIT' not in text
+    assert 'replication' not in text

@@ -41,24 +41,27 @@ NOT_PATHS = {
     'why',
     'workers',
 }
-# Settings with the bounds of a path that are names, of which paths are made.
+# Settings whose bounds say `path` although they are names, from which paths are made.
 NAMES = {'name', 'languages', 'task', 'corpora', 'repeats'}
 
 
 def flags_of(script: Path) -> dict[str, str]:
-    """The flags that a script defines, each with its function, as in {'out': 'define_path'}."""
+    """The flags that a script defines and the functions that define them.
+
+    For example, {'out': 'define_path', 'list': 'DEFINE_bool'}.
+    """
     functions = {}
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             function = node.func.attr
             if function.startswith(('DEFINE_', 'define_path')):
-                functions[node.args[0].value] = function
+                flag = node.args[0].value
+                functions[flag] = function
     return functions
 
 
-# By script; those that several scripts share are defined in the module of command lines.
-FLAGS = {name: flags_of(path) for name, path in shipped('experiments').items()}
-SHARED = flags_of(Path(cli.__file__))
+FLAGS = {name: flags_of(path) for name, path in shipped('experiments').items()}  # by script
+SHARED = flags_of(Path(cli.__file__))  # flags of several scripts
 PATH_FLAGS = [
     (script, flag)
     for script, flags in FLAGS.items()
@@ -68,34 +71,39 @@ PATH_FLAGS = [
 
 
 def test_every_flag_of_text_is_a_path_or_known_to_be_none():
-    texts = ('DEFINE_string', 'DEFINE_list', 'DEFINE_multi_string')
-    every_flag = [*FLAGS.values(), SHARED]
-    names = {name for flags in every_flag for name, kind in flags.items() if kind in texts}
-    assert names == NOT_PATHS
+    text_functions = ('DEFINE_string', 'DEFINE_list', 'DEFINE_multi_string')
+    text_flags = set()
+    for flags in (*FLAGS.values(), SHARED):
+        for flag, function in flags.items():
+            if function in text_functions:
+                text_flags.add(flag)
+
+    assert text_flags == NOT_PATHS
     assert len(PATH_FLAGS) > 15
 
 
 @pytest.mark.parametrize(('script', 'flag'), PATH_FLAGS)
-def test_the_home_directory_may_be_written_as_a_tilde(refusal, script, flag):
-    """The home of a user who does not exist is refused by the function that expands ~."""
-    assert 'names no home directory' in refusal(script, f'--{flag}=~not a user/a')
+def test_a_tilde_is_expanded_in_every_path_flag(refusal, script, flag):
+    """A user that does not exist has no home directory, so expanding ~ fails."""
+    sentence = refusal(script, f'--{flag}=~not a user/a')
+    assert 'names no home directory' in sentence
 
 
-def test_a_tilde_is_expanded_in_each_path(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_at_the_start_of_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
+
     assert PathParser().parse('~/a') == f'{tmp_path}/a'
     assert PathsParser().parse('~/a,b') == [f'{tmp_path}/a', 'b']
-    assert [PathParser().parse(path) for path in ('', 'gs://a/~b', './a')] == [
-        '',
-        'gs://a/~b',
-        './a',
-    ]
+    for unchanged in ('', 'gs://a/~b', './a'):
+        assert PathParser().parse(unchanged) == unchanged
 
 
 @pytest.mark.parametrize('script', ['train', 'ablate', 'prepare_data'])
 def test_a_config_may_be_below_the_home_directory(refusal, tmp_path, monkeypatch, script):
     monkeypatch.setenv('HOME', str(tmp_path))
     (tmp_path / 'own.py').write_text('1 / 0')
+
+    # The error shows that the file was found and run.
     assert 'ZeroDivisionError' in refusal(script, '--config=~/own.py')
 
 
@@ -108,24 +116,29 @@ def test_a_config_is_a_regular_file(refusal, tmp_path, monkeypatch, file):
 
 
 def flag(value):
+    """Stands for a flag of absl."""
     return Mock(value=value)
 
 
 @pytest.mark.parametrize('file', ['pipe', '/dev/zero'])
-def test_sentences_are_read_of_a_regular_file(tmp_path, monkeypatch, file):
+def test_a_text_file_is_a_regular_file(tmp_path, monkeypatch, file):
     monkeypatch.chdir(tmp_path)
     os.mkfifo('pipe')
+    text_flag = flag(None)
+    file_flag = flag(file)
     with time_limit(10), refused('cannot be read: it is a (pipe|device) and no regular file'):
-        text_or_file_content(flag(None), flag(file))
+        text_or_file_content(text_flag, file_flag)
 
 
-def test_sentences_may_come_from_a_pipe_that_the_shell_has_opened():
+def test_text_may_come_from_a_pipe_that_the_shell_opened():
     """As in --file=<(command). A byte order mark and carriage returns are dropped."""
-    reading, writing = os.pipe()
-    with os.fdopen(reading), os.fdopen(writing, 'wb') as file:
-        file.write(b'\xef\xbb\xbfone\r\ntwo\n')
-        file.close()
-        assert text_or_file_content(flag(None), flag(f'/dev/fd/{reading}')) == 'one\ntwo\n'
+    read_descriptor, write_descriptor = os.pipe()
+    with os.fdopen(read_descriptor):
+        with os.fdopen(write_descriptor, 'wb') as file:
+            file.write(b'\xef\xbb\xbfone\r\ntwo\n')
+        text_flag = flag(None)
+        file_flag = flag(f'/dev/fd/{read_descriptor}')
+        assert text_or_file_content(text_flag, file_flag) == 'one\ntwo\n'
 
 
 def read_downloaded(path):
@@ -139,7 +152,7 @@ def read_evaluation_corpus(path):
     text(entry.data)
 
 
-# For each setting that is a path, what reads it and names the path where there is nothing.
+# For each path setting, a function that reads the path; its error names a path that is absent.
 READERS = {
     'data.data_dir': lambda path: raise_path(data_root(path)),
     'data.evaluate': read_evaluation_corpus,
@@ -155,19 +168,27 @@ def raise_path(path):
     raise ConfigError(str(path))
 
 
-def path_settings(kind):
-    return {name for name, field in settings(kind).items() if field.bounds.path}
+def path_settings(config_class):
+    """Full names of the settings whose bounds say `path`, such as 'data.path'."""
+    return {name for name, field in settings(config_class).items() if field.bounds.path}
 
 
 def test_every_setting_that_is_a_path_is_in_the_table():
-    names = {name.removeprefix('base.') for kind in (Config, Study) for name in path_settings(kind)}
-    paths = {name for name in names if name.rpartition('.')[2] not in NAMES}
-    assert paths == {name.partition(' ')[0] for name in READERS}
+    paths = set()
+    for name in path_settings(Config) | path_settings(Study):
+        last_part = name.rpartition('.')[2]
+        if last_part not in NAMES:
+            paths.add(name.removeprefix('base.'))
+
+    # 'data.path of tokens' is another reader of 'data.path'.
+    settings_in_table = {key.removesuffix(' of tokens') for key in READERS}
+    assert paths == settings_in_table
 
 
 @pytest.mark.parametrize('read', READERS.values(), ids=READERS)
 def test_a_tilde_in_a_setting_is_the_home_directory(tmp_path, monkeypatch, read):
+    home = tmp_path / 'home'
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('HOME', str(tmp_path / 'home'))
-    with refused(str(tmp_path / 'home/absent')):
+    monkeypatch.setenv('HOME', str(home))
+    with refused(str(home / 'absent')):
         read('~/absent')

@@ -18,13 +18,16 @@ def one_line(text: str) -> str:
 BLOCKS = re.findall(r'```text\n(.*?)```', PAGE, re.DOTALL)
 REASONS = re.findall(r'^\| `(.*?)` \|', PAGE, re.MULTILINE)
 QUOTES = [one_line(quote) for quote in (*BLOCKS, *REASONS)]
-# A quote holds at least so many characters of one message of the code, without its values.
-CONSTANT = 15
-# A phase of the display, and words of XLA.
-OTHERS = ('train: compiling ... ', '[Compiling module jit_f for CPU] Very slow compile? ')
+# A quote counts as ours if it contains at least this many constant characters of a message.
+MIN_CONSTANT_LENGTH = 15
+# Quotes of the progress display and of XLA, which are not constants in our code.
+QUOTES_FROM_ELSEWHERE = (
+    'train: compiling ... ',
+    '[Compiling module jit_f for CPU] Very slow compile? ',
+)
 
 TRAIN = ('train', '--config=run.py', '--workdir=w')
-REFUSED = [
+REFUSED_COMMANDS = [
     (*TRAIN, '--config.num_steps=9'),
     ('train', '--config=study.py', '--workdir=w'),
     (*TRAIN, '--config.train.num_steps=1e4'),
@@ -34,28 +37,33 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize('command', REFUSED, ids=lambda command: command[-1])
+@pytest.mark.parametrize('command', REFUSED_COMMANDS, ids=lambda command: command[-1])
 def test_a_refusal_is_quoted_as_it_is_printed(command, refusal):
     assert refusal(*command) in QUOTES
 
 
-def constants() -> Iterator[str]:
-    """The constant parts of all texts in the code: of strings, templates and shell scripts."""
+def message_parts() -> Iterator[str]:
+    """Yields the constant parts of all texts in the code, split where values are inserted."""
     for folder in ('qkattn', 'experiments'):
         for path in (ROOT / folder).rglob('*.py'):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield from node.value.split('%s')
+
+    template_tag = r'{{.*?}}|{%.*?%}'
     for path in (ROOT / 'qkattn/report/templates').glob('*.j2'):
-        yield from re.split(r'{{.*?}}|{%.*?%}', path.read_text())
+        yield from re.split(template_tag, path.read_text())
+
+    shell_variable_or_quote = r'\$\{?\w+\}?|[\'"]|\\\n'
     for path in (ROOT / 'launch').glob('*.sh'):
-        yield from re.split(r'\$\{?\w+\}?|[\'"]|\\\n', path.read_text())
+        yield from re.split(shell_variable_or_quote, path.read_text())
 
 
 def test_every_quote_is_a_message_of_the_code():
-    messages = {one_line(text) for text in constants()}
-    messages = {text for text in messages if len(text) >= CONSTANT}
+    parts = {one_line(part) for part in message_parts()}
+    long_parts = [part for part in parts if len(part) >= MIN_CONSTANT_LENGTH]
+
     assert len(QUOTES) >= 30
     for quote in QUOTES:
-        is_ours = any(message in quote for message in messages)
-        assert is_ours or quote.startswith(OTHERS), quote
+        if not quote.startswith(QUOTES_FROM_ELSEWHERE):
+            assert any(part in quote for part in long_parts), quote
