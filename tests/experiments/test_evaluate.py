@@ -61,19 +61,20 @@ QUESTIONS = [
     {'question': 'import ', 'choices': ['os', 'zz zz'], 'answer': 1},
     {'question': 'return', 'choices': [' x', ' (', '\n'], 'answer': 1},
 ]
-DOCUMENTS = [{'text': 'def f(x):\n    return x + 1  # one more'}, {'text': 'import os'}]
+SHORT_DOCUMENT = {'text': 'import os'}
+DOCUMENTS = [{'text': 'def f(x):\n    return x + 1  # one more'}, SHORT_DOCUMENT]
 
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """The directory tasks/ with four tasks and their data."""
+    """The directory tasks/ with four tasks and the data of three; copies.json is not there yet."""
     datasets = pytest.importorskip('datasets', reason="pip install -e '.[datasets]'")
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
     directory = tmp_path / 'tasks'
     directory.mkdir()
     (directory / 'choices.json').write_text(json.dumps(QUESTIONS))
     (directory / 'texts.json').write_text(json.dumps(DOCUMENTS))
-    (directory / 'short.json').write_text(json.dumps(DOCUMENTS[1:]))
+    (directory / 'short.json').write_text(json.dumps([SHORT_DOCUMENT]))
     for number, task in enumerate((CHOICES, TEXTS, LAST_WORDS, COPIES)):
         text = task.replace('DIRECTORY', str(directory))
         (directory / f'task{number}.yaml').write_text(text)
@@ -82,6 +83,7 @@ def tasks(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(small_run, tmp_path):
+    """The path of a finished run, which is also run/ in the working directory."""
     (tmp_path / 'run').symlink_to(small_run.path)
     return small_run.path
 
@@ -89,7 +91,7 @@ def run(small_run, tmp_path):
 class OneTokenAtATime:
     """Plain code for what the harness computes: log-likelihoods and greedy text of a run's model.
 
-    Every token is predicted by a call of the whole model, from as many tokens before it as fit.
+    Each token is predicted by one call of the whole model on the tokens before it that fit.
     """
 
     def __init__(self, run):
@@ -97,83 +99,106 @@ class OneTokenAtATime:
         self.context = model.config.context
         self.forward = jax.jit(lambda tokens_BT: model(tokens_BT))
 
-    def log_p(self, tokens):
-        """log p [V] of the token behind `tokens`."""
+    def next_log_p(self, tokens):
+        """Log-probabilities [V] of the token after `tokens`."""
         seen = tokens[-self.context :]
-        padded_BT = np.array([seen + [0] * (self.context - len(seen))])
-        logits_V = np.float64(self.forward(padded_BT)[0, len(seen) - 1])
+        padding = [0] * (self.context - len(seen))
+        tokens_BT = np.array([seen + padding])
+        logits_BTV = self.forward(tokens_BT)
+        last = len(seen) - 1
+        logits_V = np.float64(logits_BTV[0, last])
         return logits_V - np.logaddexp.reduce(logits_V)
 
     def log_likelihood(self, context, text):
-        """log p of a text of bytes, which follows the separator where it has no context."""
+        """log p(text | context) in nats; an empty context stands for the separator, byte 0."""
         tokens = list(context.encode() or b'\0')
         nats = 0.0
         for byte in text.encode():
-            nats += self.log_p(tokens)[byte]
+            nats += self.next_log_p(tokens)[byte]
             tokens.append(byte)
         return nats
 
     def continuation(self, prompt, num_tokens):
-        """The most probable text, up to a separator or the end of a line."""
+        """The greedy continuation, up to a separator or the end of a line."""
         tokens = list(prompt.encode())
         for _ in range(num_tokens):
-            tokens.append(int(self.log_p(tokens).argmax()))
-        text = bytes(tokens[len(prompt) :]).decode(errors='replace')
+            next_token = self.next_log_p(tokens).argmax()
+            tokens.append(int(next_token))
+        new_tokens = tokens[len(prompt) :]
+        text = bytes(new_tokens).decode(errors='replace')
         return text.split('\0')[0].split('\n')[0]
+
+
+def accuracy_on_questions(plain):
+    """The share of questions whose most likely choice is the answer."""
+    num_correct = 0
+    for row in QUESTIONS:
+        scores = [plain.log_likelihood(row['question'], choice) for choice in row['choices']]
+        if np.argmax(scores) == row['answer']:
+            num_correct += 1
+    return num_correct / len(QUESTIONS)
+
+
+def perplexity_of_last_words(plain):
+    """The perplexity of three letters, given the five letters before them."""
+    nats = []
+    for row in DOCUMENTS:
+        text = row['text']
+        nats.append(plain.log_likelihood(context=text[:5], text=text[5:8]))
+    return math.exp(-np.mean(nats))
 
 
 def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_path):
     pytest.importorskip('lm_eval', reason=REASON)
     plain = OneTokenAtATime(run)
-    # Four kinds of tasks; half of the copies are right.
+    # The first of two copies is what the model writes.
     copies = [
-        {'prompt': 'def f(', 'continuation': plain.continuation('def f(', 4)},
+        {'prompt': 'def f(', 'continuation': plain.continuation('def f(', num_tokens=4)},
         {'prompt': 'x', 'continuation': 'another'},
     ]
     (tasks / 'copies.json').write_text(json.dumps(copies))
-    names = 'own_choices,own_texts,own_last_words,own_copies'
-    text = printed('evaluate', 'run', '--task_dir=tasks', f'--tasks={names}', '--out=out/all.json')
-    written = json.loads((tmp_path / 'out/all.json').read_text())
-    results = written['results']
-    assert all(name in text for name in names.split(','))
+
+    names = ('own_choices', 'own_texts', 'own_last_words', 'own_copies')
+    flags = ('--task_dir=tasks', f'--tasks={",".join(names)}', '--out=out/all.json')
+    text = printed('evaluate', 'run', *flags)
+
+    for name in names:
+        assert name in text
     assert text.splitlines()[-1] == 'wrote out/all.json'
+    written = json.loads((tmp_path / 'out/all.json').read_text())
     assert written['qkattn']['tokenizer'] == 'bytes'
     assert written['qkattn']['step'] == 12
 
-    # The most likely choice is the answer.
-    num_correct = 0
-    for row in QUESTIONS:
-        scores = [plain.log_likelihood(row['question'], choice) for choice in row['choices']]
-        num_correct += int(np.argmax(scores)) == row['answer']
-    assert results['own_choices']['acc,none'] == pytest.approx(num_correct / len(QUESTIONS))
+    results = written['results']
+    assert results['own_choices']['acc,none'] == pytest.approx(accuracy_on_questions(plain))
 
-    # Three letters, given the five before them.
-    nats = [plain.log_likelihood(row['text'][:5], row['text'][5:8]) for row in DOCUMENTS]
-    perplexity = math.exp(-np.mean(nats))
+    perplexity = perplexity_of_last_words(plain)
     assert results['own_last_words']['perplexity,none'] == pytest.approx(perplexity, rel=1e-4)
 
-    # A whole text.
-    short = DOCUMENTS[1]['text']
-    bits = -plain.log_likelihood('', short) / math.log(2) / len(short.encode())
-    assert results['own_texts']['bits_per_byte,none'] == pytest.approx(bits, rel=1e-4)
+    short = SHORT_DOCUMENT['text']
+    bits = -plain.log_likelihood('', short) / math.log(2)
+    bits_per_byte = bits / len(short.encode())
+    assert results['own_texts']['bits_per_byte,none'] == pytest.approx(bits_per_byte, rel=1e-4)
 
     assert results['own_copies']['exact_match,none'] == 0.5
 
 
 def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run):
     pytest.importorskip('lm_eval', reason=REASON)
-    evaluate = ('evaluate', 'run', '--task_dir=tasks')
     (tasks / 'choices.json').unlink()
-    (tasks / 'short.json').write_text(json.dumps([{'text': 'a\0b and more'}]))
-    for name, message in (
+    text_with_separator = {'text': 'a\0b and more'}
+    (tasks / 'short.json').write_text(json.dumps([text_with_separator]))
+
+    for task, message in (
         ('own_choices', '--tasks=own_choices cannot be read (FileNotFoundError: '),
         ('own_texts', "the text 'a\\x00b and more' cannot be encoded: text holds byte 0"),
     ):
-        done = script_here(*evaluate, f'--tasks={name}')
-        # Before the sentence, the harness shows its progress.
+        done = script_here('evaluate', 'run', '--task_dir=tasks', f'--tasks={task}')
+
         assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].startswith(message)
         assert 'Traceback' not in done.stderr
+        # The harness shows its progress before the last line.
+        assert done.stderr.splitlines()[-1].startswith(message)
 
 
 @pytest.mark.slow
@@ -189,8 +214,8 @@ def test_an_unknown_task_is_named_with_the_nearest_one(script_here, tasks, run):
     )
 
 
-def test_the_package_that_is_missing_is_named(refusal, run, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'lm_eval.utils', None)
+def test_a_missing_package_is_named(refusal, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'lm_eval.utils', None)  # makes its import fail
     sentence = refusal('evaluate', 'run', '--tasks=arc_easy')
     assert sentence.startswith('evaluate needs the package lm_eval')
     assert sentence.endswith("pip install -e '.[evaluate]'")

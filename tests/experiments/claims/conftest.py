@@ -12,7 +12,7 @@ USED = ('fair_small', 'quickstart', 'claims/cpu/lm_added')
 
 @pytest.fixture(scope='session')
 def committed(tmp_path_factory):
-    """Committed studies, as if all baselines had beaten their yardsticks."""
+    """A copy of committed studies in which every baseline beats its yardstick."""
     path = tmp_path_factory.mktemp('committed') / 'results'
     for name in USED:
         shutil.copytree(RESULTS / name, path / name, ignore=shutil.ignore_patterns('*.png'))
