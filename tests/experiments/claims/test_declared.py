@@ -18,11 +18,15 @@ from tests.processes import ROOT
 CONFIGS = sorted((ROOT / 'configs/claims').glob('*.py'))
 
 
-def test_claims_are_sorted_by_name_and_all_are_chosen_by_default():
+def test_claims_are_sorted_by_name():
     claims = declared.claims()
     assert list(claims) == sorted(claims)
-    assert {'C1', 'E3'} <= claims.keys()
-    assert declared.chosen([]) == list(claims.values())
+    assert 'C1' in claims
+    assert 'E3' in claims
+
+
+def test_all_claims_are_chosen_by_default():
+    assert declared.chosen([]) == list(declared.claims().values())
 
 
 def test_claims_are_well_formed():
@@ -47,7 +51,7 @@ OF_A_DECLARED_NAME = Claim(name='C1', **TEXTS)
 
 @pytest.fixture
 def my_claims(tmp_path, monkeypatch):
-    """A module my_claims of two claims that can be imported."""
+    """Makes `MY_CLAIMS` importable as the module my_claims."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / 'my_claims.py').write_text(MY_CLAIMS)
 
@@ -58,35 +62,43 @@ def test_claims_are_chosen_by_name_or_import_path(my_claims):
 
 
 def test_an_import_path_of_something_else_is_refused(my_claims):
-    with pytest.raises(ConfigError, match='my_claims:Claim.* is not a .*claims.claim.Claim'):
+    message = 'my_claims:Claim.* is not a .*claims.claim.Claim'
+    with pytest.raises(ConfigError, match=message):
         declared.chosen(['my_claims:Claim'])
 
 
 def test_a_claim_with_the_name_of_a_declared_one_is_refused(my_claims):
-    sentence = "my_claims:OF_A_DECLARED_NAME' has the name 'C1' of a declared"
-    with pytest.raises(ConfigError, match=sentence):
+    message = "my_claims:OF_A_DECLARED_NAME' has the name 'C1' of a declared"
+    with pytest.raises(ConfigError, match=message):
         declared.chosen(['my_claims:OF_A_DECLARED_NAME'])
 
 
 def test_a_claim_that_is_declared_twice_is_refused(monkeypatch):
-    again = dataclasses.replace(declared.claims()['C1'], title='again')
-    monkeypatch.setattr(d_two_in_a_row, 'AGAIN', again, raising=False)
+    duplicate = dataclasses.replace(declared.claims()['C1'], title='again')
+    monkeypatch.setattr(d_two_in_a_row, 'AGAIN', duplicate, raising=False)
+
+    claims_without_cache = declared.claims.__wrapped__
     with pytest.raises(ConfigError, match="'C1' is declared twice, also in .*d_two_in_a_row"):
-        declared.claims.__wrapped__()
+        claims_without_cache()
 
 
 def test_a_claim_without_evidence_is_refused():
-    with pytest.raises(ConfigError, match='claim Z9 has no evidence; give it checks, expectations'):
+    message = 'claim Z9 has no evidence; give it checks, expectations'
+    with pytest.raises(ConfigError, match=message):
         Claim(name='Z9', title='none', statement='None.', source='s', rule='r.')
 
 
-def test_an_expectation_of_another_relation_or_shape_is_refused():
-    for field, value in (('relation', 'no_worse'), ('at', 'equal')):
-        fields = {'study': 'lm', 'variant': 'qk/no_v', 'relation': 'better', field: value}
-        with pytest.raises(ConfigError, match=f"{field}='{value}' of an expectation must be one"):
-            Expectation(**fields)
+@pytest.mark.parametrize(('field', 'value'), [('relation', 'no_worse'), ('at', 'equal')])
+def test_an_expectation_with_an_unknown_value_is_refused(field, value):
+    fields = {'study': 'lm', 'variant': 'qk/no_v', 'relation': 'better'}
+    fields[field] = value
+    with pytest.raises(ConfigError, match=f"{field}='{value}' of an expectation must be one"):
+        Expectation(**fields)
+
+
+def test_an_expectation_as_reported_needs_the_reported_range():
     with pytest.raises(ConfigError, match="relation='as_reported' needs reported="):
-        Expectation('lm', 'qk/no_v', 'as_reported')
+        Expectation('lm', 'qk/no_v', relation='as_reported')
 
 
 @pytest.mark.parametrize('scale', SCALES)
@@ -95,60 +107,93 @@ def test_studies_have_the_arms_that_claims_expect(scale):
         for expected in claim.expected_at(scale):
             study = studies.studies_of([claim], scale)[expected.study]
             for variant in expected.variants:
-                # Where a study spends saved parameters in two ways: 'qk/no_o [d_ff]'.
-                bare, _, destination = variant.partition(' [')
-                assert bare in study.variants, (name, variant)
-                assert destination.strip(']') in (*study.destinations, ''), (name, variant)
+                # 'qk/no_o [d_ff]' names where the saved parameters are spent.
+                bare_variant, _, rest = variant.partition(' [')
+                destination = rest.strip(']')
+                assert bare_variant in study.variants, (name, variant)
+                if destination:
+                    assert destination in study.destinations, (name, variant)
 
 
 QUICK = [(path, 'smoke') for path in CONFIGS[::6]]
+ALL = list(itertools.product(CONFIGS, ('smoke', 'cpu', 'gpu')))
 
 
 @pytest.mark.parametrize(
     ('path', 'scale'),
-    slow_except(QUICK, itertools.product(CONFIGS, ('smoke', 'cpu', 'gpu'))),
+    slow_except(QUICK, ALL),
     ids=lambda value: getattr(value, 'stem', value),
 )
-def test_a_study_of_the_claims_is_tuned_unless_small_or_named_untuned(path, scale):
-    study = runpy.run_path(str(path))['get_config'](scale)
+def test_studies_are_tuned_except_smoke_runs_and_untuned_ones(path, scale):
+    get_config = runpy.run_path(str(path))['get_config']
+    study = get_config(scale)
+
+    should_be_tuned = scale != 'smoke' and 'untuned' not in study.name
+    is_tuned = bool(study.tuning.seeds)
+    assert is_tuned == should_be_tuned
     assert study.name == path.stem
-    assert bool(study.tuning.seeds) == (scale != 'smoke' and 'untuned' not in study.name)
     assert build_arms(study)
 
 
 def test_a_damaged_study_does_not_keep_others_from_their_reports(tmp_path, monkeypatch, caplog):
-    written = []
+    """Claim E2 has two studies; lm_added is damaged."""
+    reported = []
 
     def write_report(path):
         if path.name == 'lm_added':
             raise ReportError('study.json is damaged')
-        written.append(path.name)
+        reported.append(path.name)
 
-    # Both studies belong to claim E2; the first is damaged.
     monkeypatch.setattr(studies, 'write_report', write_report)
     for name in ('lm_added', 'lm_untuned'):
         (tmp_path / name).mkdir()
         (tmp_path / name / 'results.jsonl').write_text('{}')
+
     studies.report(declared.chosen(['E2']), tmp_path)
-    assert written == ['lm_untuned']
+
+    assert reported == ['lm_untuned']
     assert 'no report of study lm_added: study.json is damaged' in caplog.text
 
 
-def test_each_study_of_the_claims_is_trained_once(tmp_path, monkeypatch):
-    """Yardsticks are recorded at scale cpu, of untuned studies too, since claim E2 reads them."""
-    trained = []
-    recorded = []
+@pytest.fixture
+def trained(monkeypatch):
+    """The names of trained studies; nothing is really trained."""
+    names = []
 
     def train_nothing(config, directory, *options):
-        trained.append(directory.name)
+        names.append(directory.name)
 
     monkeypatch.setattr(studies.local_workers, 'run', train_nothing)
-    monkeypatch.setattr(
-        studies.yardsticks, 'record_finished', lambda path: recorded.append(path.name)
-    )
+    return names
+
+
+@pytest.fixture
+def with_yardsticks(monkeypatch):
+    """The names of studies whose yardsticks were recorded; none is really computed."""
+    names = []
+
+    def record_nothing(directory):
+        names.append(directory.name)
+
+    monkeypatch.setattr(studies.yardsticks, 'record_finished', record_nothing)
+    return names
+
+
+def test_each_study_of_several_claims_is_trained_once(trained, with_yardsticks, tmp_path):
     claims = declared.chosen(['B3', 'B8', 'E3', 'C6'])
-    studies.train(studies.studies_of(claims, 'smoke'), 'smoke', tmp_path, 1)
+    configs = studies.studies_of(claims, 'smoke')
+
+    studies.train(configs, 'smoke', tmp_path, workers=1)
+
     assert trained == ['translation_cross', 'masked_lm', 'lm_sharing', 'lm_dropped']
-    assert not recorded
-    studies.train(studies.studies_of(declared.chosen(['E2']), 'cpu'), 'cpu', tmp_path, 1)
-    assert recorded == trained[4:] == ['lm_added', 'lm_untuned']
+    assert with_yardsticks == []  # as the scale is smoke
+
+
+def test_yardsticks_of_untuned_studies_are_recorded_too(trained, with_yardsticks, tmp_path):
+    """Claim E2 reads the yardsticks of lm_untuned."""
+    configs = studies.studies_of(declared.chosen(['E2']), 'cpu')
+
+    studies.train(configs, 'cpu', tmp_path, workers=1)
+
+    assert trained == ['lm_added', 'lm_untuned']
+    assert with_yardsticks == ['lm_added', 'lm_untuned']
