@@ -93,7 +93,7 @@ CASES = [
         '--data=stdlibs names no tokenizer; give a dataset',
     ),
     (('generate', 'decoder', '--data='), '--data= names no tokenizer; give a dataset'),
-    (('generate', 'decoder', '--data=absent.json'), '--data=absent.json cannot be read'),
+    (('generate', 'decoder', '--data=absent.json'), '--data=absent.json does not exist; give'),
     (('generate', 'decoder', '--data=run.py'), '--data=run.py names no tokenizer; give a dataset'),
     (('analyze', 'decoder', '--text=a dog', '--data=tokens'), '--data=tokens names no tokenizer'),
     (('convert', 'run', '--out='), '--out=DIRECTORY is required'),
