@@ -209,8 +209,8 @@ def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
 
-# Tasks that break the interface: `Opened` takes no config, `Short` cuts its targets, and `Shifted` has
-# ids outside of the vocabulary.
+# Tasks that break the interface: `Opened` takes no config, `Short` cuts its targets, and `Shifted`
+# has ids outside of the vocabulary.
 MISREAD = """
 from qkattn.data.tasks.language import LanguageRows
 class Opened(LanguageRows):
