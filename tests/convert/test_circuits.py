@@ -36,20 +36,22 @@ def layer_of(variant: str, **options) -> Attention:
 
 
 def apply_conversions(conversions: str, layer: Attention) -> Attention:
-    """Applies conversions, written as on the command line and separated by spaces."""
+    """Applies exact conversions, such as 'merge unmerge(rank=5)', one after another."""
     for text in conversions.split(' '):
         conversion, options = parse_conversion(text)
-        layer, lost = conversion(layer, **options)
-        assert lost == 0
+        layer, lossy_error = conversion(layer, **options)
+        assert lossy_error == 0
     return layer
 
 
 def difference(converted: Attention, layer: Attention) -> float:
-    """Largest difference of the two layers' outputs, relative to the largest output."""
+    """The largest difference between the outputs of two layers, as a relative error."""
     leaves = jax.tree.leaves(layer)
     dtype = leaves[0].dtype if leaves else jnp.float64
     x_BTD = stream(d_model=layer.spec.d_model).astype(dtype)
-    return error(converted(x_BTD, causal()), np.asarray(layer(x_BTD, causal())))
+
+    expected_BTD = np.asarray(layer(x_BTD, causal()))
+    return error(converted(x_BTD, causal()), expected_BTD)
 
 
 ROPE = {'positions': 'rope'}
@@ -60,19 +62,19 @@ NORMED = {'qk_norm': True, 'logit_cap': 2.0, 'positions': 'rope', 'score_scale':
 GAUGE_FIX_QK = 'examples.gauge_fixing:GAUGE_FIX_QK'
 GAUGE_FIX_VO = 'examples.gauge_fixing:GAUGE_FIX_VO'
 
-# Conversions, the source and its options, the variant of the target.
+# Conversions, variant and options of a layer, and the variant that it is converted to (None: any).
 EXACT_CONVERSIONS = [
     ('merge', 'qk/vo', ALIBI, 'merged/vo'),
     ('merge', 'pairwise/no_v', {}, 'merged/no_v'),
     ('merge unmerge', 'qk/vo', ALIBI, 'qk/vo'),
     ('merge unmerge(rank=5)', 'low_rank(rank=5)/vo', {}, 'low_rank(rank=5)/vo'),
     (GAUGE_FIX_QK, 'qk/vo', ALIBI | GROUPED, None),
-    (GAUGE_FIX_QK, 'qk/vo', {'d_model': 16, **GROUPED}, None),  # no free rows
+    (GAUGE_FIX_QK, 'qk/vo', {'d_model': 16, **GROUPED}, None),  # d_model = head size
     ('merge_vo', 'qk/vo', NORMED, 'qk/merged_vo'),
     ('merge_vo', 'qk/k_is_v', ROPE, 'qk/merged_vo'),
     ('merge_vo unmerge_vo', 'qk/examples.hadamard:Hadamard', ROPE, 'qk/vo'),
     ('merge_vo unmerge_vo(rank=5)', 'merged/low_rank(rank=5)', {}, 'merged/low_rank(rank=5)'),
-    ('merge_vo unmerge', 'qk/vo', {'d_model': 8}, 'qk/merged_vo'),  # a rank above d_model
+    ('merge_vo unmerge', 'qk/vo', {'d_model': 8}, 'qk/merged_vo'),  # d_model < head size
     (GAUGE_FIX_VO, 'qk/vo', NORMED | GROUPED, None),
     ('fold_double', 'double/double(size=70)', NORMED | GROUPED, 'qk/vo'),
     ('fold_double', 'double(which="k")/no_o', ROPE, 'qk/no_o'),
@@ -82,85 +84,108 @@ EXACT_CONVERSIONS = [
     ('merge', 'qk/vo', {'normalizer': 'entmax15'}, 'merged/vo'),
     ('merge', 'qk/vo', {'normalizer': 'sigmoid', 'biases': False}, 'merged/vo'),
     ('merge_vo', 'shared_qk(key_norm=True)/vo', {}, 'shared_qk(key_norm=True)/merged_vo'),
-    (f'merge_vo unmerge_vo {GAUGE_FIX_VO}', 'nonlinear_query/vo', {}, None),  # keeps any Score
+    (f'merge_vo unmerge_vo {GAUGE_FIX_VO}', 'nonlinear_query/vo', {}, None),
 ]
 
 
 @pytest.mark.parametrize(
-    ('conversions', 'source', 'options', 'variant'),
+    ('conversions', 'variant', 'options', 'expected_variant'),
     slow_except(EXACT_CONVERSIONS[12::4], EXACT_CONVERSIONS),
     ids=str,
 )
-def test_the_target_computes_the_same_function(conversions, source, options, variant):
-    assert_converted_exactly(conversions, layer_of(source, **options), variant)
+def test_exact_conversions_keep_the_function(conversions, variant, options, expected_variant):
+    assert_converted_exactly(conversions, layer_of(variant, **options), expected_variant)
 
 
 def assert_converted_exactly(
-    conversions: str, layer: Attention, variant: str | None = None
+    conversions: str, layer: Attention, expected_variant: str | None = None
 ) -> None:
-    """The converted layer computes the same in both precisions; the source is left unchanged."""
-    before = [np.asarray(a).copy() for a in jax.tree.leaves(layer)]
+    """Checks that conversions keep the outputs in float64 and float32, and copy the layer."""
+    leaves_before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(layer)]
+
     for dtype, tolerance in ((jnp.float64, 1e-12), (jnp.float32, 1e-4)):
+        original = cast(layer, dtype)
         converted = apply_conversions(conversions, cast(layer, dtype))
-        assert variant in (None, str(converted.spec.variant))
-        assert {a.dtype for a in jax.tree.leaves(converted)} == {np.dtype(dtype)}
-        assert difference(converted, cast(layer, dtype)) < tolerance
-    for a, b in zip(jax.tree.leaves(layer), before, strict=True):
-        np.testing.assert_array_equal(a, b)
-    if conversions == 'fold_biases':
-        assert not converted.score.b_k_KH[...].any()
-        assert not converted.value.b_v_KH[...].any()
+
+        assert difference(converted, original) < tolerance
+        if expected_variant is not None:
+            assert str(converted.spec.variant) == expected_variant
+        for leaf in jax.tree.leaves(converted):
+            assert leaf.dtype == dtype
+        if conversions == 'fold_biases':
+            assert not converted.score.b_k_KH[...].any()
+            assert not converted.value.b_v_KH[...].any()
+
+    for leaf, leaf_before in zip(jax.tree.leaves(layer), leaves_before, strict=True):
+        np.testing.assert_array_equal(leaf, leaf_before)
 
 
 def test_keys_of_less_than_full_rank_are_gauge_fixed():
     layer = layer_of('qk/vo')
-    layer.score.w_k_DKH[:, 1, 0] = layer.score.w_k_DKH[:, 1, 1]
+    head = 1
+    # Two equal columns make W_K of this head singular.
+    layer.score.w_k_DKH[:, head, 0] = layer.score.w_k_DKH[:, head, 1]
+
     assert_converted_exactly(GAUGE_FIX_QK, layer)
 
 
 SCALED_AND_CAPPED = {'score_scale': 0.7, 'logit_cap': 3.0}
-LINEAR = ['/'.join(pair) for pair in sorted(documented_variants()) if pair[0] != 'nonlinear_query']
-LINEAR += ['/'.join(pair) for pair in examples.FOLDER_VARIANTS]
+# Linear variants as (score, value).
+LINEAR_PAIRS = [pair for pair in sorted(documented_variants()) if pair[0] != 'nonlinear_query']
+LINEAR_PAIRS += examples.FOLDER_VARIANTS
+LINEAR = [f'{score}/{value}' for score, value in LINEAR_PAIRS]
 LINEAR += ['latent(size=20, query_size=9)/latent', "shared_qk(temperature='learned')/k_is_v"]
 ROTATED = ['shared_qk/k_is_v', 'query_free/no_v', 'double/o_is_v', 'low_rank(rank=20)/vo']
-STANDARD = [('qk/k_is_v', GROUPED), *((variant, SCALED_AND_CAPPED) for variant in LINEAR)]
-STANDARD += [(variant, options) for variant in ROTATED for options in (ROPE, NORMED)]
+LINEAR_CASES = [('qk/k_is_v', GROUPED)]
+LINEAR_CASES += [(variant, SCALED_AND_CAPPED) for variant in LINEAR]
+LINEAR_CASES += [(variant, options) for variant in ROTATED for options in (ROPE, NORMED)]
 
 
-@pytest.mark.parametrize(('variant', 'options'), mostly_slow(STANDARD, every=16), ids=str)
+@pytest.mark.parametrize(('variant', 'options'), mostly_slow(LINEAR_CASES, every=16), ids=str)
 def test_standard_attention_represents_every_linear_variant(variant, options):
     layer = layer_of(variant, **options)
-    target = to_standard(layer)
-    assert (target.spec.score, target.spec.value) == ('qk', 'vo')
-    assert target.spec.num_kv_heads == options.get('num_kv_heads', N)
-    assert difference(target, layer) < 1e-12
+
+    standard = to_standard(layer)
+
+    assert standard.spec.score == 'qk'
+    assert standard.spec.value == 'vo'
+    assert standard.spec.num_kv_heads == options.get('num_kv_heads', N)
+    assert difference(standard, layer) < 1e-12
 
 
 def test_gains_and_biases_of_a_norm_fold_into_the_projections():
     rng = np.random.default_rng(3)
     gain_D = 1 + rng.normal(size=64) / 3
     x_BTD = stream(d_model=64).astype(jnp.float64)
-    for options in ({'biases': False}, {'biases': True, **NORMED}):
-        layer = layer_of('qk/vo', num_kv_heads=2, **options)
+    layer_without_biases = layer_of('qk/vo', num_kv_heads=2, biases=False)
+    layer_with_biases = layer_of('qk/vo', num_kv_heads=2, biases=True, **NORMED)
+
+    for layer in (layer_without_biases, layer_with_biases):
         for bias_D in (np.zeros(64), rng.normal(size=64)):
-            # The folded layer maps x to what the layer itself maps gain * x + bias to.
             folded = fold_gains(layer, gain_D, bias_D)
-            assert folded.spec.biases == (options['biases'] or bias_D.any())
-            expected = np.asarray(layer(x_BTD * gain_D + bias_D, causal()))
-            assert error(folded(x_BTD, causal()), expected) < 1e-12
-            assert error(layer(x_BTD, causal()), expected) > 1e-2
+
+            assert folded.spec.biases == (layer.spec.biases or bias_D.any())
+            expected_BTD = np.asarray(layer(gain_D * x_BTD + bias_D, causal()))
+            assert error(folded(x_BTD, causal()), expected_BTD) < 1e-12
+            # Without folding, the output is another.
+            assert error(layer(x_BTD, causal()), expected_BTD) > 1e-2
 
 
 def test_unmerged_factors_are_balanced():
+    """W_Q^T W_Q and W_K^T W_K of each head are the same diagonal matrix."""
     score = apply_conversions('merge unmerge', layer_of('qk/vo', biases=False)).score
-    q_NHH, k_NHH = (np.einsum('DNH,DNG->NHG', w, w) for w in (score.w_q_DNH, score.w_k_DKH))
-    np.testing.assert_allclose(q_NHH, k_NHH, atol=1e-12)
-    assert np.abs(q_NHH * (1 - np.eye(16))).max() < 1e-12 * np.abs(q_NHH).max()
+
+    q_gram_NHH = np.einsum('DNH,DNG->NHG', score.w_q_DNH, score.w_q_DNH)
+    k_gram_NHH = np.einsum('DNH,DNG->NHG', score.w_k_DKH, score.w_k_DKH)
+    off_diagonal_NHH = q_gram_NHH * (1 - np.eye(16))
+    np.testing.assert_allclose(q_gram_NHH, k_gram_NHH, atol=1e-12)
+    assert np.abs(off_diagonal_NHH).max() < 1e-12 * np.abs(q_gram_NHH).max()
 
 
 def test_a_zero_matrix_has_zero_factors():
-    left_ENR, right_DNR, lost = balanced_factors(np.zeros((2, 4, 4)), 3)
-    assert lost == 0
+    left_ENR, right_DNR, relative_error = balanced_factors(np.zeros((2, 4, 4)), 3)
+
+    assert relative_error == 0
     assert not left_ENR.any()
     assert not right_DNR.any()
 
@@ -168,60 +193,100 @@ def test_a_zero_matrix_has_zero_factors():
 @pytest.mark.parametrize('rank', [2, 15])
 def test_truncation_has_the_error_of_eckart_young(rank):
     layer = layer_of('qk/vo', biases=False)
-    score, lost_qk = truncate(layer, rank=rank)
-    value, lost_vo = truncate_vo(layer, rank=rank)
-    qk = [member.score.scale * member.score.matrix() for member in (layer, score)]
-    vo = [member.value.matrix(None) for member in (layer, value)]
-    # The best approximation of a rank leaves out the smallest singular values.
-    for (exact_NDE, cut_NDE), lost in ((qk, lost_qk), (vo, lost_vo)):
-        s_NR = np.linalg.svd(exact_NDE, compute_uv=False)
-        assert lost == pytest.approx(np.linalg.norm(s_NR[:, rank:]) / np.linalg.norm(exact_NDE))
-        assert lost == pytest.approx(np.linalg.norm(cut_NDE - exact_NDE) / np.linalg.norm(s_NR))
+
+    qk_truncated, qk_error = truncate(layer, rank=rank)
+    vo_truncated, vo_error = truncate_vo(layer, rank=rank)
+
+    assert_best_approximation(
+        exact_NDE=layer.score.scale * layer.score.matrix(),
+        truncated_NDE=qk_truncated.score.scale * qk_truncated.score.matrix(),
+        relative_error=qk_error,
+        rank=rank,
+    )
+    assert_best_approximation(
+        exact_NDE=layer.value.matrix(None),
+        truncated_NDE=vo_truncated.value.matrix(None),
+        relative_error=vo_error,
+        rank=rank,
+    )
+
+
+def assert_best_approximation(exact_NDE, truncated_NDE, relative_error, rank):
+    """Checks that the error is the norm of the singular values beyond `rank`."""
+    s_NR = np.linalg.svd(exact_NDE, compute_uv=False)
+    norm = np.linalg.norm(exact_NDE)
+    smallest_error = np.linalg.norm(s_NR[:, rank:]) / norm
+    actual_error = np.linalg.norm(truncated_NDE - exact_NDE) / norm
+
+    assert relative_error == pytest.approx(smallest_error)
+    assert relative_error == pytest.approx(actual_error)
+
+
+def gauge_fix_both(layer: Attention) -> Attention:
+    """Gauge-fixes both circuits of a layer."""
+    fixed_layers = gauge_fix_vo(gauge_fix_qk([layer]))
+    return fixed_layers[0]
 
 
 def test_gauge_fixing_keeps_parameters_small():
-    (fixed,) = gauge_fix_vo(gauge_fix_qk([layer_of('qk/vo', biases=False)]))
-    for free in (fixed.score.w_k_free_CKH, fixed.value.w_o_NHC):
-        assert np.abs(free[...]).max() < 4
+    fixed = gauge_fix_both(layer_of('qk/vo', biases=False))
+
+    assert np.abs(fixed.score.w_k_free_CKH[...]).max() < 4
+    assert np.abs(fixed.value.w_o_NHC[...]).max() < 4
 
 
-def test_gauge_fixing_removes_h_squared_parameters_a_head():
-    layer = layer_of('qk/vo', biases=False)
-    (fixed,) = gauge_fix_vo(gauge_fix_qk([layer]))
-    before, after = (sum(a.size for a in jax.tree.leaves(x)) for x in (layer, fixed))
-    assert before - after == 2 * N * 16 * 16
+def test_gauge_fixing_removes_h_squared_parameters_per_head():
+    H = 16
+    layer = layer_of('qk/vo', biases=False, head_size=H)
+
+    fixed = gauge_fix_both(layer)
+
+    removed_by_qk = removed_by_vo = N * H**2
+    assert num_parameters(layer) - num_parameters(fixed) == removed_by_qk + removed_by_vo
 
 
-def test_layers_without_a_common_invertible_block_are_refused_by_the_precision():
-    """Gauge fixing inverts one block of rows, at the same place in all layers.
-
-    The first layer has small entries in rows 0 to 15, the second in rows 16 to 31: whichever rows
-    are taken, one layer's block is small. float64 has digits for smaller ones than float32.
-    """
-    for size_of_small_rows, dtype, is_refused in (
-        (1e-2, jnp.float32, False),
-        (1e-5, jnp.float32, True),
-        (1e-5, jnp.float64, False),
-        (1e-9, jnp.float64, True),
-    ):
-        layers = []
-        for half in (slice(0, 16), slice(16, 32)):
-            layer = layer_of('qk/vo', d_model=32)
-            layer.score.w_k_DKH[half] = layer.score.w_k_DKH[half] * size_of_small_rows
-            layer.value.w_o_NHD[..., half] = layer.value.w_o_NHD[..., half] * size_of_small_rows
-            layers.append(cast(layer, dtype))
-        for gauge_fix in (gauge_fix_qk, gauge_fix_vo):
-            if is_refused:
-                with refused('too close to singular for float', ConversionError):
-                    gauge_fix(layers)
-            else:
-                for fixed, layer in zip(gauge_fix(layers), layers, strict=True):
-                    assert difference(cast(fixed), cast(layer)) < jnp.finfo(dtype).eps ** 0.5
+def num_parameters(layer: Attention) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(layer))
 
 
-def test_a_refusal_names_the_reason_in_one_sentence():
-    # The conversion, the variant and the options of the layer, and what the refusal says.
-    for conversion, source, options, reason in (
+def layers_without_a_common_block(size_of_small_rows: float, dtype) -> list[Attention]:
+    """Two layers: rows 0 to 15 are small in the first one, rows 16 to 31 in the second one."""
+    layers = []
+    for rows in (slice(0, 16), slice(16, 32)):
+        layer = layer_of('qk/vo', d_model=32)
+        layer.score.w_k_DKH[rows] = layer.score.w_k_DKH[rows] * size_of_small_rows
+        layer.value.w_o_NHD[..., rows] = layer.value.w_o_NHD[..., rows] * size_of_small_rows
+        layers.append(cast(layer, dtype))
+    return layers
+
+
+@pytest.mark.parametrize('gauge_fix', [gauge_fix_qk, gauge_fix_vo])
+@pytest.mark.parametrize(
+    ('size_of_small_rows', 'dtype'), [(1e-2, jnp.float32), (1e-5, jnp.float64)]
+)
+def test_a_small_block_is_gauge_fixed(gauge_fix, size_of_small_rows, dtype):
+    layers = layers_without_a_common_block(size_of_small_rows, dtype)
+
+    fixed_layers = gauge_fix(layers)
+
+    half_of_the_digits = jnp.finfo(dtype).eps ** 0.5
+    for fixed, layer in zip(fixed_layers, layers, strict=True):
+        assert difference(cast(fixed), cast(layer)) < half_of_the_digits
+
+
+@pytest.mark.parametrize('gauge_fix', [gauge_fix_qk, gauge_fix_vo])
+@pytest.mark.parametrize(
+    ('size_of_small_rows', 'dtype'), [(1e-5, jnp.float32), (1e-9, jnp.float64)]
+)
+def test_a_block_too_close_to_singular_is_refused(gauge_fix, size_of_small_rows, dtype):
+    layers = layers_without_a_common_block(size_of_small_rows, dtype)
+
+    with refused('too close to singular for float', ConversionError):
+        gauge_fix(layers)
+
+
+def test_a_refused_conversion_names_the_reason():
+    for conversion, variant, options, reason in (
         ('merge', 'qk/vo', ROPE, 'RoPE rotates'),
         ('merge', 'qk/vo', {'normalizer': 'sigmoid'}, 'normalizer=sigmoid does not'),
         ('gqa_to_latent', 'qk/vo', ROPE, 'rotate between the latent'),
@@ -236,7 +301,13 @@ def test_a_refusal_names_the_reason_in_one_sentence():
         ('gqa_to_latent', 'qk/vo', {}, '= 128, wider than the stream'),
         ('to_standard', 'qk/low_rank(rank=20)', ROPE, 'size 16 would be widened to the 20'),
     ):
+        layer = layer_of(variant, **options)
         with refused(reason, ConversionError):
-            apply_conversions(conversion, layer_of(source, **options))
+            apply_conversions(conversion, layer)
+
+
+def test_gains_fold_into_standard_attention_only():
+    layer = layer_of('query_free/vo')
+
     with refused('starts from qk/vo', ConversionError):
-        fold_gains(layer_of('query_free/vo'), np.ones(64), np.zeros(64))
+        fold_gains(layer, gain_D=np.ones(64), bias_D=np.zeros(64))
