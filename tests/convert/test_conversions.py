@@ -26,9 +26,10 @@ def random_params_of(config: ModelConfig) -> dict:
     """Parameters as after training: gains are near 1, and no bias is 0."""
     rng = np.random.default_rng(0)
 
-    def draw(path, a):
-        gain = path[-1].key.startswith('g_')
-        return (gain + 0.2 * rng.standard_normal(a.shape)).astype(np.float32)
+    def draw(path, leaf):
+        name = path[-1].key
+        mean = 1 if name.startswith('g_') else 0
+        return (mean + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
 
@@ -39,7 +40,8 @@ TIED = {'score': 'shared_qk', 'value': 'k_is_v'}
 DOUBLE = {'score': 'double', 'value': 'double'}
 GAUGE_FIX_QK = 'examples.gauge_fixing:GAUGE_FIX_QK'
 GAUGE_FIX_VO = 'examples.gauge_fixing:GAUGE_FIX_VO'
-# Every conversion once, half of them on post-norm models.
+# Changes of CONFIG, the conversions, and the variant that they end with (None: any). Every
+# conversion occurs, about half of them in post-norm models.
 EXACT_CONVERSIONS = [
     ({}, ['fold_gains', 'fold_biases', 'merge', 'merge_vo'], 'merged/merged_vo'),
     ({}, [GAUGE_FIX_QK, GAUGE_FIX_VO, 'merge', 'unmerge'], None),
@@ -54,55 +56,70 @@ EXACT_CONVERSIONS = [
 
 
 def test_every_conversion_is_named_as_its_function():
-    assert all(c.function.__name__ == name for name, c in CONVERSIONS.items())
+    for name, conversion in CONVERSIONS.items():
+        assert conversion.function.__name__ == name
 
 
 def test_every_conversion_is_in_the_table():
-    tried = {step.partition('(')[0] for _, steps, _ in EXACT_CONVERSIONS for step in steps}
+    tried = set()
+    for _, steps, _ in EXACT_CONVERSIONS:
+        for step in steps:
+            name, _, _ = step.partition('(')  # 'truncate(rank=8)' -> 'truncate'
+            tried.add(name)
+
     assert tried == {*CONVERSIONS, GAUGE_FIX_QK, GAUGE_FIX_VO}
 
 
 @pytest.mark.parametrize(
-    ('changes', 'steps', 'variant'),
+    ('changes', 'steps', 'expected_variant'),
     slow_except(EXACT_CONVERSIONS[:1], EXACT_CONVERSIONS),
-    ids=lambda v: '-'.join(v) if isinstance(v, list) else None,
+    ids=lambda argument: '-'.join(argument) if isinstance(argument, list) else None,
 )
-def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, variant):
-    config = dataclasses.replace(CONFIG, **changes)
-    params = random_params_of(config)
-    before = config, params
+def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, expected_variant):
+    original_config = dataclasses.replace(CONFIG, **changes)
+    original_params = random_params_of(original_config)
+
+    config = original_config
+    params = original_params
     for step in steps:
         config, params, errors = convert_model(step, config, params)
-        assert len(errors) == 3 * ('truncate' in step)
+        # Only truncation is lossy: it has an error for each layer, which is 0 at full rank.
+        assert len(errors) == (config.num_layers if 'truncate' in step else 0)
         assert sum(errors) < 1e-6
-    assert logit_error(before, (config, params), TOKENS) < 1e-4
-    assert variant in (None, str(config.variant))
 
-    # A folded norm is left without gain and bias.
+    original = (original_config, original_params)
+    assert logit_error(original, (config, params), TOKENS) < 1e-4
+    if expected_variant is not None:
+        assert str(config.variant) == expected_variant
     if 'fold_gains' in steps:
-        assert (params['blocks']['attention_norm'].get('g_D', np.ones(1)) == 1).all()
-        assert (params['blocks']['attention_norm']['b_D'] == 0).all()
+        norm = params['blocks']['attention_norm']
+        assert np.all(norm.get('g_D', 1) == 1)
+        assert np.all(norm['b_D'] == 0)
 
-    # A model is converted as its configuration and parameters are.
-    again = conversions.converted(with_params(*before), *steps)
-    assert again.config == config
-    np.testing.assert_array_equal(again(TOKENS), with_params(config, params)(TOKENS))
+    # `converted` does the same to a model.
+    model = conversions.converted(with_params(original_config, original_params), *steps)
+    assert model.config == config
+    np.testing.assert_array_equal(model(TOKENS), with_params(config, params)(TOKENS))
 
 
 def test_gauge_fixing_takes_a_block_that_is_invertible_in_every_layer():
-    params = random_params_of(CONFIG)
     H = 8
-    w_LDKH = params['blocks']['attention']['score']['w_k_DKH']
-    for n in range(4):  # layer 0 alone would pick rows 2 and 3, which are nearly equal in layer 1
-        w_LDKH[0, n * H + 2 : n * H + 4, n] *= 100
-        w_LDKH[1, n * H + 3, n] = w_LDKH[1, n * H + 2, n] + 1e-5 * w_LDKH[1, n * H + 3, n]
-    config, fixed, _ = convert_model(GAUGE_FIX_QK, CONFIG, params)
-    assert logit_error((CONFIG, params), (config, fixed), TOKENS) < 1e-5
+    params = random_params_of(CONFIG)
+    w_k_LDKH = params['blocks']['attention']['score']['w_k_DKH']
+    for head in range(CONFIG.num_heads):
+        # Layer 0 alone would pick these two rows, which are nearly equal in layer 1.
+        first = head * H + 2
+        second = head * H + 3
+        w_k_LDKH[0, [first, second], head] *= 100
+        w_k_LDKH[1, second, head] = w_k_LDKH[1, first, head] + 1e-5 * w_k_LDKH[1, second, head]
+
+    config, fixed_params, _ = convert_model(GAUGE_FIX_QK, CONFIG, params)
+
+    assert logit_error((CONFIG, params), (config, fixed_params), TOKENS) < 1e-5
 
 
 def test_a_conversion_that_does_not_apply_is_refused_with_the_reason():
-    # The conversion, changes of the model, the error, and what it says.
-    for text, changes, error, message in (
+    for conversion, changes, error, message in (
         ('fold_gains', POST, ConversionError, 'post-norm model the residual stream also'),
         ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),
         ('merge', {'kind': 'encoder_decoder'}, ConfigError, "model.kind is 'encoder_decoder'"),
@@ -111,25 +128,27 @@ def test_a_conversion_that_does_not_apply_is_refused_with_the_reason():
         ('math:pi', {}, ConfigError, "conversion='math:pi' is not a Conversion"),
     ):
         config = dataclasses.replace(CONFIG, **changes)
+        params = random_params_of(config)
         with refused(message, error):
-            convert_model(text, config, random_params_of(config))
+            convert_model(conversion, config, params)
 
 
-def test_a_refusal_names_the_layer_unless_it_holds_for_all():
-    """In layers 0 and 2 only the last 8 rows of W_K are not 0, and in layer 1 they are tiny.
-
-    So the block that gauge fixing inverts is of these rows, and layer 1 alone is near singular.
-    """
+def test_a_refusal_names_the_layer_that_is_singular():
     params = random_params_of(CONFIG)
-    w_LDKH = params['blocks']['attention']['score']['w_k_DKH']
-    w_LDKH[[0, 2], :-8] = 0
-    w_LDKH[1, -8:] *= 1e-6
+    w_k_LDKH = params['blocks']['attention']['score']['w_k_DKH']
+    # Layers 0 and 2 can invert only their last 8 rows, which are tiny in layer 1.
+    w_k_LDKH[[0, 2], :-8] = 0
+    w_k_LDKH[1, -8:] *= 1e-6
+
     with refused('^the block of W_K, layer 1, head 0, that becomes', ConversionError):
         convert_model(GAUGE_FIX_QK, CONFIG, params)
-    # A score that does not fit is that of every layer, so none is named.
-    config, merged_params, _ = convert_model('merge', CONFIG, params)
+
+
+def test_a_refusal_that_holds_for_all_layers_names_none():
+    config, params, _ = convert_model('merge', CONFIG, random_params_of(CONFIG))
+
     with refused('^it starts from the score qk, not merged', ConversionError):
-        convert_model(GAUGE_FIX_QK, config, merged_params)
+        convert_model(GAUGE_FIX_QK, config, params)
 
 
 def test_layers_that_would_become_different_variants_are_refused(monkeypatch):
@@ -137,9 +156,11 @@ def test_layers_that_would_become_different_variants_are_refused(monkeypatch):
 
     def merge_all_but_the_first(layer):
         layers.append(layer)
-        return merge_vo(layer) if len(layers) > 1 else layer
+        is_first = len(layers) == 1
+        return layer if is_first else merge_vo(layer)
 
-    conversion = conversions.Conversion(merge_all_but_the_first, 'OV')
+    conversion = conversions.Conversion(merge_all_but_the_first, circuit='OV')
     monkeypatch.setitem(CONVERSIONS, 'merge_vo', conversion)
+
     with refused('layer 1 would become qk/merged_vo .* one variant', ConversionError):
         convert_model('merge_vo', CONFIG, random_params_of(CONFIG))
