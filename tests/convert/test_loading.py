@@ -2,13 +2,15 @@
 
 import contextlib
 import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.config import to_json
+from qkattn.config import Config, to_json
 from qkattn.convert.loading import load
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.storage.records import write_json
@@ -18,76 +20,114 @@ from qkattn.train.step import init_stack
 from tests.refusals import refused
 
 
+class TrainedRun(NamedTuple):
+    directory: Path
+    config: Config
+    state: dict[str, Any]
+
+
+def save_checkpoint(
+    run: Path, state: dict, *, step: int, alive: list[bool], factor: float = 1.0, keep: int = 2
+) -> None:
+    """Saves the state as a checkpoint of `step`, with its parameters times `factor`."""
+    trials = dict(state['trials'], alive=jnp.array(alive))
+    trials['params'] = jax.tree.map(lambda leaf: factor * leaf, trials['params'])
+    with contextlib.closing(Checkpoints(run / 'checkpoints', keep=keep)) as checkpoints:
+        checkpoints.save(
+            step,
+            {**state, 'trials': trials, 'step': jnp.int32(step)},
+            {'data': {}, 'train_seconds': 0.0},
+        )
+
+
 @pytest.fixture(scope='module')
 def trained(tiny, tmp_path_factory):
-    """A run of two trials after 4 steps, the first of which diverged, its config and its state."""
+    """A run with one checkpoint, of step 4. The first of its two trials has diverged."""
     directory = tmp_path_factory.mktemp('runs') / 'run'
     config = tiny(model={'num_layers': 1}, trials={'seeds': (0, 1)})
-    record = {'data': {}, 'train_seconds': 0.0}
     write_json(directory / 'config.json', {'hash': '', 'config': to_json(config)})
     state = jax.jit(lambda seeds: init_stack(config, seeds))(jnp.arange(2, dtype=jnp.uint32))
-    state['trials']['alive'] = jnp.array([False, True])
-    with contextlib.closing(Checkpoints(directory / 'checkpoints')) as checkpoints:
-        checkpoints.save(4, {**state, 'step': jnp.int32(4)}, record)
-    return directory, config, state
+    save_checkpoint(directory, state, step=4, alive=[False, True])
+    return TrainedRun(directory, config, state)
 
 
 def test_a_run_loads_with_a_model_per_trial(trained, caplog):
-    directory, config, _ = trained
-    run = load(directory)
-    assert (run.path, run.config, run.step) == (directory, config, 4)
-    assert run.trials == config.trials.trials()
+    run = load(trained.directory)
+
+    assert run.path == trained.directory
+    assert run.config == trained.config
+    assert run.step == 4
+    assert run.trials == trained.config.trials.trials()
     assert len(run.models) == 2
-    # The first trial diverged, so the second one is the run's model.
+    logits_BTV = run.model(np.zeros((1, 5), np.int32))
+    assert logits_BTV.shape == (1, 5, 256)
+    assert not caplog.records
+
+
+def test_the_model_of_a_run_is_its_first_trial_alive(trained):
+    run = load(trained.directory)
+
     assert run.alive == [False, True]
     assert run.trial == 1
     assert run.model is run.models[1]
     with refused(r'trial=2 must be in \[0, 2\)'):
         run.check_trial(2)
-    assert run.model(np.zeros((1, 5), np.int32)).shape == (1, 5, 256)
-    about = f'decoder qk/vo, d_model=32, num_layers=1, step 4 of {config.train.num_steps}, trials: '
-    assert repr(run) == f'Loaded({about}{run.trials}, path: {directory})'
-    assert not caplog.records
+
+
+def test_a_loaded_run_describes_itself(trained):
+    run = load(trained.directory)
+
+    num_steps = trained.config.train.num_steps
+    assert repr(run) == (
+        f'Loaded(decoder qk/vo, d_model=32, num_layers=1, step 4 of {num_steps}, '
+        f'trials: {run.trials}, path: {trained.directory})'
+    )
 
 
 def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
-    # To the checkpoint of step 4, add those of steps 6 and 8 with 3 and 5 times its parameters.
-    # Another trial is alive in the last one.
-    source, config, state = trained
-    directory = tmp_path / 'run'
-    shutil.copytree(source, directory)
-    for step, factor in ((6, 3.0), (8, 5.0)):
-        trials = dict(state['trials'], alive=jnp.array([True, step == 6]))
-        trials['params'] = jax.tree.map(lambda leaf, by=factor: by * leaf, trials['params'])
-        later = {**state, 'trials': trials, 'step': jnp.int32(step)}
-        with contextlib.closing(Checkpoints(directory / 'checkpoints', keep=3)) as saved:
-            saved.save(step, later, {'data': {}, 'train_seconds': 0.0})
+    run = shutil.copytree(trained.directory, tmp_path / 'run')
+    # The checkpoint of step 4 has factor 1.
+    save_checkpoint(run, trained.state, step=6, factor=3.0, alive=[True, True], keep=3)
+    save_checkpoint(run, trained.state, step=8, factor=5.0, alive=[True, False], keep=3)
+    step_4_leaves = jax.tree.leaves(load(trained.directory).params[1])
 
-    # The mean over the newest 1, 2 or 3 of the factors 5, 3 and 1.
-    for average, factor in ((1, 5.0), (2, 4.0), (3, 3.0)):
-        run = load(directory, average=average)
-        assert run.step == 8
-        assert run.alive == [True, False]
-        averaged = jax.tree.leaves(run.params[1])
-        of_step_4 = jax.tree.leaves(load(trained[0]).params[1])
-        for leaf, first in zip(averaged, of_step_4, strict=True):
-            np.testing.assert_allclose(leaf, factor * first, rtol=1e-6)
+    for average, mean_factor in (
+        (1, 5.0),
+        (2, (5.0 + 3.0) / 2),
+        (3, (5.0 + 3.0 + 1.0) / 3),
+    ):
+        loaded = load(run, average=average)
+        assert loaded.step == 8
+        assert loaded.alive == [True, False]
+        averaged_leaves = jax.tree.leaves(loaded.params[1])
+        for averaged_leaf, step_4_leaf in zip(averaged_leaves, step_4_leaves, strict=True):
+            np.testing.assert_allclose(averaged_leaf, mean_factor * step_4_leaf, rtol=1e-6)
+
     with refused(r'average=4 .* checkpoints of .* are of steps \[8, 6, 4\]; train.keep'):
-        load(directory, average=4)
+        load(run, average=4)
 
-    # Checkpoints further apart than their regular distance are not averaged.
-    with contextlib.closing(Checkpoints(directory / 'checkpoints')) as saved:
-        later['step'] = jnp.int32(8 + 2 * config.train.checkpoint_every)
-        saved.save(int(later['step']), later, {'data': {}, 'train_seconds': 0.0})
-    with refused(rf'average=2 .* are of steps \[{later["step"]}, 8\]'):
-        load(directory, average=2)
 
-    # Exported parameters are one model, without a run.
-    exported.save(tmp_path / 'w', config.model, run.params[0], origin={})
-    loaded = load(tmp_path / 'w')
-    assert (loaded.config, loaded.step, loaded.trials, loaded.trial) == (None, None, [{}], 0)
+def test_checkpoints_with_a_gap_are_not_averaged(trained, tmp_path):
+    run = shutil.copytree(trained.directory, tmp_path / 'run')
+    step = 4 + 2 * trained.config.train.checkpoint_every
+    save_checkpoint(run, trained.state, step=step, alive=[True, False])
+
+    with refused(rf'average=2 .* are of steps \[{step}, 4\]'):
+        load(run, average=2)
+
+
+def test_exported_parameters_load_as_one_model(trained, tmp_path):
+    first_trial = load(trained.directory).params[0]
+    exported.save(tmp_path, trained.config.model, first_trial, origin={})
+
+    loaded = load(tmp_path)
+
+    assert loaded.config is None
+    assert loaded.step is None
+    assert loaded.trials == [{}]
+    assert loaded.trial == 0
     with refused('average=2 needs the checkpoints of a run'):
-        load(tmp_path / 'w', average=2)
+        load(tmp_path, average=2)
 
 
 @pytest.mark.parametrize(
@@ -99,21 +139,27 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
         ('', 'does not exist'),
     ],
 )
-def test_a_directory_without_a_readable_checkpoint_is_refused_in_one_sentence(
-    trained, tmp_path, removed, message
-):
-    run = shutil.copytree(trained[0], tmp_path / 'run')
+def test_a_directory_without_a_readable_checkpoint_is_refused(trained, tmp_path, removed, message):
+    run = shutil.copytree(trained.directory, tmp_path / 'run')
     for path in tmp_path.glob(f'run/{removed}'):
         shutil.rmtree(path)
+
     with refused(message, (ConfigError, CheckpointError)) as raised:
         load(run)
+
     assert str(run) in str(raised.value)
+
+
+def test_a_study_without_runs_is_refused(tmp_path):
+    (tmp_path / 'study.json').write_text('{}')
+
+    with refused('is a study without runs yet'):
+        load(tmp_path)
 
 
 def test_a_study_is_refused_and_one_of_its_runs_is_named(trained, tmp_path):
     (tmp_path / 'study.json').write_text('{}')
-    with refused('is a study without runs yet'):
-        load(tmp_path)
-    shutil.copytree(trained[0], tmp_path / 'runs/qk-vo')
+    shutil.copytree(trained.directory, tmp_path / 'runs/qk-vo')
+
     with refused(f'give one of its runs, e.g. {tmp_path}/runs/qk'):
         load(tmp_path)
