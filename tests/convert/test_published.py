@@ -19,6 +19,7 @@ from qkattn.errors import ConfigError
 from qkattn.model import with_params
 from tests.refusals import refused
 
+# d_model, heads, layers, MLP width, context, vocabulary
 D, N, L, F, T, V = 16, 2, 3, 48, 10, 29
 TOKENS = np.random.default_rng(1).integers(0, V, (3, T))
 SIZES = {'n_layer': L, 'n_head': N, 'n_embd': D, 'vocab_size': V}
@@ -26,296 +27,439 @@ DESCRIPTION = SIZES | {'model_type': 'gpt2', 'n_inner': F, 'n_positions': T}
 ARGUMENTS = SIZES | {'block_size': T, 'dropout': 0.1, 'bias': True}
 
 
-def make_tensors(*, biases=True, width=F):
-    """Random GPT-2 tensors under their published names; gains near 1, nothing symmetrical."""
+def make_tensors(*, biases=True, mlp_width=F):
+    """Random GPT-2 tensors by their published names, with gains near 1."""
+    shapes = {'wte': (V, D), 'wpe': (T, D), 'ln_f': (D,)}
+    for layer in range(L):
+        shapes[f'h.{layer}.ln_1'] = (D,)
+        shapes[f'h.{layer}.attn.c_attn'] = (D, 3 * D)
+        shapes[f'h.{layer}.attn.c_proj'] = (D, D)
+        shapes[f'h.{layer}.ln_2'] = (D,)
+        shapes[f'h.{layer}.mlp.c_fc'] = (D, mlp_width)
+        shapes[f'h.{layer}.mlp.c_proj'] = (mlp_width, D)
+
     rng = np.random.default_rng(0)
     tensors = {}
-    shapes = {'wte': (V, D), 'wpe': (T, D), 'ln_f': (D,)}
-    parts = {'ln_1': (D,), 'attn.c_attn': (D, 3 * D), 'attn.c_proj': (D, D)}
-    parts |= {'ln_2': (D,), 'mlp.c_fc': (D, width), 'mlp.c_proj': (width, D)}
-    shapes |= {f'h.{i}.{name}': shape for i in range(L) for name, shape in parts.items()}
     for name, shape in shapes.items():
-        gain = 'ln_' in name
-        tensors[f'{name}.weight'] = np.float32(gain + 0.3 * rng.standard_normal(shape))
-        if biases and name not in ('wte', 'wpe'):
+        mean = 1 if 'ln_' in name else 0
+        is_embedding = name in ('wte', 'wpe')
+        tensors[f'{name}.weight'] = np.float32(mean + 0.3 * rng.standard_normal(shape))
+        if biases and not is_embedding:
             tensors[f'{name}.bias'] = np.float32(0.3 * rng.standard_normal(shape[-1]))
     return tensors
 
 
-def forward(tensors, *, exact_gelu=False):
-    """Logits of Radford et al. 2019 in float64 numpy; biases that are absent are zero."""
-    p = {name: np.asarray(t, np.float64) for name, t in tensors.items()}
+def gelu(x, *, exact):
+    if exact:
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
-    def affine(x, name):
+
+def causal_attention(q_BTH, k_BTH, v_BTH):
+    H = q_BTH.shape[-1]
+    logits_BTS = q_BTH @ k_BTH.swapaxes(-1, -2) / math.sqrt(H)
+    p_BTS = np.exp(logits_BTS) * np.tri(T)
+    p_BTS /= p_BTS.sum(-1, keepdims=True)
+    return p_BTS @ v_BTH
+
+
+def gpt2_logits(tensors, *, exact_gelu=False):
+    """The logits of a GPT-2 (Radford et al. 2019) for TOKENS, in float64 numpy."""
+    p = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+
+    def linear(x, name):
         return x @ p[f'{name}.weight'] + p.get(f'{name}.bias', 0)
 
     def norm(x, name):
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
         return x * p[f'{name}.weight'] + p.get(f'{name}.bias', 0)
 
-    def gelu(x):
-        erf = np.vectorize(math.erf)(x / math.sqrt(2))
-        tanh = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-        return 0.5 * x * (1 + (erf if exact_gelu else tanh))
-
-    def attend(q, k, v):
-        p_BTS = np.exp(q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])) * np.tri(T)
-        return p_BTS / p_BTS.sum(-1, keepdims=True) @ v
-
     x_BTD = p['wte.weight'][TOKENS] + p['wpe.weight']
-    for h in (f'h.{i}' for i in range(L)):
-        qkv = np.split(affine(norm(x_BTD, f'{h}.ln_1'), f'{h}.attn.c_attn'), 3, -1)
-        heads = zip(*(np.split(a, N, -1) for a in qkv), strict=True)
-        o_BTD = np.concatenate([attend(*head) for head in heads], -1)
-        x_BTD = x_BTD + affine(o_BTD, f'{h}.attn.c_proj')
-        hidden = gelu(affine(norm(x_BTD, f'{h}.ln_2'), f'{h}.mlp.c_fc'))
-        x_BTD = x_BTD + affine(hidden, f'{h}.mlp.c_proj')
-    return norm(x_BTD, 'ln_f') @ p.get('lm_head.weight', p['wte.weight']).T
+    for layer in range(L):
+        block = f'h.{layer}'
+
+        qkv = linear(norm(x_BTD, f'{block}.ln_1'), f'{block}.attn.c_attn')
+        q, k, v = np.split(qkv, 3, axis=-1)
+        outputs = []
+        for head in range(N):
+            q_BTH = np.split(q, N, axis=-1)[head]
+            k_BTH = np.split(k, N, axis=-1)[head]
+            v_BTH = np.split(v, N, axis=-1)[head]
+            outputs.append(causal_attention(q_BTH, k_BTH, v_BTH))
+        x_BTD = x_BTD + linear(np.concatenate(outputs, axis=-1), f'{block}.attn.c_proj')
+
+        h_BTF = linear(norm(x_BTD, f'{block}.ln_2'), f'{block}.mlp.c_fc')
+        x_BTD = x_BTD + linear(gelu(h_BTF, exact=exact_gelu), f'{block}.mlp.c_proj')
+
+    w_output_VD = p.get('lm_head.weight', p['wte.weight'])
+    return norm(x_BTD, 'ln_f') @ w_output_VD.T
 
 
-def write_gpt2(directory, tensors, **described):
-    """A GPT-2 in the Hugging Face layout."""
+def write_gpt2(directory, tensors, **settings):
+    """Writes a GPT-2 in the Hugging Face layout. `settings` change its config.json."""
     directory.mkdir(exist_ok=True)
     save_file(tensors, directory / 'model.safetensors')
-    (directory / 'config.json').write_text(json.dumps(DESCRIPTION | described))
+    (directory / 'config.json').write_text(json.dumps(DESCRIPTION | settings))
     return directory
 
 
+def causal_mask(dtype):
+    return np.tril(np.ones((1, 1, T, T), dtype))
+
+
 def as_nanogpt(tensors, prefix='_orig_mod.'):
-    """The tensors as nanoGPT names them under torch.compile.
+    """The tensors as nanoGPT saves them under torch.compile.
 
     Linear layers are transposed, the embedding has a second name, and layer 0 has its causal mask.
     """
-    named = {f'{prefix}lm_head.weight': tensors['wte.weight']}
+    nanogpt = {f'{prefix}lm_head.weight': tensors['wte.weight']}
     for name, tensor in tensors.items():
-        turned = '.c_' in name and name.endswith('weight')
-        named[f'{prefix}transformer.{name}'] = tensor.T.copy() if turned else tensor
-    named[f'{prefix}transformer.h.0.attn.bias'] = np.tril(np.ones((1, 1, T, T), np.float32))
-    return named
+        is_linear_weight = '.c_' in name and name.endswith('weight')
+        if is_linear_weight:
+            tensor = tensor.T.copy()
+        nanogpt[f'{prefix}transformer.{name}'] = tensor
+    nanogpt[f'{prefix}transformer.h.0.attn.bias'] = causal_mask(np.float32)
+    return nanogpt
 
 
-def assert_logits(loaded, expected):
-    logits = jax.jit(lambda model: model(TOKENS))(with_params(*loaded))
-    np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
+def assert_logits(config, params, expected_logits):
+    model = with_params(config, params)
+    logits = jax.jit(lambda model: model(TOKENS))(model)
+    largest = np.abs(expected_logits).max()
+    np.testing.assert_allclose(logits, expected_logits, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize('tied', [True, False])
 def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
     tensors = make_tensors()
-    head = np.random.default_rng(2).normal(size=(V, D)).astype(np.float32)
-    tensors |= {} if tied else {'lm_head.weight': head}
-    named = {f'transformer.{name}': t for name, t in tensors.items()}
-    # A mask, which published files hold and which is no parameter.
-    named['transformer.h.0.attn.bias'] = np.tril(np.ones((1, 1, T, T), np.uint8))
-    loaded = load_gpt2(write_gpt2(tmp_path, named, tie_word_embeddings=tied))
-    sizes = {'d_model': D, 'num_heads': N, 'num_layers': L, 'd_ff': F, 'context': T}
-    assert loaded[0] == ModelConfig(**sizes, vocab_size=V, biases=True, tied_embeddings=tied)
-    assert_logits(loaded, forward(tensors))
+    if not tied:
+        head_VD = np.random.default_rng(2).normal(size=(V, D))
+        tensors['lm_head.weight'] = head_VD.astype(np.float32)
+    published = {f'transformer.{name}': tensor for name, tensor in tensors.items()}
+    published['transformer.h.0.attn.bias'] = causal_mask(np.uint8)
+    write_gpt2(tmp_path, published, tie_word_embeddings=tied)
+
+    config, params = load_gpt2(tmp_path)
+
+    assert config == ModelConfig(
+        d_model=D,
+        num_heads=N,
+        num_layers=L,
+        d_ff=F,
+        context=T,
+        vocab_size=V,
+        biases=True,
+        tied_embeddings=tied,
+    )
+    assert_logits(config, params, gpt2_logits(tensors))
 
 
 def test_a_gpt2_may_have_the_exact_gelu(tmp_path):
     tensors = make_tensors()
-    loaded = load_gpt2(write_gpt2(tmp_path, tensors, activation_function='gelu'))
-    assert loaded[0].activation == 'gelu'
-    assert_logits(loaded, forward(tensors, exact_gelu=True))
+    write_gpt2(tmp_path, tensors, activation_function='gelu')
+
+    config, params = load_gpt2(tmp_path)
+
+    assert config.activation == 'gelu'
+    assert_logits(config, params, gpt2_logits(tensors, exact_gelu=True))
 
 
 @pytest.mark.parametrize(('prefix', 'biases'), [('_orig_mod.', False), ('module.', True)])
 def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
-    tensors = make_tensors(biases=biases, width=4 * D)
-    loaded = load_nanogpt(as_nanogpt(tensors, prefix), num_heads=N)
-    assert (loaded[0].biases, loaded[0].tied_embeddings, loaded[0].num_layers) == (biases, True, L)
-    assert_logits(loaded, forward(tensors, exact_gelu=True))
-    with pytest.raises(AssertionError):  # the two forms of GELU are told apart
-        assert_logits(loaded, forward(tensors))
+    tensors = make_tensors(biases=biases, mlp_width=4 * D)
+
+    config, params = load_nanogpt(as_nanogpt(tensors, prefix), num_heads=N)
+
+    assert config.biases == biases
+    assert config.tied_embeddings
+    assert config.num_layers == L
+    assert_logits(config, params, gpt2_logits(tensors, exact_gelu=True))
+    # The other form of GELU gives other logits.
+    with pytest.raises(AssertionError):
+        assert_logits(config, params, gpt2_logits(tensors, exact_gelu=False))
 
 
-def test_tensors_files_and_shards_give_the_same_model(tmp_path):
-    tensors = make_tensors(width=4 * D)
-    named = as_nanogpt(tensors)
-    expected = load_gpt2(tensors, num_heads=N)
+def assert_same_parameters(params, expected_params):
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
 
-    def assert_same_parameters(loaded):
-        jax.tree.map(np.testing.assert_array_equal, loaded[1], expected[1])
 
-    gpt2 = tmp_path / 'gpt2.safetensors'
-    nanogpt = tmp_path / 'nano.safetensors'
-    save_file(tensors, gpt2)
-    save_file(named, nanogpt)
-    for load, source in ((load_gpt2, gpt2), (load_nanogpt, named), (load_nanogpt, nanogpt)):
+def test_tensors_and_files_give_the_same_parameters(tmp_path):
+    tensors = make_tensors(mlp_width=4 * D)
+    nanogpt_tensors = as_nanogpt(tensors)
+    gpt2_file = tmp_path / 'gpt2.safetensors'
+    nanogpt_file = tmp_path / 'nano.safetensors'
+    save_file(tensors, gpt2_file)
+    save_file(nanogpt_tensors, nanogpt_file)
+    _, expected_params = load_gpt2(tensors, num_heads=N)
+
+    for load, source in (
+        (load_gpt2, gpt2_file),
+        (load_nanogpt, nanogpt_tensors),
+        (load_nanogpt, nanogpt_file),
+    ):
         with pytest.raises(ConfigError, match='--num_heads=N of convert .* is required'):
             load(source)
-        assert_same_parameters(load(source, num_heads=N))
+        _, params = load(source, num_heads=N)
+        assert_same_parameters(params, expected_params)
 
-    # A checkpoint of nanoGPT has the sizes in model_args, and the exact GELU.
-    checkpoint = load_nanogpt({'model': named, 'model_args': ARGUMENTS, 'iter_num': 7})
-    assert_same_parameters(checkpoint)
-    assert checkpoint[0] == dataclasses.replace(expected[0], activation='gelu')
 
-    # A GPT-2 in two files, with an index that says which tensor is in which.
-    parts = {name: f'part-{i % 2}.safetensors' for i, name in enumerate(sorted(tensors))}
-    for file in set(parts.values()):
-        save_file({n: t for n, t in tensors.items() if parts[n] == file}, tmp_path / file)
+def test_a_nanogpt_checkpoint_has_its_sizes_in_model_args():
+    tensors = make_tensors(mlp_width=4 * D)
+    gpt2_config, gpt2_params = load_gpt2(tensors, num_heads=N)
+
+    config, params = load_nanogpt(
+        {'model': as_nanogpt(tensors), 'model_args': ARGUMENTS, 'iter_num': 7}
+    )
+
+    assert config == dataclasses.replace(gpt2_config, activation='gelu')
+    assert_same_parameters(params, gpt2_params)
+
+
+def test_a_gpt2_in_two_files_is_read_by_its_index(tmp_path):
+    tensors = make_tensors(mlp_width=4 * D)
+    names = sorted(tensors)
+    weight_map = {}
+    for file, names_in_file in (('a.safetensors', names[::2]), ('b.safetensors', names[1::2])):
+        save_file({name: tensors[name] for name in names_in_file}, tmp_path / file)
+        weight_map |= dict.fromkeys(names_in_file, file)
     index = tmp_path / 'model.safetensors.index.json'
-    index.write_text(json.dumps({'weight_map': parts}))
+    index.write_text(json.dumps({'weight_map': weight_map}))
+    # An `n_inner` of None stands for 4 * n_embd.
     (tmp_path / 'config.json').write_text(json.dumps(DESCRIPTION | {'n_inner': None}))
-    assert_same_parameters(load_gpt2(tmp_path))
+
+    _, params = load_gpt2(tmp_path)
+
+    _, expected_params = load_gpt2(tensors, num_heads=N)
+    assert_same_parameters(params, expected_params)
 
 
 def test_a_torch_checkpoint_is_read(tmp_path):
     torch = pytest.importorskip('torch', reason='torch is optional; only .pt files need it')
-    named = as_nanogpt(make_tensors(width=4 * D))
-    narrow = {n: torch.from_numpy(t.copy()).bfloat16() for n, t in named.items()}
-    torch.save({'model': narrow, 'model_args': ARGUMENTS}, tmp_path / 'ckpt.pt')
-    embedding = load_nanogpt(tmp_path / 'ckpt.pt')[1]['w_embedding_VD']
-    np.testing.assert_array_equal(embedding, narrow['_orig_mod.lm_head.weight'].float().numpy())
+    bfloat16_tensors = {}
+    for name, tensor in as_nanogpt(make_tensors(mlp_width=4 * D)).items():
+        bfloat16_tensors[name] = torch.from_numpy(tensor.copy()).bfloat16()
+    torch.save({'model': bfloat16_tensors, 'model_args': ARGUMENTS}, tmp_path / 'ckpt.pt')
+
+    _, params = load_nanogpt(tmp_path / 'ckpt.pt')
+
+    expected_VD = bfloat16_tensors['_orig_mod.lm_head.weight'].float().numpy()
+    np.testing.assert_array_equal(params['w_embedding_VD'], expected_VD)
 
 
-INDEX_OF_A_FILE_ELSEWHERE = {'wte.weight': '../other/model.safetensors'}
+def zeros(shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
 
 
-def add_tensor(name, shape, dtype=np.float32):
-    """A damage that sets a tensor to zeros of this shape."""
-    return lambda tensors: tensors.update({name: np.zeros(shape, dtype)})
+@pytest.mark.parametrize(
+    ('name', 'tensor', 'message'),
+    [
+        ('h.0.x', zeros((8,)), "'h.0.x' does not belong to a GPT-2 with"),
+        ('h.1.attn.c_attn.weight', zeros((48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
+        ('wte.weight', zeros((V, D), np.float64), "'wte.weight' is of float64"),
+        ('wpe.weight', np.full((T, D), np.nan, np.float32), "'wpe.weight' has values that are"),
+        ('lm_head.weight', zeros((V, D)), "'lm_head.weight' differs from 'wte.weight'"),
+        ('transformer.ln_f.bias', zeros((D,)), "'ln_f.bias' occurs twice"),
+        ('h.99999999999.ln_1.weight', zeros((D,)), "'h.3.ln_1.weight' is missing"),
+    ],
+)
+def test_a_gpt2_with_a_wrong_tensor_is_refused(tmp_path, name, tensor, message):
+    tensors = make_tensors()
+    tensors[name] = tensor
+    write_gpt2(tmp_path, tensors)
+
+    with refused(message):
+        load_gpt2(tmp_path)
 
 
-def test_a_gpt2_with_a_wrong_tensor_or_config_is_refused(tmp_path):
-    # A damage is a function that changes the tensors, or fields of config.json.
-    for damage, message in (
-        (lambda tensors: tensors.pop('wpe.weight'), "tensor 'wpe.weight' is missing"),
-        (add_tensor('h.0.x', (8,)), "'h.0.x' does not belong to a GPT-2 with"),
-        (add_tensor('h.1.attn.c_attn.weight', (48, 16)), r'c_attn.* \(48, 16\), not \(16, 48\)'),
-        (add_tensor('wte.weight', (V, D), np.float64), "'wte.weight' is of float64"),
-        (lambda tensors: tensors['wpe.weight'].fill(np.nan), "'wpe.weight' has values that are"),
-        (add_tensor('lm_head.weight', (V, D)), "'lm_head.weight' differs from 'wte.weight'"),
-        (add_tensor('transformer.ln_f.bias', (D,)), "'ln_f.bias' occurs twice"),
+def test_a_gpt2_without_one_of_its_tensors_is_refused(tmp_path):
+    tensors = make_tensors()
+    del tensors['wpe.weight']
+    write_gpt2(tmp_path, tensors)
+
+    with refused("tensor 'wpe.weight' is missing"):
+        load_gpt2(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
         ({'n_layer': 4}, 'n_layer=4 .* num_layers=3'),
         ({'n_inner': None}, 'n_inner=64 .* mlp_width=48'),
         ({'n_head': 3}, 'd_model=16 must be a multiple of num_heads=3'),
         ({'n_head': 0}, 'num_heads=0 must be at least 1'),
         ({'n_head': [2]}, r'num_heads=\[2\] must be of type int'),
         ({'n_embd': None, 'n_inner': None}, 'n_embd=None does not fit .* d_model=16'),
-        (add_tensor('h.99999999999.ln_1.weight', (D,)), "'h.3.ln_1.weight' is missing"),
         ({'activation_function': 'silu'}, "activation_function='silu' is not supported, only 'ge"),
         ({'model_type': 'gptj'}, "model_type='gptj'"),
-    ):
-        tensors = make_tensors()
-        fields = {}
-        if callable(damage):
-            damage(tensors)
-        else:
-            fields = damage
-        with refused(message):
-            load_gpt2(write_gpt2(tmp_path, tensors, **fields))
+    ],
+)
+def test_a_gpt2_with_a_wrong_config_json_is_refused(tmp_path, settings, message):
+    write_gpt2(tmp_path, make_tensors(), **settings)
 
-
-def check_refused(message, source, load=load_gpt2, **options):
     with refused(message):
-        load(source, **options)
+        load_gpt2(tmp_path)
 
 
-def test_a_directory_without_a_readable_config_and_tensors_is_refused(tmp_path):
-    check_refused(r'config\.json cannot be read', tmp_path)
-    for text, message in (('[]', r'config\.json cannot be read'), ('{"n_inner": null}', 'n_head')):
-        (tmp_path / 'config.json').write_text(text)
-        save_file(make_tensors(), tmp_path / 'model.safetensors')
-        check_refused(message, tmp_path)
-    weights = write_gpt2(tmp_path, make_tensors()) / 'model.safetensors'
-    check_refused('n_head=2 .* num_heads=4', tmp_path, num_heads=4)
+def test_a_directory_without_a_readable_config_json_is_refused(tmp_path):
+    with refused(r'config\.json cannot be read'):
+        load_gpt2(tmp_path)
+
+    write_gpt2(tmp_path, make_tensors())
+    (tmp_path / 'config.json').write_text('[]')
+    with refused(r'config\.json cannot be read'):
+        load_gpt2(tmp_path)
+
+    # Without n_head, the number of heads is unknown.
+    (tmp_path / 'config.json').write_text('{"n_inner": null}')
+    with refused('n_head'):
+        load_gpt2(tmp_path)
+
+
+def test_a_number_of_heads_that_contradicts_config_json_is_refused(tmp_path):
+    write_gpt2(tmp_path, make_tensors())
+
+    with refused('n_head=2 .* num_heads=4'):
+        load_gpt2(tmp_path, num_heads=4)
+
+
+def test_a_truncated_safetensors_file_is_refused(tmp_path):
+    write_gpt2(tmp_path, make_tensors())
+    weights = tmp_path / 'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:1000])
-    check_refused(r'model\.safetensors cannot be read as safetensors', tmp_path)
+
+    with refused(r'model\.safetensors cannot be read as safetensors'):
+        load_gpt2(tmp_path)
 
 
 def test_narrow_floats_are_widened_exactly(tmp_path):
-    narrow = {name: t.astype(ml_dtypes.bfloat16) for name, t in make_tensors().items()}
-    embedding_VD = load_gpt2(write_gpt2(tmp_path, narrow))[1]['w_embedding_VD']
-    np.testing.assert_array_equal(embedding_VD, narrow['wte.weight'].astype(np.float32))
+    tensors = {}
+    for name, tensor in make_tensors().items():
+        tensors[name] = tensor.astype(ml_dtypes.bfloat16)
+    write_gpt2(tmp_path, tensors)
+
+    _, params = load_gpt2(tmp_path)
+
+    expected_VD = tensors['wte.weight'].astype(np.float32)
+    np.testing.assert_array_equal(params['w_embedding_VD'], expected_VD)
 
 
 @pytest.mark.parametrize(
-    ('wrong', 'message'),
+    ('wrong_argument', 'message'),
     [
         ({'block_size': 11}, 'block_size=11 .* context=10'),
         ({'use_rmsnorm': True}, 'use_rmsnorm=True is not an argument of nanoGPT'),
     ],
 )
-def test_a_wrong_argument_of_nanogpt_is_named(wrong, message):
-    named = as_nanogpt(make_tensors(width=4 * D))
-    check_refused(message, {'model': named, 'model_args': ARGUMENTS | wrong}, load_nanogpt)
+def test_a_wrong_argument_of_nanogpt_is_named(wrong_argument, message):
+    tensors = as_nanogpt(make_tensors(mlp_width=4 * D))
+    checkpoint = {'model': tensors, 'model_args': ARGUMENTS | wrong_argument}
+
+    with refused(message):
+        load_nanogpt(checkpoint)
 
 
 @pytest.mark.parametrize(
-    'files',
+    'weight_map',
     [
         None,
         ['a.safetensors'],
         {'wte.weight': 3},
         {'wte.weight': '/etc/passwd'},
-        INDEX_OF_A_FILE_ELSEWHERE,
+        {'wte.weight': '../other/model.safetensors'},
     ],
     ids=str,
 )
-def test_an_index_names_files_beside_it(files, tmp_path):
+def test_an_index_must_name_files_beside_it(weight_map, tmp_path):
     index = tmp_path / 'model.safetensors.index.json'
-    index.write_text(json.dumps({'weight_map': files}))
+    index.write_text(json.dumps({'weight_map': weight_map}))
     (tmp_path / 'config.json').write_text(json.dumps(DESCRIPTION))
-    check_refused(r'index\.json: weight_map=.* must name a \.safetensors file', tmp_path)
+
+    with refused(r'index\.json: weight_map=.* must name a \.safetensors file'):
+        load_gpt2(tmp_path)
 
 
-def test_a_wrong_torch_checkpoint_is_named(monkeypatch, tmp_path):
-    named = as_nanogpt(make_tensors(width=4 * D))
+@pytest.fixture
+def fake_torch(monkeypatch):
+    """A mock that is imported as torch."""
     torch = Mock()
-    path = tmp_path / 'ckpt.pt'
     monkeypatch.setitem(sys.modules, 'torch', torch)
+    return torch
+
+
+def test_a_torch_file_with_wrong_content_is_refused(fake_torch, tmp_path):
+    tensors = as_nanogpt(make_tensors(mlp_width=4 * D))
+    path = tmp_path / 'ckpt.pt'
     path.touch()
-    # What torch loads from the file, and what the refusal says.
+
     for content, message in (
-        ({'model': named, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
+        ({'model': tensors, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
         ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is not a tensor by name"),
-        ({'model': named | {'iter_num': 3}}, "'iter_num': a int is not a tensor by name"),
-        ({3: named['_orig_mod.lm_head.weight']}, '3: a ndarray is not a tensor by name'),
+        ({'model': tensors | {'iter_num': 3}}, "'iter_num': a int is not a tensor by name"),
+        ({3: tensors['_orig_mod.lm_head.weight']}, '3: a ndarray is not a tensor by name'),
         ([1], 'a list is not a dictionary of tensors'),
     ):
-        torch.load.return_value = content
-        check_refused(message, path, load_nanogpt)
-    # torch cannot load the file.
-    torch.load.side_effect = KeyError
-    message = 'ckpt.pt cannot be read as a torch checkpoint: KeyError'
-    check_refused(message, path, load_nanogpt)
+        fake_torch.load.return_value = content
+        with refused(message):
+            load_nanogpt(path)
+
+
+def test_a_file_that_torch_cannot_load_is_refused(fake_torch, tmp_path):
+    path = tmp_path / 'ckpt.pt'
+    path.touch()
+    fake_torch.load.side_effect = KeyError
+
+    with refused('ckpt.pt cannot be read as a torch checkpoint: KeyError'):
+        load_nanogpt(path)
 
 
 def test_a_torch_checkpoint_needs_torch(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'torch', None)
-    (tmp_path / 'ckpt.pt').touch()
-    message = r'ckpt\.pt can only be read with torch'
-    check_refused(message, tmp_path / 'ckpt.pt', load_nanogpt)
+    path = tmp_path / 'ckpt.pt'
+    path.touch()
+
+    with refused(r'ckpt\.pt can only be read with torch'):
+        load_nanogpt(path)
 
 
-def test_sizes_in_weights_are_compared_with_their_file(tmp_path, monkeypatch):
-    """A small file that claims to hold much more is refused before memory is taken for it."""
-    # The header of a safetensors file with 4 bytes of data claims 10^12 numbers.
-    header = {'wte.weight': {'dtype': 'F32', 'shape': [10**9, 10**3], 'data_offsets': [0, 4]}}
-    text = json.dumps(header).encode()
-    (tmp_path / 'a.safetensors').write_bytes(len(text).to_bytes(8, 'little') + text + bytes(4))
+# A small file may claim to hold much more. It is refused before memory is allocated.
+
+
+def test_a_safetensors_header_beyond_its_file_is_refused(tmp_path):
+    # The header claims 10^12 numbers, and the file has 4 bytes of data.
+    tensor = {'dtype': 'F32', 'shape': [10**9, 10**3], 'data_offsets': [0, 4]}
+    header = json.dumps({'wte.weight': tensor}).encode()
+    header_size = len(header).to_bytes(8, 'little')
+    data = bytes(4)
+    file = tmp_path / 'a.safetensors'
+    file.write_bytes(header_size + header + data)
+
     with refused('a.safetensors cannot be read as safetensors'):
-        load_gpt2(tmp_path / 'a.safetensors', num_heads=2)
+        load_gpt2(file, num_heads=2)
 
-    # A torch checkpoint, a zip file, is compressed to much less than it unpacks to.
-    torch = Mock()
-    monkeypatch.setitem(sys.modules, 'torch', torch)
-    with zipfile.ZipFile(tmp_path / 'a.pt', 'w', zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr('a/data/0', bytes(10**6))
+
+def test_a_torch_file_that_unpacks_to_much_more_is_refused(fake_torch, tmp_path):
+    # A torch file is a zip archive.
+    file = tmp_path / 'a.pt'
+    with zipfile.ZipFile(file, 'w', zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr('a/data/0', bytes(1_000_000))
+
     with refused('a.pt cannot be read as a torch checkpoint: it unpacks to 1,000,000 bytes, more'):
-        load_nanogpt(tmp_path / 'a.pt', num_heads=2)
-    assert not torch.load.called
+        load_nanogpt(file, num_heads=2)
 
-    # A tensor repeats its only stored number 10^12 times, with strides of 0.
-    spread = Mock(dtype='torch.float32', shape=(10**6, 10**6))
-    spread.numel.return_value = 10**12
-    spread.element_size.return_value = 4
-    spread.untyped_storage.return_value.nbytes.return_value = 4
-    (tmp_path / 'b.pt').touch()
-    torch.load.return_value = {'wte.weight': spread}
+    assert not fake_torch.load.called
+
+
+def test_a_torch_tensor_that_repeats_one_stored_number_is_refused(fake_torch, tmp_path):
+    # With strides of 0, the tensor has 10^12 elements and stores one float.
+    tensor = Mock(dtype='torch.float32', shape=(10**6, 10**6))
+    tensor.numel.return_value = 10**12
+    tensor.element_size.return_value = 4
+    tensor.untyped_storage.return_value.nbytes.return_value = 4
+    fake_torch.load.return_value = {'wte.weight': tensor}
+    file = tmp_path / 'b.pt'
+    file.touch()
+
     with refused("'wte.weight' has shape .1000000, 1000000., but fewer stored numbers"):
-        load_nanogpt(tmp_path / 'b.pt', num_heads=2)
-    assert not spread.detach.called
+        load_nanogpt(file, num_heads=2)
+
+    assert not tensor.detach.called
