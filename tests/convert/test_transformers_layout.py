@@ -49,74 +49,100 @@ def random_params(config):
 
 
 def logits_of(config, params):
-    return np.asarray(jax.jit(lambda model: model(TOKENS))(with_params(config, params)))
+    compute_logits = jax.jit(lambda model: model(TOKENS))
+    return np.asarray(compute_logits(with_params(config, params)))
 
 
 def assert_close(logits, expected):
     np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
+def rms_norm(x, gain, *, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain
+
+
+def rotary(x_BTNH, *, theta):
+    """Rotates channels h and h + H / 2 of position t by t * theta^(-2 h / H)."""
+    _, T, _, H = x_BTNH.shape
+    frequencies = theta ** (-2 * np.arange(H // 2) / H)
+    angles = np.arange(T)[:, None, None] * frequencies
+    cos = np.cos(angles)
+    sin = np.sin(angles)
+    left, right = np.split(x_BTNH, 2, axis=-1)
+    return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+def causal_attention(q_BTNH, k_BTKH, v_BTKH):
+    """Softmax attention in which groups of query heads share one of K key heads."""
+    _, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    k_BTNH = np.repeat(k_BTKH, N // K, axis=2)
+    v_BTNH = np.repeat(v_BTKH, N // K, axis=2)
+    logits_BNTS = np.einsum('btnh,bsnh->bnts', q_BTNH, k_BTNH) / np.sqrt(H)
+    p_BNTS = np.exp(logits_BNTS) * np.tri(T)
+    p_BNTS /= p_BNTS.sum(-1, keepdims=True)
+    return np.einsum('bnts,bsnh->btnh', p_BNTS, v_BTNH)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def gelu(x):
+    return x * np.asarray(jax.scipy.stats.norm.cdf(x))
+
+
 def llama_logits(directory):
-    """The logits of a Llama in the layout of transformers, in float64 numpy."""
-    description = json.loads((directory / 'config.json').read_text())
-    p = {
-        name: tensor.astype(np.float64)
-        for name, tensor in load_file(directory / 'model.safetensors').items()
-    }
-    N = description['num_attention_heads']
-    K = description['num_key_value_heads']
-    H = description['head_dim']
+    """The logits of a Llama for TOKENS in float64 numpy, from the files of transformers."""
+    settings = json.loads((directory / 'config.json').read_text())
+    tensors = load_file(directory / 'model.safetensors')
+    p = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    N = settings['num_attention_heads']
+    K = settings['num_key_value_heads']
+    H = settings['head_dim']
     B, T = TOKENS.shape
+    activation = {'silu': silu, 'relu': relu, 'gelu': gelu}[settings['hidden_act']]
 
     def linear(x, name):
         return x @ p[f'{name}.weight'].T + p.get(f'{name}.bias', 0)
 
     def norm(x, name):
-        return (
-            x
-            / np.sqrt((x**2).mean(-1, keepdims=True) + description['rms_norm_eps'])
-            * p[f'{name}.weight']
-        )
-
-    def rotate(x_BTNH):
-        angle_TH = np.arange(T)[:, None] * description['rope_theta'] ** (-np.arange(0, H, 2) / H)
-        angle_T1H = np.concatenate([angle_TH, angle_TH], -1)[:, None]
-        left, right = np.split(x_BTNH, 2, -1)
-        return x_BTNH * np.cos(angle_T1H) + np.concatenate([-right, left], -1) * np.sin(angle_T1H)
-
-    def gate(x):
-        if description['hidden_act'] == 'silu':
-            return x / (1 + np.exp(-x))
-        if description['hidden_act'] == 'relu':
-            return np.maximum(x, 0)
-        return np.asarray(jax.scipy.stats.norm.cdf(x)) * x
+        return rms_norm(x, p[f'{name}.weight'], eps=settings['rms_norm_eps'])
 
     x = p['model.embed_tokens.weight'][TOKENS]
-    for layer in range(description['num_hidden_layers']):
-        name = f'model.layers.{layer}'
-        y = norm(x, f'{name}.input_layernorm')
-        q = rotate(linear(y, f'{name}.self_attn.q_proj').reshape(B, T, N, H))
-        k = rotate(linear(y, f'{name}.self_attn.k_proj').reshape(B, T, K, H))
-        v = linear(y, f'{name}.self_attn.v_proj').reshape(B, T, K, H)
-        k, v = (np.repeat(array, N // K, axis=2) for array in (k, v))
-        weights = np.exp(np.einsum('btnh,bsnh->bnts', q, k) / np.sqrt(H)) * np.tri(T)
-        weights /= weights.sum(-1, keepdims=True)
-        heads = np.einsum('bnts,bsnh->btnh', weights, v).reshape(B, T, N * H)
-        x = x + linear(heads, f'{name}.self_attn.o_proj')
-        y = norm(x, f'{name}.post_attention_layernorm')
-        hidden = gate(linear(y, f'{name}.mlp.gate_proj')) * linear(y, f'{name}.mlp.up_proj')
-        x = x + linear(hidden, f'{name}.mlp.down_proj')
-    output = p.get('lm_head.weight', p['model.embed_tokens.weight'])
-    return norm(x, 'model.norm') @ output.T
+    for layer in range(settings['num_hidden_layers']):
+        attention = f'model.layers.{layer}.self_attn'
+        y = norm(x, f'model.layers.{layer}.input_layernorm')
+        q = linear(y, f'{attention}.q_proj').reshape(B, T, N, H)
+        k = linear(y, f'{attention}.k_proj').reshape(B, T, K, H)
+        v = linear(y, f'{attention}.v_proj').reshape(B, T, K, H)
+        q = rotary(q, theta=settings['rope_theta'])
+        k = rotary(k, theta=settings['rope_theta'])
+        heads = causal_attention(q, k, v).reshape(B, T, N * H)
+        x = x + linear(heads, f'{attention}.o_proj')
+
+        mlp = f'model.layers.{layer}.mlp'
+        y = norm(x, f'model.layers.{layer}.post_attention_layernorm')
+        gate = activation(linear(y, f'{mlp}.gate_proj'))
+        x = x + linear(gate * linear(y, f'{mlp}.up_proj'), f'{mlp}.down_proj')
+
+    w_output_VD = p.get('lm_head.weight', p['model.embed_tokens.weight'])
+    return norm(x, 'model.norm') @ w_output_VD.T
 
 
 @pytest.mark.parametrize('changes', slow_except(GPT2_VARIANTS[:1], GPT2_VARIANTS), ids=str)
 def test_a_written_gpt2_is_read_with_equal_logits(tmp_path, changes):
     config = dataclasses.replace(GPT2, **changes)
     params = random_params(config)
+
     layout = transformers_layout.save(tmp_path, config, params)
-    assert layout.name == 'GPT-2'
     read_config, read_params = load_gpt2(tmp_path)
+
+    assert layout.name == 'GPT-2'
     assert read_config.activation == config.activation
     assert read_config.tied_embeddings == config.tied_embeddings
     assert_close(logits_of(read_config, read_params), logits_of(config, params))
@@ -126,39 +152,52 @@ def test_a_written_gpt2_is_read_with_equal_logits(tmp_path, changes):
 def test_a_llama_has_the_logits_of_the_equations(tmp_path, changes):
     config = dataclasses.replace(LLAMA, **changes)
     params = random_params(config)
+
     layout = transformers_layout.save(tmp_path, config, params)
+
     assert layout.name == 'Llama'
     assert_close(logits_of(config, params), llama_logits(tmp_path))
 
 
-@pytest.mark.parametrize(('config', 'architecture'), [(GPT2, 'GPT2'), (LLAMA, 'Llama')])
-@pytest.mark.parametrize('number', range(3))
-def test_transformers_computes_the_same_logits(tmp_path, config, architecture, number):
+@pytest.mark.parametrize(
+    ('config', 'changes', 'architecture'),
+    [(GPT2, changes, 'GPT2') for changes in GPT2_VARIANTS]
+    + [(LLAMA, changes, 'Llama') for changes in LLAMA_VARIANTS[:3]],
+    ids=str,
+)
+def test_transformers_computes_the_same_logits(tmp_path, config, changes, architecture):
     transformers = pytest.importorskip('transformers', reason='pip install transformers torch')
     torch = pytest.importorskip('torch', reason='pip install torch')
-    changes = (GPT2_VARIANTS if config is GPT2 else LLAMA_VARIANTS)[number]
     config = dataclasses.replace(config, **changes)
     params = random_params(config)
     transformers_layout.save(tmp_path, config, params)
 
-    # transformers reads every tensor that we wrote, and misses none.
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True, local_files_only=True
     )
+    with torch.no_grad():
+        logits = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
+
     assert type(model).__name__.startswith(architecture)
     assert not loading['missing_keys']
     assert not loading['unexpected_keys']
-    with torch.no_grad():
-        logits = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
     assert_close(logits, logits_of(config, params))
 
 
 @pytest.mark.parametrize(
     ('config', 'changes', 'message'),
     [
-        (GPT2, {'kind': 'encoder'}, "model.kind='encoder' has no place in the layout of transf"),
+        (
+            GPT2,
+            {'kind': 'encoder'},
+            "model.kind='encoder' has no place in the layout of transformers",
+        ),
         (GPT2, {'pattern': 'qk/vo,qk/no_v'}, "model.pattern='qk/vo,qk/no_v' has no place"),
-        (GPT2, {'score': 'shared_qk'}, "model.score='shared_qk' .* score='qk'; --apply=to_stand"),
+        (
+            GPT2,
+            {'score': 'shared_qk'},
+            "model.score='shared_qk' .* score='qk'; --apply=to_standard",
+        ),
         (LLAMA, {'value': 'no_v'}, "model.value='no_v' has no place .* a Llama has value='vo'"),
         (GPT2, {'normalizer': 'sigmoid'}, "normalizer='sigmoid' has no place"),
         (GPT2, {'positions': 'alibi'}, "positions='alibi' .* positions='learned' or 'rope'"),
@@ -175,52 +214,60 @@ def test_transformers_computes_the_same_logits(tmp_path, config, architecture, n
         (LLAMA, {'d_model': 22, 'head_size': 6}, 'd_model=22 must be a multiple of num_heads=4'),
     ],
 )
-def test_a_setting_that_the_layout_of_transformers_lacks_is_named(
-    tmp_path, config, changes, message
-):
+def test_a_setting_that_transformers_lacks_is_refused(tmp_path, config, changes, message):
     config = dataclasses.replace(config, **changes)
+
     with refused(message):
         transformers_layout.save(tmp_path / 'out', config, {})
+
     assert not (tmp_path / 'out').exists()
 
 
 TEXT = 'Zoë said: "naïve café"\n\t— 1 < 2; \x00é\r\n'
-TOKENIZERS = {
-    'bytes': (ByteTokenizer(), TEXT.replace('\0', '')),
-    'characters': (CharacterTokenizer(''.join(sorted({*TEXT} - {'Z'}))), TEXT),
-    'subwords': (BPETokenizer.train([TEXT.encode()] * 20, 275), TEXT.replace('\0', '')),
-}
+TEXT_WITHOUT_NUL = TEXT.replace('\0', '')
+# The Z is an unknown character.
+CHARACTERS = ''.join(sorted(set(TEXT) - {'Z'}))
+TOKENIZERS_AND_TEXTS = [
+    pytest.param(ByteTokenizer(), TEXT_WITHOUT_NUL, id='bytes'),
+    pytest.param(CharacterTokenizer(CHARACTERS), TEXT, id='characters'),
+    pytest.param(BPETokenizer.train([TEXT.encode()] * 20, 275), TEXT_WITHOUT_NUL, id='subwords'),
+]
 
 
-@pytest.mark.parametrize('name', TOKENIZERS)
-def test_a_tokenizer_json_gives_the_same_ids(tmp_path, name):
-    tokenizer, text = TOKENIZERS[name]
+@pytest.mark.parametrize(('tokenizer', 'text'), TOKENIZERS_AND_TEXTS)
+def test_a_tokenizer_json_gives_the_same_ids(tmp_path, tokenizer, text):
     config = dataclasses.replace(GPT2, vocab_size=tokenizer.vocab_size)
-    transformers_layout.save(tmp_path, config, random_params(config), tokenizer)
     ids = tokenizer.encode(text).tolist()
-    library = LibraryTokenizer.from_file(str(tmp_path / 'tokenizer.json'))
-    assert library.encode(text, add_special_tokens=False).ids == ids
-    if name != 'characters':  # whose unknown character is a token without text
-        assert library.decode(ids, skip_special_tokens=False) == text
-    description = json.loads((tmp_path / 'config.json').read_text())
-    assert description['eos_token_id'] == tokenizer.separator
+
+    transformers_layout.save(tmp_path, config, random_params(config), tokenizer)
+
+    library_tokenizer = LibraryTokenizer.from_file(str(tmp_path / 'tokenizer.json'))
+    assert library_tokenizer.encode(text, add_special_tokens=False).ids == ids
+    # An unknown character cannot be decoded.
+    if not isinstance(tokenizer, CharacterTokenizer):
+        assert library_tokenizer.decode(ids, skip_special_tokens=False) == text
+    settings = json.loads((tmp_path / 'config.json').read_text())
+    assert settings['eos_token_id'] == tokenizer.separator
 
 
-@pytest.mark.parametrize('name', TOKENIZERS)
-def test_transformers_reads_the_tokenizer(tmp_path, name):
+@pytest.mark.parametrize(('tokenizer', 'text'), TOKENIZERS_AND_TEXTS)
+def test_transformers_reads_the_tokenizer(tmp_path, tokenizer, text):
     transformers = pytest.importorskip('transformers', reason='pip install transformers torch')
-    tokenizer, text = TOKENIZERS[name]
     config = dataclasses.replace(GPT2, vocab_size=tokenizer.vocab_size)
-    transformers_layout.save(tmp_path, config, random_params(config), tokenizer)
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     ids = tokenizer.encode(text).tolist()
+
+    transformers_layout.save(tmp_path, config, random_params(config), tokenizer)
+
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert loaded(text, add_special_tokens=False)['input_ids'] == ids
 
 
 def test_a_tokenizer_of_another_form_is_left_out(tmp_path):
-    class Reversed(ByteTokenizer):
+    class ReversedTokenizer(ByteTokenizer):
         def encode(self, text):
             return super().encode(text)[::-1]
 
-    transformers_layout.save(tmp_path, GPT2, random_params(GPT2), Reversed())
-    assert {path.name for path in tmp_path.iterdir()} == {'config.json', 'model.safetensors'}
+    transformers_layout.save(tmp_path, GPT2, random_params(GPT2), ReversedTokenizer())
+
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {'config.json', 'model.safetensors'}
