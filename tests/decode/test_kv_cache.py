@@ -21,11 +21,21 @@ CONFIG = ModelConfig(
     **dict(tied_embeddings=False, scan_unroll=1),
 )
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 12))
-CHUNK = 3  # every test appends that many tokens at a time, so that each model compiles once
+CHUNK = 3  # tests append this many tokens at a time, so that each model compiles once
 EXTENDED = dict(score='t5_bias:T5Bias', value='differential:Differential', normalizer='sigmoid')
+
+
+def fields_of_variant(score: str, value: str) -> dict[str, str]:
+    """Model fields for a variant, with RoPE if its Score supports that."""
+    score_class, _ = registry.find_score(score)
+    positions = 'rope' if score_class.supports_rope else 'alibi'
+    if score == 'latent':
+        score = 'latent(rope_size=4)'
+    return {'score': score, 'value': value, 'positions': positions}
+
+
 VARIANTS = [
-    {'score': {'latent': 'latent(rope_size=4)'}.get(score, score), 'value': value}
-    | {'positions': 'rope' if registry.find_score(score)[0].supports_rope else 'alibi'}
+    fields_of_variant(score, value)
     for score, value in sorted(variant_catalogue.documented_variants()) + examples.FOLDER_VARIANTS
 ]
 OPTIONS = [
@@ -36,7 +46,7 @@ OPTIONS = [
     EXTENDED,
 ]
 PAIRS = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'd_ff': None}
-# The second row is shorter.
+# Two sources, of 9 and 4 tokens.
 SOURCES = np.random.default_rng(2).integers(0, 50, (2, 9))
 VALID = np.arange(9) < np.array([[9], [4]])
 prefill = jax.jit(kv_cache.prefill)
@@ -51,14 +61,20 @@ def make_model(**fields) -> Decoder | EncoderDecoder:
     return model
 
 
-def last_logits(model, tokens_BT, cache, chunk=CHUNK):
-    """Logits after each chunk of the tokens."""
-    logits = []
-    for first in range(0, tokens_BT.shape[1], chunk):
-        logits_BV, cache = prefill(model, tokens_BT[:, first : first + chunk], cache)
-        logits.append(logits_BV)
-    assert int(cache.length) == tokens_BT.shape[1]
-    return np.stack(logits, axis=1)
+def cached_logits(model, tokens_BT, cache, chunk=CHUNK):
+    """Appends the tokens to a cache in chunks; returns the logits after each chunk."""
+    num_tokens = tokens_BT.shape[1]
+    logits_of_chunks = []
+    for start in range(0, num_tokens, chunk):
+        logits_BV, cache = prefill(model, tokens_BT[:, start : start + chunk], cache)
+        logits_of_chunks.append(logits_BV)
+    assert int(cache.length) == num_tokens
+    return np.stack(logits_of_chunks, axis=1)
+
+
+def after_each_chunk(logits_BTV):
+    """Keeps the logits after the last token of each chunk."""
+    return np.asarray(logits_BTV)[:, CHUNK - 1 :: CHUNK]
 
 
 def assert_close(actual, expected):
@@ -72,29 +88,40 @@ def assert_close(actual, expected):
 def test_a_model_decodes_from_a_cache_of_the_documented_size(fields):
     model = make_model(**fields)
     cache = kv_cache.init_cache(model, *TOKENS.shape)
-    assert_close(
-        last_logits(model, TOKENS, cache, chunk=1), np.asarray(uncached_logits(model, TOKENS))
-    )
-    assert all(array.shape[1:3] == TOKENS.shape for array in jax.tree.leaves(cache.layers))
-    cached_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.layers))
-    assert cached_bytes == cost.cache_floats_per_token(model.config) * 4 * TOKENS.size
+
+    logits_BTV = cached_logits(model, TOKENS, cache, chunk=1)
+
+    assert_close(logits_BTV, np.asarray(uncached_logits(model, TOKENS)))
+    cached_arrays = jax.tree.leaves(cache.layers)
+    for array in cached_arrays:
+        assert array.shape[1:3] == TOKENS.shape
+    float32_bytes = 4
+    expected_bytes = float32_bytes * cost.cache_floats_per_token(model.config) * TOKENS.size
+    assert sum(array.nbytes for array in cached_arrays) == expected_bytes
 
 
 def test_a_cache_has_the_dtype_of_the_model():
     model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_model())
+
     cache = kv_cache.init_cache(model, 2, 4)
-    logits_BV, longer = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], cache)
+    logits_BV, longer_cache = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], cache)
+
     assert logits_BV.dtype == jnp.float32
-    for (arrays,) in (cache.layers, longer.layers):
-        assert {array.dtype for array in arrays.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert len(cache.layers) == 1
+    assert len(longer_cache.layers) == 1
+    for array in jax.tree.leaves([cache.layers, longer_cache.layers]):
+        assert array.dtype == jnp.bfloat16
 
 
 @pytest.mark.slow
 def test_a_model_decodes_in_float64():
     with jax.enable_x64(True):
         model = jax.tree.map(lambda p: p.astype(jnp.float64), make_model(positions='rope'))
-        logits = last_logits(model, TOKENS, kv_cache.init_cache(model, *TOKENS.shape))
-        expected = np.asarray(uncached_logits(model, TOKENS))[:, CHUNK - 1 :: CHUNK]
+        cache = kv_cache.init_cache(model, *TOKENS.shape)
+
+        logits = cached_logits(model, TOKENS, cache)
+
+        expected = after_each_chunk(uncached_logits(model, TOKENS))
     assert logits.dtype == np.float64
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
@@ -113,11 +140,18 @@ SITES = [
 @pytest.mark.parametrize('fields', mostly_slow(SITES, every=6), ids=str)
 def test_an_encoder_decoder_decodes_from_its_cache(fields):
     model = make_model(**PAIRS | fields)
-    sources = {'source_BS': SOURCES, 'source_segments_BS': VALID.astype(np.int32)}
-    expected = np.asarray(uncached_logits(model, TOKENS, **sources))
-    cache = encode(model, SOURCES, VALID, TOKENS.shape[1])
-    assert_close(last_logits(model, TOKENS, cache), expected[:, CHUNK - 1 :: CHUNK])
-    # The numbers held for each target token and each source token.
-    held = sum(a.size // TOKENS.size for a in jax.tree.leaves(cache.layers))
-    held += sum(a.size // SOURCES.size for a in jax.tree.leaves(cache.source))
-    assert held == cost.cache_floats_per_token(model.config)
+    num_tokens = TOKENS.shape[1]
+
+    cache = encode(model, SOURCES, VALID, num_tokens)
+    logits = cached_logits(model, TOKENS, cache)
+
+    expected_logits = uncached_logits(
+        model, TOKENS, source_BS=SOURCES, source_segments_BS=VALID.astype(np.int32)
+    )
+    assert_close(logits, after_each_chunk(expected_logits))
+    floats_per_token = 0
+    for array in jax.tree.leaves(cache.layers):
+        floats_per_token += array.size // TOKENS.size
+    for array in jax.tree.leaves(cache.source):
+        floats_per_token += array.size // SOURCES.size
+    assert floats_per_token == cost.cache_floats_per_token(model.config)
