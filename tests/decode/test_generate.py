@@ -63,7 +63,9 @@ def test_each_step_of_sampling_has_its_own_key(uniform_model):
 
 
 def test_samples_lie_below_vocab_size(uniform_model):
-    tokens_BT = generate(uniform_model, PROMPTS, 8, key=jax.random.key(3), temperature=1.0, vocab_size=5)
+    tokens_BT = generate(
+        uniform_model, PROMPTS, 8, key=jax.random.key(3), temperature=1.0, vocab_size=5
+    )
 
     assert np.min(tokens_BT) >= 0
     assert np.max(tokens_BT) < 5
