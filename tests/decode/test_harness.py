@@ -32,8 +32,8 @@ class Request:
     args: tuple[Any, ...]
 
 
-def requests_of(*args):
-    return [Request(arg) for arg in args]
+def requests_of(*tuples_of_args):
+    return [Request(args) for args in tuples_of_args]
 
 
 @pytest.fixture(scope='module')
@@ -46,6 +46,15 @@ def text_model(decoder):
     return TextModel(decoder, CHARACTERS, batch_size=2)
 
 
+def layer_norm(x_TD):
+    centered_TD = x_TD - x_TD.mean(-1, keepdims=True)
+    return centered_TD / np.sqrt((centered_TD**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 class NumpyDecoder:
     """The decoder in float64 numpy, on one text at a time, without padding and without a cache."""
 
@@ -54,55 +63,58 @@ class NumpyDecoder:
         self.p = traverse_util.flatten_dict(jax.tree.map(np.float64, params), sep='/')
 
     def log_probabilities(self, tokens):
-        """log p_TV of the token behind each of `tokens`, over the ids of the tokenizer."""
+        """Log-probabilities [T, V] of the next token after each of T tokens."""
         p = self.p
         T = len(tokens)
         x_TD = p['w_embedding_VD'][tokens] + p['w_position_TD'][:T]
         for layer in range(CONFIG.num_layers):
-            block = {
-                name.rpartition('/')[2]: array[layer]
-                for name, array in p.items()
-                if name.startswith('blocks/') and '_norm' not in name
-            }
-            y_TD = self.norm(x_TD) * p['blocks/attention_norm/g_D'][layer]
-            q_TNH = np.einsum('td,dnh->tnh', y_TD, block['w_q_DNH'])
-            k_SNH = np.einsum('td,dnh->tnh', y_TD, block['w_k_DKH'])
-            v_SNH = np.einsum('td,dnh->tnh', y_TD, block['w_v_DKH'])
-            logits_NTS = np.einsum('tnh,snh->nts', q_TNH, k_SNH) / np.sqrt(q_TNH.shape[-1])
-            p_NTS = np.exp(logits_NTS) * np.tri(T)
-            p_NTS /= p_NTS.sum(-1, keepdims=True)
-            x_TD = x_TD + np.einsum('nts,snh,nhd->td', p_NTS, v_SNH, block['w_o_NHD'])
-            h_TF = self.norm(x_TD) * p['blocks/mlp_norm/g_D'][layer] @ block['w_in_DF']
-            tanh_TF = np.tanh(np.sqrt(2 / np.pi) * (h_TF + 0.044715 * h_TF**3))
-            x_TD = x_TD + 0.5 * h_TF * (1 + tanh_TF) @ block['w_out_FD']
-        logits_TV = self.norm(x_TD) * p['final_norm/g_D'] @ p['w_embedding_VD'].T
+            y_TD = layer_norm(x_TD) * p['blocks/attention_norm/g_D'][layer]
+            x_TD = x_TD + self.attention(y_TD, layer)
+
+            y_TD = layer_norm(x_TD) * p['blocks/mlp_norm/g_D'][layer]
+            h_TF = gelu_tanh(y_TD @ p['blocks/mlp/w_in_DF'][layer])
+            x_TD = x_TD + h_TF @ p['blocks/mlp/w_out_FD'][layer]
+
+        logits_TV = layer_norm(x_TD) * p['final_norm/g_D'] @ p['w_embedding_VD'].T
         logits_TV = logits_TV[:, : CHARACTERS.vocab_size]
         return logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
 
-    def norm(self, x_TD):
-        centered_TD = x_TD - x_TD.mean(-1, keepdims=True)
-        return centered_TD / np.sqrt((centered_TD**2).mean(-1, keepdims=True) + 1e-5)
+    def attention(self, x_TD, layer):
+        T = len(x_TD)
+        H = CONFIG.d_model // CONFIG.num_heads
+        p = self.p
+        q_TNH = np.einsum('td,dnh->tnh', x_TD, p['blocks/attention/score/w_q_DNH'][layer])
+        k_SNH = np.einsum('sd,dnh->snh', x_TD, p['blocks/attention/score/w_k_DKH'][layer])
+        v_SNH = np.einsum('sd,dnh->snh', x_TD, p['blocks/attention/value/w_v_DKH'][layer])
+        logits_NTS = np.einsum('tnh,snh->nts', q_TNH, k_SNH) / np.sqrt(H)
+        p_NTS = np.exp(logits_NTS) * np.tri(T)
+        p_NTS /= p_NTS.sum(-1, keepdims=True)
+        w_o_NHD = p['blocks/attention/value/w_o_NHD'][layer]
+        return np.einsum('nts,snh,nhd->td', p_NTS, v_SNH, w_o_NHD)
 
     def score(self, context, continuation):
-        """log p of a continuation, and whether each of its tokens is the most probable one."""
+        """The log-probability of a continuation, and whether greedy decoding would give it."""
         tokens = [*context, *continuation]
-        log_p_TV = self.log_probabilities(tokens[:-1])[-len(continuation) :]
+        num_scored = len(continuation)
+        log_p_TV = self.log_probabilities(tokens[:-1])[-num_scored:]
         nats = sum(log_p_TV[t, token] for t, token in enumerate(continuation))
-        return nats, log_p_TV.argmax(-1).tolist() == continuation
+        is_greedy = log_p_TV.argmax(-1).tolist() == continuation
+        return nats, is_greedy
 
     def continuation(self, prompt, num_tokens):
-        """The most probable tokens, one after another, before a separator."""
-        tokens = list(prompt)
+        """The greedy continuation of a prompt, up to a separator."""
+        new_tokens = []
         for _ in range(num_tokens):
-            token = int(self.log_probabilities(tokens)[-1].argmax())
+            log_p_TV = self.log_probabilities([*prompt, *new_tokens])
+            token = int(log_p_TV[-1].argmax())
             if token == CHARACTERS.separator:
                 break
-            tokens.append(token)
-        return tokens[len(prompt) :]
+            new_tokens.append(token)
+        return new_tokens
 
 
 @pytest.fixture(scope='module')
-def plain(decoder):
+def numpy_decoder(decoder):
     return NumpyDecoder(decoder)
 
 
@@ -110,159 +122,227 @@ def ids(text):
     return CHARACTERS.encode(text).tolist()
 
 
-def test_continuations_are_scored_after_their_contexts(plain, text_model):
+def loglikelihood(text_model, context, continuation):
+    """The answer to one request: the log-probability, and whether greedy decoding gives it."""
+    answers = text_model.loglikelihood(requests_of((context, continuation)))
+    assert len(answers) == 1
+    return answers[0]
+
+
+def generate(text_model, prompt, *, num_tokens, until=()):
+    """The answer to one request: the continuation of a prompt."""
+    options = {'until': list(until), 'max_gen_toks': num_tokens}
+    answers = text_model.generate_until(requests_of((prompt, options)))
+    assert len(answers) == 1
+    return answers[0]
+
+
+def test_continuations_are_scored_after_their_contexts(numpy_decoder, text_model):
     pairs = [('abc', ' def.'), ('a', 'b'), ('hg fe\ndc ba', 'abcdefgh'), ('gg.', 'h' * 20)]
-    scores = text_model.loglikelihood(requests_of(*pairs))
-    for (context, continuation), (nats, is_greedy) in zip(pairs, scores, strict=True):
-        expected = plain.score(ids(context), ids(continuation))
-        assert (nats, is_greedy) == (pytest.approx(expected[0], rel=1e-5), expected[1])
+
+    answers = text_model.loglikelihood(requests_of(*pairs))
+
+    for (context, continuation), (nats, is_greedy) in zip(pairs, answers, strict=True):
+        expected_nats, expected_is_greedy = numpy_decoder.score(ids(context), ids(continuation))
+        assert nats == pytest.approx(expected_nats, rel=1e-5)
+        assert is_greedy == expected_is_greedy
 
 
-def test_a_text_without_context_follows_the_separator(plain, text_model):
-    ((nats, _),) = text_model.loglikelihood(requests_of(('', 'abc')))
-    expected, _ = plain.score([CHARACTERS.separator], ids('abc'))
-    assert nats == pytest.approx(expected, rel=1e-5)
+def test_a_text_without_context_follows_the_separator(numpy_decoder, text_model):
+    nats, _ = loglikelihood(text_model, '', 'abc')
+
+    expected_nats, _ = numpy_decoder.score([CHARACTERS.separator], ids('abc'))
+    assert nats == pytest.approx(expected_nats, rel=1e-5)
 
 
-def test_spaces_at_the_end_of_a_context_are_scored(plain, text_model):
-    ((nats, _),) = text_model.loglikelihood(requests_of(('ab ', 'cd')))
-    expected, _ = plain.score(ids('ab'), ids(' cd'))
-    assert nats == pytest.approx(expected, rel=1e-5)
+def test_spaces_at_the_end_of_a_context_are_scored(numpy_decoder, text_model):
+    nats, _ = loglikelihood(text_model, 'ab ', 'cd')
+
+    expected_nats, _ = numpy_decoder.score(ids('ab'), ids(' cd'))
+    assert nats == pytest.approx(expected_nats, rel=1e-5)
 
 
-def test_a_greedy_continuation_is_told_from_another(plain, text_model):
-    tokens = plain.continuation(ids('abc'), 5)
-    assert len(tokens) == 5
-    assert CHARACTERS.unknown not in tokens
-    # The same but for the last token.
-    other = [(tokens[-1] + 1) % 9]
-    texts = [CHARACTERS.decode(tokens), CHARACTERS.decode(tokens[:-1] + other)]
-    scores = text_model.loglikelihood(requests_of(*(('abc', text) for text in texts)))
-    assert [is_greedy for _, is_greedy in scores] == [True, False]
+def test_a_greedy_continuation_is_told_from_another(numpy_decoder, text_model):
+    greedy_tokens = numpy_decoder.continuation(ids('abc'), num_tokens=5)
+    assert len(greedy_tokens) == 5
+    assert CHARACTERS.unknown not in greedy_tokens
+    other_last_token = (greedy_tokens[-1] + 1) % 9
+    other_tokens = [*greedy_tokens[:-1], other_last_token]
+
+    _, first_is_greedy = loglikelihood(text_model, 'abc', CHARACTERS.decode(greedy_tokens))
+    _, second_is_greedy = loglikelihood(text_model, 'abc', CHARACTERS.decode(other_tokens))
+
+    assert first_is_greedy is True
+    assert second_is_greedy is False
 
 
-def test_a_long_context_loses_its_beginning(plain, text_model, caplog):
+def test_a_long_context_loses_its_beginning(numpy_decoder, text_model, caplog):
     context = 'abcdefgh' * 10
-    ((nats, _),) = text_model.loglikelihood(requests_of((context, 'abc')))
-    kept = ids(context)[-(CONFIG.context + 1 - 3) :]
-    expected, _ = plain.score(kept, ids('abc'))
-    assert nats == pytest.approx(expected, rel=1e-5)
+    continuation = 'abc'
+
+    nats, _ = loglikelihood(text_model, context, continuation)
+
+    room = CONFIG.context + 1 - len(continuation)  # the model does not read the last token
+    expected_nats, _ = numpy_decoder.score(ids(context)[-room:], ids(continuation))
+    assert nats == pytest.approx(expected_nats, rel=1e-5)
     assert 'the beginnings of 1 of 1 contexts are left out' in caplog.text
 
 
 @pytest.mark.parametrize('length', [1, 39, 40, 41, 95])
-def test_a_text_of_any_length_is_scored_in_windows(plain, text_model, length):
+def test_a_text_of_any_length_is_scored_in_windows(numpy_decoder, text_model, length):
     text = ('abcdefgh. ' * 10)[:length]
-    (nats,) = text_model.loglikelihood_rolling(requests_of((text,)))
-    tokens = [CHARACTERS.separator, *ids(text)]
-    expected = 0.0
-    for begin in range(0, length, CONFIG.context):
-        end = min(begin + CONFIG.context, length)
-        # The last window reaches back into the one before it, to fill the context.
-        first = max(0, end - CONFIG.context)
-        window_nats, _ = plain.score(tokens[first : begin + 1], tokens[begin + 1 : end + 1])
-        expected += window_nats
-    assert nats == pytest.approx(expected, rel=1e-5)
+
+    answers = text_model.loglikelihood_rolling(requests_of((text,)))
+
+    # Token i is predicted from inputs[: i + 1].
+    tokens = ids(text)
+    inputs = [CHARACTERS.separator, *tokens]
+    expected_nats = 0.0
+    for start in range(0, length, CONFIG.context):
+        end = min(start + CONFIG.context, length)
+        # The last window reaches back into the previous one, to fill the context.
+        context_start = max(0, end - CONFIG.context)
+        context = inputs[context_start : start + 1]
+        window_nats, _ = numpy_decoder.score(context, tokens[start:end])
+        expected_nats += window_nats
+    assert answers == [pytest.approx(expected_nats, rel=1e-5)]
 
 
 @pytest.mark.parametrize('length', range(0, 14))
 def test_windows_are_those_of_the_harness(length):
     utils = pytest.importorskip('lm_eval.utils', reason="pip install -e '.[evaluate]'")
     tokens = list(range(1, length + 1))
-    expected = utils.get_rolling_token_windows(
+
+    rows = windows(tokens, 0, 4)
+
+    harness_windows = utils.get_rolling_token_windows(
         token_list=tokens, prefix_token=0, max_seq_len=4, context_len=1
     )
-    pairs = []
-    for row in windows(tokens, 0, 4):
-        pairs.append((row.tokens[: -row.num_scored], row.tokens[-row.num_scored :]))
-    assert pairs == list(map(utils.make_disjoint_window, expected))
+    for row, harness_window in zip(rows, harness_windows, strict=True):
+        context, scored = utils.make_disjoint_window(harness_window)
+        assert row.tokens == context + scored
+        assert row.num_scored == len(scored)
 
 
 def test_windows_score_each_token_once():
-    rows = list(windows(range(6), 9, 4))
-    assert [(row.tokens, row.num_scored) for row in rows] == [
-        ([9, 0, 1, 2, 3], 4),
-        ([1, 2, 3, 4, 5], 2),
-    ]
+    rows = windows([0, 1, 2, 3, 4, 5], 9, 4)  # separator 9, a context of 4
+
+    first, second = rows
+    assert first.tokens == [9, 0, 1, 2, 3]
+    assert first.num_scored == 4
+    assert second.tokens == [1, 2, 3, 4, 5]
+    assert second.num_scored == 2
 
 
-def test_prompts_of_different_lengths_are_continued_as_each_alone(plain, text_model):
+def test_prompts_of_different_lengths_are_continued_as_each_alone(numpy_decoder, text_model):
     prompts = ['a', 'hgfedcba', 'ab' * 17, 'bad. fed\nace' * 2 + 'gggggggggg']
     options = {'until': [], 'max_gen_toks': 6}
-    texts = text_model.generate_until(requests_of(*((prompt, options) for prompt in prompts)))
+    requests = [Request((prompt, options)) for prompt in prompts]
+
+    texts = text_model.generate_until(requests)
+
     for prompt, text in zip(prompts, texts, strict=True):
-        assert text == CHARACTERS.decode(plain.continuation(ids(prompt), 6))
+        expected_tokens = numpy_decoder.continuation(ids(prompt), num_tokens=6)
+        assert text == CHARACTERS.decode(expected_tokens)
 
 
-def test_a_continuation_ends_before_a_stop_text(text_model):
-    ((whole,), (cut,)) = (
-        text_model.generate_until(requests_of(('abc', {'until': stops, 'max_gen_toks': 9})))
-        for stops in ([], ['no', 'stop'])
-    )
-    assert cut == whole
+def test_a_stop_text_that_does_not_occur_changes_nothing(text_model):
+    text = generate(text_model, 'abc', num_tokens=9)
+    same_text = generate(text_model, 'abc', num_tokens=9, until=['no', 'stop'])
+
+    assert same_text == text
+
+
+def test_the_first_stop_text_ends_a_continuation(text_model):
+    whole = generate(text_model, 'abc', num_tokens=9)
     assert len(whole) > 3
-    # Of two stop texts, the one that comes first ends it.
-    (cut,) = text_model.generate_until(
-        requests_of(('abc', {'until': [whole[5:], whole[2:4]], 'max_gen_toks': 9}))
-    )
-    assert cut == whole[: whole.index(whole[2:4])]
+    later_stop = whole[5:]
+    earlier_stop = whole[2:4]
+
+    cut = generate(text_model, 'abc', num_tokens=9, until=[later_stop, earlier_stop])
+
+    assert cut == whole[: whole.index(earlier_stop)]
 
 
-def test_a_prompt_leaves_room_for_its_continuation(plain, text_model):
+def test_a_prompt_leaves_room_for_its_continuation(numpy_decoder, text_model):
     prompt = 'abcdefgh' * 8
-    options = {'until': [], 'max_gen_toks': 12}
-    (text,) = text_model.generate_until(requests_of((prompt, options)))
-    kept = ids(prompt)[-(CONFIG.context + 1 - 12) :]
-    assert text == CHARACTERS.decode(plain.continuation(kept, 12))
+    num_tokens = 12
+
+    text = generate(text_model, prompt, num_tokens=num_tokens)
+
+    room = CONFIG.context + 1 - num_tokens  # the model does not read the last token
+    expected_tokens = numpy_decoder.continuation(ids(prompt)[-room:], num_tokens)
+    assert text == CHARACTERS.decode(expected_tokens)
 
 
 def test_no_requests_have_no_answers(text_model):
-    for method in ('loglikelihood', 'loglikelihood_rolling', 'generate_until'):
-        assert getattr(text_model, method)([]) == []
+    assert text_model.loglikelihood([]) == []
+    assert text_model.loglikelihood_rolling([]) == []
+    assert text_model.generate_until([]) == []
+
+
+def test_an_empty_text_has_log_probability_0(text_model):
     assert text_model.loglikelihood_rolling(requests_of(('',))) == [0.0]
 
 
 def test_few_programs_are_compiled(text_model):
-    before = harness.token_scores._cache_size()
-    text_model.loglikelihood(requests_of(*(('a' * n, 'bc') for n in range(1, 38))))
-    assert harness.token_scores._cache_size() - before <= 2
+    requests = [Request(('a' * length, 'bc')) for length in range(1, 38)]
+    programs_before = harness.token_scores._cache_size()
+
+    text_model.loglikelihood(requests)
+
+    assert harness.token_scores._cache_size() - programs_before <= 2
 
 
 def test_a_word_that_a_tokenizer_file_lacks_is_refused(decoder):
     library = LibraryTokenizer(models.WordLevel({'[UNK]': 0, 'the': 1, 'cat': 2}, '[UNK]'))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     text_model = TextModel(decoder, FileTokenizer(library.to_str().encode()))
+
     assert text_model.encode('the cat') == [1, 2]
     with refused("the text 'the dog' has a part, which the tokenizer file-.* lacks"):
         text_model.encode('the dog')
 
 
 @pytest.mark.parametrize(
-    ('options', 'samples'),
-    [
-        ({}, False),
-        ({'do_sample': False, 'temperature': 0.7}, False),
-        ({'do_sample': True, 'temperature': 0.0}, False),
-        ({'temperature': 0.7}, True),
-        ({'do_sample': True}, True),
-    ],
+    'options',
+    [{}, {'do_sample': False, 'temperature': 0.7}, {'do_sample': True, 'temperature': 0.0}],
+    ids=str,
 )
-def test_a_task_whose_options_sample_is_refused(text_model, options, samples):
-    if not samples:
-        assert text_model.num_tokens_of(options) == 20
-        return
+def test_a_greedy_task_generates_half_the_context_by_default(text_model, options):
+    assert text_model.num_tokens_of(options) == CONFIG.context / 2
+
+
+@pytest.mark.parametrize('options', [{'temperature': 0.7}, {'do_sample': True}], ids=str)
+def test_a_task_that_samples_is_refused(text_model, options):
     with refused('the task samples'):
         text_model.num_tokens_of(options)
 
 
-def test_a_request_that_cannot_be_answered_is_refused_in_one_sentence(decoder, text_model):
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'max_gen_toks': 41}, 'max_gen_toks=41 of the task must be from 1 to model.context=40'),
+        ({'do_sample': True, 'temperature': 0.8}, 'the task samples .*temperature.*0.8'),
+    ],
+)
+def test_a_request_with_wrong_options_is_refused(text_model, options, message):
+    with refused(message):
+        text_model.generate_until(requests_of(('a', options)))
+
+
+def test_a_character_that_the_tokenizer_lacks_is_refused(text_model):
     with refused("the text 'abxyz' has 'x', which the tokenizer characters-.* lacks; use tasks"):
-        text_model.loglikelihood(requests_of(('abxyz', 'a')))
+        loglikelihood(text_model, 'abxyz', 'a')
+
+
+def test_a_continuation_longer_than_the_context_is_refused(text_model):
     with refused("the continuation 'aaa.* has 41 tokens, which do not fit into model.context=40"):
-        text_model.loglikelihood(requests_of(('a', 'a' * 41)))
-    with refused('max_gen_toks=41 of the task must be from 1 to model.context=40'):
-        text_model.generate_until(requests_of(('a', {'max_gen_toks': 41})))
-    with refused('the task samples .*temperature.*0.8'):
-        text_model.generate_until(requests_of(('a', {'do_sample': True, 'temperature': 0.8})))
+        loglikelihood(text_model, 'a', 'a' * 41)
+
+
+def test_a_text_that_cannot_be_encoded_is_refused(decoder):
+    text_model = TextModel(decoder, ByteTokenizer())
+
     with refused(r"the text 'a\\x00' cannot be encoded: text holds byte 0 at byte 1"):
-        TextModel(decoder, ByteTokenizer()).loglikelihood_rolling(requests_of(('a\0',)))
+        text_model.loglikelihood_rolling(requests_of(('a\0',)))
