@@ -57,42 +57,48 @@ os._exit(0 if code == 'leaves' else int(code))
 """
 
 
-def launch(name: str, *arguments: str, **kwargs):
-    """Runs a launcher to its end."""
+def launch(name: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess:
+    """Runs a launcher in a process of its own."""
     command = [sys.executable, str(LAUNCH / f'{name}.py'), *arguments]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
 
 
 def launch_here(name: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    """Runs a launcher that starts nothing in this process; returns what `launch` would."""
-    code = 0
-    printed = io.StringIO()
-    said = io.StringIO()
+    """Runs a launcher like `launch`, but in this process, which is faster.
+
+    It must not start other programs.
+    """
+    launcher = str(LAUNCH / f'{name}.py')
+    exit_code = 0
+    stdout = io.StringIO()
+    stderr = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
     ):
-        patch.setattr(sys, 'argv', [str(LAUNCH / f'{name}.py'), *arguments])
+        patch.setattr(sys, 'argv', [launcher, *arguments])
         patch.setattr(sys, 'path', [str(LAUNCH), *sys.path])
         patch.setattr(os, 'environ', env)
         try:
-            runpy.run_path(sys.argv[0], run_name='__main__')
+            runpy.run_path(launcher, run_name='__main__')
         except SystemExit as stopped:
-            code = stopped.code or 0
-    return subprocess.CompletedProcess(arguments, code, printed.getvalue(), said.getvalue())
+            exit_code = stopped.code or 0
+    return subprocess.CompletedProcess(arguments, exit_code, stdout.getvalue(), stderr.getvalue())
 
 
 def dry_run(name: str, *flags: str, command: tuple[str, ...], **variables: str) -> str:
-    """What the dry run of a launcher prints."""
-    behind = ('--', *command) if command else ()
-    done = launch_here(name, *flags, '--dry_run', *behind, env={**os.environ, **variables})
+    """The output of `launch/NAME.py FLAGS --dry_run -- COMMAND`."""
+    arguments = [*flags, '--dry_run']
+    if command:
+        arguments += ['--', *command]
+    done = launch_here(name, *arguments, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def write_program(path: Path, text: str) -> Path:
-    """Writes an executable file, a stand-in for a program; returns its path."""
+    """Writes an executable file and returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -105,7 +111,8 @@ def environment_with(folder: Path) -> dict[str, str]:
 
 
 def starts_of(home: Path) -> list[dict]:
-    """The starts of PROGRAM under a home: each has rank, pids, env and arguments."""
-    with contextlib.suppress(FileNotFoundError):
-        return [json.loads(line) for line in (home / 'starts').read_text().splitlines()]
-    return []
+    """The starts of PROGRAM with this HOME: dicts of rank, pids, env and arguments."""
+    file = home / 'starts'
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]

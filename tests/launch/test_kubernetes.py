@@ -32,156 +32,266 @@ CASES = {
     'study': ('--accelerator=v6e-8', '--workers=5', '--spot'),
     'gpu study': ('--accelerator=gpu-1x2', '--workers=2', '--volume=claim'),
 }
-# Pods, and chips of each.
-SIZES = dict(zip(CASES, [(4, 4), (8, 4), (2, 8), (3, 4), (5, 8), (2, 2)], strict=True))
+# The number of pods of each case, and the number of chips of a pod.
+SIZES = {
+    'tpu': (4, 4),
+    'v5p': (8, 4),
+    'gpu': (2, 8),
+    'any gpu': (3, 4),
+    'study': (5, 8),
+    'gpu study': (2, 2),
+}
+
+
+def is_gpu(case: str) -> bool:
+    return 'gpu' in case
 
 
 def rendered_manifest(*flags: str, arguments=AWKWARD) -> str:
-    command = 'ablate' if any('--workers' in flag for flag in flags) else 'train'
+    """The YAML of a job: a study if a flag sets --workers, otherwise training."""
+    is_study = any(flag.startswith('--workers') for flag in flags)
+    command = 'ablate' if is_study else 'train'
     return dry_run('kubernetes', *NAME_AND_IMAGE, *flags, command=(command, *arguments))
 
 
 @functools.cache
 def manifest_of(case: str) -> dict:
-    """The manifest of a case, whose command has arguments on which a shell could act."""
+    """The manifest of a case. Its command has the arguments AWKWARD."""
     return yaml.safe_load(rendered_manifest(*CASES[case]))
 
 
 def job_of(manifest: dict) -> dict:
-    """The specification of the job, also of that in a set of one job."""
+    """The job specification in a Job, or in a JobSet of one job."""
     if manifest['kind'] == 'Job':
         return manifest['spec']
-    (one,) = manifest['spec']['replicatedJobs']
-    return one['template']['spec']
+    replicated_jobs = manifest['spec']['replicatedJobs']
+    assert len(replicated_jobs) == 1
+    return replicated_jobs[0]['template']['spec']
 
 
 def pod_of(manifest: dict) -> dict:
     return job_of(manifest)['template']['spec']
 
 
-def as_the_kubelet_expands(text: str, env: dict[str, str]) -> str:
-    """An argument as the kubelet passes it on: $(NAME) replaced, $$ a dollar sign."""
-    pattern = r'\$\$|\$\(([^)]*)\)'
-    return re.sub(pattern, lambda m: '$' if m[1] is None else env.get(m[1], m[0]), text)
+def container_of(manifest: dict) -> dict:
+    containers = pod_of(manifest)['containers']
+    assert len(containers) == 1
+    return containers[0]
 
 
-@pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_KUBERNETES_PYTHON: see validate_manifest.py')
-def test_manifests_have_only_fields_of_the_published_schemas():
-    texts = {case: rendered_manifest(*flags) for case, flags in CASES.items()}
-    # Two misspelled fields show that the validation notices such.
-    broken = texts['tpu'].replace('maxRestarts', 'maxRestart')
-    texts['broken'] = broken.replace('parallelism', 'paralelism')
+def variables_of(manifest: dict) -> dict[str, dict]:
+    """The environment variables of the container by name, such as {'A': {..., 'value': '1'}}."""
+    variables = container_of(manifest)['env']
+    by_name = {variable['name']: variable for variable in variables}
+    assert len(by_name) == len(variables)
+    return by_name
+
+
+def expand_as_kubelet(text: str, env: dict[str, str]) -> str:
+    """Expands an argument as the kubelet does: $(NAME) is a variable, and $$ is a dollar sign."""
+
+    def expand(match: re.Match) -> str:
+        if match[0] == '$$':
+            return '$'
+        return env.get(match['name'], match[0])
+
+    return re.sub(r'\$\$|\$\((?P<name>[^)]*)\)', expand, text)
+
+
+def validation_problems(manifests: list[str]) -> list[list[str]]:
+    """The problems of each manifest, by validate_manifest.py in a Python of its own."""
     script = Path(__file__).with_name('validate_manifest.py')
-    given = json.dumps(list(texts.values()))
-    output = subprocess.check_output([PYTHON, str(script)], input=given, text=True)
-    validated = dict(zip(texts, json.loads(output), strict=True))
-    problems = validated.pop('broken')[1]
+    output = subprocess.check_output([PYTHON, str(script)], input=json.dumps(manifests), text=True)
+    return [problems for _, problems in json.loads(output)]
+
+
+needs_validation = pytest.mark.skipif(
+    not PYTHON, reason='QKATTN_TEST_KUBERNETES_PYTHON: see validate_manifest.py'
+)
+
+
+@needs_validation
+def test_manifests_have_only_fields_of_the_published_schemas():
+    manifests = [rendered_manifest(*flags) for flags in CASES.values()]
+
+    problems = validation_problems(manifests)
+
+    assert problems == [[] for _ in CASES]
+
+
+@needs_validation
+def test_the_validation_finds_misspelled_fields():
+    manifest = rendered_manifest(*CASES['tpu'])
+    manifest = manifest.replace('maxRestarts', 'maxRestart')
+    manifest = manifest.replace('parallelism', 'paralelism')
+
+    [problems] = validation_problems([manifest])
+
     assert '.spec.failurePolicy.maxRestart is unknown' in problems
     assert '.spec.replicatedJobs[0].template.spec.paralelism is unknown' in problems
     assert any("'paralelism' was unexpected" in problem for problem in problems)
-    assert {case: problems for case, (_, problems) in validated.items()} == dict.fromkeys(CASES, [])
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_pods_have_chips_arguments_and_modes_of_a_run(case):
+def test_a_job_has_the_pods_and_chips_of_its_accelerator(case):
     job = job_of(manifest_of(case))
-    pod = pod_of(manifest_of(case))
-    (container,) = pod['containers']
-    ((chip, count),) = container['resources']['limits'].items()
-    num_pods, chips_of_a_pod = SIZES[case]
-    assert job['parallelism'] == job['completions'] == num_pods
-    assert count == chips_of_a_pod
-    gpus = 'gpu' in case
-    assert chip == ('nvidia.com/gpu' if gpus else 'google.com/tpu')
-    env = {'HOME': '/root', 'NAME': 'replaced', 'id': 'replaced'}
-    assert [as_the_kubelet_expands(one, env) for one in container['args']][1:] == list(AWKWARD)
+    container = container_of(manifest_of(case))
+
+    num_pods, chips_per_pod = SIZES[case]
+    resource = 'nvidia.com/gpu' if is_gpu(case) else 'google.com/tpu'
+    assert job['parallelism'] == num_pods
+    assert job['completions'] == num_pods
+    assert container['resources']['limits'] == {resource: chips_per_pod}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_a_container_gets_the_arguments_unchanged(case):
+    container = container_of(manifest_of(case))
+
     assert container['command'] == ['python', '-m', 'qkattn']
-    assert pod['restartPolicy'] == 'Never'
-    programs = {one['name']: one.get('value') for one in container['env']}
-    assert programs['JAX_COMPILATION_CACHE_DIR'] == f'/runs/.jax-cache-{"gpu" if gpus else "tpu"}'
+    env = {'HOME': '/root', 'NAME': 'replaced', 'id': 'replaced'}
+    expanded = [expand_as_kubelet(argument, env) for argument in container['args']]
+    assert expanded[1:] == list(AWKWARD)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_a_pod_has_the_settings_of_its_accelerator(case):
+    manifest = manifest_of(case)
+    pod = pod_of(manifest)
     text = json.dumps(pod)
-    assert gpus == ('runAsUser' not in text)
-    # A mount changes the modes below a volume to those of its fsGroup, unless told otherwise.
-    assert ('"fsGroup"' in text) == ('OnRootMismatch' in text)
+
+    kind = 'gpu' if is_gpu(case) else 'tpu'
+    cache = variables_of(manifest)['JAX_COMPILATION_CACHE_DIR']
+    assert cache['value'] == f'/runs/.jax-cache-{kind}'
+    assert pod['restartPolicy'] == 'Never'
     assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
+    assert ('runAsUser' in text) == (not is_gpu(case))
+    # Without OnRootMismatch, a mount would change the modes of all files to those of fsGroup.
+    assert ('"fsGroup"' in text) == ('OnRootMismatch' in text)
 
 
-def test_nodes_are_selected_by_their_accelerator():
-    for case, selected in (
-        ('tpu', {'tpu-accelerator': 'tpu-v6e-slice', 'tpu-topology': '4x4', 'spot': 'true'}),
-        ('gpu', {'accelerator': 'nvidia-h100-80gb'}),
+@pytest.mark.parametrize(
+    ('case', 'selector'),
+    [
+        (
+            'tpu',
+            {
+                'cloud.google.com/gke-tpu-accelerator': 'tpu-v6e-slice',
+                'cloud.google.com/gke-tpu-topology': '4x4',
+                'cloud.google.com/gke-spot': 'true',
+            },
+        ),
+        ('gpu', {'cloud.google.com/gke-accelerator': 'nvidia-h100-80gb'}),
         ('any gpu', {}),
-    ):
-        expected = {f'cloud.google.com/gke-{name}': value for name, value in selected.items()}
-        assert pod_of(manifest_of(case))['nodeSelector'] == expected
+    ],
+)
+def test_nodes_are_selected_by_their_accelerator(case, selector):
+    assert pod_of(manifest_of(case))['nodeSelector'] == selector
 
 
 def test_variables_let_the_processes_of_a_job_find_each_other():
     manifest = manifest_of('gpu')
-    env = {one['name']: one for one in pod_of(manifest)['containers'][0]['env']}
+    variables = variables_of(manifest)
+
     # Hostnames of a JobSet: NAME-REPLICATEDJOB-JOB-POD, in the subdomain NAME.
-    assert env['JAX_COORDINATOR_ADDRESS']['value'] == 'qk-train-0-0.qk:8476'
-    assert env['JAX_NUM_PROCESSES']['value'] == '2'
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    assert env['JAX_PROCESS_ID']['valueFrom'] == {'fieldRef': {'fieldPath': index}}
-    assert as_the_kubelet_expands(env['NAME']['value'], {'c': 'replaced'}) == "a 'b' $(c)"
+    assert variables['JAX_COORDINATOR_ADDRESS']['value'] == 'qk-train-0-0.qk:8476'
+    assert variables['JAX_NUM_PROCESSES']['value'] == '2'
+    pod_index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert variables['JAX_PROCESS_ID']['valueFrom'] == {'fieldRef': {'fieldPath': pod_index}}
     assert job_of(manifest)['completionMode'] == 'Indexed'
-    # One of the user's replaces ours; workers of a study are jobs of one process.
-    given = pod_of(manifest_of('any gpu'))['containers'][0]['env']
-    assert [one.get('value') for one in given if one['name'] == 'JAX_PROCESS_ID'] == ['7']
-    for case in ('study', 'gpu study', 'tpu'):
-        names = {one['name'] for one in pod_of(manifest_of(case))['containers'][0]['env']}
-        given = {'JAX_COMPILATION_CACHE_DIR'} | ({'JAX_PLATFORMS'} if 'gpu' in case else set())
-        assert names - {'QKATTN_CONNECT_SECONDS'} == given
-        assert ('QKATTN_CONNECT_SECONDS' in names) == (case == 'tpu')
 
 
-@pytest.mark.parametrize('case', CASES)
-def test_exit_codes_decide_whether_a_job_restarts_or_fails(case):
+def test_a_variable_of_the_user_arrives_unchanged():
+    variables = variables_of(manifest_of('gpu'))
+
+    value = variables['NAME']['value']
+    assert expand_as_kubelet(value, {'c': 'replaced'}) == "a 'b' $(c)"
+
+
+def test_a_variable_of_the_user_replaces_ours():
+    variables = variables_of(manifest_of('any gpu'))
+
+    assert variables['JAX_PROCESS_ID'].get('value') == '7'
+
+
+@pytest.mark.parametrize(
+    ('case', 'names'),
+    [
+        ('study', {'JAX_COMPILATION_CACHE_DIR'}),
+        ('gpu study', {'JAX_COMPILATION_CACHE_DIR', 'JAX_PLATFORMS'}),
+        ('tpu', {'JAX_COMPILATION_CACHE_DIR', 'QKATTN_CONNECT_SECONDS'}),
+    ],
+)
+def test_workers_and_tpu_hosts_need_no_addresses(case, names):
+    assert variables_of(manifest_of(case)).keys() == names
+
+
+def pod_failure_rules(job: dict) -> list[tuple[str, list[int] | str]]:
+    """(action, exit codes) of each rule, or (action, 'disrupted') where it has no exit codes."""
+    rules = []
+    for rule in job['podFailurePolicy']['rules']:
+        codes = rule['onExitCodes']['values'] if 'onExitCodes' in rule else 'disrupted'
+        rules.append((rule['action'], codes))
+    return rules
+
+
+@pytest.mark.parametrize('case', ['study', 'gpu study'])
+def test_exit_codes_decide_whether_a_worker_restarts(case):
     manifest = manifest_of(case)
-    job = job_of(manifest_of(case))
-    rules = [
-        (rule['action'], rule['onExitCodes']['values'] if 'onExitCodes' in rule else 'disrupted')
-        for rule in job['podFailurePolicy']['rules']
-    ]
-    if manifest['kind'] == 'Job':
-        assert rules == [('FailJob', [2]), ('Ignore', [75]), ('Ignore', 'disrupted')]
-        assert job['backoffLimitPerIndex'] == 3
-        return
-    # A pod that fails ends the job, which restarts; restarts that `rules` cause are not counted.
-    assert rules == [('FailJob', [2, 75]), ('FailJob', 'disrupted')]
-    assert job['backoffLimit'] == 0
+    job = job_of(manifest)
+
+    assert manifest['kind'] == 'Job'
+    assert pod_failure_rules(job) == [('FailJob', [2]), ('Ignore', [75]), ('Ignore', 'disrupted')]
+    assert job['backoffLimitPerIndex'] == 3
+
+
+@pytest.mark.parametrize('case', ['tpu', 'v5p', 'gpu', 'any gpu'])
+def test_exit_codes_decide_whether_a_run_restarts(case):
+    manifest = manifest_of(case)
+    job = job_of(manifest)
     policy = manifest['spec']['failurePolicy']
-    wrong, stopped = policy['rules']
-    actions = wrong['action'], stopped['action'], policy['maxRestarts']
-    again = 'RestartJobSetAndIgnoreMaxRestarts'
-    retries = 0 if case == 'any gpu' else 3
-    assert actions == ('FailJobSet', again, retries)
-    assert {*wrong['onJobFailureReasons'], *stopped['onJobFailureReasons']} == {'PodFailurePolicy'}
-    # The sentences of the controller.
-    for code in (2, 75):
-        message = f'failed with exit code {code} matching FailJob rule at index 0'
-        assert (wrong['onJobFailureMessagePatterns'][0] in message) == (code == 2)
+
+    # A pod that fails ends the job, and the failure policy of the JobSet restarts it.
+    assert manifest['kind'] == 'JobSet'
+    assert pod_failure_rules(job) == [('FailJob', [2, 75]), ('FailJob', 'disrupted')]
+    assert job['backoffLimit'] == 0
+    assert policy['maxRestarts'] == (0 if case == 'any gpu' else 3)
+
+    wrong_setting, stopped = policy['rules']
+    assert wrong_setting['action'] == 'FailJobSet'
+    assert stopped['action'] == 'RestartJobSetAndIgnoreMaxRestarts'
+    assert set(wrong_setting['onJobFailureReasons']) == {'PodFailurePolicy'}
+    assert set(stopped['onJobFailureReasons']) == {'PodFailurePolicy'}
+
+    # The pattern of the first rule matches the controller's message for exit code 2 alone.
+    pattern = wrong_setting['onJobFailureMessagePatterns'][0]
+    assert pattern in 'failed with exit code 2 matching FailJob rule at index 0'
+    assert pattern not in 'failed with exit code 75 matching FailJob rule at index 0'
 
 
 def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
     monkeypatch.syspath_prepend(str(LAUNCH))
-    namespace = runpy.run_path(str(LAUNCH / 'kubernetes.py'))
-    for kind, (_, cores, topologies, _) in namespace['TPUS'].items():
-        for chips, topology in topologies.items():
-            machine = namespace['hardware'](f'{kind}-{cores * chips}')
-            # A topology such as 4x4 has the chips of its slice.
-            assert math.prod(map(int, topology.split('x'))) == chips
-            assert machine.hosts * machine.chips == chips
+    launcher = runpy.run_path(str(LAUNCH / 'kubernetes.py'))
+    hardware = launcher['hardware']
+
+    for kind, (_, units_per_chip, topologies, _) in launcher['TPUS'].items():
+        for num_chips, topology in topologies.items():
+            machine = hardware(f'{kind}-{units_per_chip * num_chips}')
+            lengths = [int(length) for length in topology.split('x')]  # '4x4' -> [4, 4]
+            assert math.prod(lengths) == num_chips
+            assert machine.hosts * machine.chips == num_chips
 
 
 def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
-    script = f'#!/bin/sh\necho "$@" >{tmp_path}/words; cat >{tmp_path}/yaml; exit 3\n'
+    # The stand-in writes down its arguments and its input, and ends with 3.
+    script = f'#!/bin/sh\necho "$@" >>{tmp_path}/arguments; cat >{tmp_path}/yaml; exit 3\n'
     write_program(tmp_path / 'kubectl', script)
     flags = ('--accelerator=a3-2x8', '--namespace=lab')
+
     done = launch(
         'kubernetes', *NAME_AND_IMAGE, *flags, '--', *TRAIN, env=environment_with(tmp_path)
     )
+
     assert done.returncode == 3
-    assert (tmp_path / 'words').read_text() == 'create --namespace=lab -f -\n'
+    assert (tmp_path / 'arguments').read_text() == 'create --namespace=lab -f -\n'
     assert (tmp_path / 'yaml').read_text() == rendered_manifest(*flags, arguments=TRAIN[1:])
