@@ -274,9 +274,9 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
     launcher = runpy.run_path(str(LAUNCH / 'kubernetes.py'))
     hardware = launcher['hardware']
 
-    for kind, (_, units_per_chip, topologies, _) in launcher['TPUS'].items():
-        for num_chips, topology in topologies.items():
-            machine = hardware(f'{kind}-{units_per_chip * num_chips}')
+    for kind, tpu in launcher['TPUS'].items():
+        for num_chips, topology in tpu.topologies.items():
+            machine = hardware(f'{kind}-{tpu.units_per_chip * num_chips}')
             lengths = [int(length) for length in topology.split('x')]  # '4x4' -> [4, 4]
             assert math.prod(lengths) == num_chips
             assert machine.hosts * machine.chips == num_chips

@@ -19,7 +19,11 @@ TRAIN = ('train', '--config=small', '--workdir=runs/small')
 
 
 def start_job(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
-    """Starts a job of two processes, each of which does what the plan says; see `PROGRAM`."""
+    """Starts a job of two stand-ins for qkattn.
+
+    Line n of `plan` says what the two processes do at start n, such as '75 2': the first one exits
+    with 75, and the second one with 2. See `PROGRAM`.
+    """
     (directory / 'plan').write_text(plan)
     write_program(directory / 'venv/bin/python', PROGRAM)
     command = [sys.executable, LAUNCH / 'local.py', '--processes=2', *flags, '--', *TRAIN]
@@ -28,104 +32,136 @@ def start_job(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=directory, env=env, **pipes)
 
 
-def test_output_of_a_process_is_read_to_its_end_where_nobody_reads_ours(monkeypatch, unread):
+# `unread` is a pipe whose reading end is closed.
+
+
+def test_output_of_a_process_is_read_to_its_end_if_nobody_reads_ours(monkeypatch, unread):
     monkeypatch.syspath_prepend(LAUNCH)
     local = importlib.import_module('local')
-    local._copy(source := io.BytesIO(b'a\nb\n'), unread.buffer.raw, '[0] ')
-    assert source.read() == b''
-    # Nor does the launcher's own message fail.
-    write = os.write
-    monkeypatch.setattr(os, 'write', lambda number, text: write(unread.fileno(), text))
+    process_output = io.BytesIO(b'a\nb\n')
+
+    local._copy(process_output, unread.buffer.raw, '[0] ')
+
+    assert process_output.read() == b''
+
+
+def test_a_message_that_nobody_reads_does_not_fail(monkeypatch, unread):
+    monkeypatch.syspath_prepend(LAUNCH)
+    local = importlib.import_module('local')
+    real_write = os.write
+
+    def write_to_unread(file_descriptor, text):
+        return real_write(unread.fileno(), text)
+
+    monkeypatch.setattr(os, 'write', write_to_unread)
     local.say('starting again')
 
 
+CPU_DEVICES = "JAX_PLATFORMS=cpu XLA_FLAGS='--xla_a=1 --xla_force_host_platform_device_count=4'"
+
+
 @pytest.mark.parametrize(
-    ('flag', 'settings'),
+    ('flag', 'setting_of_rank'),
     [
-        ('--gpus_per_process=1', ('CUDA_VISIBLE_DEVICES=4', 'CUDA_VISIBLE_DEVICES=5')),
-        (
-            '--devices_per_process=4',
-            ("JAX_PLATFORMS=cpu XLA_FLAGS='--xla_a=1 --xla_force_host_platform_device_count=4'",)
-            * 2,
-        ),
+        ('--gpus_per_process=1', ['CUDA_VISIBLE_DEVICES=4', 'CUDA_VISIBLE_DEVICES=5']),
+        ('--devices_per_process=4', [CPU_DEVICES, CPU_DEVICES]),
     ],
 )
-def test_a_dry_run_prints_what_would_be_started(flag, settings):
-    hostile = "--config.name=two $HOME 'words'"
+def test_a_dry_run_prints_what_would_be_started(flag, setting_of_rank):
+    argument = "--config.name=two $HOME 'words'"
+    quoted_argument = "'--config.name=two $HOME '\"'\"'words'\"'\"''"
     variables = {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6', 'XLA_FLAGS': '--xla_a=1'}
-    text = dry_run('local', '--processes=2', flag, command=(*TRAIN, hostile), **variables)
+
+    text = dry_run('local', '--processes=2', flag, command=(*TRAIN, argument), **variables)
+
     port = re.search(r'127\.0\.0\.1:(\d+)', text)[1]
-    quoted = "'--config.name=two $HOME '\"'\"'words'\"'\"''"
-    assert text.splitlines() == [
-        f'[{rank}] JAX_COORDINATOR_ADDRESS=127.0.0.1:{port} JAX_NUM_PROCESSES=2 '
-        f'JAX_PROCESS_ID={rank} {setting} '
-        f'/v/bin/python -m qkattn train --config=small --workdir=runs/small {quoted}'
-        for rank, setting in enumerate(settings)
-    ]
+    lines = text.splitlines()
+    assert len(lines) == 2
+    for rank in (0, 1):
+        assert lines[rank] == (
+            f'[{rank}] JAX_COORDINATOR_ADDRESS=127.0.0.1:{port} JAX_NUM_PROCESSES=2 '
+            f'JAX_PROCESS_ID={rank} {setting_of_rank[rank]} '
+            f'/v/bin/python -m qkattn train --config=small --workdir=runs/small {quoted_argument}'
+        )
 
 
-# The plan, the exit code of the job, how often it is started, a part of standard error.
+# Exit code 75 means: a checkpoint is saved, start me again.
 @pytest.mark.parametrize(
-    ('plan', 'code', 'num_starts', 'words'),
+    ('plan', 'exit_code', 'num_starts', 'message'),
     [
-        # Line n of the plan: how the two processes end at start n (75: saved, start me again).
-        # Then the exit code of the job, the number of starts, and words of its errors.
-        ('75 75\n0 0', 0, 2, 'starting again'),
-        # The others save and end with 75, or kill themselves: the first failure counts.
-        ('75-late 2', 2, 1, ''),
-        ('7 75-late\n7 75-late', 7, 2, 'no retry left of 1'),
-        ('1 0\n75 75\n0 0', 0, 3, ''),
+        pytest.param('75 75\n0 0', 0, 2, 'starting again', id='saved'),
+        pytest.param('75-late 2', 2, 1, '', id='wrong setting'),
+        pytest.param('7 75-late\n7 75-late', 7, 2, 'no retry left of 1', id='crash'),
+        pytest.param('1 0\n75 75\n0 0', 0, 3, '', id='crash, then saved'),
     ],
 )
-def test_a_job_is_started_again_by_its_exit_code(plan, code, num_starts, words, tmp_path):
+def test_a_job_is_started_again_by_its_exit_code(plan, exit_code, num_starts, message, tmp_path):
     job = start_job(tmp_path, plan, '--retries=1')
-    out, errors = job.communicate(timeout=60)
-    assert job.returncode == code, errors
-    assert words in errors
+    output, errors = job.communicate(timeout=60)
+
+    assert job.returncode == exit_code, errors
+    assert message in errors
     arguments = 'arguments qkattn train --config=small --workdir=runs/small'
-    lines = [f'[{rank}] {arguments}' for rank in (0, 1)] * num_starts
-    assert sorted(out.splitlines()) == sorted(lines)
-    assert {'[0] error', '[1] error'} <= set(errors.splitlines())
+    lines = output.splitlines()
+    assert len(lines) == 2 * num_starts
+    assert lines.count(f'[0] {arguments}') == num_starts
+    assert lines.count(f'[1] {arguments}') == num_starts
+    assert '[0] error' in errors.splitlines()
+    assert '[1] error' in errors.splitlines()
+
+
+def wait_until_started(directory: Path) -> None:
+    """Waits until both processes of a job are ready for signals."""
+    wait_until(lambda: len(starts_of(directory)) == 2)
+
+
+def any_process_is_running(directory: Path) -> bool:
+    """Whether a process of the job, or a child that it has left behind, is running."""
+    pids = []
+    for start in starts_of(directory):
+        pids += start['pids']
+    return any(is_running(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(
-    ('plan', 'number', 'code', 'saved'),
+    ('plan', 'sent_signal', 'exit_code', 'num_saved'),
     [
-        ('saves saves', signal.SIGINT, 75, 2),
-        ('saves ignores', signal.SIGTERM, 128 + signal.SIGKILL, 1),
-        ('dies 1', None, 1, 0),  # the first waits for a process that has ended
-        ('leaves leaves', None, 0, 0),
-        ('saves saves', signal.SIGKILL, -signal.SIGKILL, 0),
+        pytest.param('saves saves', signal.SIGINT, 75, 2, id='both save'),
+        pytest.param('saves ignores', signal.SIGTERM, 128 + signal.SIGKILL, 1, id='one is killed'),
+        pytest.param('dies 1', None, 1, 0, id='one crashes'),
+        pytest.param('leaves leaves', None, 0, 0, id='children are left behind'),
+        pytest.param('saves saves', signal.SIGKILL, -signal.SIGKILL, 0, id='launcher is killed'),
     ],
 )
-def test_processes_and_children_that_do_not_end_in_time_are_killed(
-    plan, number, code, saved, tmp_path
-):
-    """A child that a process leaves behind is killed too, since it holds the standard output.
-
-    The parameters: the plan, the signal to the job, its exit code, how many processes save.
-    """
+def test_no_process_of_a_job_is_left_running(plan, sent_signal, exit_code, num_saved, tmp_path):
     job = start_job(tmp_path, plan, '--grace=2', '--retries=0')
-    wait_until(lambda: len(starts_of(tmp_path)) == 2)
-    if number is not None:
-        job.send_signal(number)
-    out, errors = job.communicate(timeout=30)
-    assert (job.returncode, out.count('saved')) == (code, saved), errors
-    wait_until(
-        lambda: not any(is_running(pid) for start in starts_of(tmp_path) for pid in start['pids'])
-    )
+    wait_until_started(tmp_path)
+    if sent_signal is not None:
+        job.send_signal(sent_signal)
+    output, errors = job.communicate(timeout=30)
+
+    assert job.returncode == exit_code, errors
+    assert output.count('saved') == num_saved
+    wait_until(lambda: not any_process_is_running(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ('interrupts', 'code', 'saved'), [(2, 75, 2), (3, 128 + signal.SIGKILL, 0)]
+    ('plan', 'num_interrupts', 'exit_code', 'num_saved'),
+    [
+        ('saves saves', 2, 75, 2),
+        ('ignores ignores', 3, 128 + signal.SIGKILL, 0),
+    ],
 )
-def test_a_third_interrupt_kills_processes_that_save(interrupts, code, saved, tmp_path):
-    # Both processes save when asked to stop, or ignore that.
-    job = start_job(tmp_path, 'saves saves' if saved else 'ignores ignores', '--retries=0')
-    wait_until(lambda: len(starts_of(tmp_path)) == 2)
-    for _ in range(interrupts):
+def test_a_third_interrupt_kills_the_processes(
+    plan, num_interrupts, exit_code, num_saved, tmp_path
+):
+    job = start_job(tmp_path, plan, '--retries=0')
+    wait_until_started(tmp_path)
+    for _ in range(num_interrupts):
         job.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    out, errors = job.communicate(timeout=30)
-    assert (job.returncode, out.count('saved')) == (code, saved), errors
+    output, errors = job.communicate(timeout=30)
+
+    assert job.returncode == exit_code, errors
+    assert output.count('saved') == num_saved
     assert 'press Ctrl-C again to kill them' in errors

@@ -32,80 +32,124 @@ print(json.dumps(tasks))
 
 
 def yaml_and_commands(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]:
-    """The YAML and the `sky` commands of a dry run."""
-    text, _, tail = dry_run('sky', *flags, command=command).partition('\n\nsky ')
-    return text, [shlex.split(line) for line in f'sky {tail}'.splitlines()]
+    """The task as YAML, and the `sky` commands, of a dry run."""
+    output = dry_run('sky', *flags, command=command)
+    task, _, rest = output.partition('\n\nsky ')
+    commands = [shlex.split(line) for line in f'sky {rest}'.splitlines()]
+    return task, commands
 
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
 def test_skypilot_reads_the_tasks(tmp_path):
-    # Two tasks as they lie in launch/sky, and two that sky.py writes for awkward arguments.
-    files = [(launchers.LAUNCH / f'sky/{name}.yaml').read_text() for name in ('train', 'study')]
-    filled = [yaml_and_commands(GPUS, command=('train', *AWKWARD))[0]]
-    filled += [yaml_and_commands(GPUS, '--workers=2', command=('ablate', *AWKWARD))[0]]
+    train_file = (launchers.LAUNCH / 'sky/train.yaml').read_text()
+    study_file = (launchers.LAUNCH / 'sky/study.yaml').read_text()
+    train, _ = yaml_and_commands(GPUS, command=('train', *AWKWARD))
+    study, _ = yaml_and_commands(GPUS, '--workers=2', command=('ablate', *AWKWARD))
+    texts = [train_file, study_file, train, study]
+    accelerators_of_tasks = [{'H100': 8}, {'H100': 1}, {'H100': 8}, {'H100': 1}]
 
-    # Each is loaded by skypilot, in a Python of its own.
-    given = json.dumps(files + filled)
-    env = {'HOME': str(tmp_path), 'PATH': os.environ['PATH']}
-    command = [PYTHON, '-c', LOAD_TASKS]
-    output = subprocess.check_output(command, input=given, cwd=tmp_path, env=env, text=True)
+    output = subprocess.check_output(
+        [PYTHON, '-c', LOAD_TASKS],
+        input=json.dumps(texts),
+        cwd=tmp_path,
+        env={'HOME': str(tmp_path), 'PATH': os.environ['PATH']},
+        text=True,
+    )
+
     tasks = json.loads(output.splitlines()[-1])
-
-    # Each is a preemptible task of one node that starts again after exit code 75 alone.
-    for nodes, envs, _, _, spot, recovery in tasks:
-        assert (nodes, spot, envs['RETRIES']) == (1, True, '3')
+    for task, text, expected_accelerators in zip(tasks, texts, accelerators_of_tasks, strict=True):
+        num_nodes, envs, script, accelerators, use_spot, recovery = task
+        assert num_nodes == 1
+        assert envs['RETRIES'] == '3'
+        assert script == yaml.safe_load(text)['run']
+        assert accelerators == expected_accelerators
+        assert use_spot is True
+        # A task starts again after exit code 75 alone.
         assert recovery['recover_on_exit_codes'] == [75]
         assert recovery['max_restarts_on_errors'] == 0
-    assert [task[3] for task in tasks] == [{'H100': 8}, {'H100': 1}] * 2
-    texts = [yaml.safe_load(text)['run'] for text in files + filled]
-    assert [task[2] for task in tasks] == texts
 
 
-def triple_on_node(folder: Path, text: str, **variables: str) -> dict[str, str | None]:
-    """Executes the `run` of a task as a node does; returns the `TRIPLE` that the program got."""
-    write_program(folder / 'launch/supervise.sh', (launchers.LAUNCH / 'supervise.sh').read_text())
-    write_program(folder / '.venv/bin/python', launchers.PROGRAM)
-    write_program(folder / 'gpus/nvidia-smi', '#!/bin/sh\n')
-    environment = {'PATH': os.environ['PATH'], 'HOME': str(folder), 'RETRIES': '3', **variables}
-    script = yaml.safe_load(text)['run']
-    done = subprocess.run(['bash', '-c', script], cwd=folder, env=environment)
+def start_on_node(home: Path, task: str, *, has_gpus: bool = True, **variables: str) -> dict:
+    """Runs a task as a node does, with a stand-in for qkattn; returns how that was started."""
+    write_program(home / 'launch/supervise.sh', (launchers.LAUNCH / 'supervise.sh').read_text())
+    write_program(home / '.venv/bin/python', launchers.PROGRAM)
+    write_program(home / 'gpus/nvidia-smi', '#!/bin/sh\n')
+    path = os.environ['PATH']
+    if has_gpus:
+        path = f'{home}/gpus:{path}'
+    env = {'PATH': path, 'HOME': str(home), 'RETRIES': '3', **variables}
+
+    done = subprocess.run(['bash', '-c', yaml.safe_load(task)['run']], cwd=home, env=env)
+
     assert done.returncode == 0
-    return {name: starts_of(folder)[-1]['env'].get(name) for name in TRIPLE}
+    return starts_of(home)[-1]
 
 
-def test_a_task_starts_its_command_on_every_node(tmp_path):
-    text, _ = yaml_and_commands(GPUS, '--nodes=2', command=('train', *AWKWARD, 'a\r\x07\tb'))
-    node = {'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8', 'SKYPILOT_NODE_RANK': '1'}
-    node['PATH'] = f'{tmp_path}/gpus:{os.environ["PATH"]}'
-    triple = dict(zip(TRIPLE, ('10.0.0.7:8476', '2', '1'), strict=True))
-    assert triple_on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node) == triple
-    # One node, or the hosts of a TPU slice, which know each other.
-    assert not any(triple_on_node(tmp_path, text, SKYPILOT_NUM_NODES='1', **node).values())
-    node['PATH'] = os.environ['PATH']
-    assert not any(triple_on_node(tmp_path, text, SKYPILOT_NUM_NODES='2', **node).values())
+TRAIN_ARGUMENTS = ['train', *AWKWARD, 'a\r\x07\tb']
+SECOND_NODE = {'SKYPILOT_NODE_IPS': '10.0.0.7\n10.0.0.8', 'SKYPILOT_NODE_RANK': '1'}
+
+
+def assert_starts_without_addresses(start: dict, arguments: list[str]) -> None:
+    assert start['arguments'] == ['-m', 'qkattn', *arguments]
+    for name in TRIPLE:
+        assert not start['env'].get(name)
+
+
+def test_nodes_with_gpus_get_the_address_of_the_first_node(tmp_path):
+    task, _ = yaml_and_commands(GPUS, '--nodes=2', command=TRAIN_ARGUMENTS)
+
+    start = start_on_node(tmp_path, task, SKYPILOT_NUM_NODES='2', **SECOND_NODE)
+
+    address, num_processes, process_id = TRIPLE
+    assert start['arguments'] == ['-m', 'qkattn', *TRAIN_ARGUMENTS]
+    assert start['env'][address] == '10.0.0.7:8476'
+    assert start['env'][num_processes] == '2'
+    assert start['env'][process_id] == '1'
+
+
+def test_a_single_node_needs_no_addresses(tmp_path):
+    task, _ = yaml_and_commands(GPUS, '--nodes=2', command=TRAIN_ARGUMENTS)
+
+    start = start_on_node(tmp_path, task, SKYPILOT_NUM_NODES='1', **SECOND_NODE)
+
+    assert_starts_without_addresses(start, TRAIN_ARGUMENTS)
+
+
+def test_hosts_of_a_tpu_slice_need_no_addresses(tmp_path):
+    task, _ = yaml_and_commands(GPUS, '--nodes=2', command=TRAIN_ARGUMENTS)
+
+    start = start_on_node(tmp_path, task, has_gpus=False, SKYPILOT_NUM_NODES='2', **SECOND_NODE)
+
+    assert_starts_without_addresses(start, TRAIN_ARGUMENTS)
+
+
+def test_a_worker_of_a_study_needs_no_addresses(tmp_path):
     study, _ = yaml_and_commands(GPUS, '--workers=1', command=('ablate', *AWKWARD))
-    assert not any(triple_on_node(tmp_path, study).values())
-    arguments = [start['arguments'][2:] for start in starts_of(tmp_path)]
-    assert arguments == [['train', *AWKWARD, 'a\r\x07\tb']] * 3 + [['ablate', *AWKWARD]]
+
+    start = start_on_node(tmp_path, study, has_gpus=False)
+
+    assert_starts_without_addresses(start, ['ablate', *AWKWARD])
 
 
 def test_each_worker_of_a_study_is_a_job_of_skypilot(tmp_path):
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
-    _, commands = yaml_and_commands(*flags, command=STUDY)
-    script = f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/words; cp "${{@: -1}}" {tmp_path}/yaml\n'
+    _, dry_commands = yaml_and_commands(*flags, command=STUDY)
+    # The stand-in for sky writes down its arguments and its directory, and copies the last file.
+    script = f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/calls; cp "${{@: -1}}" {tmp_path}/yaml\n'
     write_program(tmp_path / 'sky', f'#!/usr/bin/env bash\n{script}')
-    assert (
-        launch('sky', *flags, '--', *STUDY, env=launchers.environment_with(tmp_path)).returncode
-        == 0
-    )
-    words = (tmp_path / 'words').read_text().splitlines()
-    number_of_words = len(words) // 2
-    for k, (given, command) in enumerate(
-        zip((words[:number_of_words], words[number_of_words:]), commands, strict=True)
-    ):
-        *given, path, where = given
-        assert (path[-9:], where) == ('/job.yaml', str(launchers.ROOT))
-        assert ['sky', *given] == command[:-1]
-        assert command[3:5] == ['--name', f'qkattn-{k}']
-        assert {'--no-use-spot', 'A=b c', 'EXTRAS=tpu,gcs', 'RETRIES=3'} <= set(command)
+
+    done = launch('sky', *flags, '--', *STUDY, env=launchers.environment_with(tmp_path))
+
+    assert done.returncode == 0
+    lines = (tmp_path / 'calls').read_text().splitlines()
+    lines_per_call = len(lines) // 2
+    calls = [lines[:lines_per_call], lines[lines_per_call:]]
+    for worker, (call, dry_command) in enumerate(zip(calls, dry_commands, strict=True)):
+        *arguments, task_file, directory = call
+        assert ['sky', *arguments] == dry_command[:-1]
+        assert task_file.endswith('/job.yaml')
+        assert directory == str(launchers.ROOT)
+        assert dry_command[3:5] == ['--name', f'qkattn-{worker}']
+        for argument in ('--no-use-spot', 'A=b c', 'EXTRAS=tpu,gcs', 'RETRIES=3'):
+            assert argument in dry_command
     assert yaml.safe_load((tmp_path / 'yaml').read_text())['num_nodes'] == 1

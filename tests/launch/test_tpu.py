@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -28,99 +29,177 @@ KIND = '--accelerator=v6e-16'
 
 def gcloud_commands(*flags: str, command: tuple[str, ...] = ()) -> list[list[str]]:
     """The gcloud commands of a dry run."""
-    head, *texts = dry_run('tpu', *flags, command=command).split('gcloud ')
-    assert not head
+    before, *texts = dry_run('tpu', *flags, command=command).split('gcloud ')
+    assert before == ''
     return [['gcloud', *shlex.split(text)] for text in texts]
 
 
-def command_on_hosts(command: list[str]) -> str:
-    """What a gcloud command runs on hosts."""
-    (text,) = [word for word in command if word.startswith('--command=')]
-    return text.removeprefix('--command=')
+def gcloud_command(*flags: str, command: tuple[str, ...] = ()) -> list[str]:
+    """The only gcloud command of a dry run."""
+    commands = gcloud_commands(*flags, command=command)
+    assert len(commands) == 1
+    return commands[0]
 
 
-def test_a_dry_run_prints_each_command():
-    queued = ['gcloud', 'compute', 'tpus', 'queued-resources']
-    ((*words, project),) = gcloud_commands('create', *WHERE, KIND, '--spot', '--project=p')
-    assert words[:5] == [*queued, 'create']
-    assert project == '--project=p'
-    assert {'--runtime-version=v2-alpha-tpuv6e', '--node-id=qk', '--spot'} <= set(words)
-    assert gcloud_commands('delete', *WHERE)[0][:7] == [*queued, 'delete', 'qk', '--force']
-    # The code is copied to the hosts, and installed there.
+def command_on_hosts(gcloud_command: list[str]) -> str:
+    """The shell command that a gcloud command runs on hosts."""
+    flags = [word for word in gcloud_command if word.startswith('--command=')]
+    assert len(flags) == 1
+    return flags[0].removeprefix('--command=')
+
+
+QUEUED_RESOURCES = ['gcloud', 'compute', 'tpus', 'queued-resources']
+
+
+def test_create_requests_a_slice():
+    command = gcloud_command('create', *WHERE, KIND, '--spot', '--project=p')
+
+    assert command[:5] == [*QUEUED_RESOURCES, 'create']
+    assert command[-1] == '--project=p'
+    assert '--runtime-version=v2-alpha-tpuv6e' in command
+    assert '--node-id=qk' in command
+    assert '--spot' in command
+
+
+def test_delete_deletes_the_request_and_the_slice():
+    command = gcloud_commands('delete', *WHERE)[0]
+
+    assert command[:7] == [*QUEUED_RESOURCES, 'delete', 'qk', '--force']
+
+
+def test_setup_copies_the_code_to_the_hosts_and_installs_it():
     copy, install = gcloud_commands('setup', *WHERE)
+
     assert copy[3:7] == ['tpu-vm', 'scp', 'qkattn.bundle', 'qk:qkattn.bundle']
     assert command_on_hosts(install).endswith('qkattn/launch/host.sh setup tpu,gcs')
-    assert 'host.sh stop 40' in command_on_hosts(gcloud_commands('stop', *WHERE, '--grace=40')[0])
-    assert '--worker=3' in gcloud_commands('logs', *WHERE, '--worker=3')[0]
-    # A watched job is created, set up, started and observed.
-    watched = gcloud_commands('watch', *WHERE, KIND, command=TRAIN)
-    assert [words[4] for words in watched] == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
+
+
+def test_stop_and_logs_pass_on_their_flags():
+    stop = gcloud_commands('stop', *WHERE, '--grace=40')[0]
+    logs = gcloud_commands('logs', *WHERE, '--worker=3')[0]
+
+    assert 'host.sh stop 40' in command_on_hosts(stop)
+    assert '--worker=3' in logs
+
+
+def test_watch_creates_sets_up_starts_and_observes():
+    commands = gcloud_commands('watch', *WHERE, KIND, command=TRAIN)
+
+    verbs = [command[4] for command in commands]
+    assert verbs == ['create', 'scp', 'ssh', 'ssh', 'list', 'ssh']
+
+
+class Watched(NamedTuple):
+    verbs: list[str]  # those that `watch` ran, such as ['create', 'setup']
+    exit_code: int
+    states_left: list[str | None]  # those that `watch` did not ask for
 
 
 @pytest.fixture
 def watch(monkeypatch):
-    """watch(states) -> the verbs that `watch` runs, its exit code, and the states not looked at.
+    """watch(states) runs `watch` on a slice that goes through these states.
 
-    A state is that of the slice, 'ACTIVE', or what its hosts report, as in 'running exit75'.
+    A state is that of the slice, such as 'PROVISIONING', or those of the hosts of an active slice,
+    such as 'running exit75'. It is None if gcloud does not answer.
     """
     monkeypatch.syspath_prepend(str(LAUNCH))
     tpu = importlib.import_module('tpu')
-    hosts = ''
-    done = []
 
-    def call(states: list[str | None], *flags: str, fails: bool = False):
-        given = iter(states)
+    def run_watch(states: list[str | None], *flags: str, verbs_fail: bool = False) -> Watched:
+        states_left = list(states)
+        verbs = []
+        host_lines = ''
 
         def output_of(command: list[str]) -> str | None:
-            nonlocal hosts
+            """Answers `tpu-vm ssh` with the states of the hosts, and others with the slice's."""
+            nonlocal host_lines
             if command[3] == 'tpu-vm':
-                return hosts
-            state = next(given)
-            hosts = ''
-            if not state or state.isupper():
+                return host_lines
+            state = states_left.pop(0)
+            host_lines = ''
+            is_of_slice = not state or state.isupper()
+            if is_of_slice:
                 return state
-            hosts = ''.join(f'qkattn h {one.replace("exit", "exit ")}\n' for one in state.split())
+            for host_state in state.split():
+                host_state = host_state.replace('exit', 'exit ')
+                host_lines += f'qkattn h {host_state}\n'
             return 'ACTIVE\n'
 
+        def execute(options, verb: str) -> bool:
+            verbs.append(verb)
+            return verbs_fail
+
         monkeypatch.setattr(tpu, 'output_of', output_of)
-        monkeypatch.setattr(tpu, 'execute', lambda _, verb: done.append(verb) or fails)
+        monkeypatch.setattr(tpu, 'execute', execute)
         options = tpu.read_options(['watch', *WHERE, KIND, '--poll=0', *flags, '--', *TRAIN])
         try:
-            code = tpu.watch(options)
+            exit_code = tpu.watch(options)
         except SystemExit as end:
-            code = end.code
-        return ' '.join(done), code, list(given)
+            exit_code = end.code
+        return Watched(verbs, exit_code, states_left)
 
-    yield call
-    for name in ('tpu', 'arguments'):
-        sys.modules.pop(name)
+    yield run_watch
+    sys.modules.pop('tpu')
+    sys.modules.pop('arguments')
+
+
+PREEMPTED_AND_DONE = [
+    '',
+    'PROVISIONING',
+    'new new',
+    None,
+    'running running',
+    'SUSPENDING',
+    'SUSPENDED',
+    'new new',
+    'running exit0',
+    'ACTIVE',
+    'exit0 exit0',
+]
 
 
 @pytest.mark.parametrize(
-    'states, verbs, code',
+    ('states', 'verbs', 'exit_code'),
     [
-        # Preempted while it runs, then done; None: gcloud or a host does not answer.
-        (
-            ['', 'PROVISIONING', 'new new', None, 'running running', 'SUSPENDING', 'SUSPENDED']
-            + ['new new', 'running exit0', 'ACTIVE', 'exit0 exit0'],
-            'create setup run delete create setup run',
+        pytest.param(
+            PREEMPTED_AND_DONE,
+            ['create', 'setup', 'run', 'delete', 'create', 'setup', 'run'],
             0,
+            id='preempted',
         ),
-        (['ready ready', 'exit75 exit0'], 'run', 75),
-        (['running running running', 'exit75 exit139 exit0'], '', 139),
-        (['running running', 'exit2 new', 'exit1 exit2'], 'setup run', 2),
-        (['running lost', 'running running', 'exit1 exit1'], 'run', 1),
-        # A command of before has ended: the same command goes on from its checkpoint.
-        (['exit75 exit75', 'running running', 'exit0 exit0'], 'run', 0),
-        (['FAILED'], '', 1),
+        pytest.param(['ready ready', 'exit75 exit0'], ['run'], 75, id='stopped'),
+        pytest.param(
+            ['running running running', 'exit75 exit139 exit0'], [], 139, id='one host crashes'
+        ),
+        pytest.param(
+            ['running running', 'exit2 new', 'exit1 exit2'],
+            ['setup', 'run'],
+            2,
+            id='one host is new',
+        ),
+        pytest.param(
+            ['running lost', 'running running', 'exit1 exit1'], ['run'], 1, id='one host restarts'
+        ),
+        pytest.param(
+            ['exit75 exit75', 'running running', 'exit0 exit0'], ['run'], 0, id='stopped before'
+        ),
+        pytest.param(['FAILED'], [], 1, id='slice failed'),
     ],
 )
-def test_watch_does_what_the_states_of_a_slice_need(watch, states, verbs, code):
-    assert watch(states) == (verbs, code, [])
+def test_watch_does_what_the_states_of_a_slice_need(watch, states, verbs, exit_code):
+    watched = watch(states)
+
+    assert watched.verbs == verbs
+    assert watched.exit_code == exit_code
+    assert watched.states_left == []
 
 
 def test_watch_gives_up_on_a_verb_that_keeps_failing(watch, capsys):
-    assert watch(['new', 'new'], '--retries=1', fails=True) == ('setup setup', 1, [])
+    watched = watch(['new', 'new'], '--retries=1', verbs_fail=True)
+
+    assert watched.verbs == ['setup', 'setup']
+    assert watched.exit_code == 1
+    assert watched.states_left == []
     assert capsys.readouterr().err == 'setup failed 2 times; the reason is above\n'
 
 
@@ -128,97 +207,128 @@ def test_watch_gives_up_on_a_verb_that_keeps_failing(watch, capsys):
 
 
 def on_host(host: Path, command: str) -> subprocess.CompletedProcess:
-    """What sshd does with a command."""
-    options = {'env': {**os.environ, 'HOME': str(host)}, 'capture_output': True, 'text': True}
-    return subprocess.run(['bash', '-c', command], cwd=host, **options)
+    """Runs a shell command in the home directory `host`, as sshd does."""
+    env = {**os.environ, 'HOME': str(host)}
+    return subprocess.run(
+        ['bash', '-c', command], cwd=host, env=env, capture_output=True, text=True
+    )
 
 
 def state_of(host: Path) -> str:
-    return on_host(host, 'qkattn/launch/host.sh status').stdout.split(maxsplit=2)[2].strip()
+    """The state that a host reports, such as 'running' or 'exit 75'."""
+    output = on_host(host, 'qkattn/launch/host.sh status').stdout
+    _, _, state = output.split(maxsplit=2)  # 'qkattn HOSTNAME STATE'
+    return state.strip()
 
 
 @pytest.fixture
 def host(tmp_path):
-    """A home directory like that of a host: the launchers' copy, and a stand-in for qkattn."""
+    """A home directory with the launcher's scripts, and a stand-in for qkattn (see PROGRAM)."""
     if not shutil.which('flock') or not shutil.which('setsid'):
         pytest.skip('flock and setsid of Linux are not installed')
     for name in ('host.sh', 'supervise.sh'):
         write_program(tmp_path / 'qkattn/launch' / name, (LAUNCH / name).read_text())
     write_program(tmp_path / 'qkattn/.venv/bin/python', PROGRAM)
     yield tmp_path
-    if state_of(tmp_path) == 'running':  # left by a test that failed
-        os.killpg(int((tmp_path / 'qkattn-run' / 'pid').read_text()), signal.SIGKILL)
+    # A test that failed may leave the job running.
+    if state_of(tmp_path) == 'running':
+        process_group = int((tmp_path / 'qkattn-run/pid').read_text())
+        os.killpg(process_group, signal.SIGKILL)
+
+
+def run_training(host: Path) -> subprocess.CompletedProcess:
+    run = gcloud_command('run', *WHERE, command=TRAIN)
+    return on_host(host, command_on_hosts(run))
 
 
 def test_arguments_arrive_on_a_host_unchanged(host):
-    (command,) = gcloud_commands('run', *WHERE, "--env=TOKEN=a 'b' $c", command=('train', *AWKWARD))
-    assert '--worker=all' in command
-    done = on_host(host, command_on_hosts(command))
+    run = gcloud_command('run', *WHERE, "--env=TOKEN=a 'b' $c", command=('train', *AWKWARD))
+
+    done = on_host(host, command_on_hosts(run))
+
     assert done.returncode == 0, done.stderr
+    assert '--worker=all' in run
     wait_until(lambda: state_of(host) == 'exit 0')
-    ((token, arguments),) = [
-        (start['env']['TOKEN'], start['arguments']) for start in starts_of(host)
-    ]
-    assert (token, arguments) == ("a 'b' $c", ['-m', 'qkattn', 'train', *AWKWARD])
+    starts = starts_of(host)
+    assert len(starts) == 1
+    assert starts[0]['env']['TOKEN'] == "a 'b' $c"
+    assert starts[0]['arguments'] == ['-m', 'qkattn', 'train', *AWKWARD]
 
 
 @pytest.mark.parametrize(
-    'codes, retries, num_starts, final_code',
+    ('exit_codes', 'retries', 'num_starts', 'final_exit_code'),
     [
-        ('2', 3, 1, 2),  # a wrong setting
-        ('75 75 1 75 0', 1, 5, 0),  # stops do not count as retries
-        ('1 139 1', 1, 2, 139),
+        pytest.param([2], 3, 1, 2, id='a wrong setting'),
+        pytest.param([75, 75, 1, 75, 0], 1, 5, 0, id='stops are no retries'),
+        pytest.param([1, 139, 1], 1, 2, 139, id='crashes'),
     ],
 )
-def test_a_program_is_started_again_by_its_exit_code(host, codes, retries, num_starts, final_code):
-    (host / 'plan').write_text(codes.replace(' ', '\n'))
-    launch = host / 'qkattn' / 'launch'
-    program = host / 'qkattn' / '.venv' / 'bin' / 'python'
-    flags = [f'--retries={retries}', '--delay=0', '--', str(program), *AWKWARD]
-    done = on_host(host, shlex.join([str(launch / 'supervise.sh'), *flags]))
-    assert done.returncode == final_code, done.stderr
+def test_a_program_is_started_again_by_its_exit_code(
+    host, exit_codes, retries, num_starts, final_exit_code
+):
+    # Line n of the plan is the exit code of start n.
+    (host / 'plan').write_text('\n'.join(str(code) for code in exit_codes))
+    supervise = str(host / 'qkattn/launch/supervise.sh')
+    program = str(host / 'qkattn/.venv/bin/python')
+    command = [supervise, f'--retries={retries}', '--delay=0', '--', program, *AWKWARD]
+
+    done = on_host(host, shlex.join(command))
+
+    assert done.returncode == final_exit_code, done.stderr
     assert len(starts_of(host)) == num_starts
-    assert {tuple(start['arguments']) for start in starts_of(host)} == {AWKWARD}
+    for start in starts_of(host):
+        assert start['arguments'] == list(AWKWARD)
 
 
 def test_a_host_runs_once_until_it_is_stopped(host):
-    assert state_of(host) == 'new'
+    stop = command_on_hosts(gcloud_command('stop', *WHERE, '--grace=30'))
     (host / 'plan').write_text('saves\nsaves')
-    (run,) = gcloud_commands('run', *WHERE, command=TRAIN)
-    on_host(host, command_on_hosts(run))
+    assert state_of(host) == 'new'
+
+    run_training(host)
     assert state_of(host) == 'running'
     wait_until(lambda: starts_of(host))
-    assert on_host(host, command_on_hosts(run)).stdout == 'running already\n'
-    (stop,) = gcloud_commands('stop', *WHERE, '--grace=30')
-    assert on_host(host, command_on_hosts(stop)).stdout == 'ended with exit code 75\n'
+    assert run_training(host).stdout == 'running already\n'
+
+    assert on_host(host, stop).stdout == 'ended with exit code 75\n'
     assert state_of(host) == 'exit 75'
     assert len(starts_of(host)) == 1
-    assert on_host(host, command_on_hosts(stop)).stdout == 'not running\n'
-    # A host that went down has a process id of before, and nobody holds its lock.
-    (host / 'qkattn-run' / 'exit').unlink()
+    assert on_host(host, stop).stdout == 'not running\n'
+
+    # A host that goes down leaves no exit code, and no process that holds the lock.
+    (host / 'qkattn-run/exit').unlink()
     assert state_of(host) == 'lost'
 
 
 def test_setup_updates_no_packages_under_a_job(host):
+    # The first setup starts Python twice. The third start is the job.
     (host / 'plan').write_text('0\n0\nsaves')
     write_program(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
-    (host / 'qkattn' / '.venv' / 'qkattn-stamp').touch()
+    (host / 'qkattn/.venv/qkattn-stamp').touch()
+    update_packages = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
+
+    # Without a job, setup updates packages, and then installs qkattn.
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
-    update = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
-    assert starts_of(host)[0]['arguments'] == update
     assert len(starts_of(host)) == 2
-    on_host(host, command_on_hosts(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
+    assert starts_of(host)[0]['arguments'] == update_packages
+
+    run_training(host)
     wait_until(lambda: len(starts_of(host)) == 3)
+
+    # Under a job, setup only installs qkattn.
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
     assert len(starts_of(host)) == 4
-    assert starts_of(host)[3]['arguments'] != update
+    assert starts_of(host)[3]['arguments'] != update_packages
     assert on_host(host, 'qkattn/launch/host.sh stop 30').returncode == 0
 
 
 def test_a_stop_that_is_too_slow_is_reported(host):
     (host / 'plan').write_text('saves')
-    on_host(host, command_on_hosts(gcloud_commands('run', *WHERE, command=TRAIN)[0]))
+    run_training(host)
     wait_until(lambda: starts_of(host))
+
     done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
-    assert (done.returncode, done.stderr) == (1, 'still saving after 0.05 s\n')
+
+    assert done.returncode == 1
+    assert done.stderr == 'still saving after 0.05 s\n'
     wait_until(lambda: state_of(host) == 'exit 75')
