@@ -23,6 +23,7 @@ from tests.runs import assert_same_run
 from tests.studies import result_record, write_documents, write_metrics
 from tests.study.test_plan import STUDY
 
+# Files of a run, of a study, and of a run in a study.
 OF_RUN = ('config.json', 'provenance.json', 'lifting.json', 'metrics.jsonl', 'result.json')
 OF_STUDY = ('study.json', 'ledger.jsonl', 'plan.jsonl', 'results.jsonl')
 OF_PLANNED = ('config.json', 'provenance.json', 'metrics.jsonl', 'documents.json', 'result.json')
@@ -37,43 +38,60 @@ SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', OF_RUN)
 def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, name, every):
-    config, source = small_run
-    sound = (source / name).read_bytes()
-    cases = [*damages.whole(sound), *(() if name == 'metrics.jsonl' else damages.fields(sound))]
-    for label, content in damages.some(cases, name, every):
-        path = shutil.copytree(source, tmp_path / 'run')
-        if name != 'result.json':  # the run is resumed at its end
-            (path / 'result.json').unlink()
-        damages.replace(path / name, content)
+    config, sound_run = small_run
+    sound_content = (sound_run / name).read_bytes()
+    cases = list(damages.whole(sound_content))
+    if name != 'metrics.jsonl':
+        cases += damages.fields(sound_content)
+
+    for damage, content in damages.some(cases, name, every):
+        run = shutil.copytree(sound_run, tmp_path / 'run')
+        # Without result.json, the run is resumed at its last step.
+        if name != 'result.json':
+            (run / 'result.json').unlink()
+        damages.replace(run / name, content)
+
         try:
-            train(config, path)
+            train(config, run)
         except (ConfigError, CheckpointError) as error:
-            assert name in str(error) and '\n' not in str(error)
-            assert damages.content_of(path / name) == content
-            assert (path / 'result.json').exists() == (name == 'result.json')
+            assert name in str(error)
+            assert '\n' not in str(error)
+            assert damages.content_of(run / name) == content
+            assert (run / 'result.json').exists() == (name == 'result.json')
         else:
-            assert name == 'metrics.jsonl' or label == '0: without crc32', label
-            assert_same_run(path, source)
-        shutil.rmtree(path)
+            # The log is repaired. Without its checksum, a file is as sound as before.
+            assert name == 'metrics.jsonl' or damage == '0: without crc32', damage
+            assert_same_run(run, sound_run)
+        shutil.rmtree(run)
 
 
 def write_run(config, workdir, **_):
     """Stands in for training: writes the files of a finished run."""
-    size = {'d_model': config.model.d_model, 'd_ff': config.model.mlp_width}
-    known = {'config_hash': workdir.name.rpartition('-')[2], 'num_steps': 1000, 'config': size}
-    losses = dict.fromkeys(('val_loss', 'test_loss'), 2.0)
-    results = [result_record(trial=t, **known, **losses) for t in config.trials.trials()]
-    write_json(workdir / 'config.json', {'hash': known['config_hash'], 'config': to_json(config)})
+    config_hash = workdir.name.rpartition('-')[2]
+    results = []
+    for trial in config.trials.trials():
+        result = result_record(
+            trial=trial,
+            config_hash=config_hash,
+            num_steps=1000,
+            config={'d_model': config.model.d_model, 'd_ff': config.model.mlp_width},
+            val_loss=2.0,
+            test_loss=2.0,
+        )
+        results.append(result)
+    write_json(workdir / 'config.json', {'hash': config_hash, 'config': to_json(config)})
     write_json(workdir / 'provenance.json', {'starts': [START]})
     write_metrics(workdir, results, num_evals=2)
     write_documents(workdir, results, number=3)
-    write_json(workdir / 'documents.json', json.loads((workdir / 'documents.json').read_text()))
+    # `write_json` adds the checksum.
+    documents = json.loads((workdir / 'documents.json').read_text())
+    write_json(workdir / 'documents.json', documents)
     write_json(workdir / 'result.json', results)
 
 
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
-    """A finished study; training any of its runs again would fail the test."""
+    """The directory of a finished study. Training one of its runs again fails the test."""
     path = tmp_path_factory.mktemp('sound') / 'study'
     arms = build_arms(SMALL)
     with pytest.MonkeyPatch.context() as patch:
@@ -87,29 +105,40 @@ def study(tmp_path_factory):
 
 
 def resume(path):
+    """Resumes a study. Returns no messages."""
     worker.run(SMALL, path)
     return []
 
 
 def report(path):
+    """Evaluates a study. Returns messages about its problems."""
     loaded = load_study(path)
     find(loaded)
     return loaded.problems
 
 
 def planned_run(study):
-    return study / json.loads((study / 'plan.jsonl').read_text().splitlines()[0])['directory']
+    """The directory of the first run in the plan."""
+    lines = (study / 'plan.jsonl').read_text().splitlines()
+    first_run = json.loads(lines[0])
+    return study / first_run['directory']
 
 
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', (*OF_STUDY, *OF_PLANNED))
 def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, caplog, name, every):
-    file = (study if name in OF_STUDY else planned_run(study)) / name
-    files = [p for p in study.rglob('*') if p.is_file() and p.name != 'lock']
-    before = {path: path.read_bytes() for path in files}
-    cases = [*damages.whole(before[file]), *damages.fields(before[file])]
-    unnamed = set()
-    for label, content in damages.some(cases, name, every):
+    directory = study if name in OF_STUDY else planned_run(study)
+    file = directory / name
+    sound_files = {
+        path: path.read_bytes()
+        for path in study.rglob('*')
+        if path.is_file() and path.name != 'lock'
+    }
+    cases = [*damages.whole(sound_files[file]), *damages.fields(sound_files[file])]
+    files_to_restore = {file} | {study / derived for derived in DERIVED}
+
+    damages_not_named = set()
+    for damage, content in damages.some(cases, name, every):
         caplog.clear()
         messages = []
         for command in (report, resume):
@@ -118,24 +147,37 @@ def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, c
                 messages += command(study)
             except ConfigError as error:
                 messages.append(str(error))
-            if file.name not in DERIVED:
-                assert damages.content_of(file) == content, label
-            for path in {file, *(study / derived for derived in DERIVED)}:
-                damages.replace(path, before[path])
-            assert all(path.read_bytes() == before[path] for path in files), label
-        if not any(file.name in sentence for sentence in (*messages, caplog.text)):
-            unnamed.add(label)
-        assert not [m for m in messages if '\n' in m.partition('holds a study with other')[0]]
-    if name in (*DERIVED, 'metrics.jsonl'):  # not every field is read
-        assert unnamed & damages.DAMAGES.keys() <= {'twice', 'empty'}
+
+            # No file has changed, except that derived files are made again.
+            if name not in DERIVED:
+                assert damages.content_of(file) == content, damage
+            for path in files_to_restore:
+                damages.replace(path, sound_files[path])
+            for path, sound_content in sound_files.items():
+                assert path.read_bytes() == sound_content, damage
+
+        for message in messages:
+            # A message about other settings lists them on lines of their own.
+            sentence, _, _ = message.partition('holds a study with other')
+            assert '\n' not in sentence
+        if not any(name in text for text in (*messages, caplog.text)):
+            damages_not_named.add(damage)
+
+    if name in DERIVED or name == 'metrics.jsonl':
+        # Not every field of these files is read.
+        damages_of_whole_file = damages_not_named & damages.DAMAGES.keys()
+        assert damages_of_whole_file.issubset({'twice', 'empty'})
     else:
-        assert unnamed <= {'0: without crc32'}
+        assert damages_not_named.issubset({'0: without crc32'})
 
 
 def test_results_of_other_trials_are_refused(study):
     file = planned_run(study) / 'result.json'
-    sound = file.read_bytes()
-    write_json(file, read_json(file, [{}])[::-1])
+    sound_content = file.read_bytes()
+    results_in_another_order = read_json(file, [{}])[::-1]
+    write_json(file, results_in_another_order)
+
     with pytest.raises(ConfigError, match='result.json is damaged .it has results of .*remove it'):
         worker.run(SMALL, study)
-    file.write_bytes(sound)
+
+    file.write_bytes(sound_content)

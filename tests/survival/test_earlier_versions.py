@@ -34,43 +34,69 @@ def extract(name: str, directory: Path) -> Path:
     return directory / name
 
 
-def assert_resumed_after_step_4(run: Path, before: list[bytes]) -> None:
-    """The lines of the log up to step 4, of the checkpoint, are kept; there was a second start."""
-    kept = [line for line in before if json.loads(line)['step'] <= 4]
-    assert len(kept) == 5 < len(before)
-    assert (run / 'metrics.jsonl').read_bytes().splitlines()[:5] == kept
+def log_lines(run: Path) -> list[bytes]:
+    return (run / 'metrics.jsonl').read_bytes().splitlines()
+
+
+def assert_resumed_after_step_4(run: Path, lines_before: list[bytes]) -> None:
+    """Checks that a run was started again, from the checkpoint of step 4.
+
+    The log keeps its 5 lines up to step 4. The lines after them are written again.
+    """
+    kept_lines = [line for line in lines_before if json.loads(line)['step'] <= 4]
+    assert len(kept_lines) == 5
+    assert len(lines_before) > 5
+    assert log_lines(run)[:5] == kept_lines
     assert len(read_json(run / 'provenance.json', {})['starts']) == 2
 
 
 def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
-    path = extract('run', tmp_path)
-    before = (path / 'metrics.jsonl').read_bytes().splitlines()
-    config = from_json(Config, json.loads((path / 'config.json').read_text())['config'])
-    results = train(config, path)
-    assert_resumed_after_step_4(path, before)
-    records = read_metrics(path / 'metrics.jsonl')
-    for kind, name in (('train', 'loss'), ('eval', 'val_loss')):
-        losses = [r[name] for r in records if r['kind'] == kind]
-        np.testing.assert_allclose(losses, EXPECTED['run'][kind], rtol=0, atol=ATOL)
-    assert [result['val_loss'] for result in results] == losses[-1]
+    run = extract('run', tmp_path)
+    lines_before = log_lines(run)
+    config = from_json(Config, json.loads((run / 'config.json').read_text())['config'])
+
+    results = train(config, run)
+
+    assert_resumed_after_step_4(run, lines_before)
+    records = read_metrics(run / 'metrics.jsonl')
+    train_losses = [record['loss'] for record in records if record['kind'] == 'train']
+    val_losses = [record['val_loss'] for record in records if record['kind'] == 'eval']
+    np.testing.assert_allclose(train_losses, EXPECTED['run']['train'], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(val_losses, EXPECTED['run']['eval'], rtol=0, atol=ATOL)
+    # An evaluation has one loss per trial.
+    assert [result['val_loss'] for result in results] == val_losses[-1]
 
 
-def test_a_study_of_an_earlier_version_resumes_its_killed_run_and_keeps_the_finished_one(tmp_path):
+def test_a_study_of_an_earlier_version_resumes_its_killed_run_alone(tmp_path):
     path = extract('study', tmp_path)
-    (finished,) = path.glob('runs/*/result.json')
-    first = (path / 'results.jsonl').read_bytes()
-    written = finished.stat().st_mtime_ns
-    killed = next(p.parent for p in path.glob('runs/*/lifting.json') if p.parent != finished.parent)
-    before = (killed / 'metrics.jsonl').read_bytes().splitlines()
-    ledger = (path / 'ledger.jsonl').read_bytes()
-    base = from_json(Config, read_json(path / 'study.json', {})['base'])
-    fields = {'name': 'started earlier', 'sizes': ('d_model=16',), 'tolerance': 0.1}
-    worker.run(dataclasses.replace(STUDY, base=base, tuning=TuningConfig(), **fields), path)
-    assert finished.stat().st_mtime_ns == written and not (finished.parent / 'checkpoints').exists()
-    assert_resumed_after_step_4(killed, before)
-    lines = (path / 'results.jsonl').read_bytes()
-    assert lines.startswith(first) and first and (path / 'ledger.jsonl').read_bytes() == ledger
-    results = map(json.loads, lines.splitlines())
-    for result, expected in zip(results, EXPECTED['study'], strict=True):
-        expected['val_loss'] = pytest.approx(expected['val_loss'], abs=ATOL)
-        assert result | expected == result
+    [finished_result] = path.glob('runs/*/result.json')
+    finished_run = finished_result.parent
+    [killed_run] = [run for run in path.glob('runs/*') if run != finished_run]
+    time_of_result = finished_result.stat().st_mtime_ns
+    lines_before = log_lines(killed_run)
+    results_before = (path / 'results.jsonl').read_bytes()
+    ledger_before = (path / 'ledger.jsonl').read_bytes()
+    assert results_before
+    study = dataclasses.replace(
+        STUDY,
+        name='started earlier',
+        base=from_json(Config, read_json(path / 'study.json', {})['base']),
+        sizes=('d_model=16',),
+        tolerance=0.1,
+        tuning=TuningConfig(),
+    )
+
+    worker.run(study, path)
+
+    assert finished_result.stat().st_mtime_ns == time_of_result
+    assert not (finished_run / 'checkpoints').exists()
+    assert_resumed_after_step_4(killed_run, lines_before)
+    assert (path / 'ledger.jsonl').read_bytes() == ledger_before
+    results_after = (path / 'results.jsonl').read_bytes()
+    assert results_after.startswith(results_before)
+    results = [json.loads(line) for line in results_after.splitlines()]
+    for result, expected_fields in zip(results, EXPECTED['study'], strict=True):
+        for name, expected in expected_fields.items():
+            if name == 'val_loss':
+                expected = pytest.approx(expected, abs=ATOL)
+            assert result[name] == expected
