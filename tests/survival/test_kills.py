@@ -37,15 +37,23 @@ from tests.processes import environments
 from tests.runs import SMALL, assert_same_run, without_times
 from tests.study.test_plan import STUDY
 
-# Processes are forked from one that imported all, but for buckets: threads of TensorStore, which
-# writes to them, are not made for forks.
-FORKS, SPAWNS = (multiprocessing.get_context(name) for name in ('forkserver', 'spawn'))
+# Processes are forked from one that has imported everything. Runs in buckets are spawned, because
+# the threads of TensorStore do not survive a fork.
+FORKS = multiprocessing.get_context('forkserver')
+SPAWNS = multiprocessing.get_context('spawn')
 FORKS.set_forkserver_preload([__name__])
 
-# What a run reports, and its weight among the moments of disturbances.
+# The phases of a run, and how often a random disturbance falls into each.
 PHASES = {
-    **{'starting': 0, 'preparing data': 0, 'compiling': 1, 'initializing': 1, 'training': 6},
-    **{'saving': 6, 'evaluating': 4, 'measuring': 1, 'anywhere': 4},
+    'starting': 0,
+    'preparing data': 0,
+    'compiling': 1,
+    'initializing': 1,
+    'training': 6,
+    'saving': 6,
+    'evaluating': 4,
+    'measuring': 1,
+    'anywhere': 4,
 }
 NAMES = list(PHASES)
 # Seconds that a run is left alone in a phase, at most.
@@ -53,122 +61,158 @@ LINGER = {'training': 0.3, 'saving': 0.05, 'anywhere': 8.0}
 LIMIT = 600.0
 
 
-def to_end(settings, workdir: str, log: str, phase, environment: dict[str, str]) -> None:
-    """Trains a run or works on a study to its end, as the command does; exits with its code."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+def run_to_end(settings, workdir: str, log: str, phase_index, environment: dict[str, str]) -> None:
+    """Trains a run or works on a study, and exits as the command does.
+
+    Args:
+      settings: those of a run or of a study.
+      workdir: the directory of results.
+      log: the file for standard output and standard error.
+      phase_index: a shared number, which is kept at the index of the current phase in NAMES.
+      environment: variables of this process.
+    """
+    log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log_descriptor, 1)
+    os.dup2(log_descriptor, 2)
     os.environ |= {'XLA_FLAGS': FLAGS.replace('device_count=8', 'device_count=1'), **environment}
     real_phase = Progress.phase
     real_begin = Progress.begin
 
     @contextlib.contextmanager
-    def reported(self: Progress, name: str) -> Iterator[None]:
-        before = phase.value
-        if name in NAMES:  # and not 'opening devices', which is before all
-            phase.value = NAMES.index(name)
+    def reported_phase(self: Progress, name: str) -> Iterator[None]:
+        index_before = phase_index.value
+        if name in NAMES:  # 'opening devices' is not
+            phase_index.value = NAMES.index(name)
         with real_phase(self, name):
             yield
-        phase.value = before
+        phase_index.value = index_before
 
-    def begin(self: Progress) -> None:
-        phase.value = NAMES.index('training')
+    def reported_begin(self: Progress) -> None:
+        phase_index.value = NAMES.index('training')
         real_begin(self)
 
-    Progress.phase = reported
-    Progress.begin = begin
+    Progress.phase = reported_phase
+    Progress.begin = reported_begin
 
     @signals.exit_on_signal()
     def main() -> None:
         bootstrap.start()
-        (train if isinstance(settings, Config) else worker.run)(settings, workdir)
+        if isinstance(settings, Config):
+            train(settings, workdir)
+        else:
+            worker.run(settings, workdir)
 
-    code = 0
+    exit_code = 0
     try:
         main()
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        code = EXIT_REQUEUE
+        exit_code = EXIT_REQUEUE
     finally:
         sys.stdout.flush()
-    os._exit(code)
+    os._exit(exit_code)
 
 
 class Job:
-    """A start of a run or a study, by as many processes as its mesh has rows for."""
+    """A start of a run or a study, with one process per row of its mesh."""
 
     def __init__(self, settings, workdir: str, logs: Path):
         self.workdir = as_path(workdir)
         self.logs = logs
-        context = SPAWNS if is_url(workdir) else FORKS
-        self._phase = context.Value('i', 0)
         logs.mkdir(exist_ok=True)
-        count = getattr(settings, 'base', settings).mesh.data
+        context = SPAWNS if is_url(workdir) else FORKS
+        self._phase_index = context.Value('i', 0)
+
+        config = settings if isinstance(settings, Config) else settings.base
+        num_processes = config.mesh.data
+        environment_of_rank = environments(num_processes) if num_processes > 1 else [{}]
         self.processes = []
-        for rank, environment in enumerate(environments(count) if count > 1 else [{}]):
-            args = settings, workdir, f'{logs}/{rank}.log', self._phase, environment
-            self.processes.append(context.Process(target=to_end, args=args))
-            self.processes[-1].start()
+        for rank, environment in enumerate(environment_of_rank):
+            process = context.Process(
+                target=run_to_end,
+                args=(settings, workdir, f'{logs}/{rank}.log', self._phase_index, environment),
+            )
+            process.start()
+            self.processes.append(process)
 
     def phase(self) -> str:
-        # Until a run begins to train, an unfinished checkpoint is one that a killed start has left.
-        reported = NAMES[self._phase.value]
-        if reported in ('training', 'evaluating', 'measuring') and not is_url(self.workdir):
-            where = ('checkpoints', 'runs/*/checkpoints')
-            if any(any(self.workdir.glob(f'{path}/{UNFINISHED}')) for path in where):
-                return 'saving'
+        """The phase that a process has reported last, or 'saving'."""
+        reported = NAMES[self._phase_index.value]
+        # In earlier phases, an unfinished checkpoint is one that a killed start has left.
+        saves_checkpoints = reported in ('training', 'evaluating', 'measuring')
+        if saves_checkpoints and not is_url(self.workdir):
+            for checkpoints in ('checkpoints', 'runs/*/checkpoints'):
+                if any(self.workdir.glob(f'{checkpoints}/{UNFINISHED}')):
+                    return 'saving'
         return reported
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
-    def linger(self, phase: str, rng) -> bool:
-        """Waits for a random moment in a phase; returns whether all processes are alive then."""
+    def wait_for_moment_in(self, phase: str, rng) -> bool:
+        """Waits for a random moment in a phase. Returns whether all processes are alive then."""
         deadline = time.monotonic() + LIMIT
-        while self.alive() and phase not in ('anywhere', self.phase()):
+        while self.is_alive() and phase not in ('anywhere', self.phase()):
             assert time.monotonic() < deadline, f'never {phase}'
             time.sleep(0.001)
-        until = time.monotonic() + rng.uniform(0, LINGER.get(phase, 0.1))
-        while self.alive() and time.monotonic() < until:
-            time.sleep(0.001)
-        return self.alive()
 
-    def disturb(self, number: int, rng) -> None:
-        """Sends a signal to the processes, in any order; a stop gives code 75, state saved."""
+        longest_wait = LINGER.get(phase, 0.1)
+        moment = time.monotonic() + rng.uniform(0, longest_wait)
+        while self.is_alive() and time.monotonic() < moment:
+            time.sleep(0.001)
+        return self.is_alive()
+
+    def disturb(self, sent_signal: int, rng) -> None:
+        """Sends a signal to the processes in random order.
+
+        Checks that processes which get SIGTERM save a checkpoint and exit with 75.
+        """
         phase = self.phase()
+        longest_pause = 0.02 if len(self.processes) > 1 else 0
         for process in rng.sample(self.processes, len(self.processes)):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
-            time.sleep(rng.uniform(0, 0.02) * (len(self.processes) > 1))
-        codes = self.codes()
-        if number == signal.SIGTERM and phase != 'starting':  # its main function may not be reached
-            assert codes in ({0}, {EXIT_REQUEUE}), codes
-            log = self.workdir / 'metrics.jsonl'
-            if phase in ('training', 'evaluating') and EXIT_REQUEUE in codes and log.exists():
-                step = read_metrics(log)[-1]['step']
-                assert (self.workdir / 'checkpoints' / str(step)).exists()
+                os.kill(process.pid, sent_signal)
+            time.sleep(rng.uniform(0, longest_pause))
 
-    def codes(self) -> set[int]:
+        exit_codes = self.exit_codes()
+        # A process that is starting does not handle signals yet.
+        if sent_signal == signal.SIGTERM and phase != 'starting':
+            assert exit_codes in ({0}, {EXIT_REQUEUE}), exit_codes
+            log = self.workdir / 'metrics.jsonl'
+            is_in_steps = phase in ('training', 'evaluating')
+            if is_in_steps and EXIT_REQUEUE in exit_codes and log.exists():
+                last_step = read_metrics(log)[-1]['step']
+                assert (self.workdir / 'checkpoints' / str(last_step)).exists()
+
+    def exit_codes(self) -> set[int]:
         for process in self.processes:
             process.join(LIMIT)
         return {process.exitcode for process in self.processes}
 
-    def end(self) -> Path:
-        logs = self.logs.glob('*.log')
-        assert self.codes() == {0}, [path.read_text()[-3000:] for path in logs]
+    def wait_for_success(self) -> Path:
+        """Waits until all processes exit with 0. Returns the directory of results."""
+        assert self.exit_codes() == {0}, self.ends_of_logs()
         return self.workdir
+
+    def ends_of_logs(self) -> list[str]:
+        return [path.read_text()[-3000:] for path in self.logs.glob('*.log')]
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def assert_same(one: Path, other: Path) -> None:
     """Two finished runs, or two finished studies, have equal content."""
-    if not (one / 'study.json').exists():
-        return assert_same_run(one, other)
-    plan, results = (
-        [list(map(json.loads, (path / name).read_text().splitlines())) for path in (one, other)]
-        for name in ('plan.jsonl', 'results.jsonl')
-    )
-    assert plan[0] == plan[1] and without_times(results[0]) == without_times(results[1])
-    for run in plan[0]:
+    is_study = (one / 'study.json').exists()
+    if not is_study:
+        assert_same_run(one, other)
+        return
+    plan = read_lines(one / 'plan.jsonl')
+    results = read_lines(one / 'results.jsonl')
+    assert plan == read_lines(other / 'plan.jsonl')
+    assert without_times(results) == without_times(read_lines(other / 'results.jsonl'))
+    for run in plan:
         assert_same_run(one / run['directory'], other / run['directory'])
 
 
@@ -179,57 +223,65 @@ def undisturbed(tmp_path_factory):
     @functools.cache
     def undisturbed_path(settings) -> Path:
         path = tmp_path_factory.mktemp('undisturbed')
-        return Job(settings, f'{path}/straight', path / 'logs').end()
+        return Job(settings, f'{path}/straight', path / 'logs').wait_for_success()
 
     return undisturbed_path
 
 
-WAYS = ('run', 'two processes', 'study', 'bucket')
-OFTEN = [(way, True, number) for number in (signal.SIGKILL, signal.SIGTERM) for way in WAYS]
+def random_phases(kind: str, rng) -> list[str]:
+    """The phases in which a run is disturbed; their number is the variable KILLS."""
+    weight_of_phase = dict(PHASES)
+    if kind == 'bucket':
+        # A bucket does not show that a checkpoint is being saved.
+        del weight_of_phase['saving']
+    num_kills = int(os.environ.get('KILLS', 20))
+    return rng.choices(list(weight_of_phase), list(weight_of_phase.values()), k=num_kills)
+
+
+KINDS = ('run', 'two processes', 'study', 'bucket')
+OFTEN = [(kind, True, sent) for sent in (signal.SIGKILL, signal.SIGTERM) for kind in KINDS]
 ONCE = [('run', False, signal.SIGKILL)]
 
 
-@pytest.mark.parametrize(('name', 'often', 'number'), slow_except(ONCE, OFTEN + ONCE))
-def test_a_run_or_study_that_is_disturbed_by_signals_ends_as_if_undisturbed(
-    tiny, undisturbed, request, tmp_path, name, often, number
+@pytest.mark.parametrize(('kind', 'often', 'sent_signal'), slow_except(ONCE, OFTEN + ONCE))
+def test_a_run_or_study_disturbed_by_signals_ends_as_if_undisturbed(
+    tiny, undisturbed, request, tmp_path, kind, often, sent_signal
 ):
     """Each start is disturbed once, at a random moment, and the same directory is started again.
 
-    A start that comes to its end first is compared with the undisturbed one, and another directory
-    is begun. The last start is left alone.
+    If a start ends before that moment, its results are compared, and another directory is begun.
+    The last start is left alone.
     """
     settings = tiny(
         model=SMALL | {'dropout': 0.1},
         optimizer={'name': 'muon'},
         train={'num_steps': 60 if often else 12, 'eval_every': 6, 'checkpoint_every': 4},
-        mesh={'data': 2 if name == 'two processes' else 1},
+        mesh={'data': 2 if kind == 'two processes' else 1},
     )
     root = tmp_path
-    if name == 'study':
+    if kind == 'study':
         settings = dataclasses.replace(STUDY, base=settings, tolerance=0.1, tuning=TuningConfig())
-    elif name == 'bucket':
-        request.getfixturevalue('bucket')  # which processes find through their environment
+    elif kind == 'bucket':
+        request.getfixturevalue('bucket')  # sets environment variables for the processes
         root = 'gs://runs'
-    rng = random.Random(seed := os.environ.get('SEED') or str(time.time_ns()))
+    seed = os.environ.get('SEED') or str(time.time_ns())
     print(f'SEED={seed}')
-    moments = ['training']
-    if often:
-        # No directory of a bucket shows that a checkpoint is being saved.
-        left_out = 'saving' if name == 'bucket' else None
-        weights = {phase: weight for phase, weight in PHASES.items() if phase != left_out}
-        kills = int(os.environ.get('KILLS', 20))
-        moments = rng.choices([*weights], [*weights.values()], k=kills)
+    rng = random.Random(seed)
+    phases = random_phases(kind, rng) if often else ['training']
     undisturbed_path = undisturbed(settings)
-    seen = Counter()
-    finished = 0
-    while moments:
-        job = Job(settings, f'{root}/run-{finished}', tmp_path / 'logs')
-        if job.linger(moments[0], rng):
-            seen[job.phase()] += 1
-            job.disturb(number, rng)
-            moments.pop(0)
+
+    num_disturbances = Counter()
+    num_finished = 0
+    while phases:
+        job = Job(settings, f'{root}/run-{num_finished}', tmp_path / 'logs')
+        if job.wait_for_moment_in(phases[0], rng):
+            num_disturbances[job.phase()] += 1
+            job.disturb(sent_signal, rng)
+            phases.pop(0)
         else:
-            assert_same(job.end(), undisturbed_path)
-            finished += 1
-    assert_same(Job(settings, f'{root}/run-{finished}', tmp_path / 'logs').end(), undisturbed_path)
-    print(dict(seen), 'runs:', finished + 1)
+            assert_same(job.wait_for_success(), undisturbed_path)
+            num_finished += 1
+
+    last_job = Job(settings, f'{root}/run-{num_finished}', tmp_path / 'logs')
+    assert_same(last_job.wait_for_success(), undisturbed_path)
+    print(dict(num_disturbances), 'runs:', num_finished + 1)
