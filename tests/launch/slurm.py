@@ -6,7 +6,6 @@ for the address of the coordinator.
 """
 
 import contextlib
-import functools
 import os
 import re
 import shutil
@@ -15,12 +14,14 @@ import subprocess
 from collections.abc import Callable, Iterator
 from getpass import getuser
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.launch.launchers import LAUNCH
 from tests.processes import free_port, wait_until
 
 SEARCHED = os.pathsep.join([os.environ.get('PATH', ''), '/usr/sbin', '/sbin'])
 NAMES = ('slurmctld', 'slurmd', 'slurmstepd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel')
+# The path of each program, or None if it is not installed.
 PROGRAMS = {name: shutil.which(name, path=SEARCHED) for name in NAMES}
 NODES = ('127.0.0.1', '127.0.0.2')
 
@@ -57,42 +58,74 @@ PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 NODE = 'NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=2\n'
 
 
-@contextlib.contextmanager
-def running_cluster(root: Path) -> Iterator['Cluster']:
-    """A cluster of two idle nodes. The end of the block kills its jobs and its daemons."""
-    cluster = Cluster(root)
+def slurm_conf(root: Path) -> str:
+    """The text of slurm.conf for a cluster of NODES on this machine."""
     host = socket.gethostname().partition('.')[0]
-    (root / 'state').mkdir(parents=True)
     text = CONF.format(root=root, host=host, port=free_port(), user=getuser())
     # Packages that were unpacked and not installed have their plugins beside their programs.
     for plugins in Path(PROGRAMS['slurmctld']).parents[1].glob('lib/*/slurm-wlm'):
         text += f'PluginDir={plugins}\n'
-    text += ''.join(NODE.format(node=node, host=host, port=free_port()) for node in NODES)
-    (root / 'slurm.conf').write_text(text)
-    commands = [('slurmctld', '-D', '-i')]
     for node in NODES:
-        (root / f'spool-{node}').mkdir()
-        commands.append(('slurmd', '-D', '-d', PROGRAMS['slurmstepd'], '-N', node))
+        text += NODE.format(node=node, host=host, port=free_port())
+    return text
+
+
+def start_daemons(root: Path, environment: dict[str, str]) -> list[subprocess.Popen]:
+    """Starts the controller, and one daemon per node."""
+    commands = [[PROGRAMS['slurmctld'], '-D', '-i']]
+    for node in NODES:
+        commands.append([PROGRAMS['slurmd'], '-D', '-d', PROGRAMS['slurmstepd'], '-N', node])
     # A test run that is killed takes its daemons with it.
     die_with_this_process = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
+
+    daemons = []
     with open(root / 'daemons.log', 'ab') as log:
-        streams = {'stdin': subprocess.DEVNULL, 'stdout': log, 'stderr': log}
-        start = functools.partial(subprocess.Popen, env=cluster.environment, **streams)
-        daemons = [
-            start([*die_with_this_process, PROGRAMS[name], *rest]) for name, *rest in commands
-        ]
-    idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
+        for command in commands:
+            daemon = subprocess.Popen(
+                [*die_with_this_process, *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+            daemons.append(daemon)
+    return daemons
+
+
+@contextlib.contextmanager
+def running_cluster(root: Path) -> Iterator['Cluster']:
+    """A cluster of two idle nodes. The end of the block kills its jobs and its daemons."""
+    cluster = Cluster(root)
+    (root / 'state').mkdir(parents=True)
+    for node in NODES:
+        (root / f'spool-{node}').mkdir()
+    (root / 'slurm.conf').write_text(slurm_conf(root))
+    daemons = start_daemons(root, cluster.environment)
+
+    def num_idle_nodes() -> str:
+        idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
+        return cluster.call(*idle, check=False).strip()
+
+    def has_no_jobs() -> bool:
+        return cluster.call('squeue', '-h', check=False).strip() == ''
+
     try:
-        wait_until(lambda: cluster.call(*idle, check=False).strip() == '2', 60, cluster.logs)
+        wait_until(lambda: num_idle_nodes() == '2', 60, cluster.logs)
         yield cluster
     finally:
         jobs = cluster.call('squeue', '-h', '-o', '%A', check=False).split()
         cluster.call('scancel', '--signal=KILL', '--full', *jobs, check=False)
         cluster.call('scancel', *jobs, check=False)
-        wait_until(lambda: not cluster.call('squeue', '-h', check=False).strip(), 30, cluster.logs)
+        wait_until(has_no_jobs, 30, cluster.logs)
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait()
+
+
+class JobEnd(NamedTuple):
+    state: str
+    exit_code: str  # such as '1:0': exit code and signal
+    restarts: int
 
 
 class Cluster:
@@ -100,55 +133,67 @@ class Cluster:
 
     def __init__(self, root: Path):
         self.root = root
-        self.environment = {
-            **{n: v for n, v in os.environ.items() if not n.startswith(('SLURM', 'SBATCH'))},
-            'PATH': SEARCHED,
-            'SLURM_CONF': str(root / 'slurm.conf'),
-        }
-        self.let_go: set[tuple[object, str]] = set()
+        self.environment = dict(os.environ)
+        for name in os.environ:
+            if name.startswith(('SLURM', 'SBATCH')):
+                del self.environment[name]
+        self.environment['PATH'] = SEARCHED
+        self.environment['SLURM_CONF'] = str(root / 'slurm.conf')
+        # (job, restarts) of the starts that no longer wait for two minutes; see `wait`.
+        self._hastened: set[tuple[object, str]] = set()
 
     def call(self, *command: object, check: bool = True, **keywords: object) -> str:
-        """What a program prints."""
-        keywords = {'env': self.environment, 'capture_output': True, 'text': True} | keywords
+        """Runs a program and returns its standard output."""
+        keywords = {'env': self.environment, 'capture_output': True, 'text': True, **keywords}
         done = subprocess.run([str(part) for part in command], **keywords)
-        assert not check or done.returncode == 0, done.stdout + done.stderr
+        if check:
+            assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def wait(self, job: object, condition: Callable[[dict[str, str]], object]) -> dict[str, str]:
-        """Waits until the fields of a job meet a condition; returns them.
+    def fields_of(self, job: object) -> dict[str, str]:
+        """The fields of a job, such as {'JobState': 'RUNNING', 'Restarts': '0', ...}."""
+        text = self.call('scontrol', '-o', 'show', 'job', job)
+        return dict(re.findall(r'(\w+)=(.*?)(?= \w+=|$)', text))
 
-        The job may be a task of an array, as in '7_1'. Slurm lets a requeued job wait for two
-        minutes; here it starts after two seconds, since daemons refuse one that starts in the
-        second in which it ended.
+    def wait(self, job: object, condition: Callable[[dict[str, str]], object]) -> dict[str, str]:
+        """Waits until the fields of a job, or of a task such as '7_1', meet a condition.
+
+        Slurm lets a requeued job wait for two minutes. Here, the job starts after two seconds.
+        (Daemons refuse a job that starts in the second in which it ended.)
+
+        Returns:
+          The fields; see `fields_of`.
         """
         fields: dict[str, str] = {}
 
         def meets_condition() -> object:
-            text = self.call('scontrol', '-o', 'show', 'job', job)
-            fields.update(re.findall(r'(\w+)=(.*?)(?= \w+=|$)', text))
+            fields.update(self.fields_of(job))
             start = (job, fields['Restarts'])
-            if fields['Reason'] == 'BeginTime' and start not in self.let_go:
-                self.let_go.add(start)
+            if fields['Reason'] == 'BeginTime' and start not in self._hastened:
+                self._hastened.add(start)
                 self.call('scontrol', 'update', f'JobId={job}', 'StartTime=now+2', check=False)
             return condition(fields)
 
         wait_until(meets_condition, 900, lambda: f'{fields}\n{self.logs()}')
         return fields
 
-    def end(self, job: object) -> tuple[str, str, int]:
-        """State, exit code and number of restarts of a job that has come to its end."""
-        ended = ('COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT', 'NODE_FAIL')
-        fields = self.wait(job, lambda f: f['JobState'] in ended)
-        return fields['JobState'], fields['ExitCode'], int(fields['Restarts'])
+    def end(self, job: object) -> JobEnd:
+        """Waits until a job has ended."""
+        end_states = ('COMPLETED', 'FAILED', 'CANCELLED', 'TIMEOUT', 'NODE_FAIL')
+        fields = self.wait(job, lambda fields: fields['JobState'] in end_states)
+        return JobEnd(fields['JobState'], fields['ExitCode'], int(fields['Restarts']))
 
     def logs(self) -> str:
         """The last lines of every daemon's log."""
-        texts = {path.name: path.read_text(errors='replace') for path in self.root.glob('*.log')}
-        return '\n'.join('\n'.join([n, *text.splitlines()[-15:]]) for n, text in texts.items())
+        lines = []
+        for path in self.root.glob('*.log'):
+            text = path.read_text(errors='replace')
+            lines += [path.name, *text.splitlines()[-15:]]
+        return '\n'.join(lines)
 
 
 class Jobs:
-    """Submits the project's script from a directory of its own, where logs and results lie."""
+    """Submits launch/slurm.sbatch from a directory, to which logs and results are written."""
 
     def __init__(self, cluster: Cluster, directory: Path, venv: Path):
         self.cluster = cluster
@@ -166,15 +211,23 @@ class Jobs:
         path = self.directory / f'slurm-{job}.out'
         return path.read_text() if path.exists() else ''
 
-    def log_after(self, job: str, *end: object) -> str:
-        """The log of a job which came to this end: state, exit code, restarts."""
-        assert self.cluster.end(job) == end, self.log(job)
+    def log_after(self, job: str, state: str, exit_code: str, restarts: int) -> str:
+        """Waits until a job has ended, checks how, and returns its log."""
+        assert self.cluster.end(job) == JobEnd(state, exit_code, restarts), self.log(job)
         return self.log(job)
 
     def preempt(self, job: str) -> None:
         """Runs a job of the higher partition, which takes all nodes, until `job` is requeued."""
-        command = ['sbatch', '--parsable', '-p', 'high', '--exclusive', '--nodes=2']
-        command += ['--output=/dev/null', '--wrap=srun sleep 600']
-        high = self.cluster.call(*command, cwd=self.directory).strip()
+        output = self.cluster.call(
+            'sbatch',
+            '--parsable',
+            *('-p', 'high'),
+            '--exclusive',
+            '--nodes=2',
+            '--output=/dev/null',
+            '--wrap=srun sleep 600',
+            cwd=self.directory,
+        )
+        preempting_job = output.strip()
         self.cluster.wait(job, lambda fields: fields['JobState'] == 'PENDING')
-        self.cluster.call('scancel', high)
+        self.cluster.call('scancel', preempting_job)

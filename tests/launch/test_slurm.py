@@ -38,30 +38,49 @@ STUDY_OPTIONS = ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
 )
 def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, options):
     text = dry_run('slurm', *flags, command=command, QKATTN_VENV='/a v')
-    line = text.split('\n\n# ')[0]
+
     script = ROOT / 'launch/slurm.sbatch'
-    assert text[len(line) + 4 :] == f'{script}\n{script.read_text()}'
-    variables = ['env', 'QKATTN_VENV=/a v', f'QKATTN_RETRIES={retries}']
-    assert shlex.split(line) == [*variables, 'sbatch', *options, str(script), *command]
+    line, _, commented_script = text.partition('\n\n# ')
+    assert commented_script == f'{script}\n{script.read_text()}'
+    assert shlex.split(line) == [
+        'env',
+        'QKATTN_VENV=/a v',
+        f'QKATTN_RETRIES={retries}',
+        'sbatch',
+        *options,
+        str(script),
+        *command,
+    ]
 
 
-def test_a_crash_is_retried_where_the_controller_does_not_answer_at_first(tmp_path):
-    # Stand-ins: the task crashes, squeue cannot say how often it crashed before, and scontrol
-    # prints its arguments.
-    for name, text in (('srun', 'exit 200'), ('squeue', 'exit 1'), ('scontrol', 'echo $*')):
-        launchers.write_program(tmp_path / name, f'#!/bin/sh\n{text}\n')
-    # Then each earlier start counts as a crash: one here.
-    job = {'SLURM_JOB_ID': '7', 'SLURM_JOB_NODELIST': 'a', 'SLURM_RESTART_COUNT': '1'}
-    environment = {**launchers.environment_with(tmp_path), **job, 'SLURM_SUBMIT_DIR': str(tmp_path)}
-    script = ['bash', ROOT / 'launch/slurm.sbatch', 'train']
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, 'update JobId=7 Comment=crashes=2\nrequeue 7\n')
+def test_a_crash_is_retried_if_the_controller_does_not_answer(tmp_path):
+    launchers.write_program(tmp_path / 'srun', '#!/bin/sh\nexit 200\n')  # the task crashes
+    launchers.write_program(tmp_path / 'squeue', '#!/bin/sh\nexit 1\n')  # no answer
+    launchers.write_program(tmp_path / 'scontrol', '#!/bin/sh\necho $*\n')
+    environment = launchers.environment_with(tmp_path) | {
+        'SLURM_JOB_ID': '7',
+        'SLURM_JOB_NODELIST': 'a',
+        'SLURM_RESTART_COUNT': '1',
+        'SLURM_SUBMIT_DIR': str(tmp_path),
+    }
+
+    done = subprocess.run(
+        ['bash', ROOT / 'launch/slurm.sbatch', 'train'],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+    # The earlier start counts as a crash, because squeue cannot tell how it ended.
+    assert done.returncode == 1
+    assert done.stdout == 'update JobId=7 Comment=crashes=2\nrequeue 7\n'
 
 
 @pytest.fixture(scope='module')
 def cluster(tmp_path_factory):
     """A private Slurm of two nodes."""
-    if missing := [name for name, path in slurm.PROGRAMS.items() if path is None]:
+    missing = [name for name, path in slurm.PROGRAMS.items() if path is None]
+    if missing:
         pytest.skip(f'{", ".join(missing)} are missing (Debian: slurmctld slurmd slurm-client)')
     with slurm.running_cluster(tmp_path_factory.mktemp('slurm') / 'cluster') as cluster:
         yield cluster
@@ -69,14 +88,20 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def stand_in_jobs(cluster, tmp_path):
-    """Jobs whose processes run the shell script stand_in.sh of the directory as qkattn."""
+    """Jobs whose processes run a shell script instead of qkattn; see `submit`."""
     program = tmp_path / 'venv/bin/python'
     launchers.write_program(program, '#!/usr/bin/env bash\nshift 2\n. ./stand_in.sh\n')
     return Jobs(cluster, tmp_path, tmp_path / 'venv')
 
 
 def submit(jobs: Jobs, script: str, *arguments: object) -> str:
-    """A job whose processes run a script: $1 is the command, SLURM_PROCID the rank."""
+    """Submits a job whose processes run a shell script instead of qkattn.
+
+    In the script, "$@" are the arguments of qkattn, and SLURM_PROCID is the rank.
+
+    Returns:
+      The number of the job.
+    """
     (jobs.directory / 'stand_in.sh').write_text(script)
     return jobs.submit(*arguments)
 
@@ -89,10 +114,10 @@ for _ in {1..600}; do sleep .1; done
 """
 
 
-def wait_until_started(jobs: Jobs, job: str, restart: int = 0, processes: int = 2) -> None:
-    """Waits until all processes of a start have begun."""
-    files = [jobs.directory / f'started-{rank}-{restart}' for rank in range(processes)]
-    jobs.cluster.wait(job, lambda _: all(file.exists() for file in files))
+def wait_until_started(jobs: Jobs, job: str, restart: int = 0, num_processes: int = 2) -> None:
+    """Waits until all processes of SAVE_ON_SIGTERM have begun, after a number of restarts."""
+    files = [jobs.directory / f'started-{rank}-{restart}' for rank in range(num_processes)]
+    jobs.cluster.wait(job, lambda fields: all(file.exists() for file in files))
 
 
 @pytest.mark.slow
@@ -100,39 +125,62 @@ def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
     # Each process writes its arguments and its port to a file of its own.
     script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
     jobs = [submit(stand_in_jobs, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
-    ports = Counter()
+
+    processes_per_port = Counter()
     for job in jobs:
-        stand_in_jobs.log_after(job, 'COMPLETED', '0:0', 0)
+        stand_in_jobs.log_after(job, 'COMPLETED', '0:0', restarts=0)
         for rank in range(2):
             text = (stand_in_jobs.directory / f'{job}-{rank}').read_text()
             *arguments, port, _ = text.split('\0')
             assert arguments == [*TRAIN[1:], *AWKWARD]
-            ports[int(port)] += 1
-    assert list(ports.values()) == [2, 2], 'one port per job'
-    assert 1024 < min(ports)
-    assert max(ports) < 32768
+            processes_per_port[int(port)] += 1
+
+    assert list(processes_per_port.values()) == [2, 2], 'one port per job'
+    assert min(processes_per_port) > 1024
+    assert max(processes_per_port) < 32768
+
+
+def script_that_fails(rank: int, exit_code: int) -> str:
+    """A script of two processes: one fails, and the other one saves on SIGTERM.
+
+    The failure waits until the other process handles SIGTERM, which would kill it before.
+    """
+    other_rank = 1 - rank
+    return f"""
+    if [[ $SLURM_PROCID = {rank} ]]; then
+        until [[ -e started-{other_rank}-${{SLURM_RESTART_COUNT:-0}} ]]; do sleep .1; done
+        exit {exit_code}
+    fi
+    {SAVE_ON_SIGTERM}
+    """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ('rank', 'code', 'restarts', 'words'),
-    [(1, 1, 1, 'crashed 2 times'), (0, 2, 0, 'has a wrong setting or directory')],
-)
-def test_a_crash_is_retried_and_a_wrong_setting_is_not(rank, code, restarts, words, stand_in_jobs):
-    # One that has not begun when the other fails dies of srun's SIGTERM, which counts as a crash.
-    begun = f'started-{1 - rank}-${{SLURM_RESTART_COUNT:-0}}'
-    failure = f'until [[ -e {begun} ]]; do sleep .1; done; exit {code}'
-    script = f'if [[ $SLURM_PROCID = {rank} ]]; then {failure}; fi\n{SAVE_ON_SIGTERM}'
+def test_a_crash_is_retried(stand_in_jobs):
+    script = script_that_fails(rank=1, exit_code=1)
+
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
-    log = stand_in_jobs.log_after(job, 'FAILED', f'{code}:0', restarts)
-    assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2 * restarts
-    assert log.count(f'job {job} crashed (1 of at most 2 times) and is requeued') == restarts
-    assert f'job {job} {words} and is not requeued' in log
+
+    log = stand_in_jobs.log_after(job, 'FAILED', '1:0', restarts=1)
+    assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2
+    assert log.count(f'job {job} crashed (1 of at most 2 times) and is requeued') == 1
+    assert f'job {job} crashed 2 times and is not requeued' in log
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_is_not_retried(stand_in_jobs):
+    script = script_that_fails(rank=0, exit_code=2)
+
+    job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
+
+    log = stand_in_jobs.log_after(job, 'FAILED', '2:0', restarts=0)
+    assert 'process 1 on 127.0.0.2 ended with exit code 1\n' not in log
+    assert f'job {job} crashed (1 of at most 2 times) and is requeued' not in log
+    assert f'job {job} has a wrong setting or directory and is not requeued' in log
 
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
-    """Slurm sends SIGTERM to the processes before the time limit, as scancel --signal does."""
     script = f"""
     case $SLURM_RESTART_COUNT in
         '' | 1) {SAVE_ON_SIGTERM} ;;
@@ -140,11 +188,14 @@ def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
         *) echo finished ;;
     esac"""
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
+
+    # Slurm sends SIGTERM before the time limit, too.
     wait_until_started(stand_in_jobs, job)
     stand_in_jobs.cluster.call('scancel', '--signal=TERM', job)
     wait_until_started(stand_in_jobs, job, restart=1)
     stand_in_jobs.preempt(job)
-    log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', 3)
+
+    log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', restarts=3)
     assert 'stopped with a checkpoint and is requeued' in log
     assert log.count('crashed (1 of at most 2 times)') == 1
     assert '0: finished' in log
@@ -155,28 +206,41 @@ def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
 @pytest.mark.slow
 def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in_jobs):
     """Limits are whole minutes, and Slurm looks at them about once a minute."""
-    script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {SAVE_ON_SIGTERM.replace("600", "2400")}'
+    save_within_four_minutes = SAVE_ON_SIGTERM.replace('600', '2400')
+    script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {save_within_four_minutes}'
+
     job = submit(stand_in_jobs, script, '--nodes=2', '--time=4', *TRAIN)
-    log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', 1)
+
+    log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', restarts=1)
     assert f'job {job} stopped with a checkpoint and is requeued' in log
 
 
 @pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
     job = submit(stand_in_jobs, SAVE_ON_SIGTERM, *TRAIN)
-    wait_until_started(stand_in_jobs, job, processes=1)
+    wait_until_started(stand_in_jobs, job, num_processes=1)
+
     stand_in_jobs.cluster.call('scancel', job)
-    assert stand_in_jobs.cluster.end(job)[::2] == ('CANCELLED', 0), stand_in_jobs.log(job)
-    assert 'requeued' not in stand_in_jobs.log(job)
+
+    end = stand_in_jobs.cluster.end(job)
+    log = stand_in_jobs.log(job)
+    assert end.state == 'CANCELLED', log
+    assert end.restarts == 0, log
+    assert 'requeued' not in log
 
 
 @pytest.mark.slow
 def test_a_worker_that_crashes_requeues_itself_alone(stand_in_jobs):
     """The last task of an array has the array's own number."""
+    # Task 2 fails at its first start.
     script = '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]'
+
     array = submit(stand_in_jobs, script, '--workers=2', '--', 'ablate', '--workdir=x')
-    ends = [stand_in_jobs.cluster.end(f'{array}_{worker}') for worker in (1, 2)]
-    assert ends == [('COMPLETED', '0:0', 0), ('COMPLETED', '0:0', 1)]
+
+    first_end = stand_in_jobs.cluster.end(f'{array}_1')
+    second_end = stand_in_jobs.cluster.end(f'{array}_2')
+    assert first_end == slurm.JobEnd('COMPLETED', '0:0', restarts=0)
+    assert second_end == slurm.JobEnd('COMPLETED', '0:0', restarts=1)
 
 
 # Training: preempted, killed, requeued, finished
@@ -207,13 +271,16 @@ def training(cluster, tmp_path, data_dir):
 
 def kill_process(job: str, rank: int) -> None:
     """Kills the process that trains as a rank of a job."""
-    wanted = {f'SLURM_JOB_ID={job}'.encode(), f'SLURM_PROCID={rank}'.encode()}
-    for path in Path('/proc').glob('[0-9]*'):
+    job_variable = f'SLURM_JOB_ID={job}'.encode()
+    rank_variable = f'SLURM_PROCID={rank}'.encode()
+    for process in Path('/proc').glob('[0-9]*'):
         with contextlib.suppress(OSError):
-            variables = (path / 'environ').read_bytes().split(b'\0')
-            program, *_ = (path / 'cmdline').read_bytes().split(b'\0')
-            if wanted <= set(variables) and program.endswith(b'/python'):
-                return os.kill(int(path.name), signal.SIGKILL)
+            variables = (process / 'environ').read_bytes().split(b'\0')
+            program, _, _ = (process / 'cmdline').read_bytes().partition(b'\0')
+            is_of_rank = job_variable in variables and rank_variable in variables
+            if is_of_rank and program.endswith(b'/python'):
+                os.kill(int(process.name), signal.SIGKILL)
+                return
     raise AssertionError(f'job {job} has no process {rank}')
 
 
@@ -221,8 +288,8 @@ def kill_process(job: str, rank: int) -> None:
 def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
     (training.directory / 'run.py').write_text(RUN_CONFIG)
     run = ('--nodes=2', '--', 'train', '--config=run.py')
-    job = training.submit(*run, '--workdir=undisturbed')
-    training.log_after(job, 'COMPLETED', '0:0', 0)
+    undisturbed_job = training.submit(*run, '--workdir=undisturbed')
+    training.log_after(undisturbed_job, 'COMPLETED', '0:0', restarts=0)
     job = training.submit(*run, '--workdir=disturbed')
     metrics = training.directory / 'disturbed/metrics.jsonl'
 
@@ -230,22 +297,25 @@ def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
         return metrics.read_bytes().count(b'\n') if metrics.exists() else 0
 
     def wait_for_some_steps() -> None:
-        before = num_lines()
-        training.cluster.wait(job, lambda _: num_lines() > before + 5)
+        lines_before = num_lines()
+        training.cluster.wait(job, lambda fields: num_lines() > lines_before + 5)
 
     wait_for_some_steps()
     training.preempt(job)
     wait_for_some_steps()
-    kill_process(job, 1)
+    kill_process(job, rank=1)
     wait_for_some_steps()
-    state, code, restarts = training.cluster.end(job)
+
+    end = training.cluster.end(job)
     log = training.log(job)
     print(log)
-    # At least: srun's delayed signals to the killed step can reach the next one, of the same name,
-    # because the test shortens the two minutes in between.
-    assert (state, code) == ('COMPLETED', '0:0') and restarts >= 2, log
+    assert end.state == 'COMPLETED', log
+    assert end.exit_code == '0:0', log
+    # srun's late signals to the killed step can reach the next step, which has the same name. So
+    # there may be more than two restarts.
+    assert end.restarts >= 2, log
     assert 'DUE TO PREEMPTION' in log
-    assert len(re.findall(r'^0: resuming at step ', log, re.M)) >= 2
+    assert len(re.findall(r'^0: resuming at step ', log, re.MULTILINE)) >= 2
     assert 'process 1 on 127.0.0.2 ended with exit code 137' in log
     assert f'job {job} crashed (1 of at most 4 times) and is requeued' in log
     assert f'job {job} is done' in log
