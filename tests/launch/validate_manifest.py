@@ -14,7 +14,11 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 
 def unknown_fields(written, parsed, path='') -> list[str]:
-    """'.spec.x is unknown' for each field of a manifest that its parsed model has dropped."""
+    """Compares a manifest with its parsed model, which has dropped unknown fields.
+
+    Returns:
+      A message such as '.spec.x is unknown' for each dropped field.
+    """
     errors = []
     if isinstance(written, dict):
         parsed = parsed or {}
@@ -30,23 +34,39 @@ def unknown_fields(written, parsed, path='') -> list[str]:
     return errors
 
 
+def problems_of_job_set(manifest: dict) -> list[str]:
+    """Messages about fields of a JobSet that are unknown, or have wrong values."""
+    try:
+        job_set = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(manifest))
+        return unknown_fields(manifest, job_set.to_dict())
+    except ValueError as error:
+        return [str(error)]
+
+
+def jobs_of_job_set(manifest: dict) -> list[dict]:
+    """The jobs of a JobSet, as manifests of their own."""
+    header = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'x'}}
+    replicated_jobs = manifest['spec']['replicatedJobs']
+    return [header | replicated_job['template'] for replicated_job in replicated_jobs]
+
+
+def problems_of_job(job: dict) -> list[str]:
+    """A message about the first field of a Job that its schema does not allow."""
+    try:
+        kubernetes_validate.validate(job, '1.34', strict=True)
+    except kubernetes_validate.ValidationError as error:
+        path = '.'.join(str(part) for part in error.path)
+        return [f'{path}: {error.message}']
+    return []
+
+
 def problems(manifest: dict) -> list[str]:
-    """What is wrong with a manifest: unknown fields, or values that the schemas do not allow."""
-    jobs = [manifest]
-    errors = []
-    if manifest['kind'] == 'JobSet':
-        try:
-            parsed = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(manifest)).to_dict()
-            errors = unknown_fields(manifest, parsed)
-        except ValueError as error:
-            errors = [str(error)]
-        job = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'x'}}
-        jobs = [job | one['template'] for one in manifest['spec']['replicatedJobs']]
-    for job in jobs:
-        try:
-            kubernetes_validate.validate(job, '1.34', strict=True)
-        except kubernetes_validate.ValidationError as error:
-            errors.append(f'{".".join(map(str, error.path))}: {error.message}')
+    """Messages about what is wrong with a Job or a JobSet."""
+    if manifest['kind'] != 'JobSet':
+        return problems_of_job(manifest)
+    errors = problems_of_job_set(manifest)
+    for job in jobs_of_job_set(manifest):
+        errors += problems_of_job(job)
     return errors
 
 
