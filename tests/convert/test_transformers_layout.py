@@ -159,12 +159,13 @@ def test_a_llama_has_the_logits_of_the_equations(tmp_path, changes):
     assert_close(logits_of(config, params), llama_logits(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ('config', 'changes', 'architecture'),
-    [(GPT2, changes, 'GPT2') for changes in GPT2_VARIANTS]
-    + [(LLAMA, changes, 'Llama') for changes in LLAMA_VARIANTS[:3]],
-    ids=str,
-)
+GPT2_CASES = [pytest.param(GPT2, fields, 'GPT2', id=f'GPT2-{fields}') for fields in GPT2_VARIANTS]
+LLAMA_CASES = [
+    pytest.param(LLAMA, fields, 'Llama', id=f'Llama-{fields}') for fields in LLAMA_VARIANTS[:3]
+]
+
+
+@pytest.mark.parametrize(('config', 'changes', 'architecture'), GPT2_CASES + LLAMA_CASES)
 def test_transformers_computes_the_same_logits(tmp_path, config, changes, architecture):
     transformers = pytest.importorskip('transformers', reason='pip install transformers torch')
     torch = pytest.importorskip('torch', reason='pip install torch')

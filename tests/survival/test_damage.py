@@ -117,6 +117,14 @@ def report(path):
     return loaded.problems
 
 
+def messages_of(command, study):
+    """The messages of `resume` or `report`, or the error that it raises."""
+    try:
+        return command(study)
+    except ConfigError as error:
+        return [str(error)]
+
+
 def planned_run(study):
     """The directory of the first run in the plan."""
     lines = (study / 'plan.jsonl').read_text().splitlines()
@@ -143,10 +151,7 @@ def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, c
         messages = []
         for command in (report, resume):
             damages.replace(file, content)
-            try:
-                messages += command(study)
-            except ConfigError as error:
-                messages.append(str(error))
+            messages += messages_of(command, study)
 
             # No file has changed, except that derived files are made again.
             if name not in DERIVED:
