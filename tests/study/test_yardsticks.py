@@ -80,7 +80,9 @@ def text_of(batches):
 def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
     assert yardsticks.record(study.path) == []
 
-    num_steps, batch_size, context = 12, 8, 16
+    num_steps = 12
+    batch_size = 8
+    context = 16
     num_tokens = num_steps * batch_size * context
     (group,) = recorded_yardsticks(study.path)['groups']
     assert group['run'] == 'a'

@@ -129,7 +129,8 @@ def test_results_describe_the_corpora(run):
     assert descriptions['@test']['fingerprints'] == {'test': own_fingerprints['test']}
     assert descriptions[text]['name'] == 'text'
 
-    rows, tokens_per_row = 8, 16
+    rows = 8
+    tokens_per_row = 16
     assert len(descriptions) == 3
     for description in descriptions.values():
         assert description['eval_tokens'] == rows * tokens_per_row

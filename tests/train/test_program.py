@@ -111,7 +111,8 @@ def log_levels_of_xla(monkeypatch):
 
 
 def test_one_cpu_device_compiles_without_messages_of_xla(log_levels_of_xla):
-    fatal_errors, warnings = 3, 1
+    fatal_errors = 3
+    warnings = 1
     mesh = sharding.make_mesh(MeshConfig(data=1))
     with program._without_slow_compile_notice(mesh):
         assert log_levels_of_xla == [fatal_errors]

@@ -140,7 +140,9 @@ def test_parameters_gradients_and_a_batch_have_to_fit_into_memory(monkeypatch):
     num_trials = 3
     num_parameters = cost.measured(CONFIG.model, 'total')
     parameters_and_gradients = 2 * num_trials * num_parameters * bytes_per_number
-    steps, rows, context = 5, 4, 16
+    steps = 5
+    rows = 4
+    context = 16
     arrays = 3  # tokens, targets and loss weights
     batch = steps * num_trials * rows * context * arrays * bytes_per_number
     needed = parameters_and_gradients + batch
