@@ -57,7 +57,9 @@ def explain_read_errors(name: str, advice: str, *errors: type[Exception]) -> Ite
     except ConfigError:
         raise
     except (OSError, *errors) as error:  # type: ignore[misc]
-        if isinstance(error, FileNotFoundError) and name.strip("'").endswith(str(error.filename)):
+        # `name` ends in the path of the file, which may be quoted.
+        path = name.strip("'")
+        if isinstance(error, FileNotFoundError) and path.endswith(str(error.filename)):
             raise ConfigError(f'{name} does not exist; {advice}.') from error
         text = ' '.join(str(error).split()).rstrip('.')
         reason = f'{type(error).__name__}: {text}'
