@@ -162,10 +162,11 @@ class GaugeFixedVO(Factored):
     own W_V, so there are always N value heads.
 
     Args:
-      init: 'dense' draws the free columns with std H^-1/2, which gives them norm 1 like the fixed
-        ones, and W_V with std residual_gain (D N)^-1/2. 'product' starts as the same function as
-        `vo` under the same seed. (The inverse of a random block, which it takes, can be large.)
-      columns: the H columns of each W_O[n] that form the identity; by default `fixed_slices`.
+        init: 'dense' draws the free columns with std H^-1/2, which gives them norm 1 like the fixed
+            ones, and W_V with std residual_gain (D N)^-1/2. 'product' starts as the same function
+            as `vo` under the same seed. (The inverse of a random block, which it takes, can be
+            large.)
+        columns: The H columns of each W_O[n] that form the identity; by default `fixed_slices`.
     """
 
     equation = 'W_V[n] [I, W_O[n]]'

@@ -144,19 +144,20 @@ def _in_gauge(
     """Rewrites two factors so that a block of one of them becomes the identity.
 
     Args:
-      w_DKH: the factor W that gets the identity. The block M[k] of head k consists of the first H
-        rows in the order orders_KD[k].
-      other_DNH: the other factor, which becomes other M^T.
-      b_NH: the bias of the other factor, which becomes b M^T.
-      orders_KD: an order of the rows of W for each head.
-      dtype: the dtype of the parameters. A block close to singular multiplies its rounding errors.
-      matrix: the name of W, for errors.
+        w_DKH: The factor W that gets the identity. The block M[k] of head k consists of the first H
+            rows in the order orders_KD[k].
+        other_DNH: The other factor, which becomes other M^T.
+        b_NH: The bias of the other factor, which becomes b M^T.
+        orders_KD: An order of the rows of W for each head.
+        dtype: The dtype of the parameters. A block close to singular multiplies its rounding
+            errors.
+        matrix: The name of W, for errors.
 
     Returns:
-      other M^T, b M^T, and the C = D - H rows of W M^-1 outside of the block, [C, K, H].
+        Other M^T, b M^T, and the C = D - H rows of W M^-1 outside of the block, [C, K, H].
 
     Raises:
-      ConversionError: if a block is too close to singular.
+        ConversionError: If a block is too close to singular.
     """
     H = w_DKH.shape[2]
     # A factor of eps^-1/2 on rounding errors loses half of the digits.

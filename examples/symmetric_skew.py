@@ -19,9 +19,9 @@ class SymmetricSkew(Score):
     positions would mix the two parts.
 
     Args:
-      symmetric_rank: R, from 0 to D; by default min(H, D).
-      skew_rank: C, from 0 to D // 2; by default min(H, D) // 2. With both defaults, and H even and
-        at most D, the parameter count is that of `qk` with K = N, plus N R signs.
+        symmetric_rank: R, from 0 to D; by default min(H, D).
+        skew_rank: C, from 0 to D // 2; by default min(H, D) // 2. With both defaults, and H even
+            and at most D, the parameter count is that of `qk` with K = N, plus N R signs.
     """
 
     equation = 'W[n] L[n] W[n]^T + U[n] V[n]^T - V[n] U[n]^T'  # each part only where it has rank

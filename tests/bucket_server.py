@@ -123,10 +123,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Returns status, content and headers of the answer to a request.
 
         Args:
-          kind: 'upload', 'download' or None, as the path of the URL begins.
-          bucket: name of the bucket.
-          objects: '/o' where the request is about objects rather than the bucket.
-          name: quoted name of an object, or ''.
+            kind: 'upload', 'download' or None, as the path of the URL begins.
+            bucket: Name of the bucket.
+            objects: '/o' where the request is about objects rather than the bucket.
+            name: Quoted name of an object, or ''.
         """
         if bucket == 'forbidden':
             raise Refused(403)

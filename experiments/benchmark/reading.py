@@ -29,14 +29,15 @@ def batches(
     A batch has BATCH_TOKENS tokens, and counts as a step.
 
     Args:
-      directory: where the shards are; they are written if it does not exist.
-      shards: the number of files.
-      ids: the number of ids in each file, of two bytes each.
-      context: the tokens of a row.
-      sparse: whether the files hold zeros without blocks on the disk. Otherwise the ids are random.
-      cold: whether the pages of the files are removed from memory first. Then times are elapsed
-        seconds; otherwise they are CPU seconds of the process, which other programs on the machine
-        hardly change.
+        directory: Where the shards are; they are written if it does not exist.
+        shards: The number of files.
+        ids: The number of ids in each file, of two bytes each.
+        context: The tokens of a row.
+        sparse: Whether the files hold zeros without blocks on the disk. Otherwise the ids are
+            random.
+        cold: Whether the pages of the files are removed from memory first. Then times are elapsed
+            seconds; otherwise they are CPU seconds of the process, which other programs on the
+            machine hardly change.
     """
     paths = _write_shards(Path(directory), shards, ids, sparse)
     if cold:

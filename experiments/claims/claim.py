@@ -158,7 +158,7 @@ class Expectation:
       the loss exceeds the baseline's by at most the margin.
 
     Raises:
-      ConfigError: `relation` or `at` is unknown, or 'as_reported' lacks `reported`.
+        ConfigError: `relation` or `at` is unknown, or 'as_reported' lacks `reported`.
     """
 
     study: str  # the name of a file in configs/claims

@@ -417,7 +417,6 @@ def _row_of_difference(
     """Builds the row of an arm's difference from the baseline, or of a part of the difference.
 
     Args:
-        arm: The arm.
         comparison: The difference, which is `arm.comparison`, or one of its parts.
         kind: The kind of the row.
         expected: The expectation that the row is shown for.

@@ -21,8 +21,8 @@ def early(findings: Findings) -> list[Row]:
     broken.
 
     Returns:
-      A row for each early step. The row supports the claim if any difference changes by more than
-      the margin. The row refutes the claim if every change is equivalent to zero.
+        A row for each early step. The row supports the claim if any difference changes by more than
+        the margin. The row refutes the claim if every change is equivalent to zero.
     """
     margin = findings.study.margin
     curves_by_arm: dict[ArmKey, list[dict[int, float]]] = {}  # a curve for each seed
@@ -77,8 +77,8 @@ def growth(findings: Findings, variant: str) -> list[Row]:
     last evaluation minus the difference at the first one, paired by seed.
 
     Returns:
-      A row for each size and corpus. The claim is that the difference does not grow. The claim is
-      supported if the 95 % interval lies below the margin, and refuted if it lies above zero.
+        A row for each size and corpus. The claim is that the difference does not grow. The claim is
+        supported if the 95 % interval lies below the margin, and refuted if it lies above zero.
     """
     margin = findings.study.margin
     rows = []
@@ -103,9 +103,9 @@ def at_one_rate(findings: Findings, variant: str) -> list[Row]:
     """Measures the loss difference of a variant and its baseline at one learning rate for both.
 
     Returns:
-      A row for each size and corpus. The claim is that the variant is better by more than the
-      margin. The claim is supported if the 95 % interval lies below -margin, and refuted if it lies
-      above -margin.
+        A row for each size and corpus. The claim is that the variant is better by more than the
+        margin. The claim is supported if the 95 % interval lies below -margin, and refuted if it
+        lies above -margin.
     """
     margin = findings.study.margin
     rows = []

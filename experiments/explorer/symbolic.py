@@ -202,7 +202,6 @@ def _move(equation: Any, inputs: list[Any], holders: slice, ring: Any) -> list[n
 
     Args:
         equation: The operation.
-        inputs: Its inputs.
         holders: A slice of `inputs` that selects the arrays of polynomials.
         ring: The ring of the polynomials.
     """

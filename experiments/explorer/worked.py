@@ -61,7 +61,6 @@ def _circuit(
         A = [a11, a12; a12, a22], rank 2
 
     Args:
-        bench: The bench.
         circuit: 'score' or 'value'.
         short_NDE: The matrix of the circuit, as returned by `abbreviated`.
         symbols_NDE: The symbols for its entries.

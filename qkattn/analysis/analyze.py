@@ -49,13 +49,13 @@ class Analysis:
         without the quantity have NaN.
 
         Args:
-          quantity: the name of the quantity.
-          subject: 'A', 'B' or 'pattern'; by default the only one that has the quantity.
-          site: 'attention', 'cross_attention' or 'encoder/attention'.
+            quantity: The name of the quantity.
+            subject: 'A', 'B' or 'pattern'; by default the only one that has the quantity.
+            site: 'attention', 'cross_attention' or 'encoder/attention'.
 
         Raises:
-          KeyError: no layer of the site has the quantity, or several subjects have it and `subject`
-            is None.
+            KeyError: No layer of the site has the quantity, or several subjects have it and
+                `subject` is None.
         """
         rows = [row for row in self.rows if row.site == site and row.quantity == quantity]
         if subject is not None:
@@ -95,15 +95,15 @@ def analyze(
     RoPE. Both exclude biases.
 
     Args:
-      model: the model.
-      batch: inputs of the model (tokens_BT; source_BS, segments, ...), to measure its attention
-        patterns.
-      reference: another model, to measure the drift of A and B from it.
-      induction: whether to measure induction scores, on random tokens that occur twice. An
-        encoder-decoder has none.
+        model: The model.
+        batch: Inputs of the model (tokens_BT; source_BS, segments, ...), to measure its attention
+            patterns.
+        reference: Another model, to measure the drift of A and B from it.
+        induction: Whether to measure induction scores, on random tokens that occur twice. An
+            encoder-decoder has none.
 
     Raises:
-      ConfigError: `reference` differs from the model in layers, heads or d_model.
+        ConfigError: `reference` differs from the model in layers, heads or d_model.
     """
     rows: list[Row] = []
     if reference is not None:
@@ -146,8 +146,8 @@ def circuit_matrices(model: Transformer) -> dict[Circuit, jax.Array | None]:
     n outputs the sum of p y B[n] over the keys. Biases are left out.
 
     Returns:
-      Arrays [N, D, D] by circuit, float32 or wider. A is None if the Score is not bilinear. B is
-      None if the Value is not linear.
+        Arrays [N, D, D] by circuit, float32 or wider. A is None if the Score is not bilinear. B is
+        None if the Value is not linear.
     """
     D = model.config.d_model
     matrices: dict[Circuit, jax.Array | None] = {}
@@ -185,7 +185,7 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
     Circuits without a matrix in both models are left out.
 
     Raises:
-      ConfigError: the models differ in layers, heads or d_model.
+        ConfigError: The models differ in layers, heads or d_model.
     """
     before = circuit_matrices(reference)
     after = circuit_matrices(other)
@@ -233,7 +233,7 @@ def quantities_of_matrices(a_PNDD: jax.Array) -> dict[str, jax.Array]:
     """Measures P matrices of N heads.
 
     Returns:
-      An array [P, N] for each name in MATRIX_QUANTITIES, and 'singular_values' [P, N, D].
+        An array [P, N] for each name in MATRIX_QUANTITIES, and 'singular_values' [P, N, D].
     """
     results = {name: quantity(a_PNDD) for name, quantity in MATRIX_QUANTITIES.items()}
     results['singular_values'] = singular_values(a_PNDD)
@@ -267,8 +267,8 @@ def _rows_by_head(source: tuple[str, int, str], quantities: Mapping[str, np.ndar
     """Returns one `Row` for each quantity and head.
 
     Args:
-      source: (site, layer, subject) of the rows.
-      quantities: an array [N] of N heads for each quantity.
+        source: (site, layer, subject) of the rows.
+        quantities: An array [N] of N heads for each quantity.
     """
     site, layer, subject = source
     rows = []

@@ -252,13 +252,13 @@ def _run_with_visits(
     """Replaces `Stream.run` by a loop that calls `visit` at every attention layer.
 
     Args:
-      stream: the stream whose blocks are run.
-      prefix: the beginning of its sites, '' or 'encoder/'.
-      visit: the callback.
-      x_BTD: the input of the first block.
-      mask: the mask of self-attention.
-      dropout_key: must be None.
-      **shared: further inputs of every block, such as the encoder's output.
+        stream: The stream whose blocks are run.
+        prefix: The beginning of its sites, '' or 'encoder/'.
+        visit: The callback.
+        x_BTD: The input of the first block.
+        mask: The mask of self-attention.
+        dropout_key: Must be None.
+        **shared: Further inputs of every block, such as the encoder's output.
     """
     for layer in range(stream.config.num_layers):
         block = layer_of(stream.blocks, layer)  # a copy

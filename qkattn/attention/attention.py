@@ -27,12 +27,12 @@ class Attention(nnx.Module):
     biases, mask. `spec.normalizer` may replace the softmax.
 
     Args:
-      spec: the variant, its sizes and its options.
-      key: the random key of the parameters.
-      rngs: gives the key from its stream 'params', in place of `key`.
+        spec: The variant, its sizes and its options.
+        key: The random key of the parameters.
+        rngs: Gives the key from its stream 'params', in place of `key`.
 
     Raises:
-      SpecError: `spec` cannot be built.
+        SpecError: `spec` cannot be built.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Attention(nnx.Module):
         """Returns A_NDE and B_NDE.
 
         Raises:
-          NotImplementedError: the Score is not bilinear, or the Value is not linear.
+            NotImplementedError: The Score is not bilinear, or the Value is not linear.
         """
         return self.score.matrix(), self.value.matrix(self.score)
 
@@ -71,8 +71,8 @@ class Attention(nnx.Module):
         """Returns the arrays [B, S, ...] by name from which `attend_to` computes keys and values.
 
         Args:
-          y_BSD: the stream of keys and values.
-          first: the position of the first token of y.
+            y_BSD: The stream of keys and values.
+            first: The position of the first token of y.
         """
         cache_of_score = self.score.cached(y_BSD)
         cache_of_value = self.value.cached(y_BSD, self.score)
@@ -105,9 +105,9 @@ class Attention(nnx.Module):
         """Applies QK-norm and rotary positions to queries or keys, if they are in the spec.
 
         Args:
-          heads_BTNH: the queries or keys.
-          gain_H: the gain of QK-norm, or None without QK-norm.
-          first: the position of the first token.
+            heads_BTNH: The queries or keys.
+            gain_H: The gain of QK-norm, or None without QK-norm.
+            first: The position of the first token.
         """
         if self.spec.qk_norm:
             heads_BTNH = rms_norm(heads_BTNH, epsilon=QK_NORM_EPSILON) * gain_H[...]
@@ -129,12 +129,12 @@ class Attention(nnx.Module):
         """Attends from x to cached keys and values, and returns out_BTD.
 
         Args:
-          x_BTD: the stream of the queries.
-          cache: the cache of the attended tokens, from `cached`.
-          mask: a Mask, or a mask_BTS that is True at visible keys.
-          cross: whether the cache comes from another stream than x.
-          dropout: the dropout rate of attention probabilities.
-          dropout_key: the random key of the dropout; None disables it.
+            x_BTD: The stream of the queries.
+            cache: The cache of the attended tokens, from `cached`.
+            mask: A Mask, or a mask_BTS that is True at visible keys.
+            cross: Whether the cache comes from another stream than x.
+            dropout: The dropout rate of attention probabilities.
+            dropout_key: The random key of the dropout; None disables it.
         """
         spec = self.spec
         mask = Mask.from_array(mask)
@@ -220,12 +220,12 @@ class Attention(nnx.Module):
         """Computes self-attention of x, or cross-attention from x to y, and returns out_BTD.
 
         Args:
-          x_BTD: the stream of the queries; in self-attention also of the keys and values.
-          mask: a Mask, or a mask_BTS that is True at visible keys. The default is causal with
-            spec.window in self-attention, and all keys in cross-attention.
-          y_BSD: the stream of keys and values in cross-attention.
-          dropout: the dropout rate of attention probabilities.
-          dropout_key: the random key of the dropout; None disables it.
+            x_BTD: The stream of the queries; in self-attention also of the keys and values.
+            mask: A Mask, or a mask_BTS that is True at visible keys. The default is causal with
+                spec.window in self-attention, and all keys in cross-attention.
+            y_BSD: The stream of keys and values in cross-attention.
+            dropout: The dropout rate of attention probabilities.
+            dropout_key: The random key of the dropout; None disables it.
         """
         cross = y_BSD is not None
         if mask is None:

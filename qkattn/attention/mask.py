@@ -95,13 +95,13 @@ class Mask:
         The field `hides_self` is not applied, because its effect depends on all keys.
 
         Args:
-          query_begin: index of the first query in the block.
-          num_queries: number of queries, T.
-          key_begin: index of the first key in the block.
-          num_keys: number of keys, S.
+            query_begin: Index of the first query in the block.
+            num_queries: Number of queries, T.
+            key_begin: Index of the first key in the block.
+            num_keys: Number of keys, S.
 
         Returns:
-          mask_BTS, True where a query may attend to a key; B is 1 if no field has rows.
+            mask_BTS, True where a query may attend to a key; B is 1 if no field has rows.
         """
 
         def slice_queries(array: jax.Array) -> jax.Array:

@@ -26,8 +26,8 @@ class Normalizer:
         """Returns p_BNTS, which is 0 at masked keys if the query has a visible key.
 
         Args:
-          s_BNTS: logits in float32 or wider; -1e38 or lower at masked keys.
-          mask_B1TS: False at masked keys; B may be 1.
+            s_BNTS: Logits in float32 or wider; -1e38 or lower at masked keys.
+            mask_B1TS: False at masked keys; B may be 1.
         """
         raise NotImplementedError
 
@@ -70,8 +70,8 @@ class Sigmoid(Normalizer):
     """sigmoid(s + b), independently for each key.
 
     Args:
-      bias: b. None is -log S, where S is the number of visible keys of the query. The probabilities
-        then sum to about 1 at initialization.
+        bias: B. None is -log S, where S is the number of visible keys of the query. The
+            probabilities then sum to about 1 at initialization.
     """
 
     source = 'Ramapuram et al. 2024, arXiv 2409.04431'

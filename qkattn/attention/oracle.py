@@ -29,9 +29,9 @@ def probabilities(
     """Returns p_BNTS, normalized over the visible keys; hidden keys have p = 0.
 
     Args:
-      s_BNTS: the logits.
-      mask_BTS: True at visible keys; B may be 1.
-      normalizer: the normalizer; None is softmax.
+        s_BNTS: The logits.
+        mask_BTS: True at visible keys; B may be 1.
+        normalizer: The normalizer; None is softmax.
     """
     if normalizer is None:
         normalizer = Softmax()
@@ -51,11 +51,11 @@ def mix(
     """Returns out_BTD = sum_n sum_s p[n, t, s] y_s B[n].
 
     Args:
-      p_BNTS: the probabilities.
-      B_NDE: the OV circuits.
-      y_BSD: the stream of the values.
-      b_o_D: the output bias, if the probabilities do not sum to 1. B[0] contains b_o, which is then
-        scaled by the sum of head 0. This argument corrects the difference.
+        p_BNTS: The probabilities.
+        B_NDE: The OV circuits.
+        y_BSD: The stream of the values.
+        b_o_D: The output bias, if the probabilities do not sum to 1. B[0] contains b_o, which is
+            then scaled by the sum of head 0. This argument corrects the difference.
     """
     p_BNTS = np.asarray(p_BNTS, np.float64)
     B_NDE = np.asarray(B_NDE, np.float64)

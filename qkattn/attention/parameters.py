@@ -53,9 +53,9 @@ def initialization(init: str, factor: float) -> AbstractContextManager[None]:
     """Sets the initialization of all matrices that `weight` draws inside the block.
 
     Args:
-      init: 'fan_in' for the `std` argument of `weight`, 'nanogpt' for std 0.02 in its place
-        (Radford et al. 2019).
-      factor: multiplies every std.
+        init: 'fan_in' for the `std` argument of `weight`, 'nanogpt' for std 0.02 in its place
+            (Radford et al. 2019).
+        factor: Multiplies every std.
     """
     return set_context_variable(_initialization, (init, factor))
 
@@ -97,11 +97,11 @@ def weight(
     of different shapes therefore start from the same random numbers.
 
     Args:
-      key: the random key, the same for all matrices of a layer.
-      name: the name of the parameter, e.g. 'w_q_DNH'.
-      shape: the shape of the matrix.
-      std: the standard deviation, which `initialization` may replace or multiply.
-      gain: a further factor, for the last matrix of a residual branch.
+        key: The random key, the same for all matrices of a layer.
+        name: The name of the parameter, e.g. 'w_q_DNH'.
+        shape: The shape of the matrix.
+        std: The standard deviation, which `initialization` may replace or multiply.
+        gain: A further factor, for the last matrix of a residual branch.
     """
     if _shapes_only.get():
         return nnx.Param(jnp.zeros(shape, jnp.float32))
@@ -143,12 +143,12 @@ def affine(
     For example, `affine(spec, key, 'w_q_DNH')` returns W [D, N, H] and b [N, H].
 
     Args:
-      spec: gives the sizes D, N, K and H.
-      key: the random key of W.
-      name: the name of W, which ends in a letter for each axis.
-      std: the standard deviation of W. The default is D^-1/2, where D is the first axis.
-      gain: a further factor; see `weight`.
-      sizes: the sizes of other letters, such as R=8 for 'w_down_DR'.
+        spec: Gives the sizes D, N, K and H.
+        key: The random key of W.
+        name: The name of W, which ends in a letter for each axis.
+        std: The standard deviation of W. The default is D^-1/2, where D is the first axis.
+        gain: A further factor; see `weight`.
+        sizes: The sizes of other letters, such as R=8 for 'w_down_DR'.
     """
     shape = _shape_of(name, spec, **sizes)
     if std is None:
@@ -165,10 +165,10 @@ def output_projection(
     """Returns W_O [N, H, D] and b_O [D] of a Value; b_O is None without biases.
 
     Args:
-      spec: gives the sizes N, H and D.
-      key: the random key of W_O.
-      name: the name of W_O, which ends in one letter for each of its three axes.
-      sizes: the sizes of other letters, such as R=8 for 'w_o_NRD'.
+        spec: Gives the sizes N, H and D.
+        key: The random key of W_O.
+        name: The name of W_O, which ends in one letter for each of its three axes.
+        sizes: The sizes of other letters, such as R=8 for 'w_o_NRD'.
     """
     N, H, D = _shape_of(name, spec, **sizes)
     num_inputs = N * H
@@ -229,10 +229,10 @@ def product(
     """Returns jnp.tensordot(x, W, axes), with a gradient that is faster on CPUs.
 
     Args:
-      x_BTD: the left operand, summed over its last `axes` axes.
-      w_DNH: the right operand, summed over its first `axes` axes.
-      axes: number of axes in the sum.
-      dtype: dtype of the sum and the result; None is the dtype of the operands.
+        x_BTD: The left operand, summed over its last `axes` axes.
+        w_DNH: The right operand, summed over its first `axes` axes.
+        axes: Number of axes in the sum.
+        dtype: Dtype of the sum and the result; None is the dtype of the operands.
     """
     row_sizes = x_BTD.shape[:-axes]  # B, T
     inner_sizes = w_DNH.shape[:axes]  # D

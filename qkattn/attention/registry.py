@@ -67,7 +67,7 @@ def find_score(text: str) -> tuple[type[Score], dict[str, Any]]:
     For example, 'low_rank(rank=8)' gives (LowRank, {'rank': 8}).
 
     Raises:
-      SpecError: the name or an option is unknown.
+        SpecError: The name or an option is unknown.
     """
     return _find(text, SCORES, Score)
 
@@ -87,12 +87,12 @@ def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dic
     """Returns the class that `text` names, and its options.
 
     Args:
-      text: a name or an import path, with options as in 'low_rank(rank=8)'.
-      registered: the built-in classes.
-      base: the base class of imported classes.
+        text: A name or an import path, with options as in 'low_rank(rank=8)'.
+        registered: The built-in classes.
+        base: The base class of imported classes.
 
     Raises:
-      SpecError: the class or an option is unknown.
+        SpecError: The class or an option is unknown.
     """
 
     def is_subclass(imported: Any) -> bool:
@@ -113,7 +113,7 @@ def parse_variant(text: str) -> Variant:
     """Parses 'score/value'.
 
     Raises:
-      SpecError: the Score or the Value is unknown.
+        SpecError: The Score or the Value is unknown.
     """
     variant = Variant.parse(text)
     find_score(variant.score)
@@ -125,7 +125,7 @@ def build(spec: AttentionSpec, *, key: jax.Array) -> tuple[Score, Value]:
     """Initializes the Score and the Value of a layer.
 
     Raises:
-      SpecError: the Score or the Value is unknown, or cannot be built with `spec`.
+        SpecError: The Score or the Value is unknown, or cannot be built with `spec`.
     """
     check(spec)
     score_class, score_options = find_score(spec.score)
@@ -146,7 +146,7 @@ def check(spec: AttentionSpec) -> None:
     """Checks the Score, the Value and the normalizer of a spec.
 
     Raises:
-      SpecError: one of them is unknown or does not fit the spec.
+        SpecError: One of them is unknown or does not fit the spec.
     """
     if PASSED in vars(spec):  # `spec` has been checked before
         return
@@ -177,13 +177,13 @@ def _check_circuit(
     """Checks the sizes and options of a Score or Value.
 
     Args:
-      spec: the spec of the layer.
-      text: the name with options, e.g. 'low_rank(rank=8)'.
-      circuit: the class of the Score or Value.
-      options: the options, e.g. {'rank': 8}.
+        spec: The spec of the layer.
+        text: The name with options, e.g. 'low_rank(rank=8)'.
+        circuit: The class of the Score or Value.
+        options: The options, e.g. {'rank': 8}.
 
     Raises:
-      SpecError: the circuit does not fit the sizes of the layer, or an option is invalid.
+        SpecError: The circuit does not fit the sizes of the layer, or an option is invalid.
     """
     name, _, _ = text.partition('(')
     total_head_size = spec.num_heads * spec.head_size

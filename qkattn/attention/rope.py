@@ -44,8 +44,8 @@ def linear_bias(num_heads: int, distance_TS: jax.Array) -> jax.Array:
     Press et al. 2022, section 3, where N is a power of 2.
 
     Args:
-      num_heads: N, any number of heads.
-      distance_TS: t - s.
+        num_heads: N, any number of heads.
+        distance_TS: T - s.
     """
     slope_N = 2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)
     slope_N11 = jnp.asarray(slope_N, jnp.float32)[:, None, None]
@@ -58,11 +58,11 @@ def sinusoids(positions_T: jax.Array, d_model: int) -> jax.Array:
     Vaswani et al. 2017, section 3.5.
 
     Args:
-      positions_T: the positions, of any shape.
-      d_model: D, the size of an embedding.
+        positions_T: The positions, of any shape.
+        d_model: D, the size of an embedding.
 
     Returns:
-      Embeddings [T, D], or [B, T, D] for positions [B, T].
+        Embeddings [T, D], or [B, T, D] for positions [B, T].
     """
     half = (d_model + 1) // 2  # F, the number of frequencies
     frequency_F = jnp.asarray(BASE ** (-np.arange(half) / half), jnp.float32)

@@ -27,21 +27,21 @@ def resolve(
     For example, `resolve('low_rank(rank=8)', SCORES, 'score')` returns (LowRank, {'rank': 8}).
 
     Args:
-      text: a registered name or an import path, with options in parentheses if there are any.
-      known: the registered objects by name.
-      field: the name of the setting, for error messages.
-      needs: what an imported object must be, for error messages.
-      is_valid: checks an imported object.
-      call: maps the object to the class or function that takes the options. By default, this is
-        the object itself.
-      error: the exception class to raise.
+        text: A registered name or an import path, with options in parentheses if there are any.
+        known: The registered objects by name.
+        field: The name of the setting, for error messages.
+        needs: What an imported object must be, for error messages.
+        is_valid: Checks an imported object.
+        call: Maps the object to the class or function that takes the options. By default, this is
+            the object itself.
+        error: The exception class to raise.
 
     Returns:
-      The object and its options.
+        The object and its options.
 
     Raises:
-      error: the name is malformed or unknown, the import fails, or the object is not valid or does
-        not take the options.
+        error: The name is malformed or unknown, the import fails, or the object is not valid or
+            does not take the options.
     """
     name, options = parse_call(text, field, error)
     if ':' in name:
@@ -80,7 +80,7 @@ def parse_call(
     """Parses a name with options: 'low_rank(rank=8)' -> ('low_rank', {'rank': 8}).
 
     Raises:
-      error: the value `text` of the setting `field` has another form.
+        error: The value `text` of the setting `field` has another form.
     """
     name, parenthesis, _ = text.partition('(')
     if not parenthesis:
@@ -97,7 +97,7 @@ def _keyword_literals(arguments: str) -> dict[str, Any]:
     """Parses keyword arguments: '(a=1, b=(2, 3))' -> {'a': 1, 'b': (2, 3)}.
 
     Raises:
-      SyntaxError, ValueError, TypeError: the text has another form.
+        SyntaxError, ValueError, TypeError: The text has another form.
     """
     call = ast.parse(f'f{arguments}', mode='eval').body
     if not isinstance(call, ast.Call):
@@ -152,13 +152,13 @@ def call_with_config_errors(field: str, text: str, call: Callable[[], T]) -> T:
     """Calls code from outside the package, and turns its exceptions into ConfigErrors.
 
     Args:
-      field: the setting that names the code, for the error message.
-      text: the value of the setting, for the error message.
-      call: the code, without arguments.
+        field: The setting that names the code, for the error message.
+        text: The value of the setting, for the error message.
+        call: The code, without arguments.
 
     Raises:
-      ConfigError: the code failed. The message names the setting and the line that failed.
-      ReadError: the system failed to read a file.
+        ConfigError: The code failed. The message names the setting and the line that failed.
+        ReadError: The system failed to read a file.
     """
     try:
         return call()

@@ -25,12 +25,12 @@ def import_object(path: str, field: str, error: type[ValueError] = ConfigError) 
     """Imports an object by its import path 'package.module:name'.
 
     Args:
-      path: the import path.
-      field: the setting that holds the path, for error messages.
-      error: the exception class to raise.
+        path: The import path.
+        field: The setting that holds the path, for error messages.
+        error: The exception class to raise.
 
     Raises:
-      error: the path is malformed, the module cannot be imported, or the module lacks the name.
+        error: The path is malformed, the module cannot be imported, or the module lacks the name.
     """
     module_name, _, name = path.partition(':')
     parts = [*module_name.split('.'), name]
@@ -119,13 +119,13 @@ def require_named(config_json: Any, named: Collection[str], source: object, reme
     """Requires that the user has named the code that a config imports, because importing runs it.
 
     Args:
-      config_json: the config as JSON.
-      named: the import paths that the user has named.
-      source: the file with the config, for the error message.
-      remedy: how to name a path, for the error message; {} stands for the path.
+        config_json: The config as JSON.
+        named: The import paths that the user has named.
+        source: The file with the config, for the error message.
+        remedy: How to name a path, for the error message; {} stands for the path.
 
     Raises:
-      ConfigError: the config has an import path that the user has not named.
+        ConfigError: The config has an import path that the user has not named.
     """
     for path in import_paths(config_json):
         if path not in named:

@@ -187,8 +187,8 @@ class ModelConfig:
         Without a pattern, there is one variant.
 
         Raises:
-          SpecError: the pattern has more variants than layers, does not begin with the model's
-            variant, or belongs to an encoder-decoder.
+            SpecError: The pattern has more variants than layers, does not begin with the model's
+                variant, or belongs to an encoder-decoder.
         """
         if self.pattern is None:
             return (self,)

@@ -32,8 +32,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file for reading.
 
     Raises:
-      UnsuitableFileError: the file is a pipe, a device or a socket.
-      OSError: the path does not exist or is a directory.
+        UnsuitableFileError: The file is a pipe, a device or a socket.
+        OSError: The path does not exist or is a directory.
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
@@ -55,12 +55,12 @@ def read_regular(path: str | os.PathLike[str], most: int | None = LARGEST) -> by
     """Reads a regular file.
 
     Args:
-      path: the file.
-      most: the size limit in bytes; None for no limit.
+        path: The file.
+        most: The size limit in bytes; None for no limit.
 
     Raises:
-      UnsuitableFileError: the file is too large or not a regular file.
-      OSError: the path does not exist or is a directory.
+        UnsuitableFileError: The file is too large or not a regular file.
+        OSError: The path does not exist or is a directory.
     """
     with open_regular(path) as file:
         _require_size(path, os.fstat(file.fileno()).st_size, most)

@@ -96,13 +96,13 @@ def from_json(cls: Any, values: Mapping[str, Any], prefix: str = '') -> Any:
     """Builds a config, or one of its sections, from JSON values; the inverse of `to_json`.
 
     Args:
-      cls: the dataclass to build, such as Config.
-      values: the JSON values, by field. Missing fields get their `defaults`.
-      prefix: the prefix of field names in error messages, such as 'model.' for the section model.
+        cls: The dataclass to build, such as Config.
+        values: The JSON values, by field. Missing fields get their `defaults`.
+        prefix: The prefix of field names in error messages, such as 'model.' for the section model.
 
     Raises:
-      UnknownFieldError: the class does not have one of the fields.
-      ConfigError: a section is not a mapping.
+        UnknownFieldError: The class does not have one of the fields.
+        ConfigError: A section is not a mapping.
     """
     if not isinstance(values, Mapping):
         section_name = prefix.rstrip('.') or 'config'
@@ -181,9 +181,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ''
     """Returns a line for each field that differs, such as 'model.d_model: 128 -> 256'.
 
     Args:
-      old: a config as JSON.
-      new: another config as JSON.
-      prefix: the prefix of field names, such as 'model.' for the section model.
+        old: A config as JSON.
+        new: Another config as JSON.
+        prefix: The prefix of field names, such as 'model.' for the section model.
     """
     lines = []
     all_fields = {**old, **new}

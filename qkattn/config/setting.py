@@ -149,10 +149,10 @@ def setting(default: Any, doc: str, registries: tuple[str, ...] = (), **bounds: 
     """Declares a dataclass field that is a setting.
 
     Args:
-      default: the default of the field.
-      doc: the description in --help.
-      registries: import paths of dicts whose keys are valid values. --help lists the keys.
-      **bounds: the arguments of `Bounds`.
+        default: The default of the field.
+        doc: The description in --help.
+        registries: Import paths of dicts whose keys are valid values. --help lists the keys.
+        **bounds: The arguments of `Bounds`.
     """
     metadata = {'doc': doc, 'bounds': Bounds(**bounds), 'registries': registries}
     return dataclasses.field(default=default, metadata=metadata)
@@ -207,8 +207,8 @@ def check_section(prefix: str, section: Any) -> None:
     A section that has passed is not checked again.
 
     Args:
-      prefix: the prefix of field names in error messages, such as 'model.' for the section model.
-      section: the section.
+        prefix: The prefix of field names in error messages, such as 'model.' for the section model.
+        section: The section.
     """
     was_checked = PASSED in vars(section)
     if was_checked:

@@ -49,11 +49,11 @@ def unmerge(layer: Attention, *, rank: int | None = None) -> Attention:
     W_Q[n] and W_K[n] get the same norm.
 
     Args:
-      layer: the layer to convert.
-      rank: the rank of the new Score. None or the head size gives `qk`.
+        layer: The layer to convert.
+        rank: The rank of the new Score. None or the head size gives `qk`.
 
     Raises:
-      ConversionError: A[n] has a higher rank; `truncate` is an approximation.
+        ConversionError: A[n] has a higher rank; `truncate` is an approximation.
     """
     return _lossless(truncate, layer, rank, matrix_name='A[n]')
 
@@ -65,12 +65,12 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     additional row for b_Q. The key bias is dropped, because softmax ignores it.
 
     Args:
-      layer: the layer to convert.
-      rank: the rank of the new Score. The head size gives `qk`.
+        layer: The layer to convert.
+        rank: The rank of the new Score. The head size gives `qk`.
 
     Returns:
-      layer: the converted layer.
-      error: the norm of the dropped singular values, divided by the norm of A.
+        layer: The converted layer.
+        error: The norm of the dropped singular values, divided by the norm of A.
     """
     factors = qk_factors(layer)
     variant, letter = _variant_of_rank('qk', rank, layer)
@@ -111,11 +111,11 @@ def unmerge_vo(layer: Attention, *, rank: int | None = None) -> Attention:
     """Converts any Value to `vo` or `low_rank(rank=)`, exactly.
 
     Args:
-      layer: the layer to convert.
-      rank: the rank of the new Value. None or the head size gives `vo`.
+        layer: The layer to convert.
+        rank: The rank of the new Value. None or the head size gives `vo`.
 
     Raises:
-      ConversionError: B[n] has a higher rank; `truncate_vo` is an approximation.
+        ConversionError: B[n] has a higher rank; `truncate_vo` is an approximation.
     """
     return _lossless(truncate_vo, layer, rank, matrix_name='B[n]')
 
@@ -126,12 +126,12 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     Each B[n] keeps its `rank` largest singular values. The value bias moves into the output bias.
 
     Args:
-      layer: the layer to convert.
-      rank: the rank of the new Value. The head size gives `vo`.
+        layer: The layer to convert.
+        rank: The rank of the new Value. The head size gives `vo`.
 
     Returns:
-      layer: the converted layer.
-      error: the norm of the dropped singular values, divided by the norm of B.
+        layer: The converted layer.
+        error: The norm of the dropped singular values, divided by the norm of B.
     """
     variant, letter = _variant_of_rank('vo', rank, layer)
     target = empty_layer(layer, value=variant)
@@ -154,12 +154,11 @@ def _variant_of_rank(standard: str, rank: int, layer: Attention) -> tuple[str, s
     - ('low_rank(rank=8)', 'R') for another rank, with parameters such as w_q_DNR.
 
     Args:
-      standard: the Score or Value whose rank is the head size, 'qk' or 'vo'.
-      rank: the rank.
-      layer: the layer to convert.
+        standard: The Score or Value whose rank is the head size, 'qk' or 'vo'.
+        layer: The layer to convert.
 
     Raises:
-      ConversionError: query heads share key heads.
+        ConversionError: Query heads share key heads.
     """
     N = layer.spec.num_heads
     K = layer.spec.num_kv_heads
@@ -183,13 +182,13 @@ def _lossless(
     """Truncates A[n] or B[n] of a layer, and requires that only rounding errors are lost.
 
     Args:
-      truncate_function: `truncate` or `truncate_vo`.
-      layer: the layer to convert.
-      rank: the rank; None is the head size.
-      matrix_name: 'A[n]' or 'B[n]', for the error.
+        truncate_function: `truncate` or `truncate_vo`.
+        layer: The layer to convert.
+        rank: The rank; None is the head size.
+        matrix_name: 'A[n]' or 'B[n]', for the error.
 
     Raises:
-      ConversionError: the relative error is above 256 times the epsilon of the dtype.
+        ConversionError: The relative error is above 256 times the epsilon of the dtype.
     """
     if rank is None:
         rank = layer.spec.head_size

@@ -52,13 +52,13 @@ class Conversion:
         """Converts one layer.
 
         Args:
-          layer: the layer.
-          *norm_gain_and_bias: gain [D] and bias [D] of the norm, if the conversion takes them.
-          **options: the options of the conversion.
+            layer: The layer.
+            *norm_gain_and_bias: Gain [D] and bias [D] of the norm, if the conversion takes them.
+            **options: The options of the conversion.
 
         Returns:
-          layer: the converted layer.
-          error: the error of a lossy conversion, otherwise 0.
+            layer: The converted layer.
+            error: The error of a lossy conversion, otherwise 0.
         """
         if self.of_stack:
             (converted_layer,) = self.function([layer], **options)
@@ -97,14 +97,14 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
     """Parses a conversion with options, such as 'truncate(rank=8)'.
 
     Args:
-      text: a name in `CONVERSIONS` or an import path, and options in parentheses.
+        text: A name in `CONVERSIONS` or an import path, and options in parentheses.
 
     Returns:
-      conversion: the conversion.
-      options: the options by name.
+        conversion: The conversion.
+        options: The options by name.
 
     Raises:
-      ConfigError: the conversion or an option is unknown, or a required option is missing.
+        ConfigError: The conversion or an option is unknown, or a required option is missing.
     """
 
     def is_conversion(imported: Any) -> bool:
@@ -134,18 +134,18 @@ def convert_model(
     """Converts all attention layers of a model.
 
     Args:
-      text: the conversion with its options, such as 'merge' or 'truncate(rank=8)'.
-      config: the config of the model.
-      params: the parameters of the model.
+        text: The conversion with its options, such as 'merge' or 'truncate(rank=8)'.
+        config: The config of the model.
+        params: The parameters of the model.
 
     Returns:
-      config: the config of the converted model.
-      params: the parameters of the converted model.
-      errors: the error of each layer if the conversion is lossy; otherwise [].
+        config: The config of the converted model.
+        params: The parameters of the converted model.
+        errors: The error of each layer if the conversion is lossy; otherwise [].
 
     Raises:
-      ConfigError: `text` is invalid, or the model is not a single stack of one variant.
-      ConversionError: a precondition of the conversion does not hold.
+        ConfigError: `text` is invalid, or the model is not a single stack of one variant.
+        ConversionError: A precondition of the conversion does not hold.
     """
     conversion, options = parse_conversion(text)
     _require_one_stack(config)
@@ -274,12 +274,12 @@ def logit_error(
     """Returns the largest difference between the logits of two models, as a relative error.
 
     Args:
-      before: config and parameters of the model before a conversion.
-      after: config and parameters of the converted model.
-      tokens_BT: the tokens.
+        before: Config and parameters of the model before a conversion.
+        after: Config and parameters of the converted model.
+        tokens_BT: The tokens.
 
     Returns:
-      max |before - after| / max |before|, over all logits.
+        Max |before - after| / max |before|, over all logits.
     """
 
     def logits_of(config: ModelConfig, params: dict) -> np.ndarray:

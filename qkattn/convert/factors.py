@@ -105,13 +105,13 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
     """Computes the factors of a layer by applying its projections to unit vectors.
 
     Args:
-      layer: the layer.
-      of_qk: whether to extract W_Q and W_K. If False, they are empty, and the Score need not be
-        linear.
+        layer: The layer.
+        of_qk: Whether to extract W_Q and W_K. If False, they are empty, and the Score need not be
+            linear.
 
     Raises:
-      ConversionError: a projection is not linear, or the layer has biases and its attention
-        probabilities do not sum to 1.
+        ConversionError: A projection is not linear, or the layer has biases and its attention
+            probabilities do not sum to 1.
     """
     spec = layer.spec
     D = spec.d_model
@@ -170,9 +170,9 @@ def _affine_map(
     """Returns w_DNH and b_NH of an affine map y W + b.
 
     Args:
-      project: the map, from y_BSD to heads_BSNH.
-      D: the size of y.
-      name: what the map computes, for the error, such as 'queries of qk/vo'.
+        project: The map, from y_BSD to heads_BSNH.
+        D: The size of y.
+        name: What the map computes, for the error, such as 'queries of qk/vo'.
 
     Raises ConversionError if the map is not affine.
     """
@@ -203,13 +203,13 @@ def qk_factors(layer: Attention) -> Factors:
     The logits must depend on W_Q and W_K only through A[n] = W_Q[n] W_K[n]^T.
 
     Raises:
-      ConversionError: the layer has
+        ConversionError: The layer has
 
-        - RoPE or QK-norm, which act between W_Q and W_K.
-        - a Score that is not bilinear, masks the diagonal, or adds a bias to the logits.
-        - a Value that uses a matrix of the Score.
-        - a logit cap and a key bias. Conversions drop the key bias, which softmax ignores but a cap
-          does not.
+            - RoPE or QK-norm, which act between W_Q and W_K.
+            - a Score that is not bilinear, masks the diagonal, or adds a bias to the logits.
+            - a Value that uses a matrix of the Score.
+            - a logit cap and a key bias. Conversions drop the key bias, which softmax ignores but a
+              cap does not.
     """
     spec = layer.spec
     require(
@@ -260,11 +260,11 @@ def empty_layer(source: Attention, **changes: Any) -> Attention:
     """Returns a layer whose parameters have shapes but no values. `fill` sets the values.
 
     Args:
-      source: the layer that is converted. Its gains of QK-norm are copied.
-      **changes: fields of the spec that differ from `source.spec`.
+        source: The layer that is converted. Its gains of QK-norm are copied.
+        **changes: Fields of the spec that differ from `source.spec`.
 
     Raises:
-      ConversionError: the gains of QK-norm do not fit the size of the queries.
+        ConversionError: The gains of QK-norm do not fit the size of the queries.
     """
     spec = dataclasses.replace(source.spec, **changes)
 
@@ -297,13 +297,13 @@ def fill(
     """Sets every parameter of an empty layer and returns the layer.
 
     Args:
-      layer: the return value of `empty_layer`.
-      source: the layer that is converted. Its dtype is the dtype of the parameters.
-      score: parameters of layer.score by name; None copies source.score.
-      value: parameters of layer.value by name; None copies source.value.
+        layer: The return value of `empty_layer`.
+        source: The layer that is converted. Its dtype is the dtype of the parameters.
+        score: Parameters of layer.score by name; None copies source.score.
+        value: Parameters of layer.value by name; None copies source.value.
 
     Raises:
-      ConversionError: `score` or `value` has a nonzero bias, but the layer has no biases.
+        ConversionError: `score` or `value` has a nonzero bias, but the layer has no biases.
     """
     dtype = dtype_of(source)
     for module_name, arrays in (('score', score), ('value', value)):
@@ -338,14 +338,14 @@ def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarr
     1936). Of all factors with this product, these have the smallest sum of squares.
 
     Args:
-      A_NED: the matrices.
-      rank: R, the number of singular values that are kept. If A[n] has fewer, the factors are
-        padded with zeros.
+        A_NED: The matrices.
+        rank: R, the number of singular values that are kept. If A[n] has fewer, the factors are
+            padded with zeros.
 
     Returns:
-      left_ENR: U S^1/2.
-      right_DNR: V S^1/2.
-      error: the relative error of the product, in the Frobenius norm over all heads.
+        left_ENR: U S^1/2.
+        right_DNR: V S^1/2.
+        error: The relative error of the product, in the Frobenius norm over all heads.
     """
     u_NES, s_NS, vh_NSD = np.linalg.svd(A_NED, full_matrices=False)
     norm = float(np.linalg.norm(A_NED))

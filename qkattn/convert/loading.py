@@ -119,20 +119,20 @@ def load(
     """Loads a run or a model.
 
     Args:
-      source: one of
+        source: One of
 
-        - a run directory;
-        - a directory of exported parameters;
-        - a directory or .safetensors file of a GPT-2 in the Hugging Face layout;
-        - a .pt checkpoint of nanoGPT.
-      num_heads: the number of heads, for published files without a config.
-      average: the number of newest checkpoints of a run whose parameters are averaged.
-      imports: import paths that exported parameters may use. Import paths of a run are always
-        allowed, because its config is code.
+            - a run directory;
+            - a directory of exported parameters;
+            - a directory or .safetensors file of a GPT-2 in the Hugging Face layout;
+            - a .pt checkpoint of nanoGPT.
+        num_heads: The number of heads, for published files without a config.
+        average: The number of newest checkpoints of a run whose parameters are averaged.
+        imports: Import paths that exported parameters may use. Import paths of a run are always
+            allowed, because its config is code.
 
     Raises:
-      ConfigError: `source` is none of these, is damaged, or has a different layout.
-      CheckpointError: all checkpoints of the run are damaged.
+        ConfigError: `source` is none of these, is damaged, or has a different layout.
+        CheckpointError: All checkpoints of the run are damaged.
     """
     path = as_path(source)
     if not path.exists():
@@ -175,13 +175,13 @@ def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
     """Returns the tokenizer of a loaded model.
 
     Args:
-      source: the model.
-      data: the value of the flag --data. It names the tokenizer of a model without a run.
-      otherwise: a flag that replaces text, such as '--prompt_tokens', for errors.
+        source: The model.
+        data: The value of the flag --data. It names the tokenizer of a model without a run.
+        otherwise: A flag that replaces text, such as '--prompt_tokens', for errors.
 
     Raises:
-      ConfigError: the tokenizer has more tokens than the model, the data has changed since the run,
-        or `data` names no tokenizer.
+        ConfigError: The tokenizer has more tokens than the model, the data has changed since the
+            run, or `data` names no tokenizer.
     """
     if source.config is None:
         tokenizer = tokenizer_of_flag(data, otherwise)
@@ -224,18 +224,19 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
     """Returns the tokenizer that the flag --data names.
 
     Args:
-      data: one of
+        data: One of
 
-        - a file in the format of tokenizer.json;
-        - a tiktoken encoding, such as 'tiktoken:gpt2';
-        - a directory that prepare_data has written;
-        - the import path of a dataset, such as 'package.module:name';
-        - the name of a dataset without required settings, such as 'stdlib', whose tokens are bytes.
-      otherwise: a flag that replaces text, for errors; see `tokenizer_for`.
+            - a file in the format of tokenizer.json;
+            - a tiktoken encoding, such as 'tiktoken:gpt2';
+            - a directory that prepare_data has written;
+            - the import path of a dataset, such as 'package.module:name';
+            - the name of a dataset without required settings, such as 'stdlib', whose tokens are
+              bytes.
+        otherwise: A flag that replaces text, for errors; see `tokenizer_for`.
 
     Raises:
-      ConfigError: `data` is none of these, a file cannot be read, or a directory has a tokenizer
-        from outside the package.
+        ConfigError: `data` is none of these, a file cannot be read, or a directory has a tokenizer
+            from outside the package.
     """
     advice = (
         'give a dataset that needs no other setting '

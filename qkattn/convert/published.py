@@ -108,20 +108,20 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
     """Loads a GPT-2 in the Hugging Face layout.
 
     Args:
-      source: one of
+        source: One of
 
-        - a directory with config.json and model.safetensors or its index;
-        - a .safetensors file, with or without a config.json beside it;
-        - a dictionary of numpy, jax or torch arrays by name, in 16 or 32 bits.
-      num_heads: the number of heads. Required without a config.json.
+            - a directory with config.json and model.safetensors or its index;
+            - a .safetensors file, with or without a config.json beside it;
+            - a dictionary of numpy, jax or torch arrays by name, in 16 or 32 bits.
+        num_heads: The number of heads. Required without a config.json.
 
     Returns:
-      config: the model config, with dropout 0.
-      params: the float32 parameters.
+        config: The model config, with dropout 0.
+        params: The float32 parameters.
 
     Raises:
-      ConfigError: the tensors or the config.json are not those of a GPT-2, or d_model is not a
-        multiple of the number of heads.
+        ConfigError: The tensors or the config.json are not those of a GPT-2, or d_model is not a
+            multiple of the number of heads.
     """
     arrays: Any
     settings: dict[str, Any]
@@ -174,20 +174,20 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
     The activation is exact GELU.
 
     Args:
-      source: one of
+        source: One of
 
-        - a .pt checkpoint, which requires torch. Only tensors and plain values are loaded.
-        - a .safetensors file.
-        - a dictionary of arrays by name.
-        - a checkpoint as a dictionary {'model': arrays by name, 'model_args': settings}.
-      num_heads: the number of heads. Required without model_args.
+            - a .pt checkpoint, which requires torch. Only tensors and plain values are loaded.
+            - a .safetensors file.
+            - a dictionary of arrays by name.
+            - a checkpoint as a dictionary {'model': arrays by name, 'model_args': settings}.
+        num_heads: The number of heads. Required without model_args.
 
     Returns:
-      config: the model config, with dropout 0.
-      params: the float32 parameters.
+        config: The model config, with dropout 0.
+        params: The float32 parameters.
 
     Raises:
-      ConfigError: the tensors do not have this layout, or torch is missing.
+        ConfigError: The tensors do not have this layout, or torch is missing.
     """
     content: Any
     if isinstance(source, Mapping):
@@ -268,13 +268,14 @@ def _decoder_of_tensors(
     """Converts the tensors of a GPT-2 to the config and parameters of a Decoder.
 
     Args:
-      tensors: float32 arrays by name in GPT-2, with matrices [inputs, outputs].
-      settings: the content of config.json or model_args, or {}.
-      settings_name: 'config.json' or 'model_args', for errors.
-      num_heads: the number of heads; by default n_head of `settings`.
+        tensors: float32 arrays by name in GPT-2, with matrices [inputs, outputs].
+        settings: The content of config.json or model_args, or {}.
+        settings_name: 'config.json' or 'model_args', for errors.
+        num_heads: The number of heads; by default n_head of `settings`.
 
     Raises:
-      ConfigError: a tensor is missing, unexpected or invalid, or a setting contradicts the tensors.
+        ConfigError: A tensor is missing, unexpected or invalid, or a setting contradicts the
+            tensors.
     """
     config = _config_of_tensors(tensors, settings, settings_name, num_heads)
     _check_tensors(tensors, config)

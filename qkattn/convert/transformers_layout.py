@@ -104,16 +104,16 @@ def save(
     """Writes a model as a GPT-2 or a Llama of transformers.
 
     Args:
-      directory: the directory, which is created if needed.
-      model: the config of the model.
-      params: the parameters of the model.
-      tokenizer: the tokenizer. It is written if `tokenizer_json` supports it.
+        directory: The directory, which is created if needed.
+        model: The config of the model.
+        params: The parameters of the model.
+        tokenizer: The tokenizer. It is written if `tokenizer_json` supports it.
 
     Returns:
-      The layout of the files.
+        The layout of the files.
 
     Raises:
-      ConfigError: the model is neither a GPT-2 nor a Llama. Nothing is written.
+        ConfigError: The model is neither a GPT-2 nor a Llama. Nothing is written.
     """
     layout = layout_of(model)
     path = absolute(directory)
@@ -196,9 +196,9 @@ def complete_parameters(model: ModelConfig, params: dict, *, biases: bool) -> di
     `score_scale`, which the layouts lack, is multiplied into W_Q and b_Q.
 
     Args:
-      model: the config of the model.
-      params: the parameters of the model.
-      biases: whether to add biases of 0 to a model without biases. Missing gains are always 1.
+        model: The config of the model.
+        params: The parameters of the model.
+        biases: Whether to add biases of 0 to a model without biases. Missing gains are always 1.
     """
     full_config = dataclasses.replace(model, attention_gain=True, biases=model.biases or biases)
     expected_parameters = traverse_util.flatten_dict(abstract_params(full_config), sep='/')

@@ -23,8 +23,8 @@ def to_standard(layer: Attention) -> Attention:
     of queries and values differ in size, the smaller ones are padded with zeros.
 
     Raises:
-      ConversionError: the Score is not bilinear, or masks the diagonal. With RoPE or QK-norm, also
-        if query heads would be padded, or if only a part of each head is rotated.
+        ConversionError: The Score is not bilinear, or masks the diagonal. With RoPE or QK-norm,
+            also if query heads would be padded, or if only a part of each head is rotated.
     """
     spec = layer.spec
     require_bilinear(layer)
@@ -93,13 +93,13 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
     converted(z) = layer(z * gain + bias).
 
     Args:
-      layer: a layer of the variant qk/vo.
-      gain_D: the gain of the norm.
-      bias_D: the bias of the norm.
+        layer: A layer of the variant qk/vo.
+        gain_D: The gain of the norm.
+        bias_D: The bias of the norm.
 
     Raises:
-      ConversionError: the layer is of another variant, where the norm may have no matrix to move
-        into.
+        ConversionError: The layer is of another variant, where the norm may have no matrix to move
+            into.
     """
     factors = _factors_of_standard(layer)
     gain_D = np.asarray(gain_D, np.float64)
@@ -125,8 +125,8 @@ def fold_biases(layer: Attention) -> Attention:
     because it shifts all logits of a query equally, which softmax ignores.
 
     Raises:
-      ConversionError: b_K is not zero and has an effect, because the layer has RoPE, QK-norm or a
-        logit cap.
+        ConversionError: b_K is not zero and has an effect, because the layer has RoPE, QK-norm or a
+            logit cap.
     """
     factors = _factors_of_standard(layer)
     if factors.b_k_KH.any():
@@ -155,8 +155,8 @@ def gqa_to_latent(layer: Attention) -> Attention:
     Source: Meng et al. 2025, arXiv 2502.07864, section 3.
 
     Raises:
-      ConversionError: the layer is not qk/vo, has RoPE, or has 2 K H > d_model. A latent cannot be
-        wider than the residual stream.
+        ConversionError: The layer is not qk/vo, has RoPE, or has 2 K H > d_model. A latent cannot
+            be wider than the residual stream.
     """
     spec = layer.spec
     factors = _factors_of_standard(layer)

@@ -48,11 +48,11 @@ def local_directory(path: str | os.PathLike[str], field: str) -> Path:
     """Converts a setting to the path of a directory that can be memory-mapped.
 
     Args:
-      path: the value of the setting.
-      field: the name of the setting, for the error message.
+        path: The value of the setting.
+        field: The name of the setting, for the error message.
 
     Raises:
-      ConfigError: the path is the URL of a bucket.
+        ConfigError: The path is the URL of a bucket.
     """
     if '://' in os.fspath(path):
         raise ConfigError(
@@ -76,14 +76,14 @@ def read_or_prepare(
     Processes may call this concurrently. A file lock lets one of them prepare the data.
 
     Args:
-      path: a file that exists once the data are prepared.
-      read: reads the data, or raises DamagedData to have the data prepared again.
-      prepare: writes the data.
-      root: the directory named by the user, above `path`.
+        path: A file that exists once the data are prepared.
+        read: Reads the data, or raises DamagedData to have the data prepared again.
+        prepare: Writes the data.
+        root: The directory named by the user, above `path`.
 
     Raises:
-      ConfigError: the directory is not writable, or is below a symbolic link under `root`.
-      NotPrepared: the data would have to be prepared in a dry run.
+        ConfigError: The directory is not writable, or is below a symbolic link under `root`.
+        NotPrepared: The data would have to be prepared in a dry run.
     """
 
     def read_if_there() -> T:

@@ -42,9 +42,9 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
     """Context manager that yields a function to encode documents.
 
     Args:
-      kind: the value of data.tokenizer.
-      tokenizer: the tokenizer of this kind. Each worker process makes its own copy.
-      workers: the number of worker processes; 1 encodes in this process, with equal results.
+        kind: The value of data.tokenizer.
+        tokenizer: The tokenizer of this kind. Each worker process makes its own copy.
+        workers: The number of worker processes; 1 encodes in this process, with equal results.
     """
     if workers == 1:
 
@@ -93,12 +93,12 @@ def _encode_in_pool(
     """Encodes texts in a pool of workers, and yields the results in order.
 
     Args:
-      pool: the workers.
-      num_ahead: the most batches that are waiting or being encoded.
-      texts: the documents.
+        pool: The workers.
+        num_ahead: The most batches that are waiting or being encoded.
+        texts: The documents.
 
     Raises:
-      ConfigError: a worker was killed.
+        ConfigError: A worker was killed.
     """
     pending: collections.deque[concurrent.futures.Future] = collections.deque()
     try:
@@ -139,10 +139,10 @@ def _begin_worker(parent_pid: int, kind: str, vocabulary: bytes | None, name: st
     """Initializes a worker process with its copy of the tokenizer.
 
     Args:
-      parent_pid: the process ID of the parent. The worker exits with the parent.
-      kind: the value of data.tokenizer.
-      vocabulary: the vocabulary of a learned tokenizer, else None.
-      name: the tokenizer's name in the parent. The copy must have the same name.
+        parent_pid: The process ID of the parent. The worker exits with the parent.
+        kind: The value of data.tokenizer.
+        vocabulary: The vocabulary of a learned tokenizer, else None.
+        name: The tokenizer's name in the parent. The copy must have the same name.
     """
     global _tokenizer
     end_with_parent(parent_pid)

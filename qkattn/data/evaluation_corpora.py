@@ -66,7 +66,7 @@ def entries(config: Config) -> list[Entry]:
     """Parses `data.evaluate` without reading data.
 
     Raises:
-      ConfigError: an entry is invalid, or the run does not train a model of text.
+        ConfigError: An entry is invalid, or the run does not train a model of text.
     """
     texts = config.data.evaluate
     if not texts:
@@ -91,8 +91,8 @@ def _parse(text: str, run: DataConfig) -> Entry:
     DataConfig(name='text', path='/data/a', documents='blank_line').
 
     Args:
-      text: the entry.
-      run: the data settings of the run, some of which all its corpora share.
+        text: The entry.
+        run: The data settings of the run, some of which all its corpora share.
     """
     before_at, at, after_at = text.rpartition('@')
     if at and after_at in SPLITS:
@@ -148,12 +148,12 @@ def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
     """Opens the corpora of `data.evaluate`, with the tokenizer of the run.
 
     Args:
-      config: the configuration of the run.
-      rows: the rows on which the run is trained.
+        config: The configuration of the run.
+        rows: The rows on which the run is trained.
 
     Raises:
-      ConfigError: a corpus cannot be opened, lacks the split, or is too short for a row; or its
-        token ids do not fit the model.
+        ConfigError: A corpus cannot be opened, lacks the split, or is too short for a row; or its
+            token ids do not fit the model.
     """
     corpora = []
     for entry in entries(config):
@@ -189,12 +189,12 @@ def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) ->
     the ids only have to be in the model's vocabulary.
 
     Args:
-      dataset: the dataset on which the run is evaluated.
-      rows: the data on which the run is trained.
-      config: the configuration of the run.
+        dataset: The dataset on which the run is evaluated.
+        rows: The data on which the run is trained.
+        config: The configuration of the run.
 
     Raises:
-      ConfigError: the tokenizers differ, or the model lacks an id of the dataset.
+        ConfigError: The tokenizers differ, or the model lacks an id of the dataset.
     """
     tokenizer = dataset.tokenizer
     run_tokenizer = rows.dataset.tokenizer

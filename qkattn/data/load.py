@@ -30,7 +30,7 @@ def load(config: DataConfig) -> TokenDataset | PairDataset:
     """Opens a dataset, and prepares it the first time.
 
     Raises:
-      ConfigError: the dataset is unknown or cannot be prepared.
+        ConfigError: The dataset is unknown or cannot be prepared.
     """
     if config.languages:
         return load_pairs(config)
@@ -59,12 +59,12 @@ def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDat
     """Opens one split of a text, tokenized with a given tokenizer.
 
     Args:
-      config: the settings of the text.
-      split: the only split that is tokenized and opened.
-      tokenizer: a tokenizer of the kind `config.tokenizer`, even one trained on another text.
+        config: The settings of the text.
+        split: The only split that is tokenized and opened.
+        tokenizer: A tokenizer of the kind `config.tokenizer`, even one trained on another text.
 
     Raises:
-      ConfigError: the text has no such split or cannot be prepared.
+        ConfigError: The text has no such split or cannot be prepared.
     """
     corpus = find(config)
     if split not in corpus.splits:
@@ -152,15 +152,15 @@ def _open_or_write_tokens(
     """Opens the tokens of a corpus, writing them first if they are missing or damaged.
 
     Args:
-      directory: the directory of the tokens.
-      corpus: a text in one language.
-      kind: the value of data.tokenizer.
-      tokenizer: the tokenizer of this kind.
-      root: the directory named by the user, `directory` or a parent.
-      workers: number of processes that tokenize.
+        directory: The directory of the tokens.
+        corpus: A text in one language.
+        kind: The value of data.tokenizer.
+        tokenizer: The tokenizer of this kind.
+        root: The directory named by the user, `directory` or a parent.
+        workers: Number of processes that tokenize.
 
     Raises:
-      ConfigError: the directory holds tokens of another corpus or tokenizer.
+        ConfigError: The directory holds tokens of another corpus or tokenizer.
     """
 
     def read() -> TokenDataset:
@@ -184,13 +184,13 @@ def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
     """Tokenizes all splits of a dataset into a directory, unless this was done before.
 
     Args:
-      config: names the dataset and its tokenizer.
-      out: the directory: new, empty, or from an earlier call that may have been killed.
-      workers: number of processes that tokenize. The result is the same for any number.
+        config: Names the dataset and its tokenizer.
+        out: The directory: new, empty, or from an earlier call that may have been killed.
+        workers: Number of processes that tokenize. The result is the same for any number.
 
     Raises:
-      ConfigError: the dataset cannot be read, is a translation set, or has no text; or the
-        directory is not writable, or holds other tokens or files.
+        ConfigError: The dataset cannot be read, is a translation set, or has no text; or the
+            directory is not writable, or holds other tokens or files.
     """
     directory = local_directory(out, '--out')
     if not _may_hold_tokens(directory):

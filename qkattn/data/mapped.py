@@ -15,8 +15,8 @@ def map_ids(path: str | os.PathLike[str], dtype: str | np.dtype, offset: int = 0
     To read ids in order, call `read_ahead` first.
 
     Raises:
-      OSError: the file cannot be opened.
-      ValueError: the file is empty or its last id is incomplete.
+        OSError: The file cannot be opened.
+        ValueError: The file is empty or its last id is incomplete.
     """
     with open_regular(path) as file:
         # Length 0 is the whole file.

@@ -27,17 +27,17 @@ def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part
     order, and so on. Each step reads the next `batch_size` rows of this endless sequence.
 
     Args:
-      rows: the task.
-      seed: the seed of the trial, in [0, 2**32).
-      step: the index of the step, from 0.
-      batch_size: number of rows in the global batch.
-      part: the rows of the global batch to read; None for all.
+        rows: The task.
+        seed: The seed of the trial, in [0, 2**32).
+        step: The index of the step, from 0.
+        batch_size: Number of rows in the global batch.
+        part: The rows of the global batch to read; None for all.
 
     Returns:
-      Arrays [rows, ...] by name.
+        Arrays [rows, ...] by name.
 
     Raises:
-      ConfigError: the seed is out of range, or the part or the train split has no rows.
+        ConfigError: The seed is out of range, or the part or the train split has no rows.
     """
     if not 0 <= seed < 2**32:
         raise ConfigError(f'seed={seed!r} is out of range; it must be in [0, 2**32).')
@@ -77,19 +77,19 @@ def train_batches(
     Trials with equal seeds share their reads. Closing the generator stops the thread.
 
     Args:
-      rows: the task.
-      seeds: the seed of each trial.
-      batch_size: number of rows in the global batch.
-      start_step: the first step to read.
-      num_steps: number of steps to read.
-      steps_per_read: number of steps in an item. The last item may be shorter.
-      part: the rows of the global batch to read; None for all.
+        rows: The task.
+        seeds: The seed of each trial.
+        batch_size: Number of rows in the global batch.
+        start_step: The first step to read.
+        num_steps: Number of steps to read.
+        steps_per_read: Number of steps in an item. The last item may be shorter.
+        part: The rows of the global batch to read; None for all.
 
     Returns:
-      A generator of items, arrays [steps, trials, rows, ...] by name.
+        A generator of items, arrays [steps, trials, rows, ...] by name.
 
     Raises:
-      ConfigError: at the call, as `train_batch`.
+        ConfigError: At the call, as `train_batch`.
     """
     unique_seeds, seed_index_of_trial = np.unique(np.asarray(seeds), return_inverse=True)
     steps = range(start_step, start_step + num_steps)
@@ -139,14 +139,14 @@ def eval_batches(
     The last batch is padded to `batch_size` with rows of zeros, whose loss weights are 0.
 
     Args:
-      rows: the task.
-      split: the split to evaluate on.
-      batch_size: number of rows in the global batch.
-      max_rows: evaluates at most this number of rows, evenly spaced; None for all.
-      part: the rows of each global batch to read; None for all.
+        rows: The task.
+        split: The split to evaluate on.
+        batch_size: Number of rows in the global batch.
+        max_rows: Evaluates at most this number of rows, evenly spaced; None for all.
+        part: The rows of each global batch to read; None for all.
 
     Raises:
-      ConfigError: at the call, if the split is unknown or has no rows.
+        ConfigError: At the call, if the split is unknown or has no rows.
     """
     index_in_batch_B = rows_of_part(batch_size, part)
     row_R = eval_rows(rows, split, max_rows)
@@ -158,11 +158,10 @@ def _eval_batch(rows: Rows, split: str, row_R: np.ndarray, position_B: np.ndarra
     """Reads one batch of an evaluation.
 
     Args:
-      rows: the task.
-      split: the split.
-      row_R: the indices of all evaluated rows.
-      position_B: the position in `row_R` of each row of the batch. Positions beyond the end give
-        rows of zeros.
+        rows: The task.
+        row_R: The indices of all evaluated rows.
+        position_B: The position in `row_R` of each row of the batch. Positions beyond the end give
+            rows of zeros.
     """
     is_real_B = position_B < len(row_R)
     readable_position_B = np.where(is_real_B, position_B, 0)  # padding reads any row
@@ -196,7 +195,7 @@ def rows_of_part(batch_size: int, part: Part) -> np.ndarray:
     """Returns the indices, in [0, batch_size), of the batch rows that `part` selects.
 
     Raises:
-      ConfigError: `part` selects no row.
+        ConfigError: `part` selects no row.
     """
     index_in_batch_B = np.arange(batch_size)
     if part is not None:
@@ -213,8 +212,8 @@ def clusters(rows: Rows, split: str, max_rows: int | None = None) -> tuple[list[
     documents are assigned in turn to at most MAX_CLUSTERS clusters.
 
     Returns:
-      names: the name of each cluster. A cluster may have no rows.
-      cluster_R: the index of each row's cluster in `names`.
+        names: The name of each cluster. A cluster may have no rows.
+        cluster_R: The index of each row's cluster in `names`.
     """
     row_R = eval_rows(rows, split, max_rows)
     documents = rows.documents(split)
@@ -232,12 +231,12 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
     """Checks that a study can decide between variants on these data.
 
     Args:
-      rows: the task.
-      data: the settings of its data.
-      minimum: the least number of documents in an evaluation, if the task has documents.
+        rows: The task.
+        data: The settings of its data.
+        minimum: The least number of documents in an evaluation, if the task has documents.
 
     Raises:
-      ConfigError: the data have no test split, or an evaluation reads too few documents.
+        ConfigError: The data have no test split, or an evaluation reads too few documents.
     """
     name = f'data.name={data.name!r}'
     if data.path is not None:

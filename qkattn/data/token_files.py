@@ -66,14 +66,14 @@ def write_tokens(
     """Tokenizes a corpus and writes its directory of tokens, on which the caller holds a lock.
 
     Args:
-      directory: where the files go.
-      kind: the value of data.tokenizer.
-      corpus: a text in one language.
-      tokenizer: the tokenizer of this kind.
-      workers: number of processes that tokenize. The files are the same for any number.
+        directory: Where the files go.
+        kind: The value of data.tokenizer.
+        corpus: A text in one language.
+        tokenizer: The tokenizer of this kind.
+        workers: Number of processes that tokenize. The files are the same for any number.
 
     Raises:
-      ConfigError: the text cannot be read or encoded, or a split has no document.
+        ConfigError: The text cannot be read or encoded, or a split has no document.
     """
     log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
     for split, share in corpus.carved.items():
@@ -127,8 +127,8 @@ def _require_encoded(results: Iterable[Result], source: str) -> Iterator[Encoded
     """Yields encoded documents, or raises ConfigError for the first one that cannot be encoded.
 
     Args:
-      results: for each document, its encoding or the ValueError that encoding raised.
-      source: the name of the text, for error messages.
+        results: For each document, its encoding or the ValueError that encoding raised.
+        source: The name of the text, for error messages.
     """
     with explain_read_errors(source, RESTORE, *READ_ERRORS):
         for number, result in enumerate(results, start=1):
@@ -161,13 +161,13 @@ def _write_split(
     """Writes the token ids of a split to a file.
 
     Args:
-      path: the file.
-      documents: the encoded documents.
-      tokenizer: the tokenizer of the documents.
-      names: the document names, or None.
+        path: The file.
+        documents: The encoded documents.
+        tokenizer: The tokenizer of the documents.
+        names: The document names, or None.
 
     Returns:
-      The statistics of the split.
+        The statistics of the split.
     """
     dtype = _dtype(tokenizer)
     digest = hashlib.sha256()
@@ -204,11 +204,11 @@ def read_index(directory: Path, required: Sequence[str] = ('train',)) -> Index:
     """Reads and checks the index of a directory of tokens.
 
     Args:
-      directory: the directory of tokens.
-      required: splits that the index must have.
+        directory: The directory of tokens.
+        required: Splits that the index must have.
 
     Raises:
-      DamagedData: the index cannot be read, is invalid, or lacks a required split.
+        DamagedData: The index cannot be read, is invalid, or lacks a required split.
     """
     try:
         record = parse_file(directory / INDEX, {'splits': {}})  # requires an object `splits`
@@ -252,13 +252,13 @@ def open_index(
     """Opens the dataset in a directory of tokens, with memory-mapped ids.
 
     Args:
-      directory: the directory of tokens.
-      index: the index of the directory.
-      tokenizer: the tokenizer of the ids.
-      compare: whether to read all ids and compare their sha256 with the index.
+        directory: The directory of tokens.
+        index: The index of the directory.
+        tokenizer: The tokenizer of the ids.
+        compare: Whether to read all ids and compare their sha256 with the index.
 
     Raises:
-      DamagedData: a file is missing, or its size or sha256 differs from the index.
+        DamagedData: A file is missing, or its size or sha256 differs from the index.
     """
     tokens: dict[str, TokenIds] = {}
     for split, info in index.splits.items():
@@ -294,7 +294,7 @@ def open_prepared(config: DataConfig) -> TokenDataset:
     """Opens the dataset that prepare_data has written to `config.path`.
 
     Raises:
-      ConfigError: the files are damaged, or do not fit the settings.
+        ConfigError: The files are damaged, or do not fit the settings.
     """
     directory = local_directory(config.path, 'data.path')
     if not (directory / INDEX).exists():
@@ -323,15 +323,15 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
     """Opens the tokenizer of the tokens in a directory, whose vocabulary is stored there, too.
 
     Args:
-      directory: the directory of tokens.
-      index: the index of the directory, which names the tokenizer.
-      requested: the value of data.tokenizer.
-      advice: the advice in the error if the vocabulary cannot be read.
+        directory: The directory of tokens.
+        index: The index of the directory, which names the tokenizer.
+        requested: The value of data.tokenizer.
+        advice: The advice in the error if the vocabulary cannot be read.
 
     Raises:
-      ConfigError: the vocabulary cannot be read, or the tokenizer is code that the user has not
-        requested.
-      DamagedData: the vocabulary is missing.
+        ConfigError: The vocabulary cannot be read, or the tokenizer is code that the user has not
+            requested.
+        DamagedData: The vocabulary is missing.
     """
     kind = index.tokenizer
     # The directory may come from someone else, who must not decide which code is imported.

@@ -60,12 +60,12 @@ class TokenDataset:
     """The token ids and statistics of a corpus.
 
     Attributes:
-      name: the name of the corpus.
-      version: the version of the text.
-      tokenizer: the tokenizer of the ids.
-      vocab_size: all ids are below this number.
-      splits: the split names, 'train' first.
-      carved: the splits cut off the train split, each with its fraction of train.
+        name: The name of the corpus.
+        version: The version of the text.
+        tokenizer: The tokenizer of the ids.
+        vocab_size: All ids are below this number.
+        splits: The split names, 'train' first.
+        carved: The splits cut off the train split, each with its fraction of train.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class TokenDataset:
         """Creates a dataset.
 
         Args:
-          name: the name of the corpus.
-          version: the version of the text, e.g. 'py3.11.7-1.0.0'.
-          tokenizer: the tokenizer of the ids.
-          infos: the statistics of each split.
-          tokens: the ids of each split.
-          carved: the splits cut off the train split, each with its fraction of train. For example,
-            {'test': 0.1}.
-          document_ends: a function from a split to the position after each document. By default,
-            documents end with the separator of the tokenizer.
+            name: The name of the corpus.
+            version: The version of the text, e.g. 'py3.11.7-1.0.0'.
+            tokenizer: The tokenizer of the ids.
+            infos: The statistics of each split.
+            tokens: The ids of each split.
+            carved: The splits cut off the train split, each with its fraction of train. For
+                example, {'test': 0.1}.
+            document_ends: A function from a split to the position after each document. By default,
+                documents end with the separator of the tokenizer.
         """
         self.name = name
         self.version = version
@@ -113,7 +113,7 @@ class TokenDataset:
         """Returns the statistics of a split.
 
         Raises:
-          ConfigError: the split is unknown.
+            ConfigError: The split is unknown.
         """
         if split not in self._infos:
             raise ConfigError(
@@ -131,12 +131,12 @@ class TokenDataset:
         """Returns rows of consecutive tokens.
 
         Args:
-          split: the split.
-          first_B: the position of each row's first token.
-          size: number of tokens in a row, T.
+            split: The split.
+            first_B: The position of each row's first token.
+            size: Number of tokens in a row, T.
 
         Returns:
-          ids_BT, int32.
+            ids_BT, int32.
         """
         ids = self.split(split)
         if isinstance(ids, np.ndarray):
@@ -199,18 +199,18 @@ class PairDataset:
     """Tokenized parallel text: document i of the target translates document i of the source.
 
     Attributes:
-      source: the dataset in the source language. Each document is a sentence.
-      target: the dataset in the target language, with the same tokenizer.
-      splits: the splits that source and target have.
-      vocab_size: the size of the shared vocabulary.
-      separator: the id at the end of each sentence.
+        source: The dataset in the source language. Each document is a sentence.
+        target: The dataset in the target language, with the same tokenizer.
+        splits: The splits that source and target have.
+        vocab_size: The size of the shared vocabulary.
+        separator: The id at the end of each sentence.
     """
 
     def __init__(self, source: TokenDataset, target: TokenDataset):
         """Pairs the sentences.
 
         Raises:
-          ConfigError: source and target have different numbers of sentences in a split.
+            ConfigError: Source and target have different numbers of sentences in a split.
         """
         self.source = source
         self.target = target
@@ -235,7 +235,7 @@ class PairDataset:
         Sentence i is tokens[bounds[i]:bounds[i + 1]], including the separator at its end.
 
         Raises:
-          ConfigError: the split is unknown.
+            ConfigError: The split is unknown.
         """
         self.source.info(split)  # raises ConfigError for an unknown split
         return self._bounds[split]

@@ -70,14 +70,14 @@ def decode(
         return third.state
 
     Args:
-      logits_MV: the logits of the first token, for M rows and V ids.
-      cache: the cache before the first token.
-      step: maps (tokens_M, rows_M, cache) to the next (logits_MV, cache). Token m continues row
-        rows_M[m] of the cache, as in beam search. None continues row m.
-      choose: maps (t, logits_MV, state) to a Choice of the tokens at position t, from 0.
-      state: the initial state, any pytree that `choose` takes and returns.
-      num_tokens: the maximum number of tokens, at least 1.
-      not_done: maps the state after a token to whether decoding goes on.
+        logits_MV: The logits of the first token, for M rows and V ids.
+        cache: The cache before the first token.
+        step: Maps (tokens_M, rows_M, cache) to the next (logits_MV, cache). Token m continues row
+            rows_M[m] of the cache, as in beam search. None continues row m.
+        choose: Maps (t, logits_MV, state) to a Choice of the tokens at position t, from 0.
+        state: The initial state, any pytree that `choose` takes and returns.
+        num_tokens: The maximum number of tokens, at least 1.
+        not_done: Maps the state after a token to whether decoding goes on.
     """
 
     def has_next(carry: _Carry) -> jax.Array:
@@ -124,14 +124,14 @@ def beam_search(
     give NaN scores.
 
     Args:
-      logits_MV: the logits of the first token, for M = B * K rows: K copies of each of B rows, one
-        after another.
-      cache: the cache of the M rows before the first token.
-      step: appends tokens to the cache; see `Step`.
-      beam: K, the number of hypotheses.
-      num_tokens: T, the maximum length of a hypothesis, including the separator.
-      separator: the id that ends a hypothesis.
-      length_penalty: 0 ranks hypotheses by probability; larger values favour long hypotheses.
+        logits_MV: The logits of the first token, for M = B * K rows: K copies of each of B rows,
+            one after another.
+        cache: The cache of the M rows before the first token.
+        step: Appends tokens to the cache; see `Step`.
+        beam: K, the number of hypotheses.
+        num_tokens: T, the maximum length of a hypothesis, including the separator.
+        separator: The id that ends a hypothesis.
+        length_penalty: 0 ranks hypotheses by probability; larger values favour long hypotheses.
     """
     K = beam
     T = num_tokens
@@ -167,11 +167,11 @@ def _extend(
     """Extends the K unfinished hypotheses of each row by one token.
 
     Args:
-      t: the position of the new token, counted from 0.
-      logits_MV: the logits of the new token, for M = B * K hypotheses.
-      state: the hypotheses so far.
-      separator: the token that finishes a hypothesis.
-      divisors_T: the score of t + 1 tokens is their log-probability / divisors_T[t].
+        t: The position of the new token, counted from 0.
+        logits_MV: The logits of the new token, for M = B * K hypotheses.
+        state: The hypotheses so far.
+        separator: The token that finishes a hypothesis.
+        divisors_T: The score of t + 1 tokens is their log-probability / divisors_T[t].
     """
     B, K = state.nats_BK.shape
     V = logits_MV.shape[1]
@@ -213,13 +213,13 @@ def _extensions(
     at least K extensions can be extended further.
 
     Args:
-      logits_BKV: the logits of the next token, for K hypotheses per row.
-      nats_BK: the log-probabilities of the hypotheses.
+        logits_BKV: The logits of the next token, for K hypotheses per row.
+        nats_BK: The log-probabilities of the hypotheses.
 
     Returns:
-      nats_BC: the log-probabilities of the extended hypotheses.
-      tokens_BC: the new tokens.
-      parents_BC: the indices of the extended hypotheses, from 0 to K - 1.
+        nats_BC: The log-probabilities of the extended hypotheses.
+        tokens_BC: The new tokens.
+        parents_BC: The indices of the extended hypotheses, from 0 to K - 1.
     """
     B, K, V = logits_BKV.shape
     # Preselect P extensions per hypothesis. Rank them by logits, as in greedy decoding, because

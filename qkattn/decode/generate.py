@@ -86,20 +86,20 @@ def generate(
     index and the key.
 
     Args:
-      model: a decoder.
-      prompts_BT: B prompts of T tokens.
-      num_tokens: the number of new tokens.
-      key: the random key; greedy decoding needs none.
-      temperature: divides the logits; 0 is greedy decoding.
-      vocab_size: ids from here on are never generated; by default model.vocab_size.
+        model: A decoder.
+        prompts_BT: B prompts of T tokens.
+        num_tokens: The number of new tokens.
+        key: The random key; greedy decoding needs none.
+        temperature: Divides the logits; 0 is greedy decoding.
+        vocab_size: Ids from here on are never generated; by default model.vocab_size.
 
     Returns:
-      The new tokens, int32 of shape [B, num_tokens].
+        The new tokens, int32 of shape [B, num_tokens].
 
     Raises:
-      ConfigError: an option or an id is out of range, a prompt is empty, the model is not a
-        decoder, or prompt and new tokens exceed model.context by more than one token. (The model
-        does not read the last token.)
+        ConfigError: An option or an id is out of range, a prompt is empty, the model is not a
+            decoder, or prompt and new tokens exceed model.context by more than one token. (The
+            model does not read the last token.)
     """
     is_valid_temperature = 0 <= temperature < math.inf
     require(is_valid_temperature, f'{temperature=} must be 0 (greedy) or above, and finite')
@@ -138,17 +138,17 @@ def search(
     """Returns the best continuations of each prompt by beam search; see `beam_search`.
 
     Args:
-      model: a decoder or an encoder-decoder.
-      prompts_BT: B prompts of T tokens.
-      num_tokens: the maximum number of new tokens.
-      source: (source_BS, valid_BS) as in `encode_source`, for an encoder-decoder.
-      separator: the id that ends a continuation.
-      beam: the number of continuations per prompt.
-      length_penalty: see `beam_search`.
-      vocab_size: ids from here on are never chosen; by default model.vocab_size.
+        model: A decoder or an encoder-decoder.
+        prompts_BT: B prompts of T tokens.
+        num_tokens: The maximum number of new tokens.
+        source: (source_BS, valid_BS) as in `encode_source`, for an encoder-decoder.
+        separator: The id that ends a continuation.
+        beam: The number of continuations per prompt.
+        length_penalty: See `beam_search`.
+        vocab_size: Ids from here on are never chosen; by default model.vocab_size.
 
     Raises:
-      ConfigError: as in `generate`, or the source is longer than model.source_context.
+        ConfigError: As in `generate`, or the source is longer than model.source_context.
     """
     logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size, source)
     B, V = logits_BV.shape
@@ -177,9 +177,9 @@ def _prefill_prompts(
     """Checks the arguments, and runs the model over the prompts.
 
     Returns:
-      logits_BV: the logits of the first new token.
-      cache: a cache with the prompts, and with room for the new tokens.
-      step: a function that appends one token to each row of the cache.
+        logits_BV: The logits of the first new token.
+        cache: A cache with the prompts, and with room for the new tokens.
+        step: A function that appends one token to each row of the cache.
     """
     V = model.config.vocab_size if vocab_size is None else vocab_size
     _check_arguments(model.config, prompts_BT, num_tokens, V, source)

@@ -54,13 +54,13 @@ def token_scores(
     """Scores all tokens but the first, given the tokens before.
 
     Args:
-      model: a decoder.
-      tokens_BT: rows of tokens; padding may follow the tokens of a row.
-      vocab_size: ids from here on have probability 0.
+        model: A decoder.
+        tokens_BT: Rows of tokens; padding may follow the tokens of a row.
+        vocab_size: Ids from here on have probability 0.
 
     Returns:
-      The log-probabilities, and whether each token is the argmax prediction. Both have shape
-      [B, T - 1], and column t belongs to token t + 1.
+        The log-probabilities, and whether each token is the argmax prediction. Both have shape [B,
+        T - 1], and column t belongs to token t + 1.
     """
     targets_BT = tokens_BT[:, 1:]
     logits_BTV = model(tokens_BT[:, :-1])[..., :vocab_size]
@@ -92,17 +92,17 @@ def continued(
     at a time. A row takes the next token of its prompt, or after the prompt the argmax prediction.
 
     Args:
-      model: a decoder.
-      tokens_BT: row b begins with a prompt of lengths_B[b] tokens.
-      lengths_B: the lengths of the prompts.
-      ends_B: the lengths of the prompts with their continuations.
-      prefix: at most the length of the shortest prompt.
-      separator: the id that ends a continuation.
-      vocab_size: ids from here on are never chosen.
+        model: A decoder.
+        tokens_BT: Row b begins with a prompt of lengths_B[b] tokens.
+        lengths_B: The lengths of the prompts.
+        ends_B: The lengths of the prompts with their continuations.
+        prefix: At most the length of the shortest prompt.
+        separator: The id that ends a continuation.
+        vocab_size: Ids from here on are never chosen.
 
     Returns:
-      The prompts with their continuations. Tokens of row b after a separator, or from ends_B[b] on,
-      are meaningless.
+        The prompts with their continuations. Tokens of row b after a separator, or from ends_B[b]
+        on, are meaningless.
     """
     B, T = tokens_BT.shape
     cache = init_cache(model, B, T - 1)  # the model does not read the last token
@@ -163,11 +163,11 @@ class TextModel:
         A context that is too long loses its first tokens.
 
         Args:
-          requests: requests of the harness.
-          disable_tqdm: unused.
+            requests: Requests of the harness.
+            disable_tqdm: Unused.
 
         Returns:
-          Pairs of the log-probability, and whether greedy decoding gives the continuation.
+            Pairs of the log-probability, and whether greedy decoding gives the continuation.
         """
         rows = []
         num_truncated = 0
@@ -302,8 +302,8 @@ class TextModel:
         """Scores rows of tokens.
 
         Returns:
-          For each row, the log-probability of its scored tokens, and whether all of them are argmax
-          predictions.
+            For each row, the log-probability of its scored tokens, and whether all of them are
+            argmax predictions.
         """
         results: dict[int, tuple[float, bool]] = {}
         for batch in self.batches([len(row.tokens) for row in rows]):

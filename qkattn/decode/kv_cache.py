@@ -30,9 +30,9 @@ def init_cache(model: Decoder | EncoderDecoder, batch: int, length: int) -> KVCa
     """Returns an empty cache.
 
     Args:
-      model: the model; its parameters may be ShapeDtypeStructs.
-      batch: the number of rows.
-      length: the number of slots, one for each token.
+        model: The model; its parameters may be ShapeDtypeStructs.
+        batch: The number of rows.
+        length: The number of slots, one for each token.
     """
     # P variants of attention alternate. For P = 2, layers 0, 2, 4 ... have variant 0.
     L = model.config.num_layers
@@ -60,10 +60,10 @@ def encode_source(
     """Runs the encoder, and returns a cache with its keys and values for cross-attention.
 
     Args:
-      model: an encoder-decoder.
-      source_BS: source tokens, padded at the end of each row.
-      valid_BS: False on padding.
-      length: the number of empty slots for target tokens.
+        model: An encoder-decoder.
+        source_BS: Source tokens, padded at the end of each row.
+        valid_BS: False on padding.
+        length: The number of empty slots for target tokens.
     """
     segments_BS = valid_BS.astype(jnp.int32)  # a row is segment 1, padding is segment 0
     y_BSD = model.encode(source_BS, segments_BS)
@@ -100,13 +100,13 @@ def prefill(
         """Runs one layer on the new tokens, and stores their keys and values in the cache.
 
         Args:
-          carry: the residual stream x_BTD, and `KVCache.layers`.
-          block: the layer.
-          layer_index: (variant, index); `block` is number `index` of the variant's layers.
-          source: the cached arrays of cross-attention; None in a decoder.
+            carry: The residual stream x_BTD, and `KVCache.layers`.
+            block: The layer.
+            layer_index: (variant, index); `block` is number `index` of the variant's layers.
+            source: The cached arrays of cross-attention; None in a decoder.
 
         Returns:
-          The carry after the layer.
+            The carry after the layer.
         """
         x_BTD, caches = carry
         variant, index = layer_index

@@ -25,7 +25,7 @@ def translate(
     """Translates sources by beam search, and returns the best translation of each source.
 
     Raises:
-      ConfigError: a source cannot be encoded, or is longer than model.source_context.
+        ConfigError: A source cannot be encoded, or is longer than model.source_context.
     """
     encoded_sources = []
     for i, source in enumerate(sources):
@@ -45,7 +45,7 @@ def translate_ids(
     all translations.
 
     Raises:
-      ConfigError: a source with its separator is longer than model.source_context.
+        ConfigError: A source with its separator is longer than model.source_context.
     """
     longest = model.config.encoder.context
     for i, source in enumerate(sources):

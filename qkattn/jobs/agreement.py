@@ -42,14 +42,14 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
     """Gathers a JSON value from every process.
 
     Args:
-      value: the value of this process.
-      limit: the timeout in seconds.
+        value: The value of this process.
+        limit: The timeout in seconds.
 
     Returns:
-      The values of all processes, by rank.
+        The values of all processes, by rank.
 
     Raises:
-      ProcessError: a process has not called this function in time. The message names its rank.
+        ProcessError: A process has not called this function in time. The message names its rank.
     """
     text = json.dumps(value)
     if client() is None:  # a job of one process
@@ -81,12 +81,12 @@ def _collect(key: str, own_value: Any, limit: float) -> dict[str, Any]:
     published as 'qkattn/agreed/5/all'.
 
     Args:
-      key: identifies the call of `gather_from_processes`.
-      own_value: the value of process 0.
-      limit: the timeout in seconds.
+        key: Identifies the call of `gather_from_processes`.
+        own_value: The value of process 0.
+        limit: The timeout in seconds.
 
     Returns:
-      The answer: {'missing': ranks without a value, 'values': values by rank}.
+        The answer: {'missing': ranks without a value, 'values': values by rank}.
     """
     deadline = time.monotonic() + limit
     values = [own_value]
@@ -115,9 +115,9 @@ def call_in_process_0(call: Callable[[], Any]) -> Any:
     """Calls `call` in process 0 only, and returns its JSON result in all processes.
 
     Raises:
-      Exception: the error of `call`, in process 0. The other processes raise the same error if it
-        is one of qkattn.errors, else a ProcessError.
-      ProcessError: process 0 takes longer than OWNER_LIMIT seconds.
+        Exception: The error of `call`, in process 0. The other processes raise the same error if it
+            is one of qkattn.errors, else a ProcessError.
+        ProcessError: Process 0 takes longer than OWNER_LIMIT seconds.
     """
     if not is_process_0():
         message = gather_from_processes(None, limit=OWNER_LIMIT)[0]  # from process 0
@@ -159,11 +159,11 @@ def barrier(name: str, *, limit: float = LIMIT) -> None:
     """Waits until all processes have called `barrier` with the same name.
 
     Args:
-      name: identifies the barrier in error messages.
-      limit: the timeout in seconds.
+        name: Identifies the barrier in error messages.
+        limit: The timeout in seconds.
 
     Raises:
-      ProcessError: a process waits at another barrier, or does not come in time.
+        ProcessError: A process waits at another barrier, or does not come in time.
     """
     names = set(gather_from_processes(name, limit=limit))
     if len(names) > 1:
@@ -174,11 +174,11 @@ def require_same(name: str, value: str) -> None:
     """Requires that all processes pass the same value.
 
     Args:
-      name: what the value is, for the error message.
-      value: the value of this process.
+        name: What the value is, for the error message.
+        value: The value of this process.
 
     Raises:
-      ConfigError: the values differ. The message names the ranks that differ from process 0.
+        ConfigError: The values differ. The message names the ranks that differ from process 0.
     """
     values = gather_from_processes(value)
     expected = values[0]

@@ -30,8 +30,8 @@ def start() -> Job:
     in time, this process ends with exit code 1.
 
     Raises:
-      ConfigError: the variables contradict each other.
-      ProcessError: the coordinator's port is in use.
+        ConfigError: The variables contradict each other.
+        ProcessError: The coordinator's port is in use.
     """
     job = detect()
     if job.engine == 'single':

@@ -44,17 +44,17 @@ class Child:
     The child does not get Ctrl-C. On Linux, it gets SIGTERM when the parent ends or is killed.
 
     Attributes:
-      pipe: a connection for messages between parent and child.
-      output: the file descriptor of the child's output.
+        pipe: A connection for messages between parent and child.
+        output: The file descriptor of the child's output.
     """
 
     def __init__(self, line: Sequence[str], cores: Sequence[int], variables: Mapping[str, str]):
         """Starts a command.
 
         Args:
-          line: the command and its arguments.
-          cores: the IDs of the CPU cores to run on.
-          variables: environment variables, in addition to those of this process.
+            line: The command and its arguments.
+            cores: The IDs of the CPU cores to run on.
+            variables: Environment variables, in addition to those of this process.
         """
         self.pipe, childs_pipe = multiprocessing.Pipe()
         self.output, childs_output = os.pipe()
@@ -125,8 +125,8 @@ def _set_up_child(cores: Sequence[int], parent: int) -> None:
     """Sets signals and CPU cores in a forked child, before the child executes its command.
 
     Args:
-      cores: the IDs of the CPU cores to run on.
-      parent: the process ID of the parent.
+        cores: The IDs of the CPU cores to run on.
+        parent: The process ID of the parent.
     """
     # The child has inherited the parent's signal handlers.
     for number in _SIGNALS:
@@ -142,7 +142,7 @@ def end_with_parent(parent: int) -> None:
     """Makes this process get SIGTERM when its parent ends; has no effect outside of Linux.
 
     Args:
-      parent: the process ID of the parent.
+        parent: The process ID of the parent.
     """
     if sys.platform == 'linux':
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

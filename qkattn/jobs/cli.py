@@ -156,12 +156,12 @@ class _ConfigParser(ConfigFileFlagParser):
         """Loads FILE.py or NAME, optionally with ':ARGUMENT' for its get_config().
 
         Returns:
-          The settings as a ConfigDict.
+            The settings as a ConfigDict.
 
         Raises:
-          ConfigError: get_config() does not return settings.
-          ValueError: the file is not Python, or its code fails, as in
-            'line 7: NameError: name 'x' is not defined'.
+            ConfigError: get_config() does not return settings.
+            ValueError: The file is not Python, or its code fails, as in 'line 7: NameError: name
+                'x' is not defined'.
         """
         name, colon, argument = path.partition(':')
         shipped_config = shipped_configs().get(name)
@@ -256,7 +256,7 @@ def define_dry_run(description: str) -> flags.FlagHolder:
         --dry_run=v5p-2x4x4      'v5p-2x4x4'
 
     Args:
-      description: the help text for --dry_run without a value.
+        description: The help text for --dry_run without a value.
     """
     description += (
         ' With a pod such as v5p-2x4x4 or h100-16x8, compiles for it, and prints memory, FLOPs and '
@@ -279,7 +279,7 @@ def define_config(kind: Kind) -> flags.FlagHolder:
     For example, --config.model.d_model=256 overrides one setting.
 
     Args:
-      kind: the class of the config, Config (a run) or Study.
+        kind: The class of the config, Config (a run) or Study.
     """
     holder = config_flags.DEFINE_config_file(
         'config',
@@ -302,8 +302,8 @@ def read_config(flag: flags.FlagHolder) -> Any:
     """Returns the config of the flag --config, with overrides applied.
 
     Raises:
-      ConfigError: the file cannot be loaded, or its config is not of the class, Config or Study,
-        that the script needs.
+        ConfigError: The file cannot be loaded, or its config is not of the class, Config or Study,
+            that the script needs.
     """
     if flag.value is None:
         raise ConfigError('--config=FILE.py is required, e.g. --config=quickstart')
@@ -368,7 +368,7 @@ def token_ids(flag: flags.FlagHolder, vocab_size: int) -> list[int]:
     """Returns the token ids in a flag such as "12 7 301".
 
     Raises:
-      ConfigError: the flag has no ids, or something else than whole numbers below `vocab_size`.
+        ConfigError: The flag has no ids, or something else than whole numbers below `vocab_size`.
     """
     words = flag.value.split()
     are_ids = all(word.isdecimal() and int(word) < vocab_size for word in words)
@@ -385,7 +385,7 @@ def text_or_file_content(text: flags.FlagHolder, file: flags.FlagHolder) -> str:
     Returns '' if neither flag is given.
 
     Raises:
-      ConfigError: both flags are given, or the file cannot be read.
+        ConfigError: Both flags are given, or the file cannot be read.
     """
     if file.value is None:
         return '' if text.value is None else text.value
@@ -428,9 +428,9 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
       141  the reader of the output has gone, as in `... | head`
 
     Args:
-      main: a function of the script's module.
-      positional: the flag that takes positional arguments. For example, `report DIRECTORY` is
-        short for `report --study=DIRECTORY`.
+        main: A function of the script's module.
+        positional: The flag that takes positional arguments. For example, `report DIRECTORY` is
+            short for `report --study=DIRECTORY`.
     """
     script_globals = inspect.unwrap(main).__globals__  # of the module that defines `main`
     kind = _config_class() if 'config' in flags.FLAGS else None
@@ -496,8 +496,8 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
     """Returns a sentence that tells the user why a script's arguments cannot be parsed.
 
     Args:
-      error: the parsing error, an instance of MALFORMED.
-      kind: the class of the config, Config or Study; None for a script without --config.
+        error: The parsing error, an instance of MALFORMED.
+        kind: The class of the config, Config or Study; None for a script without --config.
     """
     message = (str(error) or type(error).__name__).strip()
     lines = message.splitlines()
@@ -627,8 +627,8 @@ def _help(doc: str, kind: Kind | None) -> str:
     """Returns the --help text: a script's docstring, its flags, and its config settings.
 
     Args:
-      doc: the docstring of the script.
-      kind: the class of the config, Config or Study; None for a script without --config.
+        doc: The docstring of the script.
+        kind: The class of the config, Config or Study; None for a script without --config.
     """
     lines = []
     width = flags.get_help_width()

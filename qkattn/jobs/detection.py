@@ -67,7 +67,7 @@ def detect() -> Job:
     - Otherwise, the process is a job of its own.
 
     Raises:
-      ConfigError: variables are incomplete or malformed.
+        ConfigError: Variables are incomplete or malformed.
     """
     _, count_name, rank_name = TRIPLE
     if count_name in os.environ or rank_name in os.environ:
@@ -116,8 +116,8 @@ def _job_of_engine(engine: str, cluster: type[ClusterEnv]) -> Job | None:
     """Returns the job of this process, if an engine has started it with several processes.
 
     Args:
-      engine: a key of ENGINES.
-      cluster: jax's class that reads the variables of the engine.
+        engine: A key of ENGINES.
+        cluster: Jax's class that reads the variables of the engine.
     """
     is_tpu_engine = cluster not in (OmpiCluster, SlurmCluster)
     may_use_tpus = 'tpu' in os.environ.get('JAX_PLATFORMS', 'tpu')
@@ -148,14 +148,14 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     get (0, 1). If each process sees all 8 GPUs, the first process gets (0, 1), the second (2, 3).
 
     Args:
-      engine: a key of ENGINES.
-      num_processes: the number of processes of the whole job.
+        engine: A key of ENGINES.
+        num_processes: The number of processes of the whole job.
 
     Returns:
-      The indices, or None without GPUs or for an engine of TPUs.
+        The indices, or None without GPUs or for an engine of TPUs.
 
     Raises:
-      ConfigError: the GPUs of the node do not divide over its processes.
+        ConfigError: The GPUs of the node do not divide over its processes.
     """
     cuda_devices = os.environ.get('CUDA_VISIBLE_DEVICES')
     if cuda_devices is None:  # Open MPI does not set the variable

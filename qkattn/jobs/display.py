@@ -43,8 +43,8 @@ class Screen:
         """Opens the screen without drawing anything.
 
         Args:
-          stream: where to write; by default standard error.
-          columns: the width in characters; by default that of the terminal.
+            stream: Where to write; by default standard error.
+            columns: The width in characters; by default that of the terminal.
         """
         self._stream = stream or sys.stderr
         self._columns = columns
@@ -224,13 +224,13 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         """Starts the display.
 
         Args:
-          label: the name of the run.
-          total_steps: the step at which the run ends.
-          tokens_per_step: tokens of all trials in one step, to show tokens per second.
-          study: returns what is left of the study; called at evaluations. Without a study, each
-            evaluation is printed.
-          screen: where to draw; by default on standard error.
-          clock: returns the time in seconds.
+            label: The name of the run.
+            total_steps: The step at which the run ends.
+            tokens_per_step: Tokens of all trials in one step, to show tokens per second.
+            study: Returns what is left of the study; called at evaluations. Without a study, each
+                evaluation is printed.
+            screen: Where to draw; by default on standard error.
+            clock: Returns the time in seconds.
         """
         self._label = label
         self._total = total_steps

@@ -18,7 +18,7 @@ def check() -> None:
     """Checks the environment before JAX opens its devices.
 
     Raises:
-      ConfigError: the working directory was removed, or XLA_FLAGS has an invalid device count.
+        ConfigError: The working directory was removed, or XLA_FLAGS has an invalid device count.
     """
     try:
         os.getcwd()

@@ -109,11 +109,11 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     """Returns the NVIDIA GPUs that JAX may use, as entries of CUDA_VISIBLE_DEVICES.
 
     Args:
-      platforms: the value of JAX_PLATFORMS; None allows all platforms.
-      root: the directory that contains dev/, with the device files.
+        platforms: The value of JAX_PLATFORMS; None allows all platforms.
+        root: The directory that contains dev/, with the device files.
 
     Returns:
-      The GPUs, such as ['0', '1']; [] without accelerators; None for TPUs and AMD GPUs.
+        The GPUs, such as ['0', '1']; [] without accelerators; None for TPUs and AMD GPUs.
     """
     if platforms == 'cpu':
         return []

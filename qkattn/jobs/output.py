@@ -54,9 +54,9 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
         qk/vo        3.1000
 
     Args:
-      titles: pairs (title, is_left_aligned), one for each column. A '|' splits a title into two
-        lines.
-      rows: the cells of each row. Rows without text are left out.
+        titles: Pairs (title, is_left_aligned), one for each column. A '|' splits a title into two
+            lines.
+        rows: The cells of each row. Rows without text are left out.
     """
     upper_lines = []
     lower_lines = []

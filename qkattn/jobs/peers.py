@@ -52,8 +52,8 @@ class JobPeers:
         """Installs the SIGABRT handler.
 
         Args:
-          job: the processes of the job and their coordinator.
-          seconds: the connection timeout, for the handler's error message.
+            job: The processes of the job and their coordinator.
+            seconds: The connection timeout, for the handler's error message.
         """
         self._job = job
         self._seconds = seconds
@@ -90,10 +90,10 @@ class JobPeers:
         """Waits until all processes of the job have called `meet`.
 
         Args:
-          requested: whether this process has got a signal to stop.
+            requested: Whether this process has got a signal to stop.
 
         Returns:
-          Whether any process has got a signal to stop.
+            Whether any process has got a signal to stop.
         """
         # Forget earlier reasons to stop, and the agreed step.
         with self._agreement:
@@ -117,8 +117,8 @@ class JobPeers:
         in both.
 
         Args:
-          step: the number of finished steps.
-          has_other_reason: whether this process has to stop, but not due to a signal.
+            step: The number of finished steps.
+            has_other_reason: Whether this process has to stop, but not due to a signal.
         """
         with self._agreement:
             # The polling thread tells the other processes.
@@ -136,8 +136,8 @@ class JobPeers:
         The wait takes at most _LINGER seconds.
 
         Args:
-          code: the exit code of this process.
-          sentence: why this process ends.
+            code: The exit code of this process.
+            sentence: Why this process ends.
         """
         if self._is_aborted:  # another process has failed already
             return
@@ -261,8 +261,8 @@ class JobPeers:
         key, it stops its training after step 9.
 
         Args:
-          meeting: the number of `meet` calls, 1 in the example.
-          published: the keys of all processes, without the prefix _ROOT.
+            meeting: The number of `meet` calls, 1 in the example.
+            published: The keys of all processes, without the prefix _ROOT.
         """
         last_steps = []
         for rank in range(self._job.num_processes):
@@ -285,9 +285,9 @@ class JobPeers:
         Returns if this process has to go on, up to the agreed last step.
 
         Args:
-          rank: the rank of the process that ends.
-          code: its exit code.
-          sentence: why it ends.
+            rank: The rank of the process that ends.
+            code: Its exit code.
+            sentence: Why it ends.
         """
         is_stop_on_request = code == EXIT_REQUEUE
         if not is_stop_on_request:

@@ -81,7 +81,7 @@ class StopRequest:
         saves when `requested` is set. In a job, all processes call it and wait for each other.
 
         Raises:
-          Stopped: this process, or another process of the job, has already got a signal.
+            Stopped: This process, or another process of the job, has already got a signal.
         """
         with no_interrupt:
             self.deferring.append(self)
@@ -99,7 +99,7 @@ class StopRequest:
         Call it when everything is saved. In a job, all processes call it and wait for each other.
 
         Raises:
-          Stopped: this process, or another process of the job, has got a signal.
+            Stopped: This process, or another process of the job, has got a signal.
         """
         is_known_to_all = False  # whether all processes of the job know of a signal
         if self.peers is not None:
@@ -176,8 +176,8 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
     reads a pipe into which Python writes signal numbers at once, even during compilation.
 
     Args:
-      dry_run: returns whether the script leaves nothing to resume from; called once, at the
-        beginning. If so, the exit code does not ask for a restart.
+        dry_run: Returns whether the script leaves nothing to resume from; called once, at the
+            beginning. If so, the exit code does not ask for a restart.
     """
     watcher = _Watcher(dry_run())
     previous_descriptor = signal.set_wakeup_fd(watcher.write_end, warn_on_full_buffer=False)
@@ -261,7 +261,7 @@ class _Watcher:
     If a `StopRequest` has something to save, the thread only sets `StopRequest.requested`.
 
     Attributes:
-      write_end: the file descriptor that Python writes signal numbers to, one byte each.
+        write_end: The file descriptor that Python writes signal numbers to, one byte each.
     """
 
     def __init__(self, dry_run: bool) -> None:

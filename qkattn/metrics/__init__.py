@@ -86,7 +86,7 @@ class Metric:
         """Returns the name of the field in a result, such as 'val_loss' for the prefix 'val'.
 
         Raises:
-          ValueError: the metric is not measured on this split.
+            ValueError: The metric is not measured on this split.
         """
         if prefix not in self.prefixes:
             raise ValueError(f'{self.name} has no prefix {prefix!r}, only {self.prefixes}')
@@ -108,13 +108,12 @@ def row_sums(per_target: Mapping[str, Any], loss_weights_BT: Any) -> dict[str, A
     """Sums metrics over the targets of each row. Works with numpy and in jax.jit.
 
     Args:
-      per_target: the numbers of each metric for each target, [B, T, ...].
-      loss_weights_BT: the weight of each target; 0 at positions without a target.
+        per_target: The numbers of each metric for each target, [B, T, ...].
+        loss_weights_BT: The weight of each target; 0 at positions without a target.
 
     Returns:
-      The weighted sums of each metric by name, [B, ...], and
-      'weight': the sum of the weights, [B];
-      'rows': whether the row has any target, [B].
+        The weighted sums of each metric by name, [B, ...], and 'weight': the sum of the weights,
+        [B]; 'rows': whether the row has any target, [B].
     """
     array_library = loss_weights_BT.__array_namespace__()  # numpy or jax.numpy
     sums = {}
@@ -134,12 +133,12 @@ def _mean(name: str, sums: Sums, bytes_per_target: float | None = None) -> np.nd
     """Returns the weighted mean of a metric over all targets, [X] for X trials.
 
     Args:
-      name: the name of the metric.
-      sums: the results of `row_sums`, [R, X] for R rows.
-      bytes_per_target: unused; every `Metric.value` function takes this argument.
+        name: The name of the metric.
+        sums: The results of `row_sums`, [R, X] for R rows.
+        bytes_per_target: Unused; every `Metric.value` function takes this argument.
 
     Raises:
-      ConfigError: the metric has several numbers per target, so its sums are [R, X, ...].
+        ConfigError: The metric has several numbers per target, so its sums are [R, X, ...].
     """
     has_several_numbers = sums[name].ndim > 2
     if has_several_numbers:
@@ -167,8 +166,8 @@ def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndar
     population.
 
     Args:
-      sums: the results of `row_sums`, [R, X] for X trials.
-      bytes_per_target: unused; every `Metric.value` function takes this argument.
+        sums: The results of `row_sums`, [R, X] for X trials.
+        bytes_per_target: Unused; every `Metric.value` function takes this argument.
     """
     excess_RX = sums['loss'] - mean_loss(sums) * sums['weight']
     squares_X = (excess_RX**2).sum(0)
@@ -189,7 +188,7 @@ def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
     """Converts nats per token to bits per byte: nats_per_token / (ln 2 * bytes_per_token).
 
     Raises:
-      ConfigError: bytes_per_token is not above 0.
+        ConfigError: bytes_per_token is not above 0.
     """
     if not bytes_per_token > 0:
         raise ConfigError(f'bytes_per_token={bytes_per_token} must be above 0')
@@ -335,8 +334,8 @@ def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
     """Returns METRICS and metrics from outside the package, by name.
 
     Raises:
-      ConfigError: a metric from outside has another role than 'score', or its name is malformed or
-        taken.
+        ConfigError: A metric from outside has another role than 'score', or its name is malformed
+            or taken.
     """
     metrics = dict(METRICS)
     for metric in outside:
@@ -358,7 +357,7 @@ def named(texts: Sequence[str]) -> Mapping[str, Metric]:
     """Returns METRICS and the metrics that the import paths `texts` name, by name.
 
     Raises:
-      ConfigError: a text does not name a metric.
+        ConfigError: A text does not name a metric.
     """
     return with_outside([_imported_metric(text) for text in texts])
 
@@ -367,11 +366,11 @@ def _imported_metric(text: str) -> Metric:
     """Imports the metric that an entry of train.metrics names.
 
     Args:
-      text: the import path of a Metric, as in 'my_file:METRIC', or of a function that returns a
-        Metric, perhaps with options, as in 'my_file:top(k=5)'.
+        text: The import path of a Metric, as in 'my_file:METRIC', or of a function that returns a
+            Metric, perhaps with options, as in 'my_file:top(k=5)'.
 
     Raises:
-      ConfigError: the import fails, or gives no Metric.
+        ConfigError: The import fails, or gives no Metric.
     """
     metric_or_function, options = resolve(
         text,
@@ -413,9 +412,9 @@ def values(
     """Computes the value [X] of each metric that has a `value` function, by name.
 
     Args:
-      sums: the results of `row_sums` for R rows and X trials, [R, X, ...].
-      bytes_per_target: the mean number of bytes of a target; None if the targets are not text.
-      metrics: the metrics by name.
+        sums: The results of `row_sums` for R rows and X trials, [R, X, ...].
+        bytes_per_target: The mean number of bytes of a target; None if the targets are not text.
+        metrics: The metrics by name.
     """
     value_by_name = {}
     for name, metric in metrics.items():
@@ -434,8 +433,8 @@ def result_fields(
     None.
 
     Args:
-      metrics: the metrics by name.
-      corpora: entries of data.evaluate.
+        metrics: The metrics by name.
+        corpora: Entries of data.evaluate.
     """
     fields: dict[str, type] = {}
     for metric in metrics.values():
@@ -458,8 +457,8 @@ def logged_fields(metrics: Mapping[str, Metric], corpora: Iterable[str] = ()) ->
     """Returns the fields that evaluations write to metrics.jsonl.
 
     Args:
-      metrics: the metrics by name.
-      corpora: entries of data.evaluate.
+        metrics: The metrics by name.
+        corpora: Entries of data.evaluate.
     """
     fields = [metric.field('val') for metric in logged(metrics)]
     for corpus in corpora:

@@ -10,17 +10,15 @@ def translation_scores(
     """Scores translations against references.
 
     Args:
-      hypotheses: the translations, as detokenized text.
-      references: one reference for each translation.
-      lowercase: whether the scores ignore case.
+        hypotheses: The translations, as detokenized text.
+        references: One reference for each translation.
+        lowercase: Whether the scores ignore case.
 
     Returns:
-      'bleu', 'chrf': corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent,
-        computed by sacrebleu (Post 2018).
-      'bleu_signature', 'chrf_signature': the settings of sacrebleu. Scores are comparable if their
-        signatures are equal.
-      'exact_match': the fraction of translations that equal their reference.
-      'num_sentences': the number of translations.
+        'bleu', 'chrf': corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in percent,
+        computed by sacrebleu (Post 2018). 'bleu_signature', 'chrf_signature': the settings of
+        sacrebleu. Scores are comparable if their signatures are equal. 'exact_match': the fraction
+        of translations that equal their reference. 'num_sentences': the number of translations.
     """
     metrics = importlib.import_module('sacrebleu.metrics')  # slow to import
     bleu = metrics.BLEU(lowercase=lowercase)

@@ -145,10 +145,10 @@ class Block(nnx.Module):
         """Returns the residual branch of an attention layer.
 
         Args:
-          attention: the layer.
-          mask: the attention mask.
-          key: the dropout key for attention probabilities. None is no dropout.
-          y_BSD: the input of keys and values, by default the stream.
+            attention: The layer.
+            mask: The attention mask.
+            key: The dropout key for attention probabilities. None is no dropout.
+            y_BSD: The input of keys and values, by default the stream.
         """
 
         def branch(x_BTD: jax.Array) -> jax.Array:
@@ -174,9 +174,10 @@ class Block(nnx.Module):
         """Returns the stream after the given attention branches and the block's MLP.
 
         Args:
-          attention_branches: one for each attention norm. Decoding passes branches that use caches.
-          x_BTD: the stream before the block.
-          keys: a dropout key for each attention branch and one for the MLP. None is no dropout.
+            attention_branches: One for each attention norm. Decoding passes branches that use
+                caches.
+            x_BTD: The stream before the block.
+            keys: A dropout key for each attention branch and one for the MLP. None is no dropout.
         """
         if keys is None:
             keys = [None] * (len(attention_branches) + 1)
@@ -226,11 +227,11 @@ class CrossBlock(Block):
         """Returns the stream after the layer.
 
         Args:
-          x_BTD: the stream before the layer.
-          mask: the mask of self-attention.
-          dropout_key: the key of all dropout. None is no dropout.
-          y_BSD: the encoder's output.
-          cross_mask: the mask of cross-attention.
+            x_BTD: The stream before the layer.
+            mask: The mask of self-attention.
+            dropout_key: The key of all dropout. None is no dropout.
+            y_BSD: The encoder's output.
+            cross_mask: The mask of cross-attention.
         """
         # Two keys for attention probabilities, then one for each of the three branches.
         self_key, cross_key, *branch_keys = split_key(dropout_key, 5)

@@ -30,7 +30,7 @@ def group_of(path: str) -> str:
     """Returns the group of a parameter: 'blocks/mlp/w_in_DF' -> 'mlp'.
 
     Raises:
-      ValueError: the parameter belongs to no group.
+        ValueError: The parameter belongs to no group.
     """
     *modules, name = path.split('/')
     if modules and modules[-1].endswith('norm'):
@@ -182,9 +182,9 @@ def measured(config: ModelConfig, which: str) -> float | int:
     """Returns one cost of a model.
 
     Args:
-      config: the model settings.
-      which: 'total' or 'non_embedding' for the parameter count; 'flops' for the FLOPs per token of
-        a forward pass; 'cache' for the cached floats per token.
+        config: The model settings.
+        which: 'total' or 'non_embedding' for the parameter count; 'flops' for the FLOPs per token
+            of a forward pass; 'cache' for the cached floats per token.
     """
     match which:
         case 'total':

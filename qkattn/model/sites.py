@@ -29,7 +29,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     The same config always gives the same object.
 
     Raises:
-      SpecError: the sizes do not fit together.
+        SpecError: The sizes do not fit together.
     """
     # The config caches the result. `vars` gives write access to a frozen dataclass.
     attributes = vars(config)
@@ -77,7 +77,7 @@ def validate(config: Config) -> None:
     """Checks all settings of a run without compiling anything.
 
     Raises:
-      ConfigError: a setting is invalid.
+        ConfigError: A setting is invalid.
     """
     validate_settings(config)
     for setting, make_spec in sites(config.model).items():
@@ -125,11 +125,12 @@ def check_kernel(config: Config, mesh: Mesh | None) -> None:
     """Checks that model.kernel can compute the attention layers in training.
 
     Args:
-      config: the settings of the run.
-      mesh: the devices of the run; None, if unknown, accepts a kernel that some platform supports.
+        config: The settings of the run.
+        mesh: The devices of the run; None, if unknown, accepts a kernel that some platform
+            supports.
 
     Raises:
-      ConfigError: the kernel cannot compute a layer.
+        ConfigError: The kernel cannot compute a layer.
     """
     if config.model.kernel == 'auto':
         return
@@ -153,12 +154,12 @@ def _trace_attention(
     """Traces an attention layer as in training, without computing it.
 
     Args:
-      config: the settings of the run.
-      setting: the setting that determines the specification, such as 'model.encoder_variant'.
-      spec: the specification of the layer.
+        config: The settings of the run.
+        setting: The setting that determines the specification, such as 'model.encoder_variant'.
+        spec: The specification of the layer.
 
     Returns:
-      The shapes of the layer's input and output.
+        The shapes of the layer's input and output.
     """
     model = config.model
     is_in_encoder = setting == 'model.encoder_variant'

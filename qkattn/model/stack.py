@@ -68,9 +68,9 @@ def stack_blocks(config: ModelConfig, *, key: jax.Array, kind: type[Block]) -> B
     In a stack, every parameter has a leading axis over layers.
 
     Args:
-      config: the settings of the model.
-      key: the random key.
-      kind: the class of the layers.
+        config: The settings of the model.
+        key: The random key.
+        kind: The class of the layers.
     """
     keys_L = jax.random.split(key, config.num_layers)
     num_variants = len(config.cycle)
@@ -118,12 +118,12 @@ def scan_layers(
     the scan.
 
     Args:
-      step: the function of a layer. Its `index` is a pair (stack, layer in the stack), and its
-        `row` is the layer's part of `rows`.
-      carry: the input of the first layer.
-      blocks: the L layers.
-      rows: a pytree of arrays [L, ...].
-      config: the settings of the model.
+        step: The function of a layer. Its `index` is a pair (stack, layer in the stack), and its
+            `row` is the layer's part of `rows`.
+        carry: The input of the first layer.
+        blocks: The L layers.
+        rows: A pytree of arrays [L, ...].
+        config: The settings of the model.
     """
     stacks = stacks_of(blocks)
     L = config.num_layers
@@ -173,12 +173,13 @@ def run_blocks(
     """Passes x through all layers.
 
     Args:
-      blocks: the layers.
-      x_BTD: the stream before the first layer.
-      mask: the attention mask.
-      config: the settings of the model. `config.remat` rematerializes layers in the backward pass.
-      dropout_key: the key of all dropout. None is no dropout.
-      **shared: further arguments of every block.
+        blocks: The layers.
+        x_BTD: The stream before the first layer.
+        mask: The attention mask.
+        config: The settings of the model. `config.remat` rematerializes layers in the backward
+            pass.
+        dropout_key: The key of all dropout. None is no dropout.
+        **shared: Further arguments of every block.
     """
 
     def run_layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:

@@ -39,10 +39,10 @@ class Stream(nnx.Module):
         """Initializes the parameters.
 
         Args:
-          config: the settings of the model.
-          key: the random key.
-          block: the class of the layers.
-          own_embedding: whether to have an embedding matrix. If not, `embed` needs one.
+            config: The settings of the model.
+            key: The random key.
+            block: The class of the layers.
+            own_embedding: Whether to have an embedding matrix. If not, `embed` needs one.
         """
         D = config.d_model
         V = config.vocab_size
@@ -71,9 +71,9 @@ class Stream(nnx.Module):
         """Returns x_BTD: token embeddings plus learned or sinusoidal position embeddings.
 
         Args:
-          tokens_BT: token ids.
-          positions_BT: token positions, by default 0, 1, 2, ... in every row.
-          w_embedding_VD: the embedding matrix, by default that of the model.
+            tokens_BT: Token ids.
+            positions_BT: Token positions, by default 0, 1, 2, ... in every row.
+            w_embedding_VD: The embedding matrix, by default that of the model.
         """
         config = self.config
         if w_embedding_VD is None:
@@ -125,10 +125,10 @@ class Stream(nnx.Module):
         these are the decoder's layers; `model.encoder.layers()` returns the encoder's.
 
         Args:
-          site: 'attention' or 'cross_attention'.
+            site: 'attention' or 'cross_attention'.
 
         Raises:
-          ValueError: the blocks have no layer at `site`.
+            ValueError: The blocks have no layer at `site`.
         """
         blocks = [layer_of(self.blocks, index) for index in range(self.config.num_layers)]
         first_block = blocks[0]
@@ -162,13 +162,13 @@ class Transformer(Stream):
         """Initializes the parameters.
 
         Args:
-          config: the settings of the model.
-          key: the random key.
-          rngs: random number generators, in place of `key`.
-          block: the class of the layers.
+            config: The settings of the model.
+            key: The random key.
+            rngs: Random number generators, in place of `key`.
+            block: The class of the layers.
 
         Raises:
-          ConfigError: a setting is out of bounds, or `config.kind` is not the kind of the class.
+            ConfigError: A setting is out of bounds, or `config.kind` is not the kind of the class.
         """
         check_section('model.', config)
         if config.kind != self.kind:
@@ -220,15 +220,15 @@ class Decoder(Transformer):
         """Returns the normalized stream x_BTD after the last block.
 
         Args:
-          tokens_BT: token ids.
-          valid_BT: False on padding, to which no token attends.
-          segments_BT: the document number of each token, with 0 for padding: [1, 1, 2, 2, 2, 0].
-            A token attends only to its document, in which positions count from 0. By default a row
-            is one document.
-          dropout_key: the key of all dropout. None is no dropout.
+            tokens_BT: Token ids.
+            valid_BT: False on padding, to which no token attends.
+            segments_BT: The document number of each token, with 0 for padding: [1, 1, 2, 2, 2, 0].
+                A token attends only to its document, in which positions count from 0. By default a
+                row is one document.
+            dropout_key: The key of all dropout. None is no dropout.
 
         Raises:
-          ValueError: a row has more tokens than config.context.
+            ValueError: A row has more tokens than config.context.
         """
         self.check_length(tokens_BT)
         positions_BT = None if segments_BT is None else positions_of(segments_BT)
@@ -283,16 +283,16 @@ class EncoderDecoder(Transformer):
         count from 0.
 
         Args:
-          tokens_BT: target token ids.
-          source_BS: source token ids.
-          source_segments_BS: the pair number of each source token, with 0 for padding:
-            [1, 1, 2, 2, 2, 0]. By default a row is one pair.
-          segments_BT: the pair number of each target token. By default a row is one pair.
-          dropout_key: the key of all dropout. None is no dropout.
+            tokens_BT: Target token ids.
+            source_BS: Source token ids.
+            source_segments_BS: The pair number of each source token, with 0 for padding: [1, 1, 2,
+                2, 2, 0]. By default a row is one pair.
+            segments_BT: The pair number of each target token. By default a row is one pair.
+            dropout_key: The key of all dropout. None is no dropout.
 
         Raises:
-          ValueError: a row has more tokens than config.context, or more source tokens than
-            config.encoder.context.
+            ValueError: A row has more tokens than config.context, or more source tokens than
+                config.encoder.context.
         """
         self.check_length(tokens_BT)
         encoder_key, decoder_key = split_key(dropout_key, 2)
@@ -350,12 +350,12 @@ def build(
     """Initializes a model of `config.kind`.
 
     Args:
-      config: the settings of the model.
-      key: the random key.
-      rngs: random number generators, in place of `key`.
+        config: The settings of the model.
+        key: The random key.
+        rngs: Random number generators, in place of `key`.
 
     Raises:
-      ConfigError: a setting is out of bounds.
+        ConfigError: A setting is out of bounds.
     """
     # For an unknown kind, which may be unhashable, any class raises ConfigError.
     transformer = KINDS[config.kind] if config.kind in list(KINDS) else Decoder

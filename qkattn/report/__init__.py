@@ -52,16 +52,16 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
     which is recorded in the study's ledger.
 
     Args:
-      study_dir: the study directory.
-      plots: formats in which figures are also written to plots/: 'png', 'pdf' or 'svg'. All other
-        figures are removed from plots/.
+        study_dir: The study directory.
+        plots: Formats in which figures are also written to plots/: 'png', 'pdf' or 'svg'. All other
+            figures are removed from plots/.
 
     Returns:
-      The study's findings and the path of report.html.
+        The study's findings and the path of report.html.
 
     Raises:
-      ReportError: the directory has no study, no results or a damaged ledger.
-      ConfigError: a format is unknown.
+        ReportError: The directory has no study, no results or a damaged ledger.
+        ConfigError: A format is unknown.
     """
     for plot_format in plots:
         if plot_format not in FORMATS:
@@ -102,14 +102,14 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     `qkattn.study.stored`.
 
     Args:
-      study_dir: the study directory.
-      destination: the directory to write; empty, or an earlier export of the same study.
+        study_dir: The study directory.
+        destination: The directory to write; empty, or an earlier export of the same study.
 
     Returns:
-      The path of the export.
+        The path of the export.
 
     Raises:
-      ReportError: `study_dir` has no study, or `destination` has other files.
+        ReportError: `study_dir` has no study, or `destination` has other files.
     """
     check_export(study_dir, destination)
     findings = load_findings(study_dir)
@@ -150,7 +150,7 @@ def check_export(study_dir: str | Path, destination: str | Path) -> None:
     """Checks that an export may write to `destination`.
 
     Raises:
-      ReportError: `destination` exists, and is neither empty nor an export of the same study.
+        ReportError: `destination` exists, and is neither empty nor an export of the same study.
     """
     destination = as_path(destination)
     if not destination.exists():

@@ -195,7 +195,7 @@ def follow(value: Any, path: str) -> Any:
     """Looks up a path of attributes or keys, such as 'verdict.p_holm'.
 
     Returns:
-      The value at the end of the path, with bools as 0 or 1. None if a value on the path is None.
+        The value at the end of the path, with bools as 0 or 1. None if a value on the path is None.
     """
     for name in path.split('.'):
         if isinstance(value, Mapping):
@@ -209,9 +209,9 @@ def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table
     """Returns the headings of a printed table, and a row for each arm.
 
     Args:
-      table: PAGE, FIRST_SCREEN, HEADLINE or CONTROL.
-      findings: the study, which determines the columns.
-      arms: the arms of the rows.
+        table: PAGE, FIRST_SCREEN, HEADLINE or CONTROL.
+        findings: The study, which determines the columns.
+        arms: The arms of the rows.
     """
     shown_columns = []
     for column in columns(findings):
@@ -462,8 +462,8 @@ def chosen_setting(knob: str, arm: TrainedArm) -> float | None:
     """Returns an arm's value of a tunable setting; None if it is not known yet.
 
     Args:
-      knob: one of KNOBS, such as 'learning_rate'.
-      arm: the arm.
+        knob: One of KNOBS, such as 'learning_rate'.
+        arm: The arm.
     """
     if knob == 'learning_rate' and arm.tuning is None:
         return arm.learning_rate  # the best of those that were trained

@@ -51,13 +51,13 @@ def check_ledgers(results: Path) -> str:
     """Checks with git that the ledgers below a directory are append-only.
 
     Args:
-      results: the directory of the studies.
+        results: The directory of the studies.
 
     Returns:
-      A sentence that says how many ledgers were compared, or why none could be.
+        A sentence that says how many ledgers were compared, or why none could be.
 
     Raises:
-      ReportError: a ledger was rewritten, and rewritten_ledgers.toml gives no reason.
+        ReportError: A ledger was rewritten, and rewritten_ledgers.toml gives no reason.
     """
     obstacle = _obstacle(results)
     if obstacle is not None:
@@ -91,7 +91,7 @@ def _git(directory: Path, *arguments: str, standard_input: str = '') -> bytes:
     """Runs a git command in a directory; returns its output.
 
     Raises:
-      CalledProcessError: the command fails.
+        CalledProcessError: The command fails.
     """
     command = ['git', '-C', str(directory), '-c', 'core.quotePath=false', *arguments]
     # Without optional locks, other git commands may run at the same time.
@@ -123,11 +123,11 @@ def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
     """Reads rewritten_ledgers.toml, if it exists.
 
     Returns:
-      Pairs of a ledger and the last hash of its replaced version, such as
-      ('cpu/NAME/ledger.jsonl', '3f2a...').
+        Pairs of a ledger and the last hash of its replaced version, such as
+        ('cpu/NAME/ledger.jsonl', '3f2a...').
 
     Raises:
-      ReportError: the file is malformed.
+        ReportError: The file is malformed.
     """
     if not path.is_file():
         return set()
@@ -163,8 +163,8 @@ def _versions_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Ver
     Ledgers that were never committed are left out.
 
     Args:
-      results: the directory of the studies.
-      paths: the ledgers, relative to `results`.
+        results: The directory of the studies.
+        paths: The ledgers, relative to `results`.
     """
     changes_by_path = _changes_by_path(results, paths)
     # One git process reads the contents of all versions.

@@ -84,7 +84,7 @@ def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
     VALUES.
 
     Raises:
-      KeyError: the circuit has no plain name.
+        KeyError: The circuit has no plain name.
     """
     name, options = parse_call(circuit, 'variant', SpecError)
     description = names[name]

@@ -89,15 +89,15 @@ def check_numbers(path: str | Path) -> dict[str, int]:
     """Checks all entries of a numbers.toml.
 
     Args:
-      path: the file, such as docs/numbers.toml. Pages and logs are relative to the parent of its
-        directory, which is the repository.
+        path: The file, such as docs/numbers.toml. Pages and logs are relative to the parent of its
+            directory, which is the repository.
 
     Returns:
-      The number of entries of each kind.
+        The number of entries of each kind.
 
     Raises:
-      ReportError: an entry is malformed, a page does not contain the text of an entry, or a
-        complete page has a number without an entry.
+        ReportError: An entry is malformed, a page does not contain the text of an entry, or a
+            complete page has a number without an entry.
     """
     path = Path(path)
     root = path.parents[1]
@@ -229,8 +229,8 @@ def read_log(path: Path) -> Any:
     """Reads a JSON, JSON Lines, TOML, CSV or Python file.
 
     Returns:
-      The content: a list for JSON Lines; a list of rows for CSV, or a dict of rows by the first
-      column if its entries are unique; a dict of constants for Python.
+        The content: a list for JSON Lines; a list of rows for CSV, or a dict of rows by the first
+        column if its entries are unique; a dict of constants for Python.
     """
     text = read_whole(path).decode()
     if path.suffix == '.jsonl':
@@ -284,7 +284,7 @@ def read_page(path: Path) -> str:
     """Reads a page; for a Python file, its module docstring.
 
     Raises:
-      ReportError: the file cannot be read.
+        ReportError: The file cannot be read.
     """
     try:
         text = read_whole(path).decode()

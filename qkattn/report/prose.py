@@ -214,12 +214,12 @@ def clause(
     """Writes a remark, a reason or a problem as a clause: '2 of 8 trials diverged'.
 
     Args:
-      statement: its class and code choose a macro of templates/clauses.j2, and its data are the
-        macro's arguments.
-      comparisons: the number of comparisons for which the p value in the clause is corrected.
-      study: the study, if the clause depends on it.
-      intervals: whether the report shows intervals of differences.
-      look: the number of studies of the same question, for which p values are also corrected.
+        statement: Its class and code choose a macro of templates/clauses.j2, and its data are the
+            macro's arguments.
+        comparisons: The number of comparisons for which the p value in the clause is corrected.
+        study: The study, if the clause depends on it.
+        intervals: Whether the report shows intervals of differences.
+        look: The number of studies of the same question, for which p values are also corrected.
     """
     # For example, 'reason_diverged'.
     macro_name = f'{type(statement).__name__}_{statement.code.name}'.lower()
@@ -287,10 +287,10 @@ def macro(template: str, name: str, context: Mapping[str, Any], /, **values: Any
     """Calls a macro of a template; returns its sentences as plain text.
 
     Args:
-      template: the file name of the template.
-      name: the macro, which has `{{ end }}` between its sentences.
-      context: global values of the template.
-      values: the arguments of the macro.
+        template: The file name of the template.
+        name: The macro, which has `{{ end }}` between its sentences.
+        context: Global values of the template.
+        values: The arguments of the macro.
     """
     module = environment(html=False).get_template(template).make_module(dict(context))
     call_macro = getattr(module, name)

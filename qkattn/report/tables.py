@@ -42,7 +42,7 @@ def csv_table(findings: Findings) -> str:
     Numbers have DIGITS significant digits. A cell without a value is empty.
 
     Raises:
-      ValueError: two columns have the same name.
+        ValueError: Two columns have the same name.
     """
     all_columns = list(columns.columns(findings))
     rows = []
@@ -84,9 +84,9 @@ def markdown_table(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> 
     """Formats a Markdown table.
 
     Args:
-      titles: pairs of a title and whether its column is left-aligned. In a title, '|' is a line
-        break, which Markdown tables do not have: 'their|loss' -> 'their loss'.
-      rows: the cells of each row. Cells are escaped, except `Markup`.
+        titles: Pairs of a title and whether its column is left-aligned. In a title, '|' is a line
+            break, which Markdown tables do not have: 'their|loss' -> 'their loss'.
+        rows: The cells of each row. Cells are escaped, except `Markup`.
     """
     headings = []
     alignments = []

@@ -50,10 +50,10 @@ def check_study(directory: str | Path) -> int:
     """Checks a study's report against its logs.
 
     Returns:
-      The number of printed numbers.
+        The number of printed numbers.
 
     Raises:
-      ReportError: the report differs. The message shows the first difference.
+        ReportError: The report differs. The message shows the first difference.
     """
     findings = load_findings(directory)
     study = findings.study
@@ -100,7 +100,7 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
         The number of blocks.
 
     Raises:
-        ReportError: a block is checked and differs. The message shows the first difference.
+        ReportError: A block is checked and differs. The message shows the first difference.
     """
     path = Path(path)
     page = read_page(path)

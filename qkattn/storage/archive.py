@@ -41,12 +41,12 @@ class Archive:
         """Opens an archive and checks every member.
 
         Args:
-          path: path of the archive, used in error messages only.
-          content: bytes of the archive.
+            path: Path of the archive, used in error messages only.
+            content: Bytes of the archive.
 
         Raises:
-          ReportError: the archive is damaged or too large, or a member is not a plain file with a
-            safe name.
+            ReportError: The archive is damaged or too large, or a member is not a plain file with a
+                safe name.
         """
         self.path = path
         try:
@@ -87,8 +87,8 @@ class Archive:
         """Returns the content of a file.
 
         Raises:
-          KeyError: the archive does not have the file.
-          ReportError: the file is damaged.
+            KeyError: The archive does not have the file.
+            ReportError: The file is damaged.
         """
         member = self._members[name]
         declared_size = member.file_size

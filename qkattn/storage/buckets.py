@@ -53,7 +53,7 @@ def to_path(url: str | os.PathLike[str]) -> Path:
     """Converts a gs:// URL to a path.
 
     Raises:
-      RunDirectoryError: the bucket cannot be listed, or the URL has another form.
+        RunDirectoryError: The bucket cannot be listed, or the URL has another form.
     """
     text = os.fspath(url)
     bucket, _ = _split(text)
@@ -99,13 +99,13 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
     """Writes the object at `path`, and returns it.
 
     Args:
-      path: URL of the object.
-      content: new content.
-      generation: the generation that the stored object must have. 0 means that no object may exist,
-        None means that any object is replaced.
+        path: URL of the object.
+        content: New content.
+        generation: The generation that the stored object must have. 0 means that no object may
+            exist, None means that any object is replaced.
 
     Raises:
-      FileExistsError: the stored object has another generation.
+        FileExistsError: The stored object has another generation.
     """
     with _request(path, 'write') as blob:
         try:
@@ -196,16 +196,16 @@ def _request(path: str | os.PathLike[str], task: str, opening: bool = False) -> 
     """Yields the `Blob` at `path`, and translates errors of Google's libraries.
 
     Args:
-      path: URL of an object or a bucket.
-      task: 'read' or 'write'.
-      opening: whether the bucket is used for the first time, so that the user may have mistyped its
-        name.
+        path: URL of an object or a bucket.
+        task: 'read' or 'write'.
+        opening: Whether the bucket is used for the first time, so that the user may have mistyped
+            its name.
 
     Raises:
-      RunDirectoryError: the bucket does not exist or access is denied; with `opening`, also if the
-        bucket is unreachable.
-      FileNotFoundError: the object to read does not exist.
-      ConnectionError: the bucket is unreachable, without `opening`.
+        RunDirectoryError: The bucket does not exist or access is denied; with `opening`, also if
+            the bucket is unreachable.
+        FileNotFoundError: The object to read does not exist.
+        ConnectionError: The bucket is unreachable, without `opening`.
     """
     bucket, name = _split(path)
     _prepare()

@@ -76,7 +76,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     """Converts a gs:// URL, or a local path with ~ expanded, to a path.
 
     Raises:
-      RunDirectoryError: the home directory is unknown, or the bucket cannot be listed.
+        RunDirectoryError: The home directory is unknown, or the bucket cannot be listed.
     """
     return buckets.to_path(path) if buckets.is_url(path) else expand_home(path)
 
@@ -93,8 +93,8 @@ def require_plain_name(name: str) -> str:
     Call it for untrusted names: 'a/b' or '..' could lead anywhere on the disk.
 
     Raises:
-      RunDirectoryError: the name is empty, '.' or '..', contains a slash or a null character, or
-        has PART_END (256) bytes or more.
+        RunDirectoryError: The name is empty, '.' or '..', contains a slash or a null character, or
+            has PART_END (256) bytes or more.
     """
     is_special = name in ('', os.curdir, os.pardir)
     has_forbidden_character = '/' in name or '\0' in name
@@ -111,11 +111,11 @@ def run_path(study: Files, directory: str) -> Files:
     """Returns the directory of a run, after checking that it is below its study.
 
     Args:
-      study: directory of the study.
-      directory: the run's directory relative to `study`, such as 'runs/NAME'; may be untrusted.
+        study: Directory of the study.
+        directory: The run's directory relative to `study`, such as 'runs/NAME'; may be untrusted.
 
     Raises:
-      RunDirectoryError: `directory` leads out of the study.
+        RunDirectoryError: `directory` leads out of the study.
     """
     try:
         names = [require_plain_name(name) for name in directory.split('/')]
@@ -136,7 +136,7 @@ def join_without_links(directory: Path, *names: str) -> Path:
     the user. `directory` itself may be a link.
 
     Raises:
-      RunDirectoryError: one of `names` is a link or not a plain name.
+        RunDirectoryError: One of `names` is a link or not a plain name.
     """
     link = first_link(directory, *names)
     if link is not None:
@@ -150,7 +150,7 @@ def first_link(directory: Path, *names: str) -> Path | None:
     `directory` itself is not checked.
 
     Raises:
-      RunDirectoryError: one of `names` is not a plain name.
+        RunDirectoryError: One of `names` is not a plain name.
     """
     path = directory
     for name in names:
@@ -164,10 +164,10 @@ def in_place(path: str, flags: int) -> int:
     """Opens a regular file safely, as the `opener` of the built-in `open`.
 
     Returns:
-      The file descriptor.
+        The file descriptor.
 
     Raises:
-      RunDirectoryError: the path is a link, or not a regular file.
+        RunDirectoryError: The path is a link, or not a regular file.
     """
     # Without O_NONBLOCK, opening a named pipe would block until it has a reader.
     safe_flags = flags | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -195,12 +195,12 @@ def read_whole(path: Readable, most: int | None = LARGEST) -> bytes:
     """Reads a regular file, an object in a bucket, or a file in an archive.
 
     Args:
-      path: the file.
-      most: maximum size in bytes of a file on a disk; None for any size.
+        path: The file.
+        most: Maximum size in bytes of a file on a disk; None for any size.
 
     Raises:
-      UnsuitableFileError: the file is a pipe or a device, or larger than `most`.
-      OSError: the file cannot be read.
+        UnsuitableFileError: The file is a pipe or a device, or larger than `most`.
+        OSError: The file cannot be read.
     """
     if isinstance(path, Path) and not buckets.is_url(path):
         return read_regular(path, most)
@@ -233,13 +233,13 @@ def check_directory(
     """Returns the absolute path of a directory, after checking that it is writable.
 
     Args:
-      path: the directory.
-      name: the setting that holds `path`, used in error messages only.
-      create: whether to create a missing directory. Without `create`, the nearest existing parent
-        is checked.
+        path: The directory.
+        name: The setting that holds `path`, used in error messages only.
+        create: Whether to create a missing directory. Without `create`, the nearest existing parent
+            is checked.
 
     Raises:
-      RunDirectoryError: the directory is not writable.
+        RunDirectoryError: The directory is not writable.
     """
     if buckets.is_url(path):
         directory = as_path(path)
@@ -404,7 +404,7 @@ def local_copy(path: Path) -> Iterator[Path]:
     """Yields a local path of a file: `path` itself, or a temporary copy of an object in a bucket.
 
     Raises:
-      UnsuitableFileError: the file is a pipe or a device.
+        UnsuitableFileError: The file is a pipe or a device.
     """
     if not buckets.is_url(path):
         require_regular(path, most=None)  # of any size

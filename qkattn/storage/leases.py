@@ -248,11 +248,11 @@ def acquire(directory: Path, run: str) -> Lease | None:
     Afterwards, check whether the run still needs training: the last holder may have finished it.
 
     Args:
-      directory: the directory of the study's leases.
-      run: name of the run.
+        directory: The directory of the study's leases.
+        run: Name of the run.
 
     Raises:
-      DiskError: the lease cannot be written.
+        DiskError: The lease cannot be written.
     """
     with disk_errors(directory):
         lease = _stored_lease(directory, run)
@@ -376,16 +376,17 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[Callable[[], bool]]:
     """Holds an exclusive lock on the file `path` while the block runs.
 
     Args:
-      path: the lock file, which is created if needed.
-      wait: whether to wait while another process holds the lock.
+        path: The lock file, which is created if needed.
+        wait: Whether to wait while another process holds the lock.
 
     Yields:
-      A function that returns whether the lock was lost, which can only happen in a bucket.
+        A function that returns whether the lock was lost, which can only happen in a bucket.
 
     Raises:
-      BlockingIOError: `wait` is false and a live process holds the lock. The message is the name of
-        the process. In a bucket, finding out whether the process is alive may take EXPIRY seconds.
-      ConfigError: the directory is not writable, or its file system has no locks.
+        BlockingIOError: `wait` is false and a live process holds the lock. The message is the name
+            of the process. In a bucket, finding out whether the process is alive may take EXPIRY
+            seconds.
+        ConfigError: The directory is not writable, or its file system has no locks.
     """
     if buckets.is_url(path):
         with _lock_in_bucket(path, wait) as lease:

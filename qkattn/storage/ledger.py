@@ -148,10 +148,10 @@ class Ledger:
         """Finds runs that were changed or deleted after somebody looked at their results.
 
         Args:
-          runs: the present digest of every run, from `run_digests`.
+            runs: The present digest of every run, from `run_digests`.
 
         Returns:
-          {run: number (1, 2, ...) of its first look} for each altered run.
+            {run: number (1, 2, ...) of its first look} for each altered run.
         """
         # Iterate in reverse, so that the first look at each run wins.
         first_digests: dict[str, str] = {}
@@ -192,7 +192,7 @@ def read(path: Path) -> Ledger:
     """Reads a ledger, and checks its hash chain.
 
     Raises:
-      ReportError: there is no ledger, or the named line is damaged, edited or out of place.
+        ReportError: There is no ledger, or the named line is damaged, edited or out of place.
     """
     entries: list[Entry] = []
     previous_hash = None
@@ -224,7 +224,7 @@ def append(path: Path, event: str, **data: Any) -> None:
     """Appends a line with the fields `data` to a ledger, which is created if needed.
 
     Raises:
-      ReportError: the ledger is damaged.
+        ReportError: The ledger is damaged.
     """
     lines = b''
     previous_hash = None
@@ -250,10 +250,10 @@ def declare(
     If arms were added, records only these arms. The caller holds the study's lock.
 
     Args:
-      directory: directory of the study.
-      declared: content of study.json.
-      repeats: for a study that repeats an earlier study, {'study': name of the earlier study,
-        'entry': hash of the last line of its ledger}.
+        directory: Directory of the study.
+        declared: Content of study.json.
+        repeats: For a study that repeats an earlier study, {'study': name of the earlier study,
+            'entry': hash of the last line of its ledger}.
     """
     path = directory / NAME
     common_fields = {'declaration': declaration_digest(declared), 'family': _family(declared)}
@@ -294,13 +294,13 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
     results, which reveal later changes.
 
     Args:
-      directory: directory of the study and its ledger.
-      logs: directory of the plan, results and logs, if it is not `directory`. A stored study has
-        an archive of them.
+        directory: Directory of the study and its ledger.
+        logs: Directory of the plan, results and logs, if it is not `directory`. A stored study has
+            an archive of them.
 
     Returns:
-      Whether the look was recorded. A look is not recorded if nothing has changed since the last
-      look, or if a run has changed since the first look at this run.
+        Whether the look was recorded. A look is not recorded if nothing has changed since the last
+        look, or if a run has changed since the first look at this run.
     """
     path = directory / NAME
     if logs is None:
@@ -330,13 +330,13 @@ def accept(directory: Path, codes: Sequence[str], why: str) -> None:
     A study with such a problem has no verdicts until the problem is accepted.
 
     Args:
-      directory: directory of the study.
-      codes: the problems: 'uncommitted' for runs of uncommitted code, 'commits' for runs of
-        different commits.
-      why: why the problems do not affect the verdicts.
+        directory: Directory of the study.
+        codes: The problems: 'uncommitted' for runs of uncommitted code, 'commits' for runs of
+            different commits.
+        why: Why the problems do not affect the verdicts.
 
     Raises:
-      ReportError: a code is unknown, `why` is blank, or there is no valid ledger.
+        ReportError: A code is unknown, `why` is blank, or there is no valid ledger.
     """
     for code in codes:
         if code not in ACCEPTABLE:

@@ -67,7 +67,7 @@ def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
     """Reads the records of a metrics log, without a partial last line as a crash can leave.
 
     Raises:
-      RunDirectoryError: any other line is damaged.
+        RunDirectoryError: Any other line is damaged.
     """
     return [record for record, _ in _read_records(as_readable(path))]
 
@@ -202,7 +202,7 @@ class MetricsFile:
         """Opens the log at `path`, or creates a log.
 
         Raises:
-          RunDirectoryError: the last complete line is damaged.
+            RunDirectoryError: The last complete line is damaged.
         """
         self.path = as_path(path)
         try:
@@ -226,8 +226,8 @@ class MetricsFile:
         The line survives if this process is killed; in a bucket, only after `flush`.
 
         Raises:
-          ValueError: `step` is missing or below the last step.
-          DiskError: the disk fails or is full. The line is then not written.
+            ValueError: `step` is missing or below the last step.
+            DiskError: The disk fails or is full. The line is then not written.
         """
         values = to_jsonable(record)
         check(values, {'step': int})
@@ -247,10 +247,10 @@ class MetricsFile:
         """Syncs all lines to the disk or bucket; call it before a checkpoint is committed.
 
         Returns:
-          {'lines': number of lines, 'crc32': their checksum}, the argument `written` of `rewind`.
+            {'lines': number of lines, 'crc32': their checksum}, the argument `written` of `rewind`.
 
         Raises:
-          DiskError: the disk fails.
+            DiskError: The disk fails.
         """
         if buckets.is_url(self.path):
             content = self._file.getvalue()  # the file is an io.BytesIO
@@ -271,14 +271,14 @@ class MetricsFile:
         """Removes the records that a run resumed at `step` writes again.
 
         Args:
-          step: step of the checkpoint, or 0.
-          evaluated: whether to keep an evaluation at `step`; ignored with `written`.
-          written: the lines to keep, as returned by `flush` before the checkpoint. If None, lines
-            are kept by their steps.
+            step: Step of the checkpoint, or 0.
+            evaluated: Whether to keep an evaluation at `step`; ignored with `written`.
+            written: The lines to keep, as returned by `flush` before the checkpoint. If None, lines
+                are kept by their steps.
 
         Raises:
-          RunDirectoryError: a line to keep is damaged or has changed. If a line to remove is
-            damaged, a warning is logged.
+            RunDirectoryError: A line to keep is damaged or has changed. If a line to remove is
+                damaged, a warning is logged.
         """
         self.flush()
         if written is None:

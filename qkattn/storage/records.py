@@ -109,7 +109,7 @@ def to_jsonable(value: Any) -> Any:
     NaN and infinity become None.
 
     Raises:
-      TypeError: the type has no JSON form.
+        TypeError: The type has no JSON form.
     """
     if hasattr(value, '__array__'):
         value = np.asarray(value).tolist()
@@ -158,13 +158,13 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
     """Reads a file written by `write_json`, and checks its schema and checksums.
 
     Args:
-      path: the file.
-      schema: the schema of its content (see the module docstring).
-      advice: what the user can do about a damaged file; the end of the error message.
+        path: The file.
+        schema: The schema of its content (see the module docstring).
+        advice: What the user can do about a damaged file; the end of the error message.
 
     Raises:
-      RunDirectoryError: the file is damaged.
-      ReadError: the system failed to read the file.
+        RunDirectoryError: The file is damaged.
+        ReadError: The system failed to read the file.
     """
     try:
         return parse_file(path, schema)
@@ -176,8 +176,8 @@ def parse_file(path: str | os.PathLike | Readable, schema: Any) -> Any:
     """Reads a file like `read_json`, for a caller that writes its own error message.
 
     Raises:
-      ValueError: the file is damaged. The message is only the reason.
-      ReadError: the system failed to read the file.
+        ValueError: The file is damaged. The message is only the reason.
+        ReadError: The system failed to read the file.
     """
     path = as_readable(path)
     try:
@@ -210,14 +210,14 @@ def read_lines(
     """Reads the records of a JSON Lines file.
 
     Args:
-      path: the file.
-      schema: the schema of each record (see the module docstring).
-      advice: what the user can do about a damaged file; the end of the error message.
-      take: called with each record; may raise ValueError to reject the record.
+        path: The file.
+        schema: The schema of each record (see the module docstring).
+        advice: What the user can do about a damaged file; the end of the error message.
+        take: Called with each record; may raise ValueError to reject the record.
 
     Raises:
-      RunDirectoryError: the file cannot be found, or the named line is damaged or rejected.
-      ReadError: the system failed to read the file.
+        RunDirectoryError: The file cannot be found, or the named line is damaged or rejected.
+        ReadError: The system failed to read the file.
     """
     location = str(path)  # named in the error message
     records = []
@@ -251,7 +251,7 @@ def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
     A trial is a combination of a seed and hyperparameters.
 
     Raises:
-      RunDirectoryError: the file is damaged, or has the results of another run.
+        RunDirectoryError: The file is damaged, or has the results of another run.
     """
     results = read_json(path, [{}], _RESULT_ADVICE)
     config_hash = fingerprint(config)
@@ -282,7 +282,7 @@ def check_result(record: Any) -> None:
     """Checks an entry of result.json, which may have further fields.
 
     Raises:
-      ValueError: the named field is missing or has a wrong type.
+        ValueError: The named field is missing or has a wrong type.
     """
     check(record, RESULT)
 
@@ -306,7 +306,7 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
     describes in its field 'outside_metrics'.
 
     Raises:
-      ValueError: a description is not valid.
+        ValueError: A description is not valid.
     """
     if OUTSIDE not in result:
         return METRICS
@@ -327,7 +327,7 @@ def corpora_of(result: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the corpora on which a result was also evaluated (`data.evaluate`).
 
     Raises:
-      ValueError: the field is damaged.
+        ValueError: The field is damaged.
     """
     data = result.get('data')
     if not isinstance(data, dict) or CORPORA not in data:
@@ -340,7 +340,7 @@ def metric_fields(result: Mapping[str, Any]) -> dict[str, type]:
     """Returns {field: type} for the metric fields of a result.
 
     Raises:
-      ValueError: the result describes its metrics or corpora wrongly.
+        ValueError: The result describes its metrics or corpora wrongly.
     """
     return result_fields(metrics_of(result), corpora_of(result))
 
@@ -349,11 +349,11 @@ def describe_outside_metrics(metrics: Mapping[str, Metric]) -> dict[str, dict[st
     """Describes metrics from outside the package, so that `metrics_of` can read them from a result.
 
     Returns:
-      A field to add to a result, such as {'outside_metrics': {'top_3': {'role': 'score', ...}}}.
-      {} if all metrics belong to the package.
+        A field to add to a result, such as {'outside_metrics': {'top_3': {'role': 'score', ...}}}.
+        {} if all metrics belong to the package.
 
     Raises:
-      ConfigError: a metric has no valid description.
+        ConfigError: A metric has no valid description.
     """
     descriptions = {}
     for name, metric in outside(metrics).items():
@@ -416,12 +416,12 @@ def read_dataclass(cls: type[T], record: Any, **fixed: Any) -> T:
     Fields with a default may be missing in the object. Unknown fields are ignored.
 
     Args:
-      cls: the dataclass.
-      record: the JSON object.
-      fixed: fields that are set to these values instead of the object's.
+        cls: The dataclass.
+        record: The JSON object.
+        fixed: Fields that are set to these values instead of the object's.
 
     Raises:
-      ValueError: the named field is missing or does not fit its annotation.
+        ValueError: The named field is missing or does not fit its annotation.
     """
     check(record, {})  # raises if the record is not an object
     hints = typing.get_type_hints(cls)

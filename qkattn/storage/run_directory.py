@@ -62,8 +62,8 @@ class RunDirectory(contextlib.ExitStack):
     """A run directory that is locked until `close`; in a job, process 0 opens it.
 
     Attributes:
-      lost: a function that returns whether another process has taken the lock.
-      metrics: the metrics log. Call `metrics.rewind` before appending records.
+        lost: A function that returns whether another process has taken the lock.
+        metrics: The metrics log. Call `metrics.rewind` before appending records.
     """
 
     def __init__(self, path: str | os.PathLike, config: Config):
@@ -73,9 +73,9 @@ class RunDirectory(contextlib.ExitStack):
         opens the metrics log. Initializes the JAX devices, which provenance.json lists.
 
         Raises:
-          InUseError: a live process holds the directory.
-          RunDirectoryError: the directory is damaged, or has a link where files are written.
-          ConfigError: the directory holds a study, or a run with another configuration.
+            InUseError: A live process holds the directory.
+            RunDirectoryError: The directory is damaged, or has a link where files are written.
+            ConfigError: The directory holds a study, or a run with another configuration.
         """
         super().__init__()
         directory = make_directory(path)
@@ -219,11 +219,11 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
     """Returns the commit of a package's git checkout, and whether files have changed.
 
     Args:
-      directory: directory of the package.
+        directory: Directory of the package.
 
     Returns:
-      {'commit': hash, 'dirty': whether tracked files differ or untracked files exist}. If the
-      package is not in a checkout or git fails, both are None, and 'reason' is the error.
+        {'commit': hash, 'dirty': whether tracked files differ or untracked files exist}. If the
+        package is not in a checkout or git fails, both are None, and 'reason' is the error.
     """
     environment = dict(os.environ)
     environment['GIT_OPTIONAL_LOCKS'] = '0'  # keeps `git status` from writing to the checkout

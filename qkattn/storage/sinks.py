@@ -149,7 +149,7 @@ class Sinks:
         """Checks the sinks of `train.sinks` without opening them.
 
         Raises:
-          ConfigError: the directory is in a bucket, and 'tensorboard' or 'wandb' is a sink.
+            ConfigError: The directory is in a bucket, and 'tensorboard' or 'wandb' is a sink.
         """
         names = {_without_options(entry) for entry in config.train.sinks}
         built_in_names = sorted(names & SINKS.keys())

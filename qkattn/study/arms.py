@@ -271,9 +271,7 @@ def _matched_model(
     """Returns the model of a variant, matched in cost to the baseline if the study asks for it.
 
     Args:
-        study: The study.
         baseline: The baseline at the size of the model.
-        variant: The variant.
         unmatched: The model of the variant at the baseline's shape.
         destination: The dimension that gets the saved parameters.
 
@@ -301,7 +299,6 @@ def _baseline_at_size(study: Study, size: str, size_fields: dict[str, Any]) -> _
     """Returns the baseline of a study at one size.
 
     Args:
-        study: The study.
         size: The size, such as 'd_model=128'.
         size_fields: The parsed size, such as {'d_model': 128}.
 
@@ -345,7 +342,6 @@ def _model_at_baseline_shape(
     """Returns the model of a variant at the baseline's shape, before it is matched in cost.
 
     Args:
-        study: The study.
         size_fields: The model fields that the size sets, such as {'d_model': 128}.
         variant: The variant, such as 'qk/no_o?qk_norm=True'.
 

@@ -180,7 +180,6 @@ def _all_repeated(
 
     Args:
         directory: The directory of the study.
-        study_ledger: The ledger of the study.
         declared: The content of study.json.
         route: The directories from the first study to this one. For study B above, it is (A, B).
 
@@ -313,7 +312,6 @@ def _find_repeatable(name: str, path: Path, declared: Mapping[str, Any]) -> Path
     """Returns the directory of the first study of a name that a new study can repeat.
 
     Args:
-        name: The name.
         path: The directory of the new study.
         declared: The study.json of the new study.
 

@@ -17,12 +17,12 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
     The table has a row for each model. Its run with the most trials is compiled.
 
     Args:
-      study: the study.
-      arms: the arms of the study.
-      topology: the name of the pod, such as 'h100-1x8'; see `dry_run.Pod`.
+        study: The study.
+        arms: The arms of the study.
+        topology: The name of the pod, such as 'h100-1x8'; see `dry_run.Pod`.
 
     Raises:
-      ConfigError: as in `dry_run.describe`.
+        ConfigError: As in `dry_run.describe`.
     """
     largest_runs = _largest_runs(fewest_runs(study, arms))
     keys = [run.arm.key for run in largest_runs]

@@ -181,7 +181,6 @@ def _runs_and_settings(
     Args:
         study: The resolved study.
         results: Returns the results of a run, or None if the run is not finished.
-        arm: The arm.
         grid_of_knob: The first values of each setting to screen.
 
     Returns:
@@ -243,11 +242,8 @@ def _run(
     For example, a run that screens three learning rates on two seeds has six trials.
 
     Args:
-        study: The study.
-        arm: The arm.
         stage: SCREENING, VERDICT or SINGLE.
         knob: The setting that is screened, such as 'learning_rate'; None at other stages.
-        seeds: The seeds.
         settings_of_run: The settings to train, which differ in at most one of TRIAL_KNOBS. If
             empty, the study's own settings are trained.
     """

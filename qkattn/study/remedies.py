@@ -116,7 +116,6 @@ def _never_matched(
     """Returns the refused variants that have no match at any nearby size either.
 
     Args:
-        study: The study.
         refusals: The arms without a match.
         nearby_sizes: The nearby sizes of each size with a refusal.
         all_arms_match: Returns whether all arms of a changed study can be matched at a size.
@@ -144,7 +143,6 @@ def _fitting_sizes(
     [[A, B1], [A, B2]] replaces B by B1 or B2.
 
     Args:
-        study: The study.
         refusals: The arms without a match.
         nearby_sizes: The nearby sizes of each size with a refusal, nearest first.
         all_arms_match: Returns whether all arms of a changed study can be matched at a size.

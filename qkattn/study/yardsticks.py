@@ -352,8 +352,8 @@ def _losses_by_position(config: Config, rows: Rows, params: dict) -> tuple[np.nd
     """Measures the losses of X stacked trials at T positions, on the last split of `rows`.
 
     Returns:
-        nats_XT: the cross-entropy times the loss weight, summed over rows.
-        weights_T: the loss weight, summed over rows. The mean loss is nats_XT / weights_T.
+        nats_XT: The cross-entropy times the loss weight, summed over rows.
+        weights_T: The loss weight, summed over rows. The mean loss is nats_XT / weights_T.
     """
     one_device = make_mesh(MeshConfig(), jax.local_devices()[:1])
     # 'map' measures one trial after the other.

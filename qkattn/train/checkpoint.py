@@ -69,8 +69,8 @@ class Checkpoints:
     """The newest `keep` checkpoints of a run, saved in the background.
 
     Attributes:
-      directory: the directory of the checkpoints.
-      stall_seconds: how long training has waited for checkpoints, over all starts of the run.
+        directory: The directory of the checkpoints.
+        stall_seconds: How long training has waited for checkpoints, over all starts of the run.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Checkpoints:
         """Opens a directory of checkpoints.
 
         Args:
-          directory: an absolute path.
-          keep: the number of newest checkpoints to keep.
-          read_only: if True, nothing is written or deleted. If False, opening deletes replaced
-            checkpoints and incomplete saves.
-          config_hash: the hash of the run's settings, stored with each checkpoint. Reading a
-            checkpoint with another hash raises an error. None skips this check.
+            directory: An absolute path.
+            keep: The number of newest checkpoints to keep.
+            read_only: If True, nothing is written or deleted. If False, opening deletes replaced
+                checkpoints and incomplete saves.
+            config_hash: The hash of the run's settings, stored with each checkpoint. Reading a
+                checkpoint with another hash raises an error. None skips this check.
         """
         self.directory = directory
         self.stall_seconds = 0.0
@@ -116,12 +116,12 @@ class Checkpoints:
         """Saves a checkpoint in the background; does nothing if `step` is saved already.
 
         Args:
-          step: the number of completed steps.
-          state: the arrays, a nested dict.
-          record: JSON to store with the arrays.
+            step: The number of completed steps.
+            state: The arrays, a nested dict.
+            record: JSON to store with the arrays.
 
         Raises:
-          DiskError: this save or the previous one failed.
+            DiskError: This save or the previous one failed.
         """
         if step in self._manager.all_steps():
             return
@@ -151,7 +151,7 @@ class Checkpoints:
         """Waits for the last save and deletes the checkpoints that it replaces.
 
         Raises:
-          DiskError: the last save failed.
+            DiskError: The last save failed.
         """
         with self._count_stall_seconds():
             self._manager.wait_until_finished()
@@ -162,15 +162,15 @@ class Checkpoints:
         """Reads the newest checkpoint that is not damaged.
 
         Args:
-          target: the shapes, dtypes and shardings of the state to read. {} reads only the record.
+            target: The shapes, dtypes and shardings of the state to read. {} reads only the record.
 
         Returns:
-          (state, record) as passed to `save`; None if there is no checkpoint.
+            (state, record) as passed to `save`; None if there is no checkpoint.
 
         Raises:
-          CheckpointError: every checkpoint is damaged, or the newest one was written by a later
-            version or by a run with other settings.
-          ReadError: the system failed to read a checkpoint, which may be undamaged.
+            CheckpointError: Every checkpoint is damaged, or the newest one was written by a later
+                version or by a run with other settings.
+            ReadError: The system failed to read a checkpoint, which may be undamaged.
         """
         return next(self.read_undamaged(target), None)
 
@@ -211,10 +211,10 @@ class Checkpoints:
         """Reads the record of a checkpoint.
 
         Returns:
-          (record, None), or (None, message) if the record is damaged.
+            (record, None), or (None, message) if the record is damaged.
 
         Raises:
-          CheckpointError: the record is from a later version or a run with other settings.
+            CheckpointError: The record is from a later version or a run with other settings.
         """
         checkpoint = self.directory / str(step)
         path = checkpoint / 'record/metadata'
@@ -257,10 +257,10 @@ class Checkpoints:
         All processes of a job get the same message, or all raise the same error.
 
         Returns:
-          (state, None), or (state, message) if the checkpoint is damaged.
+            (state, None), or (state, message) if the checkpoint is damaged.
 
         Raises:
-          ReadError: the system failed to read the checkpoint in one of the processes.
+            ReadError: The system failed to read the checkpoint in one of the processes.
         """
         state, error = self._read_arrays(step, target)
         damage = self._error_in_any_process(error)
@@ -280,10 +280,10 @@ class Checkpoints:
         Returns None if no process has an error. With `read_only`, only this process counts.
 
         Args:
-          error: the error of this process in reading a checkpoint; None if it has none.
+            error: The error of this process in reading a checkpoint; None if it has none.
 
         Raises:
-          ReadError: one of the errors is a ReadError.
+            ReadError: One of the errors is a ReadError.
         """
         own_report = {
             'message': None if error is None else str(error),
@@ -309,7 +309,7 @@ class Checkpoints:
         The arrays get the shardings of `target`.
 
         Returns:
-          (arrays, None), or ({}, error) if reading fails.
+            (arrays, None), or ({}, error) if reading fails.
         """
         leaves = jax.tree.leaves(target)
         array_checksums = jax.ShapeDtypeStruct(
@@ -352,7 +352,7 @@ class Checkpoints:
         metadata. With `read_only`, nothing changes.
 
         Raises:
-          CheckpointError: metadata are damaged, and the checkpoints are read only.
+            CheckpointError: Metadata are damaged, and the checkpoints are read only.
         """
         if not self._read_only:
             remove_tree(join_without_links(self.directory, TRASH))
@@ -372,7 +372,7 @@ class Checkpoints:
         """Renames a checkpoint with damaged metadata, for example 8 to 8.damaged.
 
         Raises:
-          CheckpointError: the checkpoints are read only, so nothing can be renamed.
+            CheckpointError: The checkpoints are read only, so nothing can be renamed.
         """
         if not self._read_only:
             _log_damage(path.name, error)
@@ -389,7 +389,7 @@ class Checkpoints:
         """Waits for the last save, closes the manager, and deletes replaced checkpoints.
 
         Raises:
-          DiskError: the last save failed.
+            DiskError: The last save failed.
         """
         try:
             self.wait()
@@ -405,7 +405,7 @@ class Checkpoints:
         """Adds the seconds of a `with` block to `stall_seconds`.
 
         Raises:
-          DiskError: the block failed because the directory is gone or was replaced.
+            DiskError: The block failed because the directory is gone or was replaced.
         """
         start = time.perf_counter()
         with disk_errors(self.directory):

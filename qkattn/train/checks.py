@@ -31,15 +31,15 @@ def check_data_if_here(
     Local text is tokenized into the cache. Other data are checked only if they are prepared.
 
     Args:
-      config: the settings of the run.
-      label: the title of the progress display.
-      check: opens and returns the rows; raises ConfigError if they do not fit the run.
+        config: The settings of the run.
+        label: The title of the progress display.
+        check: Opens and returns the rows; raises ConfigError if they do not fit the run.
 
     Returns:
-      A sentence on why the data were not checked; None if they were.
+        A sentence on why the data were not checked; None if they were.
 
     Raises:
-      ConfigError: the data do not fit the run.
+        ConfigError: The data do not fit the run.
     """
     corpora = [entry.data for entry in entries(config) if entry.data is not None]
     with waiting(label, 'preparing data'):

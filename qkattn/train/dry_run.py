@@ -100,11 +100,11 @@ def describe(config: Config, topology: str) -> Description:
     Data that would need a download are not checked; a note says so.
 
     Args:
-      config: the settings of the run.
-      topology: the name of a `Pod`, such as 'v5p-2x4x4'.
+        config: The settings of the run.
+        topology: The name of a `Pod`, such as 'v5p-2x4x4'.
 
     Raises:
-      ConfigError: a setting is invalid or does not fit the pod.
+        ConfigError: A setting is invalid or does not fit the pod.
     """
     pod = Pod(topology)
     check_section('', config)
@@ -146,7 +146,7 @@ def counts(config: Config) -> str:
     """Returns a page with the numbers of parameters, tokens and FLOPs, without compiling.
 
     Raises:
-      ConfigError: a setting is invalid.
+        ConfigError: A setting is invalid.
     """
     check_section('', config)
     unchecked_data = _check_all_but_devices(config)
@@ -254,7 +254,7 @@ def _devices(pod: Pod) -> tuple[list[jax.Device], str]:
     These are TPUs if the pod has TPUs and libtpu is installed, and fake CPU devices otherwise.
 
     Raises:
-      ConfigError: libtpu refuses the slice, or there are too few fake devices.
+        ConfigError: Libtpu refuses the slice, or there are too few fake devices.
     """
     # JAX must run on the CPU in both cases. If it has started already, it raises RuntimeError and
     # keeps its devices.
@@ -391,9 +391,9 @@ def _warnings(program: _Compiled, capacity: int, unchecked_data: str | None) -> 
     """Returns warnings about a program, a sentence each.
 
     Args:
-      program: the compiled program.
-      capacity: the bytes of memory of one device.
-      unchecked_data: why the data were not checked; None if they were.
+        program: The compiled program.
+        capacity: The bytes of memory of one device.
+        unchecked_data: Why the data were not checked; None if they were.
     """
     warnings = []
     total_bytes = sum(program.memory.values())

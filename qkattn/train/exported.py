@@ -45,13 +45,13 @@ def save(
     """Writes an export to `directory` and returns its absolute path.
 
     Args:
-      directory: created if it does not exist.
-      model: the settings of the model.
-      params: the parameters of the model, a nested dict.
-      origin: where the parameters came from, as JSON.
+        directory: Created if it does not exist.
+        model: The settings of the model.
+        params: The parameters of the model, a nested dict.
+        origin: Where the parameters came from, as JSON.
 
     Raises:
-      ConfigError: the directory already holds an export.
+        ConfigError: The directory already holds an export.
     """
     path = absolute(directory)
     if (path / PARAMETERS).exists() or (path / ABOUT).exists():
@@ -81,14 +81,14 @@ def load(
     """Loads the settings and parameters (float32, numpy) of a model.
 
     Args:
-      path: the directory of an export, or of a run, whose first trial is loaded.
-      imports: import paths that an export may name. Loading runs their code, so list only trusted
-        ones.
-      remedy: the end of the error message for other import paths; tells the user what to do.
+        path: The directory of an export, or of a run, whose first trial is loaded.
+        imports: Import paths that an export may name. Loading runs their code, so list only trusted
+            ones.
+        remedy: The end of the error message for other import paths; tells the user what to do.
 
     Raises:
-      ConfigError: the directory is neither an export nor a run, is damaged, has parameters that do
-        not fit the model, or names an import path that is not in `imports`.
+        ConfigError: The directory is neither an export nor a run, is damaged, has parameters that
+            do not fit the model, or names an import path that is not in `imports`.
     """
     path = absolute(path)
     is_export = (path / ABOUT).exists()
@@ -127,11 +127,11 @@ def _read_parameters(path: Path, about: dict[str, Any]) -> dict:
     """Reads the parameters of an export as a nested dict.
 
     Args:
-      path: the safetensors file.
-      about: the content of qkattn.json.
+        path: The safetensors file.
+        about: The content of qkattn.json.
 
     Raises:
-      ConfigError: the file cannot be read, or differs from the checksums in `about`.
+        ConfigError: The file cannot be read, or differs from the checksums in `about`.
     """
     try:
         with local_copy(path) as file:
@@ -197,19 +197,19 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     """Loads the newest checkpoint of a run, or averages the newest checkpoints.
 
     Args:
-      path: the run directory.
-      average: the number of checkpoints whose parameters are averaged (Vaswani et al. 2017, section
-        6.1).
+        path: The run directory.
+        average: The number of checkpoints whose parameters are averaged (Vaswani et al. 2017,
+            section 6.1).
 
     Returns:
-      config: the settings of the run.
-      step: the step of the newest checkpoint.
-      trials: {'params': ..., 'opt_state': ..., 'alive': ...}, with leaves [X, ...] for the X trials
-        of the run. All but 'params' are from the newest checkpoint.
+        config: The settings of the run.
+        step: The step of the newest checkpoint.
+        trials: {'params': ..., 'opt_state': ..., 'alive': ...}, with leaves [X, ...] for the X
+            trials of the run. All but 'params' are from the newest checkpoint.
 
     Raises:
-      ConfigError: there are fewer than `average` checkpoints, or there is a gap between them.
-      CheckpointError: all checkpoints are damaged, or the newest one is of another run.
+        ConfigError: There are fewer than `average` checkpoints, or there is a gap between them.
+        CheckpointError: All checkpoints are damaged, or the newest one is of another run.
     """
     config = from_json(Config, read_json(path / 'config.json', CONFIG)['config'])
     states = _newest_states(path, config, average)  # newest first

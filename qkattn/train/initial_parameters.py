@@ -28,7 +28,7 @@ class InitialParameters:
         """Returns the parameters (float32, numpy); None if train.init_from is not set.
 
         Raises:
-          ConfigError: the parameters cannot be read or do not fit the model.
+            ConfigError: The parameters cannot be read or do not fit the model.
         """
         return self._params
 
@@ -36,7 +36,7 @@ class InitialParameters:
         """Returns {'train.init_from': sha256 of the parameters}; {} if there are none.
 
         Raises:
-          ConfigError: the processes of a job have read different parameters.
+            ConfigError: The processes of a job have read different parameters.
         """
         params = self.load()
         if params is None:

@@ -64,19 +64,20 @@ def train(
     uninterrupted run.
 
     Args:
-      config: the settings of the run.
-      workdir: the run directory.
-      label: the title of the progress display.
-      study: returns the progress of the study that the run belongs to, for the display.
-      lost: returns True if another process has taken over the run. Process 0 calls it after every
-        dispatch.
-      profile: a directory for a profiler trace of three dispatches; None for no trace.
+        config: The settings of the run.
+        workdir: The run directory.
+        label: The title of the progress display.
+        study: Returns the progress of the study that the run belongs to, for the display.
+        lost: Returns True if another process has taken over the run. Process 0 calls it after every
+            dispatch.
+        profile: A directory for a profiler trace of three dispatches; None for no trace.
 
     Raises:
-      ConfigError: a setting is invalid, or the workdir is in use or has another configuration.
-      CheckpointError: the checkpoints are damaged, or of another configuration or other data.
-      Stopped: the process received SIGTERM or Ctrl-C. If any step was trained, the state is saved.
-      Lost: another process has taken over the run.
+        ConfigError: A setting is invalid, or the workdir is in use or has another configuration.
+        CheckpointError: The checkpoints are damaged, or of another configuration or other data.
+        Stopped: The process received SIGTERM or Ctrl-C. If any step was trained, the state is
+            saved.
+        Lost: Another process has taken over the run.
     """
     validate(config)
     require_same_settings(config)
@@ -190,9 +191,9 @@ def with_divergences(
     A trial diverges at the first step whose loss is not finite.
 
     Args:
-      diverged_at: the step at which each diverged trial diverged, by trial number.
-      loss_CX: the losses of X trials in the last C steps.
-      last_step: the step number of `loss_CX[-1]`.
+        diverged_at: The step at which each diverged trial diverged, by trial number.
+        loss_CX: The losses of X trials in the last C steps.
+        last_step: The step number of `loss_CX[-1]`.
     """
     first_step = last_step - len(loss_CX) + 1
     updated = dict(diverged_at)
@@ -303,11 +304,11 @@ class Run:
         """Restores the newest undamaged checkpoint, or initializes step 0 if there is none.
 
         Returns:
-          The record that was saved with the checkpoint; {} at step 0. Earlier versions saved fewer
-          fields.
+            The record that was saved with the checkpoint; {} at step 0. Earlier versions saved
+            fewer fields.
 
         Raises:
-          CheckpointError: the checkpoint was trained on other data.
+            CheckpointError: The checkpoint was trained on other data.
         """
         restored = self.checkpoints.restore(compiled.abstract_state)
         if restored is None:
@@ -372,10 +373,10 @@ class Run:
         """Trains to the last step, with evaluations and checkpoints along the way.
 
         Args:
-          is_evaluated: False if a stop left the evaluation at the current step incomplete.
+            is_evaluated: False if a stop left the evaluation at the current step incomplete.
 
         Raises:
-          Stopped: a signal came, and the state is saved.
+            Stopped: A signal came, and the state is saved.
         """
         with (
             contextlib.closing(self.stack.batches()) as batches,
@@ -425,7 +426,7 @@ class Run:
         """Returns what is due after the current step; None if training continues.
 
         Raises:
-          Lost: a checkpoint is due, but another process has taken over the run.
+            Lost: A checkpoint is due, but another process has taken over the run.
         """
         train = self.config.train
         is_taken_over = self._is_taken_over()
@@ -494,10 +495,10 @@ class Run:
         """Saves a checkpoint: the state of the trials and a record for resuming.
 
         Args:
-          is_evaluated: False if an evaluation at this step is due but incomplete.
+            is_evaluated: False if an evaluation at this step is due but incomplete.
 
         Raises:
-          Lost: another process has taken over the run.
+            Lost: Another process has taken over the run.
         """
         # Check again, because an evaluation may have taken minutes.
         is_taken_over = self._is_taken_over()
@@ -522,7 +523,7 @@ class Run:
         """Evaluates the trained models on all splits.
 
         Returns:
-          One result per trial, and the losses of all trials on each document.
+            One result per trial, and the losses of all trials on each document.
         """
         # A signal may end the process once the last checkpoint is complete.
         self.checkpoints.wait()
@@ -553,7 +554,7 @@ class Run:
         """Evaluates the trained models on all splits but 'train', and on further corpora.
 
         Returns:
-          Evaluations by split, and evaluations by corpus of data.evaluate.
+            Evaluations by split, and evaluations by corpus of data.evaluate.
         """
         # The validation after the last step; None if this start resumed after that step.
         validation = self.validation
@@ -581,7 +582,7 @@ class Run:
         """Completes and writes the results of a run; only process 0 calls this.
 
         Raises:
-          Lost: another process has taken over the run.
+            Lost: Another process has taken over the run.
         """
         if self._is_taken_over():
             raise Lost(f'{self.path} was taken over before its results were written')
@@ -638,7 +639,7 @@ def _open_rows(
     """Opens the rows of a run and the corpora of data.evaluate.
 
     Raises:
-      ConfigError: the processes of the job see different data.
+        ConfigError: The processes of the job see different data.
     """
 
     def open_data() -> tuple[Rows, tuple[EvaluationCorpus, ...]]:

@@ -29,10 +29,10 @@ def optimizer(
         p - fraction * learning_rate * (u + weight_decay * p)    if config.decay = 'coupled'.
 
     Args:
-      config: the settings of the optimizer.
-      learning_rate: the peak learning rate; may be traced, like the other two scalars.
-      weight_decay: the weight decay.
-      fraction: the value of the learning rate schedule, from 0 to 1.
+        config: The settings of the optimizer.
+        learning_rate: The peak learning rate; may be traced, like the other two scalars.
+        weight_decay: The weight decay.
+        fraction: The value of the learning rate schedule, from 0 to 1.
     """
     clip = optax.identity()
     if config.clip_norm is not None:
@@ -226,13 +226,13 @@ def _function_named(
     For example, 'module:name(a=1)' gives functools.partial(name, a=1).
 
     Args:
-      text: the value of the setting, a registered name such as 'muon' or an import path.
-      field: the name of the setting in OptimizerConfig, for error messages.
-      registry: the registered functions by name.
-      arguments: the names of the function's arguments after `config`, such as ('decay_steps',).
+        text: The value of the setting, a registered name such as 'muon' or an import path.
+        field: The name of the setting in OptimizerConfig, for error messages.
+        registry: The registered functions by name.
+        arguments: The names of the function's arguments after `config`, such as ('decay_steps',).
 
     Raises:
-      ConfigError: there is no such function, or it takes other arguments.
+        ConfigError: There is no such function, or it takes other arguments.
     """
     function, options = resolve(
         text,

@@ -65,10 +65,10 @@ def map_over_trials(of_trial: Callable, lifting: str, mesh: Mesh) -> Callable:
     The returned function takes and returns arrays with a leading axis [X].
 
     Args:
-      of_trial: the function of one trial.
-      lifting: 'vmap' computes trials side by side. 'map' computes one trial after another on each
-        slice of the mesh along its axis 'trial'. With a single trial, it makes no difference.
-      mesh: the mesh of the run.
+        of_trial: The function of one trial.
+        lifting: 'vmap' computes trials side by side. 'map' computes one trial after another on each
+            slice of the mesh along its axis 'trial'. With a single trial, it makes no difference.
+        mesh: The mesh of the run.
     """
     num_slices = mesh.shape['trial']
     side_by_side = jax.vmap(of_trial, spmd_axis_name='trial')
@@ -161,15 +161,15 @@ def stack_program(
     """Returns a jitted function that evaluates X trials on the same batch.
 
     Args:
-      config: the settings of the run.
-      lifting: 'vmap' evaluates trials side by side, 'map' one after another.
-      mesh: the mesh of the run.
-      measure: maps (config, params, batch) of one trial to a dict of arrays, such as the losses
-        {'loss': [B]} on B rows.
+        config: The settings of the run.
+        lifting: 'vmap' evaluates trials side by side, 'map' one after another.
+        mesh: The mesh of the run.
+        measure: Maps (config, params, batch) of one trial to a dict of arrays, such as the losses
+            {'loss': [B]} on B rows.
 
     Returns:
-      A function that maps (params [X, ...], batch [B, ...]) to a dict of arrays such as
-      {'loss': [X, B]}. The arrays are replicated over the mesh.
+        A function that maps (params [X, ...], batch [B, ...]) to a dict of arrays such as {'loss':
+        [X, B]}. The arrays are replicated over the mesh.
     """
 
     def measure_trials(params_X: dict, batch: dict) -> dict[str, jax.Array]:
@@ -222,13 +222,13 @@ def lower(
     """Lowers the train program for compilation.
 
     Args:
-      config: the settings of the run.
-      lifting: 'vmap' computes trials side by side, 'map' one after another.
-      mesh: the mesh of the run.
-      state, hyper, batch: abstract arguments, as `abstract_inputs` returns them.
+        config: The settings of the run.
+        lifting: 'vmap' computes trials side by side, 'map' one after another.
+        mesh: The mesh of the run.
+        state, hyper, batch: Abstract arguments, as `abstract_inputs` returns them.
 
     Raises:
-      ConfigError: model.kernel cannot compute the attention of the model.
+        ConfigError: model.kernel cannot compute the attention of the model.
     """
     check_kernel(config, mesh)
     state_shardings = jax.tree.map(lambda a: a.sharding, state)
@@ -245,9 +245,9 @@ def build(config: Config, lifting: str | None = None) -> Program:
     """Compiles the run's train program.
 
     Args:
-      config: the settings of the run.
-      lifting: 'vmap' computes trials side by side, 'map' one after another, 'auto' the faster way,
-        which is measured. None means config.train.lifting.
+        config: The settings of the run.
+        lifting: 'vmap' computes trials side by side, 'map' one after another, 'auto' the faster
+            way, which is measured. None means config.train.lifting.
     """
     keep_freed_memory()
     mesh = sharding.make_mesh(config.mesh)
@@ -336,7 +336,7 @@ def _fastest(measured: dict[str, float]) -> tuple[str, dict[str, float]]:
     Both are from the measurements of process 0, so that all processes choose alike.
 
     Args:
-      measured: the seconds per step that this process measured, as {'map': 0.2, 'vmap': 0.1}.
+        measured: The seconds per step that this process measured, as {'map': 0.2, 'vmap': 0.1}.
     """
     seconds_by_lifting = agreement.call_in_process_0(lambda: measured)
     times = []
@@ -377,8 +377,8 @@ def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
     """Calls a train program twice and returns the seconds of the faster call.
 
     Args:
-      steps: maps (state, *arguments) to (next state, metrics), and donates the state.
-      inputs: makes (state, *arguments).
+        steps: Maps (state, *arguments) to (next state, metrics), and donates the state.
+        inputs: Makes (state, *arguments).
     """
     state, *arguments = jax.block_until_ready(inputs())
     seconds = []
@@ -393,7 +393,7 @@ def warm_up(config: Config) -> tuple[float, float]:
     """Compiles a run's train program and times it on a batch of ones.
 
     Returns:
-      (seconds of a step of all trials, seconds of the compilation), as measured by process 0.
+        (seconds of a step of all trials, seconds of the compilation), as measured by process 0.
     """
     sharding.require_memory(config)
     with without_cache():

@@ -92,9 +92,9 @@ def _make_private(path: Path) -> None:
     """Makes a directory that only this user can write to, since its programs are executed.
 
     Raises:
-      PermissionError: the directory exists, and other users can write to it.
-      RunDirectoryError: the directory is a link.
-      OSError: the directory cannot be made or written to.
+        PermissionError: The directory exists, and other users can write to it.
+        RunDirectoryError: The directory is a link.
+        OSError: The directory cannot be made or written to.
     """
     join_without_links(path.parent, path.name)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

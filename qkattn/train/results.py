@@ -46,12 +46,12 @@ def trial_results(
     """Returns the results of a finished run, one JSON object per trial, in trial order.
 
     Args:
-      stack: the trained trials.
-      evaluations: the last evaluation of each split but 'train'.
-      costs: the times and the lifting of the run.
-      provenance: the software and devices of the run, as `provenance_of` returns them.
-      diverged_at: the step at which each diverged trial diverged, by trial number.
-      corpora: the last evaluation of each corpus of data.evaluate.
+        stack: The trained trials.
+        evaluations: The last evaluation of each split but 'train'.
+        costs: The times and the lifting of the run.
+        provenance: The software and devices of the run, as `provenance_of` returns them.
+        diverged_at: The step at which each diverged trial diverged, by trial number.
+        corpora: The last evaluation of each corpus of data.evaluate.
     """
     validation = evaluations['validation']
     evaluated = {
@@ -96,11 +96,11 @@ def _metrics_of_trial(
     for the data.
 
     Args:
-      x: the number of the trial.
-      is_finished: False if the trial diverged.
-      evaluated: the metrics by name.
-      evaluations: the last evaluation of each split.
-      corpora: the last evaluation of each corpus of data.evaluate.
+        x: The number of the trial.
+        is_finished: False if the trial diverged.
+        evaluated: The metrics by name.
+        evaluations: The last evaluation of each split.
+        corpora: The last evaluation of each corpus of data.evaluate.
     """
 
     def value_of(evaluation: Evaluation | None, name: str) -> float | None:
@@ -124,7 +124,7 @@ def _end_metrics(stack: Stack, finished_X: np.ndarray) -> Mapping[str, Any]:
     """Returns the metrics that the task measures after training, such as {'val_bleu': [X]}.
 
     Raises:
-      ConfigError: a field belongs to no metric of the package or of the task.
+        ConfigError: A field belongs to no metric of the package or of the task.
     """
     measured = stack.rows.end_metrics(stack, finished_X)
     known_fields = result_fields(with_outside(stack.rows.metrics))
@@ -245,9 +245,9 @@ def eval_record(
     """Returns the record of an evaluation in metrics.jsonl, with values [X] by field.
 
     Args:
-      step: the number of completed steps.
-      evaluation: the evaluation on the validation split, for fields such as 'val_loss'.
-      corpora: the evaluations on corpora of data.evaluate, for fields such as 'loss[@train]'.
+        step: The number of completed steps.
+        evaluation: The evaluation on the validation split, for fields such as 'val_loss'.
+        corpora: The evaluations on corpora of data.evaluate, for fields such as 'loss[@train]'.
     """
     record: dict[str, Any] = {'kind': 'eval', 'step': step}
     logged_metrics = logged(evaluation.metrics)
@@ -295,9 +295,9 @@ def provenance_of(
     other code versions of the run. Both are absent if empty.
 
     Args:
-      directory: the run directory, with provenance.json.
-      read_files: the sha256 of each file that the run has read, by setting.
-      code: the code versions of all starts, as `with_code_of_this_start` returns them.
+        directory: The run directory, with provenance.json.
+        read_files: The sha256 of each file that the run has read, by setting.
+        code: The code versions of all starts, as `with_code_of_this_start` returns them.
     """
     last_start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
     provenance = {name: last_start[name] for name in START}

@@ -67,11 +67,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     Neighbours along `tensor` and `fsdp` are close to each other, because they communicate most.
 
     Args:
-      config: the sizes of the mesh axes.
-      devices: the devices to use; None for those of the job.
+        config: The sizes of the mesh axes.
+        devices: The devices to use; None for those of the job.
 
     Raises:
-      ConfigError: the devices of the job do not fit the mesh.
+        ConfigError: The devices of the job do not fit the mesh.
     """
     if devices is None:
         require_devices(config)
@@ -103,10 +103,10 @@ def spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     with trial=2, fsdp=2 and tensor=2, the result is P('trial', None, 'fsdp', 'tensor').
 
     Args:
-      path: the path of the leaf. A parameter's name ends in the letters of its axes. A leaf with
-        another name is split only over trials.
-      shape: the shape of the leaf.
-      mesh: the mesh of the run.
+        path: The path of the leaf. A parameter's name ends in the letters of its axes. A leaf with
+            another name is split only over trials.
+        shape: The shape of the leaf.
+        mesh: The mesh of the run.
     """
     letters = _axis_letters(path, len(shape))
     mesh_axes_by_letter = _mesh_axes_by_letter(path, letters, shape, mesh)
@@ -169,11 +169,11 @@ def _first_that_divides(
     'w_q_DNH: N=6 does not divide over tensor=4; split over H'.
 
     Args:
-      path: the path of the leaf.
-      letters: the letter of each axis of the leaf.
-      shape: the shape of the leaf.
-      options: the mesh axes that each letter would be split over, the preferred letter first.
-      mesh: the mesh of the run.
+        path: The path of the leaf.
+        letters: The letter of each axis of the leaf.
+        shape: The shape of the leaf.
+        options: The mesh axes that each letter would be split over, the preferred letter first.
+        mesh: The mesh of the run.
     """
     if not options:
         return None
@@ -324,12 +324,12 @@ def place_batch(config: Config, mesh: Mesh, local: dict[str, np.ndarray]) -> dic
     """Makes the global batch of one dispatch from the part of this process.
 
     Args:
-      config: the settings of the run.
-      mesh: the mesh of the run.
-      local: arrays [C, trials, rows, T] by name, with the trials and rows of `local_share`.
+        config: The settings of the run.
+        mesh: The mesh of the run.
+        local: Arrays [C, trials, rows, T] by name, with the trials and rows of `local_share`.
 
     Returns:
-      Arrays [C, X, A, B, T]: steps, trials, microbatches, rows, positions.
+        Arrays [C, X, A, B, T]: steps, trials, microbatches, rows, positions.
     """
     C, X, A, B = leading_shape(config)
 

@@ -45,12 +45,12 @@ def measure_on_targets(
     backward pass recomputes them.
 
     Args:
-      config: the settings of the run.
-      params: the parameters of one trial.
-      batch: arrays [B, ...] by name.
-      measure: maps (logits_BTV, targets_BT) to arrays [B, T, ...] by name. Positions must not
-        depend on each other.
-      key: the dropout key; None for no dropout.
+        config: The settings of the run.
+        params: The parameters of one trial.
+        batch: Arrays [B, ...] by name.
+        measure: Maps (logits_BTV, targets_BT) to arrays [B, T, ...] by name. Positions must not
+            depend on each other.
+        key: The dropout key; None for no dropout.
     """
     dtype = jnp.dtype(config.model.compute_dtype)
     model = with_params(config.model, jax.tree.map(lambda p: p.astype(dtype), params))
@@ -168,11 +168,11 @@ def train_trial(
     `alive` False, and its metrics are NaN.
 
     Args:
-      config: the settings of the run.
-      step: the number of steps before this one.
-      trial: the state of the trial.
-      hyper: the scalars 'seed', 'learning_rate' (the peak) and 'weight_decay' of the trial.
-      batch: arrays [A, B, ...] by name, of A microbatches.
+        config: The settings of the run.
+        step: The number of steps before this one.
+        trial: The state of the trial.
+        hyper: The scalars 'seed', 'learning_rate' (the peak) and 'weight_decay' of the trial.
+        batch: Arrays [A, B, ...] by name, of A microbatches.
     """
     step_key = None
     if config.model.drops:

@@ -38,17 +38,17 @@ class Clock:
     A run that is interrupted and resumed has several starts.
 
     Attributes:
-      seconds: 'train_seconds' and its PARTS, summed over all starts.
-      tokens_per_second: the mean speed of this start; None before the first pause.
+        seconds: 'train_seconds' and its PARTS, summed over all starts.
+        tokens_per_second: The mean speed of this start; None before the first pause.
     """
 
     def __init__(self, record: Mapping[str, Any], step: int = 0):
         """Continues from the times in a checkpoint.
 
         Args:
-          record: the record of the checkpoint, with 'train_seconds', 'input_seconds' and
-            'logging_seconds'. Missing times are 0.
-          step: the number of completed steps.
+            record: The record of the checkpoint, with 'train_seconds', 'input_seconds' and
+                'logging_seconds'. Missing times are 0.
+            step: The number of completed steps.
         """
         names = ('train_seconds', *PARTS)  # PARTS are 'input_seconds' and 'logging_seconds'
         self.seconds: dict[str, float] = {name: record.get(name, 0.0) for name in names}

@@ -112,7 +112,7 @@ class Stack:
         """Evaluates every trial on the corpora of data.evaluate.
 
         Returns:
-          Evaluations by corpus, such as {'@train': ...}; None if `should_stop` returns True.
+            Evaluations by corpus, such as {'@train': ...}; None if `should_stop` returns True.
         """
         evaluations = {}
         for corpus in self.corpora:
@@ -160,7 +160,7 @@ class Stack:
         """Computes `row_sums` of R rows; returns arrays [R, X, ...].
 
         Args:
-          read: returns the batches of rows when called as read(batch_size=..., part=...).
+            read: Returns the batches of rows when called as read(batch_size=..., part=...).
         """
         part = local_rows(self.config, self.program.mesh)
         return self._sums(read(batch_size=self.config.train.batch_size, part=part))
@@ -182,8 +182,8 @@ class Stack:
         """Computes `row_sums` of all rows in the batches, for every trial.
 
         Returns:
-          float64 arrays [R, X, ...] by metric name, for R rows and X trials. None as soon as
-          `should_stop`, called before every batch, returns True.
+            float64 arrays [R, X, ...] by metric name, for R rows and X trials. None as soon as
+            `should_stop`, called before every batch, returns True.
         """
         # For each batch of B rows, arrays [X, B, ...] by metric name.
         sums_of_batches: list[dict[str, jax.Array]] = []

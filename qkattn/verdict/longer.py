@@ -160,8 +160,6 @@ def _longer_control(
     control is trained, so its seeds would be biased.
 
     Args:
-        study: The study.
-        arm: The arm.
         arms: All arms of the study, with the controls.
         blocks: The remarks that withhold every verdict of the study.
     """

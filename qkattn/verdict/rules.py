@@ -464,7 +464,6 @@ def _values_to_share(arm: TrainedArm, varied: Collection[str]) -> dict[str, Any]
     For example, {'train.num_steps': 4000, 'eval_rows': 256, ...}.
 
     Args:
-        arm: The arm.
         varied: The names of settings in which arms may differ. They are left out, as are settings
             of the machine.
     """

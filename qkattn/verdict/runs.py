@@ -277,7 +277,6 @@ def _with_documents(run: TrainedRun, record: Any) -> TrainedRun:
     """Adds to a run its losses by document.
 
     Args:
-        run: The run.
         record: The content of documents.json.
 
     Raises:
@@ -368,7 +367,6 @@ def _with_log(run: TrainedRun, log_records: list[dict[str, Any]]) -> TrainedRun:
     """Adds to a run its validation losses by step.
 
     Args:
-        run: The run.
         log_records: The content of metrics.jsonl.
 
     Raises:

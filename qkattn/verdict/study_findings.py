@@ -153,7 +153,6 @@ def _decompositions(
     A third estimate, `longer`, is the arm minus the baseline after longer training of both.
 
     Args:
-        study: The study.
         arms: All arms of the study.
         blocks: The blocking remarks that are about every arm or about the study as a whole.
 

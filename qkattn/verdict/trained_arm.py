@@ -275,7 +275,6 @@ def _tuning(
     """Repeats the tuning of an arm from the results of its screening.
 
     Args:
-        study: The study.
         key: The key of the arm.
         trials: The trials of the arm.
         primary: For an arm that is trained longer, the same arm at the usual length.

@@ -92,7 +92,7 @@ def plain_search(tree_NV, beam, length_penalty, num_tokens=T):
     """Beam search on one row in plain Python, without stopping early.
 
     Returns:
-      (score, tokens) of the `beam` best hypotheses.
+        (score, tokens) of the `beam` best hypotheses.
     """
     vocab = tree_NV.shape[1]
     alive = [Hypothesis(nats=0.0, node=0, tokens=[])]

@@ -162,7 +162,7 @@ class Cluster:
         (Daemons refuse a job that starts in the second in which it ended.)
 
         Returns:
-          The fields; see `fields_of`.
+            The fields; see `fields_of`.
         """
         fields: dict[str, str] = {}
 

@@ -100,7 +100,7 @@ def submit(jobs: Jobs, script: str, *arguments: object) -> str:
     In the script, "$@" are the arguments of qkattn, and SLURM_PROCID is the rank.
 
     Returns:
-      The number of the job.
+        The number of the job.
     """
     (jobs.directory / 'stand_in.sh').write_text(script)
     return jobs.submit(*arguments)

@@ -17,7 +17,7 @@ def unknown_fields(written, parsed, path='') -> list[str]:
     """Compares a manifest with its parsed model, which has dropped unknown fields.
 
     Returns:
-      A message such as '.spec.x is unknown' for each dropped field.
+        A message such as '.spec.x is unknown' for each dropped field.
     """
     errors = []
     if isinstance(written, dict):

@@ -55,10 +55,10 @@ class Storage:
         """Writes a lease of process 12 on the machine `far`; returns its path.
 
         Args:
-          run: name of the run.
-          age: seconds since the last heartbeat.
-          expiry: seconds after which the lease expires.
-          number: number of the lease on a disk, where a run has the files RUN.0, RUN.1, ...
+            run: Name of the run.
+            age: Seconds since the last heartbeat.
+            expiry: Seconds after which the lease expires.
+            number: Number of the lease on a disk, where a run has the files RUN.0, RUN.1, ...
         """
         content = {'host': 'far', 'process': None, 'pid': 12, 'expiry': expiry}
         name = run if self.in_bucket else f'{run}.{number}'

@@ -65,11 +65,11 @@ def run_to_end(settings, workdir: str, log: str, phase_index, environment: dict[
     """Trains a run or works on a study, and exits as the command does.
 
     Args:
-      settings: those of a run or of a study.
-      workdir: the directory of results.
-      log: the file for standard output and standard error.
-      phase_index: a shared number, which is kept at the index of the current phase in NAMES.
-      environment: variables of this process.
+        settings: Those of a run or of a study.
+        workdir: The directory of results.
+        log: The file for standard output and standard error.
+        phase_index: A shared number, which is kept at the index of the current phase in NAMES.
+        environment: Variables of this process.
     """
     log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_descriptor, 1)

@@ -67,12 +67,12 @@ def start_training_job(
     """Starts a job of `count` processes that trains `runs` one after another.
 
     Args:
-      directory: the directory of the job.
-      runs: pairs of a config, or a study, and its directory.
-      runs_of_process_1: the runs of process 1, if they differ.
-      count: the number of processes.
-      devices: the number of devices of each process.
-      lost_after: `train(lost=...)` returns True from this call on, counted over all runs.
+        directory: The directory of the job.
+        runs: Pairs of a config, or a study, and its directory.
+        runs_of_process_1: The runs of process 1, if they differ.
+        count: The number of processes.
+        devices: The number of devices of each process.
+        lost_after: `train(lost=...)` returns True from this call on, counted over all runs.
     """
     directory.mkdir(exist_ok=True)
     write_runs(directory / 'runs.jsonl', runs)

@@ -231,11 +231,11 @@ def results_of(config, evaluations, end_metrics=None, alive=None, of_corpora=Non
     """The results of trials after step 7.
 
     Args:
-      config: the settings of the run.
-      evaluations: the last `Evaluation` of each split.
-      end_metrics: what the task measures when training ends, [X] by field.
-      alive: whether each trial has not diverged; by default none has.
-      of_corpora: the last `Evaluation` on each further corpus.
+        config: The settings of the run.
+        evaluations: The last `Evaluation` of each split.
+        end_metrics: What the task measures when training ends, [X] by field.
+        alive: Whether each trial has not diverged; by default none has.
+        of_corpora: The last `Evaluation` on each further corpus.
     """
     of_corpora = of_corpora or {}
     rows = rows_of(config)

@@ -79,9 +79,9 @@ def blockwise(call: Call, target: Target, block: int | None = None) -> jax.Array
     Dropout draws other random numbers than `einsum`.
 
     Args:
-      call: the arguments of `attend`.
-      target: the devices.
-      block: the maximum number of queries, and of keys, in a block; None for the default.
+        call: The arguments of `attend`.
+        target: The devices.
+        block: The maximum number of queries, and of keys, in a block; None for the default.
     """
     B, _, N, _ = call.q_BTNH.shape
     T, S = call.lengths
@@ -158,9 +158,9 @@ def _scan_pairs(options: _Options, step: Callable, carry: tuple) -> tuple:
     """Runs `carry = step(carry, i, j, pair_index)` for all pairs of blocks; returns the last carry.
 
     Args:
-      options: the P pairs (i, j) of query and key blocks are `options.pairs`.
-      step: the function to call.
-      carry: the first carry.
+        options: The P pairs (i, j) of query and key blocks are `options.pairs`.
+        step: The function to call.
+        carry: The first carry.
     """
     pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # P may be 0
     i_P = pairs_P2[:, 0]
@@ -210,18 +210,18 @@ def _logits(
     """Computes the logits of query block i and key block j.
 
     Args:
-      options: the scale, the logit cap and the grid.
-      q_BNTH: query block i.
-      k_BKSH: key block j.
-      b_NR: the biases by distance t - s, of all blocks.
-      mask: the mask of all blocks.
-      i: the index of the query block.
-      j: the index of the key block.
+        options: The scale, the logit cap and the grid.
+        q_BNTH: Query block i.
+        k_BKSH: Key block j.
+        b_NR: The biases by distance t - s, of all blocks.
+        mask: The mask of all blocks.
+        i: The index of the query block.
+        j: The index of the key block.
 
     Returns:
-      s_BNTS: the logits, very low where masked.
-      mask_B1TS: False where masked.
-      cap_slope_BNTS: the derivative of the logit cap.
+        s_BNTS: The logits, very low where masked.
+        mask_B1TS: False where masked.
+        cap_slope_BNTS: The derivative of the logit cap.
     """
     grid = options.grid
     B, N, T, _ = q_BNTH.shape
@@ -449,11 +449,11 @@ def _add_bias_gradients(
     """Adds the bias gradients from query block i and key block j to db_NR.
 
     Args:
-      db_NR: the gradients of the biases so far, by distance t - s of all blocks.
-      ds_NTS: the gradients of the logits of this pair of blocks.
-      grid: the grid of blocks.
-      i: the index of the query block.
-      j: the index of the key block.
+        db_NR: The gradients of the biases so far, by distance t - s of all blocks.
+        ds_NTS: The gradients of the logits of this pair of blocks.
+        grid: The grid of blocks.
+        i: The index of the query block.
+        j: The index of the key block.
     """
     N, T, S = ds_NTS.shape
     first_distance, num_distances = _distances(grid, i, j)

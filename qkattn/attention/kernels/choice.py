@@ -73,20 +73,20 @@ def attend(
     finite but meaningless.
 
     Args:
-      q_BTNH: queries, N heads of size H.
-      k_BSKH: keys. The number of heads must divide N.
-      v_BSKH: values. The number of heads must divide N. The head size may differ from H.
-      mask: a Mask, or a mask_BTS that is True where a query may attend to a key; B may be 1.
-      scale: multiplies the logits.
-      bias: maps distances t - s to biases, which are added to the scaled and capped logits.
-      logit_cap: c in c * tanh(logit / c); None for no cap.
-      normalizer: takes the place of softmax.
-      dropout: the dropout rate of attention probabilities.
-      dropout_key: the random key of dropout; None for no dropout.
-      kernel: the name of a kernel, or 'auto'.
+        q_BTNH: Queries, N heads of size H.
+        k_BSKH: Keys. The number of heads must divide N.
+        v_BSKH: Values. The number of heads must divide N. The head size may differ from H.
+        mask: A Mask, or a mask_BTS that is True where a query may attend to a key; B may be 1.
+        scale: Multiplies the logits.
+        bias: Maps distances t - s to biases, which are added to the scaled and capped logits.
+        logit_cap: C in c * tanh(logit / c); None for no cap.
+        normalizer: Takes the place of softmax.
+        dropout: The dropout rate of attention probabilities.
+        dropout_key: The random key of dropout; None for no dropout.
+        kernel: The name of a kernel, or 'auto'.
 
     Raises:
-      SpecError: the kernel cannot compute this attention, or the mask does not fit.
+        SpecError: The kernel cannot compute this attention, or the mask does not fit.
     """
     call = Call(
         q_BTNH=q_BTNH,
@@ -137,12 +137,12 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     """Returns the kernel to use for a call, and the reason for this choice.
 
     Args:
-      kernel: the name of a kernel, or 'auto'.
-      call: the arguments of `attend`.
-      target: the devices.
+        kernel: The name of a kernel, or 'auto'.
+        call: The arguments of `attend`.
+        target: The devices.
 
     Raises:
-      SpecError: the named kernel cannot compute the call.
+        SpecError: The named kernel cannot compute the call.
     """
     # Libraries do not take the cached keys of decoding.
     is_decoding = call.mask.first_query is not None

@@ -140,8 +140,8 @@ class NonlinearQuery(TwoMaps):
     K = N, this Score has 2 D more parameters than `qk`.
 
     Args:
-      form: 'residual' for Q(x) = (x + f(x)) / 2, 'bottleneck' for Q(x) = f(x).
-      rank: R, the width of the MLP; by default D // 2.
+        form: 'residual' for Q(x) = (x + f(x)) / 2, 'bottleneck' for Q(x) = f(x).
+        rank: R, the width of the MLP; by default D // 2.
     """
 
     equation = '(I + f)/2 P[n] W_K[n]^T'

@@ -34,10 +34,10 @@ class Latent(Score):
     latents. This Score does not, and so stays bilinear.
 
     Args:
-      size: R, the size of the latent, from 1 to D; by default D // 2.
-      query_size: C, the size of a second latent from which the queries are computed, from 1 to D.
-        By default, queries are computed from the stream.
-      rope_size: G, the even number of rotated channels; only for positions='rope'.
+        size: R, the size of the latent, from 1 to D; by default D // 2.
+        query_size: C, the size of a second latent from which the queries are computed, from 1 to D.
+            By default, queries are computed from the stream.
+        rope_size: G, the even number of rotated channels; only for positions='rope'.
     """
 
     equation = 'W_Q[n] W_K[n]^T W_D^T'
@@ -187,9 +187,9 @@ def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Arr
     the side of the queries. It is cheaper in decoding, where there is one query.
 
     Args:
-      num_queries: T, the number of queries.
-      latent_BSR: the latents, of which the shape is read.
-      w_RNH: W, of which the shape is read.
+        num_queries: T, the number of queries.
+        latent_BSR: The latents, of which the shape is read.
+        w_RNH: W, of which the shape is read.
     """
     T = num_queries
     S, R = latent_BSR.shape[1:]

@@ -38,7 +38,7 @@ class LowRank(TwoMaps):
     With R = H this is `qk`. Rotary positions need an even R.
 
     Args:
-      rank: R, from 1 to D; by default H // 2, but at least 1 and at most D.
+        rank: R, from 1 to D; by default H // 2, but at least 1 and at most D.
     """
 
     equation = 'W_Q[n] W_K[n]^T, rank R'
@@ -79,8 +79,8 @@ class Double(TwoMaps):
     W has std R^-1/2.
 
     Args:
-      size: R, the width between the two matrices; by default D.
-      which: which side has a shared matrix O, 'q', 'k' or 'both'. The other side is as in `qk`.
+        size: R, the width between the two matrices; by default D.
+        which: Which side has a shared matrix O, 'q', 'k' or 'both'. The other side is as in `qk`.
     """
 
     equation = 'O_Q W_Q[n] (O_K W_K[n])^T'
@@ -130,8 +130,8 @@ class Merged(TwoMaps):
     """A[n] = W_QK[n], one D x D matrix of full rank per head; the keys are the stream itself.
 
     Args:
-      init: 'dense' draws every entry independently. 'product' starts at W_Q[n] W_K[n]^T of `qk`
-        with the same seed, of rank H. The rank may grow in training.
+        init: 'dense' draws every entry independently. 'product' starts at W_Q[n] W_K[n]^T of `qk`
+            with the same seed, of rank H. The rank may grow in training.
     """
 
     equation = 'W_QK[n]'

@@ -34,10 +34,10 @@ class SharedQK(Tied):
     uses key_norm and self_mask.
 
     Args:
-      key_norm: whether keys have length 1, k = q / |q|. The logits are then not bilinear.
-      self_mask: whether a token attends to itself only if it sees no other token.
-      temperature: a number that divides the logits, or 'learned' for a learned factor on the logits
-        of each head, which starts at 1.
+        key_norm: Whether keys have length 1, k = q / |q|. The logits are then not bilinear.
+        self_mask: Whether a token attends to itself only if it sees no other token.
+        temperature: A number that divides the logits, or 'learned' for a learned factor on the
+            logits of each head, which starts at 1.
     """
 
     equation = 'W_Q[n] W_Q[n]^T'

@@ -45,9 +45,9 @@ class Value(Circuit):
         """Returns out_BTD.
 
         Args:
-          o_BTNH: the attention-weighted mean of the values, for each head.
-          score: the Score of the layer.
-          x_BTD: the normed stream of the queries.
+            o_BTNH: The attention-weighted mean of the values, for each head.
+            score: The Score of the layer.
+            x_BTD: The normed stream of the queries.
         """
         raise NotImplementedError
 
@@ -57,9 +57,9 @@ class Value(Circuit):
         """Returns v_BSKH and `output`, or a cheaper pair with the same results.
 
         Args:
-          cache: the arrays of Score and Value.
-          score: the Score of the layer.
-          num_queries: T, on which the cheaper pair may depend.
+            cache: The arrays of Score and Value.
+            score: The Score of the layer.
+            num_queries: T, on which the cheaper pair may depend.
         """
         return self.values(cache, score), self.output
 

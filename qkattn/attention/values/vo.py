@@ -31,7 +31,7 @@ class LowRank(Factored):
     With R = H this is `vo`. In the source, queries and keys have rank R too.
 
     Args:
-      rank: R, from 1 to D; by default H // 2, but at least 1 and at most D.
+        rank: R, from 1 to D; by default H // 2, but at least 1 and at most D.
     """
 
     equation = 'W_V[n] W_O[n], rank R'
@@ -60,7 +60,7 @@ class Double(Factored):
     W_V has std R^-1/2.
 
     Args:
-      size: R, the width between the two matrices; by default D.
+        size: R, the width between the two matrices; by default D.
     """
 
     equation = 'O_V W_V[n] W_O[n]'
@@ -87,8 +87,8 @@ class MergedVO(Factored):
     The cache holds the stream, only once if the Score caches the stream too.
 
     Args:
-      init: 'dense' draws every entry with std residual_gain (D N)^-1/2. 'product' starts at
-        W_V[n] W_O[n] of `vo` with the same seed, of rank H. The rank may grow in training.
+        init: 'dense' draws every entry with std residual_gain (D N)^-1/2. 'product' starts at
+            W_V[n] W_O[n] of `vo` with the same seed, of rank H. The rank may grow in training.
     """
 
     equation = 'W_OV[n]'

@@ -48,8 +48,8 @@ def tfds_set(config: DataConfig) -> Corpus:
     The newest prepared version in the data directory is opened.
 
     Raises:
-      NotPrepared: no version is prepared.
-      ConfigError: the name is malformed, or the settings choose no feature with text.
+        NotPrepared: No version is prepared.
+        ConfigError: The name is malformed, or the settings choose no feature with text.
     """
     (name,) = _match_name(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
     directory = _newest_version(config, name)
@@ -106,8 +106,8 @@ def hugging_face(config: DataConfig) -> Corpus:
     The library `datasets` downloads the dataset, or reads its cache in $HF_HOME.
 
     Raises:
-      NotPrepared: downloads are not allowed, as in a dry run.
-      ConfigError: the dataset cannot be loaded, or the settings choose no feature with text.
+        NotPrepared: Downloads are not allowed, as in a dry run.
+        ConfigError: The dataset cannot be loaded, or the settings choose no feature with text.
     """
     name, config_name = _match_name(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
     _require_published(config.name, name)
@@ -151,8 +151,8 @@ def _require_published(data_name: str, name: str) -> None:
     """Raises ConfigError for a name that would load local files instead of a published dataset.
 
     Args:
-      data_name: the value of data.name, such as 'hf:csv'.
-      name: the name for the Hugging Face library, such as 'csv'.
+        data_name: The value of data.name, such as 'hf:csv'.
+        name: The name for the Hugging Face library, such as 'csv'.
     """
     advice = (
         "give a set of the Hub, 'hf:OWNER/NAME', or text of your own with data.name='text' and "
@@ -190,12 +190,12 @@ def _make_corpus(
     """Makes a corpus from a dataset of tfds or Hugging Face.
 
     Args:
-      config: the settings. `feature` and `languages` choose the text of an example.
-      version: the version of the dataset.
-      splits_of_dataset: the dataset's names for its splits.
-      features: the features of the dataset that hold text.
-      read_examples: a function (split, columns) that yields the examples of a split. They are
-        dictionaries with at least the features `columns`.
+        config: The settings. `feature` and `languages` choose the text of an example.
+        version: The version of the dataset.
+        splits_of_dataset: The dataset's names for its splits.
+        features: The features of the dataset that hold text.
+        read_examples: A function (split, columns) that yields the examples of a split. They are
+            dictionaries with at least the features `columns`.
     """
     languages: tuple[str, ...] = ()
     if config.languages:
@@ -237,12 +237,12 @@ def _choose_columns(
     - ('translation',): a mapping from languages to sentences.
 
     Args:
-      config: the settings. `feature` names the feature if the dataset has several.
-      languages: the source and the target language, or ().
-      features: the features of the dataset that hold text.
+        config: The settings. `feature` names the feature if the dataset has several.
+        languages: The source and the target language, or ().
+        features: The features of the dataset that hold text.
 
     Raises:
-      ConfigError: no feature fits, or several do.
+        ConfigError: No feature fits, or several do.
     """
     has_string_per_language = set(languages) <= set(features.texts)
     if languages and has_string_per_language and config.feature is None:

@@ -101,13 +101,13 @@ def _moments(
     """Yields random dates or times as functions of the locale, such as 'Jan 3, 1926'.
 
     Args:
-      count: the number of dates or times. Each is written in all widths and skeletons.
-      format_moment: the Babel function that writes a moment in a width.
-      widths: CLDR's standard forms, such as 'long'.
-      skeletons: CLDR's custom forms, such as 'yMMMd' for year, short month and day. Skeletons that
-        one of the locales lacks are left out.
-      rng: the random generator.
-      pair: the source locale and the target locale.
+        count: The number of dates or times. Each is written in all widths and skeletons.
+        format_moment: The Babel function that writes a moment in a width.
+        widths: CLDR's standard forms, such as 'long'.
+        skeletons: CLDR's custom forms, such as 'yMMMd' for year, short month and day. Skeletons
+            that one of the locales lacks are left out.
+        rng: The random generator.
+        pair: The source locale and the target locale.
     """
     shared_skeletons = _shared_keys(pair, 'datetime_skeletons', skeletons)
     for _ in range(count):

@@ -75,9 +75,9 @@ def split_of(key: str, train: int, validation: int) -> str:
     """Assigns a document to a split by the hash of its key.
 
     Args:
-      key: identifies the document.
-      train: the percentage of documents in train.
-      validation: the percentage of documents in validation. All other documents are in test.
+        key: Identifies the document.
+        train: The percentage of documents in train.
+        validation: The percentage of documents in validation. All other documents are in test.
     """
     # The hash is below 2**64, so the percentage is in 0 .. 99.
     percent = hash64(key.encode()) * 100 // 2**64
@@ -99,12 +99,12 @@ def carve_missing_splits(corpus: Corpus, test: bool) -> Corpus:
       missing split gets about a tenth of the bytes.
 
     Args:
-      corpus: the corpus. Both languages of parallel text are divided alike.
-      test: whether a missing test split is carved even if there is a validation split.
+        corpus: The corpus. Both languages of parallel text are divided alike.
+        test: Whether a missing test split is carved even if there is a validation split.
 
     Raises:
-      ConfigError: there is no train split. When documents are read, also if a document has too few
-        lines to be cut.
+        ConfigError: There is no train split. When documents are read, also if a document has too
+            few lines to be cut.
     """
     if 'train' not in corpus.splits:
         splits = ', '.join(corpus.splits) or 'none'
@@ -232,11 +232,11 @@ def largest_size(sizes: Sequence[int]) -> int | None:
     For example, sizes of 1000 and 30 times 10 give c = 15: 20 * 15 = 15 + 30 * 10, up to rounding.
 
     Args:
-      sizes: the sizes of the documents in bytes.
+        sizes: The sizes of the documents in bytes.
 
     Returns:
-      The size in bytes, rounded down. None if no document is too long, or if there is no solution
-      because fewer than SHARES documents have text.
+        The size in bytes, rounded down. None if no document is too long, or if there is no solution
+        because fewer than SHARES documents have text.
     """
     nonempty_sizes = [size for size in sizes if size > 0]
     longest_first = sorted(nonempty_sizes, reverse=True)
@@ -258,13 +258,13 @@ def cut_at_lines(text: bytes, percents: Sequence[int], name: str) -> list[bytes]
     """Cuts a text into parts at line ends.
 
     Args:
-      text: the text.
-      percents: the percentage of the text before each cut. For example, (80, 90) gives parts of
-        about 80 %, 10 % and 10 %. Each cut is moved to the end of its line.
-      name: the name of the corpus, for the error.
+        text: The text.
+        percents: The percentage of the text before each cut. For example, (80, 90) gives parts of
+            about 80 %, 10 % and 10 %. Each cut is moved to the end of its line.
+        name: The name of the corpus, for the error.
 
     Raises:
-      ConfigError: a part would be empty.
+        ConfigError: A part would be empty.
     """
     bounds = [0]
     for percent in percents:
@@ -288,11 +288,11 @@ def parse_languages(config: DataConfig, normalize: Callable[[str], str] = str) -
     """Splits `config.languages` into source and target: 'en-de' gives ('en', 'de').
 
     Args:
-      config: the settings.
-      normalize: returns the standard spelling of a language code, such as 'en' for 'EN'.
+        config: The settings.
+        normalize: Returns the standard spelling of a language code, such as 'en' for 'EN'.
 
     Raises:
-      ConfigError: `config.languages` is not two different languages.
+        ConfigError: `config.languages` is not two different languages.
     """
     if re.fullmatch(r'\w+-\w+', config.languages or '', re.ASCII):
         source_code, target_code = config.languages.split('-')

@@ -67,12 +67,12 @@ def check(config: DataConfig, other_names: Iterable[str] = ()) -> Source:
     """Checks the settings of a dataset and returns its source.
 
     Args:
-      config: the settings.
-      other_names: names of data without a corpus, such as probes. The error for an unknown name
-        lists them, too.
+        config: The settings.
+        other_names: Names of data without a corpus, such as probes. The error for an unknown name
+            lists them, too.
 
     Raises:
-      ConfigError: the name is unknown, a required setting is missing, or a setting has no effect.
+        ConfigError: The name is unknown, a required setting is missing, or a setting has no effect.
     """
     source = _find_source(config.name, other_names)
     used_settings = (*source.required, *source.optional)
@@ -120,10 +120,10 @@ def refuse_unused(config: DataConfig, fields: Iterable[str], target: str | None 
     """Raises ConfigError if a setting that has no effect is not at its default.
 
     Args:
-      config: the settings.
-      fields: the settings without effect.
-      target: what ignores the settings, for the message, such as 'a decoder'. By default, it is
-        the dataset.
+        config: The settings.
+        fields: The settings without effect.
+        target: What ignores the settings, for the message, such as 'a decoder'. By default, it is
+            the dataset.
     """
     if target is None:
         target = f'data.name={config.name!r}'
@@ -142,7 +142,7 @@ def find(config: DataConfig) -> Corpus:
     Hugging Face datasets are downloaded at once, other datasets when their documents are read.
 
     Raises:
-      ConfigError: the settings are invalid; see `check`.
+        ConfigError: The settings are invalid; see `check`.
     """
     source = check(config)
     corpus = source.corpus(config)

@@ -29,15 +29,15 @@ def divide_texts(corpus: Corpus, rule: str) -> Corpus:
     """Returns a corpus in which each text is cut into documents.
 
     Args:
-      corpus: the corpus with whole texts.
-      rule: where documents begin.
+        corpus: The corpus with whole texts.
+        rule: Where documents begin.
 
-        - 'blank_line': after blank lines.
-        - 'kB=16': at the first line start at least 16 kilobytes after the last cut.
-        - A regular expression: at each match. For example, '^ACT ' matches at line starts.
+            - 'blank_line': after blank lines.
+            - 'kB=16': at the first line start at least 16 kilobytes after the last cut.
+            - A regular expression: at each match. For example, '^ACT ' matches at line starts.
 
     Raises:
-      ConfigError: the rule is invalid.
+        ConfigError: The rule is invalid.
     """
     find_cuts = _cuts_by(rule)
 

@@ -65,7 +65,7 @@ def multi30k(config: DataConfig) -> Corpus:
     https://aclanthology.org/W17-4718.
 
     Raises:
-      ConfigError: `config.languages` is not two of de, en and fr.
+        ConfigError: `config.languages` is not two of de, en and fr.
     """
     languages = parse_languages(config)
     if not set(languages) <= {'de', 'en', 'fr'}:
@@ -94,12 +94,12 @@ def fetch_file(dataset: str, url: str, config: DataConfig) -> bytes:
     """Returns the content of a file, which is downloaded once and cached.
 
     Args:
-      dataset: the name of the cache directory.
-      url: the URL of the file.
-      config: the settings. If `manual_dir` is set, the file is copied from there instead.
+        dataset: The name of the cache directory.
+        url: The URL of the file.
+        config: The settings. If `manual_dir` is set, the file is copied from there instead.
 
     Raises:
-      ConfigError: the file cannot be read, or has a wrong sha256.
+        ConfigError: The file cannot be read, or has a wrong sha256.
     """
     root = data_root(config.data_dir)
     cached_file = root / 'downloads' / dataset / _file_name(url)

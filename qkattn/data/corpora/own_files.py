@@ -50,7 +50,7 @@ def text(config: DataConfig) -> Corpus:
       with the text.
 
     Raises:
-      ConfigError: there is no text, or the files of a split are ambiguous.
+        ConfigError: There is no text, or the files of a split are ambiguous.
     """
     path = as_path(config.path)
     if path.is_dir():
@@ -168,7 +168,7 @@ def parallel(config: DataConfig) -> Corpus:
     are blank in one of the languages are left out.
 
     Raises:
-      ConfigError: the two files of a split have different numbers of lines.
+        ConfigError: The two files of a split have different numbers of lines.
     """
     languages = parse_languages(config)
     directory = as_path(config.path)

@@ -34,7 +34,7 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
     """Yields the text field of each record in a file. Empty and null texts are left out.
 
     Raises:
-      ConfigError: the file cannot be read, or the field is missing or not text.
+        ConfigError: The file cannot be read, or the field is missing or not text.
     """
     for suffix, read in SUFFIXES.items():
         if path.name.lower().endswith(suffix):

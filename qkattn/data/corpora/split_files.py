@@ -26,14 +26,14 @@ def files_by_split(directory: Path, suffixes: Sequence[str]) -> dict[str, list[P
     names a split, all files are in train.
 
     Args:
-      directory: the directory, which is searched recursively.
-      suffixes: the suffixes of the files.
+        directory: The directory, which is searched recursively.
+        suffixes: The suffixes of the files.
 
     Returns:
-      The sorted files of each split that has files, in the order of SPLITS.
+        The sorted files of each split that has files, in the order of SPLITS.
 
     Raises:
-      ConfigError: only some files name a split, a file names two splits, or train has no file.
+        ConfigError: Only some files name a split, a file names two splits, or train has no file.
     """
     files_of_split: dict[str, list[Path]] = {}
     files_without_split = []

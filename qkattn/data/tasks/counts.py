@@ -62,9 +62,9 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
     tokens of the first trial.
 
     Args:
-      rows: the rows of a masked model.
-      config: the configuration of the run.
-      mask: the id of the mask token.
+        rows: The rows of a masked model.
+        config: The configuration of the run.
+        mask: The id of the mask token.
     """
 
     def text_of(batch: Batch) -> np.ndarray:
@@ -108,12 +108,12 @@ def _training_text(
     """Returns the rows that the first trial is trained on, at most MAX_TOKENS tokens.
 
     Args:
-      rows: the task.
-      config: the configuration of the run.
-      text_of: returns the tokens of a batch, [rows, length].
+        rows: The task.
+        config: The configuration of the run.
+        text_of: Returns the tokens of a batch, [rows, length].
 
     Returns:
-      Tokens [rows, length]; each row once.
+        Tokens [rows, length]; each row once.
     """
     num_rows_trained = config.train.num_steps * config.train.batch_size
     max_rows = max(MAX_TOKENS // config.model.context, 1)

@@ -146,8 +146,8 @@ class LanguageRows(TextRows):
         """Measures the losses of X trials after short and long contexts.
 
         Returns:
-          Losses [X] in nats/token: 'early' at position EARLY, 'late' over the second half of all
-          positions. {} if rows are too short.
+            Losses [X] in nats/token: 'early' at position EARLY, 'late' over the second half of all
+            positions. {} if rows are too short.
         """
         half = self.length // 2
         if half < EARLY:

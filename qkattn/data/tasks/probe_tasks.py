@@ -75,10 +75,10 @@ class Probe(abc.ABC):
         """Makes rows from uniform random numbers.
 
         Args:
-          u_BU: numbers in [0, 1), U = `sizes.draws` for each row.
+            u_BU: Numbers in [0, 1), U = `sizes.draws` for each row.
 
         Returns:
-          tokens_BT, targets_BT and loss_weights_BT.
+            tokens_BT, targets_BT and loss_weights_BT.
         """
 
 
@@ -91,8 +91,8 @@ def _next_token_rows(sequence_BT1: np.ndarray, has_target: np.ndarray) -> Arrays
     """Makes rows for next-token prediction.
 
     Args:
-      sequence_BT1: sequences of T + 1 tokens.
-      has_target: the positions at which the next token is predicted, [T] or [B, T].
+        sequence_BT1: Sequences of T + 1 tokens.
+        has_target: The positions at which the next token is predicted, [T] or [B, T].
     """
     tokens_BT = sequence_BT1[:, :-1]
     targets_BT = sequence_BT1[:, 1:]
@@ -309,7 +309,7 @@ def is_probe(text: str) -> bool:
     """Whether `text` names a probe, with or without options.
 
     Raises:
-      ConfigError: an import path cannot be imported.
+        ConfigError: An import path cannot be imported.
     """
     name, _ = parse_call(text, 'data.name')
     is_import_path = ':' in name and not in_catalogue(name)
@@ -327,7 +327,7 @@ def find(text: str) -> tuple[str, Probe]:
     """Returns the name of a probe and the probe; 'recall(pairs=8)' has the name 'recall'.
 
     Raises:
-      ConfigError: the probe is unknown, or an option is not an integer or is too small.
+        ConfigError: The probe is unknown, or an option is not an integer or is too small.
     """
     probe_class, options = resolve(
         text, PROBES, 'data.name', needs='a subclass of Probe', is_valid=_is_probe_class
@@ -356,7 +356,7 @@ class ProbeRows(Rows):
         """Opens the probe that data.name names.
 
         Raises:
-          ConfigError: rows do not have model.context tokens, or a setting is for other tasks.
+            ConfigError: Rows do not have model.context tokens, or a setting is for other tasks.
         """
         refuse_unused(config.data, (*SETTINGS, *SETTINGS_OF_TEXT))
         name, probe = find(config.data.name)

@@ -27,11 +27,11 @@ def induction(rows: Rows, trained: TrainedTrials) -> dict[str, np.ndarray]:
     2022, 'In-context learning and induction heads'.
 
     Args:
-      rows: the task of the models.
-      trained: the models.
+        rows: The task of the models.
+        trained: The models.
 
     Returns:
-      Arrays [X] by metric name, or {} if `sequences(rows)` is None.
+        Arrays [X] by metric name, or {} if `sequences(rows)` is None.
     """
     r_BH = sequences(rows)
     if r_BH is None:
@@ -52,9 +52,9 @@ def sequences(rows: Rows) -> np.ndarray | None:
     """Draws random tokens with the token frequencies of the validation split.
 
     Returns:
-      Shuffled tokens of at most NUM_ROWS validation rows, [B, H], int32. For rows of T tokens, H is
-      (T + 1) // 2. None if T is below MIN_LENGTH, or if the task is not to predict the next token
-      at every position.
+        Shuffled tokens of at most NUM_ROWS validation rows, [B, H], int32. For rows of T tokens, H
+        is (T + 1) // 2. None if T is below MIN_LENGTH, or if the task is not to predict the next
+        token at every position.
     """
     num_rows = len(eval_rows(rows, 'validation', NUM_ROWS))
     batch = next(eval_batches(rows, 'validation', batch_size=num_rows, max_rows=NUM_ROWS))
@@ -96,11 +96,11 @@ def batches(
     The first token of a copy is never a target, because it is unpredictable.
 
     Args:
-      r_BH: random tokens.
-      length: number of input tokens in a row, T = 2 H - 1 or 2 H.
-      copy: the copy with targets.
-      batch_size: number of rows in a batch. The last batch is padded with rows of zeros.
-      part: the rows of a batch to read; None for all.
+        r_BH: Random tokens.
+        length: Number of input tokens in a row, T = 2 H - 1 or 2 H.
+        copy: The copy with targets.
+        batch_size: Number of rows in a batch. The last batch is padded with rows of zeros.
+        part: The rows of a batch to read; None for all.
     """
     num_rows, H = r_BH.shape
     num_padded_rows = math.ceil(num_rows / batch_size) * batch_size

@@ -46,28 +46,29 @@ class Rows(Protocol):
         """Opens the rows of a configuration.
 
         Raises:
-          ConfigError: the data cannot be opened or do not fit the model.
+            ConfigError: The data cannot be opened or do not fit the model.
         """
 
     def count(self, split: str) -> int:
         """Returns the number of rows in a split; for 'train', in one epoch.
 
         Raises:
-          ConfigError: the split has no rows.
+            ConfigError: The split has no rows.
         """
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         """Reads B rows by index.
 
         Args:
-          split: one of `splits`.
-          rows_B: row indices in the split.
-          draws_B2: the random seed of each row, two uint64. Training passes (trial seed, position
-            in the training sequence over all epochs). Evaluation passes (0, row index).
+            split: One of `splits`.
+            rows_B: Row indices in the split.
+            draws_B2: The random seed of each row, two uint64. Training passes (trial seed, position
+                in the training sequence over all epochs). Evaluation passes (0, row index).
 
         Returns:
-          Arrays [B, ...] by name: tokens_BT, targets_BT, loss_weights_BT and other arguments of the
-          model. `array_shapes` describes one row. Positions without a target have loss weight 0.
+            Arrays [B, ...] by name: tokens_BT, targets_BT, loss_weights_BT and other arguments of
+            the model. `array_shapes` describes one row. Positions without a target have loss weight
+            0.
         """
 
     def documents(self, split: str) -> tuple[list[str], np.ndarray] | None:
@@ -94,12 +95,12 @@ class Rows(Protocol):
         """Computes the metrics that are measured only at the end of training.
 
         Args:
-          trained: the X trials of a run.
-          finished_X: which trials are finished. Values of other trials are not used.
+            trained: The X trials of a run.
+            finished_X: Which trials are finished. Values of other trials are not used.
 
         Returns:
-          Values [X] by field of a result. A field is a prefixed metric or one of its details, such
-          as 'val_bleu'.
+            Values [X] by field of a result. A field is a prefixed metric or one of its details,
+            such as 'val_bleu'.
         """
         return {}
 
@@ -121,11 +122,11 @@ class Rows(Protocol):
         """Measures losses that show whether X trained models use their context.
 
         Args:
-          losses_by_position: evaluates the trials on rows.
+            losses_by_position: Evaluates the trials on rows.
 
         Returns:
-          Losses [X] in nats/token: 'early' and 'late' in the context, or 'shuffled' for translation
-          with the sources of other sentences.
+            Losses [X] in nats/token: 'early' and 'late' in the context, or 'shuffled' for
+            translation with the sources of other sentences.
         """
         return {}
 
@@ -144,11 +145,11 @@ class TrainedTrials(Protocol):
         """Sums the metrics of each row over its targets.
 
         Args:
-          read: returns the batches of R rows; called with the arguments `batch_size` and `part` of
-            `qkattn.data.pipeline.eval_batches`.
+            read: Returns the batches of R rows; called with the arguments `batch_size` and `part`
+                of `qkattn.data.pipeline.eval_batches`.
 
         Returns:
-          Arrays [R, X, ...] by metric; see `qkattn.metrics.row_sums`.
+            Arrays [R, X, ...] by metric; see `qkattn.metrics.row_sums`.
         """
 
     def translate(self, x: int, tokenizer: Tokenizer, sources: Sequence[np.ndarray]) -> list[str]:
@@ -184,12 +185,12 @@ def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], stream: int = 0) -> np
     """Draws uniform random numbers in [0, 1) for B rows.
 
     Args:
-      draws_B2: the random seed of each row, two uint64.
-      shape: the shape of a row's numbers.
-      stream: 0, 1, ...; different streams are independent.
+        draws_B2: The random seed of each row, two uint64.
+        shape: The shape of a row's numbers.
+        stream: 0, 1, ...; different streams are independent.
 
     Returns:
-      An array [B, *shape].
+        An array [B, *shape].
     """
     u = np.empty((len(draws_B2), *shape))
     seeds_B2 = np.asarray(draws_B2, np.uint64)

@@ -34,12 +34,12 @@ def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[
     """Returns the batches that a run reads, arrays [batch_size, length] by name.
 
     Args:
-      config: the configuration of the run.
-      split: 'train' for endless training batches; 'validation' or 'test' for one evaluation.
-      seed: the seed of the trial that is trained.
+        config: The configuration of the run.
+        split: 'train' for endless training batches; 'validation' or 'test' for one evaluation.
+        seed: The seed of the trial that is trained.
 
     Raises:
-      ConfigError: the rows cannot be opened or do not fit the model, or the split is unknown.
+        ConfigError: The rows cannot be opened or do not fit the model, or the split is unknown.
     """
     rows = rows_of(config)
     batch_size = config.train.batch_size
@@ -54,7 +54,7 @@ def task_of(config: Config) -> type[Rows]:
     """Returns the task class of a configuration, without reading data.
 
     Raises:
-      ConfigError: no task fits the model and the data.
+        ConfigError: No task fits the model and the data.
     """
     task, _ = _task_and_options(config)
     return task
@@ -64,7 +64,7 @@ def rows_of(config: Config) -> Rows:
     """Opens the training and evaluation rows of a configuration.
 
     Raises:
-      ConfigError: the rows cannot be opened or do not fit the model.
+        ConfigError: The rows cannot be opened or do not fit the model.
     """
     task, options = _task_and_options(config)
     name = config.data.task

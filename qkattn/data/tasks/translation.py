@@ -75,13 +75,13 @@ class TranslationRows(Rows):
         """Packs the sentence pairs of all splits into rows.
 
         Args:
-          pairs: the tokens of the source and target sentences.
-          source_length: number of source tokens in a row.
-          length: number of target tokens in a row.
-          drop_long: whether to leave out pairs that are too long for a row.
+            pairs: The tokens of the source and target sentences.
+            source_length: Number of source tokens in a row.
+            length: Number of target tokens in a row.
+            drop_long: Whether to leave out pairs that are too long for a row.
 
         Raises:
-          ConfigError: a pair is too long for a row, and `drop_long` is False.
+            ConfigError: A pair is too long for a row, and `drop_long` is False.
         """
         self.pairs = pairs
         self.source_length = source_length
@@ -196,8 +196,8 @@ class TranslationRows(Rows):
         """Scores the translations of finished trials on the evaluation splits.
 
         Returns:
-          The scores of all X trials by field of a result: {'val_bleu': [21.5, None], ...}. The
-          score of an unfinished trial is None.
+            The scores of all X trials by field of a result: {'val_bleu': [21.5, None], ...}. The
+            score of an unfinished trial is None.
         """
         config = trained.config
         values: dict[str, list[Any]] = {}
@@ -273,14 +273,14 @@ def _lay_out(
     """Concatenates the sentences of each row, and pads with zeros.
 
     Args:
-      tokens: the tokens of all sentences of a split.
-      bounds: sentence i is tokens[bounds[i]:bounds[i + 1]].
-      sentences_of_row: the indices of the sentences in each row.
-      length: number of tokens in a row, T.
+        tokens: The tokens of all sentences of a split.
+        bounds: Sentence i is tokens[bounds[i]:bounds[i + 1]].
+        sentences_of_row: The indices of the sentences in each row.
+        length: Number of tokens in a row, T.
 
     Returns:
-      tokens_BT.
-      segments_BT: numbers the sentences of a row from 1; 0 is padding.
+        tokens_BT.
+        segments_BT: Numbers the sentences of a row from 1; 0 is padding.
     """
     tokens_BT = np.zeros((len(sentences_of_row), length), INT)
     segments_BT = np.zeros((len(sentences_of_row), length), INT)
@@ -307,12 +307,12 @@ def score_split(
     """Scores translations of a split with `translation_scores`.
 
     Args:
-      pairs: the sources and reference translations.
-      split: 'train', 'validation' or 'test'.
-      translate: translates sources, token ids without separators.
-      longest_source: longer sources are truncated to this number of tokens, with a warning.
-      max_sources: number of sources to translate; None for all.
-      lowercase: whether scores ignore case.
+        pairs: The sources and reference translations.
+        split: 'train', 'validation' or 'test'.
+        translate: Translates sources, token ids without separators.
+        longest_source: Longer sources are truncated to this number of tokens, with a warning.
+        max_sources: Number of sources to translate; None for all.
+        lowercase: Whether scores ignore case.
     """
     sources, targets = pairs.sentences(split)
     sources = sources[:max_sources]
@@ -337,12 +337,12 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
     O = OPEN_ROWS rows are filled at a time. Axes of length 2 are (source, target).
 
     Args:
-      sizes_2I: the numbers of source and target tokens of all I pairs.
-      kept: the indices of the pairs to pack. Each pair fits into an empty row.
-      capacity_2: the numbers of source and target tokens in a row.
+        sizes_2I: The numbers of source and target tokens of all I pairs.
+        kept: The indices of the pairs to pack. Each pair fits into an empty row.
+        capacity_2: The numbers of source and target tokens in a row.
 
     Returns:
-      The indices of the pairs in each row.
+        The indices of the pairs in each row.
     """
     sort_keys = np.random.Generator(np.random.Philox(key=0)).random(len(kept))
     random_order = kept[np.argsort(sort_keys)]

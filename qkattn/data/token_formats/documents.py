@@ -109,13 +109,13 @@ def parse_documents_rule(rule: str | None, separator: int | None, *, indexed: bo
     For example, 'id=50256' gives SeparatedDocuments(50256), and 'tokens=1024' gives Blocks(1024).
 
     Args:
-      rule: the value of data.documents. None chooses the index of the files, else the separator of
-        the tokenizer, else blocks.
-      separator: the id that the tokenizer puts between documents, or None if unknown.
-      indexed: whether the files have an index of their documents.
+        rule: The value of data.documents. None chooses the index of the files, else the separator
+            of the tokenizer, else blocks.
+        separator: The id that the tokenizer puts between documents, or None if unknown.
+        indexed: Whether the files have an index of their documents.
 
     Raises:
-      ConfigError: `rule` has another form.
+        ConfigError: `rule` has another form.
     """
     if rule is None:
         if indexed:

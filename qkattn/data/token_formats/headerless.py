@@ -43,8 +43,8 @@ def _refuse_header(path: Path, ids: np.ndarray) -> None:
     """Raises ConfigError if a file seems to begin with a header like that of llm.c.
 
     Args:
-      path: the file.
-      ids: the whole file, read as ids.
+        path: The file.
+        ids: The whole file, read as ids.
     """
     first_ids = ids[:HEADER_BYTES]  # ids have at least one byte
     first_bytes = first_ids.tobytes()[:HEADER_BYTES]

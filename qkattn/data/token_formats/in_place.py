@@ -51,11 +51,11 @@ def token_files(path: Path) -> dict[str, list[Path]]:
     """Finds token files.
 
     Args:
-      path: a directory whose file names tell their split, or one file for 'train'. '/data/a' finds
-        '/data/a.bin', too.
+        path: A directory whose file names tell their split, or one file for 'train'. '/data/a'
+            finds '/data/a.bin', too.
 
     Returns:
-      The paths of each split; {} if there are no token files.
+        The paths of each split; {} if there are no token files.
     """
     if path.is_dir():
         return files_by_split(path, [SUFFIX])
@@ -70,11 +70,11 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
     """Opens token files as a dataset, with memory-mapped ids.
 
     Args:
-      config: the settings of the data.
-      files: the paths of each split.
+        config: The settings of the data.
+        files: The paths of each split.
 
     Raises:
-      ConfigError: the files are damaged, or do not fit each other or the settings.
+        ConfigError: The files are damaged, or do not fit each other or the settings.
     """
     if config.lowercase:
         raise ConfigError('data.lowercase=True has no effect on tokens; leave it at False')
@@ -187,12 +187,12 @@ def _open_shards(
     """Opens the shards of each split.
 
     Args:
-      files: the paths of each split.
-      token_format: the format of all files.
-      dtype: the value of data.token_dtype.
+        files: The paths of each split.
+        token_format: The format of all files.
+        dtype: The value of data.token_dtype.
 
     Raises:
-      ConfigError: a file is damaged, or the ids have several types.
+        ConfigError: A file is damaged, or the ids have several types.
     """
     shards_of_split = {}
     first_shard_of_dtype: dict[str, Shard] = {}
@@ -331,9 +331,9 @@ def _read_or_count(config: DataConfig, key: list, count: Callable[[], Counts]) -
     """Reads counts from the cache, or calls `count` and caches the result.
 
     Args:
-      config: names the cache directory.
-      key: JSON of everything that the counts depend on.
-      count: computes the counts.
+        config: Names the cache directory.
+        key: JSON of everything that the counts depend on.
+        count: Computes the counts.
     """
     root = data_root(config.data_dir)
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]

@@ -94,11 +94,11 @@ def _read_index(path: Path, dtype: str | None) -> _Index:
     """Reads an index file.
 
     Args:
-      path: the index file.
-      dtype: the value of data.token_dtype, or None.
+        path: The index file.
+        dtype: The value of data.token_dtype, or None.
 
     Raises:
-      ConfigError: the index is damaged, or states another dtype.
+        ConfigError: The index is damaged, or states another dtype.
     """
     try:
         content = read_whole(path, most=None)

@@ -46,11 +46,11 @@ class TokenFormat(Protocol):
         """Memory-maps a file.
 
         Args:
-          path: the file.
-          dtype: the value of data.token_dtype, for formats that do not state the type of ids.
+            path: The file.
+            dtype: The value of data.token_dtype, for formats that do not state the type of ids.
 
         Raises:
-          ConfigError: the file is damaged.
+            ConfigError: The file is damaged.
         """
 
 
@@ -110,7 +110,7 @@ def memory_map_ids(path: Path, dtype: str | np.dtype, offset: int = 0) -> np.nda
     """Memory-maps the ids of a file, from byte `offset` on.
 
     Raises:
-      ConfigError: the file cannot be read, has no ids, or ends with an incomplete id.
+        ConfigError: The file cannot be read, has no ids, or ends with an incomplete id.
     """
     try:
         require_regular(path, most=None)  # of any size

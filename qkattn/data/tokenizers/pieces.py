@@ -90,7 +90,7 @@ def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _
     token depends on the whole word.
 
     Returns:
-      The joint; None if there is none, or if the pieces have different tokens there.
+        The joint; None if there is none, or if the pieces have different tokens there.
     """
     start = following.start + OVERLAP // 4
     end = piece.end - OVERLAP // 4

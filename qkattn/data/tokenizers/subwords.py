@@ -35,7 +35,7 @@ class Subwords(Tokenizer):
         """Loads the content of a tokenizer.json.
 
         Raises:
-          ValueError: the vocabulary has an id of MAX_SIZE or more.
+            ValueError: The vocabulary has an id of MAX_SIZE or more.
         """
         self._model = model
         self._sha256 = hashlib.sha256(model).hexdigest()[:12]
@@ -81,7 +81,7 @@ class BPETokenizer(Subwords):
         """Learns a vocabulary of `size` ids; the same texts give the same vocabulary.
 
         Raises:
-          ConfigError: the size is out of bounds or too large for the texts.
+            ConfigError: The size is out of bounds or too large for the texts.
         """
         if not MIN_SIZE <= size <= MAX_SIZE:
             raise ConfigError(f'data.tokenizer_size={size} must be in [{MIN_SIZE}, {MAX_SIZE}].')

@@ -65,8 +65,8 @@ class TiktokenTokenizer(Tokenizer):
         """Opens an encoding by its name, such as 'tiktoken:gpt2', without downloading files.
 
         Raises:
-          ConfigError: the library is not installed, does not know the name, or does not have the
-            files of the encoding in its cache.
+            ConfigError: The library is not installed, does not know the name, or does not have the
+                files of the encoding in its cache.
         """
         library = load_extra('tiktoken', 'tiktoken')
         name = kind.removeprefix(PREFIX)

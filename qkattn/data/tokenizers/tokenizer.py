@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         """Returns the token ids, of shape [num_tokens] and the narrowest unsigned dtype.
 
         Raises:
-          ValueError: the text cannot be encoded.
+            ValueError: The text cannot be encoded.
         """
 
     def decode(self, ids: Ids) -> str:

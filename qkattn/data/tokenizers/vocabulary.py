@@ -46,10 +46,10 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
     For example, 'my_file:MyTokenizer(size=9)' gives (MyTokenizer, {'size': 9}).
 
     Args:
-      kind: the value of data.tokenizer.
+        kind: The value of data.tokenizer.
 
     Raises:
-      ConfigError: there is no such tokenizer, or it does not take the options.
+        ConfigError: There is no such tokenizer, or it does not take the options.
     """
     if kind.endswith('.json'):
         return FileTokenizer, {}
@@ -82,11 +82,11 @@ def open_tokenizer(
     A learned tokenizer is trained at the first call, and read from a file afterwards.
 
     Args:
-      root: the directory of prepared data, with the files of learned tokenizers.
-      corpus: the name and version of the corpus, such as 'stdlib/1.0.0'.
-      kind: the value of data.tokenizer.
-      size: the vocabulary size of 'bpe'.
-      texts: returns the texts to train on; called only for training.
+        root: The directory of prepared data, with the files of learned tokenizers.
+        corpus: The name and version of the corpus, such as 'stdlib/1.0.0'.
+        kind: The value of data.tokenizer.
+        size: The vocabulary size of 'bpe'.
+        texts: Returns the texts to train on; called only for training.
     """
     tokenizer_class, options_in_kind = check(kind)
     is_learned = hasattr(tokenizer_class, 'train')
@@ -143,7 +143,7 @@ def use_recorded_tokenizers(*names: str) -> Iterator[None]:
     - 'file-0123456789ab': an additional id after the ids of the file.
 
     Args:
-      *names: the recorded names.
+        *names: The recorded names.
     """
     token = _RECORDED.set(names)
     try:
@@ -172,8 +172,9 @@ def restore_tokenizer(kind: str, model: bytes | None) -> Tokenizer:
     """Builds a tokenizer.
 
     Args:
-      kind: the value of data.tokenizer, such as 'bytes', 'tiktoken:gpt2' or 'my_file:MyTokenizer'.
-      model: the vocabulary of a learned tokenizer, as returned by its method `model`; else None.
+        kind: The value of data.tokenizer, such as 'bytes', 'tiktoken:gpt2' or
+            'my_file:MyTokenizer'.
+        model: The vocabulary of a learned tokenizer, as returned by its method `model`; else None.
     """
     cls, options = check(kind)
     if model is not None:

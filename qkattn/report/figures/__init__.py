@@ -51,11 +51,11 @@ def _drawing_of_grid(stem: str, grid: Grid, group: str, num_arms: int, **values:
     """Returns a figure of panels for the arms of a group.
 
     Args:
-      stem: the name of the figure.
-      grid: the panels.
-      group: the size and corpus of the arms, for the caption.
-      num_arms: the number of arms without the limit MOST_PANELS, for the caption.
-      **values: further values for the caption.
+        stem: The name of the figure.
+        grid: The panels.
+        group: The size and corpus of the arms, for the caption.
+        num_arms: The number of arms without the limit MOST_PANELS, for the caption.
+        **values: Further values for the caption.
     """
     cut = None
     if num_arms > MOST_PANELS:
@@ -70,14 +70,14 @@ def _sweeps(
     """Returns the figure of a setting's tuning sweeps, with a panel for each arm.
 
     Args:
-      knob: the setting, such as 'learning_rate'.
-      arms: the arms of one size and corpus.
-      styles: the style of each variant.
-      suffix: the end of the figure's name, such as '_2' in 'sweep_learning_rate_2'.
-      group: the size and corpus, for the caption.
+        knob: The setting, such as 'learning_rate'.
+        arms: The arms of one size and corpus.
+        styles: The style of each variant.
+        suffix: The end of the figure's name, such as '_2' in 'sweep_learning_rate_2'.
+        group: The size and corpus, for the caption.
 
     Returns:
-      The figure; None if no arm has tuned the setting.
+        The figure; None if no arm has tuned the setting.
     """
     tuned_arms = [arm for arm in arms if knob in arm.sweeps]
     if not tuned_arms:
@@ -128,10 +128,10 @@ def _draw_sweep(
     """Draws a tuning sweep: loss against setting, the fitted parabola and the chosen value.
 
     Args:
-      ax: the axes of the panel.
-      sweep: the sweep of one arm.
-      axis_values: the ticks of the x axis, ascending.
-      keywords: the style of the arm, as keywords of `Axes.plot`.
+        ax: The axes of the panel.
+        sweep: The sweep of one arm.
+        axis_values: The ticks of the x axis, ascending.
+        keywords: The style of the arm, as keywords of `Axes.plot`.
     """
     # Label at most three ticks from right to left: of 7 values, the 7th, the 4th and the 1st.
     label_every = math.ceil(len(axis_values) / 3)
@@ -207,14 +207,13 @@ def _learning_curves(
     Each panel also shows the baseline.
 
     Args:
-      study: the study.
-      arms: the arms of one size and corpus.
-      styles: the style of each variant.
-      suffix: the end of the figure's name, such as '_2' in 'curves_2'.
-      group: the size and corpus, for the caption.
+        arms: The arms of one size and corpus.
+        styles: The style of each variant.
+        suffix: The end of the figure's name, such as '_2' in 'curves_2'.
+        group: The size and corpus, for the caption.
 
     Returns:
-      The figure; None if no arm has a curve.
+        The figure; None if no arm has a curve.
     """
     baselines = [arm for arm in arms if arm.is_baseline]
     other_arms = [arm for arm in arms if not arm.is_baseline]
@@ -371,11 +370,11 @@ def _draw_losses_of_sizes(
     """Draws a variant's losses against its parameter counts, with the scaling law as a line.
 
     Args:
-      ax: the axes.
-      arms: the arms of the variant, one for each size.
-      law: the scaling law; None draws a line through the means instead.
-      name: the label in the legend.
-      keywords: the style of the variant, as keywords of `Axes.plot`.
+        ax: The axes.
+        arms: The arms of the variant, one for each size.
+        law: The scaling law; None draws a line through the means instead.
+        name: The label in the legend.
+        keywords: The style of the variant, as keywords of `Axes.plot`.
     """
     counts = []
     means = []

@@ -22,8 +22,8 @@ def singular_values(layers: Mapping[int, np.ndarray], circuit: str) -> Figure:
     """Draws the singular values of each head, relative to the largest, with a panel per layer.
 
     Args:
-      layers: the singular values s_ND of each layer, with N heads and D values, descending.
-      circuit: the name of the decomposed matrix, for the label.
+        layers: The singular values s_ND of each layer, with N heads and D values, descending.
+        circuit: The name of the decomposed matrix, for the label.
     """
     columns = min(4, len(layers))
     height = 1.7 * rows_of(len(layers), columns) + 1.0
@@ -54,7 +54,7 @@ def heat_maps(quantities: Mapping[str, np.ndarray]) -> Figure:
     Zero is white, and entries that are not finite are grey.
 
     Args:
-      quantities: an array [layers, heads] for each name.
+        quantities: An array [layers, heads] for each name.
     """
     columns = min(2, len(quantities))
     num_layers = max(len(values_LN) for values_LN in quantities.values())
@@ -93,9 +93,9 @@ def attention_maps(
     """Draws the attention probabilities of one text, with a map for each layer and head.
 
     Args:
-      layers: the probabilities p_NTS of each layer: N heads, T queries (rows), S keys (columns).
-      queries: the query tokens as text.
-      keys: the key tokens as text.
+        layers: The probabilities p_NTS of each layer: N heads, T queries (rows), S keys (columns).
+        queries: The query tokens as text.
+        keys: The key tokens as text.
     """
     drawn_layers = _spaced(sorted(layers), MAX_LAYERS)
     first_layer = drawn_layers[0]

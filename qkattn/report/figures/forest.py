@@ -92,13 +92,13 @@ def forest(
     Numbers outside the x axis are arrowheads at its ends.
 
     Args:
-      lines_by_title: the lines of each panel.
-      xlabel: the label of the x axis.
-      styles: the style of each arm, as keywords of `Axes.plot`.
-      margin: the half-width of the grey band of equivalence; 0 for no band.
-      far: the x axis leaves out numbers that are this many times as large as typical ones.
-      longest: the most characters of a name.
-      width: the width of the figure in inches.
+        lines_by_title: The lines of each panel.
+        xlabel: The label of the x axis.
+        styles: The style of each arm, as keywords of `Axes.plot`.
+        margin: The half-width of the grey band of equivalence; 0 for no band.
+        far: The x axis leaves out numbers that are this many times as large as typical ones.
+        longest: The most characters of a name.
+        width: The width of the figure in inches.
     """
     all_lines = list[Line]()
     for lines in lines_by_title.values():

@@ -82,10 +82,10 @@ def panels(figure: Figure, columns: int, count: int, **keywords: Any) -> list[Ax
     """Adds a grid of axes to a figure, row by row, and returns the axes.
 
     Args:
-      figure: the figure.
-      columns: the number of columns.
-      count: the number of axes. The last row may be incomplete.
-      **keywords: arguments of `Figure.subplots`, such as `sharex`.
+        figure: The figure.
+        columns: The number of columns.
+        count: The number of axes. The last row may be incomplete.
+        **keywords: Arguments of `Figure.subplots`, such as `sharex`.
     """
     grid = figure.subplots(rows_of(count, columns), columns, squeeze=False, **keywords)
     axes = list(grid.flat)
@@ -109,9 +109,9 @@ def legend(
     MARKS_OF_LABEL.
 
     Args:
-      figure: the figure that gets the legend.
-      loc: whether the legend is above ('upper') or below ('lower') the axes.
-      axes: the axes with the labels, by default all axes of the figure.
+        figure: The figure that gets the legend.
+        loc: Whether the legend is above ('upper') or below ('lower') the axes.
+        axes: The axes with the labels, by default all axes of the figure.
     """
     if axes is None:
         axes = figure.axes
