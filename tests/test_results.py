@@ -65,7 +65,7 @@ def check_decision(decision: str, differences: np.ndarray, num_arms_beyond_margi
     """Checks a decision by a t test, corrected for the number of arms that are tested."""
     if decision == Decision.UNDECIDED.value:
         return
-    side = decision.removesuffix(' (below margin)')
+    side = decision.removesuffix(' (margin open)')
     assert side in ('better', 'worse')
     sign = -1 if side == 'better' else 1
     distance = sign * differences.mean()

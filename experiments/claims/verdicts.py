@@ -1,7 +1,7 @@
 """Derives the truth of a claim in each context, and its verdict, from the verdicts of arms.
 
 `RELATIONS` says which decisions of `qkattn.stats` make a relation true or false. "Better" and
-"worse" mean by more than the margin. "Better (below margin)" leaves "better" and "equivalent" open,
+"worse" mean by more than the margin. "Better (margin open)" leaves "better" and "equivalent" open,
 because more seeds may show either.
 """
 

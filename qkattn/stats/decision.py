@@ -44,16 +44,16 @@ class Decision(enum.Enum):
     """The decision on an arm compared with the baseline, in the order of tables."""
 
     BETTER = 'better'
-    BETTER_BELOW_MARGIN = 'better (below margin)'
+    BETTER_MARGIN_OPEN = 'better (margin open)'
     EQUIVALENT = 'equivalent'
-    WORSE_BELOW_MARGIN = 'worse (below margin)'
+    WORSE_MARGIN_OPEN = 'worse (margin open)'
     WORSE = 'worse'
     UNDECIDED = 'undecided'
     NO_VERDICT = 'no verdict'
 
 
-BELOW_ZERO = (Decision.BETTER, Decision.BETTER_BELOW_MARGIN)
-ABOVE_ZERO = (Decision.WORSE, Decision.WORSE_BELOW_MARGIN)
+BELOW_ZERO = (Decision.BETTER, Decision.BETTER_MARGIN_OPEN)
+ABOVE_ZERO = (Decision.WORSE, Decision.WORSE_MARGIN_OPEN)
 DECIDED = (*BELOW_ZERO, Decision.EQUIVALENT, *ABOVE_ZERO)
 
 
@@ -113,7 +113,7 @@ def judge(
     |---|---|
     | better, worse | the arm differs from the baseline by the margin or more |
     | equivalent | the arm differs by less than the margin, perhaps by nothing |
-    | better, worse (below margin) | the arm differs, and neither of the above is shown |
+    | better, worse (margin open) | the arm differs, and neither of the above is shown |
 
     An arm with fewer than 3 pairs of seeds is undecided. An arm with diverged trials is worse or
     undecided. An arm whose baseline has diverged trials is better or undecided.
@@ -173,9 +173,9 @@ def judge(
         if is_equivalent and not arm_diverged and not baseline_diverged:
             decision = Decision.EQUIVALENT
         elif is_different and difference.mean < 0 and not arm_diverged:
-            decision = Decision.BETTER if is_beyond_margin else Decision.BETTER_BELOW_MARGIN
+            decision = Decision.BETTER if is_beyond_margin else Decision.BETTER_MARGIN_OPEN
         elif is_different and difference.mean >= 0 and not baseline_diverged:
-            decision = Decision.WORSE if is_beyond_margin else Decision.WORSE_BELOW_MARGIN
+            decision = Decision.WORSE if is_beyond_margin else Decision.WORSE_MARGIN_OPEN
 
         judgements[arm] = Judgement(
             decision=decision,

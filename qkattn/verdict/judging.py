@@ -274,9 +274,9 @@ def _splits_agree(comparison: Comparison, decision_on_test: Decision) -> bool:
     validation_difference = comparison.validation
     if decision_on_test is Decision.EQUIVALENT:
         return abs(validation_difference) < comparison.difference.margin
-    if decision_on_test in BELOW_ZERO:  # better, beyond or below the margin
+    if decision_on_test in BELOW_ZERO:  # better, also with the margin open
         return validation_difference < 0
-    if decision_on_test in ABOVE_ZERO:  # worse, beyond or below the margin
+    if decision_on_test in ABOVE_ZERO:  # worse, also with the margin open
         return validation_difference > 0
     return True  # undecided
 
@@ -316,7 +316,7 @@ def _test_reasons(
             yield Reason(ReasonCode.DIFFERENT_WITHIN_MARGIN, data)
     elif judgement.decision in DECIDED:
         yield Reason(ReasonCode.DIFFERENT, {'p': p})
-        # 'better' or 'worse', not 'better (below margin)' or 'worse (below margin)'.
+        # 'better' or 'worse', not 'better (margin open)' or 'worse (margin open)'.
         is_beyond_margin = judgement.decision is side
         code = ReasonCode.BEYOND_MARGIN if is_beyond_margin else ReasonCode.NOT_BEYOND_MARGIN
         yield Reason(code, {'margin': margin, 'p': p_margin})

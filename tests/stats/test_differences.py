@@ -12,9 +12,9 @@ from qkattn.stats.decision import ALPHA, Decision, holm, judge, level
 from qkattn.stats.inference import paired_test
 
 BETTER = Decision.BETTER
-BETTER_BELOW = Decision.BETTER_BELOW_MARGIN
+BETTER_OPEN = Decision.BETTER_MARGIN_OPEN
 EQUIVALENT = Decision.EQUIVALENT
-WORSE_BELOW = Decision.WORSE_BELOW_MARGIN
+WORSE_OPEN = Decision.WORSE_MARGIN_OPEN
 WORSE = Decision.WORSE
 UNDECIDED = Decision.UNDECIDED
 VALUES = [-0.012, -0.008, -0.015, -0.006, -0.011, -0.009, -0.010]
@@ -380,14 +380,14 @@ def difference_around(mean, spread=0.001, num_pairs=8, **keywords):
     [
         (difference_around(-0.02), BETTER, UNDECIDED, BETTER),
         (difference_around(0.02), WORSE, WORSE, UNDECIDED),
-        (difference_around(-0.006, spread=0.003), BETTER_BELOW, UNDECIDED, BETTER_BELOW),
-        (difference_around(0.006, spread=0.003), WORSE_BELOW, WORSE_BELOW, UNDECIDED),
+        (difference_around(-0.006, spread=0.003), BETTER_OPEN, UNDECIDED, BETTER_OPEN),
+        (difference_around(0.006, spread=0.003), WORSE_OPEN, WORSE_OPEN, UNDECIDED),
         (difference_around(0.0), EQUIVALENT, UNDECIDED, UNDECIDED),
-        (difference_around(0.003), EQUIVALENT, WORSE_BELOW, UNDECIDED),
+        (difference_around(0.003), EQUIVALENT, WORSE_OPEN, UNDECIDED),
         (difference_around(0.001, spread=0.05), UNDECIDED, UNDECIDED, UNDECIDED),
         # By what the optimum may be missed, of the arm and of the baseline.
         (difference_around(-0.02, tuning=(0.1, 0.0)), BETTER, UNDECIDED, BETTER),
-        (difference_around(-0.02, tuning=(0.0, 0.016)), BETTER_BELOW, UNDECIDED, BETTER_BELOW),
+        (difference_around(-0.02, tuning=(0.0, 0.016)), BETTER_OPEN, UNDECIDED, BETTER_OPEN),
         (difference_around(-0.02, tuning=(0.0, np.inf)), UNDECIDED, UNDECIDED, UNDECIDED),
     ],
 )

@@ -19,9 +19,9 @@ OPEN = Speaks.OPEN
 BESIDE = Speaks.BESIDE
 DECISIONS = (
     Decision.BETTER,
-    Decision.BETTER_BELOW_MARGIN,
+    Decision.BETTER_MARGIN_OPEN,
     Decision.EQUIVALENT,
-    Decision.WORSE_BELOW_MARGIN,
+    Decision.WORSE_MARGIN_OPEN,
     Decision.WORSE,
 )
 # What an arm with each of `DECISIONS` says of a relation.
