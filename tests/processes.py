@@ -75,8 +75,20 @@ def start_job(source: str, count: int, *arguments: object, **variables: str) -> 
     ]
 
 
-def wait_for_results(processes: list, timeout: float = 120) -> list[tuple[int, str, str]]:
-    """Waits for processes; returns exit code, standard output and standard error of each."""
+def wait_for_results(
+    processes: list[subprocess.Popen], timeout: float = 120
+) -> list[tuple[int, str, str]]:
+    """Waits until all processes have ended, and returns what each of them gave.
+
+    If a process does not end, raises subprocess.TimeoutExpired and kills all processes.
+
+    Args:
+      processes: processes with pipes for both outputs, as `start_python` starts them.
+      timeout: how long to wait for each process, in seconds.
+
+    Returns:
+      Exit code, standard output and standard error of each process, in the order of `processes`.
+    """
     results = []
     try:
         for process in processes:
@@ -84,7 +96,7 @@ def wait_for_results(processes: list, timeout: float = 120) -> list[tuple[int, s
             results.append((process.returncode, output, errors))
         return results
     finally:
-        # After a timeout, some processes may still be running.
+        # After a timeout, processes may still be running. Killing one that has ended does nothing.
         for process in processes:
             process.kill()
 

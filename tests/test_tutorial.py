@@ -49,19 +49,31 @@ def test_the_config_on_the_page_is_the_file():
 
 @pytest.fixture(scope='module')
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A clone with one commit, beside a text of short speeches."""
+    """What a user of the tutorial has: a clone, and the text that the tutorial downloads.
+
+    The clone has the files of this repository in one commit, and the program .venv/bin/python. The
+    text is ../plays.txt, with random short speeches in place of Shakespeare's.
+    """
     if not (ROOT / '.git').exists() or shutil.which('git') is None:
         pytest.skip('the files of the clone are those that git knows')
+
+    # `git clone` would leave out changes that are not committed yet, so files are copied.
     clone = tmp_path_factory.mktemp('tutorial') / 'qkattn'
     copy_files(clone)
+    # A study gives no verdict without a commit of its code.
     git(clone, 'init')
     git(clone, 'add', '--all')
     git(clone, 'commit', '--message=all')
-    write_program(
-        clone / '.venv/bin/python', f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
-    )
-    (clone.parent / 'plays.txt').write_text(random_speeches())
+
+    # Commands of the tutorial call .venv/bin/python, here the Python that runs the tests.
+    call_this_python = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
+    write_program(clone / '.venv/bin/python', call_this_python)
+
+    plays = clone.parent / 'plays.txt'
+    plays.write_text(random_speeches())
+
     yield clone
+
     shutil.rmtree(clone)
 
 

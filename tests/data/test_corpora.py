@@ -567,15 +567,21 @@ def test_a_file_in_manual_dir_is_read_in_place_of_a_download(served, tmp_path):
 
 @pytest.fixture
 def put_into_manual_dir(tmp_path, monkeypatch):
-    """put_into_manual_dir(name, content) writes a file and returns settings that read it.
+    """A function that puts a file where a corpus reads it in place of a download.
 
-    The sha256 of the file becomes the declared one.
+    put_into_manual_dir(name, content) writes the bytes `content` to a file of data.manual_dir. The
+    result is the fields of DataConfig with which a corpus reads the file.
     """
 
-    def put(name, content):
-        (tmp_path / name).write_bytes(content)
-        monkeypatch.setitem(downloads.SHA256, name, hashlib.sha256(content).hexdigest())
-        return {'data_dir': str(tmp_path / 'data'), 'manual_dir': str(tmp_path)}
+    def put(name: str, content: bytes) -> dict[str, str]:
+        manual_dir = tmp_path
+        (manual_dir / name).write_bytes(content)
+
+        # A corpus refuses a file whose sha256 is not the declared one.
+        sha256_of_content = hashlib.sha256(content).hexdigest()
+        monkeypatch.setitem(downloads.SHA256, name, sha256_of_content)
+
+        return {'data_dir': str(tmp_path / 'data'), 'manual_dir': str(manual_dir)}
 
     return put
 

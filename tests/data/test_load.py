@@ -253,16 +253,25 @@ def test_a_setting_that_does_not_fit_the_data_is_refused(files, kind, form, sett
 
 @pytest.mark.parametrize('task', [None, 'language'], ids=['task of the model', 'named task'])
 def test_text_is_read_by_document_if_attention_does_not_cross_documents(files, task):
+    # Without a named task, a decoder on text has the task 'language'.
     config = config_of('decoder', TEXT, cross_documents=False, task=task)
-    assert task_of(config) is DocumentRows
 
+    # With cross_documents=True, the class would be LanguageRows.
+    assert task_of(config) is DocumentRows
     rows = rows_of(config)
     assert type(rows) is DocumentRows
-    # Segments say which tokens belong to which document.
+
+    # Segments number the documents of a row, one number for each token of the context.
     batch = read_rows(rows, 'train', [0, 1])
+    segments_BT = batch['segments_BT']
     context = config.model.context
-    assert rows.array_shapes(config.model)['segments_BT'] == (context, batch['segments_BT'].dtype)
-    # Induction is measured on these rows.
+    assert segments_BT.shape == (2, context)
+
+    # A stated shape is that of one row, without the batch dimension.
+    stated_shapes = rows.array_shapes(config.model)
+    assert stated_shapes['segments_BT'] == (context, segments_BT.dtype)
+
+    # `sequences` is None for rows on which induction is not measured.
     assert repeats.sequences(rows) is not None
 
 

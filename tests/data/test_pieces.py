@@ -50,15 +50,19 @@ def bpe_over_the_whole_text():
 
 
 def unigram():
-    """A vocabulary like that of XLM-R: a word is split into its most probable tokens."""
+    """Trains a vocabulary like that of XLM-R, of 600 tokens, on the beginning of TEXT.
+
+    A unigram model splits each word into its most probable tokens.
+    """
     trainer = trainers.UnigramTrainer(
         vocab_size=600, special_tokens=['<unk>'], unk_token='<unk>', show_progress=False
     )
+    # NFKC replaces characters by equivalent ones, such as the ligature 'ﬁ' by 'fi'.
+    normalizer = normalizers.NFKC()
+    # Metaspace cuts a text at spaces. Each word begins with '▁' in place of its space.
+    pre_tokenizer = pre_tokenizers.Metaspace()
     return train_library(
-        models.Unigram(),
-        trainer,
-        pre_tokenizer=pre_tokenizers.Metaspace(),
-        normalizer=normalizers.NFKC(),
+        models.Unigram(), trainer, pre_tokenizer=pre_tokenizer, normalizer=normalizer
     )
 
 
@@ -105,33 +109,46 @@ def check_pieces(library, text):
     assert ids.tolist() == library.encode(text, add_special_tokens=False).ids
 
 
+def text_of_excerpts_and_odd_texts(rng):
+    """20 excerpts of TEXT, of up to 399 characters, each with an odd text after it."""
+    parts = []
+    for _ in range(20):
+        start = rng.randrange(len(TEXT))
+        length = rng.randrange(400)
+        parts.append(TEXT[start : start + length])
+        parts.append(rng.choice(ODD_TEXTS + RUNS))
+    return ''.join(parts)
+
+
 @pytest.mark.parametrize(
-    'train',
+    'train_tokenizer',
     [byte_level_bpe, bpe_over_the_whole_text, unigram, word_piece],
-    ids=lambda f: f.__name__,
+    ids=lambda function: function.__name__,
 )
-def test_a_text_in_pieces_has_the_ids_of_the_whole_text(train, encoded_lengths):
-    library = train()
+def test_a_text_in_pieces_has_the_ids_of_the_whole_text(train_tokenizer, encoded_lengths):
+    """`check_pieces` compares the ids of a text in pieces with those of one encoding."""
+    library = train_tokenizer()
+
+    # A text that is much longer than a piece.
+    long_text = TEXT[:60_000]
+    check_pieces(library, long_text)
+
+    # `encoded_lengths` has the length of every encoded piece, as a rule PIECE characters.
+    # Neighbouring pieces overlap, so there are more pieces than without overlap.
+    num_pieces_without_overlap = len(long_text) / PIECE
+    assert len(encoded_lengths) > num_pieces_without_overlap
 
     # A piece that cannot be joined to the next one is encoded again at twice its size.
-    check_pieces(library, TEXT[:60_000])
-    assert len(encoded_lengths) > 60_000 / PIECE
     assert max(encoded_lengths) <= 2 * PIECE
 
-    # Texts about as long as a piece.
+    # The shortest texts, and texts about as long as a piece.
     for text in ('', 'a', TEXT[: PIECE - 1], TEXT[: PIECE + 1]):
         check_pieces(library, text)
 
-    # Texts of 20 excerpts of TEXT, each with an odd text after it.
+    # Texts in which pieces are hard to join.
     rng = random.Random(0)
     for _ in range(15):
-        parts = []
-        for _ in range(20):
-            start = rng.randrange(len(TEXT))
-            length = rng.randrange(400)
-            parts.append(TEXT[start : start + length])
-            parts.append(rng.choice(ODD_TEXTS + RUNS))
-        check_pieces(library, ''.join(parts))
+        check_pieces(library, text_of_excerpts_and_odd_texts(rng))
 
 
 def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):

@@ -565,26 +565,39 @@ def test_tokens_with_an_added_separator_keep_it(text_config, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_a_run_with_an_added_separator_resumes_with_it(tiny, text_config, tmp_path, monkeypatch):
+    """The vocabulary has the ids 0 to 400, of which 400 is an end of text.
+
+    The end of text separates documents. Earlier versions overlooked the end of text, and added the
+    id 401 as separator.
+    """
+    end_of_text = 400
+    added_separator = 401
     vocabulary = str(write_vocabulary(tmp_path / 'v/words.json'))
     data = dataclasses.replace(text_config, tokenizer=vocabulary, eval_sequences=None)
-    model = {'num_layers': 1, 'vocab_size': 402}
+    model = {'num_layers': 1, 'vocab_size': added_separator + 1}
     config = tiny(model=model, data=vars(data), trials={'seeds': (0,)})
     run = tmp_path / 'run'
 
+    # An earlier version trains the run to its end.
     with as_earlier_versions(monkeypatch):
-        (first,) = train(config, run)
+        (result_of_earlier_version,) = train(config, run)
+    # Without its result, the run resumes at its last checkpoint and is measured again.
     (run / 'result.json').unlink()
-    (again,) = train(config, run)
+    (result,) = train(config, run)
 
-    assert again['data'] == first['data']
-    assert again['test_loss'] == first['test_loss']
-    source = loading.load(run)
-    assert loading.tokenizer_for(source, '', '--prompt_tokens').separator == 401
+    # `data` has the name of the tokenizer, which depends on the separator.
+    assert result['data'] == result_of_earlier_version['data']
+    assert result['test_loss'] == result_of_earlier_version['test_loss']
 
-    # A new run has the separator of the file, 400, so that 401 ids suffice.
-    model_of_new_run = dataclasses.replace(config.model, vocab_size=401)
-    new_config = dataclasses.replace(config, model=model_of_new_run)
-    assert rows_of(new_config).vocab_size == 401
+    # The tokenizer that is loaded with the run has the added separator, too.
+    loaded_run = loading.load(run)
+    tokenizer = loading.tokenizer_for(loaded_run, data='', otherwise='--prompt_tokens')
+    assert tokenizer.separator == added_separator
+
+    # Any other run has the separator of the file, so the ids 0 to 400 suffice.
+    model_of_other_run = dataclasses.replace(config.model, vocab_size=end_of_text + 1)
+    other_config = dataclasses.replace(config, model=model_of_other_run)
+    assert rows_of(other_config).vocab_size == end_of_text + 1
 
 
 def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):

@@ -103,17 +103,26 @@ def test_shards_read_as_one_array(tmp_path):
 
 
 def test_a_cut_of_shards_keeps_their_documents(tmp_path):
-    # Two shards of 10 ids, each with three documents.
-    ends = np.array([3, 6, 10])
-    shards = Shards([Shard(tmp_path, np.arange(10), ends), Shard(tmp_path, np.arange(10), ends)])
+    # Each shard has 10 ids. Its three documents end before the positions 3, 6 and 10.
+    ids = np.arange(10)
+    document_ends = np.array([3, 6, 10])
+    first_shard = Shard(tmp_path, ids, document_ends)
+    second_shard = Shard(tmp_path, ids, document_ends)
+    shards = Shards([first_shard, second_shard])
 
-    # Behind the first document of the second shard.
-    before, after = shards.cut([13])
+    # The cut is behind the first document of the second shard.
+    cut_position = len(ids) + 3
+    before, after = shards.cut([cut_position])
 
+    # Before the cut are the whole first shard and one document of the second shard.
     assert len(before) == 13
-    assert [shard.document_ends.tolist() for shard in before.shards] == [[3, 6, 10], [3]]
+    ends_before_cut = [shard.document_ends.tolist() for shard in before.shards]
+    assert ends_before_cut == [[3, 6, 10], [3]]
+
+    # Behind the cut are the other two documents. Their ends are counted from the cut.
     assert len(after) == 7
-    assert [shard.document_ends.tolist() for shard in after.shards] == [[3, 7]]
+    ends_after_cut = [shard.document_ends.tolist() for shard in after.shards]
+    assert ends_after_cut == [[6 - 3, 10 - 3]]
 
 
 @pytest.fixture

@@ -192,23 +192,29 @@ def test_the_search_stops_when_all_rows_are_done():
     assert_steps_and_lengths(tree_BNV, num_steps=T - 1, best_lengths=[1, T, 1])
 
 
-def test_a_token_with_logit_minus_infinity_is_never_chosen():
+@pytest.mark.parametrize('beam', [2, V**T], ids=['two hypotheses', 'all sequences of T tokens'])
+def test_a_token_with_logit_minus_infinity_is_never_chosen(beam):
+    # The logits of 12 rows (B), after each prefix of tokens (N).
     tree_BNV = random_tree(3, batch=12)
     is_impossible_BNV = np.random.default_rng(3).random(tree_BNV.shape) < 0.4
     tree_BNV[is_impossible_BNV] = -np.inf
     # Row 0 has no possible first token.
-    tree_BNV[0, 0] = -np.inf
+    empty_prefix = 0
+    tree_BNV[0, empty_prefix] = -np.inf
 
-    for beam in (2, V**T):
-        best = search(tree_BNV, beam=beam, length_penalty=0.6)
+    best = search(tree_BNV, beam=beam, length_penalty=0.6)
 
-        for row, tree_NV in enumerate(tree_BNV):
-            possible = []
-            for score, tokens in plain_search(tree_NV, beam, length_penalty=0.6):
-                if score > -np.inf:
-                    possible.append((score, tokens))
-            assert_hypotheses(best, row, possible)
-        assert np.all(best.lengths_BK[0] == 0)
+    # In plain Python, a hypothesis with an impossible token has the score -inf.
+    for row, tree_NV in enumerate(tree_BNV):
+        possible = []
+        for score, tokens in plain_search(tree_NV, beam, length_penalty=0.6):
+            if score > -np.inf:
+                possible.append((score, tokens))
+        # Further places of the beam must be empty, with the score -inf and no tokens.
+        assert_hypotheses(best, row, possible)
+
+    # No hypothesis is possible in row 0, so all its places are empty.
+    assert np.all(best.lengths_BK[0] == 0)
 
 
 @pytest.mark.parametrize('wrong', [np.nan, -np.nan, np.inf])

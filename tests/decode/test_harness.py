@@ -63,21 +63,33 @@ class NumpyDecoder:
         self.p = traverse_util.flatten_dict(jax.tree.map(np.float64, params), sep='/')
 
     def log_probabilities(self, tokens):
-        """Log-probabilities [T, V] of the next token after each of T tokens."""
-        p = self.p
+        """Log-probabilities [T, V] of the next token after each of T tokens.
+
+        V is the number of ids of the tokenizer. The model has further ids, which are left out.
+        """
+        p = self.p  # the parameters; those of blocks are stacked by layer
         T = len(tokens)
         x_TD = p['w_embedding_VD'][tokens] + p['w_position_TD'][:T]
+
+        # In each block, attention and MLP read the normalized stream, and add to the stream.
         for layer in range(CONFIG.num_layers):
-            y_TD = layer_norm(x_TD) * p['blocks/attention_norm/g_D'][layer]
-            x_TD = x_TD + self.attention(y_TD, layer)
+            attention_gain_D = p['blocks/attention_norm/g_D'][layer]
+            x_TD = x_TD + self.attention(layer_norm(x_TD) * attention_gain_D, layer)
 
-            y_TD = layer_norm(x_TD) * p['blocks/mlp_norm/g_D'][layer]
-            h_TF = gelu_tanh(y_TD @ p['blocks/mlp/w_in_DF'][layer])
-            x_TD = x_TD + h_TF @ p['blocks/mlp/w_out_FD'][layer]
+            mlp_gain_D = p['blocks/mlp_norm/g_D'][layer]
+            w_in_DF = p['blocks/mlp/w_in_DF'][layer]
+            w_out_FD = p['blocks/mlp/w_out_FD'][layer]
+            hidden_TF = gelu_tanh(layer_norm(x_TD) * mlp_gain_D @ w_in_DF)
+            x_TD = x_TD + hidden_TF @ w_out_FD
 
-        logits_TV = layer_norm(x_TD) * p['final_norm/g_D'] @ p['w_embedding_VD'].T
-        logits_TV = logits_TV[:, : CHARACTERS.vocab_size]
-        return logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
+        # The output matrix is the transposed embedding.
+        normalized_TD = layer_norm(x_TD) * p['final_norm/g_D']
+        logits_of_all_ids = normalized_TD @ p['w_embedding_VD'].T
+        logits_TV = logits_of_all_ids[:, : CHARACTERS.vocab_size]
+
+        # The logarithm of the softmax over the ids of the tokenizer.
+        log_sum_T1 = np.log(np.exp(logits_TV).sum(-1, keepdims=True))
+        return logits_TV - log_sum_T1
 
     def attention(self, x_TD, layer):
         T = len(x_TD)

@@ -121,16 +121,24 @@ def printed(script_here):
 
 @pytest.fixture
 def refusal(script_here, monkeypatch):
-    """Runs a qkattn command that must fail with one line and exit code 2; returns the line."""
-    # The progress display would write to standard error as well.
+    """A function that runs a qkattn command, which must be refused, and returns the message.
+
+    refusal('ablate', '--flag=1') runs `qkattn ablate --flag=1` in this process. A refusal has the
+    exit code 2. Its message is one line on standard error, without a traceback.
+    """
+    # The progress display would write further lines to standard error.
     monkeypatch.setattr(Progress, 'tick', lambda display: None)
 
     def run(*command: str) -> str:
-        done = script_here(*command)
-        assert done.returncode == 2, done.stderr
-        assert 'Traceback' not in done.stderr, done.stderr
-        lines = [line for line in done.stderr.splitlines() if line]
-        assert len(lines) == 1, done.stderr
+        completed = script_here(*command)
+        errors = completed.stderr
+
+        # Where an assertion fails, pytest shows what the command printed.
+        assert completed.returncode == 2, errors
+        assert 'Traceback' not in errors, errors
+
+        lines = [line for line in errors.splitlines() if line]
+        assert len(lines) == 1, errors
         return lines[0]
 
     return run

@@ -108,21 +108,34 @@ def records_of_controlled_arms():
 
 
 def write_controlled_study(directory):
-    """Writes a study with controls, an arm that was added after a look, and accepted changes."""
+    """Writes a study with controls, and with an arm that was added after a look.
+
+    A look is a reading of the results. The ledger records looks, declared arms, and problems that
+    were accepted. Uncommitted changes of the code are such a problem.
+
+    Returns:
+      `directory`. The arms of the study are CONTROLLED_ARMS.
+    """
     records = records_of_controlled_arms()
+    # Controls have the shape of the baseline, or are trained 4 times as long.
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
+    ledger_file = directory / ledger.NAME
 
-    # A look at all arms but qk/no_v.
-    early = [record for record in records if record['variant'] != 'qk/no_v']
-    write_tuned(directory, early, controls=controls)
+    # At the look, the study has all arms but qk/no_v.
+    records_at_look = [record for record in records if record['variant'] != 'qk/no_v']
+    write_tuned(directory, records_at_look, controls=controls)
     ledger.record_look(directory)
-    ledger_after_look = (directory / ledger.NAME).read_text()
 
-    # Then qk/no_v is declared. `write_tuned` begins a new ledger, so the old one is put back.
+    # Then qk/no_v gets results. `write_tuned` begins another ledger, so the old one is put back.
+    ledger_after_look = ledger_file.read_text()
     write_tuned(directory, records, controls=controls)
-    (directory / ledger.NAME).write_text(ledger_after_look)
+    ledger_file.write_text(ledger_after_look)
+
+    # The ledger notes that qk/no_v was declared after the look.
     study = json.loads((directory / 'study.json').read_text())
     ledger.declare(directory, study)
+
+    # At last, uncommitted changes are accepted, with a reason.
     ledger.accept(directory, ['uncommitted'], 'a comment was edited')
     return directory
 

@@ -229,27 +229,35 @@ def rows_of_csv(findings: Findings) -> list[dict[str, str]]:
 
 
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
+    # The module of the metric cannot be imported.
     (tmp_path / 'evil.py').write_text('raise AssertionError("imported")')
     monkeypatch.syspath_prepend(tmp_path)
+
+    # An `outside_record` has a value of the metric top_3, and describes the metric.
+    # The description has the unit % and the text 'Share of the first three.'.
     records = [
-        outside_record('qk/vo', 0.5, seed=0),
-        outside_record('qk/vo', 0.75, seed=1),
-        outside_record('b/vo', 0.25, seed=0),
-        outside_record('b/vo', None, seed=1),
+        outside_record('qk/vo', top=0.5, seed=0),
+        outside_record('qk/vo', top=0.75, seed=1),
+        outside_record('b/vo', top=0.25, seed=0),
+        outside_record('b/vo', top=None, seed=1),
         trial_record('c/vo'),  # results without the metric
     ]
     write_study(study_dir, records)
+    # The config of each run names the metric by its import path.
     for run in {record['run'] for record in records}:
         studies.edit_plan(study_dir, run, train__metrics=['evil:TOP_3'])
 
     findings = findings_of(study_dir)
 
-    # A mean needs all seeds of an arm.
-    assert [arm['test_top_3_mean'] for arm in rows_of_csv(findings)] == ['0.625', '', '']
-    text = tables.report_markdown(findings)
-    assert '| test top 3, % mean ± sd |' in text
-    assert '| 62.5000 ± 17.6777 |' in text
-    assert 'Share of the first three.' in text
+    # The mean of qk/vo is that of 0.5 and 0.75. The other arms lack a value of some seed.
+    mean_by_arm = [row['test_top_3_mean'] for row in rows_of_csv(findings)]
+    assert mean_by_arm == ['0.625', '', '']
+
+    # In percent, qk/vo has 50 and 75, whose standard deviation is 25 / sqrt(2).
+    report = tables.report_markdown(findings)
+    assert '| test top 3, % mean ± sd |' in report
+    assert '| 62.5000 ± 17.6777 |' in report
+    assert 'Share of the first three.' in report
 
 
 def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir):

@@ -68,18 +68,25 @@ def test_a_closed_run_in_a_bucket_leaves_no_lock(bucket):
 
 def test_an_owner_whose_lease_was_taken_over_writes_no_metrics(bucket, monkeypatch):
     path = 'gs://runs/a'
-    seconds = leases.seconds
 
     with RunDirectory(path, CONFIG) as first:
+        # In a bucket, records stay in memory until the directory is closed.
         first.metrics.append({'step': 5})
-        # The lease of the first owner expires, and the second takes it over.
-        monkeypatch.setattr(leases, 'seconds', lambda: seconds() + leases.EXPIRY)
+
+        # The lease of the first owner expires. An owner goes by the clock of its process.
+        clock = leases.seconds
+        monkeypatch.setattr(leases, 'seconds', lambda: clock() + leases.EXPIRY)
+        # Other processes go by the age of the lock in the bucket.
         bucket.set_age('runs', 'a/lock', leases.EXPIRY + 1)
+
+        # So a second owner takes over, and writes its record when its block ends.
         with RunDirectory(path, CONFIG) as second:
             second.metrics.append({'step': 9})
+
         assert first.lost()
         assert not second.lost()
 
+    # The first owner was closed last. Without its lease, it did not write step 5.
     assert read_metrics(f'{path}/metrics.jsonl') == [{'step': 9}]
 
 

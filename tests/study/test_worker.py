@@ -54,10 +54,16 @@ def replace_training(patch):
     trained = TrainedNames()
 
     def train(config, workdir, *, lost, **_):
+        """Writes what training would leave in `workdir`, with losses that a formula gives."""
+        # A test may let this call raise an error.
         trained.before(config, workdir)
+        # The caller holds the lease of the run.
         assert not lost()
+
+        # As in real training, a run that has a result is not trained again.
         if (workdir / 'result.json').exists():
             return
+
         results = []
         for trial in config.trials.trials():
             loss = loss_of_trial(config, trial)
@@ -69,10 +75,13 @@ def replace_training(patch):
                 num_steps=config.train.num_steps,
             )
             results.append(result)
+
+        # result.json, metrics.jsonl and documents.json.
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(workdir / 'result.json', results)
         studies.write_metrics(workdir, results, num_evals=4)
         studies.write_documents(workdir, results)
+
         trained.append(workdir.name)
 
     patch.setattr(worker, 'train', train)
@@ -411,22 +420,29 @@ def test_a_worker_that_waits_names_the_run_that_another_holds(run_waited_for, ca
 def test_a_plan_is_made_again_where_another_worker_has_finished_a_run(
     trained, tmp_path, monkeypatch
 ):
-    """Another worker ends the last open run just after the plan was made without it."""
+    """Another worker finishes the last open run just after a plan was made."""
     path = tmp_path / 'out'
     plan_runs = plan.runs
 
     def plan_runs_then_finish_screening(*args):
         runs = plan_runs(*args)
-        if (path / 'study.json').exists():
+        # Once the study is declared, other workers may take part.
+        is_declared = (path / 'study.json').exists()
+        if is_declared:
             for run in runs:
                 if run.stage == 'screening':
+                    # The fixture `trained` lets this write the result at once.
                     worker.train(run.config, path / run.directory, lost=lambda: False)
         return runs
 
     monkeypatch.setattr(plan, 'runs', plan_runs_then_finish_screening)
+    study_of_baseline_alone = dataclasses.replace(STUDY, variants=('qk/vo',))
 
-    worker.run(dataclasses.replace(STUDY, variants=('qk/vo',)), path)
+    worker.run(study_of_baseline_alone, path)
 
+    # The worker plans on although every run of its plan has a result.
+    # The first screening finds the best rate at the end of the grid, 4e-3.
+    # So the second screening adds the rate 8e-3, and the verdict run is planned last.
     stages = [line['stage'] for line in read_lines(path / 'plan.jsonl')]
     assert stages == ['screening', 'screening', 'verdict']
 

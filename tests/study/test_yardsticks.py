@@ -122,17 +122,23 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
 
 
 def test_a_stored_study_has_counts_but_no_trials_from_checkpoints(study):
-    kept = study.path / 'kept'
-    stored.pack(study.path, kept)
+    # Packing keeps plan and results, but leaves out checkpoints.
+    packed_study = study.path / 'packed'
+    stored.pack(study.path, packed_study)
 
-    assert yardsticks.record(kept) == []
-    yardsticks.record(study.path)
+    # `record` returns problems. A missing checkpoint is not one of them.
+    assert yardsticks.record(packed_study) == []
+    assert yardsticks.record(study.path) == []
 
-    of_kept = recorded_yardsticks(kept)
-    assert of_kept['groups'] == recorded_yardsticks(study.path)['groups']
-    (run,) = of_kept['runs']
-    assert run['trials'] is None
-    assert run['why'] == 'it has no checkpoint'
+    # `groups` are losses of counts, such as n-grams, for which the data suffice.
+    recorded_for_packed = recorded_yardsticks(packed_study)
+    recorded_for_study = recorded_yardsticks(study.path)
+    assert recorded_for_packed['groups'] == recorded_for_study['groups']
+
+    # `runs` are losses of the trials of each run, measured from its checkpoint.
+    (packed_run,) = recorded_for_packed['runs']
+    assert packed_run['trials'] is None
+    assert packed_run['why'] == 'it has no checkpoint'
 
 
 def test_checkpoints_outside_the_study_are_not_read(study):
@@ -208,17 +214,36 @@ def test_the_yardstick_of_a_probe_is_chance(tiny):
 
 
 def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
-    config = tiny(model={'kind': 'encoder', 'vocab_size': 257})
+    num_steps = 12
+    batch_size = 8
+    context = 16
+    vocab_size = 256 + 1  # bytes and the mask token
+    config = tiny(
+        model={'kind': 'encoder', 'context': context, 'vocab_size': vocab_size},
+        train={'num_steps': num_steps, 'batch_size': batch_size},
+    )
     rows = rows_of(config)
+    # An encoder on text predicts masked tokens.
     assert isinstance(rows, MaskedRows)
 
     counts = rows.yardsticks(config)
 
     assert counts.task == 'masked'
-    assert counts.tokens == 12 * 8 * 16  # steps, rows and context
-    losses = list(counts.losses['test'].values())  # by the number of neighbours
-    assert len(losses) == 6
-    assert losses[1] < losses[0] - 0.1
+    # Tokens are counted in the rows that a trial is trained on.
+    assert counts.tokens == num_steps * batch_size * context
+
+    # Each loss is of predicting masked tokens from their 0 to 5 nearest visible tokens.
+    losses = counts.losses['test']
+    assert list(losses) == [
+        'frequencies',
+        'nearest visible neighbour',
+        '2 nearest visible neighbours',
+        '3 nearest visible neighbours',
+        '4 nearest visible neighbours',
+        '5 nearest visible neighbours',
+    ]
+    # A byte of text is easier to predict with a known neighbour, by over 0.1 nats.
+    assert losses['nearest visible neighbour'] < losses['frequencies'] - 0.1
 
 
 def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):

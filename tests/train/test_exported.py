@@ -141,23 +141,28 @@ def test_the_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path)
 
 
 def test_differences_between_the_settings_of_export_and_run_are_logged(small, tmp_path, caplog):
-    own_model = small().model
+    export = tmp_path / 'w'
+    config = small(train={'init_from': str(export)})
     exported_model = dataclasses.replace(
-        own_model,
-        activation='gelu',
-        d_ff=own_model.mlp_width,  # the default, so no difference
-        window=3,
-        logit_cap=9.0,
+        config.model,
         encoder_variant='a/b',
         cross_variant='a/b',
+        activation='gelu',
+        logit_cap=9.0,
+        window=3,
+        # The run has d_ff=None, which stands for the same width.
+        d_ff=config.model.mlp_width,
     )
-    params = params_of(exported_model)
-    exported.save(tmp_path / 'w', exported_model, params, origin={})
+    exported_params = params_of(exported_model)
+    exported.save(export, exported_model, exported_params, origin={})
 
-    config = small(train={'init_from': f'{tmp_path}/w'})
     loaded_params = InitialParameters(config).load()
 
-    jax.tree.map(np.testing.assert_array_equal, loaded_params, params)
+    # The parameters have the shapes of the run's model, so they are loaded.
+    jax.tree.map(np.testing.assert_array_equal, loaded_params, exported_params)
+
+    # Each entry is 'field: exported value -> value of the run', in JSON.
+    # d_ff is not listed, because a real difference of widths would show in the shapes.
     changes = [
         'encoder_variant: "a/b" -> null',
         'cross_variant: "a/b" -> null',
@@ -165,7 +170,8 @@ def test_differences_between_the_settings_of_export_and_run_are_logged(small, tm
         'logit_cap: 9.0 -> null',
         'window: 3 -> null',
     ]
-    assert f'{tmp_path}/w has other settings: {", ".join(changes)}\n' in caplog.text
+    message = f'train.init_from={export} has other settings: {", ".join(changes)}\n'
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,20 @@ pytestmark = pytest.mark.usefixtures('programs_kept')
 
 
 def do_at_call(number: int, action: Callable[[], object]) -> Callable[[], bool]:
-    """A function to pass as train(lost=...), whose call `number` does an action.
+    """A function to pass as train(lost=...), which does an action at one of its calls.
 
-    The first call is call 1. `train` calls `lost` after each dispatch, and before each save.
+    `train` calls `lost` after each dispatch, and before each save. The run goes on, because the
+    function always returns False.
+
+    Args:
+      number: the call that does the action. The first call is 1.
+      action: is called without arguments, such as `send_sigterm`.
     """
-    calls = itertools.count(1)
+    call_numbers = itertools.count(1)
 
     def lost() -> bool:
-        if next(calls) == number:
+        call_number = next(call_numbers)
+        if call_number == number:
             action()
         return False
 
@@ -334,22 +340,30 @@ def train_with_signal(config, path, signal_at: int) -> None:
 
 
 def test_a_stopped_evaluation_comes_first_in_the_next_start(small_run, tmp_path, monkeypatch):
+    """Evaluations are due at steps 4, 8 and 12. The evaluation at step 8 is stopped three times."""
     config = small_run.config
-    # The first start evaluates at the steps 4 and 8. The next two begin with that of step 8.
-    for signal_at in (2, 1, 1):
+    metrics_file = tmp_path / 'metrics.jsonl'
+
+    # The evaluation at step 8 is the second one of the first start.
+    # It is the first one of each later start.
+    for number_of_evaluation in (2, 1, 1):
         with pytest.raises(Stopped, match='stopped at step 8 of 12, state saved'):
-            train_with_signal(config, tmp_path, signal_at)
-        last_record = read_metrics(tmp_path / 'metrics.jsonl')[-1]
+            train_with_signal(config, tmp_path, signal_at=number_of_evaluation)
+
+        # A stopped evaluation leaves no record, so the last one is of training.
+        last_record = read_metrics(metrics_file)[-1]
         assert last_record['kind'] == 'train'
         assert last_record['step'] == 8
         assert saved_steps(tmp_path)[-1] == 8
 
-    # The fourth start is lost right after the evaluation.
+    # The fourth start completes the evaluation, but is lost before it saves a checkpoint.
     with pytest.raises(Lost):
         train(config, tmp_path, lost=lost_after_evaluation(monkeypatch))
-    last_record = read_metrics(tmp_path / 'metrics.jsonl')[-1]
+    last_record = read_metrics(metrics_file)[-1]
     assert last_record['kind'] == 'eval'
+    assert last_record['step'] == 8
 
+    # The fifth start evaluates at step 8 again, and ends like a run without interruptions.
     train(config, tmp_path)
     assert_same_run(tmp_path, small_run.path)
 

@@ -90,32 +90,61 @@ def test_without_tuning_the_best_rate_by_mean_is_chosen(study_dir):
     assert swept.num_diverged == 1
 
 
+def arm_with_differences(directory, test, validation, margin):
+    """The arm b/vo of a study, with these mean differences from the baseline's losses.
+
+    `margin` is the margin of equivalence. The noise over seeds hides none of the differences.
+    """
+    baseline = records_of_arm('qk/vo', 0)
+    records = records_of_arm('b/vo', test, validation, noise=NOISE_OF_MEAN_ZERO)
+    return findings_of(directory, baseline, records, margin=margin).arms[1]
+
+
 @pytest.mark.parametrize(
-    # Mean differences on the two splits.
+    # Mean differences of losses from the baseline. Lower is better.
     ('test', 'validation', 'decision'),
     [
-        (-0.03, -0.001, Decision.BETTER),
-        (-0.03, 0.001, Decision.UNDECIDED),
-        (0.03, 0.001, Decision.WORSE),
-        (0.03, -0.001, Decision.UNDECIDED),
-        (0.0004, -0.004, Decision.EQUIVALENT),
-        (0.0004, -0.006, Decision.UNDECIDED),
+        pytest.param(-0.03, -0.001, Decision.BETTER, id='lower on both splits'),
+        pytest.param(0.03, 0.001, Decision.WORSE, id='higher on both splits'),
+        pytest.param(0.0004, -0.004, Decision.EQUIVALENT, id='within the margin on both splits'),
     ],
 )
 def test_the_test_split_decides_where_validation_agrees(study_dir, test, validation, decision):
-    baseline = records_of_arm('qk/vo', 0)
-    records = records_of_arm('b/vo', test, validation, noise=NOISE_OF_MEAN_ZERO)
-
-    arm = findings_of(study_dir, baseline, records).arms[1]
+    arm = arm_with_differences(study_dir, test, validation, margin=0.005)
 
     assert arm.comparison.difference.mean == pytest.approx(test)
     assert arm.comparison.validation == pytest.approx(validation)
+    # Validation agrees with 'better' or 'worse' by its sign alone, however small it is.
+    # It agrees with 'equivalent' by a difference within the margin.
     assert arm.verdict.decision is decision
-    if decision is Decision.UNDECIDED:
-        reason = arm.verdict.reasons[-1]
-        assert reason.code is ReasonCode.SPLITS_DISAGREE
-        assert reason.data['test'] == arm.comparison.difference.mean
-        assert reason.data['validation'] == arm.comparison.validation
+
+
+@pytest.mark.parametrize(
+    # Mean differences of losses from the baseline. Lower is better.
+    ('test', 'validation', 'decision_on_test'),
+    [
+        pytest.param(-0.03, 0.001, Decision.BETTER, id='lower on test alone'),
+        pytest.param(0.03, -0.001, Decision.WORSE, id='higher on test alone'),
+        pytest.param(0.0004, -0.006, Decision.EQUIVALENT, id='within the margin on test alone'),
+    ],
+)
+def test_an_arm_is_undecided_where_validation_disagrees(
+    study_dir, test, validation, decision_on_test
+):
+    arm = arm_with_differences(study_dir, test, validation, margin=0.005)
+
+    assert arm.comparison.difference.mean == pytest.approx(test)
+    assert arm.comparison.validation == pytest.approx(validation)
+    assert arm.verdict.decision is Decision.UNDECIDED
+
+    # The reason tells what the test split alone would decide, and both differences.
+    reason = arm.verdict.reasons[-1]
+    assert reason.code is ReasonCode.SPLITS_DISAGREE
+    assert reason.data == {
+        'decision': decision_on_test,
+        'test': arm.comparison.difference.mean,
+        'validation': arm.comparison.validation,
+    }
 
 
 @pytest.mark.parametrize(

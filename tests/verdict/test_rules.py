@@ -243,31 +243,15 @@ def arms_that_share_a_seed():
 
 
 @pytest.mark.parametrize(
-    # `every_arm` tells whether it is a remark on every arm, rather than on the study.
-    ('records', 'study', 'code', 'data', 'every_arm'),
+    # Trials of the arms, changes of the study, the remark, and the split of the differences.
+    ('records', 'changes', 'code', 'remark_data', 'split'),
     [
-        pytest.param(
-            arms_that_share_a_seed(),
-            {'tuning__seeds': [100, 7]},
-            RemarkCode.SHARED_SEEDS,
-            {'seeds': (7,)},
-            False,
-            id='a seed of both stages',
-        ),
-        pytest.param(
-            three_arms(),
-            {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]},
-            RemarkCode.LEARNING_RATE_NOT_TUNED,
-            {'learning_rates': (4e-3,)},
-            False,
-            id='one learning rate',
-        ),
         pytest.param(
             three_arms(),
             {'num_documents': 99},
             RemarkCode.FEW_DOCUMENTS,
             {'documents': 99, 'needed': 100},
-            True,
+            'test',
             id='few documents',
         ),
         pytest.param(
@@ -275,22 +259,67 @@ def arms_that_share_a_seed():
             {},
             RemarkCode.NO_TEST,
             {},
-            True,
+            'val',
             id='no test split',
         ),
     ],
 )
 def test_a_rule_that_every_arm_breaks_withholds_every_verdict(
-    study_dir, records, study, code, data, every_arm
+    study_dir, records, changes, code, remark_data, split
 ):
-    write_tuned(study_dir, records, **study)
+    write_tuned(study_dir, records, **changes)
 
     findings, decisions, _ = judge_study(study_dir)
 
-    assert decisions == ALL_WITHHELD
-    assert any(remark.code is code and has_data(remark, data) for remark in findings.blocks)
-    assert findings.blocks[0].every_arm == every_arm
-    assert findings.split == ('val' if code is RemarkCode.NO_TEST else 'test')
+    # The arms are b/vo, c/vo and the baseline, which has no verdict in any study.
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
+
+    # The remarks on the three arms are equal, so one remark on every arm replaces them.
+    assert any(remark.code is code and has_data(remark, remark_data) for remark in findings.blocks)
+    assert findings.blocks[0].every_arm
+
+    # Arms are compared on the test split. Without test losses, validation takes its place.
+    assert findings.split == split
+
+
+@pytest.mark.parametrize(
+    # Trials of the arms, changes of the study, and the remark.
+    ('records', 'changes', 'code', 'remark_data'),
+    [
+        pytest.param(
+            # Verdict runs have the seeds 0 to 7.
+            arms_that_share_a_seed(),
+            {'tuning__seeds': [100, 7]},
+            RemarkCode.SHARED_SEEDS,
+            {'seeds': (7,)},
+            id='a seed of both stages',
+        ),
+        pytest.param(
+            three_arms(),
+            # Only the weight decay is tuned.
+            {'tuning__learning_rates': [4e-3], 'tuning__weight_decays': [0.1, 0.2]},
+            RemarkCode.LEARNING_RATE_NOT_TUNED,
+            {'learning_rates': (4e-3,)},
+            id='one learning rate',
+        ),
+    ],
+)
+def test_a_rule_that_the_study_breaks_withholds_every_verdict(
+    study_dir, records, changes, code, remark_data
+):
+    write_tuned(study_dir, records, **changes)
+
+    findings, decisions, _ = judge_study(study_dir)
+
+    # The arms are b/vo, c/vo and the baseline, which has no verdict in any study.
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
+
+    # The remark is on the study, and does not replace remarks on its arms.
+    assert any(remark.code is code and has_data(remark, remark_data) for remark in findings.blocks)
+    assert not findings.blocks[0].every_arm
+
+    # All records have a test loss, so arms are compared on the test split.
+    assert findings.split == 'test'
 
 
 def evaluation_remark(num_documents=100):
@@ -468,17 +497,25 @@ def test_different_or_uncommitted_code_blocks_verdicts_until_it_is_accepted(stud
 
 
 def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
+    # All runs ended with the code of one commit, without changes.
+    last_start = trial_record('x')['provenance']
+    # The verdict run of b/vo was started before, at another commit with changes.
     earlier_start = {'git': {'commit': 'e' * 40, 'dirty': True}, 'imported': {}}
-    provenance = trial_record('x')['provenance'] | {'earlier': [earlier_start]}
-    write_tuned(study_dir, three_arms_with_verdict_of_b(provenance=provenance))
+    provenance = last_start | {'earlier': [earlier_start]}
+    records = three_arms_with_verdict_of_b(provenance=provenance)
+    write_tuned(study_dir, records)
 
     _, decisions, remarks = judge_study(study_dir)
 
-    assert decisions == ALL_WITHHELD
-    assert [(remark.code.name, remark.data.get('name')) for remark in remarks] == [
-        ('SOFTWARE_DIFFERS', 'git.commit'),
-        ('UNCOMMITTED_CHANGES', None),
-    ]
+    # Different code withholds the verdicts of all arms, not of b/vo alone.
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
+
+    # One remark is on the two commits, and one on the changes ('dirty').
+    commits_differ, uncommitted_changes = remarks
+    assert commits_differ.code is RemarkCode.SOFTWARE_DIFFERS
+    assert commits_differ.data['name'] == 'git.commit'
+    assert uncommitted_changes.code is RemarkCode.UNCOMMITTED_CHANGES
+    assert uncommitted_changes.data == {'accepted': None}
 
 
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
