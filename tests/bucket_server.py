@@ -163,19 +163,25 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(304 if self.command == 'GET' else 412)
 
     def _metadata(self, bucket: str, name: str) -> dict[str, Any]:
-        """Returns what the API tells about an object."""
+        """Returns what the JSON API of Cloud Storage tells about an object.
+
+        https://cloud.google.com/storage/docs/json_api/v1/objects#resource describes the fields.
+        """
         stored = self.server.buckets[bucket][name]
+        # The API writes UTC as 'Z', and Python as '+00:00'.
         updated = stored.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z')
-        checksum = google_crc32c.Checksum(stored.data).digest()
+        checksum_bytes = google_crc32c.Checksum(stored.data).digest()
+        checksum = base64.b64encode(checksum_bytes).decode()
         return {
             'kind': 'storage#object',
             'bucket': bucket,
             'name': name,
+            # Whole numbers are strings in the API.
             'size': str(len(stored.data)),
             'generation': str(stored.generation),
-            'metageneration': '1',
+            'metageneration': '1',  # metadata are never changed here
             'updated': updated,
-            'crc32c': base64.b64encode(checksum).decode(),
+            'crc32c': checksum,
         }
 
     def _listing(self, bucket: str) -> dict[str, Any]:

@@ -103,27 +103,30 @@ def whole(content: bytes) -> Iterator[tuple[str, bytes | Special]]:
 
 
 def fields(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, damaged content), with each field left out, and with another type.
+    """Yields (name, damaged content): without each field, then with another type of the field.
 
-    A file of JSON Lines is damaged in its first and its last line, a list in its first object.
+    A file of JSON counts as one line. JSON Lines are damaged in the first line, then in the last
+    line. A line that is a list is damaged in its first object. A name begins with the index of the
+    line. The damage '0: without data.name' removes the field `name` of the object `data`.
     """
     try:
-        lines = [json.loads(content)]
+        lines = [json.loads(content)]  # one JSON value
     except ValueError:
-        lines = [json.loads(line) for line in content.splitlines()]
+        lines = [json.loads(line) for line in content.splitlines()]  # JSON Lines
 
     last = len(lines) - 1
-    for place in sorted({0, last}):
-        for path in _paths(_object_at(lines, place)):
-            label = '.'.join(path)
+    for index in sorted({0, last}):
+        sound_object = _object_at(lines, index)
+        for path in _paths(sound_object):
+            field = '.'.join(path)
 
-            damaged = copy.deepcopy(lines)
-            _remove(_object_at(damaged, place), path)
-            yield f'{place}: without {label}', _encoded(damaged)
+            without_field = copy.deepcopy(lines)
+            _remove(_object_at(without_field, index), path)
+            yield f'{index}: without {field}', _encoded(without_field)
 
-            damaged = copy.deepcopy(lines)
-            _change_type(_object_at(damaged, place), path)
-            yield f'{place}: with another {label}', _encoded(damaged)
+            with_other_type = copy.deepcopy(lines)
+            _change_type(_object_at(with_other_type, index), path)
+            yield f'{index}: with another {field}', _encoded(with_other_type)
 
 
 def _object_at(lines: list[Any], place: int) -> dict[str, Any]:

@@ -141,6 +141,15 @@ def on_corpus(record: dict, corpus: str, loss: float | None) -> dict:
     return record | {'data': data, f'loss[{corpus}]': loss}
 
 
+def screening_loss(rate: float, optimum: float, lowest: float, seed_index: int) -> float:
+    """A loss on an exact parabola in ln(rate).
+
+    At the optimum, the first seed (index 0) has the loss `lowest`. Each further seed adds 0.01.
+    """
+    distance = math.log(rate / optimum)
+    return lowest + 0.01 * seed_index + 0.1 * distance**2
+
+
 def tuned_arm(
     variant: str,
     size: str = 'd_model=128',
@@ -153,14 +162,15 @@ def tuned_arm(
     screening_seeds: Sequence[int] = SCREENING_SEEDS,
     **changes: object,
 ) -> list[dict]:
-    """Screening trials of one arm, then its verdict trials.
+    """Returns the records of one arm: screening trials of each rate, then verdict trials.
 
     Args:
         variant: Variant of the arm.
         size: Size of the arm.
-        losses: Validation loss of each verdict trial, one per seed; None if it diverged.
-        optimum: Learning rate with the lowest screening loss. Screening losses are an exact
-            parabola in ln(rate), to which each further seed adds 0.01.
+        losses: Validation losses of the verdict trials, in the order of `seeds`. None is a trial
+            that diverged. Fewer losses than seeds make fewer trials.
+        optimum: Learning rate with the lowest screening loss. The lowest screening loss is the
+            lowest of `losses`, or 2.0 if all verdict trials diverged.
         rates: Learning rates of the screening.
         diverged_rates: Rates at which screening trials diverge.
         learning_rate: Learning rate of the verdict; None means `optimum`.
@@ -168,20 +178,22 @@ def tuned_arm(
         screening_seeds: Seeds of the screening.
         **changes: Fields of all records.
     """
-    finite = [loss for loss in losses if loss is not None]
-    lowest = min(finite, default=2.0)
-    screening_fields = {'stage': 'screening', 'knob': 'learning_rate'} | changes
     records = []
+
+    # The screening has a trial for each rate and seed.
+    finite_losses = [loss for loss in losses if loss is not None]
+    lowest = min(finite_losses, default=2.0)
+    screening_fields = {'stage': 'screening', 'knob': 'learning_rate'} | changes
     for rate in rates:
         for index, seed in enumerate(screening_seeds):
-            loss = lowest + 0.01 * index + 0.1 * math.log(rate / optimum) ** 2
+            loss = screening_loss(rate, optimum, lowest, index)
             if rate in diverged_rates:
                 loss = None
             records.append(trial_record(variant, size, seed, rate, loss, **screening_fields))
 
+    # The verdict has a trial for each loss, all at one rate.
     verdict_rate = optimum if learning_rate is None else learning_rate
     verdict_fields = {'stage': 'verdict'} | changes
-    # Fewer losses than seeds: the verdict has that many trials.
     for seed, loss in zip(seeds, losses, strict=False):
         records.append(trial_record(variant, size, seed, verdict_rate, loss, **verdict_fields))
     return records

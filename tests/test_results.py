@@ -105,30 +105,33 @@ def test_committed_verdicts_follow_from_the_losses(tmp_path):
 
 
 def test_committed_parts_of_a_difference_follow_from_the_losses(tmp_path):
-    """A difference is that at the same shape plus that of reinvesting the parameters saved.
+    """An arm's difference from the baseline is (control - baseline) plus (arm - control).
 
-    Arms that were decided have a third part, their difference after longer training.
+    The control of an arm has the same shape as the baseline. The arm has reinvested the parameters
+    that the control saves.
     """
+    # Losses are arrays over seeds, by variant.
     losses = losses_of(control=None)
-    controls = losses_of('equal_shape')
-    longer = losses_of('longer', num_seeds=6)
+    controls = losses_of(control='equal_shape')
+    longer = losses_of(control='longer', num_seeds=6)
     baseline = losses.pop('qk/vo')
-    baseline_longer = longer.pop('qk/vo')
+    longer_baseline = longer.pop('qk/vo')
     arms = arms_of_fair_study(tmp_path)
-    assert arms.keys() == controls.keys() - {'qk/vo'}
 
-    arms_with_longer_part = set()
+    # Each arm has a control, and the baseline needs none.
+    assert arms.keys() == controls.keys()
     for name, arm in arms.items():
-        parts = arm.parts
         same_shape = (controls[name] - baseline).mean()
-        assert parts.same_shape.difference.mean == pytest.approx(same_shape)
         reinvesting = (losses[name] - controls[name]).mean()
-        assert parts.reinvesting.difference.mean == pytest.approx(reinvesting)
-        if parts.longer is not None:
-            after_longer_training = (longer[name] - baseline_longer).mean()
-            assert parts.longer.difference.mean == pytest.approx(after_longer_training)
-            arms_with_longer_part.add(name)
-    assert arms_with_longer_part == longer.keys()
+        assert arm.parts.same_shape.difference.mean == pytest.approx(same_shape)
+        assert arm.parts.reinvesting.difference.mean == pytest.approx(reinvesting)
+
+    # Arms that were decided also have a difference after longer training.
+    arms_trained_longer = {name: arm for name, arm in arms.items() if arm.parts.longer is not None}
+    assert arms_trained_longer.keys() == longer.keys()
+    for name, arm in arms_trained_longer.items():
+        after_longer_training = (longer[name] - longer_baseline).mean()
+        assert arm.parts.longer.difference.mean == pytest.approx(after_longer_training)
 
 
 @pytest.mark.parametrize('name', slow_except(QUICK, [*QUICK, *CPU]))

@@ -507,20 +507,29 @@ def fetch_lines(data_dir, **settings):
     return downloads.fetch_file('lines', URL, config)
 
 
-def test_a_file_that_cannot_be_downloaded_is_refused(served, tmp_path):
-    with refused(f'^{URL} cannot be read .*; put {URL}, .* name it in data.manual_dir'):
+@pytest.mark.parametrize(
+    ('answers', 'refusal'),
+    [
+        pytest.param({}, 'cannot be read .*ConnectionError', id='no network'),
+        pytest.param({URL: (200, b'ten\n')}, 'has sha256 .*, not', id='content of another sha256'),
+        pytest.param({URL: (404, TEXT)}, 'cannot be read .*404', id='right content, status 404'),
+    ],
+)
+def test_a_file_that_cannot_be_downloaded_is_refused(served, tmp_path, answers, refusal):
+    """The fixture `served` stands for the internet: (status, content) by URL.
+
+    Without any answer there is no network. The declared sha256 is that of TEXT.
+    """
+    served.update(answers)
+
+    # Every refusal begins with the URL, and advises to put the file into a directory.
+    advice = f'put {URL}, unchanged, into a directory and name it in data.manual_dir'
+    with refused(f'^{URL} {refusal}.*; {advice}'):
         fetch_lines(tmp_path)
 
-    served[URL] = (200, b'ten\n')
-    with refused('has sha256 .*, not'):
-        fetch_lines(tmp_path)
-
-    served[URL] = (404, TEXT)
-    with refused('404'):
-        fetch_lines(tmp_path)
-
-    # Nothing is kept but the lock.
-    assert [file.name for file in (tmp_path / 'downloads/lines').iterdir()] == ['lock']
+    # No content is kept. The lock, held during a download, stays.
+    kept_files = [file.name for file in (tmp_path / 'downloads/lines').iterdir()]
+    assert kept_files == ['lock']
 
 
 def test_a_damaged_download_is_downloaded_again(served, tmp_path, cache_warnings):

@@ -23,17 +23,22 @@ def file(tmp_path):
 
 @pytest.fixture
 def kernel_advice(monkeypatch):
-    """A list of the advice on pages that the kernel got: (kind, first byte, number of bytes)."""
+    """A list that gets (kind, first byte, number of bytes) at each call of `madvise`.
+
+    `madvise` tells the kernel how a program will read a mapped file. The kernel still gets the
+    advice. A number of None means all bytes from the first one.
+    """
     advice = []
 
-    class Pages(mmap.mmap):
+    class RecordingMmap(mmap.mmap):
         def madvise(self, kind, start=0, length=None):
             advice.append((kind, start, length))
             if length is None:
-                length = len(self)
-            super().madvise(kind, start, length)
+                super().madvise(kind, start)
+            else:
+                super().madvise(kind, start, length)
 
-    monkeypatch.setattr(mmap, 'mmap', Pages)
+    monkeypatch.setattr(mmap, 'mmap', RecordingMmap)
     return advice
 
 

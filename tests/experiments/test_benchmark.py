@@ -286,17 +286,25 @@ def test_rows_are_read_at_random_from_all_shards(tmp_path, monkeypatch):
 
 
 def test_sparse_shards_take_no_disk(tmp_path):
-    num_ids = 1_000_000
-    folder = tmp_path / 'a'
-    work = reading.batches(str(folder), shards=2, ids=num_ids, context=256, sparse=True)
-    work.run(1)
+    """Shards of zeros have their full size, but their ids take no disk blocks."""
+    num_shards = 2
+    ids_per_shard = 1_000_000
+    folder = tmp_path / 'shards'
 
-    files = [path.stat() for path in folder.iterdir()]
-    assert len(files) == 2
-    header_size = 1024
-    for file in files:
-        assert file.st_size == header_size + 2 * num_ids
-        bytes_on_disk = file.st_blocks * 512
+    work = reading.batches(
+        str(folder), shards=num_shards, ids=ids_per_shard, context=256, sparse=True
+    )
+    work.run(1)  # reads batches from the shards
+
+    shards = list(folder.iterdir())
+    assert len(shards) == num_shards
+    header_bytes = 1024
+    bytes_per_id = 2
+    for shard in shards:
+        status = shard.stat()
+        assert status.st_size == header_bytes + bytes_per_id * ids_per_shard
+        # st_blocks counts 512 bytes each. The ids would take 2 MB.
+        bytes_on_disk = 512 * status.st_blocks
         assert bytes_on_disk < 100_000
 
 

@@ -297,7 +297,7 @@ def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
 
 
 class TimedStream(io.StringIO):
-    """A stream that keeps the times at which it was written to."""
+    """A stream that keeps the times at which text was written to it."""
 
     def __init__(self, clock):
         super().__init__()
@@ -305,42 +305,90 @@ class TimedStream(io.StringIO):
         self.times = []
 
     def write(self, text):
-        self.times.append(self.clock.seconds)
+        if text:
+            self.times.append(self.clock.seconds)
         return super().write(text)
 
 
+def wait(clock, progress, seconds):
+    """Lets seconds pass, after each of which the display may print a line."""
+    for _ in range(seconds):
+        clock.seconds += 1
+        progress.tick()
+
+
 def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
+    """Lines come in short phases, in the first step, between steps and in an evaluation."""
     stream = TimedStream(clock)
     start = clock.seconds
 
-    with show(stream, 'x', 10) as progress:
-
-        def wait(seconds):
-            for _ in range(seconds):
-                clock.seconds += 1
-                progress.tick()
-
+    with show(stream, 'x', total_steps=10) as progress:
         for phase in ('preparing data', 'compiling', 'initializing'):
             with progress.phase(phase):
-                wait(3)
+                wait(clock, progress, seconds=3)
         progress.begin()
-        wait(12)
-        progress.update(1, 1.5)
-        wait(17)
-        progress.update(2, None)
-        wait(17)
+        wait(clock, progress, seconds=12)
+        progress.update(step=1, loss=1.5)
+        wait(clock, progress, seconds=17)
+        progress.update(step=2, loss=None)
+        wait(clock, progress, seconds=17)
         with progress.phase('evaluating'):
-            wait(9)
-        progress.update_validation_loss(2, 2.5)
+            wait(clock, progress, seconds=9)
+        progress.update_validation_loss(step=2, loss=2.5)
 
     end = clock.seconds
-    assert max(np.diff([start, *stream.times, end])) <= 5
-    assert min(np.diff([start, *stream.times[:3]])) >= 4
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == 'x: compiling ... 1 s'
-    assert lines[-1] == 'step 2/10: validation loss 2.5000 nats/token'
-    step_2_without_a_loss = re.compile(r'x: step 2/10, [\d:]+ left, 20%')
-    assert any(step_2_without_a_loss.fullmatch(line) for line in lines)
+    seconds_without_a_line = np.diff([start, *stream.times, end])
+    assert max(seconds_without_a_line) <= 5
+
+
+def test_short_phases_have_a_plain_line_every_four_seconds(show, clock):
+    stream = TimedStream(clock)
+    start = clock.seconds
+
+    with show(stream, 'x', total_steps=10) as progress:
+        for phase in ('preparing data', 'compiling', 'initializing'):
+            with progress.phase(phase):
+                wait(clock, progress, seconds=3)
+        progress.begin()  # the phase 'first steps'
+        wait(clock, progress, seconds=3)
+
+    # A line comes 4 s after the start or the line before.
+    # Phases begin after 0, 3, 6 and 9 s, and a line shows the seconds of its phase.
+    assert [time - start for time in stream.times] == [4, 8, 12]
+    assert stream.getvalue().splitlines() == [
+        'x: compiling ... 1 s',
+        'x: initializing ... 2 s',
+        'x: first steps ... 3 s',
+    ]
+
+
+def test_a_plain_line_of_a_step_without_a_loss_has_no_loss(show, clock):
+    stream = io.StringIO()
+
+    with show(stream, 'x', total_steps=10) as progress:
+        progress.update(step=1, loss=1.5)
+        clock.seconds += 4
+        progress.update(step=2, loss=None)
+
+    # 8 of 10 steps are left, of 4 s each.
+    assert stream.getvalue().splitlines() == [
+        'x: step 1/10, 10%, loss 1.5000 nats/token',
+        'x: step 2/10, 00:32 left, 20%',
+    ]
+
+
+def test_a_validation_loss_is_a_plain_line_of_its_own(show):
+    stream = io.StringIO()
+
+    with show(stream, 'x', total_steps=10) as progress:
+        progress.update(step=2, loss=None)
+        progress.update_validation_loss(step=2, loss=2.5)
+
+    # The end of the display prints no line, because step 2 has one.
+    assert stream.getvalue().splitlines() == [
+        'x: step 2/10, 20%',
+        'step 2/10: validation loss 2.5000 nats/token',
+    ]
 
 
 def test_a_line_that_is_redrawn_stands_below_whole_lines():

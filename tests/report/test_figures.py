@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from qkattn.jobs.output import short
 from qkattn.report import described
 from qkattn.report.figures import attention_figure, figures
-from qkattn.report.figures.drawing import Drawing, picture, write_plots
+from qkattn.report.figures.drawing import Cut, Drawing, picture, write_plots
 from qkattn.report.figures.forest import Line, forest
 from qkattn.report.figures.style import WIDE, WIDTH, style_sheet, styles
 from qkattn.verdict import Findings
@@ -196,23 +196,47 @@ def sweep_of_baseline(drawn):
 
 def test_a_sweep_shows_how_a_rate_was_chosen(drawn):
     panels = panels_of_sweeps(drawn)
-    ax = panels['qk/vo']
     sweep = sweep_of_baseline(drawn)
 
-    assert list(panels)[0] == 'qk/vo'
+    # The first panel is that of the baseline.
+    first_variant = list(panels)[0]
+    assert first_variant == 'qk/vo'
+
+    # Below the name, the title has the chosen rate and the interval of the optimum.
+    ax = panels['qk/vo']
+    title = ax.get_title(loc='left')
+    chosen = f'{sweep.chosen:.3g}'
     interval = f'[{sweep.optimum_low:.3g}, {sweep.optimum_high:.3g}]'
-    assert ax.get_title(loc='left').splitlines() == ['qk/vo', f'{sweep.chosen:.3g}', interval]
-    assert line(ax, 'chosen value').get_xdata()[0] == sweep.chosen
+    assert title.splitlines() == ['qk/vo', chosen, interval]
 
-    # A mark for each trial.
-    marks = [c for c in ax.collections if c.get_label() == 'one seed']
-    drawn_losses = marks[0].get_offsets()[:, 1]
-    assert sorted(drawn_losses) == sorted(itertools.chain(*sweep.losses))
+    # A vertical line stands at the chosen rate.
+    vertical_line = line(ax, 'chosen value')
+    assert vertical_line.get_xdata()[0] == sweep.chosen
 
-    # The losses are an exact parabola, so the curve goes through the means.
+
+def test_a_sweep_has_a_mark_for_each_trial(drawn):
+    ax = panels_of_sweeps(drawn)['qk/vo']
+    sweep = sweep_of_baseline(drawn)
+
+    (marks,) = [marks for marks in ax.collections if marks.get_label() == 'one seed']
+
+    # A mark is a point (rate, loss). The sweep has a list of losses for each rate.
+    drawn_losses = marks.get_offsets()[:, 1]
+    measured_losses = itertools.chain(*sweep.losses)
+    assert sorted(drawn_losses) == sorted(measured_losses)
+
+
+def test_the_curve_of_a_sweep_is_the_fitted_parabola(drawn):
+    ax = panels_of_sweeps(drawn)['qk/vo']
+    sweep = sweep_of_baseline(drawn)
+
     curve = line(ax, 'parabola')
-    at_second_rate = np.interp(np.log(RATES[1]), np.log(curve.get_xdata()), curve.get_ydata())
-    assert at_second_rate == pytest.approx(sweep.means[1], abs=1e-4)
+
+    # The trials lie on an exact parabola in ln(rate), so the fit meets each mean.
+    ln_rates = np.log(curve.get_xdata())
+    loss_at_second_rate = np.interp(np.log(RATES[1]), ln_rates, curve.get_ydata())
+    mean_at_second_rate = sweep.means[1]
+    assert loss_at_second_rate == pytest.approx(mean_at_second_rate, abs=1e-4)
 
 
 def test_each_panel_of_a_sweep_has_its_own_scale(drawn):
@@ -310,22 +334,36 @@ def drawings_of_arms(path, num_arms):
 
 
 def test_figures_of_many_arms_show_the_first_and_last_ones(study_dir, monkeypatch):
-    monkeypatch.setattr(sys.modules[figures.__module__], 'MOST_PANELS', 3)
-    monkeypatch.setattr(sys.modules[forest.__module__], 'MOST_LINES', 4)
-    few = drawings_of_arms(study_dir / 'few', 4)
-    many = drawings_of_arms(study_dir / 'many', 8)
+    """A forest with room for 4 lines shows 2 arms at each end."""
+    module_of_forest = sys.modules[forest.__module__]
+    monkeypatch.setattr(module_of_forest, 'MOST_LINES', 4)
+    forest_of_4 = drawings_of_arms(study_dir / 'few', num_arms=4)['verdicts']
+    forest_of_8 = drawings_of_arms(study_dir / 'many', num_arms=8)['verdicts']
 
-    for stem in ('sweep_learning_rate', 'curves'):
-        assert len(few[stem].grid.panels) == 3
-        assert len(many[stem].grid.panels) == 3
-    forest_of_many = many['verdicts'].figure()
-    assert row_names(forest_of_many.axes[0]) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
+    # Lines are in the order of the means, which rise from v0/vo to v7/vo.
+    (ax,) = forest_of_8.figure().axes
+    assert row_names(ax) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
 
-    # For the caption: how many are shown (a forest counts those at each end), and of how many.
-    assert few['verdicts'].values['cut'] is None
-    assert many['verdicts'].values['cut'] == (2, 8)
-    assert many['sweep_learning_rate'].values['cut'] == (3, 9)
-    assert many['curves'].values['cut'] == (3, 8)
+    # The caption says how many arms are drawn at each end, and of how many.
+    assert forest_of_8.values['cut'] == Cut(num_drawn=2, num_arms=8)
+    assert forest_of_4.values['cut'] is None
+
+
+def test_figures_of_many_panels_show_the_first_ones(study_dir, monkeypatch):
+    """Of 4 arms and of 8 arms, a figure with room for 3 panels shows 3."""
+    module_of_figures = sys.modules[figures.__module__]
+    monkeypatch.setattr(module_of_figures, 'MOST_PANELS', 3)
+    drawings_of_4 = drawings_of_arms(study_dir / 'few', num_arms=4)
+    drawings_of_8 = drawings_of_arms(study_dir / 'many', num_arms=8)
+
+    for drawings in (drawings_of_4, drawings_of_8):
+        assert len(drawings['sweep_learning_rate'].grid.panels) == 3
+        assert len(drawings['curves'].grid.panels) == 3
+
+    # The caption says how many panels are drawn. The 8 arms and the baseline have a sweep.
+    assert drawings_of_8['sweep_learning_rate'].values['cut'] == Cut(num_drawn=3, num_arms=9)
+    # The curve of the baseline is drawn in every panel, so only the 8 arms count.
+    assert drawings_of_8['curves'].values['cut'] == Cut(num_drawn=3, num_arms=8)
 
 
 def one_line(width):
@@ -408,27 +446,37 @@ def test_a_legend_shows_the_marks_of_several_arms():
     assert len(colors) == 3  # a legend shows the first three
 
 
+def assert_labels_are_within(figure):
+    """Asserts that the x axis of a figure has visible labels, and that nothing is cut off."""
+    content = figure.get_tightbbox()  # in inches, as the size of the figure
+    assert content.x0 >= 0
+    assert content.y0 >= 0
+    assert content.x1 <= figure.get_figwidth()
+    assert content.y1 <= figure.get_figheight()
+
+    labels = [label for label in figure.axes[0].get_xticklabels() if label.get_text()]
+    assert labels
+    for label in labels:
+        assert label.get_visible()
+
+
 def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
+    """A page shows each panel of a grid as a figure of its own."""
     for grid in grids:
         with style_sheet():
-            panels = grid.draw_alone()
-            for figure in panels:
-                figure.draw_without_rendering()
+            figures_of_panels = grid.draw_alone()
+            for figure in figures_of_panels:
+                figure.draw_without_rendering()  # places the labels
 
-        # Axes of all panels are at the same place.
-        places = {tuple(figure.axes[0].get_position().bounds) for figure in panels}
+        # The axes have the same place in each figure, so they are aligned on the page.
+        places = set()
+        for figure in figures_of_panels:
+            place = figure.axes[0].get_position().bounds
+            places.add(tuple(place))
         assert len(places) == 1
 
-        # Labels are shown, and stay within the figure.
-        for figure in panels:
-            box = figure.get_tightbbox()
-            assert box.x0 >= 0
-            assert box.y0 >= 0
-            assert box.x1 <= figure.get_figwidth()
-            assert box.y1 <= figure.get_figheight()
-            labels = [text for text in figure.axes[0].get_xticklabels() if text.get_text()]
-            assert labels
-            assert all(text.get_visible() for text in labels)
+        for figure in figures_of_panels:
+            assert_labels_are_within(figure)
 
 
 @pytest.mark.parametrize(

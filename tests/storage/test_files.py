@@ -69,25 +69,49 @@ def test_a_written_file_is_replaced_without_a_trace(tmp_path):
     assert names(path.parent) == ['b']
 
 
-@pytest.mark.parametrize('failing', ['fsync', 'replace', 'block', 'library'])
-@pytest.mark.parametrize('code', [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, failing, code):
-    reason = os.strerror(code)
+# System errors of a disk that cannot be written.
+WRITE_ERRORS = [
+    pytest.param(errno.ENOSPC, id='full disk'),
+    pytest.param(errno.EDQUOT, id='used up quota'),
+    pytest.param(errno.EROFS, id='read-only disk'),
+]
+
+
+@pytest.mark.parametrize('system_call', ['fsync', 'replace'])
+@pytest.mark.parametrize('code', WRITE_ERRORS)
+def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, system_call, code):
+    """After the block, `replacing` calls os.fsync and os.replace. One of them fails."""
 
     def fail(*_):
-        raise OSError(code, reason)
+        raise OSError(code, os.strerror(code))
 
-    if failing in ('fsync', 'replace'):
-        monkeypatch.setattr(os, failing, fail)
+    monkeypatch.setattr(os, system_call, fail)
 
     message = f'^{file.parent} cannot be written: '
     with pytest.raises(DiskError, match=message), replacing(file) as temporary:
         temporary.write_text('after')
-        if failing == 'block':
-            fail()
-        if failing == 'library':  # wraps the operating system's error in its own
-            raise ValueError(f'UNKNOWN: cannot write [OS error {code}: {reason}]')
 
+    # The fixture wrote 'before'. The temporary file is removed.
+    assert file.read_text() == 'before'
+    assert names(file.parent) == ['file']
+
+
+@pytest.mark.parametrize('is_wrapped', [False, True], ids=['system error', 'error of a library'])
+@pytest.mark.parametrize('code', WRITE_ERRORS)
+def test_a_block_that_cannot_write_leaves_the_file_as_it_was(file, is_wrapped, code):
+    """The block raises the system error, or the error of a library with the system's message."""
+    message_of_system = os.strerror(code)
+    if is_wrapped:
+        error = ValueError(f'UNKNOWN: cannot write [OS error {code}: {message_of_system}]')
+    else:
+        error = OSError(code, message_of_system)
+
+    message = f'^{file.parent} cannot be written: '
+    with pytest.raises(DiskError, match=message), replacing(file) as temporary:
+        temporary.write_text('after')
+        raise error
+
+    # The fixture wrote 'before'. The temporary file is removed.
     assert file.read_text() == 'before'
     assert names(file.parent) == ['file']
 

@@ -1,7 +1,6 @@
 """The runs of a study: what is known grows with the results, and never otherwise."""
 
 import dataclasses
-import itertools
 import math
 import re
 import shlex
@@ -18,7 +17,7 @@ from qkattn.model import cost
 from qkattn.stats.sweep import Sweep
 from qkattn.study import declaration, plan
 from qkattn.study.arms import build_arms
-from qkattn.study.tuning import KNOBS, tune
+from qkattn.study.tuning import KNOBS, tune, with_knob
 
 TRIALS = {'seeds': (0, 1, 2), 'learning_rates': (1e-3, 2e-3, 4e-3), 'weight_decays': (0.1,)}
 MODEL = {'num_layers': 1, 'context': 16}
@@ -324,29 +323,49 @@ def never(rate, seed):
     return False
 
 
-def screen(limits, sd, diverged=never):
-    """Measures what `tune` asks for, until it asks for nothing.
+def simulated_loss(rate, seed, sd):
+    """A loss on a parabola in ln(rate) with its minimum at 2.2e-3, plus noise.
 
-    Losses are a parabola in ln(rate) with the optimum 2.2e-3 and noise of standard deviation `sd`.
+    The level rises with the seed. The noise has the standard deviation `sd`, and differs between
+    rates and seeds.
     """
-    grids = dict.fromkeys(KNOBS, (1.0,)) | {'learning_rate': GRID}
+    distance = math.log(rate / 2.2e-3)
+    level = 2 + 0.11 * seed
+    generator = np.random.default_rng([seed, round(1e7 * rate)])
+    noise = sd * generator.normal()
+    return level + 0.1 * distance**2 + noise
+
+
+def screen(limits, sd, diverged=never):
+    """Tunes the learning rate: measures what `tune` asks for, until it asks for nothing.
+
+    Args:
+        limits: The first seeds, and how far the grid and the seeds may grow.
+        sd: The standard deviation of the noise of `simulated_loss`.
+        diverged: Whether a trial diverges, by rate and seed. Its loss is then None.
+    """
+    # A knob whose grid has a single value is not tuned.
+    grids = {knob: (1.0,) for knob in KNOBS}
+    grids['learning_rate'] = GRID
+
     measured = {}
     asked = []
-    tuning = tune(grids, limits, measured, 'coupled')
+    tuning = tune(grids, limits, measured, decay='coupled')
     while tuning.knob is not None:
         asked.append((tuning.values, tuning.seeds))
-        for rate, seed in itertools.product(tuning.values, tuning.seeds):
-            losses = measured.setdefault(tuning.at(rate), {})
-            assert seed not in losses  # nothing is measured twice
-            noise = sd * np.random.default_rng([seed, round(1e7 * rate)]).normal()
-            loss = 2 + 0.11 * seed + 0.1 * math.log(rate / 2.2e-3) ** 2 + noise
-            losses[seed] = None if diverged(rate, seed) else loss
-        tuning = tune(grids, limits, measured, 'coupled')
+        for rate in tuning.values:
+            loss_by_seed = measured.setdefault(tuning.at(rate), {})
+            for seed in tuning.seeds:
+                assert seed not in loss_by_seed  # nothing is measured twice
+                is_diverged = diverged(rate, seed)
+                loss_by_seed[seed] = None if is_diverged else simulated_loss(rate, seed, sd)
+        tuning = tune(grids, limits, measured, decay='coupled')
 
-    # Measurements that were not asked for change nothing.
-    other_settings = (5e-3, *tuning.settings[1:])
-    more = measured | {other_settings: {10: 0.0, 11: 0.0}}
-    assert tune(grids, limits, more, 'coupled') == tuning
+    # Losses at a rate beside the grid, which were not asked for, change nothing.
+    settings_beside_grid = with_knob(tuning.settings, 'learning_rate', 5e-3)
+    measured_beside_grid = measured | {settings_beside_grid: {10: 0.0, 11: 0.0}}
+    assert tune(grids, limits, measured_beside_grid, decay='coupled') == tuning
+
     return Screening(tuning.sweeps['learning_rate'], measured, asked)
 
 

@@ -446,13 +446,18 @@ def checksum_of(array) -> int:
 @pytest.mark.parametrize('dtype', DTYPES)
 def test_a_checksum_depends_on_every_element_and_its_place(dtype):
     array = array_of(dtype, shape=(4, 8))
+
+    # One element gets another value.
     changed = array.copy()
-    changed[3, 5] = array[3, 5] == 0
-    # Exchange the first element with one that differs.
+    is_zero = array[3, 5] == 0
+    changed[3, 5] = 1 if is_zero else 0
+
+    # The first element and one that differs from it change places.
+    is_different = array != array[0, 0]
+    row, column = np.argwhere(is_different)[0]
     exchanged = array.copy()
-    place = tuple(np.argwhere(array != array[0, 0])[0])
-    exchanged[0, 0] = array[place]
-    exchanged[place] = array[0, 0]
+    exchanged[0, 0] = array[row, column]
+    exchanged[row, column] = array[0, 0]
 
     assert checksum_of(changed) != checksum_of(array)
     assert checksum_of(exchanged) != checksum_of(array)

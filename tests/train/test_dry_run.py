@@ -79,31 +79,55 @@ def data_parallel(describe_run):
     return describe_run(data=8)
 
 
-def test_memory_follows_from_the_shardings(describe_run):
-    run = describe_run(data=2, fsdp=2, tensor=2, model={'qk_norm': True})
+def parameters_per_device(D, N, H, F, V, T, fsdp, tensor):
+    """The number of parameters on a device, of a decoder of one layer with QK-norm.
 
-    D, N, H, F, V, T = 32, 2, 16, 128, 256, 16
-    fsdp = tensor = 2
-    attention = 4 * D * N * H / (fsdp * tensor)
-    mlp = 2 * D * F / (fsdp * tensor)
+    The mesh axis fsdp splits the axis D or V of an array. The mesh axis tensor splits N, H, F or V.
+    """
+    both = fsdp * tensor
+    attention = 4 * D * N * H / both  # W_Q, W_K, W_V and W_O
+    mlp = 2 * D * F / both
     layer_norms = 2 * D / fsdp
     qk_norms = 2 * H / tensor
-    embedding_and_output = 2 * V * D / (fsdp * tensor)
+    embedding_and_output = 2 * V * D / both
     positions = T * D / fsdp
     final_norm = D / fsdp
-    parameters = attention + mlp + layer_norms + qk_norms
-    parameters += embedding_and_output + positions + final_norm
-    assert run.memory['parameters'] == 4 * parameters
+    layer = attention + mlp + layer_norms + qk_norms
+    return layer + embedding_and_output + positions + final_norm
+
+
+def test_memory_follows_from_the_shardings(describe_run):
+    """The axes data=2, fsdp=2 and tensor=2 of the mesh make 8 devices."""
+    model = {
+        'd_model': 32,  # D
+        'num_heads': 2,  # N
+        'head_size': 16,  # H
+        'd_ff': 128,  # F
+        'vocab_size': 256,  # V
+        'context': 16,  # T
+        'qk_norm': True,
+    }
+    run = describe_run('h100-1x8', data=2, fsdp=2, tensor=2, model=model)
+
+    num_parameters = parameters_per_device(D=32, N=2, H=16, F=128, V=256, T=16, fsdp=2, tensor=2)
+    bytes_per_parameter = 4
+    assert run.memory['parameters'] == bytes_per_parameter * num_parameters
 
     # AdamW keeps two moments for each parameter, and up to two counters of 4 bytes.
-    counters = run.memory['optimizer state'] - 2 * 4 * parameters
-    assert 0 <= counters <= 2 * 4
+    bytes_of_moments = 2 * bytes_per_parameter * num_parameters
+    bytes_of_counters = run.memory['optimizer state'] - bytes_of_moments
+    assert 0 <= bytes_of_counters <= 2 * 4
 
-    steps = 2
-    rows_per_device = 8 / 4
+    # The program takes a batch for each of 2 steps. Each batch has 8 rows of 16 tokens.
+    # The rows are split over data and fsdp.
+    num_steps = 2
+    rows_per_device = 8 / (2 * 2)
+    tokens_per_row = 16
     bytes_per_token = 4 + 4 + 4  # token, target and weight
-    assert run.memory['batch'] == steps * rows_per_device * T * bytes_per_token
+    bytes_per_step = rows_per_device * tokens_per_row * bytes_per_token
+    assert run.memory['batch'] == num_steps * bytes_per_step
 
+    # An H100 has 80 GB, far more than this run takes.
     assert run.capacity == 80 * 10**9
     assert 'WARNING' not in dry_run.text(run)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -415,15 +416,24 @@ def test_a_change_of_the_metrics_file_during_training_is_named(small, tmp_path):
 
 
 def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
+    """The version of the data differs from the one that the checkpoints record."""
+    # Without result.json, a finished run is resumed at its last step.
     path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=no_result)
+    first_result = results_of(small_run.path)[0]
+    recorded_version = first_result['data']['version']
     identity = TokenDataset.identity
 
-    def other_identity(dataset):
+    def identity_of_other_version(dataset):
         return identity(dataset) | {'version': 'other'}
 
-    monkeypatch.setattr(TokenDataset, 'identity', other_identity)
-    message = r'data other than the current dataset \(version: "\S+" -> "other"\); use'
-    with pytest.raises(CheckpointError, match=message):
+    monkeypatch.setattr(TokenDataset, 'identity', identity_of_other_version)
+
+    message = (
+        f'{path} was trained on data other than the current dataset '
+        f'(version: "{recorded_version}" -> "other"); use the interpreter and the data of its '
+        'first start, or another workdir'
+    )
+    with pytest.raises(CheckpointError, match=f'^{re.escape(message)}$'):
         train(small_run.config, path)
 
 

@@ -144,17 +144,24 @@ def wait(monkeypatch):
 
 
 def test_waits_for_inputs_are_counted(wait):
-    clock = Clock({})
+    """`wait(seconds)` moves the clock, which otherwise stands still."""
+    clock = Clock(record={})  # of a first start, without earlier times
+    num_inputs = 3
 
     def slow_inputs():
-        for _ in range(3):
+        for _ in range(num_inputs):
             wait(2)
             yield
 
     for _ in clock.inputs(slow_inputs()):
-        wait(7)  # training on an input is not counted
+        wait(7)  # training on the input
 
-    assert clock.seconds == {'train_seconds': 0, 'input_seconds': 3 * 2, 'logging_seconds': 0}
+    # Training time counts from `clock.start`, which is not called here.
+    assert clock.seconds == {
+        'train_seconds': 0,
+        'input_seconds': num_inputs * 2,
+        'logging_seconds': 0,
+    }
 
 
 def test_a_resumed_run_adds_to_its_times(wait):

@@ -324,12 +324,15 @@ def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
 
 
 def test_a_trial_that_diverged_last_has_no_metrics_on_further_corpora(tiny):
-    """The second trial has a finite loss on the further corpus."""
+    """The second trial has diverged, so its loss on the corpus '@train' is left out."""
+    two_trials = tiny()
+    # A trial whose last validation loss is infinite counts as diverged.
     validation = evaluation_of(loss=np.array([2.0, np.inf]))
-    on_corpus = evaluation_of(loss=np.array([3.0, 4.0]))
+    # The loss on '@train' is finite in both trials.
+    on_train = evaluation_of(loss=np.array([3.0, 4.0]))
 
     finished, diverged = results_of(
-        tiny(), {'validation': validation}, of_corpora={'@train': on_corpus}
+        two_trials, {'validation': validation}, of_corpora={'@train': on_train}
     )
 
     assert finished['loss[@train]'] == 3.0

@@ -260,85 +260,110 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
     assert b.verdict.p_holm == pytest.approx(2 * b.difference.p * ALPHA / level(look=1))
 
 
-LOWER = BASE - 0.03 + NOISE
-ONE_SEED_FAR_ABOVE = LOWER + np.array([0, 0, 0, 0, 0, 0, 0, 0.5])
-
-
 @pytest.mark.parametrize(
-    # Losses of the baseline and of the arm; `data` is that of the last reason.
-    ('baseline_losses', 'losses', 'decision', 'reasons', 'data'),
+    # The margin of equivalence is 0.005 nats/token, and a negative difference is better.
+    ('differences', 'decision', 'reasons', 'data_of_last_reason'),
     [
+        # The differences are close to 0.002, which is above zero and below the margin.
         pytest.param(
-            BASE,
-            BASE + 0.002 + NOISE / 10,
+            [0.0023, 0.0019, 0.0022, 0.002, 0.0018, 0.0021, 0.0017, 0.0021],
             Decision.EQUIVALENT,
             ['EQUIVALENT', 'DIFFERENT_WITHIN_MARGIN'],
             {'side': Decision.WORSE},
-            id='worse within the margin',
+            id='every seed is worse, by less than the margin',
         ),
+        # The mean is zero, but seeds differ too much to show a difference below the margin.
         pytest.param(
-            BASE,
-            BASE + 0.01 * (-1) ** np.arange(8),
+            [0.01, -0.01, 0.01, -0.01, 0.01, -0.01, 0.01, -0.01],
             Decision.UNDECIDED,
             ['NOT_SHOWN'],
             {},
             id='better and worse seeds by turns',
         ),
+        # The mean is above zero. Without the last seed, which stands apart, it is below zero.
         pytest.param(
-            BASE,
-            ONE_SEED_FAR_ABOVE,
+            [-0.027, -0.031, -0.028, -0.03, -0.032, -0.029, -0.033, 0.471],
             Decision.UNDECIDED,
             ['NOT_SHOWN', 'SEEDS_APART'],
             {'apart': 1, 'n': 8},
             id='seven seeds are better and one is far worse',
         ),
-        pytest.param(
-            [2.0, 2.1, None, None, None, None, None, None],
-            BASE + 0.02,
-            Decision.UNDECIDED,
-            ['DIVERGED', 'FEW_PAIRS'],
-            {'n': 2, 'needed': 3},
-            id='two pairs',
-        ),
-        pytest.param(
-            BASE,
-            [None, *LOWER[1:]],
-            Decision.UNDECIDED,
-            ['DIVERGED', 'DIFFERENT_BUT_DIVERGED'],
-            {'side': Decision.BETTER},
-            id='better but for a divergence of the arm',
-        ),
-        pytest.param(
-            [None, *BASE[1:]],
-            LOWER,
-            Decision.BETTER,
-            ['DIVERGED', 'DIFFERENT', 'BEYOND_MARGIN'],
-            {},
-            id='better whatever the divergence of the baseline',
-        ),
     ],
 )
 def test_a_verdict_states_the_codes_and_numbers_of_its_reasons(
-    study_dir, baseline_losses, losses, decision, reasons, data
+    study_dir, differences, decision, reasons, data_of_last_reason
 ):
-    baseline = studies.tuned_arm('qk/vo', losses=list(baseline_losses))
-    arm = studies.tuned_arm('b/vo', losses=list(losses))
+    """The losses of b/vo differ from those of the baseline by `differences`, one for each seed."""
+    records_of_baseline = studies.tuned_arm('qk/vo', losses=list(BASE))
+    records_of_b = studies.tuned_arm('b/vo', losses=list(BASE + differences))
 
-    verdict = findings_of(study_dir, baseline, arm).arms[1].verdict
+    _, b = findings_of(study_dir, records_of_baseline, records_of_b, margin=0.005).arms
 
-    assert verdict.decision is decision
-    assert code_names(verdict.reasons) == reasons
-    for name, value in data.items():
-        assert verdict.reasons[-1].data[name] == value
-    # Too few pairs give neither a p value nor a detectable difference.
-    are_few = 'FEW_PAIRS' in reasons
-    assert (verdict.p_holm is None) == are_few
-    assert (verdict.detectable is None) == are_few
-    if reasons[0] == 'DIVERGED':
-        assert verdict.reasons[0].data == {
-            'arm': list(losses).count(None),
-            'baseline': list(baseline_losses).count(None),
-        }
+    assert b.verdict.decision is decision
+    assert code_names(b.verdict.reasons) == reasons
+    last_reason = b.verdict.reasons[-1]
+    for name, value in data_of_last_reason.items():
+        assert last_reason.data[name] == value
+
+    # All 8 seeds are pairs, which is enough for a test.
+    assert b.verdict.p_holm is not None
+    assert b.verdict.detectable is not None
+
+
+def test_an_arm_that_diverged_is_not_called_better(study_dir):
+    """The arm b/vo is better by about 0.03 in 7 seeds. Its first trial diverged."""
+    better_losses = BASE - 0.03 + NOISE
+    records_of_baseline = studies.tuned_arm('qk/vo', losses=list(BASE))
+    records_of_b = studies.tuned_arm('b/vo', losses=[None, *better_losses[1:]])
+
+    _, b = findings_of(study_dir, records_of_baseline, records_of_b).arms
+
+    assert b.verdict.decision is Decision.UNDECIDED
+    diverged, different_but_diverged = b.verdict.reasons
+    assert diverged.code is ReasonCode.DIVERGED
+    assert diverged.data == {'arm': 1, 'baseline': 0}
+    assert different_but_diverged.code is ReasonCode.DIFFERENT_BUT_DIVERGED
+    assert different_but_diverged.data['side'] is Decision.BETTER
+
+    # The 7 seeds that finished in both arms are enough for a test.
+    assert b.verdict.p_holm is not None
+    assert b.verdict.detectable is not None
+
+
+def test_an_arm_may_be_better_than_a_baseline_that_diverged(study_dir):
+    """The arm b/vo is better by about 0.03 in 7 seeds. The baseline diverged in the first one."""
+    better_losses = BASE - 0.03 + NOISE
+    records_of_baseline = studies.tuned_arm('qk/vo', losses=[None, *BASE[1:]])
+    records_of_b = studies.tuned_arm('b/vo', losses=list(better_losses))
+
+    _, b = findings_of(study_dir, records_of_baseline, records_of_b, margin=0.005).arms
+
+    assert b.verdict.decision is Decision.BETTER
+    assert code_names(b.verdict.reasons) == ['DIVERGED', 'DIFFERENT', 'BEYOND_MARGIN']
+    assert b.verdict.reasons[0].data == {'arm': 0, 'baseline': 1}
+
+    # The 7 seeds that finished in both arms are enough for a test.
+    assert b.verdict.p_holm is not None
+    assert b.verdict.detectable is not None
+
+
+def test_two_pairs_of_seeds_are_too_few_for_a_test(study_dir):
+    """Six trials of the baseline diverged, so 2 pairs are left. A test needs 3."""
+    baseline_losses = [2.0, 2.1, None, None, None, None, None, None]
+    records_of_baseline = studies.tuned_arm('qk/vo', losses=baseline_losses)
+    records_of_b = studies.tuned_arm('b/vo', losses=list(BASE + 0.02))
+
+    _, b = findings_of(study_dir, records_of_baseline, records_of_b).arms
+
+    assert b.verdict.decision is Decision.UNDECIDED
+    diverged, few_pairs = b.verdict.reasons
+    assert diverged.code is ReasonCode.DIVERGED
+    assert diverged.data == {'arm': 0, 'baseline': 6}
+    assert few_pairs.code is ReasonCode.FEW_PAIRS
+    assert few_pairs.data == {'n': 2, 'needed': 3}
+    # Nothing was tested.
+    assert b.verdict.p_holm is None
+    assert b.verdict.detectable is None
 
 
 def screening_of(records):

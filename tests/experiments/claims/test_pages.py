@@ -234,16 +234,25 @@ def test_a_table_of_a_claim_has_the_columns_that_are_filled():
     )
 
 
-def answer_row(value, *, model='decoder', kind='matched', **fields):
-    """A row of an answer, which decides no claim."""
+def answer_row(value, *, model='decoder', kind=Kind.MATCHED, **fields):
+    """A row of an answer: the difference in loss of the variant a/b from the baseline.
+
+    The row is shown, but counts neither for nor against a claim.
+
+    Args:
+        value: The difference. A positive one means that a/b is worse.
+        model: The kind of model, which has a column of its own in the table of answers.
+        kind: What is compared. MATCHED is at equal parameter count.
+        **fields: Further fields of the row, such as decision='worse'.
+    """
     context = {'model': model, 'size': 'd_model=96', 'corpus': 'stdlib', 'tokens': '1'}
     return Row(
-        'a/b',
+        quantity='a/b',
         kind=kind,
         context=context,
         value=value,
         unit='nats/token',
-        speaks='beside',
+        speaks=Speaks.BESIDE,  # beside the evidence for or against a claim
         study='lm',
         **fields,
     )
