@@ -28,11 +28,16 @@ ARGUMENTS = SIZES | {'block_size': T, 'dropout': 0.1, 'bias': True}
 
 
 def make_tensors(*, biases=True, mlp_width=F):
-    """Random GPT-2 tensors by their published names, with gains near 1."""
+    """Random float32 tensors of a small GPT-2, by their names in the files of Hugging Face.
+
+    Its sizes are those at the top of the file: D is d_model, L is the number of layers, V is the
+    size of the vocabulary, and T is the context. The gains of the norms are near 1.
+    """
+    # Token embeddings, position embeddings, and the final norm.
     shapes = {'wte': (V, D), 'wpe': (T, D), 'ln_f': (D,)}
     for layer in range(L):
         shapes[f'h.{layer}.ln_1'] = (D,)
-        shapes[f'h.{layer}.attn.c_attn'] = (D, 3 * D)
+        shapes[f'h.{layer}.attn.c_attn'] = (D, 3 * D)  # queries, keys and values
         shapes[f'h.{layer}.attn.c_proj'] = (D, D)
         shapes[f'h.{layer}.ln_2'] = (D,)
         shapes[f'h.{layer}.mlp.c_fc'] = (D, mlp_width)
@@ -64,21 +69,30 @@ def causal_attention(q_BTH, k_BTH, v_BTH):
 
 
 def gpt2_logits(tensors, *, exact_gelu=False):
-    """The logits of a GPT-2 (Radford et al. 2019) for TOKENS, in float64 numpy."""
+    """The logits of a GPT-2 (Radford et al. 2019) for TOKENS, in float64 numpy.
+
+    Args:
+        tensors: The tensors of `make_tensors`. A model without 'lm_head.weight' is tied: its
+            output matrix is the embedding.
+        exact_gelu: Whether GELU is computed by erf, and not by the approximation with tanh.
+    """
     p = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
 
     def linear(x, name):
         return x @ p[f'{name}.weight'] + p.get(f'{name}.bias', 0)
 
     def norm(x, name):
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
-        return x * p[f'{name}.weight'] + p.get(f'{name}.bias', 0)
+        centered = x - x.mean(-1, keepdims=True)
+        normed = centered / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return normed * p[f'{name}.weight'] + p.get(f'{name}.bias', 0)
 
     x_BTD = p['wte.weight'][TOKENS] + p['wpe.weight']
     for layer in range(L):
         block = f'h.{layer}'
 
-        qkv = linear(norm(x_BTD, f'{block}.ln_1'), f'{block}.attn.c_attn')
+        # Attention: each of the N heads has its own slice of q, k and v.
+        normed_BTD = norm(x_BTD, f'{block}.ln_1')
+        qkv = linear(normed_BTD, f'{block}.attn.c_attn')
         q, k, v = np.split(qkv, 3, axis=-1)
         outputs = []
         for head in range(N):
@@ -86,9 +100,12 @@ def gpt2_logits(tensors, *, exact_gelu=False):
             k_BTH = np.split(k, N, axis=-1)[head]
             v_BTH = np.split(v, N, axis=-1)[head]
             outputs.append(causal_attention(q_BTH, k_BTH, v_BTH))
-        x_BTD = x_BTD + linear(np.concatenate(outputs, axis=-1), f'{block}.attn.c_proj')
+        attention_BTD = np.concatenate(outputs, axis=-1)
+        x_BTD = x_BTD + linear(attention_BTD, f'{block}.attn.c_proj')
 
-        h_BTF = linear(norm(x_BTD, f'{block}.ln_2'), f'{block}.mlp.c_fc')
+        # MLP.
+        normed_BTD = norm(x_BTD, f'{block}.ln_2')
+        h_BTF = linear(normed_BTD, f'{block}.mlp.c_fc')
         x_BTD = x_BTD + linear(gelu(h_BTF, exact=exact_gelu), f'{block}.mlp.c_proj')
 
     w_output_VD = p.get('lm_head.weight', p['wte.weight'])
@@ -108,12 +125,15 @@ def causal_mask(dtype):
 
 
 def as_nanogpt(tensors, prefix='_orig_mod.'):
-    """The tensors as nanoGPT saves them under torch.compile.
+    """The same model as nanoGPT saves it, which differs from a GPT-2 file in four ways.
 
-    Linear layers are transposed, the embedding has a second name, and layer 0 has its causal mask.
+    Each name has a prefix; by default it is that of torch.compile. The weights of linear layers
+    are transposed. The embedding is saved twice, as it is the output matrix as well. The causal
+    mask of layer 0 is saved as 'attn.bias', although it is no parameter.
     """
     nanogpt = {f'{prefix}lm_head.weight': tensors['wte.weight']}
     for name, tensor in tensors.items():
+        # The linear layers are c_attn, c_proj and c_fc.
         is_linear_weight = '.c_' in name and name.endswith('weight')
         if is_linear_weight:
             tensor = tensor.T.copy()
@@ -131,16 +151,19 @@ def assert_logits(config, params, expected_logits):
 
 @pytest.mark.parametrize('tied', [True, False])
 def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
+    """A tied model uses its embedding as the output matrix; another has an `lm_head.weight`."""
     tensors = make_tensors()
     if not tied:
         head_VD = np.random.default_rng(2).normal(size=(V, D))
         tensors['lm_head.weight'] = head_VD.astype(np.float32)
+    # Published files may have a prefix, and a causal mask that is no parameter.
     published = {f'transformer.{name}': tensor for name, tensor in tensors.items()}
     published['transformer.h.0.attn.bias'] = causal_mask(np.uint8)
     write_gpt2(tmp_path, published, tie_word_embeddings=tied)
 
     config, params = load_gpt2(tmp_path)
 
+    # `make_tensors` has tensors of these sizes.
     assert config == ModelConfig(
         d_model=D,
         num_heads=N,
@@ -164,17 +187,27 @@ def test_a_gpt2_may_have_the_exact_gelu(tmp_path):
     assert_logits(config, params, gpt2_logits(tensors, exact_gelu=True))
 
 
-@pytest.mark.parametrize(('prefix', 'biases'), [('_orig_mod.', False), ('module.', True)])
+@pytest.mark.parametrize(
+    ('prefix', 'biases'),
+    [
+        pytest.param('_orig_mod.', False, id='torch.compile'),
+        pytest.param('module.', True, id='DataParallel'),
+    ],
+)
 def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
+    """A nanoGPT is a GPT-2 with other names and transposed weights, and with the exact GELU."""
     tensors = make_tensors(biases=biases, mlp_width=4 * D)
+    nanogpt_tensors = as_nanogpt(tensors, prefix)
 
-    config, params = load_nanogpt(as_nanogpt(tensors, prefix), num_heads=N)
+    config, params = load_nanogpt(nanogpt_tensors, num_heads=N)
 
+    # The config is derived from the names and shapes of the tensors.
     assert config.biases == biases
     assert config.tied_embeddings
     assert config.num_layers == L
+
     assert_logits(config, params, gpt2_logits(tensors, exact_gelu=True))
-    # The other form of GELU gives other logits.
+    # GELU by the approximation with tanh gives other logits.
     with pytest.raises(AssertionError):
         assert_logits(config, params, gpt2_logits(tensors, exact_gelu=False))
 
@@ -184,6 +217,7 @@ def assert_same_parameters(params, expected_params):
 
 
 def test_tensors_and_files_give_the_same_parameters(tmp_path):
+    """One model is loaded from a dictionary and a file, in the layouts of GPT-2 and nanoGPT."""
     tensors = make_tensors(mlp_width=4 * D)
     nanogpt_tensors = as_nanogpt(tensors)
     gpt2_file = tmp_path / 'gpt2.safetensors'
@@ -197,8 +231,10 @@ def test_tensors_and_files_give_the_same_parameters(tmp_path):
         (load_nanogpt, nanogpt_tensors),
         (load_nanogpt, nanogpt_file),
     ):
+        # The shapes of the tensors do not tell the number of heads.
         with pytest.raises(ConfigError, match='--num_heads=N of convert .* is required'):
             load(source)
+
         _, params = load(source, num_heads=N)
         assert_same_parameters(params, expected_params)
 
@@ -216,16 +252,19 @@ def test_a_nanogpt_checkpoint_has_its_sizes_in_model_args():
 
 
 def test_a_gpt2_in_two_files_is_read_by_its_index(tmp_path):
+    """The index of a large model has the name of the file that holds each tensor."""
     tensors = make_tensors(mlp_width=4 * D)
     names = sorted(tensors)
     weight_map = {}
     for file, names_in_file in (('a.safetensors', names[::2]), ('b.safetensors', names[1::2])):
-        save_file({name: tensors[name] for name in names_in_file}, tmp_path / file)
+        tensors_in_file = {name: tensors[name] for name in names_in_file}
+        save_file(tensors_in_file, tmp_path / file)
         weight_map |= dict.fromkeys(names_in_file, file)
     index = tmp_path / 'model.safetensors.index.json'
     index.write_text(json.dumps({'weight_map': weight_map}))
-    # An `n_inner` of None stands for 4 * n_embd.
-    (tmp_path / 'config.json').write_text(json.dumps(DESCRIPTION | {'n_inner': None}))
+    # The width of the MLP is `n_inner`, and None stands for 4 * n_embd.
+    description = DESCRIPTION | {'n_inner': None}
+    (tmp_path / 'config.json').write_text(json.dumps(description))
 
     _, params = load_gpt2(tmp_path)
 
@@ -235,13 +274,17 @@ def test_a_gpt2_in_two_files_is_read_by_its_index(tmp_path):
 
 def test_a_torch_checkpoint_is_read(tmp_path):
     torch = pytest.importorskip('torch', reason='torch is optional; only .pt files need it')
+    tensors = as_nanogpt(make_tensors(mlp_width=4 * D))
     bfloat16_tensors = {}
-    for name, tensor in as_nanogpt(make_tensors(mlp_width=4 * D)).items():
+    for name, tensor in tensors.items():
         bfloat16_tensors[name] = torch.from_numpy(tensor.copy()).bfloat16()
-    torch.save({'model': bfloat16_tensors, 'model_args': ARGUMENTS}, tmp_path / 'ckpt.pt')
+    # ARGUMENTS are the sizes of the model, as nanoGPT saves them.
+    checkpoint = {'model': bfloat16_tensors, 'model_args': ARGUMENTS}
+    torch.save(checkpoint, tmp_path / 'ckpt.pt')
 
     _, params = load_nanogpt(tmp_path / 'ckpt.pt')
 
+    # The embedding is also the output matrix, and its bfloat16 numbers are widened exactly.
     expected_VD = bfloat16_tensors['_orig_mod.lm_head.weight'].float().numpy()
     np.testing.assert_array_equal(params['w_embedding_VD'], expected_VD)
 
@@ -301,16 +344,24 @@ def test_a_gpt2_with_a_wrong_config_json_is_refused(tmp_path, settings, message)
 
 
 def test_a_directory_without_a_readable_config_json_is_refused(tmp_path):
+    config_file = tmp_path / 'config.json'
+
+    # The directory is empty.
     with refused(r'config\.json cannot be read'):
         load_gpt2(tmp_path)
 
+    # The file holds a JSON list, and not an object.
     write_gpt2(tmp_path, make_tensors())
-    (tmp_path / 'config.json').write_text('[]')
+    config_file.write_text('[]')
     with refused(r'config\.json cannot be read'):
         load_gpt2(tmp_path)
 
-    # Without n_head, the number of heads is unknown.
+
+def test_a_config_json_without_the_number_of_heads_is_refused(tmp_path):
+    write_gpt2(tmp_path, make_tensors())
     (tmp_path / 'config.json').write_text('{"n_inner": null}')
+
+    # The shapes of the tensors do not tell the number of heads.
     with refused('n_head'):
         load_gpt2(tmp_path)
 
@@ -387,10 +438,12 @@ def fake_torch(monkeypatch):
 
 
 def test_a_torch_file_with_wrong_content_is_refused(fake_torch, tmp_path):
+    """The file must hold {'model': tensors by name, 'model_args': sizes}, or tensors by name."""
     tensors = as_nanogpt(make_tensors(mlp_width=4 * D))
     path = tmp_path / 'ckpt.pt'
     path.touch()
 
+    # `fake_torch` stands in for torch, so each content is what the file would hold.
     for content, message in (
         ({'model': tensors, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
         ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is not a tensor by name"),
@@ -425,13 +478,14 @@ def test_a_torch_checkpoint_needs_torch(monkeypatch, tmp_path):
 
 
 def test_a_safetensors_header_beyond_its_file_is_refused(tmp_path):
-    # The header claims 10^12 numbers, and the file has 4 bytes of data.
+    """The header claims 10^12 numbers, and the file has 4 bytes of data."""
     tensor = {'dtype': 'F32', 'shape': [10**9, 10**3], 'data_offsets': [0, 4]}
     header = json.dumps({'wte.weight': tensor}).encode()
+    # A safetensors file is the size of its header in 8 bytes, the header, and the data.
     header_size = len(header).to_bytes(8, 'little')
-    data = bytes(4)
+    one_float = bytes(4)
     file = tmp_path / 'a.safetensors'
-    file.write_bytes(header_size + header + data)
+    file.write_bytes(header_size + header + one_float)
 
     with refused('a.safetensors cannot be read as safetensors'):
         load_gpt2(file, num_heads=2)
@@ -450,7 +504,10 @@ def test_a_torch_file_that_unpacks_to_much_more_is_refused(fake_torch, tmp_path)
 
 
 def test_a_torch_tensor_that_repeats_one_stored_number_is_refused(fake_torch, tmp_path):
-    # With strides of 0, the tensor has 10^12 elements and stores one float.
+    """Strides of 0 let a tensor of 10^12 elements store a single float of 4 bytes.
+
+    It is refused before its elements are copied. `fake_torch` is a mock in place of torch.
+    """
     tensor = Mock(dtype='torch.float32', shape=(10**6, 10**6))
     tensor.numel.return_value = 10**12
     tensor.element_size.return_value = 4
@@ -462,4 +519,5 @@ def test_a_torch_tensor_that_repeats_one_stored_number_is_refused(fake_torch, tm
     with refused("'wte.weight' has shape .1000000, 1000000., but fewer stored numbers"):
         load_nanogpt(file, num_heads=2)
 
+    # Copying a torch tensor to numpy begins with `detach`.
     assert not tensor.detach.called

@@ -35,10 +35,15 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        """The lines that are visible after all carriage returns and erased lines."""
+        """The lines that a terminal would show after everything that was written.
+
+        A carriage return moves to the start of the row, and later text overwrites the row from
+        there. The only other control sequence with an effect is the one that erases a row.
+        """
         rows = defaultdict(str)
         row = 0
         column = 0
+        # A part is a control sequence, a newline, a carriage return, or plain text.
         for part in TERMINAL_PART.findall(self.getvalue()):
             if part == '\n':
                 row += 1
@@ -50,6 +55,8 @@ class Terminal(io.StringIO):
             elif not part.startswith('\x1b'):
                 rows[row] = rows[row][:column] + part
                 column += len(part)
+
+        # The row of the cursor counts even if it is empty.
         last_row = max(row, *rows)
         return [rows[index].rstrip() for index in range(last_row + 1)]
 
@@ -90,27 +97,33 @@ def log(message):
 
 
 def test_plain_lines_are_printed_every_few_seconds(show, clock):
-    """A line every 4 s, which are 20 steps of 0.2 s.
+    """On a stream that is no terminal, a line is printed every 4 s.
 
-    A whole run takes 5 s to compile and 220 s for 1,100 steps. Two workers share four more runs.
+    The run resumes at step 1,041, and a step takes 0.2 s. So 20 steps pass between two lines.
     """
     stream = io.StringIO()
+    # Runs that have not started are as much work as four runs like this one.
     left = StudyLeft(runs=3, waiting_work=4.0, workers=2)
     progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=lambda: left)
     assert stream.getvalue() == ''
 
     progress.begin()
-    clock.seconds += 5
+    clock.seconds += 5  # compilation
     for step in range(1041, 1101):
         progress.update(step, loss=jnp.float32(2.5))
         clock.seconds += 0.2
         if step == 1080:
             progress.update_validation_loss(step, np.array([2.25, 2.5]))
     progress.close()
-    progress.close()
+    progress.close()  # a second call changes nothing
 
     loss = 'loss 2.5000 nats/token'
+    # Two trials have the validation losses 2.25 and 2.5.
     validation = 'validation loss 2.2500 to 2.5000 nats/token'
+    # The first line has no speed, because one report does not tell how long a step takes.
+    # At step 1,061, the 39 steps left take 7.8 s.
+    # A whole run takes 5 s to compile and 220 s for 1,100 steps, which are 225 s.
+    # Each of 2 workers has two such runs before it, which are 07:30 besides this run.
     assert stream.getvalue().splitlines() == [
         f'qk.vo: step 1,041/1,100, 95%, {loss}, 3 runs left',
         f'qk.vo: step 1,061/1,100, 5,000 tokens/s, 00:07 left, 96%, {loss}, '
@@ -123,14 +136,17 @@ def test_plain_lines_are_printed_every_few_seconds(show, clock):
 
 
 def test_the_display_shows_measured_speeds(show, clock):
+    """MFU is model FLOPs utilization: the fraction of the device's peak that the model uses."""
     stream = io.StringIO()
+
     with show(stream, 'x', 100, tokens_per_step=10) as progress:
         progress.update(1)
         progress.update_speeds({'mfu': 0.4321, 'input_wait_fraction': 0.07})
         clock.seconds += 5
         progress.update(2)
 
-    # 10 tokens in 5 s are 2 tokens/s; 98 more steps of 5 s take 490 s.
+    # Step 2 took 5 s, so 10 tokens in 5 s are 2 tokens/s.
+    # The 98 steps left take 98 * 5 s = 490 s, which is 08:10.
     assert stream.getvalue().splitlines() == [
         'x: step 1/100, 1%',
         'x: step 2/100, 2 tokens/s, 43.2% MFU, 08:10 left, 2%, 7% waiting for input',
@@ -150,14 +166,15 @@ def test_the_display_shows_measured_speeds(show, clock):
 def test_the_time_left_counts_no_compilation_twice(
     step_time, first_evaluation, later_evaluation, first_save, later_save, clock
 ):
-    """A run evaluates and saves after every 25 of its 200 steps.
+    """The first evaluation and the first save compile, so the time left does not count them.
 
-    The first evaluation and save, which compile, do not count for later ones.
+    A run evaluates and saves after every 25 of its 200 steps.
     """
     pace = Pace(clock.seconds)
     clock.seconds += 100.0  # compilation
 
     def spend(phase, seconds):
+        """Lets a phase without steps pass, during which the estimate must stand still."""
         pace.pause(clock.seconds)
         left_at_start = pace.seconds_left(200, clock.seconds)
         clock.seconds += seconds
@@ -165,7 +182,7 @@ def test_the_time_left_counts_no_compilation_twice(
         assert left_at_end == left_at_start
         pace.resume(phase, clock.seconds)
 
-    seconds_left = {}
+    seconds_left = {}  # by step
     for step in range(1, 201):
         clock.seconds += step_time
         pace.report(step, clock.seconds)
@@ -177,12 +194,15 @@ def test_the_time_left_counts_no_compilation_twice(
             spend('saving', later_save)
         seconds_left[step] = pace.seconds_left(200, clock.seconds)
 
-    # The first step tells nothing about the time of a step.
+    # The time before the first report includes compilation, so it tells no time of a step.
     assert seconds_left[1] is None
-    # Evaluations and saves have not recurred until step 50.
+
+    # Before step 50, there was one evaluation and one save at most, and neither counts.
     for step in (2, 24, 25, 26, 49):
         steps_left = 200 - step
         assert seconds_left[step] == pytest.approx(steps_left * step_time)
+
+    # From step 50 on, each step bears 1/25 of a later evaluation and save.
     for step in (50, 74, 100, 199):
         steps_left = 200 - step
         time_per_step = step_time + (later_evaluation + later_save) / 25
@@ -190,10 +210,11 @@ def test_the_time_left_counts_no_compilation_twice(
 
 
 def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
-    ask = Mock(return_value=StudyLeft(runs=3, waiting_work=4.0, workers=2))
-    progress = show(io.StringIO(), 'x', 100, study=ask)
+    """An evaluation asks again only if the last question is a minute old."""
+    ask_study = Mock(return_value=StudyLeft(runs=3, waiting_work=4.0, workers=2))
+    progress = show(io.StringIO(), 'x', 100, study=ask_study)
     progress.begin()
-    assert ask.call_count == 1
+    assert ask_study.call_count == 1
 
     # A step and an evaluation every 10 s, for 1000 s.
     for step in range(1, 101):
@@ -201,12 +222,18 @@ def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
         progress.update(step)
         progress.update_validation_loss(step, 2.5)
 
+    calls_in_begin = 1
     full_minutes = 1000 // 60
-    assert ask.call_count == 1 + full_minutes
+    assert ask_study.call_count == calls_in_begin + full_minutes
 
 
 def test_plain_lines_of_a_long_run_are_printed_less_often(show, clock):
+    """After the time t, the next line comes t / 20 later, but at least 4 s later.
+
+    So the lines of the day grow apart, and there are far fewer than one every 4 s.
+    """
     seconds_per_day = 86400
+    # Reading a loss from a device calls __array__, which is counted here.
     read_from_device = Mock(return_value=np.asarray(1.0))
     loss = MagicMock(__array__=read_from_device)
     stream = io.StringIO()
@@ -216,6 +243,8 @@ def test_plain_lines_of_a_long_run_are_printed_less_often(show, clock):
             clock.seconds += 1
             progress.update(step, loss)
 
+    # In the first 80 s, a line every 4 s makes 20 lines.
+    # Then the time grows by 1/20 per line, so 144 lines reach a day: 80 s * 1.05^144 > 86,400 s.
     num_lines = len(stream.getvalue().splitlines())
     assert num_lines < 170
     # Only losses that are shown are read.
@@ -243,6 +272,7 @@ def test_a_duration_is_shown_in_hours_minutes_and_seconds(seconds, text):
 @pytest.mark.parametrize(
     ('columns', 'row'),
     [
+        # The validation loss does not fit, and the shorter fields after it do.
         (60, 'share…_rate: step 1,200/4,000, 357,000 tokens/s, 00:22 left'),
         (80, 'shar…rate: step 1,200/4,000, validation loss 2.2500 to 2.5000, 357,000 tokens/s'),
         (
@@ -259,27 +289,37 @@ def test_a_duration_is_shown_in_hours_minutes_and_seconds(seconds, text):
     ],
 )
 def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, clock):
+    """A field is left out if it does not fit beside 8 characters of the label.
+
+    The label takes the room that is left, up to 24 characters, with '…' for its middle.
+    """
     left = StudyLeft(runs=120, waiting_work=30.0, workers=1)
     stream = Terminal()
     progress = show(stream, LABEL, 4000, columns=columns, tokens_per_step=3000, study=lambda: left)
 
     progress.begin()
+    # 1,190 steps take 10 s, so 357,000 tokens/s, and 2,800 further steps take 23.5 s.
     for step in (10, 1200):
         clock.seconds += 10
         progress.update(step, np.array([2.5, 2.345]))
     progress.update_validation_loss(1200, np.array([2.5, 2.25]))
     log('resuming')
+    # After 1 s more, 22.5 s of the run are left.
     clock.seconds += 1
     progress.tick()
 
     # A line of the log is printed above the row.
+    # The study's 22:10 are the 22.5 s and 30 runs of 43.6 s each.
     assert stream.lines() == ['resuming', row]
     assert len(row) < columns
+
+    # The last row stays, and the cursor is on the empty line below it.
     progress.close()
     assert stream.lines() == ['resuming', row, '']
 
 
 def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
+    """A phase is a part of a run without training steps, here its compilation of 49 s."""
     caplog.set_level(logging.DEBUG, 'qkattn')
     stream = Terminal()
 
@@ -287,11 +327,14 @@ def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
         for seconds in range(1, 50):
             clock.seconds += 1
             progress.tick()
+
+            # One line is redrawn in place.
             lines = stream.lines()
             assert len(lines) == 1
             assert lines[0].startswith('qk/vo')
             assert lines[0].endswith(f'compiling ... {seconds} s')
 
+    # The line is erased at the end, and the log has the whole duration.
     assert not any(stream.lines())
     assert caplog.messages == ['qk/vo: compiling took 49.000 s']
 
@@ -392,6 +435,7 @@ def test_a_validation_loss_is_a_plain_line_of_its_own(show):
 
 
 def test_a_line_that_is_redrawn_stands_below_whole_lines():
+    """`draw` replaces the line at the bottom of a terminal; `print` adds a line above it."""
     stream = Terminal()
     screen = Screen(stream, columns=60)
 
@@ -401,11 +445,11 @@ def test_a_line_that_is_redrawn_stands_below_whole_lines():
     screen.print('line 2')
     assert stream.lines() == ['line 1', 'line 2', 'study: 2 of 8 runs done']
 
-    # A line is cut to the width.
+    # A line may fill all columns but the last, so 59 characters, of which the last is '…'.
     screen.draw('x' * 60)
     assert stream.lines() == ['line 1', 'line 2', 'x' * 58 + '…']
 
-    # The line is removed at the end.
+    # The redrawn line is removed at the end, and a second call of `close` changes nothing.
     screen.close()
     screen.close()
     assert stream.lines() == ['line 1', 'line 2', '']
@@ -426,6 +470,10 @@ def is_null_device(stream) -> bool:
 
 @pytest.mark.parametrize('is_terminal', [False, True])
 def test_a_display_whose_reader_has_gone_writes_nowhere(is_terminal, unread, monkeypatch):
+    """`unread` is a pipe whose reading end is closed, so that writing to it is an error.
+
+    The display then leads standard error to /dev/null, and the run goes on.
+    """
     monkeypatch.setattr(unread, 'isatty', lambda: is_terminal, raising=False)
     monkeypatch.setattr(sys, 'stderr', unread)
 
@@ -434,7 +482,8 @@ def test_a_display_whose_reader_has_gone_writes_nowhere(is_terminal, unread, mon
         progress.print('a line')
         progress.tick()
 
-    print('b' * 100_000, file=unread, flush=True)  # raises no error
+    # More than a pipe holds is written without an error.
+    print('b' * 100_000, file=unread, flush=True)
     assert is_null_device(unread)
 
 
@@ -450,10 +499,10 @@ def test_a_log_whose_reader_has_gone_writes_nowhere(is_terminal, unread, monkeyp
 
 
 def test_a_screen_whose_terminal_was_closed_writes_nowhere():
-    our_end, other_end = os.openpty()
-    with open(other_end, 'w') as stream:
+    window_end, program_end = os.openpty()
+    with open(program_end, 'w') as stream:
         screen = Screen(stream)
-        os.close(our_end)
+        os.close(window_end)  # as if the window of the terminal was closed
 
         # The first attempt fails, and the stream is led to the null device.
         screen.draw('a line')
