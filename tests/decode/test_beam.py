@@ -39,18 +39,26 @@ def child_node(node, token, vocab):
 def _search(
     tree_BNV, *, beam, separator=SEPARATOR, num_tokens=T, length_penalty=1.0, batch_sizes=None
 ):
-    """`beam_search` on a tree of logits. Each step puts its batch size on the queue."""
+    """Runs `beam_search` where the logits are looked up in a tree, in place of a model.
+
+    tree_BNV[b, n] are the logits of row b after prefix n, a node of the tree. There are M = batch *
+    beam hypotheses, and the cache of the search holds the row and the prefix of each.
+
+    Each step puts its number of hypotheses on the queue `batch_sizes`, if there is one.
+    """
     batch, _, vocab = tree_BNV.shape
     row_M = jnp.repeat(jnp.arange(batch), beam)
     empty_prefix_M = jnp.zeros(batch * beam, jnp.int32)
 
     def step(tokens_M, rows_M, cache):
+        """Appends token m to hypothesis rows_M[m]; returns the next logits and cache."""
         row_M, node_M = cache
         row_M = row_M[rows_M]
         node_M = child_node(node_M[rows_M], tokens_M, vocab)
         if batch_sizes is not None:
             jax.debug.callback(batch_sizes.put, len(tokens_M))
-        return tree_BNV[row_M, node_M], (row_M, node_M)
+        next_logits_MV = tree_BNV[row_M, node_M]
+        return next_logits_MV, (row_M, node_M)
 
     return beam_search(
         tree_BNV[row_M, empty_prefix_M],
@@ -91,13 +99,24 @@ class Hypothesis(NamedTuple):
 def plain_search(tree_NV, beam, length_penalty, num_tokens=T):
     """Beam search on one row in plain Python, without stopping early.
 
+    A hypothesis is finished if its last token is the separator. Its score is its log-probability /
+    length ** length_penalty.
+
+    Args:
+        tree_NV: The logits of the next token after each prefix, a node of a tree. Node 0 is the
+            empty prefix.
+        beam: The number of hypotheses.
+        length_penalty: The exponent of the length in the score.
+        num_tokens: The maximum length of a hypothesis.
+
     Returns:
-        (score, tokens) of the `beam` best hypotheses.
+        (score, tokens) of the `beam` best hypotheses, best first.
     """
     vocab = tree_NV.shape[1]
     alive = [Hypothesis(nats=0.0, node=0, tokens=[])]
     finished = []
     for _ in range(num_tokens):
+        # Each hypothesis is extended by every token.
         candidates = []
         for parent in alive:
             nats_V = parent.nats + log_probabilities(tree_NV[parent.node])
@@ -112,6 +131,7 @@ def plain_search(tree_NV, beam, length_penalty, num_tokens=T):
         best = candidates[: 2 * beam]
         alive = [hypothesis for hypothesis in best if not hypothesis.is_finished][:beam]
 
+    # Hypotheses of full length count if fewer than `beam` are finished.
     if len(finished) < beam:
         finished += alive
     scored = [(hypothesis.score(length_penalty), hypothesis.tokens) for hypothesis in finished]
@@ -135,7 +155,9 @@ def assert_hypotheses(best, row, expected):
     ('beam', 'length_penalty'), slow_except([(2, 0.0)], [(2, 0.0), (5, 1.7), (1, 1.0), (3, -2.0)])
 )
 def test_the_search_agrees_with_plain_python(beam, length_penalty):
+    """`search` is the one under test, and `plain_search` is the definition written as loops."""
     num_tokens = 5
+    # The logits of the next token are random, after every prefix of fewer than 5 tokens.
     tree_BNV = random_tree(7, batch=40, vocab=5, length=num_tokens)
 
     best = search(tree_BNV, beam=beam, num_tokens=num_tokens, length_penalty=length_penalty)
@@ -147,35 +169,44 @@ def test_the_search_agrees_with_plain_python(beam, length_penalty):
         assert_hypotheses(best, row, expected)
 
 
+def greedy_tokens(tree_NV) -> list[int]:
+    """The token with the largest logit after each prefix, to a separator or the length T."""
+    vocab = tree_NV.shape[1]
+    tokens = []
+    node = 0  # the empty prefix
+    while SEPARATOR not in tokens and len(tokens) < T:
+        token = int(tree_NV[node].argmax())
+        tokens.append(token)
+        node = child_node(node, token, vocab)
+    return tokens
+
+
 def test_a_beam_of_one_is_greedy_to_the_last_bit():
-    vocab = 6
-    tree_BNV = random_tree(1, batch=50, vocab=vocab, scale=0.1)
-    # In rows 0 to 24, logits are tied or differ so little that probabilities are rounded to ties.
+    """Greedy decoding takes the largest logit, even if all probabilities are rounded to ties."""
+    tree_BNV = random_tree(1, batch=50, vocab=6, scale=0.1)
+    # In rows 0 to 24, logits are equal, or differ by so little that their softmax is equal.
     whole_numbers_BNV = np.round(tree_BNV[:25] * 10) + 0  # -0 + 0 = 0
     tree_BNV[:25] = whole_numbers_BNV * np.float32(2**-30)
 
     best = search(tree_BNV, beam=1)
 
+    # Hypotheses of every length from 1 to T occur.
     assert len(np.unique(best.lengths_BK)) == T
     for row, tree_NV in enumerate(tree_BNV):
-        greedy = []
-        node = 0
-        while SEPARATOR not in greedy and len(greedy) < T:
-            token = int(tree_NV[node].argmax())
-            greedy.append(token)
-            node = child_node(node, token, vocab)
+        greedy = greedy_tokens(tree_NV)
         padding = [SEPARATOR] * (T - len(greedy))
         assert best.tokens_BKT[row, 0].tolist() == greedy + padding
 
 
 def assert_steps_and_lengths(tree_BNV, *, num_steps, best_lengths):
-    """Checks the number of steps of a search, and the lengths of the best hypotheses."""
+    """Checks the number of steps of a search, and the length of the best hypothesis of each row."""
     beam = 2
     batch_sizes = queue.SimpleQueue()
 
     best = search(tree_BNV, beam=beam, batch_sizes=batch_sizes)
-    jax.effects_barrier()
+    jax.effects_barrier()  # waits until the callbacks of all steps have run
 
+    # Each step puts its number of hypotheses on the queue.
     assert batch_sizes.qsize() == num_steps
     for _ in range(num_steps):
         assert batch_sizes.get() == len(tree_BNV) * beam

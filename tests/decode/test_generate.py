@@ -29,17 +29,21 @@ def uniform_model():
 
 
 def test_greedy_tokens_are_the_same_without_a_cache(model):
+    """Without a cache, the model runs over the whole prefix for each token."""
     prompt_length = 4
-    num_tokens = CONTEXT + 1 - prompt_length  # the last token is not fed back
+    # The model does not read the last token, so one token more than its context is possible.
+    num_tokens = CONTEXT + 1 - prompt_length
     prompts_BT = np.random.default_rng(1).integers(0, VOCAB_SIZE, (40, prompt_length))
 
     greedy_BT = np.asarray(generate(model, prompts_BT, num_tokens))
 
+    # Attention is causal, so the zeros after position t - 1 do not affect its logits.
     tokens_BT = np.pad(prompts_BT, ((0, 0), (0, num_tokens)))
     for t in range(prompt_length, prompt_length + num_tokens):
         logits_BTV = uncached_logits(model, tokens_BT[:, :CONTEXT])
         tokens_BT[:, t] = logits_BTV[:, t - 1].argmax(-1)
     np.testing.assert_array_equal(greedy_BT, tokens_BT[:, prompt_length:])
+    # The model does not repeat a few tokens only.
     assert len(np.unique(greedy_BT)) > 3
 
 
@@ -47,12 +51,16 @@ def test_samples_depend_on_the_key_and_the_row_alone(model):
     def sample(prompts_BT, seed):
         return generate(model, prompts_BT, 6, key=jax.random.key(seed), temperature=1.0)
 
-    tokens_BT = sample(PROMPTS, seed=3)
+    tokens_BT = sample(PROMPTS, seed=3)  # two prompts
+    first_prompt_alone_BT = sample(PROMPTS[:1], seed=3)
     first_prompt_twice_BT = sample(PROMPTS[[0, 0]], seed=3)
 
+    # The same key gives the same tokens, and another key gives others.
     np.testing.assert_array_equal(tokens_BT, sample(PROMPTS, seed=3))
-    np.testing.assert_array_equal(tokens_BT[:1], sample(PROMPTS[:1], seed=3))
     assert np.any(tokens_BT != sample(PROMPTS, seed=4))
+    # Other rows of the batch do not affect row 0.
+    np.testing.assert_array_equal(tokens_BT[:1], first_prompt_alone_BT)
+    # Two rows with the same prompt are sampled independently.
     assert np.any(first_prompt_twice_BT[0] != first_prompt_twice_BT[1])
 
 
@@ -84,17 +92,23 @@ def test_draws_follow_the_softmax_of_the_logits(temperature):
     frequencies_V = np.bincount(tokens_B, minlength=6) / num_draws
     weights_V = np.exp(np.float64(logits_V) / temperature)
     probabilities_V = weights_V / weights_V.sum()
-    largest_standard_error = (0.25 / num_draws) ** 0.5  # that of a probability of 1/2
+    # A frequency has the standard error sqrt(p (1 - p) / num_draws), largest for p = 1/2.
+    largest_standard_error = (0.25 / num_draws) ** 0.5
     np.testing.assert_allclose(frequencies_V, probabilities_V, atol=4 * largest_standard_error)
 
 
 def log_probabilities(model, prompt, added_tokens, *, vocab_size):
-    """The log-probability of each added token, by the model without a cache."""
+    """The log-probability of each token that is added to a prompt, by the model without a cache.
+
+    Only the first `vocab_size` ids of the model have a probability.
+    """
     tokens_T = np.concatenate([prompt, added_tokens])
-    padded_BT = np.pad(tokens_T, (0, CONTEXT - len(tokens_T)))[None]
-    logits_TV = np.asarray(uncached_logits(model, padded_BT)[0, :, :vocab_size], np.float64)
+    padded_T = np.pad(tokens_T, (0, CONTEXT - len(tokens_T)))
+    logits_BTV = uncached_logits(model, padded_T[None])
+    logits_TV = np.asarray(logits_BTV[0, :, :vocab_size], np.float64)
     nats_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
 
+    # A token is predicted at the position before it.
     nats = []
     for position, token in enumerate(added_tokens, start=len(prompt)):
         nats.append(nats_TV[position - 1, token])
@@ -102,15 +116,21 @@ def log_probabilities(model, prompt, added_tokens, *, vocab_size):
 
 
 def test_scores_of_a_beam_are_those_of_the_uncached_model(model):
+    """The score of a hypothesis is its log-probability / length ** length_penalty.
+
+    There are B = 2 prompts, and the search returns K = 4 hypotheses for each, best first.
+    """
     best = search(model, PROMPTS, 8, separator=3, beam=4, length_penalty=0.7, vocab_size=45)
 
     lengths_BK = np.asarray(best.lengths_BK)
     scores_BK = np.asarray(best.scores_BK)
     assert len(np.unique(lengths_BK)) > 1
+    # Scores do not rise from one hypothesis to the next.
     assert np.all(np.diff(scores_BK, axis=1) <= 0)
     for b, k in np.ndindex(2, 4):
         length = lengths_BK[b, k]
         added_tokens = np.asarray(best.tokens_BKT[b, k, :length])
+        # The model has 50 ids, and those from `vocab_size` on are never chosen.
         assert added_tokens.max() < 45
         nats = log_probabilities(model, PROMPTS[b], added_tokens, vocab_size=45)
         expected_score = sum(nats) / length**0.7
@@ -174,10 +194,12 @@ def test_an_encoder_does_not_generate():
 
 
 def test_sources_that_do_not_fit_are_refused():
+    """The model is an encoder-decoder for sources of at most 12 tokens, with ids from 0 to 49."""
     model = make_model(**PAIRS)
     too_long_BS = np.zeros((2, CONTEXT + 1), int)
     too_large_BS = np.full((2, CONTEXT), VOCAB_SIZE)
 
+    # A source is a pair of ids and of a mask, which is False on padding.
     with refused('a source of 13 tokens does not fit into model.source_context=12'):
         source = (too_long_BS, np.ones_like(too_long_BS, bool))
         search(model, PROMPTS, 2, source=source, separator=0, beam=2)

@@ -92,6 +92,7 @@ class NumpyDecoder:
         return logits_TV - log_sum_T1
 
     def attention(self, x_TD, layer):
+        """Causal attention of one layer with N heads of size H."""
         T = len(x_TD)
         H = CONFIG.d_model // CONFIG.num_heads
         p = self.p
@@ -175,17 +176,21 @@ def test_spaces_at_the_end_of_a_context_are_scored(numpy_decoder, text_model):
 
 
 def test_a_greedy_continuation_is_told_from_another(numpy_decoder, text_model):
+    """`loglikelihood` tells whether greedy decoding would give the continuation of a context."""
     greedy_tokens = numpy_decoder.continuation(ids('abc'), num_tokens=5)
     assert len(greedy_tokens) == 5
     assert CHARACTERS.unknown not in greedy_tokens
+    # The other continuation differs in its last token. Ids 0 to 8 are characters.
     other_last_token = (greedy_tokens[-1] + 1) % 9
     other_tokens = [*greedy_tokens[:-1], other_last_token]
+    greedy_text = CHARACTERS.decode(greedy_tokens)
+    other_text = CHARACTERS.decode(other_tokens)
 
-    _, first_is_greedy = loglikelihood(text_model, 'abc', CHARACTERS.decode(greedy_tokens))
-    _, second_is_greedy = loglikelihood(text_model, 'abc', CHARACTERS.decode(other_tokens))
+    _, greedy_text_is_greedy = loglikelihood(text_model, 'abc', greedy_text)
+    _, other_text_is_greedy = loglikelihood(text_model, 'abc', other_text)
 
-    assert first_is_greedy is True
-    assert second_is_greedy is False
+    assert greedy_text_is_greedy is True
+    assert other_text_is_greedy is False
 
 
 def test_a_long_context_loses_its_beginning(numpy_decoder, text_model, caplog):
@@ -202,17 +207,22 @@ def test_a_long_context_loses_its_beginning(numpy_decoder, text_model, caplog):
 
 @pytest.mark.parametrize('length', [1, 39, 40, 41, 95])
 def test_a_text_of_any_length_is_scored_in_windows(numpy_decoder, text_model, length):
+    """A text that is longer than the context of 40 tokens is scored in windows of 40 tokens.
+
+    Its log-probability is the sum over the windows.
+    """
     text = ('abcdefgh. ' * 10)[:length]
 
     answers = text_model.loglikelihood_rolling(requests_of((text,)))
 
-    # Token i is predicted from inputs[: i + 1].
+    # The text follows a separator, so tokens[i] is predicted from inputs[: i + 1].
     tokens = ids(text)
     inputs = [CHARACTERS.separator, *tokens]
     expected_nats = 0.0
     for start in range(0, length, CONFIG.context):
         end = min(start + CONFIG.context, length)
         # The last window reaches back into the previous one, to fill the context.
+        # It scores only the tokens from `start` on.
         context_start = max(0, end - CONFIG.context)
         context = inputs[context_start : start + 1]
         window_nats, _ = numpy_decoder.score(context, tokens[start:end])
@@ -222,15 +232,17 @@ def test_a_text_of_any_length_is_scored_in_windows(numpy_decoder, text_model, le
 
 @pytest.mark.parametrize('length', range(0, 14))
 def test_windows_are_those_of_the_harness(length):
+    """A text is scored in the same windows as by lm-evaluation-harness, the package lm_eval."""
     utils = pytest.importorskip('lm_eval.utils', reason="pip install -e '.[evaluate]'")
     tokens = list(range(1, length + 1))
 
-    rows = windows(tokens, 0, 4)
+    rows = windows(tokens, separator=0, context=4)
 
     harness_windows = utils.get_rolling_token_windows(
         token_list=tokens, prefix_token=0, max_seq_len=4, context_len=1
     )
     for row, harness_window in zip(rows, harness_windows, strict=True):
+        # The harness has pairs of tokens that are only read, and tokens that are scored.
         context, scored = utils.make_disjoint_window(harness_window)
         assert row.tokens == context + scored
         assert row.num_scored == len(scored)

@@ -86,15 +86,19 @@ def assert_close(actual, expected):
     'fields', [*mostly_slow(VARIANTS, every=18), *slow_except(OPTIONS[:2], OPTIONS)], ids=str
 )
 def test_a_model_decodes_from_a_cache_of_the_documented_size(fields):
+    """Token by token, the cache gives the logits of one pass over all tokens without a cache."""
     model = make_model(**fields)
     cache = kv_cache.init_cache(model, *TOKENS.shape)
 
     logits_BTV = cached_logits(model, TOKENS, cache, chunk=1)
 
     assert_close(logits_BTV, np.asarray(uncached_logits(model, TOKENS)))
+
+    # An array of the cache has the axes layers, rows, tokens, and those of one token.
     cached_arrays = jax.tree.leaves(cache.layers)
     for array in cached_arrays:
         assert array.shape[1:3] == TOKENS.shape
+    # The numbers per token, of all layers, are those that `cost` computes from the config.
     float32_bytes = 4
     expected_bytes = float32_bytes * cost.cache_floats_per_token(model.config) * TOKENS.size
     assert sum(array.nbytes for array in cached_arrays) == expected_bytes
@@ -103,13 +107,16 @@ def test_a_model_decodes_from_a_cache_of_the_documented_size(fields):
 def test_a_cache_has_the_dtype_of_the_model():
     model = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_model())
 
-    cache = kv_cache.init_cache(model, 2, 4)
-    logits_BV, longer_cache = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], cache)
+    # `prefill` appends two tokens to a cache for 2 rows of 4 tokens.
+    empty_cache = kv_cache.init_cache(model, 2, 4)
+    logits_BV, filled_cache = jax.eval_shape(kv_cache.prefill, model, TOKENS[:, :2], empty_cache)
 
+    # Logits are never narrower than float32.
     assert logits_BV.dtype == jnp.float32
-    assert len(cache.layers) == 1
-    assert len(longer_cache.layers) == 1
-    for array in jax.tree.leaves([cache.layers, longer_cache.layers]):
+    # All layers have the same variant of attention, so they share one entry.
+    assert len(empty_cache.layers) == 1
+    assert len(filled_cache.layers) == 1
+    for array in jax.tree.leaves([empty_cache.layers, filled_cache.layers]):
         assert array.dtype == jnp.bfloat16
 
 
@@ -139,16 +146,20 @@ SITES = [
 
 @pytest.mark.parametrize('fields', mostly_slow(SITES, every=6), ids=str)
 def test_an_encoder_decoder_decodes_from_its_cache(fields):
+    """The cache holds the keys and values of the target tokens and of the encoded source."""
     model = make_model(**PAIRS | fields)
     num_tokens = TOKENS.shape[1]
 
     cache = encode(model, SOURCES, VALID, num_tokens)
     logits = cached_logits(model, TOKENS, cache)
 
+    # VALID is False on padding of the sources, which is segment 0.
     expected_logits = uncached_logits(
         model, TOKENS, source_BS=SOURCES, source_segments_BS=VALID.astype(np.int32)
     )
     assert_close(logits, after_each_chunk(expected_logits))
+
+    # `cost` counts the numbers of a target token and of a source token together.
     floats_per_token = 0
     for array in jax.tree.leaves(cache.layers):
         floats_per_token += array.size // TOKENS.size

@@ -66,9 +66,13 @@ def translate_ids(sources, model=None, **options) -> list[list[int]]:
 
 
 def greedy_without_cache(model, sources) -> list[list[int]]:
-    """Greedy translations, each token by a pass over the whole sequences."""
+    """Greedy translations, each token by a pass of the model over the whole sequences.
+
+    A translation ends before the first separator, or after CONFIG.context tokens.
+    """
     B = len(sources)
     T = CONFIG.context
+    # A source ends with a separator. Segment 0 is padding.
     source_BS = np.zeros((B, CONFIG.source_context), int)
     segments_BS = np.zeros((B, CONFIG.source_context), int)
     for row, source in enumerate(sources):
@@ -76,11 +80,13 @@ def greedy_without_cache(model, sources) -> list[list[int]]:
         segments_BS[row, : len(source) + 1] = 1
 
     compute_logits = jax.jit(lambda model, *args, **kwargs: model(*args, **kwargs))
+    # Column 0 is a separator, with which each translation starts.
     tokens_BT = np.full((B, T + 1), SEPARATOR)
     for t in range(T):
         logits_BTV = compute_logits(
             model, tokens_BT[:, :T], source_BS=source_BS, source_segments_BS=segments_BS
         )
+        # The model has more ids than the tokenizer, and the others are never chosen.
         logits_BV = np.asarray(logits_BTV[:, t, : NumberTokenizer.vocab_size])
         tokens_BT[:, t + 1] = logits_BV.argmax(-1)
 
@@ -106,21 +112,26 @@ def test_no_sources_have_no_translations():
 
 
 def test_a_batch_is_filled_up_with_repeated_sources(monkeypatch):
-    given_sources = []
+    """A batch has 64 rows, so 3 sources are repeated in order: 0, 1, 2, 0, 1, 2 and so on."""
+    batches = []
 
     def fake_search(model, prompts_BT, num_tokens, source, **options):
-        given_sources.append(source)
+        """Stands in for the beam search: keeps the sources, and gives empty translations."""
+        batches.append(source)
         only_separators = np.full((64, 1, num_tokens), SEPARATOR)
         return types.SimpleNamespace(tokens_BKT=only_separators)
 
     monkeypatch.setattr(translate, 'search', fake_search)
 
-    assert translate_ids(random_sources(3)) == [[], [], []]
+    translations = translate_ids(random_sources(3))
 
-    assert len(given_sources) == 1
-    source_BS, valid_BS = given_sources[0]
+    assert translations == [[], [], []]
+    assert len(batches) == 1
+    source_BS, valid_BS = batches[0]
+    # `resize` repeats the three rows until the shape is filled.
     repeated_BS = np.resize(source_BS[:3], source_BS.shape)
     np.testing.assert_array_equal(source_BS, repeated_BS)
+    # No row is padding alone.
     assert np.all(valid_BS.any(axis=1))
 
 
@@ -130,6 +141,10 @@ def num_tokens_of(translations) -> int:
 
 @pytest.mark.slow
 def test_the_search_follows_its_settings():
+    """The score of a translation is its log-probability / length ** length_penalty.
+
+    Log-probabilities are negative, so a larger penalty favours longer translations.
+    """
     sources = random_sources(8)
     model = make_model(context=5)
 
@@ -155,44 +170,54 @@ def dataset_of(lines: list[str]):
 
 
 def test_the_score_of_a_split_is_that_of_its_translations(caplog):
+    """Sources are truncated to 19 tokens, which are bytes here, and `max_sources` are scored."""
     model = make_model(vocab_size=256)
     tokenizer = ByteTokenizer()
     sources = ['one', 'a source that is too long', 'two', 'three']
     truncated_sources = [source[:19] for source in sources]
     translations = translate.translate(model, tokenizer, truncated_sources, GREEDY)
-    # Only the second target is right, up to its case.
+    # The model is not trained, so only the second target is right, up to its case.
     targets = ['eins', translations[1].swapcase(), 'zwei', 'drei']
+    pairs = PairDataset(dataset_of(sources), dataset_of(targets))
+    translate_greedily = functools.partial(translate.translate_ids, model, tokenizer, config=GREEDY)
 
     for max_sources, lowercase in ((4, False), (4, True), (1, False)):
         scores = score_split(
-            PairDataset(dataset_of(sources), dataset_of(targets)),
+            pairs,
             'validation',
-            functools.partial(translate.translate_ids, model, tokenizer, config=GREEDY),
+            translate_greedily,
             longest_source=19,
             max_sources=max_sources,
             lowercase=lowercase,
         )
-        assert scores['num_sentences'] == max_sources
-        assert scores == translation_scores(
+
+        expected_scores = translation_scores(
             translations[:max_sources], targets[:max_sources], lowercase=lowercase
         )
+        assert scores['num_sentences'] == max_sources
+        assert scores == expected_scores
 
-    # The first source alone is not truncated.
-    truncated = "1 of 4 sources of split 'validation' truncated to 19 tokens"
-    assert caplog.messages == [truncated, truncated]
+    # Both calls for 4 sources warn. The call for the first source, 'one', truncates nothing.
+    warning = "1 of 4 sources of split 'validation' truncated to 19 tokens"
+    assert caplog.messages == [warning, warning]
 
 
 def test_processes_share_the_work_of_a_translation(monkeypatch):
+    """Of three processes, each translates its share of the batches, and returns all translations.
+
+    The batches 0 to 3 go to the processes 0, 1, 2 and 0.
+    """
     sources = random_sources(7)
     monkeypatch.setattr(translate, 'BATCH_SIZE', 2)
-    expected = translate_ids(sources, beam=1)
+    expected_translations = translate_ids(sources, beam=1)
 
-    part_of_rank = {}
+    part_of_rank = {}  # pairs of the index of a source and its translation
 
     def translate_as(rank):
-        """Translates as one of three processes, which run one after another here."""
+        """Translates as the process `rank`; the processes run one after another here."""
 
         def gather(part, limit):
+            """Stands in for the exchange between processes: gives the parts so far."""
             part_of_rank[rank] = part
             # Processes that have not run yet are replaced by empty translations.
             empty = [(index, '') for index in range(len(sources))]
@@ -206,12 +231,12 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
     for rank in (0, 1, 2):
         translate_as(rank)
 
-    # Process 0 has two of the four batches, which have 2, 2, 2 and 1 sources.
-    assert len(part_of_rank[0]) == 3
+    # The batches have 2, 2, 2 and 1 of the 7 sources, and process 0 has the first and the last.
+    assert len(part_of_rank[0]) == 2 + 1
     assert len(part_of_rank[1]) == 2
     assert len(part_of_rank[2]) == 2
-    # Now that all parts are known, process 0 returns all translations.
-    assert translate_as(0) == expected
+    # All parts are known in a second call, so process 0 returns all translations.
+    assert translate_as(0) == expected_translations
 
 
 def test_scores_are_those_of_sacrebleu(monkeypatch):
@@ -221,12 +246,17 @@ def test_scores_are_those_of_sacrebleu(monkeypatch):
 
     scores = translation_scores(hypotheses, references)
 
-    # Precisions of 1-grams to 4-grams, over both sentences.
+    # BLEU counts the n-grams of both hypotheses that occur in their references.
+    # Of 7 words, 5 occur: the second 'the' and 'b' do not.
+    # The precisions of 1-grams to 4-grams follow.
     precisions = [5 / 7, 3 / 5, 2 / 3, 1 / 2]
     geometric_mean = math.prod(precisions) ** (1 / 4)
-    brevity_penalty = math.exp(1 - 8 / 7)  # 7 words, and 8 in the references
+    # The hypotheses have 7 words, and the references have 8.
+    brevity_penalty = math.exp(1 - 8 / 7)
     assert scores['bleu'] == pytest.approx(100 * brevity_penalty * geometric_mean)
+
     assert scores['num_sentences'] == 2
+    # No hypothesis equals its reference.
     assert scores['exact_match'] == 0.0
 
 
@@ -238,8 +268,11 @@ def test_case_counts_unless_lowercase(monkeypatch):
     cased = translation_scores(hypotheses, references, lowercase=False)
     uncased = translation_scores(hypotheses, references, lowercase=True)
 
+    # Without case, one of the two hypotheses equals its reference.
     assert cased['exact_match'] == 0.0
     assert uncased['exact_match'] == 0.5
+
+    # A signature of sacrebleu states the settings of a score.
     for metric in ('bleu', 'chrf'):
         assert cased[metric] < uncased[metric]
         assert '|case:mixed|' in cased[f'{metric}_signature']
