@@ -64,14 +64,15 @@ def launch(name: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess:
 
 
 def launch_here(name: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    """Runs a launcher like `launch`, but in this process, which is faster.
+    """Runs launch/NAME.py with these arguments in this process, which is faster than in its own.
 
-    It must not start other programs.
+    The launcher sees the variables `env` alone. It must not start other programs.
     """
     launcher = str(LAUNCH / f'{name}.py')
     exit_code = 0
     stdout = io.StringIO()
     stderr = io.StringIO()
+    # The launcher is the main program, so its directory is the first on the path.
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(stdout),
@@ -92,9 +93,9 @@ def dry_run(name: str, *flags: str, command: tuple[str, ...], **variables: str) 
     arguments = [*flags, '--dry_run']
     if command:
         arguments += ['--', *command]
-    done = launch_here(name, *arguments, env={**os.environ, **variables})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    finished = launch_here(name, *arguments, env={**os.environ, **variables})
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
 
 
 def write_program(path: Path, text: str) -> Path:

@@ -71,11 +71,12 @@ def slurm_conf(root: Path) -> str:
 
 
 def start_daemons(root: Path, environment: dict[str, str]) -> list[subprocess.Popen]:
-    """Starts the controller, and one daemon per node."""
+    """Starts the controller, and one daemon per node, which log to `root`/daemons.log."""
+    # The daemons stay in the foreground (-D). The controller has no state files to read yet (-i).
     commands = [[PROGRAMS['slurmctld'], '-D', '-i']]
     for node in NODES:
         commands.append([PROGRAMS['slurmd'], '-D', '-d', PROGRAMS['slurmstepd'], '-N', node])
-    # A test run that is killed takes its daemons with it.
+    # setpriv lets a daemon end when the test run ends, even if that is killed.
     die_with_this_process = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
 
     daemons = []
@@ -103,8 +104,9 @@ def running_cluster(root: Path) -> Iterator['Cluster']:
     daemons = start_daemons(root, cluster.environment)
 
     def num_idle_nodes() -> str:
-        idle = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
-        return cluster.call(*idle, check=False).strip()
+        # '%D' is the number of nodes, here of those in the state 'idle'.
+        sinfo = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
+        return cluster.call(*sinfo, check=False).strip()
 
     def has_no_jobs() -> bool:
         return cluster.call('squeue', '-h', check=False).strip() == ''
@@ -113,6 +115,7 @@ def running_cluster(root: Path) -> Iterator['Cluster']:
         wait_until(lambda: num_idle_nodes() == '2', 60, cluster.logs)
         yield cluster
     finally:
+        # '%A' is the number of a job.
         jobs = cluster.call('squeue', '-h', '-o', '%A', check=False).split()
         cluster.call('scancel', '--signal=KILL', '--full', *jobs, check=False)
         cluster.call('scancel', *jobs, check=False)
@@ -145,10 +148,10 @@ class Cluster:
     def call(self, *command: object, check: bool = True, **keywords: object) -> str:
         """Runs a program and returns its standard output."""
         keywords = {'env': self.environment, 'capture_output': True, 'text': True, **keywords}
-        done = subprocess.run([str(part) for part in command], **keywords)
+        finished = subprocess.run([str(part) for part in command], **keywords)
         if check:
-            assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+            assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout
 
     def fields_of(self, job: object) -> dict[str, str]:
         """The fields of a job, such as {'JobState': 'RUNNING', 'Restarts': '0', ...}."""
@@ -158,16 +161,18 @@ class Cluster:
     def wait(self, job: object, condition: Callable[[dict[str, str]], object]) -> dict[str, str]:
         """Waits until the fields of a job, or of a task such as '7_1', meet a condition.
 
-        Slurm lets a requeued job wait for two minutes. Here, the job starts after two seconds.
-        (Daemons refuse a job that starts in the second in which it ended.)
+        Slurm lets a requeued job wait for two minutes. Meanwhile, this method tells Slurm to start
+        the job after two seconds. (Daemons refuse a job that starts in the second in which it
+        ended.)
 
         Returns:
-            The fields; see `fields_of`.
+            The fields, such as {'JobState': 'RUNNING', 'Restarts': '0', ...}.
         """
         fields: dict[str, str] = {}
 
         def meets_condition() -> object:
             fields.update(self.fields_of(job))
+            # 'BeginTime' means that a requeued job waits. Each start is hastened once.
             start = (job, fields['Restarts'])
             if fields['Reason'] == 'BeginTime' and start not in self._hastened:
                 self._hastened.add(start)
@@ -217,7 +222,11 @@ class Jobs:
         return self.log(job)
 
     def preempt(self, job: str) -> None:
-        """Runs a job of the higher partition, which takes all nodes, until `job` is requeued."""
+        """Lets a job of a higher priority take both nodes until `job` is requeued.
+
+        The partition 'high' comes before the partition of `job`, so Slurm stops `job` and puts it
+        back into the queue, where it is pending.
+        """
         output = self.cluster.call(
             'sbatch',
             '--parsable',

@@ -160,12 +160,17 @@ def test_a_pod_has_the_settings_of_its_accelerator(case):
     pod = pod_of(manifest)
     text = json.dumps(pod)
 
+    # Pods with TPUs run as root, and pods with GPUs do not, so the caches have different owners.
     kind = 'gpu' if is_gpu(case) else 'tpu'
     cache = variables_of(manifest)['JAX_COMPILATION_CACHE_DIR']
     assert cache['value'] == f'/runs/.jax-cache-{kind}'
-    assert pod['restartPolicy'] == 'Never'
-    assert pod['terminationGracePeriodSeconds'] == (40 if case == 'any gpu' else 300)
     assert ('runAsUser' in text) == (not is_gpu(case))
+
+    # The Job or JobSet restarts what fails, and not the pod.
+    assert pod['restartPolicy'] == 'Never'
+    # The case 'any gpu' sets --grace=40, and the default is 300 seconds.
+    grace = 40 if case == 'any gpu' else 300
+    assert pod['terminationGracePeriodSeconds'] == grace
     # Without OnRootMismatch, a mount would change the modes of all files to those of fsGroup.
     assert ('"fsGroup"' in text) == ('OnRootMismatch' in text)
 
@@ -247,6 +252,10 @@ def test_exit_codes_decide_whether_a_worker_restarts(case):
 
 @pytest.mark.parametrize('case', ['tpu', 'v5p', 'gpu', 'any gpu'])
 def test_exit_codes_decide_whether_a_run_restarts(case):
+    """A run is a JobSet of one job, whose failure policy restarts it except after exit code 2.
+
+    Exit code 2 means a wrong setting, and 75 means that the run was stopped with a checkpoint.
+    """
     manifest = manifest_of(case)
     job = job_of(manifest)
     policy = manifest['spec']['failurePolicy']
@@ -255,8 +264,10 @@ def test_exit_codes_decide_whether_a_run_restarts(case):
     assert manifest['kind'] == 'JobSet'
     assert pod_failure_rules(job) == [('FailJob', [2, 75]), ('FailJob', 'disrupted')]
     assert job['backoffLimit'] == 0
+    # The case 'any gpu' sets --retries=0, and the default is 3.
     assert policy['maxRestarts'] == (0 if case == 'any gpu' else 3)
 
+    # The first rule is for exit code 2. The second is for 75 and for preempted pods.
     wrong_setting, stopped = policy['rules']
     assert wrong_setting['action'] == 'FailJobSet'
     assert stopped['action'] == 'RestartJobSetAndIgnoreMaxRestarts'
@@ -270,28 +281,35 @@ def test_exit_codes_decide_whether_a_run_restarts(case):
 
 
 def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
+    """A slice of 16 chips, for example, has the topology 4x4, and 4 hosts with 4 chips each."""
     monkeypatch.syspath_prepend(str(LAUNCH))
     launcher = runpy.run_path(str(LAUNCH / 'kubernetes.py'))
     hardware = launcher['hardware']
 
     for kind, tpu in launcher['TPUS'].items():
         for num_chips, topology in tpu.topologies.items():
-            machine = hardware(f'{kind}-{tpu.units_per_chip * num_chips}')
             lengths = [int(length) for length in topology.split('x')]  # '4x4' -> [4, 4]
             assert math.prod(lengths) == num_chips
-            assert machine.hosts * machine.chips == num_chips
+
+            # The size in the name of an accelerator counts chips, or cores where a chip has two.
+            size = tpu.units_per_chip * num_chips
+            machine = hardware(f'{kind}-{size}')
+            chips_per_host = machine.chips
+            assert machine.hosts * chips_per_host == num_chips
 
 
 def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
-    # The stand-in writes down its arguments and its input, and ends with 3.
+    """The launcher calls `kubectl create`, and ends with its exit code."""
+    # The stand-in for kubectl writes down its arguments and its input, and ends with 3.
     script = f'#!/bin/sh\necho "$@" >>{tmp_path}/arguments; cat >{tmp_path}/yaml; exit 3\n'
     write_program(tmp_path / 'kubectl', script)
     flags = ('--accelerator=a3-2x8', '--namespace=lab')
 
-    done = launch(
+    finished = launch(
         'kubernetes', *NAME_AND_IMAGE, *flags, '--', *TRAIN, env=environment_with(tmp_path)
     )
 
-    assert done.returncode == 3
+    assert finished.returncode == 3
+    # One line of arguments is one call. `-f -` reads the manifest from the input.
     assert (tmp_path / 'arguments').read_text() == 'create --namespace=lab -f -\n'
     assert (tmp_path / 'yaml').read_text() == rendered_manifest(*flags, arguments=TRAIN[1:])

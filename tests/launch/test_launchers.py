@@ -72,18 +72,20 @@ WRONG = [
 def test_a_wrong_command_line_is_refused_before_anything_is_called(
     name, arguments, words, tmp_path
 ):
-    # Stand-ins for all tools leave a trace if they are called.
+    """The launcher ends with 2 and one sentence, which has all of these words."""
+    # Stand-ins for sbatch, gcloud, kubectl and sky leave the file 'called' if they are called.
     for tool in TOOLS.values():
         write_program(tmp_path / tool, f'#!/bin/sh\ntouch {tmp_path}/called\n')
+    # There is no virtual environment /v, and three GPUs are visible.
     env = environment_with(tmp_path) | {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6'}
 
-    done = launch_here(name, *arguments, env=env)
+    finished = launch_here(name, *arguments, env=env)
 
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ''
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert finished.returncode == 2, finished.stderr
+    assert finished.stdout == ''
+    assert len(finished.stderr.splitlines()) == 1, finished.stderr
     for word in words.split(' '):
-        assert word in done.stderr
+        assert word in finished.stderr
     assert not (tmp_path / 'called').exists()
 
 
@@ -92,19 +94,19 @@ def test_a_missing_tool_is_named(name, tmp_path):
     write_program(tmp_path / 'bin/python', '')
     env = {'PATH': str(tmp_path / 'bin'), 'QKATTN_VENV': str(tmp_path)}
 
-    done = launch_here(name, *RIGHT_FLAGS[name], *TRAIN_SMALL, env=env)
+    finished = launch_here(name, *RIGHT_FLAGS[name], *TRAIN_SMALL, env=env)
 
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f'{TOOLS[name]} is not installed; ')
+    assert finished.returncode == 2
+    assert len(finished.stderr.splitlines()) == 1
+    assert finished.stderr.startswith(f'{TOOLS[name]} is not installed; ')
 
 
 def dry_run_errors(name, *flags, command):
     """The standard error of a dry run that succeeds."""
     arguments = [*RIGHT_FLAGS[name], *flags, '--dry_run', '--', *command]
-    done = launch_here(name, *arguments, env={**os.environ})
-    assert done.returncode == 0
-    return done.stderr
+    finished = launch_here(name, *arguments, env={**os.environ})
+    assert finished.returncode == 0
+    return finished.stderr
 
 
 WARNING = 'results end with'
@@ -136,11 +138,11 @@ def test_a_directory_on_a_mounted_volume_is_not_warned_of():
 def test_workers_without_a_common_directory_are_refused(name):
     arguments = (*RIGHT_FLAGS[name], '--workers=2', '--dry_run', '--', 'ablate', '--workdir=runs/w')
 
-    done = launch_here(name, *arguments, env={**os.environ})
+    finished = launch_here(name, *arguments, env={**os.environ})
 
-    assert done.returncode == 2
-    assert done.stdout == ''
-    assert done.stderr.endswith(', --workers=2 share no study\n')
+    assert finished.returncode == 2
+    assert finished.stdout == ''
+    assert finished.stderr.endswith(', --workers=2 share no study\n')
 
 
 @pytest.mark.skipif(shutil.which('shellcheck') is None, reason='shellcheck is not installed')
@@ -149,6 +151,6 @@ def test_shellcheck_finds_nothing():
     # Versions differ on SC2317: whether a function that only a trap calls is reachable.
     command = ['shellcheck', '--exclude=SC2317', *scripts]
 
-    done = subprocess.run(command, capture_output=True, text=True)
+    finished = subprocess.run(command, capture_output=True, text=True)
 
-    assert done.returncode == 0, done.stdout
+    assert finished.returncode == 0, finished.stdout

@@ -19,10 +19,11 @@ TRAIN = ('train', '--config=small', '--workdir=runs/small')
 
 
 def start_job(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
-    """Starts a job of two stand-ins for qkattn.
+    """Starts a job of two processes, which are stand-ins for qkattn, by launch/local.py.
 
-    Line n of `plan` says what the two processes do at start n, such as '75 2': the first one exits
-    with 75, and the second one with 2. See `PROGRAM`.
+    Line n of `plan` says what the two processes do at start n. A number is an exit code. 'saves'
+    waits for SIGTERM, prints 'saved', and ends with 75. 'ignores' ignores SIGTERM. At start n, '75
+    2' lets the first process exit with 75, and the second one with 2.
     """
     (directory / 'plan').write_text(plan)
     write_program(directory / 'venv/bin/python', PROGRAM)
@@ -68,15 +69,19 @@ CPU_DEVICES = "JAX_PLATFORMS=cpu XLA_FLAGS='--xla_a=1 --xla_force_host_platform_
     ],
 )
 def test_a_dry_run_prints_what_would_be_started(flag, setting_of_rank):
+    """A line for each of two processes has its rank, its variables and its command."""
     argument = "--config.name=two $HOME 'words'"
+    # Each quote is written as '"'"', as shlex does.
     quoted_argument = "'--config.name=two $HOME '\"'\"'words'\"'\"''"
     variables = {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6', 'XLA_FLAGS': '--xla_a=1'}
 
     text = dry_run('local', '--processes=2', flag, command=(*TRAIN, argument), **variables)
 
+    # The processes of a job meet at a port that was free.
     port = re.search(r'127\.0\.0\.1:(\d+)', text)[1]
     lines = text.splitlines()
     assert len(lines) == 2
+    # With one GPU each, the two processes take the first two of CUDA_VISIBLE_DEVICES.
     for rank in (0, 1):
         assert lines[rank] == (
             f'[{rank}] JAX_COORDINATOR_ADDRESS=127.0.0.1:{port} JAX_NUM_PROCESSES=2 '
@@ -85,7 +90,7 @@ def test_a_dry_run_prints_what_would_be_started(flag, setting_of_rank):
         )
 
 
-# Exit code 75 means: a checkpoint is saved, start me again.
+# A line of the plan has the exit codes of the two processes at one start.
 @pytest.mark.parametrize(
     ('plan', 'exit_code', 'num_starts', 'message'),
     [
@@ -96,11 +101,18 @@ def test_a_dry_run_prints_what_would_be_started(flag, setting_of_rank):
     ],
 )
 def test_a_job_is_started_again_by_its_exit_code(plan, exit_code, num_starts, message, tmp_path):
+    """The exit code of a job is that of the process that failed first.
+
+    Exit code 75 means that a checkpoint is saved, and the job is started again. After 2, a wrong
+    setting, it is not. Any other code is a crash, after which one retry is allowed here.
+    """
     job = start_job(tmp_path, plan, '--retries=1')
     output, errors = job.communicate(timeout=60)
 
     assert job.returncode == exit_code, errors
     assert message in errors
+
+    # At each start, both processes print their arguments and an error, after their rank.
     arguments = 'arguments qkattn train --config=small --workdir=runs/small'
     lines = output.splitlines()
     assert len(lines) == 2 * num_starts
@@ -148,13 +160,17 @@ def test_no_process_of_a_job_is_left_running(plan, sent_signal, exit_code, num_s
 @pytest.mark.parametrize(
     ('plan', 'num_interrupts', 'exit_code', 'num_saved'),
     [
-        ('saves saves', 2, 75, 2),
-        ('ignores ignores', 3, 128 + signal.SIGKILL, 0),
+        pytest.param('saves saves', 2, 75, 2, id='both save'),
+        pytest.param('ignores ignores', 3, 128 + signal.SIGKILL, 0, id='both are killed'),
     ],
 )
 def test_a_third_interrupt_kills_the_processes(
     plan, num_interrupts, exit_code, num_saved, tmp_path
 ):
+    """Ctrl-C asks the two processes to save. The third one kills them by SIGKILL.
+
+    On SIGTERM, a process that 'saves' prints 'saved' and ends with 75. One that 'ignores' it waits.
+    """
     job = start_job(tmp_path, plan, '--retries=0')
     wait_until_started(tmp_path)
     for _ in range(num_interrupts):
@@ -164,4 +180,5 @@ def test_a_third_interrupt_kills_the_processes(
 
     assert job.returncode == exit_code, errors
     assert output.count('saved') == num_saved
+    # The second interrupt says what a third one does.
     assert 'press Ctrl-C again to kill them' in errors

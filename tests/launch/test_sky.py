@@ -41,11 +41,13 @@ def yaml_and_commands(*flags: str, command=TRAIN) -> tuple[str, list[list[str]]]
 
 @pytest.mark.skipif(not PYTHON, reason='QKATTN_TEST_SKY_PYTHON names no Python with skypilot')
 def test_skypilot_reads_the_tasks(tmp_path):
+    """SkyPilot's parser reads two files of the repository, and two tasks of the launcher."""
     train_file = (launchers.LAUNCH / 'sky/train.yaml').read_text()
     study_file = (launchers.LAUNCH / 'sky/study.yaml').read_text()
     train, _ = yaml_and_commands(GPUS, command=('train', *AWKWARD))
     study, _ = yaml_and_commands(GPUS, '--workers=2', command=('ablate', *AWKWARD))
     texts = [train_file, study_file, train, study]
+    # They are those of the two files. The launcher gives its own on the command line of `sky`.
     accelerators_of_tasks = [{'H100': 8}, {'H100': 1}, {'H100': 8}, {'H100': 1}]
 
     output = subprocess.check_output(
@@ -70,7 +72,14 @@ def test_skypilot_reads_the_tasks(tmp_path):
 
 
 def start_on_node(home: Path, task: str, *, has_gpus: bool = True, **variables: str) -> dict:
-    """Runs a task as a node does, with a stand-in for qkattn; returns how that was started."""
+    """Runs the script of a task as a node of SkyPilot does, with a stand-in for qkattn.
+
+    The home directory of the node is `home`, and `variables` are those of SkyPilot. A node with
+    GPUs has the program nvidia-smi.
+
+    Returns:
+        How the stand-in was started: a dictionary with its 'arguments' and its variables, 'env'.
+    """
     write_program(home / 'launch/supervise.sh', (launchers.LAUNCH / 'supervise.sh').read_text())
     write_program(home / '.venv/bin/python', launchers.PROGRAM)
     write_program(home / 'gpus/nvidia-smi', '#!/bin/sh\n')
@@ -78,10 +87,11 @@ def start_on_node(home: Path, task: str, *, has_gpus: bool = True, **variables: 
     if has_gpus:
         path = f'{home}/gpus:{path}'
     env = {'PATH': path, 'HOME': str(home), 'RETRIES': '3', **variables}
+    script = yaml.safe_load(task)['run']
 
-    done = subprocess.run(['bash', '-c', yaml.safe_load(task)['run']], cwd=home, env=env)
+    finished = subprocess.run(['bash', '-c', script], cwd=home, env=env)
 
-    assert done.returncode == 0
+    assert finished.returncode == 0
     return starts_of(home)[-1]
 
 
@@ -132,23 +142,27 @@ def test_a_worker_of_a_study_needs_no_addresses(tmp_path):
 
 
 def test_each_worker_of_a_study_is_a_job_of_skypilot(tmp_path):
+    """For two workers, `sky` is called twice, with the commands that a dry run prints."""
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
     _, dry_commands = yaml_and_commands(*flags, command=STUDY)
-    # The stand-in for sky writes down its arguments and its directory, and copies the last file.
+    # The stand-in for sky writes its arguments and its directory to 'calls', one a line.
+    # It copies the file of its last argument, which is the task.
     script = f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/calls; cp "${{@: -1}}" {tmp_path}/yaml\n'
     write_program(tmp_path / 'sky', f'#!/usr/bin/env bash\n{script}')
 
-    done = launch('sky', *flags, '--', *STUDY, env=launchers.environment_with(tmp_path))
+    finished = launch('sky', *flags, '--', *STUDY, env=launchers.environment_with(tmp_path))
 
-    assert done.returncode == 0
+    assert finished.returncode == 0
     lines = (tmp_path / 'calls').read_text().splitlines()
     lines_per_call = len(lines) // 2
     calls = [lines[:lines_per_call], lines[lines_per_call:]]
     for worker, (call, dry_command) in enumerate(zip(calls, dry_commands, strict=True)):
         *arguments, task_file, directory = call
+        # The last argument, the file of the task, lies in a temporary directory.
         assert ['sky', *arguments] == dry_command[:-1]
         assert task_file.endswith('/job.yaml')
         assert directory == str(launchers.ROOT)
+        # The words after `sky jobs launch` begin with the name.
         assert dry_command[3:5] == ['--name', f'qkattn-{worker}']
         for argument in ('--no-use-spot', 'A=b c', 'EXTRAS=tpu,gcs', 'RETRIES=3'):
             assert argument in dry_command

@@ -24,38 +24,55 @@ from tests.runs import assert_same_run
 TRAIN = ('--', 'train', '--config=small', '--workdir=runs/small')
 
 
-RUN_FLAGS = ('--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b')
-RUN_OPTIONS = ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b']
-STUDY_OPTIONS = ['--nodes=1', '--ntasks-per-node=1', '--array=1-8']
-
-
 @pytest.mark.parametrize(
-    ('flags', 'command', 'retries', 'options'),
+    ('flags', 'command', 'retries', 'sbatch_options'),
     [
-        (RUN_FLAGS, (*TRAIN[1:], *AWKWARD), 3, RUN_OPTIONS),
-        (('--workers=8', '--retries=0'), ('ablate', '--workdir', 'runs/s'), 0, STUDY_OPTIONS),
+        pytest.param(
+            ('--nodes=2', '--gpus_per_node=8', '--processes_per_node=4', '--job_name=a b'),
+            ('train', '--config=small', '--workdir=runs/small', *AWKWARD),
+            3,  # the default
+            ['--nodes=2', '--ntasks-per-node=4', '--gpus-per-node=8', '--job-name=a b'],
+            id='a run',
+        ),
+        pytest.param(
+            ('--workers=8', '--retries=0'),
+            ('ablate', '--workdir', 'runs/s'),
+            0,
+            ['--nodes=1', '--ntasks-per-node=1', '--array=1-8'],
+            id='the workers of a study',
+        ),
     ],
 )
-def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, options):
+def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, sbatch_options):
+    """A dry run prints the command of sbatch, an empty line, and the script with its path.
+
+    The script runs `python -m qkattn COMMAND`, with the Python of QKATTN_VENV.
+    """
     text = dry_run('slurm', *flags, command=command, QKATTN_VENV='/a v')
 
     script = ROOT / 'launch/slurm.sbatch'
-    line, _, commented_script = text.partition('\n\n# ')
+    sbatch_line, _, commented_script = text.partition('\n\n# ')
     assert commented_script == f'{script}\n{script.read_text()}'
-    assert shlex.split(line) == [
+    assert shlex.split(sbatch_line) == [
         'env',
         'QKATTN_VENV=/a v',
         f'QKATTN_RETRIES={retries}',
         'sbatch',
-        *options,
+        *sbatch_options,
         str(script),
         *command,
     ]
 
 
 def test_a_crash_is_retried_if_the_controller_does_not_answer(tmp_path):
-    launchers.write_program(tmp_path / 'srun', '#!/bin/sh\nexit 200\n')  # the task crashes
-    launchers.write_program(tmp_path / 'squeue', '#!/bin/sh\nexit 1\n')  # no answer
+    """The script of a job asks Slurm how often the job has crashed, and by default retries 3 times.
+
+    Without an answer, it takes the number of restarts, here 1, for the number of crashes.
+    """
+    # Stand-ins for the programs of Slurm: the task crashes, and squeue gives no answer.
+    launchers.write_program(tmp_path / 'srun', '#!/bin/sh\nexit 200\n')
+    launchers.write_program(tmp_path / 'squeue', '#!/bin/sh\nexit 1\n')
+    # scontrol prints its arguments.
     launchers.write_program(tmp_path / 'scontrol', '#!/bin/sh\necho $*\n')
     environment = launchers.environment_with(tmp_path) | {
         'SLURM_JOB_ID': '7',
@@ -64,16 +81,16 @@ def test_a_crash_is_retried_if_the_controller_does_not_answer(tmp_path):
         'SLURM_SUBMIT_DIR': str(tmp_path),
     }
 
-    done = subprocess.run(
+    finished = subprocess.run(
         ['bash', ROOT / 'launch/slurm.sbatch', 'train'],
         env=environment,
         capture_output=True,
         text=True,
     )
 
-    # The earlier start counts as a crash, because squeue cannot tell how it ended.
-    assert done.returncode == 1
-    assert done.stdout == 'update JobId=7 Comment=crashes=2\nrequeue 7\n'
+    # This crash is the second, and it is retried.
+    assert finished.returncode == 1
+    assert finished.stdout == 'update JobId=7 Comment=crashes=2\nrequeue 7\n'
 
 
 @pytest.fixture(scope='module')
@@ -122,28 +139,34 @@ def wait_until_started(jobs: Jobs, job: str, restart: int = 0, num_processes: in
 
 @pytest.mark.slow
 def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
-    # Each process writes its arguments and its port to a file of its own.
+    """Two jobs have two processes each. The processes of a job meet at a port of their own."""
+    # Each process writes its arguments and its port, each with a NUL, to the file JOB-RANK.
     script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
-    jobs = [submit(stand_in_jobs, script, '--nodes=2', *TRAIN, *AWKWARD) for _ in range(2)]
+    arguments = ('train', '--config=small', '--workdir=runs/small', *AWKWARD)
+    jobs = [submit(stand_in_jobs, script, '--nodes=2', '--', *arguments) for _ in range(2)]
 
     processes_per_port = Counter()
     for job in jobs:
         stand_in_jobs.log_after(job, 'COMPLETED', '0:0', restarts=0)
         for rank in range(2):
             text = (stand_in_jobs.directory / f'{job}-{rank}').read_text()
-            *arguments, port, _ = text.split('\0')
-            assert arguments == [*TRAIN[1:], *AWKWARD]
+            # Nothing follows the last NUL.
+            *arguments_of_process, port, _ = text.split('\0')
+            assert arguments_of_process == list(arguments)
             processes_per_port[int(port)] += 1
 
     assert list(processes_per_port.values()) == [2, 2], 'one port per job'
+    # Ports below 1024 are reserved, and Linux gives those from 32768 on to clients.
     assert min(processes_per_port) > 1024
     assert max(processes_per_port) < 32768
 
 
 def script_that_fails(rank: int, exit_code: int) -> str:
-    """A script of two processes: one fails, and the other one saves on SIGTERM.
+    """A script for two processes: one fails, and the other one runs SAVE_ON_SIGTERM.
 
-    The failure waits until the other process handles SIGTERM, which would kill it before.
+    The one of `rank` ends with `exit_code`. Slurm then sends SIGTERM to the other one, which ends
+    with 75. Before it handles SIGTERM, it would be killed instead. So the failure waits for the
+    file 'started-RANK-RESTART', which the other one writes when it is ready.
     """
     other_rank = 1 - rank
     return f"""
@@ -157,6 +180,7 @@ def script_that_fails(rank: int, exit_code: int) -> str:
 
 @pytest.mark.slow
 def test_a_crash_is_retried(stand_in_jobs):
+    """Process 1 crashes at each of two starts, and one retry is allowed."""
     script = script_that_fails(rank=1, exit_code=1)
 
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
@@ -181,6 +205,10 @@ def test_a_wrong_setting_is_not_retried(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
+    """A job of two processes has four starts: stopped, preempted, crashed and finished.
+
+    The script looks at the number of restarts, which is empty at the first start.
+    """
     script = f"""
     case $SLURM_RESTART_COUNT in
         '' | 1) {SAVE_ON_SIGTERM} ;;
@@ -189,15 +217,19 @@ def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
     esac"""
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
 
-    # Slurm sends SIGTERM before the time limit, too.
+    # The first start is stopped by SIGTERM, which Slurm also sends before the time limit.
     wait_until_started(stand_in_jobs, job)
     stand_in_jobs.cluster.call('scancel', '--signal=TERM', job)
+    # The second start gives way to a job of a higher priority.
     wait_until_started(stand_in_jobs, job, restart=1)
     stand_in_jobs.preempt(job)
 
+    # The third start crashes, and one retry is allowed, so there is a fourth.
     log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', restarts=3)
     assert 'stopped with a checkpoint and is requeued' in log
+    # Only the exit code 3 counts as a crash.
     assert log.count('crashed (1 of at most 2 times)') == 1
+    # A line of the log begins with the rank of its process.
     assert '0: finished' in log
     assert '1: finished' in log
     assert 'restart 3' in log
@@ -217,6 +249,7 @@ def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
+    """Its process saves and ends with 75, after which a job would otherwise be requeued."""
     job = submit(stand_in_jobs, SAVE_ON_SIGTERM, *TRAIN)
     wait_until_started(stand_in_jobs, job, num_processes=1)
 
@@ -231,8 +264,11 @@ def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_worker_that_crashes_requeues_itself_alone(stand_in_jobs):
-    """The last task of an array has the array's own number."""
-    # Task 2 fails at its first start.
+    """The workers of a study are tasks 1 and 2 of an array of Slurm.
+
+    The last task of an array has the array's own number, whose requeue would restart all tasks.
+    """
+    # Task 2 fails at its first start, where the number of restarts is empty.
     script = '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]'
 
     array = submit(stand_in_jobs, script, '--workers=2', '--', 'ablate', '--workdir=x')
@@ -270,13 +306,18 @@ def training(cluster, tmp_path, data_dir):
 
 
 def kill_process(job: str, rank: int) -> None:
-    """Kills the process that trains as a rank of a job."""
+    """Kills the process that trains as a rank of a job, by SIGKILL.
+
+    It is the process of Python that has the variables of Slurm for this job and rank.
+    """
     job_variable = f'SLURM_JOB_ID={job}'.encode()
     rank_variable = f'SLURM_PROCID={rank}'.encode()
     for process in Path('/proc').glob('[0-9]*'):
+        # A process may end meanwhile, or belong to another user.
         with contextlib.suppress(OSError):
             variables = (process / 'environ').read_bytes().split(b'\0')
-            program, _, _ = (process / 'cmdline').read_bytes().partition(b'\0')
+            command_line = (process / 'cmdline').read_bytes()
+            program, _, _ = command_line.partition(b'\0')
             is_of_rank = job_variable in variables and rank_variable in variables
             if is_of_rank and program.endswith(b'/python'):
                 os.kill(int(process.name), signal.SIGKILL)
@@ -284,39 +325,47 @@ def kill_process(job: str, rank: int) -> None:
     raise AssertionError(f'job {job} has no process {rank}')
 
 
-@pytest.mark.slow
-def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
-    (training.directory / 'run.py').write_text(RUN_CONFIG)
-    run = ('--nodes=2', '--', 'train', '--config=run.py')
-    undisturbed_job = training.submit(*run, '--workdir=undisturbed')
-    training.log_after(undisturbed_job, 'COMPLETED', '0:0', restarts=0)
-    job = training.submit(*run, '--workdir=disturbed')
+def wait_for_some_steps(training: Jobs, job: str) -> None:
+    """Waits until the run in the directory 'disturbed' has written more than 5 further metrics."""
     metrics = training.directory / 'disturbed/metrics.jsonl'
 
     def num_lines() -> int:
         return metrics.read_bytes().count(b'\n') if metrics.exists() else 0
 
-    def wait_for_some_steps() -> None:
-        lines_before = num_lines()
-        training.cluster.wait(job, lambda fields: num_lines() > lines_before + 5)
+    lines_before = num_lines()
+    training.cluster.wait(job, lambda fields: num_lines() > lines_before + 5)
 
-    wait_for_some_steps()
+
+@pytest.mark.slow
+def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
+    """A run that is preempted, and then loses a process, ends as an undisturbed one."""
+    (training.directory / 'run.py').write_text(RUN_CONFIG)
+    run = ('--nodes=2', '--', 'train', '--config=run.py')
+    undisturbed_job = training.submit(*run, '--workdir=undisturbed')
+    training.log_after(undisturbed_job, 'COMPLETED', '0:0', restarts=0)
+
+    job = training.submit(*run, '--workdir=disturbed')
+    wait_for_some_steps(training, job)
     training.preempt(job)
-    wait_for_some_steps()
+    wait_for_some_steps(training, job)
     kill_process(job, rank=1)
-    wait_for_some_steps()
-
+    wait_for_some_steps(training, job)
     end = training.cluster.end(job)
+
     log = training.log(job)
     print(log)
     assert end.state == 'COMPLETED', log
     assert end.exit_code == '0:0', log
-    # srun's late signals to the killed step can reach the next step, which has the same name. So
-    # there may be more than two restarts.
+    # The preemption and the crash are followed by a restart each. Late signals of srun to the
+    # killed step can reach the next step, which has the same name, so there may be more.
     assert end.restarts >= 2, log
     assert 'DUE TO PREEMPTION' in log
-    assert len(re.findall(r'^0: resuming at step ', log, re.MULTILINE)) >= 2
+    resumptions = re.findall(r'^0: resuming at step ', log, re.MULTILINE)
+    assert len(resumptions) >= 2
+    # A process that is killed by SIGKILL, signal 9, has the exit code 128 + 9.
     assert 'process 1 on 127.0.0.2 ended with exit code 137' in log
+    # By default, a job may crash 3 times and be started again.
     assert f'job {job} crashed (1 of at most 4 times) and is requeued' in log
     assert f'job {job} is done' in log
+
     assert_same_run(training.directory / 'disturbed', training.directory / 'undisturbed')

@@ -97,35 +97,44 @@ class Watched(NamedTuple):
 
 @pytest.fixture
 def watch(monkeypatch):
-    """watch(states) runs `watch` on a slice that goes through these states.
+    """watch(states) runs `launch/tpu.py watch` on a slice that goes through these states.
 
-    A state is that of the slice, such as 'PROVISIONING', or those of the hosts of an active slice,
-    such as 'running exit75'. It is None if gcloud does not answer.
+    A slice is a group of hosts with TPUs. A state in capitals is that of the slice, such as
+    'PROVISIONING'. Words in small letters are the states of the hosts of an active slice, such as
+    'running exit75'. The state is '' if there is no slice, and None if gcloud does not answer.
     """
     monkeypatch.syspath_prepend(str(LAUNCH))
     tpu = importlib.import_module('tpu')
 
     def run_watch(states: list[str | None], *flags: str, verbs_fail: bool = False) -> Watched:
+        """Runs `watch`, whose verbs, such as 'create', are noted and not executed."""
         states_left = list(states)
         verbs = []
-        host_lines = ''
+        host_lines = ''  # what the hosts of the current state print
 
         def output_of(command: list[str]) -> str | None:
-            """Answers `tpu-vm ssh` with the states of the hosts, and others with the slice's."""
+            """Stands in for gcloud.
+
+            A question about the slice takes the next state. A question about its hosts, `gcloud
+            compute tpus tpu-vm ssh`, is answered from the same state.
+            """
             nonlocal host_lines
-            if command[3] == 'tpu-vm':
+            group = command[3]
+            if group == 'tpu-vm':
                 return host_lines
             state = states_left.pop(0)
             host_lines = ''
             is_of_slice = not state or state.isupper()
             if is_of_slice:
                 return state
+            # A host prints its name and its state, such as 'qkattn h exit 75'.
             for host_state in state.split():
                 host_state = host_state.replace('exit', 'exit ')
                 host_lines += f'qkattn h {host_state}\n'
             return 'ACTIVE\n'
 
         def execute(options, verb: str) -> bool:
+            """Stands in for the commands of a verb; returns their exit code."""
             verbs.append(verb)
             return verbs_fail
 
@@ -143,26 +152,23 @@ def watch(monkeypatch):
     sys.modules.pop('arguments')
 
 
-PREEMPTED_AND_DONE = [
-    '',
-    'PROVISIONING',
-    'new new',
-    None,
-    'running running',
-    'SUSPENDING',
-    'SUSPENDED',
-    'new new',
-    'running exit0',
-    'ACTIVE',
-    'exit0 exit0',
-]
-
-
 @pytest.mark.parametrize(
     ('states', 'verbs', 'exit_code'),
     [
         pytest.param(
-            PREEMPTED_AND_DONE,
+            [
+                '',  # there is no slice: create it
+                'PROVISIONING',
+                'new new',  # two hosts without the code: set up, and run the command
+                None,
+                'running running',
+                'SUSPENDING',
+                'SUSPENDED',  # preempted: delete the slice, and create it again
+                'new new',
+                'running exit0',
+                'ACTIVE',  # the hosts do not answer
+                'exit0 exit0',
+            ],
             ['create', 'setup', 'run', 'delete', 'create', 'setup', 'run'],
             0,
             id='preempted',
@@ -187,6 +193,11 @@ PREEMPTED_AND_DONE = [
     ],
 )
 def test_watch_does_what_the_states_of_a_slice_need(watch, states, verbs, exit_code):
+    """`watch` creates the slice, sets up its hosts, and runs the command until it has ended.
+
+    Words in small letters are the states of hosts, such as 'running exit75'. Where the codes of
+    hosts differ, 2 (a wrong setting) comes first, then a crash, then 75 (stopped), then 0.
+    """
     watched = watch(states)
 
     assert watched.verbs == verbs
@@ -223,7 +234,10 @@ def state_of(host: Path) -> str:
 
 @pytest.fixture
 def host(tmp_path):
-    """A home directory with the launcher's scripts, and a stand-in for qkattn (see PROGRAM)."""
+    """A home directory as on a host: with the launcher's scripts, and a stand-in for qkattn.
+
+    The stand-in does what the file `plan` says for each start, and by default ends with 0.
+    """
     if not shutil.which('flock') or not shutil.which('setsid'):
         pytest.skip('flock and setsid of Linux are not installed')
     for name in ('host.sh', 'supervise.sh'):
@@ -242,12 +256,14 @@ def run_training(host: Path) -> subprocess.CompletedProcess:
 
 
 def test_arguments_arrive_on_a_host_unchanged(host):
+    """Arguments and variables have quotes and dollar signs, on which a shell could act."""
     run = gcloud_command('run', *WHERE, "--env=TOKEN=a 'b' $c", command=('train', *AWKWARD))
 
-    done = on_host(host, command_on_hosts(run))
+    finished = on_host(host, command_on_hosts(run))
 
-    assert done.returncode == 0, done.stderr
+    assert finished.returncode == 0, finished.stderr
     assert '--worker=all' in run
+    # The command runs in the background. The stand-in for qkattn ends with 0.
     wait_until(lambda: state_of(host) == 'exit 0')
     starts = starts_of(host)
     assert len(starts) == 1
@@ -266,30 +282,38 @@ def test_arguments_arrive_on_a_host_unchanged(host):
 def test_a_program_is_started_again_by_its_exit_code(
     host, exit_codes, retries, num_starts, final_exit_code
 ):
+    """A program is started again after 75 (stopped), and at most `retries` times after a crash.
+
+    It is not started again after 0, or after 2 (a wrong setting).
+    """
     # Line n of the plan is the exit code of start n.
     (host / 'plan').write_text('\n'.join(str(code) for code in exit_codes))
     supervise = str(host / 'qkattn/launch/supervise.sh')
     program = str(host / 'qkattn/.venv/bin/python')
     command = [supervise, f'--retries={retries}', '--delay=0', '--', program, *AWKWARD]
 
-    done = on_host(host, shlex.join(command))
+    finished = on_host(host, shlex.join(command))
 
-    assert done.returncode == final_exit_code, done.stderr
+    assert finished.returncode == final_exit_code, finished.stderr
     assert len(starts_of(host)) == num_starts
     for start in starts_of(host):
         assert start['arguments'] == list(AWKWARD)
 
 
 def test_a_host_runs_once_until_it_is_stopped(host):
+    """A second run is not started beside the first, and a second stop finds nothing to stop."""
     stop = command_on_hosts(gcloud_command('stop', *WHERE, '--grace=30'))
+    # Each start waits for SIGTERM, saves, and ends with 75.
     (host / 'plan').write_text('saves\nsaves')
     assert state_of(host) == 'new'
 
+    # Two runs.
     run_training(host)
     assert state_of(host) == 'running'
     wait_until(lambda: starts_of(host))
     assert run_training(host).stdout == 'running already\n'
 
+    # Two stops. `stop` sends SIGTERM, and waits for the end.
     assert on_host(host, stop).stdout == 'ended with exit code 75\n'
     assert state_of(host) == 'exit 75'
     assert len(starts_of(host)) == 1
@@ -301,8 +325,14 @@ def test_a_host_runs_once_until_it_is_stopped(host):
 
 
 def test_setup_updates_no_packages_under_a_job(host):
-    # The first setup starts Python twice. The third start is the job.
+    """Packages that a running job has loaded must not change, so `setup` looks for a job first.
+
+    Each start of Python is noted, as that of pip or of the job. The first setup starts it twice,
+    and the job once. The second setup starts it once.
+    """
+    # The first two starts end with 0. The third waits for SIGTERM, saves, and ends with 75.
     (host / 'plan').write_text('0\n0\nsaves')
+    # An environment exists already, which `venv.sh` would otherwise make.
     write_program(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
     (host / 'qkattn/.venv/qkattn-stamp').touch()
     update_packages = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
@@ -327,8 +357,8 @@ def test_a_stop_that_is_too_slow_is_reported(host):
     run_training(host)
     wait_until(lambda: starts_of(host))
 
-    done = on_host(host, 'qkattn/launch/host.sh stop 0.05')
+    finished = on_host(host, 'qkattn/launch/host.sh stop 0.05')
 
-    assert done.returncode == 1
-    assert done.stderr == 'still saving after 0.05 s\n'
+    assert finished.returncode == 1
+    assert finished.stderr == 'still saving after 0.05 s\n'
     wait_until(lambda: state_of(host) == 'exit 75')

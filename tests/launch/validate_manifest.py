@@ -16,6 +16,11 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 def unknown_fields(written, parsed, path='') -> list[str]:
     """Compares a manifest with its parsed model, which has dropped unknown fields.
 
+    Args:
+        written: A part of the manifest: a dictionary, a list or a plain value.
+        parsed: The same part of the model.
+        path: Where the part lies in the manifest, such as '.spec.replicatedJobs[0]'.
+
     Returns:
         A message such as '.spec.x is unknown' for each dropped field.
     """
@@ -28,6 +33,7 @@ def unknown_fields(written, parsed, path='') -> list[str]:
             else:
                 errors.append(f'{path}.{name} is unknown')
     elif isinstance(written, list):
+        # The model may have dropped the whole list.
         parsed = parsed or [None] * len(written)
         for index, (entry, parsed_entry) in enumerate(zip(written, parsed, strict=True)):
             errors += unknown_fields(entry, parsed_entry, f'{path}[{index}]')
