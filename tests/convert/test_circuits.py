@@ -100,7 +100,13 @@ def test_exact_conversions_keep_the_function(conversions, variant, options, expe
 def assert_converted_exactly(
     conversions: str, layer: Attention, expected_variant: str | None = None
 ) -> None:
-    """Checks that conversions keep the outputs in float64 and float32, and copy the layer."""
+    """Checks that conversions keep the outputs of an attention layer, in float64 and float32.
+
+    Args:
+        conversions: Names of conversions, such as 'merge unmerge', which are applied in order.
+        layer: The layer before.
+        expected_variant: The variant of attention of the converted layer. None allows any.
+    """
     leaves_before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(layer)]
 
     for dtype, tolerance in ((jnp.float64, 1e-12), (jnp.float32, 1e-4)):
@@ -112,10 +118,12 @@ def assert_converted_exactly(
             assert str(converted.spec.variant) == expected_variant
         for leaf in jax.tree.leaves(converted):
             assert leaf.dtype == dtype
+        # `fold_biases` moves the biases of keys and values into other parameters.
         if conversions == 'fold_biases':
             assert not converted.score.b_k_KH[...].any()
             assert not converted.value.b_v_KH[...].any()
 
+    # The layer itself is unchanged.
     for leaf, leaf_before in zip(jax.tree.leaves(layer), leaves_before, strict=True):
         np.testing.assert_array_equal(leaf, leaf_before)
 
@@ -154,6 +162,11 @@ def test_standard_attention_represents_every_linear_variant(variant, options):
 
 
 def test_gains_and_biases_of_a_norm_fold_into_the_projections():
+    """The folded layer gives for x what the layer gives for gain * x + bias.
+
+    A norm multiplies by its gain and adds its bias just before attention, so the matrices of
+    attention can take over both.
+    """
     rng = np.random.default_rng(3)
     gain_D = 1 + rng.normal(size=64) / 3
     x_BTD = stream(d_model=64).astype(jnp.float64)
@@ -164,10 +177,11 @@ def test_gains_and_biases_of_a_norm_fold_into_the_projections():
         for bias_D in (np.zeros(64), rng.normal(size=64)):
             folded = fold_gains(layer, gain_D, bias_D)
 
+            # The bias of the norm becomes biases of the projections.
             assert folded.spec.biases == (layer.spec.biases or bias_D.any())
             expected_BTD = np.asarray(layer(gain_D * x_BTD + bias_D, causal()))
             assert error(folded(x_BTD, causal()), expected_BTD) < 1e-12
-            # Without folding, the output is another.
+            # The layer before gives another output for x.
             assert error(layer(x_BTD, causal()), expected_BTD) > 1e-2
 
 
@@ -192,11 +206,17 @@ def test_a_zero_matrix_has_zero_factors():
 
 @pytest.mark.parametrize('rank', [2, 15])
 def test_truncation_has_the_error_of_eckart_young(rank):
+    """Truncation gives the best approximation of a lower rank, and reports its relative error.
+
+    In each head, the matrix W_Q W_K^T makes the logits and W_V W_O makes the output. By the
+    theorem of Eckart and Young, the smallest error is the norm of the dropped singular values.
+    """
     layer = layer_of('qk/vo', biases=False)
 
     qk_truncated, qk_error = truncate(layer, rank=rank)
     vo_truncated, vo_error = truncate_vo(layer, rank=rank)
 
+    # `matrix` is the product of the two factors, for each of N heads.
     assert_best_approximation(
         exact_NDE=layer.score.scale * layer.score.matrix(),
         truncated_NDE=qk_truncated.score.scale * qk_truncated.score.matrix(),
@@ -286,6 +306,11 @@ def test_a_block_too_close_to_singular_is_refused(gauge_fix, size_of_small_rows,
 
 
 def test_a_refused_conversion_names_the_reason():
+    """A conversion rewrites the matrices of attention, and not every variant allows it.
+
+    Each case has the conversion, the variant of the layer as score/value, its other settings, and
+    the reason. The layer has 4 heads of size 16, and d_model is 64.
+    """
     for conversion, variant, options, reason in (
         ('merge', 'qk/vo', ROPE, 'RoPE rotates'),
         ('merge', 'qk/vo', {'normalizer': 'sigmoid'}, 'normalizer=sigmoid does not'),

@@ -29,15 +29,22 @@ class TrainedRun(NamedTuple):
 def save_checkpoint(
     run: Path, state: dict, *, step: int, alive: list[bool], factor: float = 1.0, keep: int = 2
 ) -> None:
-    """Saves the state as a checkpoint of `step`, with its parameters times `factor`."""
+    """Saves a state of training as a checkpoint of `step`.
+
+    Args:
+        run: The directory of the run.
+        state: The state.
+        step: The step under which it is saved.
+        alive: For each trial, whether it has not diverged.
+        factor: The factor by which the saved parameters differ from those of the state.
+        keep: The number of newest checkpoints that are not deleted.
+    """
     trials = dict(state['trials'], alive=jnp.array(alive))
     trials['params'] = jax.tree.map(lambda leaf: factor * leaf, trials['params'])
+    changed_state = {**state, 'trials': trials, 'step': jnp.int32(step)}
+    record = {'data': {}, 'train_seconds': 0.0}
     with contextlib.closing(Checkpoints(run / 'checkpoints', keep=keep)) as checkpoints:
-        checkpoints.save(
-            step,
-            {**state, 'trials': trials, 'step': jnp.int32(step)},
-            {'data': {}, 'train_seconds': 0.0},
-        )
+        checkpoints.save(step, changed_state, record)
 
 
 @pytest.fixture(scope='module')
@@ -52,6 +59,7 @@ def trained(tiny, tmp_path_factory):
 
 
 def test_a_run_loads_with_a_model_per_trial(trained, caplog):
+    """The run `trained` has two trials, which differ in their seeds, and a checkpoint of step 4."""
     run = load(trained.directory)
 
     assert run.path == trained.directory
@@ -59,8 +67,10 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
     assert run.step == 4
     assert run.trials == trained.config.trials.trials()
     assert len(run.models) == 2
+    # For 1 row of 5 tokens, there are logits of 256 ids, which are bytes.
     logits_BTV = run.model(np.zeros((1, 5), np.int32))
     assert logits_BTV.shape == (1, 5, 256)
+    # There is no warning.
     assert not caplog.records
 
 
@@ -84,27 +94,41 @@ def test_a_loaded_run_describes_itself(trained):
     )
 
 
-def test_the_newest_checkpoints_of_a_run_are_averaged(trained, tmp_path):
-    run = shutil.copytree(trained.directory, tmp_path / 'run')
-    # The checkpoint of step 4 has factor 1.
+@pytest.fixture(scope='module')
+def run_with_three_checkpoints(trained, tmp_path_factory):
+    """The directory of a run with checkpoints of steps 4, 6 and 8; tests only read it.
+
+    Their parameters are those of step 4 times 1, 3 and 5. In the newest, trial 1 has diverged.
+    """
+    run = shutil.copytree(trained.directory, tmp_path_factory.mktemp('runs') / 'run')
     save_checkpoint(run, trained.state, step=6, factor=3.0, alive=[True, True], keep=3)
     save_checkpoint(run, trained.state, step=8, factor=5.0, alive=[True, False], keep=3)
-    step_4_leaves = jax.tree.leaves(load(trained.directory).params[1])
+    return run
 
-    for average, mean_factor in (
-        (1, 5.0),
-        (2, (5.0 + 3.0) / 2),
-        (3, (5.0 + 3.0 + 1.0) / 3),
-    ):
-        loaded = load(run, average=average)
-        assert loaded.step == 8
-        assert loaded.alive == [True, False]
-        averaged_leaves = jax.tree.leaves(loaded.params[1])
-        for averaged_leaf, step_4_leaf in zip(averaged_leaves, step_4_leaves, strict=True):
-            np.testing.assert_allclose(averaged_leaf, mean_factor * step_4_leaf, rtol=1e-6)
 
+@pytest.mark.parametrize(
+    ('average', 'mean_factor'), [(1, 5.0), (2, (5.0 + 3.0) / 2), (3, (5.0 + 3.0 + 1.0) / 3)]
+)
+def test_the_newest_checkpoints_of_a_run_are_averaged(
+    trained, run_with_three_checkpoints, average, mean_factor
+):
+    """The checkpoints of steps 8, 6 and 4 have the parameters of step 4 times 5, 3 and 1."""
+    run_with_step_4 = load(trained.directory)
+    parameters_of_step_4 = jax.tree.leaves(run_with_step_4.params[1])
+
+    loaded = load(run_with_three_checkpoints, average=average)
+
+    # The parameters are averages, and the rest is that of the newest checkpoint.
+    assert loaded.step == 8
+    assert loaded.alive == [True, False]
+    averages = jax.tree.leaves(loaded.params[1])
+    for averaged, parameter in zip(averages, parameters_of_step_4, strict=True):
+        np.testing.assert_allclose(averaged, mean_factor * parameter, rtol=1e-6)
+
+
+def test_more_checkpoints_than_a_run_has_are_not_averaged(run_with_three_checkpoints):
     with refused(r'average=4 .* checkpoints of .* are of steps \[8, 6, 4\]; train.keep'):
-        load(run, average=4)
+        load(run_with_three_checkpoints, average=4)
 
 
 def test_checkpoints_with_a_gap_are_not_averaged(trained, tmp_path):
@@ -117,6 +141,7 @@ def test_checkpoints_with_a_gap_are_not_averaged(trained, tmp_path):
 
 
 def test_exported_parameters_load_as_one_model(trained, tmp_path):
+    """Exported parameters are those of one trial, without the config and the steps of its run."""
     first_trial = load(trained.directory).params[0]
     exported.save(tmp_path, trained.config.model, first_trial, origin={})
 
@@ -124,6 +149,7 @@ def test_exported_parameters_load_as_one_model(trained, tmp_path):
 
     assert loaded.config is None
     assert loaded.step is None
+    # The only trial has no known seed or other setting.
     assert loaded.trials == [{}]
     assert loaded.trial == 0
     with refused('average=2 needs the checkpoints of a run'):

@@ -97,7 +97,10 @@ def gelu(x):
 
 
 def llama_logits(directory):
-    """The logits of a Llama for TOKENS in float64 numpy, from the files of transformers."""
+    """The logits of a Llama for TOKENS in float64 numpy, from the files of transformers.
+
+    There are N query heads of size H, which share K key and value heads.
+    """
     settings = json.loads((directory / 'config.json').read_text())
     tensors = load_file(directory / 'model.safetensors')
     p = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -115,6 +118,7 @@ def llama_logits(directory):
 
     x = p['model.embed_tokens.weight'][TOKENS]
     for layer in range(settings['num_hidden_layers']):
+        # Attention with rotary positions.
         attention = f'model.layers.{layer}.self_attn'
         y = norm(x, f'model.layers.{layer}.input_layernorm')
         q = linear(y, f'{attention}.q_proj').reshape(B, T, N, H)
@@ -125,17 +129,21 @@ def llama_logits(directory):
         heads = causal_attention(q, k, v).reshape(B, T, N * H)
         x = x + linear(heads, f'{attention}.o_proj')
 
+        # A gated MLP.
         mlp = f'model.layers.{layer}.mlp'
         y = norm(x, f'model.layers.{layer}.post_attention_layernorm')
         gate = activation(linear(y, f'{mlp}.gate_proj'))
-        x = x + linear(gate * linear(y, f'{mlp}.up_proj'), f'{mlp}.down_proj')
+        up = linear(y, f'{mlp}.up_proj')
+        x = x + linear(gate * up, f'{mlp}.down_proj')
 
+    # A tied model has no output matrix beside its embedding.
     w_output_VD = p.get('lm_head.weight', p['model.embed_tokens.weight'])
     return norm(x, 'model.norm') @ w_output_VD.T
 
 
 @pytest.mark.parametrize('changes', slow_except(GPT2_VARIANTS[:1], GPT2_VARIANTS), ids=str)
 def test_a_written_gpt2_is_read_with_equal_logits(tmp_path, changes):
+    """A model is saved in the layout of transformers, and `load_gpt2` reads it again."""
     config = dataclasses.replace(GPT2, **changes)
     params = random_params(config)
 
@@ -145,6 +153,7 @@ def test_a_written_gpt2_is_read_with_equal_logits(tmp_path, changes):
     assert layout.name == 'GPT-2'
     assert read_config.activation == config.activation
     assert read_config.tied_embeddings == config.tied_embeddings
+    # Other settings may differ, such as biases of 0 in the file, where the model has none.
     assert_close(logits_of(read_config, read_params), logits_of(config, params))
 
 
@@ -167,6 +176,7 @@ LLAMA_CASES = [
 
 @pytest.mark.parametrize(('config', 'changes', 'architecture'), GPT2_CASES + LLAMA_CASES)
 def test_transformers_computes_the_same_logits(tmp_path, config, changes, architecture):
+    """The package transformers reads a saved model by itself, as a GPT-2 or a Llama."""
     transformers = pytest.importorskip('transformers', reason='pip install transformers torch')
     torch = pytest.importorskip('torch', reason='pip install torch')
     config = dataclasses.replace(config, **changes)
@@ -179,7 +189,9 @@ def test_transformers_computes_the_same_logits(tmp_path, config, changes, archit
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
 
+    # Such as 'GPT2LMHeadModel'.
     assert type(model).__name__.startswith(architecture)
+    # The file has all parameters of the model, and no other.
     assert not loading['missing_keys']
     assert not loading['unexpected_keys']
     assert_close(logits, logits_of(config, params))
@@ -237,6 +249,7 @@ TOKENIZERS_AND_TEXTS = [
 
 @pytest.mark.parametrize(('tokenizer', 'text'), TOKENIZERS_AND_TEXTS)
 def test_a_tokenizer_json_gives_the_same_ids(tmp_path, tokenizer, text):
+    """A tokenizer is saved beside the model, as a file of the package tokenizers."""
     config = dataclasses.replace(GPT2, vocab_size=tokenizer.vocab_size)
     ids = tokenizer.encode(text).tolist()
 
@@ -244,9 +257,11 @@ def test_a_tokenizer_json_gives_the_same_ids(tmp_path, tokenizer, text):
 
     library_tokenizer = LibraryTokenizer.from_file(str(tmp_path / 'tokenizer.json'))
     assert library_tokenizer.encode(text, add_special_tokens=False).ids == ids
-    # An unknown character cannot be decoded.
+    # The text has one character, 'Z', that the tokenizer of characters cannot decode.
     if not isinstance(tokenizer, CharacterTokenizer):
         assert library_tokenizer.decode(ids, skip_special_tokens=False) == text
+
+    # The separator of documents is the end of a text, `eos`, in transformers.
     settings = json.loads((tmp_path / 'config.json').read_text())
     assert settings['eos_token_id'] == tokenizer.separator
 
