@@ -96,31 +96,44 @@ AGREEING_PROCESS = """
 
 
 def test_three_processes_agree_on_values_errors_and_barriers():
+    """Each of three processes makes the same checks, and prints what it got as {check: result}.
+
+    An error is printed as [class, message].
+    """
     results = wait_for_results(start_job(AGREEING_PROCESS, 3))
     assert [code for code, _, _ in results] == [0, 0, 0], results
     reports = [json.loads(printed) for _, printed, _ in results]
 
     def by_rank(check):
+        """The results of a check in processes 0, 1 and 2."""
         return [report[check] for report in reports]
 
-    # Every process gets the values of all processes.
+    # Each process gives its rank, and gets what all processes gave.
     gathered = [{'rank': 0, 'none': None}, {'rank': 1, 'none': None}, {'rank': 2, 'none': None}]
     assert by_rank('gathered') == [gathered, gathered, gathered]
+    # Process 1 alone asks with True, and then all processes ask with False.
     assert by_rank('any') == [[True, False], [True, False], [True, False]]
 
-    # Only process 0 calls a function. The other processes get its value or its error.
+    # Only process 0 calls a function. The other processes get its value.
     assert by_rank('calls') == [['value', 'held', 'bug', 'x', 'made'], [], []]
     assert by_rank('value') == [[0, 'value'], [0, 'value'], [0, 'value']]
+
+    # The other processes also get its error. An error that is not of qkattn becomes a ProcessError.
     in_use = ['InUseError', 'held']
     assert by_rank('in use') == [in_use, in_use, in_use]
     bug_of_process_0 = ['ProcessError', "process 0 raised KeyError: 'bug'"]
     assert by_rank('bug') == [['KeyError', "'bug'"], bug_of_process_0, bug_of_process_0]
+    # Process 0 alone knows the class Damaged, which is derived from ConfigError.
     assert by_rank('damaged') == [['Damaged', 'x'], ['ConfigError', 'x'], ['ConfigError', 'x']]
+    # Processes 1 and 2 raise an error of their own in a `with` block, which is not hidden.
     error_in_block = ['ValueError', 'stays']
     assert by_rank('error in block') == ['not called', error_in_block, error_in_block]
+
+    # Here all processes call the function, and process 0 is the first.
     assert by_rank('process 0 first') == ['made by 0', 'made by 1', 'made by 2']
 
     # Different arguments and a late process are errors in all processes.
+    # Process 0 has the value 'a', and the others have 'b'.
     for error, message in by_rank('different values'):
         assert error == 'ConfigError'
         assert message.startswith('hash of processes 1, 2 differs')
@@ -129,7 +142,7 @@ def test_three_processes_agree_on_values_errors_and_barriers():
     late = ['ProcessError', 'process 2 did not arrive within 1 s, while the others waited']
     assert by_rank('late') == [late, late, late]
 
-    # Messages are deleted once they are read.
+    # More than 100 messages have been sent. They are deleted once they are read.
     for number_of_keys in by_rank('number of keys'):
         assert number_of_keys < 10
 
@@ -140,16 +153,21 @@ def test_a_single_process_gets_its_value_as_json():
 
 
 def test_a_process_waits_twice_as_long_for_process_0(monkeypatch):
-    """Process 0 may arrive late by the limit, and then wait for other processes as long."""
+    """Process 0 collects the values of all processes, and sends them to the others.
+
+    It may arrive late by the limit, and then wait for other processes as long.
+    """
     waits = []
 
-    def get(key, seconds):
+    def answer_of_process_0(key, seconds):
+        """Stands in for the wait for process 0: keeps the timeout, and gives the answer."""
         waits.append(seconds)
         return json.dumps({'missing': [], 'values': [1, 2]})
 
+    # This process is process 1 of a job, and has the value 2.
     monkeypatch.setattr(agreement.distributed.global_state, 'process_id', 1)
     monkeypatch.setattr(agreement, 'client', mock.MagicMock())
-    monkeypatch.setattr(agreement, '_wait_for_key', get)
+    monkeypatch.setattr(agreement, '_wait_for_key', answer_of_process_0)
 
     values = agreement.gather_from_processes(2, limit=60.0)
 
@@ -166,10 +184,13 @@ JOIN = """
 
 
 def test_a_coordinator_whose_port_is_in_use_names_it(monkeypatch):
+    """Process 0 of a job is its coordinator, and listens at JAX_COORDINATOR_ADDRESS."""
+    # `start` is cached, because a process joins one job only.
     start_uncached = bootstrap.start.__wrapped__
 
-    with socket.create_server(('', 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(('', 0)) as other_server:
+        port = other_server.getsockname()[1]
+        # The variables of process 0 of a job of two processes.
         environment = environments(2)[0]
         environment['JAX_COORDINATOR_ADDRESS'] = f'localhost:{port}'
         for name, value in environment.items():

@@ -63,14 +63,18 @@ PRINT_LISTENING_ADDRESSES = """
 
 
 def test_a_local_job_listens_on_loopback_alone():
+    """Other machines cannot reach the coordinator of a job whose processes are on one machine."""
+    # The coordinator of this job of one process has an address on 127.0.0.1.
     environment = environments(1)[0]
 
+    # The process prints the addresses at which it listens, as in /proc/net.
     process = start_python(PRINT_LISTENING_ADDRESSES, **environment)
     code, printed, errors = wait_for_results([process])[0]
 
     assert code == 0, errors
     addresses = printed.split()
     assert len(addresses) == 1
+    # Linux writes each group of four bytes in reverse order.
     ipv4_loopback = '0100007F'  # 127.0.0.1
     ipv6_loopback = '0000000000000000FFFF00000100007F'  # ::ffff:127.0.0.1
     assert addresses[0] in (ipv4_loopback, ipv6_loopback)

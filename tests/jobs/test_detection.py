@@ -54,16 +54,21 @@ ADDRESS = {'JAX_COORDINATOR_ADDRESS': 'h:1'}
 
 @pytest.fixture
 def detect_job(monkeypatch):
-    """detect_job(environ) detects the job of a process with these variables alone."""
+    """detect_job(environ) detects the job of a process with these variables alone.
+
+    A job is the group of processes that train together. An engine, such as Slurm, tells each of
+    them by environment variables.
+    """
 
     def detect_in(environ: dict[str, str]) -> Job:
+        """Sets the variables, removes all others that `detect` reads, and calls it."""
         known_variables = {*EXPLICIT, *SLURM, *MPI, *SLICES, *PORT}
         for name in {*known_variables, 'CUDA_VISIBLE_DEVICES', 'JAX_PLATFORMS'}:
             monkeypatch.delenv(name, raising=False)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
 
-        # jax must not ask the network about TPUs.
+        # These stand-ins keep jax from asking the network about TPUs and hosts.
         has_tpus = any('TPU' in name for name in environ)
         monkeypatch.setattr(cloud_tpu_cluster, 'running_in_cloud_tpu_vm', has_tpus)
         monkeypatch.setattr(cloud_tpu_cluster.socket, 'gethostbyname', lambda host: '10.0.0.1')
@@ -135,6 +140,12 @@ def test_a_job_is_detected_from_the_variables_of_its_engine(environ, job, detect
 def test_a_task_of_slurm_takes_its_share_of_the_visible_gpus(
     cuda_visible_devices, gpus_on_node, local_rank, expected_ids, detect_job, monkeypatch
 ):
+    """Two tasks of Slurm share a node. If a task sees all GPUs of the node, it takes half of them.
+
+    If it sees fewer than the node has, Slurm has given them to it alone. The ids count the GPUs
+    that the task sees, from 0.
+    """
+    # Where a variable is not set, the device files tell of four GPUs.
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: ['0', '1', '2', '3'])
     environ = SLURM | {'SLURM_LOCALID': local_rank}
     if cuda_visible_devices is not None:
@@ -146,6 +157,7 @@ def test_a_task_of_slurm_takes_its_share_of_the_visible_gpus(
 
 
 def test_visible_gpus_that_tasks_cannot_share_equally_are_refused(detect_job, monkeypatch):
+    """The variables of SLURM are those of four tasks on two nodes, so of two tasks on a node."""
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: ['0', '1', '2', '3'])
     environ = SLURM | {
         'SLURM_LOCALID': '0',

@@ -43,6 +43,11 @@ def assertion_of_jax() -> AssertionError:
 def test_a_platform_that_the_machine_lacks_is_a_wrong_setting(
     platforms, accelerators, error, reason, monkeypatch
 ):
+    """An error of jax becomes one sentence, and the exit code 2 of a wrong setting.
+
+    JAX_PLATFORMS names the platforms that jax may use. `accelerators` are the GPUs or TPUs that this
+    process may use, of those that the machine has.
+    """
     monkeypatch.setenv('JAX_PLATFORMS', platforms)
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: accelerators)
     monkeypatch.setattr(machine, 'describe_accelerators', lambda: '4 NVIDIA GPUs')
@@ -108,8 +113,10 @@ def test_a_working_directory_that_was_removed_is_refused(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('platform', ['cuda', 'cdua'])
 def test_a_script_ends_with_one_sentence_where_jax_has_no_such_platform(platform, tmp_path):
+    """The machine has no GPU for 'cuda', and 'cdua' is misspelt. Training does not begin."""
     if machine.accelerators(None) != []:
         pytest.skip('this machine has accelerators')
+    # As the command `qkattn train` does.
     program = f"""
     import sys
     sys.path.insert(0, {str(ROOT)!r})
@@ -125,4 +132,5 @@ def test_a_script_ends_with_one_sentence_where_jax_has_no_such_platform(platform
     assert printed == ''
     assert errors.startswith(f'JAX_PLATFORMS={platform}: JAX ')
     assert errors.count('\n') == 1
+    # The directory of the run was not made.
     assert not list(tmp_path.iterdir())

@@ -67,10 +67,16 @@ def test_the_narrowest_control_group_limits_the_cores(linux):
 
 
 def test_the_narrowest_control_group_limits_the_memory(linux):
+    """A process of the group outer/inner is limited by the machine and by both of its groups.
+
+    The files of Linux are written by the test.
+    """
+    # 'max' is no limit, so only the memory of the machine counts.
     linux.meminfo.write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
     linux.write_settings('outer/inner', {'memory.max': 'max', 'memory.current': '10'})
     assert linux.free_memory() == 4 * 1024
 
+    # The outer group may take 5000 bytes and has taken 2000, which leaves less.
     linux.write_settings('outer', {'memory.max': '5000', 'memory.current': '2000'})
     assert linux.free_memory() == 5000 - 2000
 

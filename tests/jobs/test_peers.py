@@ -91,14 +91,17 @@ STOPS = [
 
 @pytest.mark.parametrize(('ranks', 'sent_signal'), slow_except(QUICK_STOPS, STOPS))
 def test_a_signal_to_any_process_stops_all_at_the_same_step(ranks, sent_signal):
+    """A job has two processes, whose steps are not equally fast. `ranks` get the signal."""
     processes = start_job_until('holding', stage='loop')
 
     for rank in ranks:
         processes[rank].send_signal(sent_signal)
     results = wait_for_results(processes)
 
+    # Both processes save, and ask to be started again.
     codes = [code for code, _, _ in results]
     assert codes == [EXIT_REQUEUE, EXIT_REQUEUE], results
+    # Each process prints the step after which it stops.
     errors = ''.join(error for _, _, error in results)
     stop_steps = set(re.findall(r'stopped at step (\d+)', errors))
     assert len(stop_steps) == 1, results
@@ -109,7 +112,7 @@ def test_a_signal_to_any_process_stops_all_at_the_same_step(ranks, sent_signal):
 
 @pytest.mark.slow
 def test_a_process_that_exits_while_it_looks_at_its_peers_exits_with_0():
-    # Each process looks at the others all the time.
+    """A thread asks whether the other processes of the job live, here without a pause."""
     source = """
         import time
         from qkattn.jobs import bootstrap, peers
@@ -118,6 +121,8 @@ def test_a_process_that_exits_while_it_looks_at_its_peers_exits_with_0():
         time.sleep(0.2)
     """
     results = wait_for_results(start_job(source, 2))
+
+    # The exit code, standard output and standard error of two processes.
     assert results == [(0, '', ''), (0, '', '')]
 
 

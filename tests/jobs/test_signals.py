@@ -57,15 +57,19 @@ def test_sigterm_asks_a_process_to_stop():
 
 
 def test_a_second_interrupt_ends_a_process_that_was_asked_to_stop():
+    """The first Ctrl-C (SIGINT) only asks to stop, and tells what a second one does."""
+    # Once it is asked to stop, the process would save for 60 seconds.
     process = start_until_ready(WAIT_FOR_STOP, 60)
 
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == 'saving\n'
     process.send_signal(signal.SIGINT)
 
+    # A negative code means that the signal has killed the process.
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT, errors
     assert 'KeyboardInterrupt' in errors
+    # ADVICE is 'press Ctrl-C again'.
     assert ADVICE in errors
 
 
@@ -145,13 +149,18 @@ def is_released(lease):
 
 @pytest.mark.parametrize('errors_are_read', [True, False])
 def test_exit_on_signal_ends_a_program_between_writes(errors_are_read, tmp_path):
-    """The file is written to its end, and the lease of the program is released."""
-    process = start_python(WRITE_AND_WAIT, tmp_path, False)
+    """A program without state to save gets SIGTERM while it writes a file, and ends after that.
+
+    A lease is a lock file with an owner and a time. The lease of the program is released.
+    """
+    has_state_to_save = False
+    process = start_python(WRITE_AND_WAIT, tmp_path, has_state_to_save)
     if not errors_are_read:
         process.stderr.close()
     printed, errors = process.communicate(timeout=60)
 
     assert process.returncode == EXIT_REQUEUE, errors
+    # The program would print something if it went on after the signal.
     assert printed == ''
     assert_file_is_whole(tmp_path)
     assert is_released(tmp_path / 'leases' / 'run.0')
@@ -170,7 +179,11 @@ def test_exit_on_signal_does_not_end_a_program_with_state_to_save(tmp_path):
 
 @pytest.mark.parametrize('sent_signal', SIGTERM_AND_SIGINT)
 def test_a_later_signal_keeps_the_exit_code(sent_signal):
-    """The process has stopped, and gets a signal twice more: last while Python shuts down."""
+    """A process that has stopped by `Stopped` ignores signals until it has ended.
+
+    It gets a signal twice: while it handles `Stopped`, and while Python shuts down. The object
+    `sys.late` sends the second one when Python deletes it.
+    """
     program = """
     import os, signal, sys
     from qkattn.errors import Stopped
@@ -201,6 +214,7 @@ def test_a_later_signal_keeps_the_exit_code(sent_signal):
 
 @pytest.mark.parametrize('sent_signal', SIGTERM_AND_SIGINT)
 def test_a_dry_run_that_is_stopped_is_not_requeued(sent_signal):
+    """A dry run leaves nothing to resume from, so its exit code does not ask for a new start."""
     program = """
     import time
     from qkattn.jobs import signals
@@ -249,9 +263,14 @@ SAVED = 'state saved; the same command resumes'
 def interrupt_and_read_errors(
     save_seconds: float, later_signals: list[signal.Signals]
 ) -> tuple[int, list[str]]:
-    """Runs `STOP_AND_SAVE`, interrupts it, and sends later signals while it saves.
+    """Interrupts a program by Ctrl-C (SIGINT), and sends it later signals while it saves.
 
-    Returns the exit code and the lines of standard error.
+    Args:
+        save_seconds: How long the program STOP_AND_SAVE saves.
+        later_signals: The later signals.
+
+    Returns:
+        The exit code, and the lines of standard error without empty ones.
     """
     process = start_until_ready(STOP_AND_SAVE, save_seconds)
     process.send_signal(signal.SIGINT)
@@ -315,17 +334,19 @@ DELAY_READS = """
 
 
 def test_a_saved_state_is_reported_where_the_watcher_is_late():
-    """The state is saved before the watcher thread has read the number of the signal.
+    """The watcher is a thread that reads signals, and ends a program that has nothing to save.
 
-    The watcher must not report that there is nothing to save.
+    Here the state is saved before the watcher has read the signal. The watcher must not report
+    that there was nothing to save.
     """
+    # Reads of the watcher are delayed by 0.2 s, and saving takes no time.
     process = start_until_ready(DELAY_READS + STOP_AND_SAVE, 0)
 
     process.send_signal(signal.SIGTERM)
     code, _, errors = wait_for_results([process])[0]
 
     assert code == EXIT_REQUEUE
-    assert errors == f'{SAVED}\n'
+    assert errors == 'state saved; the same command resumes\n'
 
 
 # A thread ends the process while the main thread writes a file. `announce` tells the other
