@@ -45,8 +45,8 @@ def test_a_platform_that_the_machine_lacks_is_a_wrong_setting(
 ):
     """An error of jax becomes one sentence, and the exit code 2 of a wrong setting.
 
-    JAX_PLATFORMS names the platforms that jax may use. `accelerators` are the GPUs or TPUs that this
-    process may use, of those that the machine has.
+    JAX_PLATFORMS names the platforms that jax may use. `accelerators` are the GPUs or TPUs of the
+    machine that this process may use.
     """
     monkeypatch.setenv('JAX_PLATFORMS', platforms)
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: accelerators)

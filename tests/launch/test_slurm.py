@@ -364,7 +364,7 @@ def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
     assert len(resumptions) >= 2
     # A process that is killed by SIGKILL, signal 9, has the exit code 128 + 9.
     assert 'process 1 on 127.0.0.2 ended with exit code 137' in log
-    # By default, a job may crash 3 times and be started again.
+    # By default, 3 crashes are retried, so the fourth would end the job.
     assert f'job {job} crashed (1 of at most 4 times) and is requeued' in log
     assert f'job {job} is done' in log
 

@@ -134,7 +134,7 @@ def watch(monkeypatch):
             return 'ACTIVE\n'
 
         def execute(options, verb: str) -> bool:
-            """Stands in for the commands of a verb; returns their exit code."""
+            """Stands in for the commands of a verb; returns whether they fail."""
             verbs.append(verb)
             return verbs_fail
 
