@@ -21,9 +21,9 @@ TRAIN = ('train', '--config=small', '--workdir=runs/small')
 def start_job(directory: Path, plan: str, *flags: str) -> subprocess.Popen:
     """Starts a job of two processes, which are stand-ins for qkattn, by launch/local.py.
 
-    Line n of `plan` says what the two processes do at start n. A number is an exit code. 'saves'
-    waits for SIGTERM, prints 'saved', and ends with 75. 'ignores' ignores SIGTERM. At start n, '75
-    2' lets the first process exit with 75, and the second one with 2.
+    Line n of `plan` has a word for each process, which says what it does at start n. A number is
+    an exit code. 'saves' waits for SIGTERM, prints 'saved', and ends with 75. 'ignores' waits, and
+    ignores SIGTERM.
     """
     (directory / 'plan').write_text(plan)
     write_program(directory / 'venv/bin/python', PROGRAM)
@@ -169,7 +169,7 @@ def test_a_third_interrupt_kills_the_processes(
 ):
     """Ctrl-C asks the two processes to save. The third one kills them by SIGKILL.
 
-    On SIGTERM, a process that 'saves' prints 'saved' and ends with 75. One that 'ignores' it waits.
+    On SIGTERM, a process that 'saves' prints 'saved' and ends with 75. One that 'ignores' it goes on.
     """
     job = start_job(tmp_path, plan, '--retries=0')
     wait_until_started(tmp_path)

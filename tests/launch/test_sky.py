@@ -47,7 +47,7 @@ def test_skypilot_reads_the_tasks(tmp_path):
     train, _ = yaml_and_commands(GPUS, command=('train', *AWKWARD))
     study, _ = yaml_and_commands(GPUS, '--workers=2', command=('ablate', *AWKWARD))
     texts = [train_file, study_file, train, study]
-    # They are those of the two files. The launcher gives its own on the command line of `sky`.
+    # The GPUs are those of the two files. The launcher gives others on the command line of `sky`.
     accelerators_of_tasks = [{'H100': 8}, {'H100': 1}, {'H100': 8}, {'H100': 1}]
 
     output = subprocess.check_output(

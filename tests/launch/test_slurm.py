@@ -139,7 +139,10 @@ def wait_until_started(jobs: Jobs, job: str, restart: int = 0, num_processes: in
 
 @pytest.mark.slow
 def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
-    """Two jobs have two processes each. The processes of a job meet at a port of their own."""
+    """Two jobs have two processes each, which run a shell script in place of qkattn.
+
+    The processes of a job meet at a port of their own.
+    """
     # Each process writes its arguments and its port, each with a NUL, to the file JOB-RANK.
     script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
     arguments = ('train', '--config=small', '--workdir=runs/small', *AWKWARD)
@@ -207,7 +210,8 @@ def test_a_wrong_setting_is_not_retried(stand_in_jobs):
 def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
     """A job of two processes has four starts: stopped, preempted, crashed and finished.
 
-    The script looks at the number of restarts, which is empty at the first start.
+    The processes run a shell script in place of qkattn. At its first two starts, it waits, and
+    ends with 75 on SIGTERM. The number of restarts is empty at the first start.
     """
     script = f"""
     case $SLURM_RESTART_COUNT in
@@ -249,7 +253,7 @@ def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
-    """Its process saves and ends with 75, after which a job would otherwise be requeued."""
+    """The process of the job saves and ends with 75, which otherwise requeues a job."""
     job = submit(stand_in_jobs, SAVE_ON_SIGTERM, *TRAIN)
     wait_until_started(stand_in_jobs, job, num_processes=1)
 
