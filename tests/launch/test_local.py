@@ -169,7 +169,7 @@ def test_a_third_interrupt_kills_the_processes(
 ):
     """Ctrl-C asks the two processes to save. The third one kills them by SIGKILL.
 
-    On SIGTERM, a process that 'saves' prints 'saved' and ends with 75. One that 'ignores' it goes on.
+    On SIGTERM, a process that 'saves' prints 'saved' and ends with 75; one that 'ignores' goes on.
     """
     job = start_job(tmp_path, plan, '--retries=0')
     wait_until_started(tmp_path)
