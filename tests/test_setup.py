@@ -33,24 +33,34 @@ OPTIONAL = {'torch'}
 
 
 def by_name(texts, python_version: str) -> dict[str, Requirement]:
-    """The requirements that hold for this Python, by canonical name. None may occur twice."""
+    """Parses requirements, such as 'jax>=0.10.2; python_version >= "3.12"'.
+
+    Returns them by the canonical name of their package. Requirements for another version of Python
+    are left out. Fails if two requirements of the same package hold.
+    """
     environment = {'python_version': python_version}
-    named: dict[str, Requirement] = {}
-    for requirement in map(Requirement, texts):
-        if requirement.marker and not requirement.marker.evaluate(environment):
+    requirement_by_name: dict[str, Requirement] = {}
+    for text in texts:
+        requirement = Requirement(text)
+        marker = requirement.marker  # such as python_version >= "3.12", or None
+        if marker and not marker.evaluate(environment):
             continue
         name = canonicalize_name(requirement.name)
-        assert name not in named
-        named[name] = requirement
-    return named
+        assert name not in requirement_by_name, f'{name} is required twice'
+        requirement_by_name[name] = requirement
+    return requirement_by_name
 
 
 def imported_modules() -> set[str]:
-    """The top-level modules that the package imports."""
+    """The top-level modules that files of this repository import.
+
+    For example, `import jax.numpy` imports 'jax'. The files are those that a wheel has.
+    """
     paths = [path for folder in OURS for path in (ROOT / folder).rglob('*.py')]
     modules = set()
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 modules.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -60,14 +70,22 @@ def imported_modules() -> set[str]:
 
 @pytest.mark.parametrize('python_version', ['3.11', '3.12'])
 def test_requirements_pin_one_version_in_the_declared_range(python_version):
+    """requirements.txt has one exact version of each package that pyproject.toml declares.
+
+    `by_name` parses requirements into a dictionary by package, for one version of Python.
+    """
     lines = (ROOT / 'requirements.txt').read_text().splitlines()
-    without_comments = [line.partition('#')[0].strip() for line in lines]
-    pinned = by_name([line for line in without_comments if line], python_version)
+    lines_without_comments = [line.partition('#')[0].strip() for line in lines]
+    pins = [line for line in lines_without_comments if line]
+    pinned = by_name(pins, python_version)
+    # pyproject.toml has the packages of the core, and of each extra.
     declared = by_name(CORE + EXTRAS['lab'] + EXTRAS['test'] + EXTRAS['docs'], python_version)
 
-    # jaxlib is left to jax in pyproject.toml. It is pinned, as bitwise results depend on it.
+    # pyproject.toml leaves jaxlib to jax. It is pinned because bitwise results depend on it.
     assert 'jaxlib' not in declared
     assert pinned.keys() == declared.keys() | {'jaxlib'}
+
+    # A pin, such as ==0.10.2, lies in the declared range, such as >=0.10.2,<0.13.
     for name, pin in pinned.items():
         (specifier,) = pin.specifier
         assert specifier.operator == '==', pin
@@ -75,35 +93,44 @@ def test_requirements_pin_one_version_in_the_declared_range(python_version):
         if name in declared:
             assert declared[name].specifier.contains(specifier.version), pin
 
-    jax_version = next(iter(pinned['jax'].specifier)).version
-    for requirement in map(Requirement, EXTRAS['cuda'] + EXTRAS['tpu']):
-        assert requirement.specifier.contains(jax_version), requirement
+    # The extras for GPUs and TPUs require jax as well. Their ranges have the pinned version.
+    (jax_pin,) = pinned['jax'].specifier
+    for text in EXTRAS['cuda'] + EXTRAS['tpu']:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(jax_pin.version), requirement
 
 
 @pytest.mark.parametrize('python_version', ['3.11', '3.12'])
 def test_imports_are_declared(python_version):
-    distributions = importlib.metadata.packages_distributions()
-    required = by_name(CORE + EXTRAS['lab'], python_version).keys()
-    for module in imported_modules() - OURS - OPTIONAL - sys.stdlib_module_names:
-        # The installed packages that have this module.
-        packages = {canonicalize_name(name) for name in distributions[module]}
-        assert packages & required, module
+    """Each module that is imported belongs to a package that pyproject.toml requires."""
+    # The installed packages that have a module, by module.
+    packages_by_module = importlib.metadata.packages_distributions()
+    required_packages = by_name(CORE + EXTRAS['lab'], python_version).keys()
+
+    modules_of_others = imported_modules() - OURS - OPTIONAL - sys.stdlib_module_names
+    for module in modules_of_others:
+        packages = {canonicalize_name(name) for name in packages_by_module[module]}
+        assert packages & required_packages, module
 
 
 def test_private_modules_of_jax_are_used_below_its_upper_bound():
-    users = {
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.glob('qkattn/**/*.py')
-        if 'from jax._src' in path.read_text()
-    }
-    assert users == {
+    """jax._src may change with any version of jax, so pyproject.toml has an upper bound for jax."""
+    files_with_private_imports = set()
+    for path in ROOT.glob('qkattn/**/*.py'):
+        if 'from jax._src' in path.read_text():
+            files_with_private_imports.add(path.relative_to(ROOT).as_posix())
+    # No file beside these three may import from jax._src.
+    assert files_with_private_imports == {
         'qkattn/jobs/agreement.py',
         'qkattn/jobs/detection.py',
         'qkattn/train/program.py',
     }
-    jax_requirement = by_name(CORE, '3.11')['jax']
-    bounds = {specifier.operator for specifier in jax_requirement.specifier}
-    assert bounds == {'>=', '<'}
+
+    # The requirement has a lower and an upper bound, as in 'jax>=0.10.2,<0.13'.
+    core_requirements = by_name(CORE, '3.11')
+    jax_range = core_requirements['jax'].specifier
+    operators = {bound.operator for bound in jax_range}
+    assert operators == {'>=', '<'}
 
 
 # An installation without extras
@@ -123,7 +150,10 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
 
 
 def packages_of_core() -> set[str]:
-    """The packages that `pip install qkattn` installs."""
+    """The packages that `pip install qkattn` installs.
+
+    These are the packages that pyproject.toml requires, the packages that those require, and so on.
+    """
     packages = set()
     pending = [canonicalize_name(Requirement(text).name) for text in CORE]
     while pending:
@@ -131,8 +161,11 @@ def packages_of_core() -> set[str]:
         if name in packages:
             continue
         packages.add(name)
-        for requirement in map(Requirement, importlib.metadata.requires(name) or []):
-            if requirement.marker is None or requirement.marker.evaluate({'extra': ''}):
+        for text in importlib.metadata.requires(name) or []:
+            requirement = Requirement(text)
+            marker = requirement.marker
+            # Requirements of optional extras do not hold where the extra is ''.
+            if marker is None or marker.evaluate({'extra': ''}):
                 pending.append(canonicalize_name(requirement.name))
     return packages
 
@@ -178,23 +211,32 @@ def code_after(page: str, place: str) -> str:
 
 
 def test_examples_run_without_extras(tmp_path):
+    """Examples of the pages need no more packages than `pip install qkattn` installs.
+
+    `run_without_extras` runs a program that cannot import any other package.
+    """
+    layer_and_model = code_after('docs/extend.md', '## Without the laboratory')
     example_of_class = code_after('README.md', '<!-- example: signed_diagonal.py -->')
-    programs = [
-        code_after('docs/extend.md', '## Without the laboratory'),
-        example_of_class + USE_OF_THE_CLASS,
-        code_after('README.md', '## Use a layer'),
-    ]
+    merged_model = code_after('README.md', '## Use a layer')
+    programs = [layer_and_model, example_of_class + USE_OF_THE_CLASS, merged_model]
 
     # One process runs them all, each with its own globals.
     calls = [f'exec({program!r}, {{}})' for program in programs]
-    done = run_without_extras('\n'.join(calls), tmp_path)
+    finished = run_without_extras('\n'.join(calls), tmp_path)
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        '(2, 16, 64)',
-        '(2, 16, 256)',
-        '(2, 8, 8)',
-        '254528 parameters',
+    # The merged model has 4 layers of width D, with 4 heads in each.
+    D = 64
+    embeddings = (256 + 128) * D  # of 256 tokens and 128 positions
+    weights_of_layer = (4 + 1 + 1 + 8) * D * D  # W_QK of each head, W_V, W_O, and the MLP
+    gains = (2 * 4 + 1) * D  # of two norms in each layer, and of the last one
+    num_parameters = embeddings + 4 * weights_of_layer + gains
+
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == [
+        '(2, 16, 64)',  # 2 sequences of 16 tokens, of width 64
+        '(2, 16, 256)',  # logits of 256 tokens
+        '(2, 8, 8)',  # USE_OF_THE_CLASS prints the shape of A, for 2 heads and width 8
+        f'{num_parameters} parameters',
     ]
 
 
@@ -207,18 +249,25 @@ def test_the_command_without_extras_names_the_one_that_it_needs():
 
 
 def test_extras_that_launchers_install_exist():
+    """Launchers and their page name only extras that pyproject.toml has.
+
+    An extra is a set of optional packages, as `gcs` in `pip install 'qkattn[gcs]'`.
+    """
     files = [ROOT / 'docs/launch.md']
     for path in (ROOT / 'launch').rglob('*'):
         if path.is_file() and path.suffix in ('', '.py', '.yaml'):
             files.append(path)
 
-    # Extras are named as in qkattn[cuda,lab]. 'cuda,cpu' is a list of platforms.
-    named = set()
+    # Extras are named as in EXTRAS=cuda,gcs. But 'cuda,cpu' is a list of platforms.
+    pair_of_extras = re.compile(r'\b(cuda|tpu),(?!cpu)(\w+)')
+    named_extras = set()
     for file in files:
-        for accelerator, other in re.findall(r'\b(cuda|tpu),(?!cpu)(\w+)', file.read_text()):
-            named |= {accelerator, other}
-    assert named > {'cuda', 'tpu'}
-    assert named <= EXTRAS.keys()
+        for pair in pair_of_extras.findall(file.read_text()):
+            named_extras.update(pair)
+
+    # Both accelerators are found, with at least one other extra.
+    assert named_extras > {'cuda', 'tpu'}
+    assert named_extras <= EXTRAS.keys()
 
 
 def test_the_version_is_the_same_everywhere():
@@ -259,6 +308,10 @@ def test_scripts_have_no_syntax_error():
 
 
 def test_an_installation_has_all_files_of_the_package(tmp_path):
+    """A wheel brings the command `qkattn` and all files, and works outside of the repository.
+
+    `install` builds a wheel from `source` and unpacks it into `site`.
+    """
     if Version(importlib.metadata.version('setuptools')) < Version('77'):
         pytest.skip('building a wheel needs setuptools >= 77')
     source = tmp_path / 'source'
@@ -266,28 +319,45 @@ def test_an_installation_has_all_files_of_the_package(tmp_path):
     copy_sources(source)
     install(source, site)
 
-    # It has the command, and nothing beside the package and its metadata.
+    # The command `qkattn` calls the function `main`.
     entry_points = next(site.glob('*/entry_points.txt')).read_text()
     assert 'qkattn = qkattn.__main__:main' in entry_points
-    assert {path.name.partition('-')[0] for path in site.iterdir()} == {'qkattn'}
 
-    # All files are there. The other folders are installed inside the package.
-    for folder in OURS:
-        installed = site / 'qkattn' if folder == 'qkattn' else site / 'qkattn' / folder
-        names = [path.relative_to(source / folder) for path in (source / folder).rglob('*.*')]
-        assert names
-        for name in names:
-            assert (installed / name).exists()
+    # `site` has the package `qkattn` and its metadata `qkattn-VERSION.dist-info` alone.
+    installed_names = {path.name.partition('-')[0] for path in site.iterdir()}
+    assert installed_names == {'qkattn'}
 
-    # The command runs from another directory, and writes nothing there.
-    elsewhere = tmp_path / 'elsewhere'
-    elsewhere.mkdir()
-    command = [sys.executable, '-m', 'qkattn', 'train', '--config=small', '--dry_run=v5']
+    # All files are there. The folders experiments and configs are inside the package.
+    installed_folders = {
+        'qkattn': site / 'qkattn',
+        'experiments': site / 'qkattn/experiments',
+        'configs': site / 'qkattn/configs',
+    }
+    assert installed_folders.keys() == OURS
+    for folder, installed_folder in installed_folders.items():
+        files = list((source / folder).rglob('*.*'))
+        assert files
+        for file in files:
+            name = file.relative_to(source / folder)
+            assert (installed_folder / name).exists()
+
+    assert_runs_in(tmp_path / 'elsewhere', site)
+
+
+def assert_runs_in(directory: Path, site: Path) -> None:
+    """The package in `site` runs from a directory of its own, and writes nothing there."""
+    directory.mkdir()
     env = {**os.environ, 'PYTHONPATH': str(site), 'PYTHONDONTWRITEBYTECODE': '1'}
-    done = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(b'--dry_run=v5 must be')
-    assert not any(elsewhere.iterdir())
+
+    # The command starts and finds the config `small` of the package. Then it refuses the flag,
+    # because v5 is no chip with a shape, such as v5p-2x4x4.
+    command = [sys.executable, '-m', 'qkattn', 'train', '--config=small', '--dry_run=v5']
+    refused = subprocess.run(command, cwd=directory, env=env, capture_output=True)
+
+    assert refused.returncode == 2
+    last_line = refused.stderr.splitlines()[-1]
+    assert last_line.startswith(b'--dry_run=v5 must be')
+    assert not any(directory.iterdir())
 
 
 def copy_sources(directory: Path) -> None:
@@ -328,27 +398,39 @@ class Sandbox:
     """A copy of what venv.sh reads, in a path with a space, and a PATH with a python and tools."""
 
     def __init__(self, directory: Path):
-        self.root = directory / 'a tree'
+        """Makes a small repository with venv.sh, and a directory of programs that is its PATH.
+
+        The programs are a python that only pretends to install packages, and common tools.
+        """
+        self.root = directory / 'a tree'  # the repository, in a path with a space
         self.bin = directory / 'bin'
         self.venv = self.root / '.venv'
-        self.pip_log = directory / 'pip.log'
+        self.pip_log = directory / 'pip.log'  # a line for each call of pip
+
         (self.root / 'launch').mkdir(parents=True)
         for name in ('launch/venv.sh', 'requirements.txt', 'pyproject.toml', 'setup.py'):
             shutil.copy(ROOT / name, self.root / name)
+
         write_program(self.bin / 'python3', FAKE_PYTHON)
         for tool in ('bash', 'dirname', 'mkdir', 'mv', 'rm', 'cp', 'ls', 'flock'):
             path = shutil.which(tool)
+            # A machine may lack flock. Then venv.sh does not lock.
             if path is not None:
                 (self.bin / tool).symlink_to(path)
 
     def start(self, **variables: object) -> subprocess.Popen:
-        """Starts venv.sh with these environment variables."""
+        """Starts venv.sh, with environment variables that add to the defaults or replace them.
+
+        The programs in `bin` are its whole PATH. The python among them is a stand-in, which makes
+        environments that are copies of itself. Its pip only logs its calls.
+        """
         defaults = {
             'PATH': self.bin,
             'HOME': '',
+            # Variables of the stand-in for python.
             'FAKE_PIP_LOG': self.pip_log,
-            'FAKE_BASE': self.bin / 'python3',
-            'REAL_PYTHON': sys.executable,
+            'FAKE_BASE': self.bin / 'python3',  # the interpreter behind an environment's python
+            'REAL_PYTHON': sys.executable,  # runs all other programs
         }
         env = {name: str(value) for name, value in (defaults | variables).items()}
         command = [self.bin / 'bash', self.root / 'launch/venv.sh']
@@ -420,17 +502,26 @@ def test_a_complete_environment_is_reused(sandbox):
 
 
 def test_an_environment_is_never_changed_under_a_job(sandbox):
+    """Packages in an environment are not replaced, because a job may be using them.
+
+    `run` runs venv.sh, which makes or reuses an environment, with a stand-in for pip.
+    """
     sandbox.run()
+    # The environment is installed with two calls: the requirements, then the package.
+    assert sandbox.pip_calls() == 2
+
+    # The requirements change, and not all of them are installed.
     with open(sandbox.root / 'requirements.txt', 'a') as file:
         file.write('# changed\n')
-    sandbox.refused('was made for other requirements; ')
+    sandbox.refused('was made for other requirements; ', FAKE_PINS_STATUS=1)
 
-    # Where all of them are installed, the package alone is installed again.
-    (sandbox.venv / 'of a job').touch()
-    all_installed = 0
-    assert sandbox.run(FAKE_PINS_STATUS=all_installed) == f'venv: using {sandbox.venv}\n'
+    # If all of them are installed, the package alone is installed again, by a third call.
+    file_of_job = sandbox.venv / 'of a job'
+    file_of_job.touch()
+    output = sandbox.run(FAKE_PINS_STATUS=0)
+    assert output == f'venv: using {sandbox.venv}\n'
     assert sandbox.pip_calls() == 3
-    assert (sandbox.venv / 'of a job').exists()
+    assert file_of_job.exists()
 
 
 def test_an_environment_may_have_a_second_path(sandbox, tmp_path):
@@ -441,21 +532,29 @@ def test_an_environment_may_have_a_second_path(sandbox, tmp_path):
 
 
 def test_an_environment_made_for_something_else_is_left_alone(sandbox):
-    sandbox.run()
+    """An environment is refused, unchanged, if its stamp differs in any line from what is needed.
+
+    The stamp is a file in which venv.sh notes what an environment was made for. A line of it is a
+    name and a value, such as 'python 3.11 x86_64'.
+    """
+    sandbox.run()  # makes the environment
     stamp = sandbox.venv / 'qkattn-stamp'
-    made_for = dict(line.split(' ', maxsplit=1) for line in stamp.read_text().splitlines())
+    lines = stamp.read_text().splitlines()
+    made_for = dict(line.split(' ', maxsplit=1) for line in lines)
     assert list(made_for) == ['python', 'requirements', 'environment', 'repository']
 
-    refusals = {
+    # The value of one name becomes 'other'. The hash of requirements is not shown.
+    descriptions = {
         'python': 'python other',
         'requirements': 'other requirements',
         'environment': 'environment other',
         'repository': 'repository other',
     }
-    for name, words in refusals.items():
+    for name, description in descriptions.items():
         changed = made_for | {name: 'other'}
-        stamp.write_text(''.join(f'{key} {value}\n' for key, value in changed.items()))
-        sandbox.refused(f'.venv was made for {words}; set QKATTN_VENV to another path')
+        changed_lines = [f'{key} {value}\n' for key, value in changed.items()]
+        stamp.write_text(''.join(changed_lines))
+        sandbox.refused(f'.venv was made for {description}; set QKATTN_VENV to another path')
 
 
 def test_an_environment_without_its_python_is_left_alone(sandbox):
@@ -472,17 +571,26 @@ def test_a_directory_of_other_files_is_left_alone(sandbox, tmp_path):
 
 
 def test_an_interrupted_installation_is_started_over(sandbox, tmp_path):
-    # The environment is a link to a directory elsewhere.
-    (tmp_path / 'scratch').mkdir()
-    sandbox.venv.symlink_to(tmp_path / 'scratch')
-    assert 'could not install requirements.txt' in sandbox.run(1, FAKE_PIP_STATUS=1)
+    """After a failure of pip, the next run of venv.sh removes what is there and installs again."""
+    # The path of the environment is a link to a directory elsewhere.
+    scratch = tmp_path / 'scratch'
+    scratch.mkdir()
+    sandbox.venv.symlink_to(scratch)
 
-    # What the interrupted installation left is removed, and the link stays.
-    (sandbox.venv / 'left-over').touch()
-    assert 'creating' in sandbox.run()
-    assert sandbox.pip_calls() == 3
+    # The first run ends with 1, because its first call of pip fails.
+    output_of_failure = sandbox.run(expected=1, FAKE_PIP_STATUS=1)
+    assert 'could not install requirements.txt' in output_of_failure
+    left_over = sandbox.venv / 'left-over'
+    left_over.touch()
+
+    # The second run starts over, with two calls of pip. The link stays.
+    output = sandbox.run()
+    assert 'creating' in output
+    assert sandbox.pip_calls() == 1 + 2
     assert sandbox.venv.is_symlink()
-    assert not (sandbox.venv / 'left-over').exists()
+    assert not left_over.exists()
+
+    # The environment is complete, so the third run uses it.
     assert sandbox.run() == f'venv: using {sandbox.venv}\n'
 
 
@@ -498,7 +606,11 @@ def test_two_installers_at_a_time_install_once(sandbox):
 
 @pytest.mark.skipif(not shutil.which('flock'), reason='venv.sh locks where flock is')
 def test_an_installation_that_another_has_just_finished_is_used(sandbox):
-    # A stand-in for flock, in which another installer runs to its end before the first lock.
+    """A run of venv.sh that gets the lock after another has installed everything installs nothing.
+
+    venv.sh locks an environment with the program flock. At its first call, the stand-in for flock
+    runs another venv.sh to its end. Then, as at all other calls, it becomes the real flock.
+    """
     flock = sandbox.bin / 'flock'
     flock.unlink()
     write_program(
@@ -511,5 +623,9 @@ fi
 exec {shutil.which('flock')} "$@"
 """,
     )
-    assert 'venv: using' in sandbox.run()
+
+    output = sandbox.run()
+
+    assert 'venv: using' in output
+    # Only the other venv.sh has called pip, for the requirements and for the package.
     assert sandbox.pip_calls() == 2
