@@ -41,14 +41,19 @@ class Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, *buckets: str):
-        super().__init__(('127.0.0.1', 0), Handler)
+        """Starts a server of empty buckets with these names, in a thread, on any free port."""
+        any_port = 0
+        super().__init__(('127.0.0.1', any_port), Handler)
+        # The objects of each bucket by name.
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
         self.lock = threading.RLock()
-        # The resumable uploads that have begun, by ID: the name of the object, and the query.
+        # A resumable upload takes two requests. After the first one, its ID has an entry here: the
+        # name of the object, and the query of the first request.
         self.uploads: dict[str, tuple[str, dict[str, str]]] = {}
         self.numbers = itertools.count(1)  # of generations and uploads
         self.skew = datetime.timedelta()  # how far the server's clock is ahead of this machine's
         self.url = f'http://127.0.0.1:{self.server_port}'
+
         poll_seconds = 0.02
         threading.Thread(target=self.serve_forever, args=(poll_seconds,), daemon=True).start()
 
@@ -89,10 +94,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Prints nothing."""
 
     def _handle(self) -> None:
-        """Answers one request of any method."""
+        """Answers one request of any method, with the bytes of an object or with JSON."""
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query))
-        self.body = self.rfile.read(int(self.headers.get('Content-Length', 0)))
+        body_length = int(self.headers.get('Content-Length', 0))
+        self.body = self.rfile.read(body_length)
+
+        # The path is such as /storage/v1/b/BUCKET/o/NAME, or begins with /upload or /download.
         kind, bucket, objects, name = PATH.fullmatch(url.path).groups()
         headers: dict[str, str] = {}
         try:
@@ -101,7 +109,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         except Refused as refused:
             status = refused.args[0]
             answer = {'error': {'code': status, 'message': f'refused with {status}'}}
+
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        # `headers` may have another Content-Type.
         self._send(status, content, {'Content-Type': 'application/json'} | headers)
 
     do_GET = do_POST = do_PUT = do_DELETE = _handle
@@ -123,17 +133,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Returns status, content and headers of the answer to a request.
 
         Args:
-            kind: 'upload', 'download' or None, as the path of the URL begins.
+            kind: 'upload' or 'download' if the path of the URL begins with it, or else None.
             bucket: Name of the bucket.
-            objects: '/o' where the request is about objects rather than the bucket.
-            name: Quoted name of an object, or ''.
+            objects: '/o' if the request is about objects, or else None.
+            name: Quoted name of an object, or '' for a request about all objects.
+
+        Raises:
+            Refused: The answer is an error with this status.
         """
+        # Buckets with these names refuse all requests, or all changes.
         if bucket == 'forbidden':
             raise Refused(403)
         if bucket == 'read-only' and self.command != 'GET':
             raise Refused(403)
         if bucket not in self.server.buckets:
             raise Refused(404)
+
+        # Requests that name no object in their path.
         if not objects:
             return 200, {'kind': 'storage#bucket', 'name': bucket}, {}
         if kind == 'upload':
@@ -141,6 +157,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not name:
             return 200, self._listing(bucket), {}
 
+        # Requests for one object: to delete it, for its content, or for its metadata.
         name = urllib.parse.unquote(name)
         self._check_generation(bucket, name, self.query)
         stored = self.server.buckets[bucket].get(name)
@@ -185,17 +202,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         }
 
     def _listing(self, bucket: str) -> dict[str, Any]:
-        """Lists the objects below a prefix.
+        """Lists the objects whose names begin with the prefix of the query.
 
-        With a delimiter, lists the objects and folders directly below the prefix.
+        If the query has the delimiter '/', lists what is directly below the prefix, as `ls` does.
+        Of objects 'a/b' and 'a/c/d', the prefix 'a/' lists the object 'a/b' and the folder 'a/c/'.
         """
         prefix = self.query.get('prefix', '')
-        delimiter = self.query.get('delimiter')
+        delimiter = self.query.get('delimiter')  # '/' or None
         items = []
         folders = set()
         for name in self.server.names(bucket, prefix):
             rest = name.removeprefix(prefix)
-            if delimiter and delimiter in rest:
+            is_in_folder = delimiter and delimiter in rest
+            if is_in_folder:
                 folder = rest.split(delimiter)[0]
                 folders.add(prefix + folder + delimiter)
             else:
@@ -203,7 +222,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return {'kind': 'storage#objects', 'items': items, 'prefixes': sorted(folders)}
 
     def _download(self, stored: Stored) -> tuple[int, bytes, dict[str, str]]:
-        """Answers with the data of an object, or with the range of it that is asked for."""
+        """Answers with the data of an object, or with the bytes that the header Range asks for.
+
+        Returns status, content and headers. The statuses are those of HTTP: 200 for all bytes, 206
+        for some, 416 for a range that begins behind the last byte.
+        """
         headers = OCTETS | {'x-goog-generation': str(stored.generation)}
         size = len(stored.data)
         byte_range = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range', ''))
@@ -211,9 +234,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return 200, stored.data, headers
 
         # The forms of a range are FIRST-LAST, FIRST- and -LENGTH, the last bytes of an object.
-        first, last = byte_range.groups()
-        start = int(first) if first else max(0, size - int(last))
-        stop = min(size, int(last) + 1) if first and last else size
+        first, last_or_length = byte_range.groups()
+        if first:
+            start = int(first)
+        else:
+            start = max(0, size - int(last_or_length))
+        stop = size
+        if first and last_or_length:
+            stop = min(size, int(last_or_length) + 1)
+
         if start >= size:
             raise Refused(416)
         headers['Content-Range'] = f'bytes {start}-{stop - 1}/{size}'
@@ -222,10 +251,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _upload(self, bucket: str) -> tuple[int, Any, dict[str, str]]:
         """Stores an object that is uploaded in one of three ways.
 
-        media: the body is the object.
-        multipart: the body has a part with the name, and a part with the object.
-        resumable: a first request gives the name, and a second one, to the URL in the answer, has
-          the object as its body.
+        media: The query has the name, and the body is the object.
+        multipart: The body has a part with the name, and a part with the object.
+        resumable: A first request gives the name. The answer is a URL. A second request, to that
+            URL, has the object as its body.
+
+        Returns status, content and headers of the answer.
         """
         query = self.query
         data = self.body
@@ -234,6 +265,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             # The second request of a resumable upload.
             name, query = self.server.uploads.pop(query['upload_id'])
         elif query['uploadType'] == 'resumable':
+            # The first request. Nothing is stored before the second one.
             upload_id = str(next(self.server.numbers))
             name = name or json.loads(data)['name']
             self.server.uploads[upload_id] = (name, query)
@@ -243,6 +275,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             metadata, data = self._parts_of_body()
             name = json.loads(metadata)['name']
 
+        # The query may refuse to replace another generation, that is, version, of the object.
         self._check_generation(bucket, name, query)
         self.server.put(bucket, name, data)
         return 200, self._metadata(bucket, name), {}

@@ -65,7 +65,10 @@ def unread() -> Iterator[TextIO]:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server with the buckets `runs` and `read-only`, for this process and those it starts."""
+    """A server in memory of the buckets gs://runs and gs://read-only, where nothing can be changed.
+
+    This process and those that it starts use the server in place of Google Cloud Storage.
+    """
     pytest.importorskip('gcsfs', reason="buckets need pip install -e '.[gcs]'")
     # Imported here, as it needs gcsfs.
     bucket_server = importlib.import_module('tests.bucket_server')
@@ -73,8 +76,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     for name in ('TENSORSTORE_GCS_HTTP_URL', 'GOOGLE_AUTH_TOKEN_FOR_TESTING'):
         monkeypatch.delenv(name, raising=False)
+    # Clients of buckets send their requests to this URL, and look for no machine of Google's.
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
+    # Clients that were made before would go on using another server.
     forget_buckets()
 
     yield server

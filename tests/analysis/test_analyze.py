@@ -49,21 +49,30 @@ def excess_of_norms(a_DD, axis):
 
 
 def test_directionality_counts_what_exceeds_two_deviations():
-    """Large columns count for it and large rows against it."""
-    identity_DD = np.eye(10)
-    # Nine columns of norm 1 and one of norm 8, but rows of equal norms.
+    """The directionality of a matrix is (c - r) / (c + r).
+
+    c is the sum of what column norms exceed their mean plus two standard deviations. r is the same
+    sum for row norms.
+    """
+    # One column has norm 8, and nine have norm 1. No row has a large norm, so r is 0.
     large_column_DD = np.eye(10)
     large_column_DD[:, 3] = 8 / 10**0.5
-    large_row_DD = large_column_DD.T
-    zero_DD = np.zeros((10, 10))
     # A large column and a large row.
     mixed_DD = large_column_DD.copy()
     mixed_DD[7] += 1
+    c = excess_of_norms(mixed_DD, axis=0)
+    r = excess_of_norms(mixed_DD, axis=1)
 
-    columns = excess_of_norms(mixed_DD, axis=0)
-    rows = excess_of_norms(mixed_DD, axis=1)
-    expected_N = [1, -1, 0, np.nan, (columns - rows) / (columns + rows)]
-    all_NDD = np.stack([large_column_DD, large_row_DD, identity_DD, zero_DD, mixed_DD])
+    cases = [
+        (large_column_DD, 1),
+        (large_column_DD.T, -1),
+        (np.eye(10), 0),  # no norm is large
+        (np.zeros((10, 10)), np.nan),  # a zero matrix has no direction
+        (mixed_DD, (c - r) / (c + r)),
+    ]
+    all_NDD = np.stack([matrix_DD for matrix_DD, _ in cases])
+    expected_N = [expected for _, expected in cases]
+
     directionality_N = matrices.directionality(jnp.asarray(all_NDD, jnp.float32))
     np.testing.assert_allclose(directionality_N, expected_N, atol=1e-5)
 
@@ -171,16 +180,26 @@ def test_the_induction_score_is_the_mass_after_the_previous_occurrence():
 
 @pytest.mark.parametrize('shift', [0, 5])
 def test_the_size_of_logits_ignores_what_softmax_ignores(shift):
-    """Softmax ignores a shift of all logits, and logits of hidden keys."""
-    # The logits of visible keys have the variances 0, 1 and 8.
+    """Softmax ignores a shift of all logits, and logits of hidden keys.
+
+    The deviation of logits ignores both. The largest logit ignores hidden keys alone.
+    """
+    # Row t has the logits of query t. The causal mask shows it the first t + 1 keys.
     logits_TS = np.array([[0, 9, 9], [1, 3, 9], [10, 10, 16]], float)
+    causal_TS = np.tri(3, dtype=bool)
     measured = pattern(
-        np.zeros((3, 3)),
+        np.zeros((3, 3)),  # probabilities, which are not read
         logits=logits_TS[None, None] + shift,
-        mask=np.tri(3, dtype=bool)[None],
+        mask=causal_TS[None],
     )
-    assert float(patterns.logit_deviation(measured)[0]) == pytest.approx(3**0.5)
-    assert float(patterns.largest_logit(measured)[0]) == 16 + shift
+
+    # The visible logits of the queries are [0], [1, 3] and [10, 10, 16].
+    variances_T = [0, 1, 8]
+    deviation_of_head = float(patterns.logit_deviation(measured)[0])
+    assert deviation_of_head == pytest.approx(np.mean(variances_T) ** 0.5)
+
+    largest_logit_of_head = float(patterns.largest_logit(measured)[0])
+    assert largest_logit_of_head == 16 + shift
 
 
 # The Score and options of the layer.
@@ -195,16 +214,23 @@ PATTERNS = [
 @pytest.mark.parametrize(('score', 'options'), slow_except(PATTERNS[1:3], PATTERNS))
 @pytest.mark.parametrize('cross', [False, True], ids=['self-attention', 'cross-attention'])
 def test_the_pattern_is_that_of_the_slow_reference(score, options, cross):
+    """`pattern_of` reads logits, probabilities and mask of an attention layer.
+
+    The helpers `layers.expected_...` compute them by their definitions. Queries are made from x and
+    keys from y. In self-attention, keys are made from x as well.
+    """
     layer = layers.make((score, 'vo'), **options)
-    spec = layer.spec
-    value = layer.value
+    spec_before = layer.spec
+    value_before = layer.value
     x_BTD = layers.stream()
     y_BSD = layers.stream(length=5, seed=6) if cross else None
-    mask = Mask(causal=not cross, window=spec.window)
+    mask = Mask(causal=not cross, window=layer.spec.window)
+
     measured = pattern_of(layer, x_BTD, mask, y_BSD)
+
     # The layer is left as it was.
-    assert layer.spec is spec
-    assert layer.value is value
+    assert layer.spec is spec_before
+    assert layer.value is value_before
 
     keys_BSD = y_BSD if cross else x_BTD
     _, _, T, S = measured.logits_BNTS.shape
@@ -212,29 +238,50 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options, cross):
     p_BNTS = layers.expected_probabilities(layer, x_BTD, keys_BSD, mask_BTS, cross=cross)
     np.testing.assert_allclose(measured.probabilities_BNTS, p_BNTS, atol=1e-5)
 
+    # In self-attention, a Score with self_mask=True hides each token from itself.
     if not cross:
         mask_BTS = layers.hide_self(layer.score, mask_BTS)
     np.testing.assert_array_equal(measured.mask_BTS, mask_BTS)
 
-    # Logits are 0 where the mask hides the key.
+    # Logits of hidden keys are 0.
     s_BNTS = layers.expected_logits(layer, x_BTD, keys_BSD, cross=cross) * mask_BTS[:, None]
     np.testing.assert_allclose(measured.logits_BNTS, s_BNTS, atol=1e-4)
 
 
 def test_a_walk_layer_by_layer_gives_what_the_model_computes():
-    model = make(kind='encoder_decoder', cross_variant='merged/vo', norm_position='post')
+    """`walk` calls a function at every attention layer, and returns the output of the last layer.
+
+    `model.stream` returns the same output without any calls.
+    """
+    num_layers = 2  # of the encoder, and of the decoder
+    model = make(
+        kind='encoder_decoder',
+        cross_variant='merged/vo',
+        norm_position='post',
+        num_layers=num_layers,
+    )
     tokens = np.arange(16).reshape(2, 8)
     inputs = {'tokens_BT': tokens, 'source_BS': tokens[:, :6]}
     visited = []
 
-    def visit(site, depth, *_):
-        visited.append((site, depth))
+    def visit(site, layer, *_):
+        visited.append((site, layer))
 
-    walked = jax.jit(lambda model, inputs: walk(model, inputs, visit))(model, inputs)
-    expected = jax.jit(lambda model, inputs: model.stream(**inputs))(model, inputs)
+    @jax.jit
+    def walk_compiled(model, inputs):
+        return walk(model, inputs, visit)
+
+    @jax.jit
+    def stream_compiled(model, inputs):
+        return model.stream(**inputs)
+
+    walked = walk_compiled(model, inputs)
+    expected = stream_compiled(model, inputs)
     np.testing.assert_allclose(walked, expected, atol=2e-5)
+
+    # The encoder comes first. Layers of the decoder have self-attention and cross-attention.
     assert visited[:2] == [('encoder/attention', 0), ('encoder/attention', 1)]
-    assert len(visited) == 6
+    assert len(visited) == num_layers + 2 * num_layers
 
 
 # Models
@@ -261,12 +308,18 @@ DEPTHS_OF_SITES = [
     ('fields', 'depths'), slow_except(DEPTHS_OF_SITES[1:2], DEPTHS_OF_SITES), ids=str
 )
 def test_every_head_of_every_site_is_measured(fields, depths):
-    num_heads = SIZES['num_heads']
-    has_source = fields is BOTH
+    """An analysis has a value for each layer and head of each site, and leaves none out.
+
+    A site is a place of attention in a model, such as 'cross_attention'. Its depth is its number of
+    layers. A gives the logits of a head, B its output, and the pattern is its probabilities.
+    """
+    num_heads = 2
+    has_source = fields.get('kind') == 'encoder_decoder'
     inputs = {'tokens_BT': TOKENS}
     if has_source:
         inputs['source_BS'] = TOKENS[:, :6]
-    analysis = analyze(make(**fields), inputs)
+
+    analysis = analyze(make(num_heads=num_heads, **fields), inputs)
 
     for site, depth in depths.items():
         shape = (depth, num_heads)
@@ -274,17 +327,21 @@ def test_every_head_of_every_site_is_measured(fields, depths):
         assert analysis.values('norm', 'B', site).shape == shape
         assert analysis.values('entropy', 'pattern', site).shape == shape
     assert analysis.missing == []
-    # Spectra of A and of B for each layer.
-    assert len(analysis.spectra) == 2 * sum(depths.values())
 
-    # What has no meaning across sequences is not measured there.
+    # Each layer has two spectra of singular values, of A and of B.
+    num_layers = sum(depths.values())
+    assert len(analysis.spectra) == 2 * num_layers
+
+    # Queries and keys of cross-attention are of two sequences, so there is no diagonal.
     measured = {(row.site, row.quantity) for row in analysis.rows}
     assert ('cross_attention', 'diagonal_mass') not in measured
+    # Induction scores need tokens that occur twice, which an encoder-decoder does not get.
     has_induction_score = ('attention', 'induction_score') in measured
     assert has_induction_score == (not has_source)
 
 
 def test_numbers_of_a_layer_are_those_of_its_matrices():
+    """Norms and singular values are those of A = scale * W_Q W_K^T and of B = W_V W_O."""
     model = make(score_scale=0.5)
     analysis = analyze(model, induction=False)
     layer = model.layers()[1]
@@ -293,18 +350,25 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
     w_v_DKH = np.asarray(layer.value.w_v_DKH[...], np.float64)
     w_o_NHD = np.asarray(layer.value.w_o_NHD[...])
 
-    # A of layer 1, head 1. Heads have 8 channels.
-    A_DE = 0.5 * 8**-0.5 * w_q_DNH[:, 1] @ w_k_DKH[:, 1].T
+    # A of head 1. The scale is score_scale / sqrt(H), for heads of H channels.
+    H = w_q_DNH.shape[-1]
+    A_DE = 0.5 * H**-0.5 * w_q_DNH[:, 1] @ w_k_DKH[:, 1].T
     singular_values_D = np.linalg.svd(A_DE, compute_uv=False)
-    spectrum_D = analysis.spectra['attention', 1, 'A'][1]
-    np.testing.assert_allclose(spectrum_D, singular_values_D, atol=1e-5)
-    norm_of_A = analysis.values('norm', 'A')[1, 1]
-    assert norm_of_A == pytest.approx(np.linalg.norm(A_DE), rel=1e-5)
+    spectra_ND = analysis.spectra['attention', 1, 'A']
+    np.testing.assert_allclose(spectra_ND[1], singular_values_D, atol=1e-5)
+    norms_of_A_LN = analysis.values('norm', 'A')
+    assert norms_of_A_LN[1, 1] == pytest.approx(np.linalg.norm(A_DE), rel=1e-5)
 
-    # B of layer 1, head 0.
+    # B of head 0.
     B_DE = w_v_DKH[:, 0] @ w_o_NHD[0]
-    norm_of_B = analysis.values('norm', 'B')[1, 0]
-    assert norm_of_B == pytest.approx(np.linalg.norm(B_DE), rel=1e-4)
+    norms_of_B_LN = analysis.values('norm', 'B')
+    assert norms_of_B_LN[1, 0] == pytest.approx(np.linalg.norm(B_DE), rel=1e-4)
+
+
+def test_values_that_were_not_measured_or_are_of_several_subjects_are_refused():
+    norm_of_A = Row('attention', layer=0, head=0, subject='A', quantity='norm', value=2.0)
+    norm_of_B = Row('attention', layer=0, head=0, subject='B', quantity='norm', value=3.0)
+    analysis = Analysis([norm_of_A, norm_of_B], spectra={}, missing=[])
 
     with pytest.raises(KeyError, match='no entropy was measured at attention'):
         analysis.values('entropy')
@@ -326,17 +390,23 @@ def test_a_layer_that_was_not_measured_has_the_value_nan():
 
 
 def test_drift_is_measured_by_head_between_models_of_different_factorizations():
+    """Drift is |A - A of the reference| / |A of the reference|, for each layer and head.
+
+    The reference has A as a product W_Q W_K^T, and the merged model has it as one matrix.
+    """
     scaled = make()
-    factors_of_heads = np.array([[1.0], [1.5]])
-    scaled.blocks.attention.score.w_q_DNH[...] *= factors_of_heads
+    # W_Q of head 0 stays, and W_Q of head 1 grows by half, in both layers.
+    factors_N1 = np.array([[1.0], [1.5]])
+    scaled.blocks.attention.score.w_q_DNH[...] *= factors_N1
     merged = converted(scaled, 'merge')
 
     analysis = analyze(merged, induction=False, reference=make())
-    drifts_of_heads = [0, 0.5]
-    np.testing.assert_allclose(
-        analysis.values('drift', 'A'), [drifts_of_heads, drifts_of_heads], atol=1e-5
-    )
-    np.testing.assert_array_equal(analysis.values('drift', 'B'), np.zeros((2, 2)))
+
+    drifts_of_A_LN = analysis.values('drift', 'A')
+    np.testing.assert_allclose(drifts_of_A_LN, [[0, 0.5], [0, 0.5]], atol=1e-5)
+    # B, of W_V and W_O, is the same.
+    drifts_of_B_LN = analysis.values('drift', 'B')
+    np.testing.assert_array_equal(drifts_of_B_LN, np.zeros((2, 2)))
 
 
 def test_a_gain_that_is_folded_into_matrices_shows_as_drift():
