@@ -235,10 +235,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
         # The forms of a range are FIRST-LAST, FIRST- and -LENGTH, the last bytes of an object.
         first, last_or_length = byte_range.groups()
-        if first:
-            start = int(first)
-        else:
-            start = max(0, size - int(last_or_length))
+        start = int(first) if first else max(0, size - int(last_or_length))
         stop = size
         if first and last_or_length:
             stop = min(size, int(last_or_length) + 1)

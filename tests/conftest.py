@@ -90,7 +90,11 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def tiny(data_dir):
-    """Makes the config of a run of two trials; tiny(train={...}) changes fields of a section."""
+    """A function that makes the config of a run which trains within seconds.
+
+    The run trains two seeds of a model with two layers for 12 steps. It evaluates the model and
+    saves a checkpoint every 4 steps. `tiny(train={'num_steps': 8})` changes fields of a section.
+    """
     settings = {
         'model': {'d_model': 32, 'num_layers': 2, 'num_heads': 2, 'context': 16},
         'data': {'data_dir': data_dir, 'eval_sequences': 8},
@@ -99,11 +103,11 @@ def tiny(data_dir):
             'num_steps': 12,
             'batch_size': 8,
             'accumulation': 2,
-            'steps_per_dispatch': 1,
+            'steps_per_dispatch': 1,  # steps that one call of a compiled program makes
             'log_every': 1,
             'eval_every': 4,
             'checkpoint_every': 4,
-            'lifting': 'map',
+            'lifting': 'map',  # the trials are computed one after another
         },
         'trials': {'seeds': (0, 1), 'learning_rates': (1e-2,)},
     }
@@ -129,12 +133,13 @@ memory_limit = 2 * GIB  # bytes
 
 @pytest.fixture(autouse=True, scope='module')
 def compiled_programs_are_dropped():
-    """Drops compiled programs when the process has needed much memory.
+    """Drops compiled programs after a module of tests if the process has needed more than 2 GiB.
 
     Most small programs recur in other modules, so they are not dropped after every module.
     """
     global memory_limit
     yield
+    # ru_maxrss is in KiB on Linux.
     peak_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if peak_memory > memory_limit:
         jax.clear_caches()

@@ -66,12 +66,18 @@ class Special(enum.Enum):
 
 
 def replace(path: Path, content: bytes | Special) -> None:
-    """Writes a file with the content, or puts a directory or a pipe in its place."""
+    """Puts content in the place of a file, whatever is there.
+
+    Bytes become a file. Special.DIRECTORY becomes an empty directory, and Special.PIPE a named
+    pipe.
+    """
+    # An earlier call may have left a directory, which is empty, or a pipe.
     if path.is_dir():
         path.rmdir()
     elif not path.is_file():
         path.unlink(missing_ok=True)
 
+    # A file is overwritten, not made again.
     if isinstance(content, bytes):
         path.write_bytes(content)
         return

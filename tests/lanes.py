@@ -7,9 +7,13 @@ import pytest
 
 
 def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list:
-    """Marks the cases slow that are not in `quick`.
+    """Returns the cases for `pytest.mark.parametrize`, with all marked `slow` but the quick ones.
 
-    A case that is a tuple has several arguments.
+    A usual run of the tests leaves out what is marked `slow`.
+
+    Args:
+        quick: Those of the cases that are tried in every run.
+        cases: The values of an argument. A tuple has the values of several arguments.
     """
     params = []
     for case in cases:

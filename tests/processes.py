@@ -25,7 +25,11 @@ GIT_IDENTITY = {
 
 
 def git(directory: Path, *arguments: str) -> str:
-    """Runs a git command in a directory and returns what it prints."""
+    """Runs a git command in a directory and returns what it prints.
+
+    Commits have the author GIT_IDENTITY, and a repository begins with the branch `main`, whatever
+    the settings of the user are. A command that fails raises CalledProcessError.
+    """
     finished = subprocess.run(
         ['git', '-c', 'init.defaultBranch=main', *arguments],
         cwd=directory,
@@ -55,7 +59,11 @@ def free_port() -> int:
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """Environment variables for each process of a job of `count` processes."""
+    """Returns the environment variables of each process in a job of `count` processes.
+
+    JAX connects processes that have the same address and number of processes. Process 0 listens at
+    the address.
+    """
     address = f'127.0.0.1:{free_port()}'
     return [
         {
@@ -110,14 +118,15 @@ def wait_until(holds, seconds: float = 120, why=lambda: 'it did not happen') -> 
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and has not ended."""
+    """Whether a process exists and has not ended, on Linux."""
     try:
         status = Path(f'/proc/{pid}/stat').read_text()
-    except OSError:
+    except OSError:  # there is no process with this ID
         return False
-    # Such as '42 (python) S 1 ...': the state follows the name, which may hold spaces.
+    # The file is such as '42 (python) S 1 ...'. The name of the program may hold spaces.
     _, _, after_name = status.rpartition(')')
     state = after_name.split()[0]
+    # A process that has ended stays a zombie until its parent has read its exit code.
     is_zombie = state == 'Z'
     is_dead = state == 'X'
     return not is_zombie and not is_dead
@@ -157,15 +166,18 @@ def other_modes(directory: Path, mask: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a `with` block that takes longer; for the main thread only."""
+    """Raises TimeoutError in a `with` block that takes longer; for the main thread only.
+
+    A timer sends the signal SIGALRM to this process, whose handler raises the error.
+    """
 
     def raise_timeout(signal_number: int, frame: object) -> None:
         raise TimeoutError(f'it waits for more than {seconds} s')
 
-    before = signal.signal(signal.SIGALRM, raise_timeout)
+    handler_before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # stops the timer
+        signal.signal(signal.SIGALRM, handler_before)

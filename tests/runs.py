@@ -22,11 +22,14 @@ SMALL = {'num_layers': 1, 'd_model': 16}
 
 @pytest.fixture(scope='session')
 def built_once():
-    """A function like `program.build` that compiles each config only once per session."""
+    """A function like `program.build` that compiles the program of each config only once.
+
+    The lifting says how the trials of a run are computed, such as one after another.
+    """
     cached_build = functools.cache(BUILD)
 
     def build(config, lifting=None):
-        # None means the setting. Both are one entry of the cache.
+        # Without a lifting, that of the config is used. The cache has one entry for both calls.
         if lifting is None:
             lifting = config.train.lifting
         return cached_build(config, lifting)
@@ -74,47 +77,65 @@ def assert_same_run(run: Path, expected: Path) -> None:
     """Asserts that two finished runs are bitwise equal, except for times.
 
     Also asserts that `run` logged every step once and left no temporary files.
+
+    Args:
+        run: The directory of a run, which may have been stopped and resumed.
+        expected: The directory of a run of the same config.
     """
+    # The loss on each document, and the results of each trial.
     assert (run / 'documents.json').read_bytes() == (expected / 'documents.json').read_bytes()
     assert without_times(results_of(run)) == without_times(results_of(expected))
 
+    # The records that were logged during training, with their fields in the same order.
     records = read_metrics(run / 'metrics.jsonl')
     expected_records = read_metrics(expected / 'metrics.jsonl')
     assert without_times(records) == without_times(expected_records)
     for record, expected_record in zip(records, expected_records, strict=True):
-        assert list(record) == list(expected_record)  # fields have the same order, too
+        assert list(record) == list(expected_record)
 
+    # The parameters and the state of the optimizer in the last checkpoint.
     config, step, state = load_stack(run)
     _, expected_step, expected_state = load_stack(expected)
     assert step == config.train.num_steps
     assert expected_step == config.train.num_steps
     jax.tree.map(np.testing.assert_array_equal, state, expected_state)
 
+    # Each step with a record, such as 10, 20, 30, was logged once and in order.
     log_every = config.train.log_every
     logged_steps = [record['step'] for record in records if record['kind'] == 'train']
     assert logged_steps == list(range(log_every, step + 1, log_every))
 
+    # Nothing is left of writing a file, of a damaged checkpoint or of a deleted one.
     for directory in (run, run / 'checkpoints'):
         for path in directory.iterdir():
             assert not path.name.endswith(('tmp', '.damaged', 'trash'))
 
 
 def assert_close(run: Path, expected: Path) -> None:
-    """Asserts that two runs have the same records, with metrics that agree to rounding."""
+    """Asserts that two runs have the same records, with losses that agree to rounding.
+
+    The runs may have added numbers in another order, as on other devices. Numbers of tokens, steps
+    and statuses are equal. Times are not compared.
+    """
     exact_fields = ['kind', 'step', 'status', 'diverged_at', 'eval_tokens', 'eval_rows', 'val_bleu']
     close_fields = ['loss', 'val_loss', 'test_loss', 'val_loss_se']
     close_fields += ['val_induction_gain', 'val_entropy']
+
+    # The results of each trial, then the records that were logged during training.
     records = [*results_of(run), *read_metrics(run / 'metrics.jsonl')]
     expected_records = [*results_of(expected), *read_metrics(expected / 'metrics.jsonl')]
     for record, expected_record in zip(records, expected_records, strict=True):
+        # A record has some of the fields.
         for name in exact_fields:
             assert record.get(name) == expected_record.get(name), name
         for name in close_fields:
             assert record.get(name) == pytest.approx(expected_record.get(name), abs=1e-5), name
 
-    documents = read_json(run / 'documents.json', {})['validation']
-    expected_documents = read_json(expected / 'documents.json', {})['validation']
+    contents = read_json(run / 'documents.json', {})
+    expected_contents = read_json(expected / 'documents.json', {})
+    documents = contents['validation']
+    expected_documents = expected_contents['validation']
     assert documents['tokens'] == expected_documents['tokens']
-    # The losses of each trial on C documents.
+    # The losses of each trial on C documents, in nats, summed over the tokens of each document.
     for nats_C, expected_nats_C in zip(documents['nats'], expected_documents['nats'], strict=True):
         assert nats_C == pytest.approx(expected_nats_C, abs=1e-3)

@@ -200,31 +200,36 @@ def tuned_arm(
 
 
 def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
-    """Writes a study with tuning; its records come from `tuned_arm`.
+    """Writes a study whose learning rates are tuned, and its yardsticks. Returns its directory.
 
-    The grid of learning rates is `RATES` and may not grow. All baselines beat their yardsticks.
+    Each arm has trials at the learning rates `RATES`, with the seeds `SCREENING_SEEDS`. A grid may
+    not get more rates. A yardstick is the loss of a simple model, which all baselines beat here.
 
     Args:
         directory: Directory of the study.
-        records: Trials of all arms.
-        **keywords: `yardsticks={...}` are keywords of `write_yardsticks`; `tuning__seeds=...` sets
-            `seeds` of the tuning; all others are keywords of `write_study`.
+        records: Trials of all arms, as `tuned_arm` makes them.
+        **keywords: `yardsticks={...}` are keywords of `write_yardsticks`. `tuning__seeds=...` sets
+            `seeds` of the tuning. All others are keywords of `write_study`.
     """
     yardsticks = keywords.pop('yardsticks', {})
+
     tuning = {
         'seeds': list(SCREENING_SEEDS),
-        'max_points': len(RATES),
+        'max_points': len(RATES),  # so a grid may not grow
         'max_seeds': len(SCREENING_SEEDS),
         'learning_rates': list(RATES),
         'weight_decays': [0.1],
     }
+    # All other settings that could be tuned have one value, so they are not.
     for knob in MODEL_KNOBS:
         tuning[f'{knob}s'] = [1.0]
     for keyword in list(keywords):
         if keyword.startswith('tuning__'):
-            tuning[keyword.removeprefix('tuning__')] = keywords.pop(keyword)
+            field = keyword.removeprefix('tuning__')
+            tuning[field] = keywords.pop(keyword)
+    study_keywords = {'tuning': tuning} | keywords
 
-    write_study(directory, records, **{'tuning': tuning} | keywords)
+    write_study(directory, records, **study_keywords)
     write_yardsticks(directory, records, **yardsticks)
     return directory
 
@@ -337,9 +342,12 @@ def run_name(variant: str, size: str, *rest: str | None) -> str:
 
 
 def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
-    """The resolved config of the run of a record, whose seeds and settings are those of `trials`.
+    """Returns the config of a run, as a study plans it.
 
-    Without trials, the run has not begun and has the settings that the study plans.
+    Args:
+        record: A trial of the run, which gives its model, corpus and number of steps.
+        trials: All trials of the run, which give its seeds, learning rates and weight decays.
+            Without trials, the run has those that a study plans by default.
     """
     settings_of_trials = {
         'seed': VERDICT_SEEDS,
@@ -348,10 +356,12 @@ def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
     }
     if trials:
         for name in settings_of_trials:
-            values = dict.fromkeys(record['trial'][name] for record in trials)  # distinct
-            settings_of_trials[name] = tuple(values)
+            values = [trial['trial'][name] for trial in trials]
+            distinct_values = dict.fromkeys(values)  # in order
+            settings_of_trials[name] = tuple(distinct_values)
 
-    # 'qk/vo?norm=rmsnorm [d_ff]' has the score 'qk' and the value 'vo'.
+    # A variant is SCORE/VALUE, with settings of the model behind it and the destination in
+    # brackets. 'qk/vo?norm=rmsnorm [d_ff]' has the score 'qk' and the value 'vo'.
     names, _, _ = record['variant'].partition('?')
     names, _, _ = names.partition(' ')
     score, _, value = names.partition('/')
@@ -366,7 +376,13 @@ def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
 
 
 def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
-    """The line of plan.jsonl of the run of a record."""
+    """Returns the line of plan.jsonl of a run.
+
+    Args:
+        record: A trial of the run.
+        trials: All trials of the run. Without any, the run has no results yet.
+    """
+    # Other arms are widened or narrowed (`d_model`) to the baseline's number of parameters.
     has_shape_of_baseline = record['variant'] == 'qk/vo' or record['control'] == 'equal_shape'
     return {
         **{field: record[field] for field in RUN_KEY},
@@ -388,33 +404,47 @@ def write_lines(path: Path, records: Sequence[Mapping]) -> None:
 
 
 def edit_plan(directory: Path, run: str, **changes: object) -> None:
-    """Changes a run's line in plan.jsonl; 'train__num_steps' is a setting of its config."""
+    """Changes the line of a run in plan.jsonl, where a study plans its runs.
+
+    For example, `stage='verdict'` changes a field of the line, and `train__num_steps=8` changes the
+    setting train.num_steps of its config.
+    """
     lines = read_lines(directory / 'plan.jsonl')
     (line,) = [line for line in lines if line['run'] == run]
+
     for name, value in changes.items():
         if '__' in name:
             section, field = name.split('__')
             line['config'][section][field] = value
         else:
             line[name] = value
+
     write_lines(directory / 'plan.jsonl', lines)
 
 
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
-    """Writes metrics.jsonl of a run, in which losses fall to each trial's final loss.
+    """Writes metrics.jsonl of a run, in which losses fall to the `val_loss` of each trial.
 
-    The loss of a diverged trial is null from the third evaluation on. Bits/byte are null in runs
-    without a trial that has any.
+    The trials of a run are trained together, so each field of a line is a list over trials. The
+    losses of a diverged trial, whose `val_loss` is None, are 3.5 twice and then null.
+
+    Args:
+        directory: Directory of the run.
+        records: A record for each trial of the run.
+        num_evals: Evaluations, at equal distances. The last one is at the last step.
     """
     first = records[0]
+    # Metrics beside the loss have their final values in every evaluation.
     logged = logged_fields(metrics_of(first), corpora_of(first))
     scores = {field: [record.get(field) for record in records] for field in logged}
+    # Without any trial that has bits/byte, the field is null instead of a list.
     have_bits = any(record['val_bits_per_byte'] is not None for record in records)
     final_losses = [record['val_loss'] for record in records]
+
     lines = []
     for number in range(1, num_evals + 1):
         step = first['num_steps'] * number // num_evals
-        above_final = 2.0 * (first['num_steps'] / step - 1) / num_evals
+        above_final = 2.0 * (first['num_steps'] / step - 1) / num_evals  # 0 at the last step
         losses = []
         for final_loss in final_losses:
             if final_loss is not None:
@@ -426,6 +456,7 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
         evaluation = scores | {'val_loss': losses, 'val_bits_per_byte': bits}
         lines.append({'kind': 'eval', 'step': step, **evaluation})
 
+    # The last line says how the run ended.
     final = {
         'kind': 'final',
         'step': first['num_steps'],
@@ -442,27 +473,38 @@ def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
 def write_documents(
     directory: Path, records: Sequence[Mapping], number: int = 100, shifts: float | np.ndarray = 0.0
 ) -> None:
-    """Writes documents.json of a run: losses of `number` documents (C) of different lengths.
+    """Writes documents.json of a run: the loss of each trial on each evaluated document.
 
-    Their sums give the losses of the records. Documents differ by the same nats/token in every
-    trial, so that a difference of two runs has no error over documents. On the test split,
-    `shifts` (of mean zero over tokens) are added to the loss of each document.
+    The losses of a trial on C documents have the mean over tokens that its record has as its loss.
+    Even documents are harder than odd ones, by the same amount in every trial. Without shifts, a
+    difference of two runs is the same on every document.
+
+    Args:
+        directory: Directory of the run.
+        records: A record for each trial of the run.
+        number: Documents of each split.
+        shifts: Added to the loss of each test document, in nats/token. Their mean over all tokens
+            is subtracted, so that they change no loss of a trial.
     """
     place_C = np.arange(number)
-    weights_C = 10 + place_C % 5
+    weights_C = 10 + place_C % 5  # lengths of documents are in these proportions
     content = {}
     for split, loss_field, num_tokens, shifts_C in (
         ('validation', 'val_loss', records[0]['eval_tokens'], 0.0),
         ('test', 'test_loss', records[0]['test_tokens'], shifts),
     ):
         losses = [record[loss_field] for record in records]
-        if all(loss is None for loss in losses):
+        if all(loss is None for loss in losses):  # all trials have diverged
             continue
 
         tokens_C = num_tokens * weights_C // weights_C.sum()
         tokens_C[-1] += num_tokens - tokens_C.sum()  # what rounding left over
+
+        # What the loss of a document exceeds the loss of the trial by, in nats/token.
         excess_C = 0.1 * (-1.0) ** place_C + shifts_C
         excess_C -= tokens_C @ excess_C / num_tokens
+
+        # The sum of losses over the tokens of each document, for each trial.
         nats = []
         for loss in losses:
             nats.append(None if loss is None else (tokens_C * (loss + excess_C)).tolist())
@@ -483,14 +525,17 @@ def write_yardsticks(
 ) -> None:
     """Writes yardsticks.json of a study, with losses far above those of any arm.
 
+    A yardstick is the loss of a model made of counts (n-grams). A baseline must beat it, or else
+    its arms get no verdicts.
+
     Args:
         directory: Directory of the study.
         records: Lines of results.jsonl.
         baseline: Variant whose verdict runs get the yardsticks.
         trials: Measurements of the checkpoints of verdict runs, by variant.
-        **changes: Fields of every group.
+        **changes: Fields of every group, such as `losses`.
     """
-    losses = {'5-gram': 9.0, '6-gram': 9.1}
+    losses = {'5-gram': 9.0, '6-gram': 9.1}  # nats/token, where an arm has about 2
     counts = {
         'task': 'language',
         'seen': 307200,
@@ -507,10 +552,13 @@ def write_yardsticks(
         key = {field: record[field] for field in ARM_KEY}
         measured = (trials or {}).get(record['variant'])
         runs[run] = {'run': run, **key, 'trials': measured, 'why': None}
+
+        # Baselines of the same size, corpus and length of training are one group.
         if record['variant'] == baseline and record['control'] != 'equal_shape':
             longer = record['control'] == 'longer'
             group = {'size': record['size'], 'corpus': record['corpus'], 'longer': longer}
             groups.setdefault(tuple(group.values()), {'run': run} | group | counts | changes)
+
     content = {'groups': list(groups.values()), 'runs': list(runs.values()), 'seconds': 1.0}
     (directory / ledger.YARDSTICKS).write_text(json.dumps(content))
 
