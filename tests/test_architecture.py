@@ -57,12 +57,15 @@ PACKAGES = {path.parent.name for path in ROOT.glob('experiments/*/__init__.py')}
 
 
 def room_of(module: str) -> str | None:
-    """Returns the package of a module of ours, such as 'train'.
+    """Returns the package of a module of this repository.
 
-    It is None for qkattn itself and for modules that are not ours.
+    For example, the room of 'qkattn.train.loop' is 'train', that of 'experiments.ablate' is
+    'experiments', and that of 'experiments.claims.checks' is 'claims'. It is None for `qkattn`
+    itself, and for modules of other libraries.
     """
     top, *inside = module.split('.')
     if top == 'experiments':
+        # Packages inside experiments/ are rooms of their own.
         is_in_package = bool(inside) and inside[0] in PACKAGES
         return inside[0] if is_in_package else 'experiments'
     if top == 'examples':
@@ -73,7 +76,10 @@ def room_of(module: str) -> str | None:
 
 
 def modules_imported_by(node: ast.AST) -> Iterator[str]:
-    """Yields the modules of ours that a statement imports."""
+    """Yields the modules of this repository that a statement imports, such as 'qkattn.config'.
+
+    Yields nothing if the node is no import.
+    """
     names = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -89,18 +95,24 @@ def modules_imported_by(node: ast.AST) -> Iterator[str]:
 
 
 def upward_imports(path: Path) -> list[str]:
-    """Returns the imports of packages that are not below that of the module."""
+    """Returns what is wrong with the imports of a file, such as '.../loop.py: imports study'.
+
+    A room is a package of this repository. Each room is in a layer, a number. A file may import
+    from its own room, and from rooms in lower layers.
+    """
     room = room_of(module_of(path))
     if room is None:
         return []
+
     problems = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
         for module in modules_imported_by(node):
-            other = room_of(module)
-            if other is None or other == room:
+            imported_room = room_of(module)
+            if imported_room is None or imported_room == room:
                 continue
-            if LAYER[other] >= LAYER[room]:
-                problems.append(f'{path.relative_to(ROOT)}: imports {other}')
+            if LAYER[imported_room] >= LAYER[room]:
+                problems.append(f'{path.relative_to(ROOT)}: imports {imported_room}')
     return problems
 
 
@@ -110,14 +122,18 @@ def test_imports_point_down():
 
 
 def imports_in_blocks(path: Path) -> list[str]:
-    """Returns the imports that are not at the top level of the module.
+    """Returns the places of imports in functions, conditions and other blocks of a file.
 
-    An `import` of optional packages alone may be anywhere.
+    A place is such as 'qkattn/train/loop.py, line 7'. An `import` of nothing but the packages
+    `OPTIONAL` may be in a block.
     """
     tree = ast.parse(path.read_text())
     places = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom) or node in tree.body:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        is_at_top_level = node in tree.body
+        if is_at_top_level:
             continue
         names = {alias.name for alias in node.names}
         if isinstance(node, ast.Import) and names <= OPTIONAL:
@@ -134,18 +150,20 @@ def test_imports_stand_at_the_top():
 def is_parallel(node: ast.AST) -> bool:
     """Whether a statement assigns several values to several names at once, as in `a, b = c, d`.
 
-    A swap does not count, nor do sizes, as in `T, D = 4, 16`, nor the unpacking of one value, as in
-    `T, D = x.shape`.
+    Three forms do not count: a swap such as `a, b = b, a`, sizes with names of one letter such as
+    `T, D = 4, 16`, and the unpacking of one value such as `T, D = x.shape`.
     """
     if not isinstance(node, ast.Assign):
         return False
     target = node.targets[0]
     if not isinstance(target, ast.Tuple) or not isinstance(node.value, ast.Tuple):
-        return False
+        return False  # one name, or one value that is unpacked
+
     names = {ast.unparse(element) for element in target.elts}
     values = {ast.unparse(element) for element in node.value.elts}
+    is_swap = names == values
     are_sizes = all(len(name) == 1 and name.isupper() for name in names)
-    return names != values and not are_sizes
+    return not is_swap and not are_sizes
 
 
 @pytest.mark.parametrize(
@@ -190,24 +208,34 @@ def test_imports_between_modules_form_no_circle(imports_by_module):
 
 
 def test_output_of_programs_is_decoded_by_one_function():
-    """It accepts any bytes. subprocess itself would raise an error for bytes that are not UTF-8."""
-    decoding_arguments = {'text', 'universal_newlines', 'encoding'}
+    """No call of subprocess decodes what a program prints, except in two files of helpers.
+
+    The helpers accept any bytes. subprocess raises an error for bytes that are not UTF-8.
+    """
     helpers = {ROOT / 'qkattn/jobs/output.py', ROOT / 'launch/arguments.py'}
     files = {*FILES, *ROOT.glob('launch/*.py')} - helpers
+    # With any of these arguments, subprocess returns text in place of bytes.
+    decoding_arguments = {'text', 'universal_newlines', 'encoding'}
+
     places = []
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
             is_of_subprocess = ast.unparse(node.func).startswith('subprocess.')
             arguments = {keyword.arg for keyword in node.keywords}
-            if is_of_subprocess and arguments & decoding_arguments:
+            decodes = not arguments.isdisjoint(decoding_arguments)
+            if is_of_subprocess and decodes:
                 places.append(f'{path.relative_to(ROOT)}, line {node.lineno}')
     assert places == []
 
 
 def loaded_by(module: str, imports_by_module: dict[str, set[str]]) -> set[str]:
-    """Returns the modules of ours that `import module` loads, the module included."""
+    """Returns the modules of this repository that `import module` loads, itself included.
+
+    `imports_by_module` has the modules that each module imports itself. Those import others.
+    """
     loaded: set[str] = set()
     pending = [module]
     while pending:
@@ -215,12 +243,13 @@ def loaded_by(module: str, imports_by_module: dict[str, set[str]]) -> set[str]:
         if name in loaded or name not in imports_by_module:
             continue
         loaded.add(name)
-        package = name.rpartition('.')[0]
+        package = name.rpartition('.')[0]  # Python loads 'qkattn.train' before 'qkattn.train.loop'
         pending += [package, *imports_by_module[name]]
     return loaded
 
 
 def test_attention_layers_need_few_packages(imports_by_module):
+    """`import qkattn.attention` loads four packages of others, with all that it imports."""
     packages = set()
     for module in loaded_by('qkattn.attention', imports_by_module):
         for node in ast.parse(MODULES[module].read_text()).body:

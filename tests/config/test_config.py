@@ -54,17 +54,24 @@ class Unwritten(Value):
 
 @pytest.fixture(autouse=True)
 def outside_modules(tmp_path, monkeypatch):
-    """Modules as users write them; two of the four cannot be imported."""
+    """Puts modules as users write them on the path of imports.
+
+    A setting names an object in such a module as 'outside_calls:Linear'.
+    """
     sources = {
         'outside_calls': OUTSIDE_CALLS,
         'outside_score': OUTSIDE_SCORE,
+        # These two cannot be imported.
         'outside_failing': '\nx = 1 / 0\n',
         'outside_missing': 'import no_such_library\n',
     }
     for name, source in sources.items():
         (tmp_path / f'{name}.py').write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+
     yield
+
+    # The next test imports the modules of its own directory.
     for name in sources:
         sys.modules.pop(name, None)
 
@@ -372,14 +379,19 @@ def test_configs_make_round_trips(config):
 
 
 def test_a_config_takes_overrides_of_the_type_of_a_field():
+    """Flags on the command line, such as --config.model.d_ff=300, change fields of a ConfigDict."""
     values = serialize.to_config_dict(Config())
 
+    # d_ff and scan_unroll are whole numbers or None.
     values.model.d_ff = 300
     values.model.scan_unroll = None
+    config = serialize.from_config_dict(values)
+    assert config.model.d_ff == 300
+    assert config.model.scan_unroll is None
 
-    assert serialize.from_config_dict(values).model.d_ff == 300
     with pytest.raises(TypeError):
         values.model.d_ff = 'wide'
+    # The model has no field `width`.
     with pytest.raises(AttributeError):
         values.model.width = 3
 
@@ -481,43 +493,68 @@ def config_classes(cls):
 
 @pytest.mark.parametrize('cls', config_classes(Study))
 def test_every_field_has_a_frozen_default(cls):
+    """schema.json has the default of each field of each section of settings.
+
+    Stored configs leave out fields, which keep the default of schema.json even if the default of
+    the class changes.
+    """
+    # A schema is {class: {field: default}}. A field is in the schema of the time it was added.
     frozen_fields = set()
     for schema in serialize.SCHEMAS.values():
-        frozen_fields |= schema.get(cls.__name__, {}).keys()
+        defaults_of_fields = schema.get(cls.__name__, {})
+        frozen_fields.update(defaults_of_fields)
 
-    missing = {}
+    missing_defaults = {}
     for field, default in serialize.defaults(cls).items():
         if field not in frozen_fields:
-            missing[field] = default
-    addition = json.dumps({cls.__name__: missing})
-    assert not missing, f'add to {serialize.FILE.name}: {addition}'
+            missing_defaults[field] = default
+    addition = json.dumps({cls.__name__: missing_defaults})
+    assert not missing_defaults, f'add to {serialize.FILE.name}: {addition}'
 
 
 def test_committed_runs_are_named_by_the_hash_of_their_configs():
+    """The hashes in committed studies are those that this version of the code computes.
+
+    A resumed study finds its finished runs by these hashes. `fingerprint_of` is the hash of a
+    config as JSON.
+    """
     study_files = list(RESULTS.rglob('study.json'))
     assert study_files
 
     for study_file in study_files:
         study = json.loads(study_file.read_text())
+        # The base is the config that all runs of a study begin with.
         assert fingerprint_of(study['base']) == study['base_hash'], study_file
 
-        runs = planned(open_files(study_file.parent) / PLAN)
-        for index, run in enumerate(runs):
-            assert fingerprint_of(run['config']) == run['run'], (study_file, run['run'])
-            # Converting every config takes too long.
+        planned_runs = planned(open_files(study_file.parent) / PLAN)
+        for index, run in enumerate(planned_runs):
+            stored_config = run['config']
+            assert fingerprint_of(stored_config) == run['run'], (study_file, run['run'])
+
+            # Each tenth config is also read and written again. All would take too long.
             if index % 10 == 0:
-                config = from_json(Config, run['config'])
-                assert to_json(config) == run['config']
+                config = from_json(Config, stored_config)
+                assert to_json(config) == stored_config
 
 
 def test_import_paths_are_told_from_names_of_data():
-    """`text:`, `tokens:` and `tiktoken:` are no modules in `evaluate` and `tokenizer`."""
+    """An import path, MODULE:NAME, looks like some names of data, such as 'tiktoken:gpt2'.
+
+    `text:` and `tokens:` are no modules in `evaluate`, nor is `tiktoken:` in `tokenizer`. In other
+    settings they are. `import_paths` finds import paths at any depth of a config, without options.
+    """
     data = {
         'evaluate': ['text:book.txt', 'tokens:made', 'own:corpus', '@test'],
         'name': 'text:Evil',
         'tokenizer': 'tiktoken:gpt2',
         'path': 'tokens:Other',
     }
-    config = {'base': {'data': data}, 'runs': [{'tokenizer': 'own:Nibbles(high=1)'}]}
+    run = {'tokenizer': 'own:Nibbles(high=1)'}
+    config = {'base': {'data': data}, 'runs': [run]}
 
-    assert import_paths(config) == ['own:Nibbles', 'own:corpus', 'text:Evil', 'tokens:Other']
+    assert import_paths(config) == [
+        'own:Nibbles',  # in run.tokenizer
+        'own:corpus',  # in data.evaluate
+        'text:Evil',  # in data.name
+        'tokens:Other',  # in data.path
+    ]
