@@ -95,13 +95,17 @@ def accepts(tmp_path_factory):
     compilations = []
 
     def note_compilation(event, duration, **_):
+        """Listens to events of JAX, and notes those of compiling a program."""
         if 'backend_compile' in event:
             compilations.append(event)
 
     def accept(*args, **kwargs):
+        """Stands in for the step of a run or study after all settings have been checked."""
         raise Accepted
 
     def try_settings(kind, changes, as_flags) -> bool:
+        """Whether a config with the changes is accepted: `accept` is called before any refusal."""
+        # The data are small files, unless the changes name others.
         section = 'base.data' if kind == 'study' else 'data'
         paths_in_section = {f'{section}.{name}': path for name, path in paths.items()}
         changes = paths_in_section | changes
@@ -110,14 +114,17 @@ def accepts(tmp_path_factory):
             config = replace(CONFIGS[kind], changes)
             run_directory = directory / str(next(run_numbers))
             if isinstance(config, Study):
-                table(build_arms(config), config.match)
+                arms = build_arms(config)
+                table(arms, config.match)
                 worker.run(config, run_directory)
             else:
                 train(config, run_directory)
+            # `accept` has not been called.
             raise AssertionError(f'{changes} ended without a program')
         except Accepted:
             return True
         except (ConfigError, CheckpointError) as error:
+            # A refusal is one line of text.
             assert str(error), changes
             assert '\n' not in str(error), (changes, str(error))
             return False
@@ -143,18 +150,28 @@ def write_texts(directory):
 
 
 def parse_overrides(config, changes):
-    """The config as the command line overrides it; what it cannot parse is a ConfigError."""
-    arguments = ['train']
+    """Returns the config with changes that are given as flags, such as --config.model.d_model=8.
+
+    Args:
+        config: The settings of a run or of a study.
+        changes: Values by the name of the setting, such as 'model.d_model'.
+
+    Raises:
+        ConfigError: A flag cannot be parsed. The message is its first line.
+    """
+    arguments = ['train']  # the name of the script
     for name, value in changes.items():
         arguments.append(f'--config.{name}={as_typed(value)}')
+
+    # A FlagValues of its own leaves the flags of this process alone.
+    flag_values = flags.FlagValues()
     try:
-        values = flags.FlagValues()
         config_flags.DEFINE_config_dict(
-            'config', to_config_dict(config), flag_values=values, sys_argv=arguments
+            'config', to_config_dict(config), flag_values=flag_values, sys_argv=arguments
         )
-        values(arguments)
-        return from_config_dict(values.config)
-    except MALFORMED as error:
+        flag_values(arguments)  # parses
+        return from_config_dict(flag_values.config)
+    except MALFORMED as error:  # any error that absl raises for what it cannot parse
         message = str(error) or type(error).__name__
         raise ConfigError(message.splitlines()[0]) from error
 
@@ -209,16 +226,21 @@ def arguments_of_accepts(kind: str):
 
 @pytest.mark.parametrize('num_examples', slow_except([15], [15, 5000]))
 def test_random_values_are_accepted_or_refused_in_one_sentence(accepts, num_examples):
-    """`accepts` fails where a refusal is not one sentence. Its result does not matter here."""
+    """No value of one to three settings leads to a long refusal, to a crash or to a compilation.
+
+    `accepts` asserts this, and returns whether the settings are accepted. Either answer is right
+    here. Hypothesis draws the settings and their values.
+    """
+    arguments_of_any_kind = st.one_of(*map(arguments_of_accepts, CONFIGS))
 
     @settings(
         max_examples=num_examples,
         suppress_health_check=list(HealthCheck),
-        derandomize=True,
+        derandomize=True,  # every run of the test draws the same values
         database=None,
         deadline=None,
     )
-    @given(st.one_of(*map(arguments_of_accepts, CONFIGS)))
+    @given(arguments_of_any_kind)
     def check(arguments):
         kind, changes, as_flags = arguments
         accepts(kind, changes, as_flags)

@@ -82,49 +82,67 @@ def outside_metric(known):
     return known[name]
 
 
-def test_a_metric_is_a_mean_over_targets(outside, metric):
-    check_metrics(config_of(metric))
+def evaluator_of(metric):
+    """Returns the function evaluate(logits_XRTV, targets_RT, weights_RT) of a metric."""
     known = metrics.named([metric])
     name = outside_metric(known).name
     measure = jax.jit(functools.partial(per_target, known))
 
     def evaluate(logits_XRTV, targets_RT, weights_RT):
-        """The metric of X trials, computed as an evaluation does."""
+        """The metric of X trials, computed as an evaluation does.
+
+        An evaluation sums the numbers of all targets in each row. The metric is made of these sums.
+        """
         weights_RT = jax.numpy.asarray(weights_RT)
         sums_of_trials = []
         for logits_RTV in logits_XRTV:
             measured = measure(logits_RTV, targets_RT)
             sums_of_trials.append(metrics.row_sums(measured, weights_RT))
+
+        # Arrays [R, X, ...] by name, from a dictionary of arrays [R, ...] for each trial.
         sums = {}
         for sum_name in sums_of_trials[0]:
             rows_of_trials = [np.float64(trial[sum_name]) for trial in sums_of_trials]
             sums[sum_name] = np.stack(rows_of_trials, axis=1)
-        return metrics.values(sums, 1.0, known)[name]
+        values = metrics.values(sums, bytes_per_target=1.0, metrics=known)
+        return values[name]
 
-    # Weights are 0 where there is no target. The last row has none.
+    return evaluate
+
+
+def test_a_metric_is_a_mean_over_targets(outside, metric):
+    """A user's metric depends on the targets alone, however they are divided into rows.
+
+    Arrays have X trials, R rows, T tokens in a row and V tokens in the vocabulary.
+    """
+    check_metrics(config_of(metric))
+    evaluate = evaluator_of(metric)
+
+    # A weight is 0 where there is no target. The last row has no target at all.
     rng = np.random.default_rng(0)
     logits_XRTV = 3 * rng.standard_normal((X, R, T, V)).astype(np.float32)
     targets_RT = rng.integers(0, V, (R, T))
     weights_RT = np.float32(rng.random((R, T)) < 0.7)
     weights_RT[-1] = 0
 
+    # Trials have different logits, and so different values.
     values_X = evaluate(logits_XRTV, targets_RT, weights_RT)
     assert np.shape(values_X) == (X,)
     assert np.isfinite(values_X).all()
     assert values_X[0] != values_X[1]
 
-    # Logits where there is no target do not matter.
+    # Logits where there is no target do not matter, even if they are NaN.
     logits_XRTV[:, weights_RT == 0] = np.nan
-    without_others_X = evaluate(logits_XRTV, targets_RT, weights_RT)
-    np.testing.assert_allclose(without_others_X, values_X, rtol=1e-5)
+    values_with_nan_X = evaluate(logits_XRTV, targets_RT, weights_RT)
+    np.testing.assert_allclose(values_with_nan_X, values_X, rtol=1e-5)
 
-    # The length of rows does not matter.
-    of_half_rows_X = evaluate(
+    # The same targets in twice as many rows, of half the length, have the same mean.
+    values_of_half_rows_X = evaluate(
         logits_XRTV.reshape(X, 2 * R, T // 2, V),
         targets_RT.reshape(2 * R, T // 2),
         weights_RT.reshape(2 * R, T // 2),
     )
-    np.testing.assert_allclose(of_half_rows_X, values_X, rtol=1e-5)
+    np.testing.assert_allclose(values_of_half_rows_X, values_X, rtol=1e-5)
 
 
 def test_a_metric_is_read_from_results_as_it_was(outside, metric):

@@ -60,11 +60,17 @@ def evil_name(tmp_path, monkeypatch):
 
 
 def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tmp_path):
+    """Settings of exported parameters may name code, which is imported only if the user names it.
+
+    `evil_name` is 'evil:Name', a class in a module that exits the process when it is imported.
+    """
     config = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
     weights = tmp_path / 'weights'
     save_model(weights, config)
-    description = json.loads((weights / exported.ABOUT).read_text())
-    del description['crc32']  # It would notice the changes below.
+    # The settings of the model are in a file of JSON, beside its parameters.
+    description_file = weights / exported.ABOUT
+    description = json.loads(description_file.read_text())
+    del description['crc32']  # the checksum, which would notice the changes below
     evil_settings = {
         'score': f'{evil_name}(a=1)',
         'value': f'{evil_name}(a=1)',
@@ -74,21 +80,27 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tm
 
     for field, setting in evil_settings.items():
         model = description['model'] | {field: setting}
-        (weights / exported.ABOUT).write_text(json.dumps(description | {'model': model}))
+        evil_description = description | {'model': model}
+        description_file.write_text(json.dumps(evil_description))
 
-        # Loading and training refuse.
+        # Loading refuses, and so does training that begins with these parameters.
         with refused(f'{refusal}if you trust it, give --imports=evil:Name'):
             loading.load(weights)
+        run_config = tiny(train={'init_from': str(weights)})
         with refused(f"{refusal}name it in the model's settings too"):
-            InitialParameters(tiny(train={'init_from': str(weights)})).load()
+            InitialParameters(run_config).load()
 
-        # A user who names the code runs it, and it exits.
+        # A user who names the code imports it, and it exits.
         with pytest.raises(SystemExit):
             loading.load(weights, imports=[evil_name])
 
 
 def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
-    """Metrics from outside are read as data, and yardsticks open only data that the user names."""
+    """Reading a study imports none of the code that its files name.
+
+    `evil_name` is 'evil:Name', a class in a module that exits the process when it is imported. Here
+    it stands for a corpus, a variant, a metric, a tokenizer and an optimizer.
+    """
     records = [
         studies.outside_record('qk/vo', corpus=evil_name),
         studies.outside_record(f'{evil_name}/vo', corpus=evil_name),
@@ -103,12 +115,13 @@ def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
             optimizer__name=evil_name,
         )
 
-    # Reports and their check import nothing. The check finds that plans were edited.
+    # A report imports nothing, nor does its check, which finds that the plan was edited.
     report.show_report(path)
     with refused('plan.jsonl is not the hash of its config', ReportError):
         verify.check_study(path)
 
-    # Yardsticks import what the user names too, and the code exits.
+    # Yardsticks, losses of simple models, are measured on the data of the study. For the data, they
+    # import code that the user names, which exits.
     refusal = 'plan.jsonl names evil:Name, code that is .*; if you trust it, give --imports=evil'
     with refused(refusal):
         yardsticks.record(path, [])

@@ -81,10 +81,15 @@ def example(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_passes_the_contract_tests(example, tmp_path):
+    """The variant that the README shows passes the tests which every attention variant must pass.
+
+    `example` is the import path of its class. The class is in a module in `tmp_path`.
+    """
     tests = 'tests/attention/test_contract.py'
     options = ['-q', '-p', 'no:cacheprovider', f'--variant={example}/vo']
     python_path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    done = subprocess.run(
+
+    finished = subprocess.run(
         [sys.executable, '-m', 'pytest', tests, *options],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': python_path},
@@ -92,8 +97,10 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout
-    assert re.search(r'\d\d passed', done.stdout)
+
+    assert finished.returncode == 0, finished.stdout
+    # At least ten tests have run.
+    assert re.search(r'\d\d passed', finished.stdout)
 
 
 def test_every_path_that_a_page_names_exists():
@@ -109,26 +116,37 @@ def anchors(page: Path) -> set[str]:
 
     The heading 'Use a layer' has the anchor 'use-a-layer', and a second one 'use-a-layer-1'.
     """
+    # A line of code that begins with # is no heading.
     without_code = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r'^#{1,6} +(.+?)[ #]*$', without_code, re.M)
+
     num_seen: Counter[str] = Counter()
-    found = set()
-    for heading in re.findall(r'^#{1,6} +(.+?)[ #]*$', without_code, re.M):
+    anchors_of_page = set()
+    for heading in headings:
         text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading)  # [text](target) -> text
-        anchor = re.sub(r'[^\w\- ]', '', text.lower()).replace(' ', '-')
-        found.add(f'{anchor}-{num_seen[anchor]}' if anchor in num_seen else anchor)
+        without_punctuation = re.sub(r'[^\w\- ]', '', text.lower())
+        anchor = without_punctuation.replace(' ', '-')
+        is_repeated = anchor in num_seen
+        anchors_of_page.add(f'{anchor}-{num_seen[anchor]}' if is_repeated else anchor)
         num_seen[anchor] += 1
-    return found
+    return anchors_of_page
 
 
 def test_every_link_leads_to_a_file_and_to_a_heading_in_it():
+    """A link [text](path#anchor) in a page names a file and, by its anchor, a heading of it.
+
+    The anchor of the heading 'Use a layer' is 'use-a-layer'.
+    """
+    path_and_anchor = re.compile(r'\]\(([^)#]*)#?([^)]*)\)')
     for page in PAGES:
-        links = re.findall(r'\]\(([^)#]*)#?([^)]*)\)', page.read_text())
-        for path, anchor in links:
+        for path, anchor in path_and_anchor.findall(page.read_text()):
             if path.startswith('https://'):
                 continue
+            # A link without a path, as [text](#anchor), leads to the same page.
             target = page.parent / path if path else page
             assert target.exists(), (page, path)
             if anchor:
+                # Pages alone have headings.
                 assert target.suffix == '.md', (page, path, anchor)
                 assert anchor in anchors(target), (page, path, anchor)
 
@@ -161,13 +179,17 @@ def codes_here() -> set[str]:
 
 
 def config_with(name: str, value: str) -> Config:
-    """The default config with one setting changed, such as 'train.num_steps'.
+    """Returns the default config with one setting changed.
 
-    The value is a Python literal, or else the text itself.
+    Args:
+        name: Section and field of the setting, such as 'train.num_steps'.
+        value: The text of its value, such as '100'. A text that is no Python literal, such as
+            'muon', is itself the value.
     """
     section_name, field = name.split('.')
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(value)
+
     config = Config()
     section = dataclasses.replace(getattr(config, section_name), **{field: value})
     return dataclasses.replace(config, **{section_name: section})
@@ -234,17 +256,23 @@ OTHER_COMMANDS = (
 
 
 def commands() -> list[str]:
-    """Every command of every page, its continuation lines joined."""
-    found = []
+    """Returns the commands in all ```sh blocks of the pages, without comments.
+
+    A command that is written in several lines, with a backslash at the end of each but the last, is
+    one line here.
+    """
+    commands_of_pages = []
     for page in PAGES:
         if page.name == 'tutorial.md':
             continue  # tests/test_tutorial.py types its commands
-        for block in re.findall(r'```sh\n(.*?)```', page.read_text(), re.S):
-            for line in block.replace('\\\n', ' ').splitlines():
+        blocks = re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)
+        for block in blocks:
+            lines = block.replace('\\\n', ' ').splitlines()
+            for line in lines:
                 words = shlex.split(line, comments=True)
-                if words:
-                    found.append(shlex.join(words))
-    return found
+                if words:  # the line is neither empty nor a comment
+                    commands_of_pages.append(shlex.join(words))
+    return commands_of_pages
 
 
 def started_by(launcher: str) -> str:
@@ -269,16 +297,22 @@ def check_trains(config: Config | Study) -> None:
 
 @pytest.mark.parametrize('build', slow_except([False], [False, True]), ids=['parsed', 'built'])
 def test_every_command_is_accepted(example, outside, monkeypatch, build):
-    """The scripts' own parsers parse the flags; settings and arms may also be built."""
+    """Every command that a page shows has flags and settings that its script accepts.
+
+    Commands are parsed, not run. With `build`, the settings of a run are validated as well, and the
+    arms of a study are built: the variants that it compares at equal parameter count.
+    """
     monkeypatch.chdir(ROOT)
     scripts = set()
     for command in commands():
+        # A launcher starts a script on another machine. That script is checked.
         if re.match(r'launch/\w+\.py ', command):
             command = started_by(command)
             if not command:
                 continue
         match = re.match(r'\.venv/bin/python -m experiments\.(\w+)', command)
         if match is None:
+            # Commands such as `git clone` are known, and not checked here.
             assert command.startswith(OTHER_COMMANDS), command
             continue
 
@@ -288,13 +322,15 @@ def test_every_command_is_accepted(example, outside, monkeypatch, build):
         # Overrides of settings are read from sys.argv.
         monkeypatch.setattr(sys, 'argv', [name, *arguments])
         with added_flags_removed():
-            script = runpy.run_module(f'experiments.{name}')
+            script = runpy.run_module(f'experiments.{name}')  # defines its flags
             not_parsed = flags.FLAGS(sys.argv)
-            assert len(not_parsed) == 1, command  # the name of the script alone
+            assert not_parsed == [name], command
             if name in ('ablate', 'train'):
                 config = cli.read_config(script['CONFIG'])
                 if build:
                     check_trains(config)
+
+    # Each script of the package is in a command of some page.
     assert scripts == cli.shipped('experiments').keys()
 
 
@@ -312,20 +348,29 @@ def test_every_config_is_valid(path):
 
 
 def lines_shown_by(source: str, namespace: dict[str, Any]) -> list[str]:
-    """The lines that a notebook shows below a cell: what it prints, and its last expression."""
+    """Runs a cell of a notebook, and returns the lines that the notebook shows below it.
+
+    These are what the cell prints and, if its last statement is an expression, its value.
+
+    Args:
+        source: The code of the cell.
+        namespace: The global names of the notebook, which the cell may read and change.
+    """
     tree = ast.parse(source)
-    last = tree.body[-1]
-    has_value = isinstance(last, ast.Expr)
+    last_statement = tree.body[-1]
+    has_value = isinstance(last_statement, ast.Expr)
     if has_value:
-        # The value of the expression is assigned to the name `value`.
-        tree.body[-1] = ast.Assign([ast.Name('value', ast.Store())], last.value)
+        # The expression becomes the assignment `value = expression`.
+        target = ast.Name('value', ast.Store())
+        tree.body[-1] = ast.Assign([target], last_statement.value)
     code = compile(ast.fix_missing_locations(tree), 'cell', 'exec')
-    with contextlib.redirect_stdout(io.StringIO()) as text:
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(code, namespace)
         value = namespace.pop('value') if has_value else None
         if value is not None:
             print(repr(value))
-    return text.getvalue().splitlines()
+    return printed.getvalue().splitlines()
 
 
 def stored_lines(cell: dict[str, Any]) -> list[str]:

@@ -75,8 +75,11 @@ def plan_study(path):
 
 
 def train_planned(path):
-    """Trains a planned run as a worker does; raises the error with which the run failed."""
-    failed = {}
+    """Trains the run 'runs/x' of a study in `path`, as a worker of the study does.
+
+    A worker notes why a run has failed, and goes on with others. The note is raised here.
+    """
+    reason_by_run = {}
     run = {
         'run': 'x',
         'directory': 'runs/x',
@@ -84,9 +87,10 @@ def train_planned(path):
         'label': 'x',
         'left': {'runs': 0, 'share': 0.0},
     }
+    # A lease is a lock of a run. This one is never lost.
     lease = contextlib.nullcontext(Mock(lost=False))
-    worker._train(path, run, Mock(lease=lease), failed)
-    raise RunDirectoryError(failed['x'])
+    worker._train(path, run, Mock(lease=lease), reason_by_run)
+    raise RunDirectoryError(reason_by_run['x'])
 
 
 def draw(path):
@@ -139,41 +143,56 @@ WRITERS = [
     ('place', 'write'), WRITERS, ids=lambda value: getattr(value, '__name__', value)
 )
 def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
+    """A directory from elsewhere may have a link to the user's files, where a writer would write.
+
+    Each writer of the package, such as `begin_run`, refuses a link at each place that it writes to.
+    """
+    # Checkpoints are named by their step, such as 4, and a run of a study here is named x.
     outside = tmp_path / 'outside'
     for folder in ('4', 'x'):
         (outside / folder).mkdir(parents=True)
         (outside / folder / 'kept').write_text('kept')
+    contents_before = contents(outside)
 
-    # What would be written in a received directory is a link to something outside.
+    # The link leads to a file where the writer expects a file, and else to a directory.
     is_file = place in ('lock', 'metrics.jsonl')
     target = outside / '4/kept' if is_file else outside
     received = tmp_path / 'received'
-    (received / place).parent.mkdir(parents=True)
-    (received / place).symlink_to(target)
+    link = received / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(target)
 
-    before = contents(outside)
     with time_limit(20), refused('is a link', RunDirectoryError):
         write(received)
 
-    assert contents(outside) == before
+    assert contents(outside) == contents_before
+    # The received directory has the link and the folders above it alone.
     names = {path.name for path in received.rglob('*')}
-    assert names == set(Path(place).parts)  # nothing beside the link
+    assert names == set(Path(place).parts)
 
 
 def test_no_program_is_deleted_through_a_link(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_cache, 'LIMIT', 0)  # so that all programs are deleted
-    outside = tmp_path / 'outside'
-    outside.mkdir()
-    (outside / 'kept-cache').write_text('kept')
-    compiled = tmp_path / 'compiled'
-    (compiled / '1-cores').mkdir(parents=True)
-    (compiled / '1-cores/old-cache').write_text('old')
-    (compiled / '2-cores').symlink_to(outside)
+    """The cache of compiled programs deletes the oldest ones, but none in a folder that is a link.
 
-    program_cache._delete_oldest(compiled)
+    The cache has a folder for each number of cores, such as 1-cores, with files named *-cache.
+    """
+    largest_size_in_bytes = 0  # so that all programs are deleted
+    monkeypatch.setattr(program_cache, 'LIMIT', largest_size_in_bytes)
+    cache = tmp_path / 'compiled'
+    program = cache / '1-cores/old-cache'
+    program.parent.mkdir(parents=True)
+    program.write_text('old')
 
-    assert (outside / 'kept-cache').exists()
-    assert not (compiled / '1-cores/old-cache').exists()
+    # The folder 2-cores is a link to a directory outside of the cache.
+    file_outside = tmp_path / 'outside/kept-cache'
+    file_outside.parent.mkdir()
+    file_outside.write_text('kept')
+    (cache / '2-cores').symlink_to(file_outside.parent)
+
+    program_cache._delete_oldest(cache)
+
+    assert file_outside.exists()
+    assert not program.exists()
 
 
 @pytest.mark.parametrize('write', [begin_run, open_checkpoints, hold_lock, acquire, draw])
@@ -310,14 +329,16 @@ LINE = {
     ['/etc', '../x', '..', '', 'runs/..', 'runs/../../x', 'runs/', 'runs//x', 'runs/.'],
 )
 def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, directory):
+    """The directory of a run, as plan.jsonl names it, is such as 'runs/x', below its study."""
     line = LINE | {'directory': directory}
     (tmp_path / 'plan.jsonl').write_text(json.dumps(line) + '\n')
     (tmp_path / 'results.jsonl').touch()
     (tmp_path / 'study.json').write_text('{"baseline": "qk/vo"}')
+    # The plan that a worker makes again, to compare it with the file, has no runs.
     monkeypatch.setattr(declaration.plan, 'runs', Mock(return_value=[]))
-    before = contents(tmp_path)
+    contents_before = contents(tmp_path)
 
-    # Reports, workers and yardsticks refuse the run, and the ledger leaves it out.
+    # Reports, workers and yardsticks refuse the run.
     refusal = 'expected one or two components below the study'
     with refused(refusal, ValueError):
         parse_run(line)
@@ -325,5 +346,8 @@ def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, direc
         declaration._check_runs(tmp_path, Mock(), [])
     with refused(refusal, ValueError):
         yardsticks.record(tmp_path)
+
+    # The ledger hashes the logs of all runs, and leaves this one out.
     assert list(ledger._hash_logs(tmp_path)) == []
-    assert contents(tmp_path) == before
+
+    assert contents(tmp_path) == contents_before

@@ -29,13 +29,22 @@ TRIALS = read_lines(stored.open_files(FAIR) / stored.RESULTS)
 
 
 def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]:
-    """For each variant the test losses of its verdict trials, in the order of seeds."""
-    losses: dict[str, dict[int, float]] = {}
+    """Returns the test losses of each variant in the committed study fair_small, by seed.
+
+    The losses are those of the verdict runs, which are trained with fresh seeds after tuning.
+
+    Args:
+        control: None for the arms, at the baseline's parameter count. 'equal_shape' for arms with
+            the widths of the baseline, and 'longer' for arms that are trained for more steps.
+        num_seeds: The seeds are 0, 1, ..., num_seeds - 1.
+    """
+    losses: dict[str, dict[int, float]] = {}  # by variant and seed
     for result in TRIALS:
         if result['stage'] == 'verdict' and result['control'] == control:
             assert result['status'] == 'finished'
+            seed = result['trial']['seed']
             loss_by_seed = losses.setdefault(result['variant'], {})
-            loss_by_seed[result['trial']['seed']] = result['test_loss']
+            loss_by_seed[seed] = result['test_loss']
 
     sorted_losses = {}
     for variant, loss_by_seed in losses.items():
@@ -62,11 +71,20 @@ BEYOND_MARGIN = ('better', 'worse')
 
 
 def check_decision(decision: str, differences: np.ndarray, num_arms_beyond_margin: int) -> None:
-    """Checks a decision by a t test, corrected for the number of arms that are tested."""
+    """Checks the decision on one of 8 arms of a study by a t test.
+
+    Args:
+        decision: 'better' and 'worse' say that the difference exceeds the margin of 0.005. With
+            ' (margin open)' behind them, they say only that it is not 0. 'undecided' says nothing.
+        differences: The loss of the arm minus that of the baseline, for each seed.
+        num_arms_beyond_margin: The number of arms with a decision of the first kind.
+    """
     if decision == Decision.UNDECIDED.value:
         return
     side = decision.removesuffix(' (margin open)')
     assert side in ('better', 'worse')
+
+    # Lower losses are better. The distance is positive on the side of the decision.
     sign = -1 if side == 'better' else 1
     distance = sign * differences.mean()
     if decision in BEYOND_MARGIN:
@@ -76,14 +94,21 @@ def check_decision(decision: str, differences: np.ndarray, num_arms_beyond_margi
         # Arms that were found beyond the margin are not tested again.
         num_tested = NUM_ARMS - num_arms_beyond_margin
         assert distance > 0
+
+    # The p value of a test is multiplied by the number of tests, as Bonferroni does.
     t_test = stats.ttest_1samp(differences, 0)
-    assert t_test.pvalue * num_tested <= LEVEL
+    corrected_p_value = t_test.pvalue * num_tested
+    assert corrected_p_value <= LEVEL
 
 
 def test_committed_verdicts_follow_from_the_losses(tmp_path):
-    """Checks the differences, intervals and decisions of all arms of fair_small."""
+    """Numpy and scipy alone find the differences, intervals and decisions of a committed study.
+
+    Each arm of the study fair_small is an attention variant. It is compared with the baseline,
+    unchanged attention `qk/vo`, seed by seed.
+    """
     arms = arms_of_fair_study(tmp_path)
-    losses = losses_of(control=None)
+    losses = losses_of(control=None)  # arrays over seeds, by variant
     baseline = losses.pop('qk/vo')
     assert arms.keys() == losses.keys()
     assert len(arms) == NUM_ARMS
@@ -92,11 +117,12 @@ def test_committed_verdicts_follow_from_the_losses(tmp_path):
     num_arms_beyond_margin = sum(decision in BEYOND_MARGIN for decision in decisions)
     for name, arm in arms.items():
         differences = losses[name] - baseline
-        stored_differences = list(arm.comparison.differences.values())
-        assert stored_differences == pytest.approx(differences, rel=1e-12), name
+        differences_of_package = list(arm.comparison.differences.values())
+        assert differences_of_package == pytest.approx(differences, rel=1e-12), name
         assert arm.difference.mean == pytest.approx(differences.mean(), rel=1e-12)
 
-        # The errors of the evaluated documents and of tuning can only widen the seeds' interval.
+        # The interval of a t test has the spread of seeds alone. The package adds the errors of
+        # evaluated documents and of tuning, so its interval is wider or about as wide.
         interval = stats.ttest_1samp(differences, 0).confidence_interval()
         assert arm.difference.low < interval.low + 1e-3, name
         assert arm.difference.high > interval.high - 1e-3, name
@@ -136,21 +162,26 @@ def test_committed_parts_of_a_difference_follow_from_the_losses(tmp_path):
 
 @pytest.mark.parametrize('name', slow_except(QUICK, [*QUICK, *CPU]))
 def test_arms_are_matched_to_the_shapes_that_were_trained(name):
-    """A change of the matching would change the hashes by which committed studies resume."""
-    study = load_study(RESULTS / name)
-    arms = build_arms(
-        Study(
-            variants=study.variants,
-            sizes=study.sizes,
-            tolerance=study.tolerance,
-            base=study.base,
-        )
-    )
+    """Arms of a committed study get the same widths again as they were trained with.
 
+    An arm is a variant, widened or narrowed until its parameter count is that of the baseline.
+    Another shape would change the hashes by which the study finds its runs when it resumes.
+    """
+    study = load_study(RESULTS / name)
+    settings = Study(
+        variants=study.variants,
+        sizes=study.sizes,
+        tolerance=study.tolerance,
+        base=study.base,
+    )
+    arms = build_arms(settings)
+
+    # Controls have another shape, or that of an arm.
     trained_models = {}
     for run in study.runs:
         if not run.key.control:
             trained_models[run.key.variant, run.key.size] = run.config['model']
+
     for arm in arms:
         trained_model = trained_models[arm.key.variant, arm.key.size]
         for field in SHAPE:

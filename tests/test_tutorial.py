@@ -95,7 +95,10 @@ def random_speeches() -> str:
 
 
 def run(directory: Path, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command of the tutorial."""
+    """Runs a command of the tutorial, with further flags, for at most ten minutes.
+
+    The directory is a clone of this repository, whose modules the command imports.
+    """
     environment = {**os.environ, **GIT_IDENTITY, 'PYTHONPATH': str(directory)}
     return subprocess.run(
         [*shlex.split(command), *flags],
@@ -113,30 +116,48 @@ def one_line(text: str) -> str:
 
 @pytest.mark.slow
 def test_a_plan_prints_what_the_page_shows(clone):
+    """The first commands of the tutorial print what the page shows.
+
+    They download a text, copy a config, and plan a study twice without training it. The first plan
+    has a mistake, which is refused.
+    """
     _download, copy, plan_with_error, plan = COMMANDS[:4]
     copied = run(clone, copy)
     assert copied.returncode == 0
     refused = run(clone, plan_with_error)
-    assert refused.returncode == 2
+    assert refused.returncode == 2  # wrong settings
     planned = run(clone, plan)
     assert planned.returncode == 0, planned.stderr
 
+    # `blocks` finds the texts on the page that have this mark.
     (warning,) = blocks('warned')
     assert warning in planned.stderr
-    printed = f'{one_line(refused.stderr)} {one_line(planned.stdout)}'
-    for text in blocks('printed by the dry run'):
-        assert one_line(text) in printed
+
+    # The page may break lines elsewhere.
+    printed_text = f'{one_line(refused.stderr)} {one_line(planned.stdout)}'
+    for shown_text in blocks('printed by the dry run'):
+        assert one_line(shown_text) in printed_text
 
 
 @pytest.mark.slow
 def test_every_command_of_the_page_runs(clone):
-    download, *others = COMMANDS
-    assert download.startswith('curl ')  # left out, as `clone` has a text
-    for command in others:
-        flags = TINY if '--workdir=' in command else ()
-        done = run(clone, command, *flags)
-        is_refused = 'documents=None' in command
-        expected = 2 if is_refused else 0
-        assert done.returncode == expected, (command, done.stdout, done.stderr)
+    """The commands of the tutorial end as it says, in a clone of this repository.
+
+    Those that train a study get the settings `TINY`, with which it takes seconds.
+    """
+    download, *other_commands = COMMANDS
+    assert download.startswith('curl ')  # left out, as the fixture `clone` has a text
+
+    for command in other_commands:
+        trains = '--workdir=' in command
+        flags = TINY if trains else ()
+        finished = run(clone, command, *flags)
+        # The page shows this mistake, which is refused with the exit code 2.
+        is_mistake = 'documents=None' in command
+        expected_exit_code = 2 if is_mistake else 0
+        output = (command, finished.stdout, finished.stderr)
+        assert finished.returncode == expected_exit_code, output
+
+    # The study has been trained, and its report written.
     assert (clone / 'runs/speeches/report.html').exists()
     assert (clone / 'runs/speeches/plots').is_dir()
