@@ -118,8 +118,8 @@ def one_line(text: str) -> str:
 def test_a_plan_prints_what_the_page_shows(clone):
     """The first commands of the tutorial print what the page shows.
 
-    They download a text, copy a config, and plan a study twice without training it. The first plan
-    has a mistake, which is refused.
+    They copy a config, and plan a study twice without training it. The first plan has a mistake,
+    which is refused. The download that comes before is left out.
     """
     _download, copy, plan_with_error, plan = COMMANDS[:4]
     copied = run(clone, copy)

@@ -38,6 +38,11 @@ SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', OF_RUN)
 def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, name, every):
+    """A run that resumes with a damaged file is refused, or ends bitwise as the sound run.
+
+    `small_run` is the config and directory of a finished run. A case is the name of a damage and
+    the damaged content of the file. Each `every`-th case is tried.
+    """
     config, sound_run = small_run
     sound_content = (sound_run / name).read_bytes()
     cases = list(damages.whole(sound_content))
@@ -46,7 +51,7 @@ def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, 
 
     for damage, content in damages.some(cases, name, every):
         run = shutil.copytree(sound_run, tmp_path / 'run')
-        # Without result.json, the run is resumed at its last step.
+        # A run without result.json is not finished, so `train` resumes it at its last step.
         if name != 'result.json':
             (run / 'result.json').unlink()
         damages.replace(run / name, content)
@@ -54,19 +59,25 @@ def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, 
         try:
             train(config, run)
         except (ConfigError, CheckpointError) as error:
+            # One sentence names the file, which is left as it is.
             assert name in str(error)
             assert '\n' not in str(error)
             assert damages.content_of(run / name) == content
-            assert (run / 'result.json').exists() == (name == 'result.json')
+            # The run is not finished. Its only result.json may be the damaged one.
+            has_results = (run / 'result.json').exists()
+            assert has_results == (name == 'result.json')
         else:
-            # The log is repaired. Without its checksum, a file is as sound as before.
+            # A log of metrics is repaired. A file that lacks only its checksum is accepted.
             assert name == 'metrics.jsonl' or damage == '0: without crc32', damage
             assert_same_run(run, sound_run)
         shutil.rmtree(run)
 
 
 def write_run(config, workdir, **_):
-    """Stands in for training: writes the files of a finished run."""
+    """Stands in for `train`: writes the files of a finished run, whose trials all have the loss 2.
+
+    The name of a run's directory `workdir` ends with the hash of its config.
+    """
     config_hash = workdir.name.rpartition('-')[2]
     results = []
     for trial in config.trials.trials():
@@ -79,11 +90,13 @@ def write_run(config, workdir, **_):
             test_loss=2.0,
         )
         results.append(result)
+
     write_json(workdir / 'config.json', {'hash': config_hash, 'config': to_json(config)})
+    # The commit and machine of the only start of the run.
     write_json(workdir / 'provenance.json', {'starts': [START]})
     write_metrics(workdir, results, num_evals=2)
     write_documents(workdir, results, number=3)
-    # `write_json` adds the checksum.
+    # `write_documents` writes no checksum, and `write_json` adds it.
     documents = json.loads((workdir / 'documents.json').read_text())
     write_json(workdir / 'documents.json', documents)
     write_json(workdir / 'result.json', results)
@@ -91,16 +104,22 @@ def write_run(config, workdir, **_):
 
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
-    """The directory of a finished study. Training one of its runs again fails the test."""
+    """The directory of a finished study. Training one of its runs again fails the test.
+
+    Its runs are not trained, but written by `write_run`.
+    """
     path = tmp_path_factory.mktemp('sound') / 'study'
     arms = build_arms(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, 'train', write_run)
+        # Arms are built once, and no data are read.
         patch.setattr(worker, 'build_arms', lambda study: arms)
         patch.setattr(worker, 'rows_of', lambda config: None)
         patch.setattr(worker, 'check_documents', lambda rows, data: None)
         worker.run(SMALL, path)
-        patch.setattr(worker, 'train', Mock(side_effect=AssertionError('trained again')))
+
+        refuse_training = Mock(side_effect=AssertionError('trained again'))
+        patch.setattr(worker, 'train', refuse_training)
         yield path
 
 
@@ -132,9 +151,42 @@ def planned_run(study):
     return study / first_run['directory']
 
 
+def messages_about(study, file, damage, content, sound_files):
+    """Reports a study with a damaged file, then resumes it, and returns all messages.
+
+    Asserts that no file changes, except that plan.jsonl and results.jsonl are made again from the
+    results of the runs. At the end, all files are sound again.
+
+    Args:
+        study: The directory of the study.
+        file: The path of the file.
+        damage: The name of the damage.
+        content: The damaged content of the file.
+        sound_files: The sound content of all files by path.
+    """
+    files_to_restore = {file} | {study / derived for derived in DERIVED}
+    messages = []
+    for command in (report, resume):
+        damages.replace(file, content)
+        messages += messages_of(command, study)
+
+        if file.name not in DERIVED:
+            assert damages.content_of(file) == content, damage
+        for path in files_to_restore:
+            damages.replace(path, sound_files[path])
+        for path, sound_content in sound_files.items():
+            assert path.read_bytes() == sound_content, damage
+    return messages
+
+
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', (*OF_STUDY, *OF_PLANNED))
 def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, caplog, name, every):
+    """A report and a resumed study name a file that is damaged, in a message or in the log.
+
+    The fixture `study` is finished. If one of its runs were trained again, the test would fail. A
+    case is the name of a damage and the damaged content. Each `every`-th case is tried.
+    """
     directory = study if name in OF_STUDY else planned_run(study)
     file = directory / name
     sound_files = {
@@ -142,37 +194,29 @@ def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, c
         for path in study.rglob('*')
         if path.is_file() and path.name != 'lock'
     }
-    cases = [*damages.whole(sound_files[file]), *damages.fields(sound_files[file])]
-    files_to_restore = {file} | {study / derived for derived in DERIVED}
+    sound_content = sound_files[file]
+    cases = [*damages.whole(sound_content), *damages.fields(sound_content)]
 
     damages_not_named = set()
     for damage, content in damages.some(cases, name, every):
         caplog.clear()
-        messages = []
-        for command in (report, resume):
-            damages.replace(file, content)
-            messages += messages_of(command, study)
-
-            # No file has changed, except that derived files are made again.
-            if name not in DERIVED:
-                assert damages.content_of(file) == content, damage
-            for path in files_to_restore:
-                damages.replace(path, sound_files[path])
-            for path, sound_content in sound_files.items():
-                assert path.read_bytes() == sound_content, damage
+        messages = messages_about(study, file, damage, content, sound_files)
 
         for message in messages:
             # A message about other settings lists them on lines of their own.
             sentence, _, _ = message.partition('holds a study with other')
             assert '\n' not in sentence
-        if not any(name in text for text in (*messages, caplog.text)):
+        is_named = any(name in text for text in (*messages, caplog.text))
+        if not is_named:
             damages_not_named.add(damage)
 
     if name in DERIVED or name == 'metrics.jsonl':
-        # Not every field of these files is read.
+        # Not every field of these files is read. Of the damages that replace all of their content,
+        # two may pass: no lines, and all lines twice.
         damages_of_whole_file = damages_not_named & damages.DAMAGES.keys()
         assert damages_of_whole_file.issubset({'twice', 'empty'})
     else:
+        # A file that lacks only its checksum is accepted.
         assert damages_not_named.issubset({'0: without crc32'})
 
 

@@ -51,32 +51,51 @@ def assert_resumed_after_step_4(run: Path, lines_before: list[bytes]) -> None:
 
 
 def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
+    """This version of the code finishes a run that an earlier version began.
+
+    The run was killed at step 6 of 12, and has a checkpoint of step 4. `EXPECTED` has the losses
+    with which the earlier version finished the same run undisturbed.
+    """
     run = extract('run', tmp_path)
     lines_before = log_lines(run)
-    config = from_json(Config, json.loads((run / 'config.json').read_text())['config'])
+    stored = json.loads((run / 'config.json').read_text())
+    config = from_json(Config, stored['config'])
 
     results = train(config, run)
 
     assert_resumed_after_step_4(run, lines_before)
+
+    # Losses of all steps and evaluations, with a number for each trial. Another processor may
+    # round the steps after the checkpoint differently.
     records = read_metrics(run / 'metrics.jsonl')
     train_losses = [record['loss'] for record in records if record['kind'] == 'train']
     val_losses = [record['val_loss'] for record in records if record['kind'] == 'eval']
     np.testing.assert_allclose(train_losses, EXPECTED['run']['train'], rtol=0, atol=ATOL)
     np.testing.assert_allclose(val_losses, EXPECTED['run']['eval'], rtol=0, atol=ATOL)
-    # An evaluation has one loss per trial.
-    assert [result['val_loss'] for result in results] == val_losses[-1]
+
+    # The result of each trial has its loss in the last evaluation.
+    losses_of_results = [result['val_loss'] for result in results]
+    assert losses_of_results == val_losses[-1]
 
 
 def test_a_study_of_an_earlier_version_resumes_its_killed_run_alone(tmp_path):
+    """This version of the code finishes a study that an earlier version began.
+
+    The study has a finished run, and one that was killed at step 6 of 12, with a checkpoint of step
+    4. `EXPECTED` has the results with which the earlier version finished it undisturbed.
+    """
     path = extract('study', tmp_path)
     [finished_result] = path.glob('runs/*/result.json')
     finished_run = finished_result.parent
     [killed_run] = [run for run in path.glob('runs/*') if run != finished_run]
+
     time_of_result = finished_result.stat().st_mtime_ns
     lines_before = log_lines(killed_run)
     results_before = (path / 'results.jsonl').read_bytes()
     ledger_before = (path / 'ledger.jsonl').read_bytes()
     assert results_before
+
+    # The settings with which the study was started.
     study = dataclasses.replace(
         STUDY,
         name='started earlier',
@@ -88,10 +107,15 @@ def test_a_study_of_an_earlier_version_resumes_its_killed_run_alone(tmp_path):
 
     worker.run(study, path)
 
+    # The finished run is left alone. Training it again would write checkpoints.
     assert finished_result.stat().st_mtime_ns == time_of_result
     assert not (finished_run / 'checkpoints').exists()
     assert_resumed_after_step_4(killed_run, lines_before)
+
+    # The ledger has the declaration of the study, which stays the same.
     assert (path / 'ledger.jsonl').read_bytes() == ledger_before
+
+    # The results of the killed run are added to those of the finished one.
     results_after = (path / 'results.jsonl').read_bytes()
     assert results_after.startswith(results_before)
     results = [json.loads(line) for line in results_after.splitlines()]

@@ -117,14 +117,23 @@ class Job:
     """A start of a run or a study, with one process per row of its mesh."""
 
     def __init__(self, settings, workdir: str, logs: Path):
+        """Starts the processes of a job, which train a run or work on a study.
+
+        Args:
+            settings: Those of a run or of a study.
+            workdir: The directory of results, which may be in a bucket.
+            logs: A directory for what the processes print, with a file for each.
+        """
         self.workdir = as_path(workdir)
         self.logs = logs
         logs.mkdir(exist_ok=True)
         context = SPAWNS if is_url(workdir) else FORKS
+        # A number that the processes share: the index in NAMES of the phase that they are in.
         self._phase_index = context.Value('i', 0)
 
         config = settings if isinstance(settings, Config) else settings.base
         num_processes = config.mesh.data
+        # The variables by which several processes find each other.
         environment_of_rank = environments(num_processes) if num_processes > 1 else [{}]
         self.processes = []
         for rank, environment in enumerate(environment_of_rank):
@@ -150,38 +159,47 @@ class Job:
         return all(process.is_alive() for process in self.processes)
 
     def wait_for_moment_in(self, phase: str, rng) -> bool:
-        """Waits for a random moment in a phase. Returns whether all processes are alive then."""
+        """Waits for a random moment in a phase. Returns whether all processes are alive then.
+
+        The moment is at most LINGER[phase] seconds after the beginning of the phase. If a process
+        ends before, the method returns at once. The phase 'anywhere' begins at once.
+        """
         deadline = time.monotonic() + LIMIT
         while self.is_alive() and phase not in ('anywhere', self.phase()):
             assert time.monotonic() < deadline, f'never {phase}'
             time.sleep(0.001)
 
-        longest_wait = LINGER.get(phase, 0.1)
+        longest_wait = LINGER.get(phase, 0.1)  # seconds
         moment = time.monotonic() + rng.uniform(0, longest_wait)
         while self.is_alive() and time.monotonic() < moment:
             time.sleep(0.001)
         return self.is_alive()
 
     def disturb(self, sent_signal: int, rng) -> None:
-        """Sends a signal to the processes in random order.
+        """Sends a signal to the processes in random order, and waits until they have ended.
 
-        Checks that processes which get SIGTERM save a checkpoint and exit with 75.
+        Checks that processes which get SIGTERM save a checkpoint and exit with EXIT_REQUEUE (75),
+        unless they have just ended by themselves, with 0.
         """
         phase = self.phase()
         longest_pause = 0.02 if len(self.processes) > 1 else 0
         for process in rng.sample(self.processes, len(self.processes)):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # the process has ended
                 os.kill(process.pid, sent_signal)
             time.sleep(rng.uniform(0, longest_pause))
 
         exit_codes = self.exit_codes()
         # A process that is starting does not handle signals yet.
         if sent_signal == signal.SIGTERM and phase != 'starting':
+            # All processes of a job end in the same way.
             assert exit_codes in ({0}, {EXIT_REQUEUE}), exit_codes
+
+            # The checkpoint is of the last step that was logged.
             log = self.workdir / 'metrics.jsonl'
             is_in_steps = phase in ('training', 'evaluating')
             if is_in_steps and EXIT_REQUEUE in exit_codes and log.exists():
-                last_step = read_metrics(log)[-1]['step']
+                records = read_metrics(log)
+                last_step = records[-1]['step']
                 assert (self.workdir / 'checkpoints' / str(last_step)).exists()
 
     def exit_codes(self) -> set[int]:
@@ -203,15 +221,17 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Two finished runs, or two finished studies, have equal content."""
+    """Two finished runs, or two finished studies, have the same results, except for times."""
     is_study = (one / 'study.json').exists()
     if not is_study:
         assert_same_run(one, other)
         return
+
     plan = read_lines(one / 'plan.jsonl')
-    results = read_lines(one / 'results.jsonl')
     assert plan == read_lines(other / 'plan.jsonl')
-    assert without_times(results) == without_times(read_lines(other / 'results.jsonl'))
+    results = read_lines(one / 'results.jsonl')
+    other_results = read_lines(other / 'results.jsonl')
+    assert without_times(results) == without_times(other_results)
     for run in plan:
         assert_same_run(one / run['directory'], other / run['directory'])
 
@@ -247,11 +267,14 @@ ONCE = [('run', False, signal.SIGKILL)]
 def test_a_run_or_study_disturbed_by_signals_ends_as_if_undisturbed(
     tiny, undisturbed, request, tmp_path, kind, often, sent_signal
 ):
-    """Each start is disturbed once, at a random moment, and the same directory is started again.
+    """A run that is killed or stopped, and started again, has bitwise the results of a quiet one.
 
-    If a start ends before that moment, its results are compared, and another directory is begun.
-    The last start is left alone.
+    1. Each start gets a signal once, at a random moment of a random phase, such as 'saving'.
+    2. The next start continues in the same directory.
+    3. If a start ends before that moment, its results are compared, and another directory is begun.
+    4. After the last signal, a start is left alone to end.
     """
+    # `tiny` makes the config of a run that trains within seconds.
     settings = tiny(
         model=SMALL | {'dropout': 0.1},
         optimizer={'name': 'muon'},
@@ -264,6 +287,8 @@ def test_a_run_or_study_disturbed_by_signals_ends_as_if_undisturbed(
     elif kind == 'bucket':
         request.getfixturevalue('bucket')  # sets environment variables for the processes
         root = 'gs://runs'
+
+    # The printed seed repeats the random moments of a failure.
     seed = os.environ.get('SEED') or str(time.time_ns())
     print(f'SEED={seed}')
     rng = random.Random(seed)
@@ -279,6 +304,7 @@ def test_a_run_or_study_disturbed_by_signals_ends_as_if_undisturbed(
             job.disturb(sent_signal, rng)
             phases.pop(0)
         else:
+            # The job has ended before the moment came.
             assert_same(job.wait_for_success(), undisturbed_path)
             num_finished += 1
 
