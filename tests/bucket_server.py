@@ -204,8 +204,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _listing(self, bucket: str) -> dict[str, Any]:
         """Lists the objects whose names begin with the prefix of the query.
 
-        If the query has the delimiter '/', lists what is directly below the prefix, as `ls` does.
-        Of objects 'a/b' and 'a/c/d', the prefix 'a/' lists the object 'a/b' and the folder 'a/c/'.
+        With the delimiter '/', lists what is directly below the prefix, as `ls` does. For example,
+        'a/' has the object 'a/b' directly below it, and the folder 'a/c/' of the object 'a/c/d'.
         """
         prefix = self.query.get('prefix', '')
         delimiter = self.query.get('delimiter')  # '/' or None
@@ -222,10 +222,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return {'kind': 'storage#objects', 'items': items, 'prefixes': sorted(folders)}
 
     def _download(self, stored: Stored) -> tuple[int, bytes, dict[str, str]]:
-        """Answers with the data of an object, or with the bytes that the header Range asks for.
+        """Answers with the data of an object, or with a range of its bytes.
 
-        Returns status, content and headers. The statuses are those of HTTP: 200 for all bytes, 206
-        for some, 416 for a range that begins behind the last byte.
+        The header Range of the request asks for a range. Returns status, content and headers. The
+        status is 200 for all bytes, and 206 for a range. A range that begins behind the last byte
+        is refused with 416.
         """
         headers = OCTETS | {'x-goog-generation': str(stored.generation)}
         size = len(stored.data)

@@ -133,7 +133,7 @@ memory_limit = 2 * GIB  # bytes
 
 @pytest.fixture(autouse=True, scope='module')
 def compiled_programs_are_dropped():
-    """Drops compiled programs after a module of tests if the process has needed more than 2 GiB.
+    """Drops compiled programs after a module of tests, if the process has needed over 2 GiB.
 
     Most small programs recur in other modules, so they are not dropped after every module.
     """

@@ -27,8 +27,8 @@ GIT_IDENTITY = {
 def git(directory: Path, *arguments: str) -> str:
     """Runs a git command in a directory and returns what it prints.
 
-    Commits have the author GIT_IDENTITY, and a repository begins with the branch `main`, whatever
-    the settings of the user are. A command that fails raises CalledProcessError.
+    Commits have the author GIT_IDENTITY. The first branch of a repository is `main`. A command that
+    fails raises CalledProcessError.
     """
     finished = subprocess.run(
         ['git', '-c', 'init.defaultBranch=main', *arguments],

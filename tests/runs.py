@@ -136,6 +136,6 @@ def assert_close(run: Path, expected: Path) -> None:
     documents = contents['validation']
     expected_documents = expected_contents['validation']
     assert documents['tokens'] == expected_documents['tokens']
-    # The losses of each trial on C documents, in nats, summed over the tokens of each document.
+    # The losses of each trial on C documents, in nats. Each is a sum over a document's tokens.
     for nats_C, expected_nats_C in zip(documents['nats'], expected_documents['nats'], strict=True):
         assert nats_C == pytest.approx(expected_nats_C, abs=1e-3)

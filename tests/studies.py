@@ -360,8 +360,8 @@ def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
             distinct_values = dict.fromkeys(values)  # in order
             settings_of_trials[name] = tuple(distinct_values)
 
-    # A variant is SCORE/VALUE, with settings of the model behind it and the destination in
-    # brackets. 'qk/vo?norm=rmsnorm [d_ff]' has the score 'qk' and the value 'vo'.
+    # A variant is SCORE/VALUE, perhaps with settings and a destination behind it. For example,
+    # 'qk/vo?norm=rmsnorm [d_ff]' has the score 'qk' and the value 'vo'.
     names, _, _ = record['variant'].partition('?')
     names, _, _ = names.partition(' ')
     score, _, value = names.partition('/')
@@ -406,7 +406,7 @@ def write_lines(path: Path, records: Sequence[Mapping]) -> None:
 def edit_plan(directory: Path, run: str, **changes: object) -> None:
     """Changes the line of a run in plan.jsonl, where a study plans its runs.
 
-    For example, `stage='verdict'` changes a field of the line, and `train__num_steps=8` changes the
+    For example, `stage='verdict'` changes a field of the line. `train__num_steps=8` changes the
     setting train.num_steps of its config.
     """
     lines = read_lines(directory / 'plan.jsonl')
@@ -425,8 +425,8 @@ def edit_plan(directory: Path, run: str, **changes: object) -> None:
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
     """Writes metrics.jsonl of a run, in which losses fall to the `val_loss` of each trial.
 
-    The trials of a run are trained together, so each field of a line is a list over trials. The
-    losses of a diverged trial, whose `val_loss` is None, are 3.5 twice and then null.
+    The trials of a run are trained together. So a line has a list with the loss of each trial. A
+    trial whose `val_loss` is None has diverged. Its loss is 3.5 twice, and then null.
 
     Args:
         directory: Directory of the run.
@@ -475,7 +475,7 @@ def write_documents(
 ) -> None:
     """Writes documents.json of a run: the loss of each trial on each evaluated document.
 
-    The losses of a trial on C documents have the mean over tokens that its record has as its loss.
+    The mean over all tokens is the loss in the record of the trial. C is the number of documents.
     Even documents are harder than odd ones, by the same amount in every trial. Without shifts, a
     difference of two runs is the same on every document.
 
@@ -483,8 +483,8 @@ def write_documents(
         directory: Directory of the run.
         records: A record for each trial of the run.
         number: Documents of each split.
-        shifts: Added to the loss of each test document, in nats/token. Their mean over all tokens
-            is subtracted, so that they change no loss of a trial.
+        shifts: Added to the loss of each test document, in nats/token. They change no mean, because
+            their own mean over all tokens is subtracted.
     """
     place_C = np.arange(number)
     weights_C = 10 + place_C % 5  # lengths of documents are in these proportions

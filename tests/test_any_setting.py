@@ -226,10 +226,10 @@ def arguments_of_accepts(kind: str):
 
 @pytest.mark.parametrize('num_examples', slow_except([15], [15, 5000]))
 def test_random_values_are_accepted_or_refused_in_one_sentence(accepts, num_examples):
-    """No value of one to three settings leads to a long refusal, to a crash or to a compilation.
+    """No settings lead to a crash, to a compilation, or to a refusal of several lines.
 
     `accepts` asserts this, and returns whether the settings are accepted. Either answer is right
-    here. Hypothesis draws the settings and their values.
+    here. Hypothesis draws one to three settings and their values.
     """
     arguments_of_any_kind = st.one_of(*map(arguments_of_accepts, CONFIGS))
 

@@ -59,9 +59,9 @@ PACKAGES = {path.parent.name for path in ROOT.glob('experiments/*/__init__.py')}
 def room_of(module: str) -> str | None:
     """Returns the package of a module of this repository.
 
-    For example, the room of 'qkattn.train.loop' is 'train', that of 'experiments.ablate' is
-    'experiments', and that of 'experiments.claims.checks' is 'claims'. It is None for `qkattn`
-    itself, and for modules of other libraries.
+    The package of 'qkattn.train.loop' is 'train'. That of 'experiments.ablate' is 'experiments',
+    and that of 'experiments.claims.checks' is 'claims'. Returns None for `qkattn` itself, and for
+    modules of other libraries.
     """
     top, *inside = module.split('.')
     if top == 'experiments':
@@ -150,8 +150,8 @@ def test_imports_stand_at_the_top():
 def is_parallel(node: ast.AST) -> bool:
     """Whether a statement assigns several values to several names at once, as in `a, b = c, d`.
 
-    Three forms do not count: a swap such as `a, b = b, a`, sizes with names of one letter such as
-    `T, D = 4, 16`, and the unpacking of one value such as `T, D = x.shape`.
+    A swap such as `a, b = b, a` does not count. Nor do sizes with names of one letter, such as
+    `T, D = 4, 16`. Nor does the unpacking of one value, such as `T, D = x.shape`.
     """
     if not isinstance(node, ast.Assign):
         return False

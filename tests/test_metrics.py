@@ -113,7 +113,7 @@ def evaluator_of(metric):
 def test_a_metric_is_a_mean_over_targets(outside, metric):
     """A user's metric depends on the targets alone, however they are divided into rows.
 
-    Arrays have X trials, R rows, T tokens in a row and V tokens in the vocabulary.
+    Axes are X trials, R rows, T tokens of a row, and V tokens of the vocabulary.
     """
     check_metrics(config_of(metric))
     evaluate = evaluator_of(metric)

@@ -133,7 +133,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_link_leads_to_a_file_and_to_a_heading_in_it():
-    """A link [text](path#anchor) in a page names a file and, by its anchor, a heading of it.
+    """A link [text](path#anchor) in a page names a file that exists, and one of its headings.
 
     The anchor of the heading 'Use a layer' is 'use-a-layer'.
     """
@@ -258,8 +258,7 @@ OTHER_COMMANDS = (
 def commands() -> list[str]:
     """Returns the commands in all ```sh blocks of the pages, without comments.
 
-    A command that is written in several lines, with a backslash at the end of each but the last, is
-    one line here.
+    A command may be written in several lines, joined by backslashes. Here it is one line.
     """
     commands_of_pages = []
     for page in PAGES:
@@ -299,8 +298,8 @@ def check_trains(config: Config | Study) -> None:
 def test_every_command_is_accepted(example, outside, monkeypatch, build):
     """Every command that a page shows has flags and settings that its script accepts.
 
-    Commands are parsed, not run. With `build`, the settings of a run are validated as well, and the
-    arms of a study are built: the variants that it compares at equal parameter count.
+    Commands are parsed, not run. With `build`, the settings of a run are validated as well. Then the
+    arms of a study, variants at equal parameter count, are built too.
     """
     monkeypatch.chdir(ROOT)
     scripts = set()

@@ -143,18 +143,18 @@ WRITERS = [
     ('place', 'write'), WRITERS, ids=lambda value: getattr(value, '__name__', value)
 )
 def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
-    """A directory from elsewhere may have a link to the user's files, where a writer would write.
+    """A writer of the package, such as `begin_run`, refuses a link at a place that it writes to.
 
-    Each writer of the package, such as `begin_run`, refuses a link at each place that it writes to.
+    A directory from elsewhere may have links, which lead to any files of the user.
     """
-    # Checkpoints are named by their step, such as 4, and a run of a study here is named x.
+    # Writers know these names. A checkpoint is named by its step, and a run is named x.
     outside = tmp_path / 'outside'
     for folder in ('4', 'x'):
         (outside / folder).mkdir(parents=True)
         (outside / folder / 'kept').write_text('kept')
     contents_before = contents(outside)
 
-    # The link leads to a file where the writer expects a file, and else to a directory.
+    # Where the writer expects a file, the link leads to a file. Else it leads to a directory.
     is_file = place in ('lock', 'metrics.jsonl')
     target = outside / '4/kept' if is_file else outside
     received = tmp_path / 'received'
@@ -172,9 +172,9 @@ def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
 
 
 def test_no_program_is_deleted_through_a_link(tmp_path, monkeypatch):
-    """The cache of compiled programs deletes the oldest ones, but none in a folder that is a link.
+    """The oldest compiled programs are deleted, but none in a folder that is a link.
 
-    The cache has a folder for each number of cores, such as 1-cores, with files named *-cache.
+    The cache has a folder of programs for each number of cores, such as 1-cores.
     """
     largest_size_in_bytes = 0  # so that all programs are deleted
     monkeypatch.setattr(program_cache, 'LIMIT', largest_size_in_bytes)

@@ -34,8 +34,8 @@ def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]
     The losses are those of the verdict runs, which are trained with fresh seeds after tuning.
 
     Args:
-        control: None for the arms, at the baseline's parameter count. 'equal_shape' for arms with
-            the widths of the baseline, and 'longer' for arms that are trained for more steps.
+        control: None for the arms, at the baseline's parameter count. 'equal_shape' for variants
+            with the widths of the baseline. 'longer' for arms that are trained for more steps.
         num_seeds: The seeds are 0, 1, ..., num_seeds - 1.
     """
     losses: dict[str, dict[int, float]] = {}  # by variant and seed
@@ -122,7 +122,7 @@ def test_committed_verdicts_follow_from_the_losses(tmp_path):
         assert arm.difference.mean == pytest.approx(differences.mean(), rel=1e-12)
 
         # The interval of a t test has the spread of seeds alone. The package adds the errors of
-        # evaluated documents and of tuning, so its interval is wider or about as wide.
+        # evaluated documents and of tuning. These can only widen the interval.
         interval = stats.ttest_1samp(differences, 0).confidence_interval()
         assert arm.difference.low < interval.low + 1e-3, name
         assert arm.difference.high > interval.high - 1e-3, name
@@ -164,7 +164,7 @@ def test_committed_parts_of_a_difference_follow_from_the_losses(tmp_path):
 def test_arms_are_matched_to_the_shapes_that_were_trained(name):
     """Arms of a committed study get the same widths again as they were trained with.
 
-    An arm is a variant, widened or narrowed until its parameter count is that of the baseline.
+    An arm is a variant, widened or narrowed to the parameter count of the baseline.
     Another shape would change the hashes by which the study finds its runs when it resumes.
     """
     study = load_study(RESULTS / name)

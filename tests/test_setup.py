@@ -114,7 +114,7 @@ def test_imports_are_declared(python_version):
 
 
 def test_private_modules_of_jax_are_used_below_its_upper_bound():
-    """jax._src may change with any version of jax, so pyproject.toml has an upper bound for jax."""
+    """The private jax._src may change in any version, so jax has an upper bound."""
     files_with_private_imports = set()
     for path in ROOT.glob('qkattn/**/*.py'):
         if 'from jax._src' in path.read_text():
@@ -571,7 +571,7 @@ def test_a_directory_of_other_files_is_left_alone(sandbox, tmp_path):
 
 
 def test_an_interrupted_installation_is_started_over(sandbox, tmp_path):
-    """After a failure of pip, the next run of venv.sh removes what is there and installs again."""
+    """After a failure of pip, the next run of venv.sh starts over in an empty directory."""
     # The path of the environment is a link to a directory elsewhere.
     scratch = tmp_path / 'scratch'
     scratch.mkdir()

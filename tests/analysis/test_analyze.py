@@ -249,10 +249,7 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options, cross):
 
 
 def test_a_walk_layer_by_layer_gives_what_the_model_computes():
-    """`walk` calls a function at every attention layer, and returns the output of the last layer.
-
-    `model.stream` returns the same output without any calls.
-    """
+    """`walk` computes what `model.stream` does, and calls a function at every attention layer."""
     num_layers = 2  # of the encoder, and of the decoder
     model = make(
         kind='encoder_decoder',
@@ -308,10 +305,11 @@ DEPTHS_OF_SITES = [
     ('fields', 'depths'), slow_except(DEPTHS_OF_SITES[1:2], DEPTHS_OF_SITES), ids=str
 )
 def test_every_head_of_every_site_is_measured(fields, depths):
-    """An analysis has a value for each layer and head of each site, and leaves none out.
+    """An analysis has a value for each layer and head of each site.
 
     A site is a place of attention in a model, such as 'cross_attention'. Its depth is its number of
-    layers. A gives the logits of a head, B its output, and the pattern is its probabilities.
+    layers. The matrix A gives the logits of a head, and B gives its output. The pattern of a head
+    is its probabilities.
     """
     num_heads = 2
     has_source = fields.get('kind') == 'encoder_decoder'
@@ -341,7 +339,10 @@ def test_every_head_of_every_site_is_measured(fields, depths):
 
 
 def test_numbers_of_a_layer_are_those_of_its_matrices():
-    """Norms and singular values are those of A = scale * W_Q W_K^T and of B = W_V W_O."""
+    """Norms and singular values are those of the matrices of a head.
+
+    A = scale * W_Q W_K^T gives its logits, and B = W_V W_O its output.
+    """
     model = make(score_scale=0.5)
     analysis = analyze(model, induction=False)
     layer = model.layers()[1]
@@ -392,7 +393,7 @@ def test_a_layer_that_was_not_measured_has_the_value_nan():
 def test_drift_is_measured_by_head_between_models_of_different_factorizations():
     """Drift is |A - A of the reference| / |A of the reference|, for each layer and head.
 
-    The reference has A as a product W_Q W_K^T, and the merged model has it as one matrix.
+    The reference has A as a product W_Q W_K^T. The merged model has it as one matrix.
     """
     scaled = make()
     # W_Q of head 0 stays, and W_Q of head 1 grows by half, in both layers.

@@ -495,8 +495,8 @@ def config_classes(cls):
 def test_every_field_has_a_frozen_default(cls):
     """schema.json has the default of each field of each section of settings.
 
-    Stored configs leave out fields, which keep the default of schema.json even if the default of
-    the class changes.
+    A stored config leaves out fields at that default. It would get another meaning if the default
+    changed with the class.
     """
     # A schema is {class: {field: default}}. A field is in the schema of the time it was added.
     frozen_fields = set()

@@ -38,7 +38,7 @@ SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', OF_RUN)
 def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, name, every):
-    """A run that resumes with a damaged file is refused, or ends bitwise as the sound run.
+    """A run with a damaged file is refused, or ends bitwise as the sound run.
 
     `small_run` is the config and directory of a finished run. A case is the name of a damage and
     the damaged content of the file. Each `every`-th case is tried.
@@ -154,7 +154,7 @@ def planned_run(study):
 def messages_about(study, file, damage, content, sound_files):
     """Reports a study with a damaged file, then resumes it, and returns all messages.
 
-    Asserts that no file changes, except that plan.jsonl and results.jsonl are made again from the
+    Asserts that no file is changed but plan.jsonl and results.jsonl. These are made again from the
     results of the runs. At the end, all files are sound again.
 
     Args:
@@ -182,7 +182,7 @@ def messages_about(study, file, damage, content, sound_files):
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', (*OF_STUDY, *OF_PLANNED))
 def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, caplog, name, every):
-    """A report and a resumed study name a file that is damaged, in a message or in the log.
+    """Where a file of a study is damaged, reporting and resuming the study name the file.
 
     The fixture `study` is finished. If one of its runs were trained again, the test would fail. A
     case is the name of a damage and the damaged content. Each `every`-th case is tried.

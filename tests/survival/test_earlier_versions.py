@@ -81,8 +81,8 @@ def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
 def test_a_study_of_an_earlier_version_resumes_its_killed_run_alone(tmp_path):
     """This version of the code finishes a study that an earlier version began.
 
-    The study has a finished run, and one that was killed at step 6 of 12, with a checkpoint of step
-    4. `EXPECTED` has the results with which the earlier version finished it undisturbed.
+    One of its runs is finished. The other was killed at step 6 of 12, with a checkpoint of step 4.
+    `EXPECTED` has the results with which the earlier version finished it undisturbed.
     """
     path = extract('study', tmp_path)
     [finished_result] = path.glob('runs/*/result.json')

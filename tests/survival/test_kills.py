@@ -178,8 +178,8 @@ class Job:
     def disturb(self, sent_signal: int, rng) -> None:
         """Sends a signal to the processes in random order, and waits until they have ended.
 
-        Checks that processes which get SIGTERM save a checkpoint and exit with EXIT_REQUEUE (75),
-        unless they have just ended by themselves, with 0.
+        Checks that processes which get SIGTERM save a checkpoint and exit with EXIT_REQUEUE, 75.
+        Processes that have just finished exit with 0.
         """
         phase = self.phase()
         longest_pause = 0.02 if len(self.processes) > 1 else 0
@@ -267,9 +267,9 @@ ONCE = [('run', False, signal.SIGKILL)]
 def test_a_run_or_study_disturbed_by_signals_ends_as_if_undisturbed(
     tiny, undisturbed, request, tmp_path, kind, often, sent_signal
 ):
-    """A run that is killed or stopped, and started again, has bitwise the results of a quiet one.
+    """A run that is killed and started again ends bitwise as one that was never disturbed.
 
-    1. Each start gets a signal once, at a random moment of a random phase, such as 'saving'.
+    1. Each start gets one signal, at a random moment of a random phase, such as 'saving'.
     2. The next start continues in the same directory.
     3. If a start ends before that moment, its results are compared, and another directory is begun.
     4. After the last signal, a start is left alone to end.
