@@ -298,7 +298,7 @@ def check_trains(config: Config | Study) -> None:
 def test_every_command_is_accepted(example, outside, monkeypatch, build):
     """Every command that a page shows has flags and settings that its script accepts.
 
-    Commands are parsed, not run. With `build`, the settings of a run are validated as well. Then the
+    Commands are parsed, not run. With `build`, the settings of a run are validated as well. The
     arms of a study, variants at equal parameter count, are built too.
     """
     monkeypatch.chdir(ROOT)
