@@ -27,7 +27,11 @@ from tests.refusals import refused
     ],
 )
 def test_every_token_but_the_first_is_a_target_once(num_tokens, length, num_windows):
-    # A token is its position in the split.
+    """A text is cut into windows of `length` tokens. The target of each token is the next one.
+
+    A last window without all its targets is left out.
+    """
+    # A token is its position in the split: 0, 1, 2, ...
     rows = LanguageRows(numbers(train=num_tokens), length)
     assert rows.count('train') == num_windows
 
@@ -81,11 +85,14 @@ def offset_of_epoch(rows, seed, epoch):
 
 
 def test_the_windows_of_an_epoch_are_shifted_by_one_offset(shifted_rows):
+    # The random draws of a row are the seed and its place in training. An epoch has NUM_WINDOWS.
     for seed, epoch in np.ndindex(3, 3):
         first_place = NUM_WINDOWS * epoch
         batch = read_rows(shifted_rows, 'train', range(NUM_WINDOWS), seed, first_place)
+
+        # A token is its position, so the first token of a window says where it begins.
         starts = batch['tokens_BT'][:, 0]
-        assert np.all(np.diff(starts) == 7)
+        assert np.all(np.diff(starts) == 7)  # windows have 7 tokens
         assert 0 <= starts[0] < 7
         assert np.all(batch['targets_BT'] == batch['tokens_BT'] + 1)
 
@@ -107,16 +114,18 @@ def test_windows_of_an_evaluation_begin_with_the_first_token(shifted_rows):
 
 
 def test_rows_of_separate_documents_number_them():
-    # Four documents: 0 1, 2, an empty one, and 0 1 2 without an end.
+    """Each row numbers its documents from 1, so that attention can stay within a document."""
+    # Token 3 is the separator. The documents are 0 1, then 2, an empty one, and 0 1 2.
     tokens = np.array([0, 1, 3, 2, 3, 3, 0, 1, 2], np.uint8)
     tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=3)
     dataset = token_dataset('letters', tokenizer, {'train': tokens})
 
     batch = read_rows(DocumentRows(dataset, length=4), 'train', [0, 1])
 
+    # The target of each token is the next one.
     assert batch['tokens_BT'].tolist() == [[0, 1, 3, 2], [3, 3, 0, 1]]
     assert batch['targets_BT'].tolist() == [[1, 3, 2, 3], [3, 0, 1, 2]]
-    # A separator among the tokens begins the next segment.
+    # The number goes up at each separator, even at the first token of a row.
     assert batch['segments_BT'].tolist() == [[1, 1, 2, 2], [2, 3, 3, 3]]
     assert np.all(batch['loss_weights_BT'] == 1)
 
@@ -154,17 +163,22 @@ def test_every_position_of_a_row_is_masked_equally_often(masked_batch):
 
 
 def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10(masked_rows, masked_batch):
+    """The input at a target is the mask token, a random token or the target itself, as in BERT.
+
+    The batch has 3,000 rows of 20 tokens, of which 4 are targets.
+    """
     is_target_BT = masked_batch['loss_weights_BT'] == 1
     tokens = masked_batch['tokens_BT'][is_target_BT]
     targets = masked_batch['targets_BT'][is_target_BT]
+    assert len(targets) == 12_000
 
-    # 12,000 targets: the standard deviations of the shares are 0.0037 and 0.0027.
+    # The standard deviations of these shares of 12,000 are 0.0037 and 0.0027.
     is_mask = tokens == masked_rows.mask
     is_kept = tokens == targets
     assert is_mask.mean() == pytest.approx(0.8, abs=0.015)
     assert is_kept.mean() == pytest.approx(0.1, abs=0.012)
 
-    # Other tokens are uniform over the ids without the separator, 0, and the mask, 65,536.
+    # Other tokens are uniform over all ids except the separator, 0, and the mask, 65,536.
     replaced = tokens[~is_mask & ~is_kept]
     assert replaced.min() >= 1
     assert replaced.max() <= 65_535
@@ -185,6 +199,11 @@ def test_a_separator_is_hidden_but_replaces_no_token():
 
 
 def test_a_mask_is_a_function_of_the_draws_alone():
+    """Which tokens of a row are masked depends only on its draws.
+
+    The draws are two numbers that seed the random generator of the row. Neither the row's place
+    in the batch nor its split matters.
+    """
     # Both splits have the same tokens, 0 to 1999.
     rows = MaskedRows(numbers(train=2000, validation=2000), length=20, mask_rate=0.3)
     draws_B2 = np.array([[7, 1], [7, 2], [7, 3], [1, 7]], np.uint64)
@@ -194,11 +213,12 @@ def test_a_mask_is_a_function_of_the_draws_alone():
     masks = np.unique(batch['loss_weights_BT'], axis=0)
     assert len(masks) == 4
 
-    # The second row alone, in the other split.
+    # Row 0 with the draws [7, 2] is the same if it is read alone, from the other split.
     alone = rows.read('validation', np.array([0]), draws_B2[1:2])
     for name, array in batch.items():
         assert np.array_equal(alone[name][0], array[1])
-    # Written down, so that a library that draws differently does not go unnoticed.
+
+    # 30 percent of 20 tokens. A library that draws differently would give others.
     masked_positions = np.flatnonzero(alone['loss_weights_BT'][0])
     assert masked_positions.tolist() == [6, 7, 8, 12, 14, 19]
 
@@ -249,12 +269,13 @@ class ProbeRow(NamedTuple):
 
 
 def read_probe_rows(name: str) -> list[ProbeRow]:
-    """300 training rows of a probe."""
+    """300 training rows of a probe, a synthetic task such as 'copy(length=5, symbols=7)'."""
     batch = read_rows(probe_rows(name), 'train', range(300))
     rows = []
     for tokens_T, targets_T, weights_T in zip(
         batch['tokens_BT'], batch['targets_BT'], batch['loss_weights_BT'], strict=True
     ):
+        # The positions with a loss are those that the probe asks for.
         asked = np.flatnonzero(weights_T)
         rows.append(ProbeRow(tokens_T.tolist(), asked.tolist(), targets_T[asked].tolist()))
     return rows
@@ -262,16 +283,23 @@ def read_probe_rows(name: str) -> list[ProbeRow]:
 
 @pytest.mark.parametrize('name', [*SMALL_PROBES, *PROBES_AT_THEIR_LIMITS])
 def test_rows_of_probes_are_well_formed(name):
+    """A probe is a synthetic task, such as 'copy(length=5, symbols=7)'.
+
+    It asks for the targets at the positions whose loss weight is 1.
+    """
     rows = probe_rows(name)
+
     batch = read_rows(rows, 'train', range(300))
+
     check_shapes(batch, 300, rows.length)
 
-    # Weights are 0 or 1, and every row asks the same number of questions.
+    # Weights are 0 or 1, and every row asks for the same number of targets.
     assert set(np.unique(batch['loss_weights_BT'])) <= {0, 1}
     num_asked_B = batch['loss_weights_BT'].sum(axis=1)
     assert np.all(num_asked_B == num_asked_B[0])
     assert num_asked_B[0] > 0
 
+    # Tokens and targets are ids of the vocabulary.
     is_asked_BT = batch['loss_weights_BT'] == 1
     for ids in (batch['tokens_BT'], batch['targets_BT'][is_asked_BT]):
         assert ids.min() >= 0
@@ -291,6 +319,7 @@ def test_every_id_and_every_answer_of_a_probe_turns_up(name):
 
     used_ids = np.union1d(batch['tokens_BT'], answers)
     assert used_ids.tolist() == list(range(rows.vocab_size))
+
     # All answers are equally probable.
     assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
 
@@ -320,33 +349,42 @@ def test_reversal_asks_for_the_first_half_backwards():
 
 
 def test_recall_asks_for_the_value_of_each_key():
-    for row in read_probe_rows(RECALL):
+    for row in read_probe_rows('recall(pairs=4, keys=6, values=3)'):
         # Keys and values alternate: four pairs, then the same keys in another order.
         keys = row.tokens[0::2]
         assert max(keys) < 6
         assert sorted(keys[:4]) == sorted(keys[4:])
+
+        # The value of each repeated key is asked for.
         assert row.asked == [8, 10, 12, 14]
         for first_place, answer in zip(row.first_places(), row.answers, strict=True):
             assert answer == row.tokens[first_place + 1]
 
 
 def test_successor_asks_for_the_payload_of_the_next_key():
+    """In the probe 'successor', a row has 4 keys in random order, each with a random payload.
+
+    Token key * 3 + payload stands for both. The target of key k is the payload of key k + 1, and
+    that of the last key is the payload of key 0.
+    """
     num_keys = 4
     num_payloads = 3
-    for row in read_probe_rows(SUCCESSOR):
+    for row in read_probe_rows('successor(keys=4, payloads=3)'):
         payload_of_key = {}
         for token in row.tokens:
             key, payload = divmod(token, num_payloads)
             payload_of_key[key] = payload
 
+        # Every position has a target.
         assert row.asked == [0, 1, 2, 3]
         for token, answer in zip(row.tokens, row.answers, strict=True):
             key = token // num_payloads
-            assert answer == payload_of_key[(key + 1) % num_keys]
+            next_key = (key + 1) % num_keys
+            assert answer == payload_of_key[next_key]
 
 
 def test_induction_asks_for_the_token_after_the_first_place():
-    for row in read_probe_rows(INDUCTION):
+    for row in read_probe_rows('induction(length=23, repeats=3, symbols=18)'):
         assert len(row.asked) == 3
         for position, first_place, answer in zip(
             row.asked, row.first_places(), row.answers, strict=True
@@ -452,21 +490,29 @@ def rows_of_numbers(length, num_tokens=3000):
 
 
 def test_repeated_sequences_are_shuffled_tokens_of_64_rows():
+    """To measure induction, a model reads random tokens twice. `sequences` draws these tokens.
+
+    They are the tokens of 64 rows of the validation split, shuffled.
+    """
     length = 9
+    # A token is its position in the split.
     rows = rows_of_numbers(length)
 
     r_BH = repeats.sequences(rows)
 
-    # Half of a row, rounded up. No token is used twice, and hardly any keeps its neighbour.
+    # A row of 9 tokens has room for two copies of 5 tokens, without the last target.
     assert r_BH.shape == (64, 5)
+    # No token is used twice, and hardly any is before its neighbour in the text.
     assert len(np.unique(r_BH)) == r_BH.size
     is_next_token = np.diff(r_BH, axis=1) == 1
     assert is_next_token.mean() < 0.02
 
-    # The tokens are those of 64 rows at equal distances, and one sequence has those of several.
+    # The tokens are those of 64 rows at equal distances.
     row_numbers = np.arange(64) * rows.count('validation') // 64
     batch = read_rows(rows, 'validation', row_numbers)
     assert np.all(np.isin(r_BH, batch['tokens_BT']))
+
+    # One sequence has tokens of several rows.
     rows_of_first_sequence = r_BH[0] // length
     assert len(np.unique(rows_of_first_sequence)) > 2
 
@@ -535,7 +581,11 @@ class PackedPair(NamedTuple):
 
 
 def unpack_pairs(batch) -> list[PackedPair]:
-    """The pairs of a batch, row after row."""
+    """The sentence pairs of a batch, row after row.
+
+    A row holds several pairs. Both sides of a pair have its number in their segments, from 1.
+    Segment 0 is padding.
+    """
     pairs = []
     for row in range(len(batch['tokens_BT'])):
         source_segments = batch['source_segments_BS'][row]
@@ -553,6 +603,11 @@ def unpack_pairs(batch) -> list[PackedPair]:
 
 
 def test_every_pair_is_in_one_row_beside_its_translation():
+    """Sentence pairs are packed into the rows of an encoder-decoder, and none is lost or divided.
+
+    A separator ends the source. The decoder reads the target behind a separator, and predicts the
+    target with a separator at its end.
+    """
     expected = []
     for source, target in zip(SOURCES['train'], TARGETS['train'], strict=True):
         pair = PackedPair(
@@ -562,7 +617,10 @@ def test_every_pair_is_in_one_row_beside_its_translation():
         )
         expected.append(pair)
 
-    assert sorted(unpack_pairs(read_split(TRANSLATION_ROWS))) == sorted(expected)
+    packed_pairs = unpack_pairs(read_split(TRANSLATION_ROWS))
+
+    # Packing changes the order of the pairs.
+    assert sorted(packed_pairs) == sorted(expected)
 
 
 def test_sentences_are_in_file_order_without_separators():
@@ -594,17 +652,25 @@ def test_rows_of_pairs_are_well_filled():
     ],
 )
 def test_rows_are_padded_with_zeros_behind_the_pairs(segments_name, token_names):
+    """Each row of the translation task holds several sentence pairs, and then padding.
+
+    The segment of a token is the number of its pair in the row, from 1, or 0 for padding.
+    """
     batch = read_split(TRANSLATION_ROWS)
     segments = batch[segments_name]
+
+    # Tokens of padding are 0.
     is_padding = segments == 0
     assert is_padding.any()
     for name in token_names:
         assert not batch[name][is_padding].any()
 
     for segments_of_row in segments:
+        # All padding is behind the pairs.
         num_tokens = np.count_nonzero(segments_of_row)
         segments_of_pairs = segments_of_row[:num_tokens]
         assert np.all(segments_of_pairs > 0)
+
         # Segments count the pairs from 1.
         assert segments_of_pairs[0] == 1
         assert set(np.diff(segments_of_pairs)) <= {0, 1}
@@ -631,32 +697,39 @@ def test_the_packing_is_a_fixed_shuffle():
 
 
 def test_pairs_longer_than_a_row_are_refused():
-    short_length = SOURCE_LENGTH - 2  # 22
-    # A sentence takes one token more, for the separator.
+    """A sentence pair has to fit into a row of the translation task. The message counts those that
+    do not, and says which lengths would fit all.
+    """
+    # The longest pairs have 23 and 19 tokens. Each sentence takes one more, for the separator.
+    source_length = 22
     num_too_long = 0
     for source in SOURCES['train'] + SOURCES['validation']:
-        if len(source) + 1 > short_length:
+        if len(source) + 1 > source_length:
             num_too_long += 1
 
     with refused(
         f'^{num_too_long} sentence pairs .*source_context=22 .*context=20; .*at least 24 and 20'
     ):
-        TranslationRows(SENTENCE_PAIRS, short_length, LENGTH)
+        TranslationRows(SENTENCE_PAIRS, source_length, length=20)
 
 
 @pytest.mark.parametrize('split', ['train', 'validation'])
 def test_pairs_longer_than_a_row_are_dropped_and_counted_if_asked(split):
+    """With `drop_long`, sentence pairs that do not fit into a row are left out.
+
+    The identity of the rows, which results record, says how many.
+    """
     rows = TranslationRows(SENTENCE_PAIRS, source_length=22, length=16, drop_long=True)
 
     # A sentence takes one token more, for the separator.
-    kept_sources = []
+    sources_that_fit = []
     for source, target in zip(SOURCES[split], TARGETS[split], strict=True):
         if len(source) + 1 <= 22 and len(target) + 1 <= 16:
-            kept_sources.append([*source, SEPARATOR])
+            sources_that_fit.append([*source, SEPARATOR])
     packed_pairs = unpack_pairs(read_split(rows, split))
-    assert sorted(pair.source for pair in packed_pairs) == sorted(kept_sources)
+    assert sorted(pair.source for pair in packed_pairs) == sorted(sources_that_fit)
 
-    num_dropped = len(SOURCES[split]) - len(kept_sources)
+    num_dropped = len(SOURCES[split]) - len(sources_that_fit)
     assert num_dropped > 0
     assert rows.identity()['dropped_pairs'][split] == num_dropped
 
@@ -675,13 +748,20 @@ def test_unequally_many_sentences_are_refused():
 
 
 def test_shuffled_sources_are_those_of_other_pairs_of_equal_length():
+    """To show whether a model uses its sources, the sources of sentence pairs change places.
+
+    A source is exchanged only for one of equal length. Targets stay where they are.
+    """
     pairs = unpack_pairs(read_split(TRANSLATION_ROWS))
     shuffled_pairs = unpack_pairs(read_split(TRANSLATION_ROWS.with_shuffled_sources()))
 
+    # Targets and lengths are as before.
     for pair, shuffled_pair in zip(pairs, shuffled_pairs, strict=True):
         assert shuffled_pair.target_input == pair.target_input
         assert shuffled_pair.target_output == pair.target_output
         assert len(shuffled_pair.source) == len(pair.source)
+
+    # The sources are the same ones, in another order.
     sources = [pair.source for pair in pairs]
     assert sorted(pair.source for pair in shuffled_pairs) == sorted(sources)
 
