@@ -32,13 +32,19 @@ TEXTS = [f'document {number}\n'.encode() for number in range(200)]  # 200 docume
 
 
 def corpus_of(texts=TEXTS, names=None, languages=(), **others) -> Corpus:
-    """A corpus with these training texts; other splits are given as test=[b'text'].
+    """A corpus of the given texts, with the name 'fox' and the version '1'.
 
-    With languages ('en', 'de'), each side has all texts, which begin with their language.
+    Args:
+        texts: The documents of the train split.
+        names: A function that returns the names of a split's documents. By default there are none.
+        languages: The languages of a corpus of translations, such as ('en', 'de'). Document i of
+            each language is text i with the language put before it, as in b'endocument 0'.
+        others: The documents of other splits, as in test=[b'text'].
     """
     splits = {'train': texts, **others}
 
     def documents_in(language):
+        """The documents of every split in one language, or unchanged if the language is None."""
         prefix = (language or '').encode()
         prefixed = {}
         for split, split_texts in splits.items():
@@ -61,19 +67,30 @@ def carved_documents(corpus):
 
 
 def test_a_tenth_of_the_documents_is_carved_for_each_missing_split():
-    corpus = carve_missing_splits(corpus_of(TEXTS), test=False)
+    """A corpus that has only a train split gets its other splits from train.
+
+    Test gets the tenth of the documents with the smallest hashes. Validation gets the next tenth.
+    """
+    all_texts = [f'document {number}\n'.encode() for number in range(200)]
+
+    corpus = carve_missing_splits(corpus_of(all_texts), test=False)
 
     assert corpus.carved == {'validation': 0.1, 'test': 0.1}
+    # The version of the corpus was '1'. The rule of carving has version 2.
     assert corpus.version == '1-carved2-validation-test'
+
+    # Every document is in exactly one split.
     texts = documents(corpus)
     assert list(texts) == ['train', 'validation', 'test']
     assert len(texts['train']) == 160
     assert len(texts['validation']) == 20
     assert len(texts['test']) == 20
-    assert sorted(texts['train'] + texts['validation'] + texts['test']) == sorted(TEXTS)
-    # The order of the training documents is kept.
-    assert texts['train'] == [text for text in TEXTS if text in texts['train']]
-    # Written down, so that published splits stay what they are.
+    assert sorted(texts['train'] + texts['validation'] + texts['test']) == sorted(all_texts)
+
+    # The training documents keep their order.
+    assert texts['train'] == [text for text in all_texts if text in texts['train']]
+
+    # The hashes choose these two. Another choice would change published splits.
     assert texts['test'][:2] == [b'document 9\n', b'document 11\n']
 
 
@@ -87,20 +104,25 @@ def test_the_order_of_documents_does_not_change_the_splits():
         assert set(in_another_order[split]) == set(texts)
 
 
-def test_a_split_that_the_corpus_has_is_not_carved():
-    both_carved = carved_documents(corpus_of(TEXTS))
+@pytest.mark.parametrize(
+    ('present', 'missing'), [('test', 'validation'), ('validation', 'test')], ids=str
+)
+def test_a_split_that_the_corpus_has_is_not_carved(present, missing):
+    """Only the missing split is carved from train. It gets the documents that it would get if both
+    were missing.
+    """
+    both_carved = carve_missing_splits(corpus_of(TEXTS), test=False)
+    with_one_split = corpus_of(TEXTS, **{present: [b'x\n']})
 
-    with_test = carve_missing_splits(corpus_of(TEXTS, test=[b'x\n']), test=False)
-    assert with_test.version == '1-carved2-validation'
-    assert with_test.carved == {'validation': 0.1}
-    assert documents(with_test)['test'] == [b'x\n']
-    assert documents(with_test)['validation'] == both_carved['validation']
+    # A test split beside a validation split has to be asked for.
+    carved = carve_missing_splits(with_one_split, test=missing == 'test')
 
-    with_validation = carve_missing_splits(corpus_of(TEXTS, validation=[b'x\n']), test=True)
-    assert with_validation.version == '1-carved2-test'
-    assert with_validation.carved == {'test': 0.1}
-    assert documents(with_validation)['validation'] == [b'x\n']
-    assert documents(with_validation)['test'] == both_carved['test']
+    # The version of the corpus was '1'. The rule of carving has version 2.
+    assert carved.version == f'1-carved2-{missing}'
+    assert carved.carved == {missing: 0.1}
+    texts = documents(carved)
+    assert texts[present] == [b'x\n']
+    assert texts[missing] == documents(both_carved)[missing]
 
 
 def test_a_test_split_beside_validation_is_carved_only_if_asked():
@@ -110,7 +132,9 @@ def test_a_test_split_beside_validation_is_carved_only_if_asked():
 
 def test_equal_documents_are_in_one_split():
     three_of_each = [text for text in TEXTS[:95] for _ in range(3)]
+
     splits = carved_documents(corpus_of(three_of_each))
+
     # A tenth of 285 documents, 28.5, is rounded up to a multiple of 3.
     assert len(splits['test']) == 30
     assert not set(splits['train']) & set(splits['test'])
@@ -120,15 +144,20 @@ def test_equal_documents_of_different_names_are_in_one_split():
     two_of_each = TEXTS + TEXTS
 
     def names(split):
+        """Every document is named by its number, so that equal documents have different names."""
         return [str(number) for number in range(len(two_of_each))]
 
     splits = carved_documents(corpus_of(two_of_each, names=names))
+
+    # TEXTS has 200 documents, and test gets a tenth of the 400.
     assert len(splits['test']) == 40
     assert not set(splits['train']) & set(splits['test'])
 
 
 @pytest.mark.parametrize('others', [{}, {'test': [b'x']}], ids=['train', 'train and test'])
 def test_carving_keeps_the_names_of_documents(others):
+    """Every document has the same name before and after its split is carved."""
+
     def names(split):
         """Every document is named by its text."""
         texts = TEXTS if split == 'train' else others[split]
@@ -141,35 +170,55 @@ def test_carving_keeps_the_names_of_documents(others):
 
 
 def test_both_sides_of_a_translation_are_carved_alike():
-    from_english = carve_missing_splits(corpus_of(languages=('en', 'de')), test=False)
-    from_german = carve_missing_splits(corpus_of(languages=('de', 'en')), test=False)
+    """A text and its translation are in the same split, at the same place.
 
-    # A text and its translation differ only in the language before them.
+    The two differ only in the language that `corpus_of` puts before them.
+    """
+    from_english = carve_missing_splits(corpus_of(TEXTS, languages=('en', 'de')), test=False)
+    from_german = carve_missing_splits(corpus_of(TEXTS, languages=('de', 'en')), test=False)
+
     english = documents(from_english, 'en')
     german = documents(from_english, 'de')
     for split in ('train', 'validation', 'test'):
-        assert [text.removeprefix(b'en') for text in english[split]] == [
-            text.removeprefix(b'de') for text in german[split]
-        ]
+        english_texts = [text.removeprefix(b'en') for text in english[split]]
+        german_texts = [text.removeprefix(b'de') for text in german[split]]
+        assert english_texts == german_texts
+
+    # Test gets a tenth of the 200 documents.
     assert len(english['test']) == 20
 
-    # Source and target may change places.
+    # The splits stay the same if source and target change places.
     assert documents(from_german, 'en') == english
 
 
 def test_few_documents_are_cut_at_line_ends():
-    lines = [b'%03d\n' % number for number in range(100)]
-    text = b''.join(lines)
-    two_documents = [text, text]
+    """Each document of a small corpus is cut into parts for train, validation and test.
 
-    # Train gets 80 percent, and the rest of the line in which the cut falls.
-    assert carved_documents(corpus_of(two_documents)) == {
+    With fewer than 20 documents, whole documents would be too coarse. Each cut moves to the end of
+    its line.
+    """
+    lines = [b'%03d\n' % number for number in range(100)]  # of equal length
+    text = b''.join(lines)
+
+    splits = carved_documents(corpus_of([text, text]))
+
+    # The cut after 80 percent falls into line 80, which stays whole, and so does line 90.
+    assert splits == {
         'train': [b''.join(lines[:81])] * 2,
         'validation': [b''.join(lines[81:91])] * 2,
         'test': [b''.join(lines[91:])] * 2,
     }
-    # Only validation is carved beside a test split.
-    assert carved_documents(corpus_of(two_documents, test=[b'x'])) == {
+
+
+def test_few_documents_beside_a_test_split_are_cut_once():
+    """Where only validation is missing, each document of train is cut after 90 percent."""
+    lines = [b'%03d\n' % number for number in range(100)]  # of equal length
+    text = b''.join(lines)
+
+    splits = carved_documents(corpus_of([text, text], test=[b'x']))
+
+    # The cut falls into line 90, which stays whole.
+    assert splits == {
         'train': [b''.join(lines[:91])] * 2,
         'validation': [b''.join(lines[91:])] * 2,
         'test': [b'x'],
@@ -188,18 +237,23 @@ def test_a_document_with_too_few_lines_is_refused():
         carved_documents(two_lines)
 
 
-def test_no_document_is_more_than_5_percent_of_an_evaluation():
+@pytest.mark.parametrize('num_documents', [20, 50])
+def test_no_document_is_more_than_5_percent_of_an_evaluation(num_documents):
+    """`largest_size` returns the size to which long documents are cut.
+
+    After the cut, none has more than 5 percent of all bytes.
+    """
     rng = np.random.default_rng(0)
-    for num_documents in (20, 50):
-        sizes = (10 ** rng.uniform(1, 6, num_documents)).astype(int)  # 10 to a million bytes
+    sizes = (10 ** rng.uniform(1, 6, num_documents)).astype(int)  # 10 to a million bytes
 
-        limit = largest_size(sizes.tolist())
+    limit = largest_size(sizes.tolist())
 
-        cut_sizes = np.minimum(sizes, limit)
-        assert cut_sizes.max() <= 0.05 * cut_sizes.sum()
-        # As little as possible is cut: two bytes more would be too many.
-        longer_sizes = np.minimum(sizes, limit + 2)
-        assert longer_sizes.max() > 0.05 * longer_sizes.sum()
+    cut_sizes = np.minimum(sizes, limit)
+    assert cut_sizes.max() <= 0.05 * cut_sizes.sum()
+
+    # As little as possible is cut. With a limit of two bytes more, a document would be too long.
+    longer_sizes = np.minimum(sizes, limit + 2)
+    assert longer_sizes.max() > 0.05 * longer_sizes.sum()
 
 
 def test_documents_that_need_not_or_cannot_be_cut_have_no_limit():
@@ -214,11 +268,10 @@ def test_long_documents_of_evaluation_splits_are_cut():
     short = [b'b' * 9] * 20
     corpus = corpus_of([long, *short], validation=[long, *short])
 
+    capped = documents(cap_documents(corpus))
+
     # The limit is 9 bytes, because 9 / (9 + 20 * 9) is just below 5 percent. 'ä' has two bytes.
-    assert documents(cap_documents(corpus)) == {
-        'train': [long, *short],
-        'validation': ['ä'.encode() * 4, *short],
-    }
+    assert capped == {'train': [long, *short], 'validation': ['ä'.encode() * 4, *short]}
 
 
 def test_text_in_lower_case_has_another_version(monkeypatch):
@@ -232,8 +285,11 @@ def test_text_in_lower_case_has_another_version(monkeypatch):
 
 
 def test_documents_that_are_equal_in_lower_case_are_in_one_split(monkeypatch):
-    texts = TEXTS[:95] + [text.upper() for text in TEXTS[:95]]
-    corpus = corpus_of(texts)
+    """Texts become lower case before splits are carved, so no split holds a copy of another's."""
+    different_texts = [f'document {number}\n'.encode() for number in range(95)]
+    upper_case_copies = [text.upper() for text in different_texts]
+    corpus = corpus_of(different_texts + upper_case_copies)
+    # The corpus takes the place of a registered one, so that `find` opens it.
     monkeypatch.setitem(CORPORA, 'stdlib', Source(lambda config: corpus))
 
     splits = documents(find(DataConfig(name='stdlib', lowercase=True)))
@@ -242,7 +298,8 @@ def test_documents_that_are_equal_in_lower_case_are_in_one_split(monkeypatch):
     for split_texts in splits.values():
         assert split_texts
         num_different += len(set(split_texts))
-    assert num_different == 95
+    # A text that was in two splits would be counted twice.
+    assert num_different == len(different_texts)
 
 
 def test_settings_that_a_dataset_does_not_read_are_refused():
@@ -268,7 +325,6 @@ PAIRS = {
     'validation.en': 'three\n',
     'validation.de': 'drei\n',
 }
-PAIRS |= {'validation.en': 'three\n', 'validation.de': 'drei\n'}
 
 
 def written_corpus(directory, files, name='text', **settings):
@@ -282,13 +338,15 @@ def written_corpus(directory, files, name='text', **settings):
 
 
 def test_a_text_file_is_cut_at_line_ends_into_90_5_and_5_percent(tmp_path):
-    # 200 lines, of which the last has no end.
+    """A text in one file becomes one document per split. Cuts move to the end of their line."""
+    # Of these 200 lines of equal length, the last has no end.
     lines = [f'line {i:03d}\n'.encode() for i in range(199)] + [b'line 199']
     path = tmp_path / 'a.txt'
 
     corpus = written_corpus(tmp_path, {'a.txt': b''.join(lines)}, path=str(path))
 
     train, validation, test = documents(corpus).values()
+    # The cuts after 90 and 95 percent fall into lines 179 and 189.
     assert train == [b''.join(lines[:180])]
     assert validation == [b''.join(lines[180:190])]
     assert test == [b''.join(lines[190:])]
@@ -303,6 +361,10 @@ SPLITS = {
 
 
 def test_a_split_is_a_file_or_a_folder(tmp_path):
+    """The text of a split is in one file, or in the .txt files below a folder.
+
+    Each file is a document.
+    """
     files = {
         'train.txt': 'a\n',
         'validation/a.txt': 'a\n',
@@ -310,9 +372,12 @@ def test_a_split_is_a_file_or_a_folder(tmp_path):
         'validation/sub/d.txt': 'd\n',
         'validation/c.md': 'not read',
     }
+
     corpus = written_corpus(tmp_path, files)
 
     assert documents(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
+
+    # A document is named by its split if it is alone, otherwise by its path.
     assert corpus.names('train') == ['train']
     assert corpus.names('validation') == [
         'validation/a.txt',
@@ -334,14 +399,20 @@ def test_a_split_that_is_unclear_is_refused(tmp_path):
 
 
 def test_every_change_of_a_text_changes_its_version(tmp_path):
-    original = written_corpus(tmp_path, SPLITS).version
+    """The version of a corpus changes with the content, the set and the order of its files.
+
+    Each call of `written_corpus` writes the named files over those that are there.
+    """
+    files = {'train.txt': 'a\n', 'validation/b.txt': 'b\n', 'validation/a.txt': 'a\n'}
+    original = written_corpus(tmp_path, files).version
     other_train = written_corpus(tmp_path, {'train.txt': 'b\n'}).version
     other_validation = written_corpus(tmp_path, {'validation/b.txt': 'B\n'}).version
     with_test = written_corpus(tmp_path, {'test.txt': 'e\n'}).version
-    # The files of validation change places.
+    # Files are read in the order of their names, so b.txt comes first under its other name.
     (tmp_path / 'validation/b.txt').rename(tmp_path / 'validation/0.txt')
     other_order = written_corpus(tmp_path, {}).version
 
+    # All five are different.
     versions = {original, other_train, other_validation, with_test, other_order}
     assert len(versions) == 5
 
@@ -366,11 +437,14 @@ def test_lines_of_parallel_files_are_documents(tmp_path):
 
 
 def test_only_line_feeds_end_the_lines_of_parallel_files(tmp_path):
+    """Other characters that Unicode takes for ends of lines stay in the text."""
     files = {
-        **PAIRS,
         'train.en': f'{BYTE_ORDER_MARK}a\u2028b\x85\x0cc\rd\r\ntwo\n',
         'train.de': f'{BYTE_ORDER_MARK}eins\nzwei\n',
+        'validation.en': 'three\n',
+        'validation.de': 'drei\n',
     }
+
     corpus = written_corpus(tmp_path, files, name='parallel', languages='de-en')
 
     assert documents(corpus, 'en')['train'] == ['a\u2028b\x85\x0cc\rd'.encode(), b'two']
@@ -378,12 +452,21 @@ def test_only_line_feeds_end_the_lines_of_parallel_files(tmp_path):
 
 
 def test_pairs_with_a_blank_side_are_left_out(tmp_path):
-    # Line by line: a pair, both blank, a pair, both blank, a blank translation.
+    """Line i of train.de translates line i of train.en. Lines blank in either file are not read."""
+    train_pairs = [
+        ('one', 'eins'),
+        ('', '\r'),  # both are blank
+        ('two', 'zwei'),
+        (' ', '\u3000'),  # both are blank: a space and an ideographic space
+        ('blank', '\u3000'),  # only the translation is blank
+    ]
     files = {
-        **PAIRS,
-        'train.en': 'one\n\ntwo\n \nblank\n',
-        'train.de': 'eins\n\r\nzwei\n\u3000\n\u3000',
+        'train.en': '\n'.join(english for english, _ in train_pairs) + '\n',
+        'train.de': '\n'.join(german for _, german in train_pairs),  # without a last line end
+        'validation.en': 'three\n',
+        'validation.de': 'drei\n',
     }
+
     corpus = written_corpus(tmp_path, files, name='parallel', languages='de-en')
 
     assert documents(corpus, 'en')['train'] == [b'one', b'two']
@@ -454,25 +537,30 @@ def test_files_of_other_formats_are_not_trained_on(tmp_path, suffix):
 
 
 def test_files_that_hold_no_text_are_not_trained_on(tmp_path):
+    # 40 lines of 4 bytes come before byte 0.
     with_byte_0 = b'one\n' * 40 + b'\0'
     with refused('a.txt. holds byte 0 at byte 160, so it is not text; give'):
         written_corpus(tmp_path, {'a.txt': with_byte_0}, path=str(tmp_path / 'a.txt'))
 
-    gzip_header = b'\x1f\x8b\x08\x00'
+    gzip_header = b'\x1f\x8b\x08\x00'  # is not UTF-8
     with refused('a. cannot be read .*; give a file of UTF-8'):
         written_corpus(tmp_path, {'a': gzip_header * 40}, path=str(tmp_path / 'a'))
 
 
 def test_any_language_may_end_the_name_of_a_parallel_file(tmp_path):
+    """The suffix .pt stands for Portuguese here, though files of PyTorch end in it, too."""
     files = {
         'train.en': 'one\ntwo\n',
         'train.pt': 'um\ndois\n',
         'validation.en': 'three\n',
         'validation.pt': 'três\n',
     }
+
     corpus = written_corpus(tmp_path, files, name='parallel', languages='en-pt')
+
     assert documents(corpus, 'pt')['train'] == [b'um', b'dois']
 
+    # The content still has to be text.
     with refused('train.pt. holds byte 0 at byte 1'):
         written_corpus(tmp_path, {'train.pt': b'a\0\nb'}, name='parallel', languages='en-pt')
 
@@ -483,13 +571,15 @@ URL = 'https://files.example.org/lines.txt'
 
 @pytest.fixture
 def served(monkeypatch):
-    """(status, content) by URL, which stands for the internet; if empty, there is no network.
+    """An empty dictionary that stands for the internet, for a test to fill.
 
-    The declared sha256 of lines.txt is that of TEXT.
+    It maps a URL to the status and content of its answer, as in (200, TEXT). While it is empty,
+    there is no network. The declared sha256 of lines.txt, the file at URL, is that of TEXT.
     """
     answers = {}
 
     def get(url, timeout):
+        """Replaces `requests.get`: it answers from the dictionary."""
         if not answers:
             raise requests.ConnectionError('Name or service not known')
         response = requests.Response()
@@ -533,11 +623,16 @@ def test_a_file_that_cannot_be_downloaded_is_refused(served, tmp_path, answers, 
 
 
 def test_a_damaged_download_is_downloaded_again(served, tmp_path, cache_warnings):
+    """A kept download whose hash is wrong is replaced, with one warning that names it.
+
+    `fetch_lines` returns the content of lines.txt, which it downloads once and keeps.
+    """
     served[URL] = (200, TEXT)
     kept_file = tmp_path / 'downloads/lines/lines.txt'
     assert fetch_lines(tmp_path) == TEXT
     assert kept_file.read_bytes() == TEXT
 
+    # The kept file is damaged. Its hash is no longer that of TEXT.
     kept_file.write_bytes(b'one\n')
 
     assert fetch_lines(tmp_path) == TEXT
@@ -547,29 +642,41 @@ def test_a_damaged_download_is_downloaded_again(served, tmp_path, cache_warnings
 
 
 def test_a_kept_download_is_read_without_network_and_lock(served, tmp_path):
+    """A file that was downloaded before is read even offline and from a read-only disk.
+
+    `fetch_lines` returns the content of lines.txt, which it downloads once and keeps.
+    """
     served[URL] = (200, TEXT)
     fetch_lines(tmp_path)
     lock = tmp_path / 'downloads/lines/lock'
 
-    # The disk may be read-only, so that no lock can be written.
     lock.unlink()
-    served.clear()
+    served.clear()  # there is no network from here on
 
     assert fetch_lines(tmp_path) == TEXT
+    # No lock was written, which a read-only disk would refuse.
     assert not lock.exists()
 
 
 def test_a_file_in_manual_dir_is_read_in_place_of_a_download(served, tmp_path):
+    """A user without network puts the file into the directory of the setting `manual_dir`.
+
+    It must have the declared hash, that of TEXT. `served` is empty, so nothing can be downloaded.
+    """
     manual_file = tmp_path / 'lines.txt'
+
+    # The directory does not hold the file yet.
     with refused(f'^{manual_file} does not exist; put {URL}'):
         fetch_lines(tmp_path, manual_dir=str(tmp_path))
 
+    # The file is another one. Nothing of it is kept, only the lock.
     manual_file.write_bytes(b'ten\n')
     with refused('has sha256 .*, not'):
         fetch_lines(tmp_path, manual_dir=str(tmp_path))
-    # Nothing is kept but the lock.
-    assert [file.name for file in (tmp_path / 'downloads/lines').iterdir()] == ['lock']
+    kept_names = [file.name for file in (tmp_path / 'downloads/lines').iterdir()]
+    assert kept_names == ['lock']
 
+    # The file is the right one.
     manual_file.write_bytes(TEXT)
     assert fetch_lines(tmp_path, manual_dir=str(tmp_path)) == TEXT
 
@@ -596,6 +703,10 @@ def put_into_manual_dir(tmp_path, monkeypatch):
 
 
 def test_documents_of_multi30k_are_lines(tmp_path, put_into_manual_dir):
+    """Each line of a downloaded file of Multi30k is a document.
+
+    A user put the files into a directory, one per split and language.
+    """
     for part in ('train', 'val', 'test_2016_flickr'):
         for language in ('de', 'fr'):
             # U+2028, a line separator of Unicode, ends no line.
@@ -606,7 +717,9 @@ def test_documents_of_multi30k_are_lines(tmp_path, put_into_manual_dir):
     corpus = find(DataConfig(name='multi30k', languages='fr-de', **settings))
 
     assert corpus.name == 'multi30k-fr-de'
-    assert not (tmp_path / 'data').exists()  # nothing is copied
+    # No file was read so far, so none was copied into the data directory.
+    assert not (tmp_path / 'data').exists()
+    # The file of the validation split is val.fr.gz.
     assert documents(corpus, 'fr')['validation'] == [
         'val.fr\u20280'.encode(),
         'val.fr\u20281'.encode(),
@@ -639,7 +752,6 @@ VALUES = {
     'n': list(range(40)),
     'sentences': SENTENCES,
 }
-VALUES |= {'n': list(range(40)), 'sentences': SENTENCES}
 # The features of each set, of `VALUES`, and its splits.
 FEATURES_AND_SPLITS = {
     'own': (('en', 'n'), ('train', 'dev')),
@@ -656,7 +768,17 @@ class BuilderWithoutTensorFlow(tfds.dataset_builders.AdhocBuilder, skip_registra
 
 
 def write_tfds_set(directory, name, version='2.1.0', config=None):
-    """Writes the set `name` of FEATURES_AND_SPLITS as `tfds build` does; returns its settings."""
+    """Writes a small set of TensorFlow Datasets as `tfds build` does, in every split 40 rows.
+
+    Args:
+        directory: The data directory.
+        name: A key of FEATURES_AND_SPLITS, which says the features and splits of the set.
+        version: The version that the set gets.
+        config: The name of a variant of the set, as TensorFlow Datasets calls it, if any.
+
+    Returns:
+        The settings that read the set.
+    """
     feature_names, splits = FEATURES_AND_SPLITS[name]
     translation = tfds.features.Translation(languages=['de', 'en', 'fr'])
     special_kinds = {'n': tfds.features.Scalar(np.int64), 'sentences': translation}
@@ -687,16 +809,26 @@ def write_tfds_set(directory, name, version='2.1.0', config=None):
 
 
 def write_hf_set(directory, name, **changes):
-    """Saves the set `name` of FEATURES_AND_SPLITS as Hugging Face does; returns its settings.
+    """Saves a small set as the library `datasets` of Hugging Face does, in every split 40 rows.
 
-    `changes` are other values of features. `load_from_directory` makes the set known.
+    Args:
+        directory: The set is saved in a folder below it. `load_from_directory` makes it known.
+        name: A key of FEATURES_AND_SPLITS, which says the features and splits of the set.
+        changes: Values of features that replace those of VALUES, as in en=['one', ...].
+
+    Returns:
+        The settings that read the set.
     """
     library = pytest.importorskip('datasets', reason="pip install 'qkattn[datasets]' to run it")
     library.disable_progress_bars()
+
     features, splits = FEATURES_AND_SPLITS[name]
     values = VALUES | changes
     rows = library.Dataset.from_dict({feature: values[feature] for feature in features})
-    library.DatasetDict(dict.fromkeys(splits, rows)).save_to_disk(directory / name)
+
+    # Every split has the same rows.
+    dataset = library.DatasetDict(dict.fromkeys(splits, rows))
+    dataset.save_to_disk(directory / name)
     return DataConfig(name=f'hf:{name}')
 
 
@@ -708,13 +840,17 @@ def load_from_directory(patch, directory):
 
 @pytest.fixture(scope='module', params=[write_tfds_set, write_hf_set], ids=['tfds', 'hf'])
 def config(request, tmp_path_factory):
-    """config('own', feature='n'): the settings of a set of FEATURES_AND_SPLITS, with changes."""
+    """A function that returns the settings of a small set, once for each of the two catalogues.
+
+    config('own', feature='n') reads the set 'own' of FEATURES_AND_SPLITS with another feature. All
+    these sets are written, either as TensorFlow Datasets or as Hugging Face writes them.
+    """
     write_set = request.param
     directory = tmp_path_factory.mktemp('sets')
-    configs = {name: write_set(directory, name) for name in FEATURES_AND_SPLITS}
+    config_of_set = {name: write_set(directory, name) for name in FEATURES_AND_SPLITS}
 
     def settings(name, **fields):
-        return dataclasses.replace(configs[name], **fields)
+        return dataclasses.replace(config_of_set[name], **fields)
 
     with pytest.MonkeyPatch.context() as patch:
         if write_set is write_hf_set:
@@ -795,27 +931,40 @@ def test_a_set_that_is_not_prepared_is_refused(tmp_path):
 
 
 def test_the_newest_whole_version_of_a_prepared_set_is_read(tmp_path):
-    directory = tmp_path / 'own' / 'small.1'
+    """Of several versions of a set on disk, the newest one that is complete is read.
+
+    The set is one of TensorFlow Datasets, with the name 'own' and the configuration 'small.1'.
+    """
     for version in ('11.0.0', '10.0.0', '9.0.0'):
         write_tfds_set(tmp_path, 'own', version, config='small.1')
-    # tfds gives a version that is not complete such a name.
+    # TensorFlow Datasets gives a version that is not complete such a name.
+    directory = tmp_path / 'own' / 'small.1'
     (directory / '11.0.0').rename(directory / 'incomplete.A_11.0.0')
 
-    config = DataConfig(name='tfds:own/small.1', data_dir=str(tmp_path))
-    corpus = find(config)
+    corpus = find(DataConfig(name='tfds:own/small.1', data_dir=str(tmp_path)))
+
+    # The name ends in the only feature with text, 'en'.
     assert corpus.name == 'tfds-own-small.1-en'
+    # Versions are compared as numbers, so 10 is newer than 9.
     assert corpus.version == '10.0.0'
 
-    # A file of this version is cut.
-    files = list((directory / '10.0.0').glob('*-train.array_record*'))
+
+def test_a_damaged_file_of_a_prepared_set_is_refused(tmp_path):
+    config = write_tfds_set(tmp_path, 'own', version='10.0.0')
+    directory = tmp_path / 'own' / '10.0.0'
+
+    # The file of the train split is cut.
+    files = list(directory.glob('*-train.array_record*'))
     assert len(files) == 1
     files[0].write_bytes(files[0].read_bytes()[:100])
-    with refused(f'{directory}/10.0.0 cannot be read .*; delete it and prepare it again'):
+
+    with refused(f'{directory} cannot be read .*; delete it and prepare it again'):
         texts_of(find(config))
 
 
 def test_rows_of_hugging_face_without_text_are_left_out(tmp_path, monkeypatch):
     load_from_directory(monkeypatch, tmp_path)
+    # The first two of the 40 rows have no text.
     english = [None, '', *VALUES['en'][2:]]
 
     corpus = find(write_hf_set(tmp_path, 'own', en=english))
@@ -865,20 +1014,33 @@ def test_files_of_the_working_directory_are_no_published_set(
 
 
 def test_a_published_set_is_asked_for_by_its_full_name(tmp_path, monkeypatch):
+    """'hf:owner/set/config' asks Hugging Face for the set 'owner/set' and its part 'config'."""
     datasets = pytest.importorskip('datasets')
     write_hf_set(tmp_path, 'own')
 
     def load_dataset(*names):
-        if names == ('owner/set', 'config'):
-            return datasets.load_from_disk(str(tmp_path / 'own'))
-        raise ConnectionError("Couldn't reach it\non the Hub.")
+        """Replaces the function that downloads a set: it reads the one on disk."""
+        assert names == ('owner/set', 'config')
+        return datasets.load_from_disk(str(tmp_path / 'own'))
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
 
     corpus = find(DataConfig(name='hf:owner/set/config'))
+
+    # The name ends in the only feature with text, 'en'.
     assert corpus.name == 'hf-owner-set-config-en'
     # A set without a version gets None; 'train' is the directory of its first file.
     assert corpus.version == 'None-train'
+
+
+def test_a_published_set_that_cannot_be_loaded_is_refused(monkeypatch):
+    datasets = pytest.importorskip('datasets')
+
+    def load_dataset(name):
+        """Replaces the function that downloads a set: there is no network."""
+        raise ConnectionError("Couldn't reach it\non the Hub.")
+
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
 
     with refused(r"hf:squad' cannot be read \(ConnectionError: .*on the Hub\); check name"):
         find(DataConfig(name='hf:squad'))
@@ -905,6 +1067,11 @@ def test_cldr_has_many_pairs_of_every_category(pairs):
 
 
 def test_texts_of_cldr_are_short_unique_and_without_extra_spaces(pairs):
+    """The pairs are the same dates, amounts and names, written by CLDR in English and in German.
+
+    CLDR is Unicode's data on how languages write them. `pairs` has the category of each, as in
+    'dates', its English text and its German text.
+    """
     english_texts = [english for _, english, _ in pairs]
     assert len(set(english_texts)) == len(english_texts)
 
@@ -912,6 +1079,7 @@ def test_texts_of_cldr_are_short_unique_and_without_extra_spaces(pairs):
         assert english != german
         for text in (english, german):
             assert text
+            # Longer texts are left out of the corpus.
             assert len(text.encode()) <= 120
             # One kind of space, never two of them together.
             assert text == ' '.join(text.split())
@@ -950,18 +1118,24 @@ def test_cldr_needs_two_different_languages(languages):
 
 
 def test_the_hash_of_its_source_decides_the_split_of_a_cldr_pair(pairs, cldr_texts):
-    for split, share in (('train', 0.9), ('validation', 0.05), ('test', 0.05)):
-        expected = set()
-        for _, source, target in pairs:
-            if split_of(source, train=90, validation=5) == split:
-                expected.add((source, target))
-        assert len(expected) == pytest.approx(share * len(pairs), rel=0.2)
+    """Of CLDR's pairs of English and German texts, about 90, 5 and 5 percent are in the splits.
+
+    `split_of` assigns a split to a text by its hash.
+    """
+    share_of_split = {'train': 0.9, 'validation': 0.05, 'test': 0.05}
+    for split, share in share_of_split.items():
+        expected_pairs = set()
+        for _, english, german in pairs:
+            if split_of(english, train=90, validation=5) == split:
+                expected_pairs.add((english, german))
+        # Hashes give the shares only approximately.
+        assert len(expected_pairs) == pytest.approx(share * len(pairs), rel=0.2)
 
         # A text and its translation are at the same place.
         sources = cldr_texts['en'][split]
         targets = cldr_texts['de'][split]
-        assert len(sources) == len(expected)
-        assert set(zip(sources, targets, strict=True)) == expected
+        assert len(sources) == len(expected_pairs)
+        assert set(zip(sources, targets, strict=True)) == expected_pairs
 
 
 def test_categories_of_cldr_are_mixed(pairs, cldr_texts):
@@ -974,7 +1148,11 @@ def test_categories_of_cldr_are_mixed(pairs, cldr_texts):
 
 
 def test_stdlib_is_the_library_without_its_tests():
-    paths = list(python_text.modules())
+    """The corpus 'stdlib' is the source files of Python's standard library, without some folders.
+
+    Left out are its tests and its generated tables of encodings.
+    """
+    paths = list(python_text.modules())  # such as 'json/decoder.py'
     assert paths == sorted(paths)
     assert len(paths) > 200
     for path in paths:
@@ -982,21 +1160,26 @@ def test_stdlib_is_the_library_without_its_tests():
         assert 'test' not in folders
         assert 'encodings' not in folders
 
+    # The text depends on the version of Python. 2.0.0 is that of the rule which files are read.
     corpus = find(DataConfig(name='stdlib'))
     assert corpus.version == f'py{platform.python_version()}-2.0.0'
 
 
 def test_the_splits_of_stdlib_do_not_change():
-    # Written down: other splits would make published results incomparable.
+    """The hash of its dotted name decides the split of a file of Python's library.
+
+    These splits are written down, because others would make published results incomparable.
+    """
     corpus = find(DataConfig(name='stdlib'))
     assert 'json/decoder.py' in corpus.names('train')
     assert 'argparse.py' in corpus.names('validation')
     assert 'json/tool.py' in corpus.names('test')
 
-    # A package is in the split of its own name.
+    # A package is in the split of its own name, without '__init__'.
     split_of_json = split_of('json', train=40, validation=30)
     assert 'json/__init__.py' in corpus.names(split_of_json)
 
+    # The digest stands for the splits of 4000 names, so that none of them can change unnoticed.
     splits = [split_of(f'package.module_{i}', train=40, validation=30) for i in range(4000)]
     digest = hashlib.sha256(' '.join(splits).encode()).hexdigest()
     assert digest[:12] == '144b30107758'
